@@ -181,8 +181,8 @@ class FaultProxy(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 128
 
-    def __init__(self, port_behind: int) -> None:
-        super().__init__((_HOST, 0), _Handler)
+    def __init__(self, port_behind: int, host: str = _HOST, port: int = 0) -> None:
+        super().__init__((host, port), _Handler)
         self.endpoint = f"http://{_HOST}:{self.server_address[1]}"
         self.port_behind = port_behind
         self.plan: list[Fault] = []
