@@ -11,6 +11,7 @@ import msgspec
 from backends.encoding.operator_schema import OperatorSchema
 from backends.formats.manifest import PartitionEntry
 from backends.formats.manifest_chain import Layout
+from backends.storage.request_counts import used_together
 from coordinator_actor.checkpoints.checkpoint_id import CheckpointIDCounter
 from coordinator_actor.checkpoints.checkpoint_stats import CheckpointStatsTracker
 from coordinator_actor.checkpoints.snapshot_lag import SnapshotLag, SnapshotLagConf
@@ -71,7 +72,7 @@ class QueryState:
         self.history = CheckpointHistory(
             CheckpointRecords(RecordFiles(manifests.storage)),
             clock(),
-            lambda: manifests.storage.requests_made + commits.requests_made,
+            lambda: used_together(manifests.storage.used, commits.used),
         )
         self.driver_seen = self.maintained = clock()
         self.ended = False

@@ -13,7 +13,6 @@ import msgspec
 import psutil
 import pytest
 from rich.console import Console
-from typer.testing import CliRunner
 
 from spark_bridge.cli.main import app
 from spark_bridge.demo.app import Record
@@ -31,6 +30,7 @@ from spark_bridge.demo.events import (
 )
 from spark_bridge.demo.flights import file_name
 from spark_bridge.demo.processes import Children
+from tests.command_line import CliRunner
 from tests.patience import PATIENCE
 
 CHILD = """
