@@ -20,7 +20,6 @@ import pytest
 
 from spark_bridge import state_table
 from tests.cluster.program_on_lab import START_SECONDS, ProgramOnLab
-from tests.effort import effort
 from tests.lab.auditor import committed
 from tests.lab.bank import ACCOUNTS, OPERATOR, postings
 from tests.lab.cable import Direction
@@ -28,14 +27,15 @@ from tests.lab.lab import Lab
 from tests.lab.ray_nodes import RAY, ray_address, ray_environment, start_ray, start_ray_on
 from tests.spark_bridge.conftest import wait_until
 
+# Otherwise: tests/simulation, and what tests/spark_bridge/streams kills and restarts, on one machine.
 pytestmark = [pytest.mark.cluster, pytest.mark.ray, pytest.mark.spark, pytest.mark.thorough]
-LOSSES = int(os.environ.get("STATESTORE_LOSSES") or effort(1, 300))
-CPUS = effort([0, 1, 1], [0, 2, 2, 2])
+LOSSES = int(os.environ.get("STATESTORE_LOSSES", "300"))
+CPUS = [0, 2, 2, 2]
 KINDS = ("killed", "without power", "cut off", "cut off in", "cut off out")
 HEAD = 0
-HEADS_SHARE = effort(0.0, 0.25)
+HEADS_SHARE = 0.25
 """Of the losses in which a machine ends; with the head everything starts again, which takes a minute."""
-SHORT, LONG = effort((1.0, 1.0), (15.0, 90.0))
+SHORT, LONG = 15.0, 90.0
 """Seconds that a machine is away: mostly less than Ray takes to notice, and at times more."""
 
 
