@@ -139,17 +139,18 @@ class _Limited:
 def sql(
     source: Source,
     statement: Annotated[str, typer.Argument(metavar="STATEMENT", help="One statement that reads; - reads stdin.")],
+    version: AtVersion = None,
     form: FormOption = Form.table,
     as_json: AsJson = False,
 ) -> None:
     """Run SQL over the state; the tables are the operators. It needs DuckDB (ray-statestore[sql]).
 
     Examples: statestore sql 'select user, spent from user_totals order by spent desc limit 10';
-    statestore sql 'select count(*) from user_totals' --checkpoint ck/ --json; statestore sql - --format csv < q.sql
+    statestore sql 'select count(*) from user_totals' --checkpoint ck/ --version 80; statestore sql - --json < q.sql
     """
     text = sys.stdin.read() if statement == "-" else statement
     with errors_explained(), _sql_explained(), source.client() as client:
-        found = client.sql(text)
+        found = client.sql(text, version=version)
         reader = found.to_arrow_reader()
         print_rows(reader.schema, reader, Form.json if as_json else form)
 

@@ -248,9 +248,12 @@ class AsyncQueryableStateClient:
         """See ``QueryableStateClient.describe``."""
         return await self._run(self._client.describe, operator, query, timeout=timeout)
 
-    async def sql(self, query: str, *, query_params: Any = None, timeout: float | None = None) -> pa.Table:
+    async def sql(
+        self, query: str, *, query_params: Any = None, version: int | None = None, timeout: float | None = None
+    ) -> pa.Table:
         """Return the rows of ``QueryableStateClient.sql`` as an Arrow table."""
-        return await self._run(lambda: self._client.sql(query, query_params=query_params, timeout=timeout).arrow())
+        given = {"query_params": query_params, "version": version, "timeout": timeout}
+        return await self._run(lambda: self._client.sql(query, **given).arrow())
 
     async def _run(self, call: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._pool, partial(call, *args, **kwargs))

@@ -425,9 +425,15 @@ class QueryableStateClient:
         return self._access.answer(f"diff({operator!r})", (operator, query), timeout, ask)
 
     def sql(
-        self, query: str, *, query_params: Any = None, connection: Any = None, timeout: float | None = None
+        self,
+        query: str,
+        *,
+        query_params: Any = None,
+        connection: Any = None,
+        version: int | None = None,
+        timeout: float | None = None,
     ) -> StateRelation:
-        """Return the rows that a SQL statement makes of the state of running queries.
+        """Return the rows that a SQL statement makes of the state of running queries, at ``version`` or the newest.
 
         It needs DuckDB: install ``ray-statestore[sql]``.
 
@@ -437,7 +443,7 @@ class QueryableStateClient:
         """
         from spark_bridge.queryable.sql.sql import sql
 
-        return sql(self, query, query_params=query_params, connection=connection, timeout=timeout)
+        return sql(self, query, query_params=query_params, connection=connection, version=version, timeout=timeout)
 
     # -- operators -----------------------------------------------------------------------------
 

@@ -20,12 +20,13 @@ from spark_bridge.queryable.sql.sql_client import SqlClient, VersionedRows
 class StatementSnapshot:
     """The state as one statement sees it: everything of a query is read at one version.
 
-    The first rows that are read fix that version.
+    The first rows that are read fix that version, unless ``version`` does.
     """
 
-    def __init__(self, client: SqlClient, timeout: float | None = None) -> None:
+    def __init__(self, client: SqlClient, timeout: float | None = None, version: int | None = None) -> None:
         self._client = client
         self._timeout = timeout
+        self._version = version
         self._lock = threading.Lock()
         self.versions: dict[str, int] = {}
         """The version by query id. ``_lock`` guards the choice of a version."""
@@ -45,7 +46,7 @@ class StatementSnapshot:
         with self._lock:
             version = self.versions.get(table.query_id)
             if version is None:
-                rows = self._open(table, pushdown, limit, None)
+                rows = self._open(table, pushdown, limit, self._version)
                 self.versions[table.query_id] = rows.version
                 return rows
         return self._open(table, pushdown, limit, version)

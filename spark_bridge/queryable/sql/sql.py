@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from spark_bridge.exceptions import UnknownOperatorError
+from spark_bridge.exceptions import RequestError, UnknownOperatorError
 from spark_bridge.queryable.sql.catalog import UnclearNameError, candidate_names, catalog_tables, resolve
 from spark_bridge.queryable.sql.dataset import StateDataset, StatementSnapshot
 from spark_bridge.queryable.sql.duckdb_connections import (
@@ -35,6 +35,7 @@ def sql(
     *,
     query_params: Sequence[Any] | Mapping[str, Any] | None = None,
     connection: duckdb.DuckDBPyConnection | None = None,
+    version: int | None = None,
     timeout: float | None = None,
 ) -> StateRelation:
     """Return the rows that a SQL statement makes of the state of running queries.
@@ -47,8 +48,8 @@ def sql(
     - ``query.operator.state``;
     - each of these as one quoted name with dots.
 
-    Everything of a query is read at one version: that of the first rows. Rows are fetched when the result is asked for,
-    and again each time.
+    Everything of a query is read at one version: ``version``, which needs a statement over one query, or that of the
+    first rows. Rows are fetched when the result is asked for, and again each time.
 
     ``query_params`` are the values of ``?``, ``$1`` or ``$name``. Without ``connection`` only one statement that reads
     is possible, on a DuckDB in memory that opens no files and whose time zone is UTC. With a ``connection`` of the
@@ -56,14 +57,16 @@ def sql(
     Qualified names of operators are then to be written as one name: ``"query.operator"``.
 
     Raises ``UnknownOperatorError`` naming the tables that there are, ``RequestError`` for a statement that does not
-    only read, DuckDB's own errors for wrong SQL, and what a client's ``scan`` raises.
+    only read or a ``version`` of several queries, DuckDB's own errors for wrong SQL, and what a client's ``scan``
+    raises.
     """
     duckdb = import_duckdb()
     # An EXPLAIN does not share the database: EXPLAIN ANALYZE runs the statement that it explains.
     may_share = connection is not None or statement_kind(duckdb, statement) == "SELECT"
     known = [table for operator in client.operators() for table in catalog_tables(operator)]
-    snapshot = StatementSnapshot(client, timeout)
+    snapshot = StatementSnapshot(client, timeout, version)
     tables: dict[tuple[str, ...], StateDataset] = {}
+    queries: dict[str, str] = {}  # a table of each query, by its id
     unclear: list[str] = []
     for name in candidate_names(statement):
         try:
@@ -73,6 +76,12 @@ def sql(
         else:
             if table is not None:
                 tables[name] = StateDataset(snapshot, table)
+                queries[table.query_id] = table.full_name
+    if version is not None and len(queries) > 1:
+        raise RequestError(
+            f"version={version} is one of several queries here, whose versions have nothing to do with each other: the "
+            f"statement reads {', '.join(sorted(queries.values()))}. Leave version out, or ask for each query alone."
+        )
     try:
         with_params: dict[str, Any] = {} if query_params is None else {"params": query_params}
         if connection is None:

@@ -152,6 +152,8 @@ def test_scan_says_that_there_are_more() -> None:
 def test_sql() -> None:
     found = as_json("sql", "select k, g, n from totals order by n desc limit 1")
     assert found["rows"] == [{"k": "a", "g": 0, "n": 14}]
+    found = as_json("sql", "select n from totals where k = 'a' and g = 0", "--version", "4")
+    assert found["rows"] == [{"n": 12}]
     result = CliRunner().invoke(app, ["sql", "-", "--checkpoint", CHECKPOINT, "--json"], input="select 1 as one")
     assert json.loads(result.stdout)["rows"] == [{"one": 1}]
 

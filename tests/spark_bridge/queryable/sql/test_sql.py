@@ -497,6 +497,19 @@ def two_versions() -> Memory:
     )
 
 
+def test_a_version_may_be_given_where_all_is_of_one_query() -> None:
+    client = two_versions()
+    versions = client.states["q1", "a", "default"].versions
+    versions[5] = pa.table({"user": pa.array([3], pa.int64()), "n": pa.array([0], pa.int64())})
+    for version, users in ((4, [1, 2]), (5, [3])):
+        relation = sql(client, "select a.user from a order by 1", version=version)
+        assert relation.fetchall() == [(user,) for user in users] and relation.versions == {"q1": version}
+    asked = len(client.scans)
+    with pytest.raises(RequestError, match=r"version=5 is one of several queries here.* q1.a, q2.c"):
+        sql(client, "select * from a, c", version=5)
+    assert len(client.scans) == asked
+
+
 def test_a_statement_sees_one_version_of_each_query() -> None:
     client = two_versions()
     relation = sql(
