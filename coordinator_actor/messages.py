@@ -58,15 +58,15 @@ class OperatorFigures(Struct, frozen=True):
 class CommitFigures(Struct, frozen=True):
     """What a task and its commit have done, for the history of checkpoints.
 
-    Of rows see ``OperatorFigures``. ``steps`` has milliseconds by step, at most ``MOST_STEPS``. ``requests`` counts
-    what the host has asked of the query's storage since its last commit of that query.
+    Of rows see ``OperatorFigures``. ``steps`` has milliseconds by step, at most ``MOST_STEPS``. ``storage`` is what
+    the host has asked of the query's storage since its last commit of that query: requests by kind, and bytes.
     """
 
     rows: int = 0
     updated: int = 0
     removed: int = 0
     late: int = 0
-    requests: int = 0
+    storage: dict[str, int] = field(default_factory=dict)
     steps: dict[str, float] = field(default_factory=dict)
 
 

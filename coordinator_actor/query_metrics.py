@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 
-from backends.storage.request_counts import RequestCounts
+from backends.storage.request_counts import KINDS, RECEIVED, SENT, RequestCounts
 from coordinator_actor.durable.checkpoint_records import CheckpointRecord
 from coordinator_actor.metrics import MetricSink, running_totals, storage_totals
 from coordinator_actor.query.query_state import QueryState
@@ -100,6 +100,11 @@ class QueryMetrics:
             ("statestore_late_rows_total", record.late),
         ):
             sink.add(name, more, query=query)
+        for kind in KINDS.values():
+            sink.add("statestore_query_storage_requests_total", record.storage.get(kind, 0), query=query, kind=kind)
+        for direction, name in (("sent", SENT), ("received", RECEIVED)):
+            more = record.storage.get(name, 0)
+            sink.add("statestore_query_storage_bytes_total", more, query=query, direction=direction)
         if record.duration_ms is not None:
             sink.observe("statestore_checkpoint_duration_seconds", record.duration_ms / 1000, query=query)
         for step, time in record.steps.items():

@@ -22,8 +22,10 @@ if TYPE_CHECKING:
     from spark_bridge.queryable.server.client_proxy import KvStateClientProxy
     from spark_bridge.queryable.server.request_limits import RequestLimits
     from spark_bridge.queryable.server.server import KvStateServer
+    from spark_bridge.session.checkpoint_progress import CheckpointProgress, checkpoint_progress
     from spark_bridge.session.lifecycle import attach, init_spark, scale_hosts, stop_spark
     from spark_bridge.session.operator_progress import (
+        CheckpointListener,
         StateOperatorListener,
         StateOperatorProgress,
         add_state_operator_listener,
@@ -68,6 +70,8 @@ __all__ = [
     "ArrowStatefulProcessor",
     "AsyncQueryableStateClient",
     "CheckpointClient",
+    "CheckpointListener",
+    "CheckpointProgress",
     "ExpiredTimerInfo",
     "KvStateClientProxy",
     "KvStateServer",
@@ -91,6 +95,7 @@ __all__ = [
     "add_state_operator_listener",
     "aggregate",
     "attach",
+    "checkpoint_progress",
     "deduplicate",
     "delete_savepoint",
     "describe_savepoint",
@@ -126,6 +131,8 @@ _HOMES = {
     "ArrowStatefulProcessor": "spark_bridge.stateful.arrow_processor",
     "AsyncQueryableStateClient": "spark_bridge.queryable.client.async_client",
     "CheckpointClient": "spark_bridge.state_data.checkpoint_client",
+    "CheckpointListener": "spark_bridge.session.operator_progress",
+    "CheckpointProgress": "spark_bridge.session.checkpoint_progress",
     "ExpiredTimerInfo": "spark_bridge.stateful.stateful_processor",
     "KvStateClientProxy": "spark_bridge.queryable.server.client_proxy",
     "KvStateServer": "spark_bridge.queryable.server.server",
@@ -149,6 +156,7 @@ _HOMES = {
     "add_state_operator_listener": "spark_bridge.session.operator_progress",
     "aggregate": "spark_bridge.operators.aggregate.operator",
     "attach": "spark_bridge.session.lifecycle",
+    "checkpoint_progress": "spark_bridge.session.checkpoint_progress",
     "deduplicate": "spark_bridge.operators.deduplicate.operator",
     "delete_savepoint": "spark_bridge.session.savepoints",
     "describe_savepoint": "spark_bridge.session.savepoints",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import tempfile
 from collections.abc import Iterator
 
@@ -53,12 +54,31 @@ def pytest_report_header() -> str:
     return "effort: " + effort("usual; STATESTORE_TEST_EFFORT=thorough runs the tests marked thorough too", "thorough")
 
 
+def _out_of_turn(items: list[pytest.Item]) -> set[pytest.Item]:
+    """Return the tests marked ``in_turns`` that a usual run leaves to a thorough one.
+
+    The mark names two values of a parameter. Of the tests that have both of them, one takes the first and the next one
+    the second, in the order in which they stand.
+    """
+    pairs: dict[str, dict[str, pytest.Item]] = {}
+    for item in items:
+        for value in mark.args if (mark := item.get_closest_marker("in_turns")) else ():
+            words = re.split(r"[][-]", item.nodeid)
+            if value in words:
+                words[words.index(value)] = ""
+                pairs.setdefault("-".join(words), {}).setdefault(value, item)
+    both = [tuple(pair.values()) for pair in pairs.values() if len(pair) == 2]
+    return {pair[1 - i % 2] for i, pair in enumerate(both)}
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not IS_THOROUGH and "thorough" not in config.option.markexpr:
-        left = [item for item in items if item.get_closest_marker("thorough")]
+        others = _out_of_turn(items)
+        left = [item for item in items if item.get_closest_marker("thorough") or item in others]
         if left:
             config.hook.pytest_deselected(items=left)
-            items[:] = [item for item in items if not item.get_closest_marker("thorough")]
+            out = set(left)
+            items[:] = [item for item in items if item not in out]
     items.sort(key=lambda item: 2 if item.get_closest_marker("spark") else 1 if item.get_closest_marker("ray") else 0)
 
 

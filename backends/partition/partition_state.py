@@ -55,7 +55,7 @@ WriteChangelog = Callable[[CheckpointStorage, ChangelogMeta, str, bytes], FileRe
 
 def put_changelog(storage: CheckpointStorage, meta: ChangelogMeta, path: str, data: bytes) -> FileRef:
     """Store a changelog as a file of its own."""
-    return storage.put_new(path, data)
+    return storage.put_unique(path, data)
 
 
 class PartitionState:
@@ -196,9 +196,9 @@ class PartitionState:
     # -- the running batch ---------------------------------------------------------------------
 
     @property
-    def storage_requests(self) -> int:
-        """Return how many requests this process has made to the location of the partition's durable files."""
-        return self._storage.requests_made
+    def storage_used(self) -> dict[str, int]:
+        """Return what this process has asked of the location of the partition's files: ``CheckpointStorage.used``."""
+        return self._storage.used
 
     def stage(self, meta: ChangelogMeta, changes: Changes, write: WriteChangelog = put_changelog) -> FileRef:
         """Make an attempt's changes durable and keep them, invisible until accepted.

@@ -6,9 +6,6 @@ and digest checked.
 
 from __future__ import annotations
 
-import errno
-import random
-import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -16,39 +13,35 @@ from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 import obstore
 import xxhash
-from obstore.exceptions import AlreadyExistsError, BaseError, GenericError, UnknownConfigurationKeyError
+from obstore.exceptions import AlreadyExistsError, BaseError, UnknownConfigurationKeyError
 
 from backends.exceptions import (
     DamagedFileError,
     FileExistsInStorageError,
     InvalidStateStoreArgument,
     MissingFileError,
-    StorageError,
 )
+from backends.storage.failures import check_bucket, first_line, is_out_of_range
 from backends.storage.file_ref import FileRef
+from backends.storage.hedges import SMALL_BYTES
 from backends.storage.local_files import LocalFiles
 from backends.storage.locations import Location, parse_location
-from backends.storage.object_stores import make_store
+from backends.storage.object_stores import ObjectStores
 from backends.storage.request_counts import RequestCounts
+from backends.storage.sender import RequestSender
+from backends.storage.traffic import BUCKETS, Buckets
 
 if TYPE_CHECKING:
+    from obstore import GetOptions
     from obstore.store import ObjectStore
 
 T = TypeVar("T")
 
-_STATUS = re.compile(r"status code: (\d{3})")
-_CODE = re.compile(r"<Code>(\w+)</Code>")
-_OUT_OF_RANGE = re.compile(r"status code: 416|StartTooLarge")
-"""A range that begins behind the end of a file; one that only ends there is cut short."""
-_REFUSED = re.compile(r"request failed for key .*\(code: (\w+)\)")
-"""S3's answer to a bulk removal says 200, and names those that it has not removed."""
-_PASSING = {"InternalError", "SlowDown", "ServiceUnavailable"}
 _MOST_AT_ONCE = 1000
-"""So many files S3 removes with one request."""
+"""So many files S3 removes with one request, and lists on one page."""
 _CHUNK_BYTES = 4 << 20
-_FIRST_WAIT_SECONDS = 0.1
-_LONGEST_WAIT_SECONDS = 5.0
-_TRANSIENT_ERRNOS = {errno.EAGAIN, errno.EINTR, errno.EBUSY, errno.ESTALE, errno.ETIMEDOUT}
+_PART_BYTES, _PARTS_AT_ONCE, _MOST_PARTS = 8 << 20, 4, 10_000
+"""Large files go up in parts of so many bytes, a few at once; S3 takes so many parts at most."""
 
 
 def digest(data: bytes) -> str:
@@ -79,25 +72,34 @@ class CheckpointStorage:
     def __init__(
         self,
         location: Location,
-        store: ObjectStore,
+        stores: ObjectStores,
         *,
         fsync: bool,
         clock: Callable[[], float],
         sleep: Callable[[float], None],
         retry_seconds: float,
-        requests: RequestCounts | None = None,
+        requests: RequestCounts,
+        buckets: Buckets,
     ) -> None:
         self.location = location.text
         self.is_local = location.kind == "local"
-        self._store = store
+        self._stores = stores
         # A local store is rooted at '/': obstore refuses a root that does not exist yet.
         root = location.prefix.strip("/")
         self._prefix = f"{root}/" if root else ""
         self._files = LocalFiles(Path(location.prefix), fsync=fsync) if self.is_local else None
-        self._clock = clock
-        self._sleep = sleep
-        self._retry_seconds = retry_seconds
-        self._requests = RequestCounts() if requests is None else requests
+        self._counts = requests
+        # What is in the memory of the process is never late.
+        has_hedges = location.kind not in ("local", "memory")
+        self._sender = RequestSender(
+            self.location,
+            clock=clock,
+            sleep=sleep,
+            retry_seconds=retry_seconds,
+            counts=requests,
+            traffic=None if self.is_local else buckets.of(stores.bucket, with_hedges=has_hedges),
+            renew=stores.renew,
+        )
 
     @classmethod
     def open(
@@ -110,35 +112,45 @@ class CheckpointStorage:
         sleep: Callable[[float], None] = time.sleep,
         retry_seconds: float = 60.0,
         requests: RequestCounts | None = None,
+        buckets: Buckets = BUCKETS,
     ) -> CheckpointStorage:
         """Open the storage at an address; nothing is read or made yet.
 
         ``options`` are Spark's ``spark.hadoop.fs.s3a.*`` or obstore's own. ``fsync`` concerns local disks only.
-        ``requests`` counts what is asked of the storage; on a local disk, too. Raises ``UnsupportedLocationError``, or
-        ``InvalidStateStoreArgument`` for a wrong option.
+        ``requests`` counts what is asked of the storage; on a local disk, too. ``buckets`` is what all requests to a
+        bucket share. Raises ``UnsupportedLocationError``, or ``InvalidStateStoreArgument`` for a wrong option.
         """
         parsed = parse_location(location)
+        counts = RequestCounts() if requests is None else requests
         try:
-            store = make_store(parsed, options or {})
+            stores = ObjectStores(parsed, options or {})
         except UnknownConfigurationKeyError as error:
             raise InvalidStateStoreArgument(
-                f"An option for {parsed.text} is unknown to obstore: {_first_line(error)}"
+                f"An option for {parsed.text} is unknown to obstore: {first_line(error)}"
             ) from error
         except (BaseError, ValueError) as error:
-            raise InvalidStateStoreArgument(f"{parsed.text} cannot be opened: {_first_line(error)}") from error
-        return cls(parsed, store, fsync=fsync, clock=clock, sleep=sleep, retry_seconds=retry_seconds, requests=requests)
+            raise InvalidStateStoreArgument(f"{parsed.text} cannot be opened: {first_line(error)}") from error
+        return cls(
+            parsed,
+            stores,
+            fsync=fsync,
+            clock=clock,
+            sleep=sleep,
+            retry_seconds=retry_seconds,
+            requests=counts,
+            buckets=buckets,
+        )
 
     @property
     def store_name(self) -> str:
         """Return the address and, if one was given, the endpoint of the service behind it, for messages."""
-        config: Mapping[str, object] = getattr(self._store, "config", None) or {}
-        endpoint = config.get("endpoint")
+        endpoint = self._stores.endpoint
         return self.location if endpoint is None else f"{self.location} (at {endpoint})"
 
     @property
-    def requests_made(self) -> int:
-        """Return how many requests were made to this location, by all objects that share its counts."""
-        return self._requests.at(self.location)
+    def used(self) -> dict[str, int]:
+        """Return the requests to this location by kind, and their bytes, of all objects that share its counts."""
+        return self._counts.at(self.location)
 
     def full_location(self, path: str) -> str:
         """Return a file's address, as messages name it."""
@@ -157,27 +169,33 @@ class CheckpointStorage:
                 self._retrying("write", path, lambda: files.put_new(path, data))
             except FileExistsError as error:
                 raise self._exists(path) from error
+            self._counts.moved(self.location, sent=len(data))
             return ref
-        unanswered = False
+        unanswered = False  # an attempt of ours may have written the file without our knowing
 
         def put() -> bool:
-            nonlocal unanswered
+            self._counts.moved(self.location, sent=len(data))
             try:
                 obstore.put(self._store, key, data, mode="create")
                 return True
             except AlreadyExistsError:
                 # A repeated attempt may meet what the first one wrote before its answer was lost. S3 also
                 # answers "conflict" while another writer is busy, with nothing there in the end.
-                self._requests.note("read", self.location)
+                may_be_ours = unanswered
+                self._counts.note("read", self.location)
                 held = self._get_or_none(key)
                 if held is None:
                     raise
-                return unanswered and held == data
+                return may_be_ours and held == data
             except (BaseError, OSError):
-                unanswered = True
+                note_unanswered()
                 raise
 
-        if not self._retrying("write", path, put):
+        def note_unanswered() -> None:
+            nonlocal unanswered
+            unanswered = True
+
+        if not self._retrying("write", path, put, on_second=note_unanswered if ref.size <= SMALL_BYTES else None):
             raise self._exists(path)
         return ref
 
@@ -198,61 +216,84 @@ class CheckpointStorage:
         if self._files is not None:
             files = self._files
             self._retrying("write", path, lambda: files.put_new_file(path, source))
+            self._counts.moved(self.location, sent=ref.size)
         else:
-            key = self._key(path)
-            self._retrying("write", path, lambda: obstore.put(self._store, key, source))
+            self._put_in_parts(ref, source)
         return ref
+
+    def put_unique(self, path: str, data: bytes) -> FileRef:
+        """Write a new file as ``put_new`` does, under a name that nothing else uses: in parts if the file is large."""
+        if self.is_local or len(data) <= _PART_BYTES:
+            return self.put_new(path, data)
+        ref = FileRef(path, len(data), digest(data))
+        self._put_in_parts(ref, data)
+        return ref
+
+    def _put_in_parts(self, ref: FileRef, source: Path | bytes) -> None:
+        """Write a large file in parts, some at once. obstore repeats a part that fails, at a pace of its own."""
+        key = self._key(ref.path)
+        part = max(_PART_BYTES, -(-ref.size // _MOST_PARTS))
+
+        def put() -> None:
+            self._counts.moved(self.location, sent=ref.size)
+            if ref.size > part:
+                # Each part, and to begin and to end them: one more than the parts.
+                self._counts.note("write", self.location, -(-ref.size // part) + 1)
+            obstore.put(self._stores.in_parts, key, source, chunk_size=part, max_concurrency=_PARTS_AT_ONCE)
+
+        self._retrying("write", ref.path, put)
 
     def read_to_file(self, ref: FileRef, target: Path) -> None:
         """Copy a file of the storage to a new local file, a piece at a time. Checked as by ``read``."""
-        key = self._key(ref.stored_in)
+        with target.open("wb") as file:
 
-        def fetch() -> str | None:
-            hashed = xxhash.xxh3_128()
-            try:
-                with target.open("wb") as file:
-                    for chunk in self._chunks(key) if ref.within is None else [self._range(key, ref.offset, ref.size)]:
-                        hashed.update(chunk)
-                        file.write(chunk)
-            except FileNotFoundError as error:
-                _check_bucket(error)
-                return None
-            return hashed.hexdigest()
+            def write(piece: bytes, start: int) -> None:
+                file.seek(start)
+                file.write(piece)
 
-        found = self._retrying("read", ref.path, fetch)
-        if found is None:
-            raise self._missing(ref)
-        if found != ref.digest:
-            raise self._damaged(ref, target.stat().st_size, found)
+            self._read_in_pieces(ref, write)
 
     def check(self, ref: FileRef) -> None:
         """Read a whole file, a piece at a time, and keep nothing of it. Raises as ``read`` does."""
+        self._read_in_pieces(ref, lambda piece, start: None)
+
+    def _read_in_pieces(self, ref: FileRef, take: Callable[[bytes, int], None]) -> None:
+        """Give each piece of a file to ``take``, with its offset. Goes on behind the last one if a connection breaks.
+
+        Raises as ``read`` does: then the pieces that were given are worth nothing.
+        """
         if ref.within is not None:
-            self.read(ref)  # parts of an object are small
+            take(self.read(ref), 0)  # parts of an object are small
             return
         key = self._key(ref.path)
+        hashed, size = xxhash.xxh3_128(), 0
 
-        def hash_all() -> tuple[int, str] | None:
-            hashed, size = xxhash.xxh3_128(), 0
+        def fetch() -> bool:
+            nonlocal size
             try:
-                for chunk in self._chunks(key):
-                    hashed.update(chunk)
-                    size += len(chunk)
+                for piece in self._chunks(key, size):
+                    self._counts.moved(self.location, received=len(piece))
+                    take(piece, size)
+                    hashed.update(piece)
+                    size += len(piece)
             except FileNotFoundError as error:
-                _check_bucket(error)
-                return None
-            return size, hashed.hexdigest()
+                check_bucket(error)
+                return False
+            return True
 
-        found = self._retrying("read", ref.path, hash_all)
-        if found is None:
+        if not self._retrying("read", ref.path, fetch, progress=lambda: size):
             raise self._missing(ref)
-        if found != (ref.size, ref.digest):
-            raise self._damaged(ref, *found)
+        if (size, hashed.hexdigest()) != (ref.size, ref.digest):
+            raise self._damaged(ref, size, hashed.hexdigest())
 
     def get(self, path: str) -> bytes:
         """Return a file's content, unchecked. Use ``read`` if you have a ``FileRef``. Raises ``MissingFileError``."""
+        return self._whole(path, is_small=True)
+
+    def _whole(self, path: str, *, is_small: bool) -> bytes:
         key = self._key(path)
-        found = self._retrying("read", path, lambda: self._get_or_none(key))
+        on_second = _nothing if is_small else None
+        found = self._retrying("read", path, lambda: self._get_or_none(key), on_second=on_second)
         if found is None:
             raise MissingFileError(f"{self.full_location(path)} does not exist.")
         return found
@@ -268,10 +309,10 @@ class CheckpointStorage:
             try:
                 return self._range(key, start, length)
             except FileNotFoundError as error:
-                _check_bucket(error)
+                check_bucket(error)
                 return None
 
-        found = self._retrying("read", path, fetch)
+        found = self._retrying("read", path, fetch, on_second=_nothing if length <= SMALL_BYTES else None)
         if found is None:
             raise MissingFileError(f"{self.full_location(path)} does not exist.")
         return found
@@ -282,7 +323,10 @@ class CheckpointStorage:
         Raises ``MissingFileError`` or ``DamagedFileError`` naming the file.
         """
         try:
-            data = self.get(ref.path) if ref.within is None else self.get_range(ref.within, ref.offset, ref.size)
+            if ref.within is None:
+                data = self._whole(ref.path, is_small=ref.size <= SMALL_BYTES)
+            else:
+                data = self.get_range(ref.within, ref.offset, ref.size)
         except MissingFileError as error:
             raise self._missing(ref) from error
         if len(data) != ref.size or digest(data) != ref.digest:
@@ -301,16 +345,18 @@ class CheckpointStorage:
 
         def fetch() -> list[bytes]:
             try:
-                return [bytes(part) for part in obstore.get_ranges(self._store, key, starts=starts, lengths=lengths)]
+                parts = [bytes(part) for part in obstore.get_ranges(self._store, key, starts=starts, lengths=lengths)]
             except FileNotFoundError as error:
-                _check_bucket(error)
+                check_bucket(error)
                 return []
             except BaseError as error:
-                if _OUT_OF_RANGE.search(str(error)):
+                if is_out_of_range(error):
                     return []
                 raise
+            self._counts.moved(self.location, received=sum(map(len, parts)))
+            return parts
 
-        found = self._retrying("read", within, fetch)
+        found = self._retrying("read", within, fetch, on_second=_nothing if sum(lengths) <= SMALL_BYTES else None)
         parts = zip(refs, found, strict=True) if found else ()
         return {ref.path: data for ref, data in parts if len(data) == ref.size and digest(data) == ref.digest}
 
@@ -363,6 +409,8 @@ class CheckpointStorage:
 
         def list_all() -> list[tuple[str, int]]:
             found = obstore.list(self._store, prefix=key or None, offset=offset).collect()
+            if not self.is_local:
+                self._counts.note("list", self.location, len(found) // _MOST_AT_ONCE)  # further pages
             return sorted((str(meta["path"]).removeprefix(self._prefix), int(meta["size"])) for meta in found)
 
         return self._retrying("list", prefix, list_all)
@@ -379,7 +427,7 @@ class CheckpointStorage:
             try:
                 obstore.delete(self._store, key)
             except FileNotFoundError as error:
-                _check_bucket(error)
+                check_bucket(error)
 
         self._retrying("delete", path, delete)
 
@@ -400,7 +448,7 @@ class CheckpointStorage:
                 try:
                     obstore.delete(self._store, keys)
                 except FileNotFoundError as error:
-                    _check_bucket(error)
+                    check_bucket(error)
                     return False
                 return True
 
@@ -409,29 +457,46 @@ class CheckpointStorage:
                 for path in some:
                     self.delete(path)
 
-    def _chunks(self, key: str) -> Iterator[bytes]:
+    def _chunks(self, key: str, start: int = 0) -> Iterator[bytes]:
+        """Read a file from ``start`` on, in pieces."""
         if self._files is None:
-            yield from obstore.get(self._store, key).stream(min_chunk_size=_CHUNK_BYTES)
+            try:
+                rest: GetOptions = {"range": {"offset": start}} if start else {}
+                found = obstore.get(self._store, key, options=rest)
+            except BaseError as error:
+                if start and is_out_of_range(error):
+                    return  # all was read when the connection broke
+                raise
+            yield from found.stream(min_chunk_size=_CHUNK_BYTES)
             return
         # obstore streams local files in pieces that are too small to be fast.
         with Path(f"/{key}").open("rb", buffering=0) as file:
+            file.seek(start)
             while chunk := file.read(_CHUNK_BYTES):
                 yield chunk
 
     def _range(self, key: str, start: int, length: int) -> bytes:
         try:
-            return bytes(obstore.get_range(self._store, key, start=start, length=length)) if length else b""
+            data = bytes(obstore.get_range(self._store, key, start=start, length=length)) if length else b""
         except BaseError as error:
-            if _OUT_OF_RANGE.search(str(error)):
+            if is_out_of_range(error):
                 return b""
             raise
+        self._counts.moved(self.location, received=len(data))
+        return data
 
     def _get_or_none(self, key: str) -> bytes | None:
         try:
-            return bytes(obstore.get(self._store, key).bytes())
+            data = bytes(obstore.get(self._store, key).bytes())
         except FileNotFoundError as error:
-            _check_bucket(error)
+            check_bucket(error)
             return None
+        self._counts.moved(self.location, received=len(data))
+        return data
+
+    @property
+    def _store(self) -> ObjectStore:
+        return self._stores.plain
 
     def _key(self, path: str) -> str:
         if any(part in ("", ".", "..") for part in path.split("/")):
@@ -443,63 +508,17 @@ class CheckpointStorage:
     def _exists(self, path: str) -> FileExistsInStorageError:
         return FileExistsInStorageError(f"{self.full_location(path)} exists already and is never overwritten.")
 
-    def _retrying(self, verb: str, path: str, call: Callable[[], T]) -> T:
-        started = self._clock()
-        wait = _FIRST_WAIT_SECONDS
-        while True:
-            self._requests.note(verb, self.location)
-            asked, failed = self._clock(), False
-            try:
-                return call()
-            except FileExistsError:
-                raise
-            except (BaseError, OSError) as error:
-                failed = True
-                elapsed = self._clock() - started
-                if not self._is_transient(error):
-                    raise StorageError(f"Could not {verb} {self.full_location(path)}: {_first_line(error)}") from error
-                if elapsed + wait > self._retry_seconds:
-                    raise StorageError(
-                        f"Could not {verb} {self.full_location(path)}, tried for {elapsed:.1f} s: {_first_line(error)}"
-                    ) from error
-            finally:
-                self._requests.took(verb, self._clock() - asked, failed)
-            # Jitter keeps many hosts that were throttled together from coming back together.
-            self._sleep(wait * random.uniform(0.5, 1.0))
-            wait = min(wait * 2, _LONGEST_WAIT_SECONDS)
-
-    def _is_transient(self, error: BaseError | OSError) -> bool:
-        if isinstance(error, OSError):
-            # A large file's last answer was lost, and obstore tried to take back what is complete already.
-            if _code(error) == "NoSuchUpload":
-                return True
-            return error.errno in _TRANSIENT_ERRNOS or isinstance(error, TimeoutError | ConnectionError)
-        if self.is_local:
-            return False
-        if isinstance(error, AlreadyExistsError):
-            return True
-        refused = _REFUSED.search(str(error))
-        if refused is not None:
-            return refused[1] in _PASSING
-        status = _STATUS.search(str(error))
-        if status is None:
-            return isinstance(error, GenericError) and "redirect" not in str(error)
-        # S3 answers 400 to a request that arrived too slowly.
-        return status[1][0] == "5" or status[1] in ("408", "429") or _code(error) == "RequestTimeout"
+    def _retrying(
+        self,
+        verb: str,
+        path: str,
+        call: Callable[[], T],
+        *,
+        on_second: Callable[[], None] | None = None,
+        progress: Callable[[], int] = lambda: 0,
+    ) -> T:
+        return self._sender.send(verb, path, call, on_second=on_second, progress=progress)
 
 
-def _check_bucket(error: FileNotFoundError) -> None:
-    """Raise the error again if the bucket is missing: then nothing is known of the file."""
-    if _code(error) == "NoSuchBucket":
-        raise error
-
-
-def _code(error: BaseException) -> str:
-    """Return S3's code of an error, "" if there is none."""
-    found = _CODE.search(str(error))
-    return found[1] if found else ""
-
-
-def _first_line(error: BaseException) -> str:
-    line = str(error).split("\n", 1)[0].split("<?xml", 1)[0].rstrip(": ")
-    return f"{line}: {_code(error)}" if _code(error) else line
+def _nothing() -> None:
+    """Do nothing when a read is made a second time."""

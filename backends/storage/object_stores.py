@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Mapping
+from datetime import timedelta
 from typing import TYPE_CHECKING, cast
 
 from obstore.store import AzureStore, GCSStore, LocalStore, MemoryStore, S3Store
@@ -12,17 +13,59 @@ from obstore.store import AzureStore, GCSStore, LocalStore, MemoryStore, S3Store
 from backends.storage.locations import Location, store_options
 
 if TYPE_CHECKING:
-    from obstore.store import ClientConfig, ObjectStore, S3Config, S3Credential, S3CredentialProvider
+    from obstore.store import ClientConfig, ObjectStore, RetryConfig, S3Config, S3Credential, S3CredentialProvider
 
 _MEMORY_STORES: dict[str, MemoryStore] = {}
 _MEMORY_LOCK = threading.Lock()
+# Retries are ours: obstore's know no clock that a test can turn, share no pace, and repeat no create.
+_NO_RETRIES: RetryConfig = {"max_retries": 0}
+# A part is tried again soon; the whole file is, if that does not help.
+_RETRIES_OF_PARTS: RetryConfig = {
+    "max_retries": 4,
+    "backoff": {"init_backoff": timedelta(seconds=0.1), "max_backoff": timedelta(seconds=2), "base": 2},
+    "retry_timeout": timedelta(seconds=60),
+}
 
 
-def make_store(location: Location, options: Mapping[str, str]) -> ObjectStore:
-    """Make the store of a location, rooted at its bucket, container or '/'. Stores in memory are shared by name.
+class ObjectStores:
+    """obstore's stores of one location. Making one asks nobody. Many threads may share one.
 
-    Raises obstore's errors, and ``ValueError``, for a wrong option.
+    ``plain`` repeats nothing: that is the work of ``sender.py``. ``in_parts`` is for large files that go up in parts,
+    and repeats each part by itself. Raises obstore's errors, and ``ValueError``, for a wrong option.
     """
+
+    def __init__(self, location: Location, options: Mapping[str, str]) -> None:
+        self._location = location
+        self._options = options
+        self.plain = _make_store(location, options)
+        self._in_parts: ObjectStore | None = None
+
+    @property
+    def in_parts(self) -> ObjectStore:
+        """Return the store for large files."""
+        if self._in_parts is None:
+            self._in_parts = _make_store(self._location, self._options, _RETRIES_OF_PARTS)
+        return self._in_parts
+
+    @property
+    def endpoint(self) -> str | None:
+        """Return the endpoint of the service, if one was given."""
+        config: Mapping[str, object] = getattr(self.plain, "config", None) or {}
+        endpoint = config.get("endpoint")
+        return None if endpoint is None else str(endpoint)
+
+    @property
+    def bucket(self) -> str:
+        """Return the bucket with the service that has it: what is asked for fewer requests."""
+        return f"{self._location.kind}://{self._location.container} {self.endpoint or ''}".strip()
+
+    def renew(self) -> None:
+        """Ask for credentials again with the next requests: those that stores have fetched go with the stores."""
+        self.plain, self._in_parts = _make_store(self._location, self._options), None
+
+
+def _make_store(location: Location, options: Mapping[str, str], retries: RetryConfig = _NO_RETRIES) -> ObjectStore:
+    """Make the store of a location, rooted at its bucket, container or '/'. Stores in memory are shared by name."""
     if location.kind == "local":
         return LocalStore()
     if location.kind == "memory":
@@ -30,13 +73,12 @@ def make_store(location: Location, options: Mapping[str, str]) -> ObjectStore:
             return _MEMORY_STORES.setdefault(location.container, MemoryStore())
     mapped = store_options(location, options)
     client = cast("ClientConfig", mapped.client)
-    # Retries are ours: obstore's know no clock that a test can turn, and repeat no create.
     if location.kind == "s3":
         return S3Store(
             location.container,
             config=cast("S3Config", _above_environment(mapped.config)),
             client_options=client,
-            retry_config={"max_retries": 0},
+            retry_config=retries,
             credential_provider=_tokenless_credentials(mapped.config),
         )
     if location.kind == "gs":
@@ -44,14 +86,14 @@ def make_store(location: Location, options: Mapping[str, str]) -> ObjectStore:
             f"gs://{location.container}",
             config=mapped.config,  # type: ignore[arg-type]
             client_options=client,
-            retry_config={"max_retries": 0},
+            retry_config=retries,
         )
         return gcs
     azure: AzureStore = AzureStore.from_url(
         f"abfss://{location.container}",
         config=mapped.config,  # type: ignore[arg-type]
         client_options=client,
-        retry_config={"max_retries": 0},
+        retry_config=retries,
     )
     return azure
 

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from msgspec import Struct, field
 
-from backends.exceptions import FileExistsInStorageError
+from backends.exceptions import FileExistsInStorageError, MissingFileError
 from backends.formats.manifest_chain import Layout
 from coordinator_actor.durable.record_files import READERS, RecordFiles, numbered_path
 from coordinator_actor.exceptions import FencedError
@@ -64,18 +64,21 @@ def place_in(path: str) -> tuple[int, int] | None:
 class Epochs:
     """The claimed epochs of one query, as one coordinator sees and extends them.
 
-    ``current`` is the epoch that this coordinator has claimed, 0 before the first claim.
+    ``current`` is the epoch that this coordinator has claimed, 0 before the first claim. ``last_places`` are those
+    before the fences of the claim: the last manifests of the epochs that it has closed, sequence 0 for none.
     """
 
     def __init__(self, files: RecordFiles, coordinator_id: str) -> None:
         self.current = 0
+        self.last_places: list[tuple[int, int]] = []
         self._files = files
         self._coordinator_id = coordinator_id
 
     def claim(self, run_id: str, layouts: Iterable[Layout] = (), schema_ids: Mapping[str, str] | None = None) -> None:
         """Claim the next epoch for a run, and close all lower ones: none of them gets another manifest."""
+        taken: set[int] = set()  # epochs that a stale listing may leave out
         while True:
-            earlier = self._files.numbers(EPOCHS)
+            earlier = sorted({*self._files.numbers(EPOCHS), *taken})
             epoch = max(earlier, default=0) + 1
             before = self._read(earlier[-1]) if earlier else None
             runs = self._runs_until(before, run_id)
@@ -83,38 +86,50 @@ class Epochs:
             try:
                 self._files.create(epoch_path(epoch), claim)
             except FileExistsInStorageError:
+                taken.add(epoch)
                 continue
             self._close(earlier)
             self.current = epoch
             return
 
     def _close(self, epochs: Iterable[int]) -> None:
-        """Put a fence behind the last manifest of each epoch. Their writers may be at work meanwhile."""
+        """Put a fence behind the last manifest of each epoch, and note its place. Writers may be at work meanwhile."""
         closed: set[int] = set()
-        while True:
-            last: dict[int, int] = {}
-            for path, size in self._files.storage.list(f"{MANIFESTS}/"):
-                place = place_in(path)
-                if place is None:
-                    continue
-                last[place[0]] = max(place[1], last.get(place[0], 0))
-                if size == len(FENCE):
-                    closed.add(place[0])
-            places = [(epoch, last.get(epoch, 0) + 1) for epoch in epochs if epoch not in closed]
-            if not places:
-                return
+        last: dict[int, int] = {}
+        for path, size in self._files.storage.list(f"{MANIFESTS}/"):
+            place = place_in(path)
+            if place is None:
+                continue
+            last[place[0]] = max(place[1], last.get(place[0], 0))
+            if size == len(FENCE):
+                closed.add(place[0])
+        places = [(epoch, last.get(epoch, 0) + 1) for epoch in epochs if epoch not in closed]
+        self.last_places = []
+        if places:
             with ThreadPoolExecutor(READERS) as pool:
-                put = list(pool.map(self._fenced, places))
-            if all(put):
-                return
+                self.last_places = list(pool.map(self._fence, places))
 
-    def _fenced(self, place: tuple[int, int]) -> bool:
-        """Put a fence at a place. Return False if something is there: a manifest, or somebody else's fence."""
+    def _fence(self, place: tuple[int, int]) -> tuple[int, int]:
+        """Put a fence at a place, or at the first one behind it at which there is no manifest. Return the place before.
+
+        What was written since the listing is found at its place, and so is what a stale listing leaves out.
+        """
+        epoch, sequence = place
+        while True:
+            path = place_path(epoch, sequence)
+            try:
+                self._files.storage.put_new(path, FENCE)
+            except FileExistsInStorageError:
+                if not self._is_fence(path):
+                    sequence += 1
+                    continue
+            return epoch, sequence - 1
+
+    def _is_fence(self, path: str) -> bool:
         try:
-            self._files.storage.put_new(place_path(*place), FENCE)
-        except FileExistsInStorageError:
-            return False
-        return True
+            return self._files.storage.get(path) == FENCE
+        except MissingFileError:
+            return False  # a manifest that was removed since: fences never are
 
     def check(self) -> None:
         """Raise ``FencedError`` if a higher epoch is claimed."""

@@ -72,12 +72,12 @@ class ManifestLog:
         """Claim the next epoch, then read all manifests: in this order nothing acknowledged can be missed."""
         self.epochs.claim(run_id, layouts, schema_ids)
         self._sequence = 0
-        self.refresh()
+        self.refresh({place_path(*place) for place in self.epochs.last_places if place[1]})
 
-    def refresh(self) -> None:
-        """Read the manifests that are not known yet."""
+    def refresh(self, unlisted: Collection[str] = ()) -> None:
+        """Read the manifests that are not known yet, and those of ``unlisted``, which a stale listing may leave out."""
         listed = self.storage.list(f"{MANIFESTS}/")
-        there = {p for p, size in listed if p.endswith(".json") and size != len(FENCE)}
+        there = {p for p, size in listed if p.endswith(".json") and size != len(FENCE)}.union(unlisted)
         if len(there) > len(self.manifests) + FEW:
             copies = {manifest_path(copy): copy for copy in self.folds.read()}
             self.manifests.update({copies[path].id: copies[path] for path in copies.keys() & there})

@@ -28,9 +28,9 @@ class SparkCommits:
         self._last_times: tuple[int, _OffsetSeqMetadata] | None = None
 
     @property
-    def requests_made(self) -> int:
-        """Return how many requests were made to Spark's directory."""
-        return self._storage.requests_made
+    def used(self) -> dict[str, int]:
+        """Return what was asked of Spark's directory: ``CheckpointStorage.used``."""
+        return self._storage.used
 
     def next_batch(self) -> int:
         """Return the batch that Spark begins with: the last planned one, or the one behind it if that is committed.

@@ -56,8 +56,10 @@ class Figures:
 
 def _described(run: QueryState) -> dict[str, Any]:
     registration, versions, pending = run.registration, run.versions, run.batch.pending
+    records = run.history.records()
     return {
         "query_id": registration.query_id,
+        "last_checkpoint": as_plain(records[-1]) if records else None,
         "run_id": run.run_id,
         "name": registration.name,
         "checkpoint_location": registration.checkpoint_location,

@@ -7,6 +7,7 @@ query's own, many versions at once.
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -15,6 +16,7 @@ from msgspec import structs
 from backends.exceptions import FileExistsInStorageError
 from backends.formats.checkpoint_size import delta_bytes
 from backends.formats.manifest import Manifest
+from backends.storage.request_counts import num_requests, used_since, used_together
 from coordinator_actor.checkpoints.tasks import TaskKey
 from coordinator_actor.durable.checkpoint_records import MOST_RECORDS, CheckpointRecord, CheckpointRecords, StepTime
 from coordinator_actor.messages import MOST_STEPS, Acknowledge, CommitFigures
@@ -32,7 +34,7 @@ class _Counted:
     last: float | None = None
     prepared: float | None = None
     retried: int = 0
-    requests: int = 0
+    storage: Counter[str] = field(default_factory=Counter)
     figures: dict[TaskKey, CommitFigures | None] = field(default_factory=dict)
 
 
@@ -44,11 +46,11 @@ class CheckpointHistory:
     by whoever writes or tidies up the history, and nobody else takes it.
     """
 
-    def __init__(self, files: CheckpointRecords, now: float, requests: Callable[[], int] = lambda: 0) -> None:
+    def __init__(self, files: CheckpointRecords, now: float, used: Callable[[], dict[str, int]] = dict) -> None:
         self._files = files
-        self._requests = requests
+        self._used = used
         self._counted: dict[int, _Counted] = {}
-        self._requests_before = requests()
+        self._used_before = used()
         self._records: dict[int, CheckpointRecord] = {}
         self._unwritten = False
         self._is_loaded = False
@@ -71,7 +73,8 @@ class CheckpointHistory:
             task = (message.operator, message.partition)
             counted.retried += task in counted.figures
             counted.figures[task] = message.figures
-            counted.requests += 0 if message.figures is None else message.figures.requests
+            if message.figures is not None:
+                counted.storage.update(message.figures.storage)
 
     def prepared(self, version: int, now: float) -> None:
         """Take note that a manifest of the version is durable."""
@@ -81,9 +84,9 @@ class CheckpointHistory:
         """Make the record of a version that Spark has committed."""
         counted = self._counted.get(manifest.version)
         self._counted = {v: c for v, c in self._counted.items() if v > manifest.version}
-        asked = self._requests()
-        record = _record(manifest, counted, asked - self._requests_before, now)
-        self._requests_before = asked
+        used = self._used()
+        record = _record(manifest, counted, used_since(used, self._used_before), now)
+        self._used_before = used
         with self._lock:
             self._records[record.id] = record
             self._forget_oldest()
@@ -160,7 +163,7 @@ class CheckpointHistory:
                 self._files.forget(paths)
 
 
-def _record(manifest: Manifest, counted: _Counted | None, requests: int, now: float) -> CheckpointRecord:
+def _record(manifest: Manifest, counted: _Counted | None, used: dict[str, int], now: float) -> CheckpointRecord:
     made = CheckpointRecord(
         id=manifest.id,
         version=manifest.version,
@@ -169,7 +172,8 @@ def _record(manifest: Manifest, counted: _Counted | None, requests: int, now: fl
         completed_ms=_ms(now),
         partitions=sum(len(operator.partitions) for operator in manifest.operators.values()),
         delta_bytes=delta_bytes(manifest),
-        requests=requests,
+        requests=num_requests(used),
+        storage=used,
     )
     if counted is None:
         return made
@@ -182,6 +186,7 @@ def _record(manifest: Manifest, counted: _Counted | None, requests: int, now: fl
                 times[name] = StepTime(before.sum_ms + ms, max(before.max_ms, ms))
             elif len(times) < MOST_STEPS:
                 times[name] = StepTime(ms, ms)
+    used = used_together(used, counted.storage)
     return structs.replace(
         made,
         begun_ms=_ms(counted.begun),
@@ -193,7 +198,8 @@ def _record(manifest: Manifest, counted: _Counted | None, requests: int, now: fl
         updated=sum(f.updated for f in figures),
         removed=sum(f.removed for f in figures),
         late=sum(f.late for f in figures),
-        requests=requests + counted.requests,
+        requests=num_requests(used),
+        storage=used,
         steps=times,
     )
 

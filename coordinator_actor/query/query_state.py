@@ -12,6 +12,7 @@ import msgspec
 from backends.encoding.operator_schema import OperatorSchema
 from backends.formats.manifest import PartitionEntry
 from backends.formats.manifest_chain import Layout
+from backends.storage.request_counts import used_together
 from coordinator_actor.checkpoints.checkpoint_id import CheckpointIDCounter
 from coordinator_actor.checkpoints.checkpoint_stats import CheckpointStatsTracker
 from coordinator_actor.checkpoints.snapshot_lag import SnapshotLag, SnapshotLagConf
@@ -79,7 +80,7 @@ class QueryState:
         self.history = CheckpointHistory(
             CheckpointRecords(RecordFiles(manifests.storage)),
             clock(),
-            lambda: manifests.storage.requests_made + commits.requests_made,
+            lambda: used_together(manifests.storage.used, commits.used),
         )
         self.driver_seen = clock()
         self.maintained = self.driver_seen - _share_of(self.run_id) * registration.maintenance_interval

@@ -80,6 +80,10 @@ def demo(
     backend: Annotated[
         Backend, typer.Option(help="What keeps the state; a later run may take the other one.")
     ] = Backend.rocksdb,
+    machines: Annotated[
+        int | None,
+        typer.Option(min=1, help="Run on so many machines of the Ray cluster that runs; all must see --checkpoint."),
+    ] = None,
 ) -> None:
     """Replay a year of flights as a stream, look into its state meanwhile, and check it at the end.
 
@@ -90,6 +94,10 @@ def demo(
 
     if stop_after is not None and checkpoint is None:
         raise typer.BadParameter("--stop-after needs --checkpoint DIR, or there is nothing to go on from")
+    if machines is not None and checkpoint is None:
+        raise typer.BadParameter("--machines needs --checkpoint DIR, a directory that all machines see under its path")
+    if machines is not None and kill_host:
+        raise typer.BadParameter("--kill-host kills a process of this machine; with --machines kill one yourself")
     console = Console()
     try:
         code = run_demo(
@@ -100,6 +108,7 @@ def demo(
             batches=batches,
             partitions=partitions,
             backend=backend.value,
+            machines=machines,
         )
     except (ModuleNotFoundError, ReplayMismatchError) as error:
         Console(stderr=True).print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)

@@ -6,8 +6,10 @@ from typing import Annotated
 
 import typer
 
+from backends.storage.prices import Prices
 from spark_bridge.cli import views
 from spark_bridge.cli.output import FOUND, AsJson, errors_explained, show
+from spark_bridge.cli.prices import PricesOption
 from spark_bridge.cli.sources import Source, with_source
 from spark_bridge.overview.model import ERROR, to_plain
 
@@ -51,19 +53,32 @@ def checkpoints(
     source: Source,
     query: QueryArgument = None,
     most: Annotated[int, typer.Option("--last", min=1, help="So many of the last checkpoints.")] = 20,
+    requests: Annotated[bool, typer.Option("--requests", help="Requests by kind, bytes, cost in place of times.")] = (
+        False
+    ),
+    prices: PricesOption = "",
     as_json: AsJson = False,
 ) -> None:
-    """Show how the last checkpoints of a query went: durations by step, bytes, rows, retried tasks, requests.
+    """Show how the last checkpoints of a query went: durations by step, bytes, rows, retried tasks, requests, cost.
 
     Durations: "tasks" until the first task was done, "acknowledge" until the last was, "manifest" until that was
     durable, "commit" until Spark's commit was seen. "added" are bytes of changelogs, "full" those of all files from
-    which the version is loaded. The history outlives the cluster.
+    which the version is loaded. Requests are those of hosts and coordinator to storage since the version before;
+    "sent" and "received" are the bytes of their files. The history outlives the cluster.
 
-    Examples: statestore checkpoints clicks; statestore checkpoints --checkpoint ck/ --last 300 --json
+    Examples: statestore checkpoints clicks; statestore checkpoints --checkpoint ck/ --last 300 --json; statestore
+    checkpoints --requests --prices put=0.0054,get=0.00043
     """
     with errors_explained():
+        by = Prices.parse(prices)
         found = source.looked_at().query(query)
-    show(lambda: to_plain(found.checkpoints[-most:]), lambda: views.checkpoints_view(found, most), as_json=as_json)
+    show(
+        lambda: [
+            {**to_plain(c), "dollars": by.dollars(c.storage) if c.storage else None} for c in found.checkpoints[-most:]
+        ],
+        lambda: (views.requests_view if requests else views.checkpoints_view)(found, most, by),
+        as_json=as_json,
+    )
 
 
 @with_source

@@ -5,14 +5,17 @@ from __future__ import annotations
 import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from backends.storage.prices import Prices
 from coordinator_actor.coordinator_conf import COORDINATOR_NAME, NAMESPACE
 from spark_bridge.cli.joined_ray import joined_ray
 from spark_bridge.cli.output import complain, errors_explained
+from spark_bridge.cli.prices import PricesOption
 from spark_bridge.cli.sources import Address, Checkpoint, CoordinatorName, Namespace, StateLocation
 from spark_bridge.cli.storage_options import Option, options_of
 from spark_bridge.exceptions import EnvironmentProblemError
@@ -42,6 +45,7 @@ def ui(
         "127.0.0.1"
     ),
     port: Annotated[int, typer.Option(min=0, max=65535, help="The port to listen at; 0 chooses one.")] = PORT,
+    prices: PricesOption = "",
     tls_ca: Annotated[str | None, typer.Option(help="The authorities of the hosts' certificates, if they use TLS.")] = (
         None
     ),
@@ -58,26 +62,36 @@ def ui(
     Examples: statestore ui; statestore ui --checkpoint s3://bucket/ck --port 9000
     """
     with errors_explained():
+        place = _Place(host, port, Prices.parse(prices))
         if checkpoint is not None:
-            _serve_checkpoint(checkpoint, state_location, options_of(storage_option), host, port)
+            _serve_checkpoint(checkpoint, state_location, options_of(storage_option), place)
         else:
             tls = None if tls_ca is None else TlsConf(tls_ca, tls_certificate, tls_key)
             with joined_ray(address, namespace):
-                _serve_cluster(namespace, coordinator, options_of(storage_option), tls, host, port)
+                _serve_cluster(namespace, coordinator, options_of(storage_option), tls, place)
 
 
-def _serve_checkpoint(location: str, state_location: str | None, options: dict[str, str], host: str, port: int) -> None:
+@dataclass(frozen=True)
+class _Place:
+    """Where the page listens, and the prices that the page goes by."""
+
+    host: str
+    port: int
+    prices: Prices
+
+
+def _serve_checkpoint(location: str, state_location: str | None, options: dict[str, str], place: _Place) -> None:
     _check_packages()
     from spark_bridge.ui.sign_in import OwnToken
     from spark_bridge.ui.stored import StoredSystem
 
     system = StoredSystem(location, state_location, options)
     system.overview()  # a wrong location is an error before anything is served
-    _run(system, OwnToken(None, admin=False), host, port)
+    _run(system, OwnToken(None, admin=False), place)
 
 
 def _serve_cluster(
-    namespace: str, coordinator: str, options: dict[str, str], tls: TlsConf | None, host: str, port: int
+    namespace: str, coordinator: str, options: dict[str, str], tls: TlsConf | None, place: _Place
 ) -> None:
     _check_packages()
     from coordinator_actor.on_ray.ray_port import RayCoordinatorPort
@@ -103,14 +117,13 @@ def _serve_cluster(
         calls.close()
 
     system = LiveSystem(namespace, overview, connect, calls.call, options)
-    _run(system, OwnToken(tokens, admin=True), host, port, running)
+    _run(system, OwnToken(tokens, admin=True), place, running)
 
 
 def _run(
     system: System,
     own: OwnToken,
-    host: str,
-    port: int,
+    place: _Place,
     lifespan: Callable[[], AbstractAsyncContextManager[None]] | None = None,
 ) -> None:
     """Serve until the process is interrupted."""
@@ -124,12 +137,12 @@ def _run(
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
             await super().startup(sockets)
             if self.started:
-                _tell(system, own, host, self.servers[0].sockets[0].getsockname()[1])
+                _tell(system, own, place.host, self.servers[0].sockets[0].getsockname()[1])
 
     config = uvicorn.Config(
-        create_ui(system, own, own, lifespan),
-        host=host,
-        port=port,
+        create_ui(system, own, own, lifespan, place.prices),
+        host=place.host,
+        port=place.port,
         log_level="warning",
         server_header=False,
         timeout_graceful_shutdown=2,

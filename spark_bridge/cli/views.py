@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from backends.storage.prices import MONTH_SECONDS, STANDARD, Prices
+from backends.storage.request_counts import KINDS, RECEIVED, SENT
 from spark_bridge.cli.output import add_row, duration, filled, moment, number, size, table
 from spark_bridge.overview.model import CLUSTER, ERROR, RUNNING, Checkpoint, Fault, Host, Overview, Query
 
@@ -100,8 +102,8 @@ def faults_view(faults: Iterable[Fault]) -> RenderableType:
     return Group(*lines) if lines else Text("Nothing is wrong.")
 
 
-def checkpoints_view(query: Query, most: int) -> RenderableType:
-    """Return a row for each of the last checkpoints, the newest first."""
+def checkpoints_view(query: Query, most: int, prices: Prices) -> RenderableType:
+    """Return a row for each of the last checkpoints, the newest first, and what their requests cost together."""
     made = table(
         "version",
         "batch",
@@ -121,9 +123,43 @@ def checkpoints_view(query: Query, most: int) -> RenderableType:
         "",
         title=f"Checkpoints of {query.title}",
     )
-    for one in reversed(query.checkpoints[-most:]):
+    shown = query.checkpoints[-most:]
+    for one in reversed(shown):
         add_row(made, *_cells(one))
-    return made
+    cost = cost_of(shown, prices)
+    return made if cost is None else Group(made, Text(cost))
+
+
+def requests_view(query: Query, most: int, prices: Prices) -> RenderableType:
+    """Return what each of the last checkpoints has asked of storage, the newest first, and what that costs."""
+    shown = query.checkpoints[-most:]
+    rows = (
+        (
+            one.version,
+            moment(one.completed_ms or one.prepared_ms),
+            number(one.requests),
+            *(number(one.storage.get(kind, 0)) if one.storage else "" for kind in KINDS.values()),
+            *(size(one.storage.get(name, 0)) if one.storage else "" for name in (SENT, RECEIVED)),
+            f"${prices.dollars(one.storage):.6f}" if one.storage else "",
+        )
+        for one in reversed(shown)
+    )
+    headings = ("version", "completed (UTC)", "requests", *KINDS.values(), "sent", "received", "cost")
+    made = filled(rows, *headings, title=f"Requests to storage of {query.title}")
+    return Group(made, Text(cost_of(shown, prices) or "Nothing is known of these checkpoints' requests by kind."))
+
+
+def cost_of(checkpoints: Sequence[Checkpoint], prices: Prices) -> str | None:
+    """Return in a sentence what the requests of checkpoints cost; None if they are not known."""
+    known = [one for one in checkpoints if one.storage]
+    if not known:
+        return None
+    batch = sum(prices.dollars(one.storage) for one in known) / len(known)
+    times = [one.completed_ms for one in known if one.completed_ms is not None]
+    seconds = (times[-1] - times[0]) / 1000 / (len(times) - 1) if len(times) > 1 else 0.0
+    pace = f", ${batch / seconds * MONTH_SECONDS:,.2f} a month at a batch in {seconds:.1f} s" if seconds > 0 else ""
+    standard = " (those of S3 standard in us-east-1; --prices sets others)" if prices == STANDARD else ""
+    return f"Requests to storage cost about ${batch:.6f} a batch{pace}, at the prices {prices}{standard}."
 
 
 def _cells(one: Checkpoint) -> list[object]:

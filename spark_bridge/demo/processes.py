@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import FrameType
 
@@ -31,7 +31,7 @@ Ended = tuple[str, int]
 class Children:
     """The demo's child processes: starts them, gathers their events, and ends them and all their descendants."""
 
-    def __init__(self, log_path: Path, environment: dict[str, str]) -> None:
+    def __init__(self, log_path: Path, environment: Mapping[str, str]) -> None:
         self.messages: queue.Queue[Event | Ended] = queue.Queue()
         self._mark = uuid.uuid4().hex
         self._environment = {**os.environ, **environment, MARK: self._mark}

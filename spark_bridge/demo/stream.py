@@ -11,7 +11,7 @@ import signal
 import sys
 import threading
 import time
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +23,16 @@ from pyspark.sql.streaming import StreamingQuery
 
 from backends import StateStoreConf
 from backends.decoders import json_decoder
-from coordinator_actor.coordinator_conf import NAMESPACE
 from spark_bridge import QueryableStateClient, aggregate, init_spark, stop_spark
 from spark_bridge import functions as S
 from spark_bridge.demo.events import (
     BatchCommitted,
+    DemoError,
     Event,
     EventPipe,
     Failed,
     HostKilled,
+    HostsStand,
     Progress,
     Started,
     StreamOptions,
@@ -47,9 +48,15 @@ from spark_bridge.demo.flights import (
     retract_files,
 )
 from spark_bridge.demo.processes import end_with_parent
+from spark_bridge.demo.ray_for_demo import (
+    EXECUTOR_MEMORY,
+    RayForDemo,
+    hosts_by_machine,
+    machines_of_cluster,
+    own_cluster,
+)
 from spark_bridge.session.current import current_cluster
 from spark_bridge.session.java import ensure_java
-from spark_bridge.session.ray_cluster import system_config
 
 log = logging.getLogger(__name__)
 
@@ -57,11 +64,6 @@ UNKNOWN_KEYS = ["N00000", "", "no such aircraft", "n14228"]
 POLL_SECONDS = 0.05
 BATCH_TIMEOUT_S = 120.0
 COMPLETION_TIMEOUT_S = 120.0
-MIB = 1 << 20
-
-
-class DemoError(Exception):
-    """The demo cannot go on; the message is for its user."""
 
 
 class FlightStream:
@@ -73,6 +75,7 @@ class FlightStream:
         self._directory = Path(options.directory)
         self._touched: dict[int, int] = {}
         self._seen: set[str | None] = set()
+        self._hosts: dict[str, int] = {}
 
     def run(self) -> None:
         """Run the query over the flights and check its state. Raises ``DemoError`` if the state is wrong."""
@@ -86,23 +89,21 @@ class FlightStream:
         retract_files(files, batches, keep=target)
         release_files(flights, files, batches, target)
 
-        self._send(Progress("starting Ray"))
-        address = start_ray(Path(self._options.ray_directory))
-        try:
+        self._send(Progress("starting Ray" if self._options.machines is None else "joining the Ray cluster"))
+        with self._ray() as cluster:
             self._send(Progress("starting Spark on Ray"))
+            conf = StateStoreConf(provider=self._options.backend)
             spark = init_spark(
-                "flights-demo",
-                num_executors=2,
-                executor_cores=1,
-                executor_memory="1g",
-                conf=StateStoreConf(provider=self._options.backend),
+                "flights-demo", executor_cores=1, executor_memory=EXECUTOR_MEMORY, conf=conf, **cluster.executors
             )
             try:
-                self._run_query(spark, flights, address, done, target)
+                self._run_query(spark, flights, cluster.address, done, target)
             finally:
                 stop_spark()
-        finally:
-            ray.shutdown()
+
+    def _ray(self) -> AbstractContextManager[RayForDemo]:
+        machines = self._options.machines
+        return own_cluster(Path(self._options.ray_directory)) if machines is None else machines_of_cluster(machines)
 
     def _run_query(self, spark: SparkSession, flights: pd.DataFrame, address: str, done: int, target: int) -> None:
         self._send(Progress("starting the query"))
@@ -175,6 +176,7 @@ class FlightStream:
                 if number <= reported or progress["numInputRows"] == 0:
                     continue
                 self._send(self._describe(progress))
+                self._say_where_hosts_stand()
                 reported = number
                 deadline = time.monotonic() + BATCH_TIMEOUT_S
                 if kill_at is not None and reported >= kill_at and reported < target:
@@ -196,6 +198,11 @@ class FlightStream:
             batch_ms=progress["durationMs"]["triggerExecution"],
             state_ms=state_milliseconds(batch_id + 1),
         )
+
+    def _say_where_hosts_stand(self) -> None:
+        if self._options.machines is not None and (stand := hosts_by_machine()) != self._hosts:
+            self._hosts = stand
+            self._send(HostsStand(stand))
 
     def _kill_host(self, number: int) -> None:
         pid = current_cluster().describe_hosts()[0]["pid"]
@@ -219,22 +226,6 @@ class FlightStream:
             if any(value is not None for value in row.values()):
                 raise DemoError(f"aircraft {key!r} has not flown yet, but the state has {row}")
         self._send(Verified(len(known), len(streamed), len(unseen), read_ms))
-
-
-def start_ray(directory: Path) -> str:
-    """Start a Ray cluster for this demo alone, with its files below ``directory``; return its address."""
-    directory.mkdir(parents=True)
-    context = ray.init(
-        address="local",
-        num_cpus=max(2, os.cpu_count() or 1),
-        object_store_memory=256 * MIB,
-        include_dashboard=False,
-        log_to_driver=False,
-        namespace=NAMESPACE,
-        _temp_dir=str(directory),
-        _system_config=system_config(),
-    )
-    return str(context.address_info["gcs_address"])
 
 
 def highest_batch(log_directory: Path) -> int:

@@ -4,8 +4,9 @@ On object storage each write is a request, which costs money and takes 30 to 100
 each file is synced with its directory. So the number of writes of a batch should follow the hosts, not the partitions.
 A host knows which of its partitions have opened the batch and have not committed: these are waited for, for a bounded
 time. On object storage it also waits for as many as were at work at once in the batch before (``tasks_at_work.py``):
-tasks that start together open one after the other. To wait pays only as long as a write takes, so nobody waits longer
-than writes have taken lately. The format is in ``backends/formats/changelog_group.py``.
+tasks that start together open one after the other. On a local disk it waits for groups of some members only: few tasks
+at once sync files of their own as fast. To wait pays only as long as a write takes, so nobody waits longer than writes
+have taken lately. The format is in ``backends/formats/changelog_group.py``.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ GROUP_BYTES = 16 << 20
 """A group that has come to so many bytes waits for no more."""
 LOCAL_SECONDS = 0.01
 """Nobody waits longer on a local disk, however slow it is lately: there a write costs nothing but its time."""
+LOCAL_MEMBERS = 4
+"""On a local disk nobody waits for a smaller group: few tasks at once sync their own files as fast as one for all."""
 FIRST_WRITE_SECONDS = 0.01
 """How long a write is taken to last before the first one of a run."""
 NEWEST_WRITE_SHARE = 0.25
@@ -118,7 +121,7 @@ class GroupCommits:
         """
         member = GroupMember(meta, path, data)
         with self._changed:
-            batch, group, number = self._joined(member, waits_for_starts=not storage.is_local)
+            batch, group, number = self._joined(member, is_object_storage=not storage.is_local)
             if batch is None or group is None:
                 pass
             elif number == 0:
@@ -128,7 +131,7 @@ class GroupCommits:
                 self._changed.wait_for(lambda: group.is_over)
         try:
             if group is None:
-                return storage.put_new(path, data)
+                return storage.put_unique(path, data)
             if number == 0:
                 self._store(storage, group)
             if group.error is not None:
@@ -148,11 +151,11 @@ class GroupCommits:
         if only_starts and not group.is_closed:
             batch.at_work.waited(in_vain=len(group.members) == members)
 
-    def _joined(self, member: GroupMember, *, waits_for_starts: bool) -> tuple[_Batch | None, GroupCommit | None, int]:
+    def _joined(self, member: GroupMember, *, is_object_storage: bool) -> tuple[_Batch | None, GroupCommit | None, int]:
         """Return the batch and the group that a changelog has joined, and its number there.
 
         The batch is None for a changelog of another batch than the newest, the group for one that is to go alone.
-        ``waits_for_starts``: a group also waits for tasks that have not opened the batch yet.
+        ``is_object_storage``: a group also waits for tasks that have not opened the batch, and however few they are.
         """
         meta = member.meta
         batch = self._batches.get(meta.query_run_id)
@@ -166,7 +169,11 @@ class GroupCommits:
             group = batch.group = group or GroupCommit()
             number = group.add(member)
         if group is not None:
-            is_awaited = batch.about_to_commit or (waits_for_starts and batch.at_work.expects_more())
+            if is_object_storage:
+                is_awaited = bool(batch.about_to_commit) or batch.at_work.expects_more()
+            else:
+                expected = len(group.members) + len(batch.about_to_commit)
+                is_awaited = bool(batch.about_to_commit) and expected >= LOCAL_MEMBERS
             if not is_awaited or group.nbytes >= GROUP_BYTES:
                 self._close(group, meta)
         return (batch, None, 0) if number < 0 else (batch, group, number)

@@ -15,7 +15,7 @@ from backends.bounded_dict import BoundedDict
 from backends.exceptions import LineageMismatchError, StoreClosedError
 from backends.formats.changelog import ChangelogMeta, Changes
 from backends.storage.file_ref import FileRef
-from backends.storage.request_counts import REMEMBERED_LOCATIONS
+from backends.storage.request_counts import REMEMBERED_LOCATIONS, used_since
 from coordinator_actor.exceptions import CoordinatorError
 from coordinator_actor.messages import (
     MOST_STEPS,
@@ -53,7 +53,7 @@ class TaskCommits:
         self._counters = counters
         self._groups = groups
         self._asking = threading.Lock()
-        self._asked: BoundedDict[str, int] = BoundedDict(REMEMBERED_LOCATIONS)
+        self._used: BoundedDict[str, dict[str, int]] = BoundedDict(REMEMBERED_LOCATIONS)
         info = registration.info
         self._acknowledgements = Acknowledgements(
             lambda run_id, messages: registration.coordinator.acknowledge_many(
@@ -122,16 +122,16 @@ class TaskCommits:
         """Return what the history of checkpoints says of a task whose changelog took so many seconds."""
         location = instance.registration.state_location
         with self._asking:
-            asked = instance.state.storage_requests
-            before = self._asked.get(location, 0)
-            self._asked[location] = max(asked, before)
+            used = instance.state.storage_used
+            before = self._used.get(location, {})
+            self._used[location] = used
         steps = {name: round(ms, 3) for name, ms in (*timings.items(), ("changelog_ms", seconds * 1e3))}
         return CommitFigures(
             figures.num_rows,
             figures.num_rows_updated,
             figures.num_rows_removed,
             figures.num_rows_dropped_by_watermark,
-            max(0, asked - before),
+            used_since(used, before),
             dict(list(steps.items())[-MOST_STEPS:]),
         )
 

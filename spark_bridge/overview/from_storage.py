@@ -143,6 +143,7 @@ def _recorded(record: CheckpointRecord) -> Checkpoint:
         removed=record.removed,
         late=record.late,
         requests=record.requests,
+        storage=record.storage,
     )
 
 

@@ -11,6 +11,8 @@ from typing import Any
 
 import msgspec
 
+from backends.storage.request_counts import KINDS
+
 FORMAT_VERSION = 1
 """Grows when a field changes its meaning or goes. New fields do not change it."""
 
@@ -73,6 +75,12 @@ class Checkpoint:
     removed: int | None = None
     late: int | None = None
     requests: int | None = None
+    storage: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def requests_by_kind(self) -> str:
+        """Return the requests by kind, as people read them: ``5 put, 3 get``; "" if they are not known."""
+        return ", ".join(f"{self.storage[kind]:,} {kind}" for kind in KINDS.values() if self.storage.get(kind))
 
 
 @dataclass(frozen=True)

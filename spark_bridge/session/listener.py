@@ -24,7 +24,7 @@ from pyspark.sql.streaming.listener import (
     StreamingQueryListener,
 )
 
-from backends.exceptions import StateStoreError
+from backends.exceptions import InvalidStateStoreArgument, StateStoreError
 from backends.storage.checkpoint_storage import CheckpointStorage
 from coordinator_actor.exceptions import CoordinatorError
 from coordinator_actor.messages import QueryRegistration
@@ -34,6 +34,7 @@ from spark_bridge.exceptions import SparkBridgeError
 from spark_bridge.operators.conf import configured_key_groups
 from spark_bridge.operators.declared_operators import duplicate_names, operators_in_plan
 from spark_bridge.operators.initial_state import InitialEntries, InitialState, make_initial_states
+from spark_bridge.session.checkpoint_progress import newest_checkpoint, prices_of
 from spark_bridge.session.driver_heartbeats import DriverHeartbeats
 from spark_bridge.session.events_in_java import EventsInJava
 from spark_bridge.session.operator_progress import has_listeners, newest_progress, progress_of_batch, tell_listeners
@@ -42,6 +43,7 @@ from spark_bridge.session.settings import (
     MIN_BATCHES_CONF,
     SHARED_FILES_CONF,
     STATE_LOCATION_CONF,
+    STORAGE_PRICES_CONF,
     storage_settings,
     unsafe_settings,
 )
@@ -218,6 +220,10 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
                 f"Query with state ({operators}) has no checkpoint location, so its state could not outlive it; set "
                 '.option("checkpointLocation", ...) or spark.sql.streaming.checkpointLocation.'
             )
+        try:
+            prices_of(self._spark.conf)
+        except InvalidStateStoreArgument as error:
+            return f"{STORAGE_PRICES_CONF}: {error}"
         return unsafe_settings(self._spark)
 
     def _set(self, key: str, value: str | None) -> None:
@@ -246,7 +252,11 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
                 self._cluster.batch_committed(run_id, batch_id)
                 if has_listeners():
                     # Spark tells of a batch when it comes to it: others may have been committed since.
-                    tell_listeners(run_id, progress_of_batch(self._cluster, run_id, batch_id))
+                    tell_listeners(
+                        run_id,
+                        progress_of_batch(self._cluster, run_id, batch_id),
+                        lambda: newest_checkpoint(self._cluster, run_id, prices_of(self._spark.conf)),
+                    )
             except (CoordinatorError, StateStoreError, SparkBridgeError) as error:
                 # The first task of the next batch completes the version all the same.
                 log.warning("Batch %d of run %s was not reported: %s", batch_id, run_id, error)

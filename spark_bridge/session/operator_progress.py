@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from json import dumps
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from spark_bridge.exceptions import HostUnavailableError
 from spark_bridge.session.current import current_cluster
@@ -19,6 +19,7 @@ from spark_bridge.session.current import current_cluster
 if TYPE_CHECKING:
     from pyspark.sql.streaming import StreamingQuery
 
+    from spark_bridge.session.checkpoint_progress import CheckpointProgress
     from spark_bridge.session.state_cluster import StateCluster
 
 log = logging.getLogger(__name__)
@@ -74,6 +75,14 @@ class StateOperatorListener(Protocol):
         """Take the progress of each operator in a batch that is committed. An error that is raised here is logged."""
 
 
+@runtime_checkable
+class CheckpointListener(Protocol):
+    """A ``StateOperatorListener`` that hears of checkpoints as well, behind the operators of a batch."""
+
+    def on_checkpoint_progress(self, run_id: str, progress: CheckpointProgress) -> None:
+        """Take the newest checkpoint: of the batch, or of a later one if there is one already."""
+
+
 _listeners: list[StateOperatorListener] = []
 _lock = threading.Lock()
 
@@ -97,13 +106,18 @@ def has_listeners() -> bool:
         return bool(_listeners)
 
 
-def tell_listeners(run_id: str, progress: Sequence[StateOperatorProgress]) -> None:
-    """Call all listeners for a batch."""
+def tell_listeners(
+    run_id: str, progress: Sequence[StateOperatorProgress], checkpoint: Callable[[], CheckpointProgress | None]
+) -> None:
+    """Call all listeners for a batch; ``checkpoint`` is asked for if one of them wants to hear of it."""
     with _lock:
         listeners = list(_listeners)
+    found = checkpoint() if any(isinstance(listener, CheckpointListener) for listener in listeners) else None
     for listener in listeners:
         try:
             listener.on_state_operator_progress(run_id, progress)
+            if found is not None and isinstance(listener, CheckpointListener):
+                listener.on_checkpoint_progress(run_id, found)
         except Exception:  # the other listeners must be called all the same
             log.exception("A state operator listener failed at run %s", run_id)
 

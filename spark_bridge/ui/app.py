@@ -18,6 +18,7 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp
 
 from backends.exceptions import StateStoreError
+from backends.storage.prices import STANDARD, Prices
 from coordinator_actor.exceptions import CoordinatorError
 from spark_bridge.exceptions import AccessDeniedError, HostUnavailableError, SparkBridgeError
 from spark_bridge.queryable.server.token_verifier import Grant, TokenVerifier
@@ -50,11 +51,13 @@ def create_ui(
     verifier: TokenVerifier,
     own: OwnToken | None = None,
     lifespan: Callable[[], AbstractAsyncContextManager[None]] | None = None,
+    prices: Prices = STANDARD,
 ) -> ASGIApp:
     """Return the page of a system.
 
     ``verifier`` checks the tokens with which people sign in; ``own`` is the token of the process itself, if its address
     may sign somebody in. ``lifespan`` makes a context manager that is open as long as the application runs by itself.
+    ``prices`` are those by which requests to storage are counted in dollars.
     """
 
     @asynccontextmanager
@@ -64,7 +67,7 @@ def create_ui(
                 await stack.enter_async_context(lifespan())
             yield
 
-    page = _Page(system, verifier, own)
+    page = _Page(system, verifier, own, prices)
     routes = [
         Mount("/static", StaticFiles(directory=STATIC)),
         Route("/signin", page.sign_in, methods=["GET", "POST"]),
@@ -79,8 +82,9 @@ def create_ui(
 class _Page:
     """Answers the requests of one page."""
 
-    def __init__(self, system: System, verifier: TokenVerifier, own: OwnToken | None) -> None:
+    def __init__(self, system: System, verifier: TokenVerifier, own: OwnToken | None, prices: Prices) -> None:
         self._system = system
+        self._prices = prices
         self._verifier = verifier
         self._own = own
         self._overviews = SharedOverview(system.overview)
@@ -149,6 +153,7 @@ class _Page:
             _token(request),
             dict(request.query_params),
             form,
+            self._prices,
         )
 
     async def watch(self, request: Request) -> Response:

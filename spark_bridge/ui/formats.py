@@ -34,6 +34,11 @@ def rate(value: float | None) -> str:
     return "" if value is None else f"{value:,.1f}" if value < 100 else f"{value:,.0f}"
 
 
+def dollars(amount: float | None) -> str:
+    """Return an amount of money: what a request costs is a fraction of a cent."""
+    return "" if amount is None else f"${amount:,.2f}" if amount >= 1 else f"${amount:.6f}"
+
+
 def duration(ms: float | None) -> str:
     """Return a duration in one unit, or in two from a minute on."""
     if ms is None:

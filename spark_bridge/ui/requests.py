@@ -11,6 +11,7 @@ from urllib.parse import urlencode
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from starlette.responses import HTMLResponse, Response
 
+from backends.storage.prices import STANDARD, Prices
 from spark_bridge.exceptions import RequestError
 from spark_bridge.overview.model import Fault, Overview, Query
 from spark_bridge.queryable.server.token_verifier import Grant
@@ -29,7 +30,7 @@ class Call:
     """One request of somebody who may see the page.
 
     ``base`` is the path below which the page is served, without a slash at the end. ``secret`` is what the tokens of
-    forms follow from. ``query`` and ``form`` have the last value of each name.
+    forms follow from. ``query`` and ``form`` have the last value of each name. ``prices`` are those of storage.
     """
 
     system: System
@@ -40,6 +41,7 @@ class Call:
     secret: str
     query: Mapping[str, str] = field(default_factory=dict)
     form: Mapping[str, str] = field(default_factory=dict)
+    prices: Prices = STANDARD
 
     @property
     def overview(self) -> Overview:
@@ -148,6 +150,7 @@ def _environment() -> Environment:
         rate=formats.rate,
         duration=formats.duration,
         moment=formats.moment,
+        dollars=formats.dollars,
         cell=formats.value,
     )
     return made

@@ -39,8 +39,8 @@ def test_a_checkpoint_is_counted_once_with_its_steps_and_phases(world: World) ->
     sink, metrics = made(world)
     c = begin(world, name="totals")
     world.plan_spark(0)
-    first = staged(world, c, 0, 0, CommitFigures(5, 4, 1, 2, 7, {"get": 10.0}))
-    second = staged(world, c, 0, 1, CommitFigures(6, 5, 0, 0, 2, {"get": 30.0}))
+    first = staged(world, c, 0, 0, CommitFigures(5, 4, 1, 2, {"put": 7}, {"get": 10.0}))
+    second = staged(world, c, 0, 1, CommitFigures(6, 5, 0, 0, {"put": 2}, {"get": 30.0}))
     world.now += 1.0
     acknowledge(c, first)
     published(sink, metrics, c)
@@ -73,6 +73,9 @@ def test_a_checkpoint_is_counted_once_with_its_steps_and_phases(world: World) ->
     }
     assert list(sink.observed.values()) == [[3.0]]
     assert sink.of("statestore_storage_requests_total") == {("", "put"): 3}
+    # Nine puts by hosts; the coordinator has written the manifest.
+    assert sink.get("statestore_query_storage_requests_total", query="totals", kind="put") >= 10
+    assert sink.get("statestore_query_storage_bytes_total", query="totals", direction="sent") > 100
 
 
 def test_gauges_say_how_old_the_newest_version_is_and_what_is_usual(world: World) -> None:

@@ -13,6 +13,7 @@ import re
 import shutil
 from collections.abc import Iterator
 from functools import cache
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from tests.deploy.rendered_chart import (
     render,
     renderer,
 )
+from tests.effort import effort
 
 KUBERNETES = "1.34"
 CRDS = os.environ.get("KUBERAY_CRDS", "")
@@ -119,12 +121,13 @@ def test_manifests_are_valid_and_a_misspelt_field_is_not(path: Path) -> None:
     count = 0
     for document in documents(path.read_text()):
         check(document)
-        for field, wrong in misspelt(document):
+        # A usual run tries each third field: a model that lets unknown fields pass does so for all of its own.
+        for field, wrong in islice(misspelt(document), 0, None, effort(3, 1)):
             with pytest.raises((*REFUSED, KeyError)):
                 check(wrong)
                 pytest.fail(f"{document['kind']}: {field} misspelt is accepted")
             count += 1
-    assert count > 100
+    assert count > effort(35, 100)
 
 
 @needs_go

@@ -394,14 +394,14 @@ FAULTS: Sequence[PlantedFault] = (
         "no-fencing",
         "A coordinator that has lost the query goes on completing versions.",
         no_fencing,
-        range(2411, 2511),
+        range(135, 235),
         prepare=restless_in_two_clusters,
     ),
     PlantedFault(
         "leapt-fences",
         "A coordinator that meets a fence writes its manifest behind the fence.",
         leapt_fences,
-        range(2411, 2511),
+        range(135, 235),
         prepare=restless_in_two_clusters,
     ),
     PlantedFault(
@@ -430,7 +430,7 @@ FAULTS: Sequence[PlantedFault] = (
         "hasty-commit",
         "A commit is answered though its changelog was not written.",
         hasty_commit,
-        range(2526, 2626),
+        range(6, 106),
         prepare=on_failing_storage,
     ),
     PlantedFault(
@@ -505,7 +505,7 @@ FAULTS: Sequence[PlantedFault] = (
         "prepared-is-completed",
         "Behind a restart of the coordinator a prepared version is completed without Spark's commit.",
         prepared_is_completed,
-        range(250, 550),
+        range(10, 310),
         test="tests/coordinator_actor/handlers/test_repeated_batches.py::"
         "test_a_coordinator_that_restarts_in_a_repeat_goes_on_with_it",
     ),

@@ -78,7 +78,7 @@ class SimulatedStorage:
     """
 
     is_local = False
-    requests_made = 0
+    used: dict[str, int] = {}
 
     def __init__(self, disk: Disk, location: str) -> None:
         self.location = location
@@ -123,6 +123,10 @@ class SimulatedStorage:
         if not self._call("write", path, put):
             raise FileExistsInStorageError(f"{self.full_location(path)} exists already and is never overwritten.")
         return FileRef(path, len(data), digest(data))
+
+    def put_unique(self, path: str, data: bytes) -> FileRef:
+        """Write a new file, under a name that nothing else uses."""
+        return self.put_new(path, data)
 
     def put_file(self, path: str, source: Path) -> FileRef:
         """Copy a local file into the storage."""

@@ -12,9 +12,9 @@ from unittest.mock import patch
 import pytest
 import ray
 from pyspark.sql import SparkSession
-from typer.testing import CliRunner
 
 import spark_bridge
+from tests.command_line import CliRunner
 from tests.docs.pages import Page, pages, run
 
 pytestmark = pytest.mark.spark

@@ -157,8 +157,8 @@ def test_progress_shows_the_part_of_a_file_that_is_there(
     half, goes_on = threading.Event(), threading.Event()
     chunks = files.storage._chunks
 
-    def slow(key: str) -> Any:
-        for chunk in chunks(key):
+    def slow(key: str, start: int) -> Any:
+        for chunk in chunks(key, start):
             yield chunk[: len(chunk) // 2]
             half.set()
             assert goes_on.wait(HANG)

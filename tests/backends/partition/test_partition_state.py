@@ -23,6 +23,8 @@ from tests.backends.partition.partition_steps import CONF, binary, changes, comm
 from tests.effort import effort
 from tests.patience import HANG, PATIENCE
 
+pytestmark = pytest.mark.in_turns("rocksdb", "file")
+
 
 def lineage(chain):
     return Lineage(chain[-1][0] if chain else 0, tuple(ChangelogRef(v, ref) for v, ref in chain))

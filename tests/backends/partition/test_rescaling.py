@@ -30,6 +30,8 @@ from backends.storage.checkpoint_storage import CheckpointStorage
 from backends.storage.file_ref import FileRef
 from tests.effort import only_thorough
 
+pytestmark = pytest.mark.in_turns("rocksdb", "file")
+
 G = 32
 Pairs = dict[bytes, bytes | None]
 Content = dict[str, dict[bytes, bytes]]

@@ -86,6 +86,8 @@ from tests.backends.providers.third_provider import ThirdStateStoreProvider
 from tests.effort import only_thorough
 from tests.patience import HANG, PATIENCE
 
+pytestmark = pytest.mark.in_turns("rocksdb", "file")
+
 CONF = StateStoreConf(fsync=False)
 
 

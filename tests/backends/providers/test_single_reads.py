@@ -101,7 +101,7 @@ def test_single_reads_while_versions_complete(state):
     threads = [threading.Thread(target=keep_reading, args=(i,)) for i in range(4)]
     for thread in threads:
         thread.start()
-    last = effort(10, 19)
+    last = effort(5, 19)
     for version in range(2, last + 1):
         commit(state, dict.fromkeys(keys, b"%d" % version))
     done.set()

@@ -23,6 +23,7 @@ from typing import IO, Any, Literal
 from urllib.parse import unquote
 
 _HOST = "127.0.0.1"
+HANG = 300.0  # as in tests/patience.py: this file is run as a script too, without the tests package
 _HOP_BY_HOP = {"connection", "keep-alive", "transfer-encoding", "content-length"}
 _CODES = {
     400: "RequestTimeout",
@@ -107,22 +108,26 @@ def s3_server() -> Iterator[S3Server]:
         process.stdout.close()
 
 
-Kind = Literal["answer", "drop_before", "drop_after", "delay", "cut", "refuse"]
+Kind = Literal["answer", "answer_after", "drop_before", "drop_after", "delay", "hold", "cut", "refuse", "hide"]
 
 
 @dataclass
 class Fault:
     """What happens to the next ``times`` requests with this method and with ``path`` in their address.
 
-    - "answer": ``status``, without asking the server.
+    - "answer": ``status``, without asking the server; with ``code`` in the body, if one is given.
+    - "answer_after": the same once the server has carried the request out.
     - "drop_before": the connection breaks before the server has seen the request.
     - "drop_after": it breaks once the server has carried the request out: the answer is lost.
     - "delay": the answer comes ``seconds`` late.
+    - "hold": the answer comes when ``let_go`` is set.
     - "cut": the connection breaks after the first ``keep`` bytes of the answer's body.
     - "refuse": of a bulk removal the first file stays; the answer is 200, and names that file with the code of
       ``status``.
+    - "hide": a listing leaves out the files whose names the pattern ``hidden`` finds, as a stale one does.
 
-    ``skip`` requests that match pass unharmed first, and after each fault again if ``recurs``.
+    With ``token`` only requests with that session token are struck. ``skip`` requests that match pass unharmed first,
+    and after each fault again if ``recurs``.
     """
 
     kind: Kind
@@ -135,11 +140,17 @@ class Fault:
     seconds: float = 0.0
     keep: int = 0
     happened: int = 0
+    code: str = ""
+    token: str = ""
+    hidden: str = ""
+    let_go: threading.Event = field(default_factory=threading.Event, repr=False)
     _passed: int = field(default=0, repr=False)
 
-    def strikes(self, method: str, path: str) -> bool:
+    def strikes(self, method: str, path: str, token: str) -> bool:
         """Whether this request is struck; called once per request."""
         if self.happened >= self.times or (self.method and method != self.method) or self.path not in path:
+            return False
+        if (self.token and token != self.token) or (self.kind == "hide" and "list-type=" not in path):
             return False
         if self._passed < self.skip:
             self._passed += 1
@@ -170,8 +181,8 @@ class FaultProxy(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 128
 
-    def __init__(self, port_behind: int) -> None:
-        super().__init__((_HOST, 0), _Handler)
+    def __init__(self, port_behind: int, host: str = _HOST, port: int = 0) -> None:
+        super().__init__((host, port), _Handler)
         self.endpoint = f"http://{_HOST}:{self.server_address[1]}"
         self.port_behind = port_behind
         self.plan: list[Fault] = []
@@ -219,13 +230,13 @@ class _Handler(BaseHTTPRequestHandler):
         if not proxy.gate.is_set():
             self._wait_at_the_gate()
         with proxy.lock:
-            fault = next((f for f in proxy.plan if f.strikes(self.command, path)), None)
+            token = self.headers.get("x-amz-security-token", "")
+            fault = next((f for f in proxy.plan if f.strikes(self.command, path, token)), None)
         kind = fault.kind if fault else None
         # One request per connection: whether a broken one was fresh or reused must make no difference.
         self.close_connection = True
         if fault is not None and kind == "answer":
-            text = f"<?xml version='1.0'?>\n<Error><Code>{_CODES[fault.status]}</Code></Error>".encode()
-            self._answer(path, fault.status, [("Content-Type", "application/xml")], text)
+            self._answer_error(path, fault)
             return
         if kind == "drop_before":
             self._hang_up(path)
@@ -246,6 +257,15 @@ class _Handler(BaseHTTPRequestHandler):
         if kind == "drop_after":
             self._hang_up(path)
             return
+        if fault is not None and kind == "answer_after":
+            self._answer_error(path, fault)
+            return
+        if fault is not None and kind == "hold":
+            fault.let_go.wait(HANG)
+        if fault is not None and kind == "hide":
+            for entry in re.findall(rb"<Contents>.*?</Contents>", answer, re.DOTALL):
+                if re.search(fault.hidden.encode(), entry):
+                    answer = answer.replace(entry, b"")
         if fault is not None and kind == "delay":
             time.sleep(fault.seconds)
         self._answer(path, status, headers, answer, keep=fault.keep if fault is not None and kind == "cut" else None)
@@ -291,6 +311,11 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(body[:keep])
+
+    def _answer_error(self, path: str, fault: Fault) -> None:
+        code = fault.code or _CODES[fault.status]
+        text = f"<?xml version='1.0'?>\n<Error><Code>{code}</Code></Error>".encode()
+        self._answer(path, fault.status, [("Content-Type", "application/xml")], text)
 
     def _hang_up(self, path: str) -> None:
         self._note(path, 0)

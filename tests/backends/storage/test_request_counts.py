@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from backends.exceptions import FileExistsInStorageError, MissingFileError
-from backends.storage.checkpoint_storage import CheckpointStorage
-from backends.storage.request_counts import RequestCounts
+from backends.storage.checkpoint_storage import CheckpointStorage, digest
+from backends.storage.file_ref import FileRef
+from backends.storage.request_counts import RequestCounts, num_requests, used_since, used_together
 from tests.backends.storage.s3_faults import Fault, FaultProxy, S3Server
 
 
@@ -28,6 +29,43 @@ def test_each_kind_is_counted_whatever_the_answer(place: Callable[[Path], str], 
     # In an object store, the file of that name is looked at: an attempt before may have written it.
     gets = 2 if storage.is_local else 3
     assert counts.read() == {"put": 2, "get": gets, "head": 1, "list": 1, "delete": 1}
+
+
+def test_bytes_are_counted_by_location(tmp_path: Path) -> None:
+    (tmp_path / "source").write_bytes(bytes(500))
+    for place in (str(tmp_path / "ck"), "memory://request-bytes/ck"):
+        counts = RequestCounts()
+        storage = CheckpointStorage.open(place, requests=counts)
+        ref = storage.put_new("a", bytes(100))
+        large = storage.put_file("b", tmp_path / "source")
+        before = storage.used
+        assert before == {"put": 2, "sent_bytes": 600}
+        storage.read(ref)
+        storage.read_to_file(large, tmp_path / "copy")
+        storage.get_range("a", 10, 20)
+        storage.read_together([FileRef("part", 30, digest(bytes(30)), "a", 5)])
+        assert used_since(storage.used, before) == {"get": 4, "received_bytes": 650}
+        assert counts.at("elsewhere") == {}
+
+
+def test_what_was_forgotten_in_between_has_begun_anew() -> None:
+    assert used_since({"put": 5, "get": 2}, {"put": 3, "get": 2}) == {"put": 2}
+    assert used_since({"put": 2}, {"put": 300}) == {"put": 2}
+    together = used_together({"put": 1, "sent_bytes": 9}, {"put": 2, "list": 1})
+    assert together == {"put": 3, "sent_bytes": 9, "list": 1} and num_requests(together) == 4
+
+
+def test_the_parts_of_a_large_file_are_requests(servers: tuple[S3Server, FaultProxy], tmp_path: Path) -> None:
+    counts = RequestCounts()
+    server, proxy = servers
+    server.make_bucket("counted-parts")
+    options = {"fs.s3a.endpoint": proxy.endpoint, "fs.s3a.path.style.access": "true"}
+    options |= {"fs.s3a.access.key": "any", "fs.s3a.secret.key": "any"}
+    storage = CheckpointStorage.open("s3://counted-parts/ck", options, requests=counts)
+    (tmp_path / "source").write_bytes(bytes(9 << 20))
+    proxy.seen, proxy.plan = [], []
+    storage.put_file("large", tmp_path / "source")
+    assert counts.read()["put"] == len(proxy.seen) == 4, "begun, two parts, ended"
 
 
 def test_attempts_that_storage_fails_are_counted_and_storages_share_the_counts(

@@ -9,6 +9,7 @@ from backends.exceptions import (
     VersionNotFoundError,
 )
 from backends.storage.checkpoint_storage import CheckpointStorage
+from backends.storage.traffic import Buckets
 from tests.backends.storage.s3_server import faulty_s3
 
 # Otherwise: test_s3_faults.py has a long list, a large file, failures of all kinds below a provider, and a commit that
@@ -73,7 +74,13 @@ def open_storage(s3, boto, request, waits):
             now[0] += seconds
 
         return CheckpointStorage.open(
-            f"s3a://{bucket}/{directory}", options(s3), clock=lambda: now[0], sleep=sleep, retry_seconds=5.0, **kwargs
+            f"s3a://{bucket}/{directory}",
+            options(s3),
+            clock=lambda: now[0],
+            sleep=sleep,
+            retry_seconds=5.0,
+            buckets=Buckets(lambda: now[0]),
+            **kwargs,
         )
 
     return opened

@@ -23,7 +23,8 @@ from backends.exceptions import (
 from backends.storage.checkpoint_storage import CheckpointStorage, digest
 from backends.storage.create_if_absent import PROBE, CreateIfAbsentProofs
 from backends.storage.file_ref import FileRef
-from tests.backends.storage.s3_faults import Fault, FaultProxy, S3Server
+from backends.storage.traffic import Buckets
+from tests.backends.storage.s3_faults import Fault, FaultProxy, Kind, S3Server
 from tests.effort import only_thorough
 
 pytestmark = pytest.mark.long
@@ -74,10 +75,12 @@ class S3:
             clock=lambda: self.clock.now,
             sleep=self.clock.sleep,
             retry_seconds=retry_seconds,
+            buckets=Buckets(lambda: self.clock.now),
         )
 
     def plan(self, *faults: Fault) -> None:
-        """What goes wrong from now on, and count requests anew."""
+        """What goes wrong from now on, and count requests anew. A minute has passed: nothing is held back."""
+        self.clock.now += 60
         self.proxy.plan = list(faults)
         self.proxy.seen = []
         self.clock.waits = []
@@ -107,6 +110,7 @@ def calls_on(storage: CheckpointStorage) -> dict[str, Callable[[], object]]:
         "read": lambda: storage.read(FileRef("there", 7, digest(b"content"))),
         "get_range": lambda: storage.get_range("there", 2, 3),
         "read a part": lambda: storage.read(FileRef("part", 3, digest(b"nte"), "there", 2)),
+        "read_together": lambda: storage.read_together([FileRef("part", 3, digest(b"nte"), "there", 2)]),
         "exists": lambda: storage.exists("there"),
         "list": storage.list,
         "delete": lambda: storage.delete("there"),
@@ -321,6 +325,7 @@ TRANSIENT = {
     "400 RequestTimeout": Fault("answer", status=400),
     "broken before": Fault("drop_before"),
     "broken after": Fault("drop_after"),
+    "500 after": Fault("answer_after", status=500),
 }
 
 
@@ -334,7 +339,7 @@ def test_transient_errors_are_retried_with_growing_waits(s3: S3, kind: str) -> N
     direct = s3.direct()
     direct.put_new("there", b"content")
     expected = {"get": b"content", "read": b"content", "exists": True, "list": [("there", 7)]}
-    expected |= {"get_range": b"nte", "read a part": b"nte"}
+    expected |= {"get_range": b"nte", "read a part": b"nte", "read_together": {"part": b"nte"}}
     calls = calls_on(s3.open())
     if kind == "400 RequestTimeout":
         del calls["exists"]  # the answer to HEAD has no body, which alone tells a late request from other errors
@@ -376,7 +381,7 @@ def test_retries_end_and_say_how_long_they_took(s3: S3, kind: str) -> None:
 def test_retries_end_in_real_time(s3: S3) -> None:
     s3.plan(Fault("answer", times=1000))
     storage = s3.open(retry_seconds=0.5)
-    storage._clock, storage._sleep = time.monotonic, time.sleep
+    storage._sender._clock, storage._sender._sleep = time.monotonic, time.sleep
     started = time.monotonic()
     with pytest.raises(StorageError, match=r"tried for \d\.\d s: .*503.*: SlowDown$"):
         storage.put_new("x", b"1")
@@ -394,7 +399,12 @@ def test_a_body_that_was_cut_short_is_read_again(s3: S3, tmp_path: Path, keep: i
         storage.read_to_file(ref, tmp_path / "copy")
         return (tmp_path / "copy").read_bytes()
 
-    reads: list[Callable[[], bytes]] = [lambda: storage.read(ref), lambda: storage.get("x"), through_file]
+    def together() -> bytes:
+        part = FileRef("part", len(data), ref.digest, "x", 0)
+        return storage.read_together([part])["part"]
+
+    reads: list[Callable[[], bytes]] = [lambda: storage.read(ref), lambda: storage.get("x"), through_file, together]
+    reads.append(lambda: storage.get_range("x", 0, len(data)))
     for read in reads:
         s3.plan(Fault("cut", "GET", keep=keep, times=2))
         assert read() == data
@@ -402,6 +412,21 @@ def test_a_body_that_was_cut_short_is_read_again(s3: S3, tmp_path: Path, keep: i
     s3.plan(Fault("cut", "GET", keep=min(keep, 100), times=2))
     assert storage.list() == [("x", 100_000)]
     assert len(s3.clock.waits) == 2
+
+
+def test_a_large_file_is_read_on_behind_what_has_come(s3: S3, tmp_path: Path) -> None:
+    """Each break comes behind another piece, so that the time for repeats begins anew."""
+    data = os.urandom(13 << 20)
+    (tmp_path / "source").write_bytes(data)
+    storage = s3.open(retry_seconds=0.15)
+    ref = storage.put_file("x", tmp_path / "source")
+    for read in (lambda: storage.read_to_file(ref, tmp_path / "copy"), lambda: storage.check(ref)):
+        s3.plan(Fault("cut", "GET", keep=6 << 20, times=2))
+        read()
+        ranges = [seen.headers.get("range", "bytes=0-") for seen in s3.proxy.seen]
+        first, second, third = (int(asked.removeprefix("bytes=").removesuffix("-")) for asked in ranges)
+        assert first == 0 and second >= 4 << 20 and third - second >= 4 << 20
+    assert (tmp_path / "copy").read_bytes() == data
 
 
 def test_a_late_answer_is_waited_for(s3: S3) -> None:
@@ -420,17 +445,19 @@ def test_a_late_answer_is_waited_for(s3: S3) -> None:
 # -- a create whose outcome is not known ---------------------------------------------------------
 
 
-@pytest.mark.parametrize("lost", [1, 3])
-def test_a_create_whose_answer_was_lost_is_ours(s3: S3, lost: int) -> None:
-    s3.plan(Fault("drop_after", "PUT", times=lost))
+@pytest.mark.parametrize("lost", [1, only_thorough(3)])
+@pytest.mark.parametrize(("kind", "status"), [("drop_after", 0), ("answer_after", 500), ("answer_after", 503)])
+def test_a_create_whose_answer_was_lost_or_an_error_is_ours(s3: S3, kind: Kind, status: int, lost: int) -> None:
+    s3.plan(Fault(kind, "PUT", times=lost, status=status))
     ref = s3.open().put_new("x", b"mine")
-    assert [s.status for s in s3.proxy.seen if s.method == "PUT"] == [0] * lost + [412]
+    assert [s.status for s in s3.proxy.seen if s.method == "PUT"] == [status] * lost + [412]
     assert s3.direct().read(ref) == b"mine"
 
 
 def test_a_lost_answer_does_not_make_anothers_file_ours(s3: S3) -> None:
     s3.direct().put_new("x", b"theirs")
-    for kind in ("drop_before", "drop_after"):
+    kinds: tuple[Kind, ...] = ("drop_before", "drop_after", "answer_after")
+    for kind in kinds:
         s3.plan(Fault(kind, "PUT"))
         with pytest.raises(FileExistsInStorageError):
             s3.open().put_new("x", b"mine")
@@ -470,7 +497,7 @@ def test_a_create_that_was_never_answered_is_whole_or_absent(s3: S3) -> None:
 
 # -- large files, in parts -----------------------------------------------------------------------
 
-LARGE = 5_500_000
+LARGE = 8_500_000
 """Two parts."""
 
 
@@ -490,14 +517,24 @@ def test_a_large_file_goes_through_whole(s3: S3, tmp_path: Path, faults: tuple[F
     s3.plan(*(again(fault, 1, fault.method, fault.path) for fault in faults))
     ref = storage.put_file("large", source)
     assert s3.proxy.count("PUT", "partNumber=") >= 2
-    assert all(fault.happened == 1 for fault in s3.proxy.plan) and len(s3.clock.waits) == len(faults)
+    assert all(fault.happened == 1 for fault in s3.proxy.plan) and s3.clock.waits == [], "parts are repeated one by one"
     s3.plan(*([Fault("cut", "GET", keep=3_000_000)] if faults else []))
     storage.read_to_file(ref, copy)
     assert copy.read_bytes() == source.read_bytes()
     assert storage.list() == [("large", LARGE)]
 
 
-@pytest.mark.parametrize("status", [403, 503])
+def test_large_changes_under_a_name_of_their_own_go_in_parts(s3: S3) -> None:
+    data = os.urandom(LARGE)
+    storage = s3.open()
+    ref = storage.put_unique("large", data)
+    assert s3.proxy.count("PUT", "partNumber=") == 2 and storage.read(ref) == data
+    s3.plan()
+    small = storage.put_unique("small", b"1")
+    assert storage.read(small) == b"1" and s3.proxy.seen[0].headers["if-none-match"] == "*"
+
+
+@pytest.mark.parametrize("status", [403, only_thorough(503)])
 def test_a_large_file_that_fails_is_not_half_there(s3: S3, tmp_path: Path, status: int) -> None:
     source = tmp_path / "source"
     source.write_bytes(os.urandom(LARGE))
@@ -551,8 +588,13 @@ def test_storage_does_not_hold_up_reads_of_what_is_loaded(s3: S3, tmp_path: Path
 
 
 def test_a_provider_works_though_requests_fail_all_the_time(s3: S3, tmp_path: Path) -> None:
-    # Of every seven requests or so two are struck, at changing distances.
-    s3.plan(Fault("answer", times=10_000, skip=2, recurs=True), Fault("drop_after", times=10_000, skip=3, recurs=True))
+    # Of every seven requests or so three are struck, at changing distances.
+    s3.plan(
+        Fault("answer", times=10_000, skip=2, recurs=True),
+        Fault("drop_after", times=10_000, skip=3, recurs=True),
+        Fault("answer_after", times=10_000, skip=4, recurs=True, status=500),
+        Fault("cut", "GET", times=10_000, skip=5, recurs=True, keep=3),
+    )
     with open_provider(s3, tmp_path / "one") as provider:
         for version in range(4):
             assert commit(provider, version, **{f"k{version}": "x" * version, "last": str(version)}) == version + 1
@@ -565,7 +607,8 @@ def test_a_provider_works_though_requests_fail_all_the_time(s3: S3, tmp_path: Pa
         assert commit(again, 4, k0="new") == 5
     with open_provider(s3, tmp_path / "three") as third:
         assert content(third, 5) == {**expected, "k0": "new"}
-    assert len({s.status for s in s3.proxy.seen} & {0, 503}) == 2 and len(s3.clock.waits) > 30
+    assert {s.status for s in s3.proxy.seen} >= {0, 500, 503} and all(f.happened > 5 for f in s3.proxy.plan)
+    assert len(s3.clock.waits) > 30
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from backends.exceptions import MissingFileError, StorageError
 from backends.formats.changelog import read_changelog
@@ -22,6 +21,7 @@ from coordinator_actor.durable.moved_checkpoints import BoundCheckpoint, fork_ch
 from coordinator_actor.exceptions import CheckpointPlaceError
 from coordinator_actor.messages import QueryRegistration
 from spark_bridge.cli.main import app
+from tests.command_line import CliRunner
 from tests.coordinator_actor.coordinator_world import World
 
 

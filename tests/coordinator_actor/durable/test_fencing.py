@@ -13,6 +13,7 @@ from coordinator_actor.checkpoints.checkpoint_id import CheckpointIDCounter
 from coordinator_actor.durable.fencing import EPOCHS, FENCE, MANIFESTS, EpochFile, place_path
 from coordinator_actor.durable.manifests import ManifestLog
 from coordinator_actor.exceptions import FencedError
+from tests.backends.storage.s3_faults import Fault, FaultProxy, S3Server
 
 
 class Stored:
@@ -25,10 +26,10 @@ class Stored:
         stored = self
 
         class Heard(CheckpointStorage):
-            def _retrying(self, verb: str, path: str, call: Any) -> Any:
+            def _retrying(self, verb: str, path: str, call: Any, **more: Any) -> Any:
                 stored.asked.append((verb, path))
                 stored.before(verb, path)
-                return super()._retrying(verb, path, call)
+                return super()._retrying(verb, path, call, **more)
 
         self.storage = Heard.open(self.location)
 
@@ -121,6 +122,50 @@ def test_manifests_of_an_earlier_release_are_read_and_epochs_without_any_are_clo
     assert sorted(new.manifests) == [5] and stored.storage.get(place_path(1, 1)) == FENCE
     kept = new.append(manifest(new, 5, 6), CheckpointIDCounter(7))
     assert new.forget({kept.id}) == [f"{MANIFESTS}/{5:020d}.json"]
+
+
+def test_a_place_whose_manifest_was_removed_during_the_claim_is_passed(stored: Stored) -> None:
+    old, new = stored.log("old"), stored.log("new")
+    old.claim("run1")
+
+    def meanwhile(verb: str, path: str) -> None:
+        if (verb, path) == ("write", place_path(1, 1)):
+            stored.before = removed
+            old.append(manifest(old, 1), CheckpointIDCounter(3))
+
+    def removed(verb: str, path: str) -> None:
+        # Behind the refused fence, before what is there is looked at.
+        if (verb, path) == ("read", place_path(1, 1)):
+            stored.before = lambda verb, path: None
+            stored.storage.delete(path)
+
+    stored.before = meanwhile
+    new.claim("run2")
+    assert stored.storage.get(place_path(1, 2)) == FENCE and new.manifests == {}
+
+
+def test_a_stale_listing_hides_neither_claims_nor_the_newest_manifests(servers: tuple[S3Server, FaultProxy]) -> None:
+    server, proxy = servers
+    server.make_bucket("stale")
+    options = {"fs.s3a.endpoint": proxy.endpoint, "fs.s3a.path.style.access": "true"}
+    options |= {"fs.s3a.access.key": "any", "fs.s3a.secret.key": "any"}
+    proxy.plan = []
+    old, new = (ManifestLog(CheckpointStorage.open("s3://stale/ck", options), name) for name in ("old", "new"))
+    for run in ("run1", "run2"):
+        old.claim(run)
+    for version in (1, 2, 3):
+        old.append(manifest(old, version), CheckpointIDCounter(4))
+    # The listings know nothing of the last claim, nor of the last two manifests.
+    hidden = (f"{2:020d}.json<", place_path(2, 2), place_path(2, 3))
+    proxy.plan = [Fault("hide", hidden="|".join(hidden), times=100)]
+    new.claim("run3")
+    assert new.epoch == 3 and max(new.manifests) == 3, "the newest manifest is read by its name"
+    assert new.storage.get(place_path(2, 4)) == FENCE
+    with pytest.raises(FencedError):
+        old.append(manifest(old, 4), CheckpointIDCounter(5))
+    proxy.plan = []
+    new.refresh()
+    assert sorted(new.manifests) == [1, 2, 3]
 
 
 def test_who_stood_still_for_many_epochs_removes_nothing(stored: Stored) -> None:

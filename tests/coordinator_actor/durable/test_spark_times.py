@@ -8,6 +8,7 @@ import pytest
 
 from backends.exceptions import MissingFileError
 from backends.storage.checkpoint_storage import CheckpointStorage
+from backends.storage.request_counts import num_requests
 from coordinator_actor.durable.spark_commits import SparkCommits
 from coordinator_actor.messages import BatchTimes
 
@@ -23,11 +24,11 @@ def test_a_batch_takes_one_request_and_rows_are_late_by_the_watermark_before(tmp
     commits = SparkCommits(storage)
     for batch in range(4):
         plan(tmp_path, batch)
-    asked = commits.requests_made
+    asked = num_requests(commits.used)
     assert commits.times(1) == BatchTimes(1000, 10, 0)
-    assert commits.requests_made - asked == 2, "nothing of this run is known before its first batch"
+    assert num_requests(commits.used) - asked == 2, "nothing of this run is known before its first batch"
     assert [commits.times(batch) for batch in (2, 3)] == [BatchTimes(2000, 20, 10), BatchTimes(3000, 30, 20)]
-    assert commits.requests_made - asked == 4
+    assert num_requests(commits.used) - asked == 4
     assert commits.times(1) == BatchTimes(1000, 10, 0), "of a batch that is not behind the last one all is read"
     assert SparkCommits(storage).times(0) == BatchTimes(0, 0, 0)
 

@@ -11,6 +11,7 @@ import pytest
 from backends.exceptions import StorageError
 from backends.formats.manifest import Manifest
 from backends.storage.checkpoint_storage import CheckpointStorage
+from backends.storage.request_counts import num_requests, used_together
 from coordinator_actor.coordinator import Coordinator
 from coordinator_actor.durable.checkpoint_records import (
     HISTORY,
@@ -52,8 +53,14 @@ def later(world: World, c: Coordinator, seconds: float = WRITE_SECONDS) -> None:
 def test_a_record_says_when_each_step_was_done_and_what_it_did(world: World) -> None:
     c = begin(world)
     world.plan_spark(0)
-    first = staged(world, c, 0, 0, CommitFigures(5, 4, 1, 2, 7, {"get_ms": 10.0, "changelog_ms": 3.0}))
-    second = staged(world, c, 0, 1, CommitFigures(6, 5, 0, 0, 2, {"get_ms": 30.0}))
+    first = staged(
+        world,
+        c,
+        0,
+        0,
+        CommitFigures(5, 4, 1, 2, {"put": 6, "get": 1, "sent_bytes": 70}, {"get_ms": 10.0, "changelog_ms": 3.0}),
+    )
+    second = staged(world, c, 0, 1, CommitFigures(6, 5, 0, 0, {"put": 2, "sent_bytes": 30}, {"get_ms": 30.0}))
     world.now += 1.0
     acknowledge(c, first)
     world.now += 2.0
@@ -88,17 +95,20 @@ def test_a_record_says_when_each_step_was_done_and_what_it_did(world: World) -> 
     assert record["id"] == world.manifests()[-1]["id"]
     # Nine by hosts; the coordinator has at least written a manifest and looked for Spark's commit.
     assert record["requests"] >= 9 + 2
+    used = record["storage"]
+    assert record["requests"] == num_requests(used) and used["put"] >= 8 + 1 and used["get"] >= 1
+    assert used["sent_bytes"] > 100
 
 
 def test_requests_are_those_since_the_version_before(world: World) -> None:
     c = begin(world)
     batches(world, c, 0, 1)
     run = run_of(c)
-    before = run.manifests.storage.requests_made + run.commits.requests_made
+    before = num_requests(used_together(run.manifests.storage.used, run.commits.used))
     for _ in range(50):
         run.manifests.storage.exists("query.json")
     batches(world, c, 2, 2)
-    after = run.manifests.storage.requests_made + run.commits.requests_made
+    after = num_requests(used_together(run.manifests.storage.used, run.commits.used))
     second, third = history(c)[-2:]
     assert third["requests"] == after - before
     assert third["requests"] == second["requests"] + 50

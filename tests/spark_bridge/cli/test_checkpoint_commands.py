@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 from click.testing import Result
-from typer.testing import CliRunner
 
 from coordinator_actor.query.checkpoint_history import WRITE_SECONDS
 from spark_bridge.cli.main import app
+from tests.command_line import CliRunner
 from tests.coordinator_actor.savepoints.savepoint_streams import Stream
 
 Make = Callable[..., Stream]
@@ -39,6 +39,13 @@ def test_checkpoints_of_a_stopped_query(stream: Make) -> None:
     assert all(c["phases"].keys() == {"tasks", "acknowledge", "manifest", "commit"} for c in found)
     assert [c["version"] for c in as_json("checkpoints", "q", "--last", "1", "--checkpoint", location(s))] == [3]
     assert "Checkpoints of q" in run("checkpoints", "--checkpoint", location(s)).stdout
+    dear = as_json("checkpoints", "--prices", "put=5", "--checkpoint", location(s))
+    assert all(
+        c["storage"]["put"] >= 1 and c["dollars"] >= c["storage"]["put"] * 0.005 > a["dollars"] > 0
+        for a, c in zip(found, dear, strict=True)
+    )
+    shown = run("checkpoints", "--requests", "--prices", "put=5", "--checkpoint", location(s)).stdout
+    assert "Requests to storage of q" in shown and "at the prices put=5," in shown
 
 
 def test_status_queries_and_partitions(stream: Make) -> None:
@@ -65,6 +72,7 @@ def test_an_error_among_the_faults_is_exit_code_1(stream: Make) -> None:
     ("args", "message"),
     [
         (("checkpoints", "other"), "No single query is named 'other'"),
+        (("checkpoints", "--prices", "puts=1"), "'puts=1' is no price: give put=, get=,"),
         (("partitions", "--operator", "nope"), "has no operator 'nope'; it has op"),
     ],
 )

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from backends.storage.checkpoint_storage import CheckpointStorage
 from backends.storage.file_ref import FileRef
@@ -18,6 +17,7 @@ from spark_bridge.cli.doctor.checks import Check, checked
 from spark_bridge.cli.doctor.storage import storage_checks
 from spark_bridge.cli.main import app
 from spark_bridge.overview.model import CoordinatorInfo, Fault, Host, Overview
+from tests.command_line import CliRunner
 
 
 def of(checks: Any) -> dict[str, Check]:

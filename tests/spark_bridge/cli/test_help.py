@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import typer.main
-from typer.testing import CliRunner
 
 from spark_bridge.cli.main import app
+from tests.command_line import CliRunner
 
 
 def commands(command: Any, path: str) -> Iterator[tuple[str, Any]]:

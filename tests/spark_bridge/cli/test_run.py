@@ -17,8 +17,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from spark_bridge.cli.main import app
 from spark_bridge.cli.run import command_of, runtime_env_of
 from spark_bridge.cli.supervision import NOT_REACHED
+from tests.command_line import CliRunner
 from tests.patience import PATIENCE
 from tests.spark_bridge.own_head import OwnHead, free_ports, own_head
 
@@ -54,13 +56,11 @@ def test_what_cannot_be_is_refused_before_anything_is_started(tmp_path: Path) ->
         runtime_env_of("a", None, ["A"], 5)
 
 
-def test_no_cluster_is_said_and_is_an_exit_code_of_its_own() -> None:
+def test_no_cluster_is_said_and_is_an_exit_code_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
     argv = ["run", str(PROGRAM), "--cluster-timeout", "0", "--address", f"http://127.0.0.1:{free_ports(1)[0]}"]
-    environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
-    done = subprocess.run(
-        [sys.executable, "-m", "spark_bridge.cli", *argv], capture_output=True, text=True, env=environment, check=False
-    )
-    assert done.returncode == NOT_REACHED, done.stderr
+    done = CliRunner().invoke(app, argv)
+    assert done.exit_code == NOT_REACHED, done.output
     assert "No cluster answers" in done.stderr
 
 

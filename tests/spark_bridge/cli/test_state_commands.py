@@ -14,12 +14,12 @@ from typing import Any
 import pyarrow as pa
 import pytest
 from click.testing import Result
-from typer.testing import CliRunner
 
 from spark_bridge.cli.keys import bound_of, condition_of, key_of
 from spark_bridge.cli.main import app
 from spark_bridge.exceptions import RequestError, UnknownKeyOrNamespaceError
 from spark_bridge.state_data import checkpoint_client
+from tests.command_line import CliRunner
 from tests.spark_bridge.state_data.format_fixtures import Stored
 
 CHECKPOINT = str(Stored("file").checkpoint)

@@ -15,13 +15,13 @@ import ray
 import typer
 from pyspark.sql import SparkSession
 from rich.console import Console
-from typer.testing import CliRunner
 
 from coordinator_actor.access_tokens import IssuedToken, verified_id
 from coordinator_actor.exceptions import InvalidTokenError
 from coordinator_actor.on_ray.actor import get_or_create_coordinator
 from spark_bridge.cli.main import app
 from spark_bridge.cli.token import rendered, seconds_of
+from tests.command_line import CliRunner
 from tests.patience import HANG, PATIENCE
 from tests.spark_bridge.conftest import wait_until
 

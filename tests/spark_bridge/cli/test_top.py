@@ -6,12 +6,11 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 
-from typer.testing import CliRunner
-
 from spark_bridge.cli.main import app
 from spark_bridge.cli.top import top_view
 from spark_bridge.overview.model import Checkpoint, Overview
 from spark_bridge.overview.pace import pace_of
+from tests.command_line import CliRunner
 from tests.coordinator_actor.savepoints.savepoint_streams import Stream
 from tests.spark_bridge.cli.overviews import OVERVIEW, QUERY, printed
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from backends.storage.prices import Prices
 from spark_bridge.cli import views
 from spark_bridge.overview.model import (
     CoordinatorInfo,
     Overview,
 )
-from tests.spark_bridge.cli.overviews import FAULT, OVERVIEW, QUERY, printed
+from tests.spark_bridge.cli.overviews import CHECKPOINT, FAULT, OVERVIEW, QUERY, printed
 
 
 def test_queries_hosts_and_faults_are_shown() -> None:
@@ -33,7 +34,7 @@ def test_names_that_look_like_markup_are_shown_as_they_are() -> None:
     fault = replace(FAULT, subject="query a[/b]")
     text = printed(views.status_view(replace(OVERVIEW, queries=(query,), coordinator=coordinator, faults=(fault,))))
     assert "flights[/b]" in text and "[red]x (2)" in text and "n[/i]" in text and "query a[/b]" in text
-    text = printed(views.partitions_view(query, None)) + printed(views.checkpoints_view(query, 5))
+    text = printed(views.partitions_view(query, None)) + printed(views.checkpoints_view(query, 5, Prices()))
     assert "[red]x of flights[/b]" in text and "Checkpoints of flights[/b]" in text
 
 
@@ -42,9 +43,28 @@ def test_without_a_coordinator_it_says_so() -> None:
 
 
 def test_a_checkpoint_shows_where_its_time_went() -> None:
-    (line,) = (x for x in printed(views.checkpoints_view(QUERY, 5)).splitlines() if "12,345" in x)
+    (line,) = (x for x in printed(views.checkpoints_view(QUERY, 5, Prices())).splitlines() if "12,345" in x)
     assert line.split("  ")[1:] and "1.2 s" in line and "900 ms" in line and "34 ms" in line and "2.0 KiB" in line
     assert "2023-11-14 22:13:20" in line
+
+
+def test_checkpoints_show_requests_by_kind_bytes_and_what_they_cost() -> None:
+    used = {"put": 20, "get": 10, "list": 1, "delete": 3, "sent_bytes": 3 << 20, "received_bytes": 2048}
+    made = [replace(CHECKPOINT, id=i, completed_ms=i * 2_000, requests=34, storage=used) for i in range(1, 4)]
+    query = replace(QUERY, checkpoints=(CHECKPOINT, *made))
+    text = printed(views.requests_view(query, 9, Prices()))
+    rows = [line.split() for line in text.splitlines() if "34" in line]
+    # 21 at 5 dollars a million, 10 at 0.4; a batch in two seconds for 730 hours.
+    expected = ["34", "20", "10", "0", "1", "3", "3.0", "MiB", "2.0", "KiB", "$0.000109"]
+    assert [row[3:] for row in rows] == [expected] * 3
+    cost = "about $0.000109 a batch, $143.23 a month at a batch in 2.0 s"
+    for view in (views.requests_view, views.checkpoints_view):
+        text = " ".join(printed(view(query, 9, Prices())).split())
+        assert cost in text and "those of S3 standard" in text
+    text = " ".join(printed(views.requests_view(query, 9, Prices(put=1.0))).split())
+    assert "about $0.020009 a batch" in text and "put=1,get=0.0004" in text and "S3 standard" not in text
+    text = printed(views.requests_view(QUERY, 9, Prices()))
+    assert "cost about" not in text and "Nothing is known" in text, "of checkpoints of earlier releases"
 
 
 def test_partitions_show_owner_size_and_lag() -> None:

@@ -13,7 +13,6 @@ import msgspec
 import psutil
 import pytest
 from rich.console import Console
-from typer.testing import CliRunner
 
 from spark_bridge.cli.main import app
 from spark_bridge.demo.app import Record
@@ -22,6 +21,7 @@ from spark_bridge.demo.events import (
     BatchCommitted,
     Failed,
     HostKilled,
+    HostsStand,
     LookupAnswered,
     Progress,
     Started,
@@ -30,6 +30,7 @@ from spark_bridge.demo.events import (
 )
 from spark_bridge.demo.flights import file_name
 from spark_bridge.demo.processes import Children
+from tests.command_line import CliRunner
 from tests.patience import PATIENCE
 
 CHILD = """
@@ -121,6 +122,7 @@ EVENTS = [
     Started("127.0.0.1:1", 3, 50),
     BatchCommitted(4, 6_735, 8_900.4, 1_200, 3_000, 4, 756.0, 61.0),
     BatchCommitted(5, 6_735, 8_900.4, None, None, 5, 756.0, None),
+    HostsStand({"10.0.0.1": 1, "10.0.0.2": 2}),
     HostKilled(4711, 25),
     LookupAnswered("N14228", "3 flights", 1.23),
     LookupAnswered("N00000", None, 0.7),
@@ -151,6 +153,7 @@ def test_plain_lines_without_a_terminal() -> None:
         "batch 4/50 | 6,735 rows | 8,900 rows/s | 1,200 aircraft touched | 3,000 in the state | "
         "checkpoint 4 | 756 ms, state 61 ms",
         "batch 5/50 | 6,735 rows | 8,900 rows/s | checkpoint 5 | 756 ms",
+        "State hosts by machine: 10.0.0.1: 1, 10.0.0.2: 2",
         "kill -9 4711: that was a StateStoreHost, during batch 25.",
         "  lookup N14228: 3 flights (1.2 ms)",  # the second one came too soon after it
         "The state of all 4,044 aircraft (336,776 flights) is what pandas computes; "
@@ -170,10 +173,18 @@ def test_the_live_picture_on_a_terminal() -> None:
         assert text in out.getvalue()
 
 
-def test_stop_after_needs_a_checkpoint() -> None:
-    result = CliRunner().invoke(app, ["demo", "--stop-after", "3"])
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--stop-after", "3"], "needs --checkpoint"),
+        (["--machines", "4"], "needs --checkpoint DIR, a directory that all machines see"),
+        (["--machines", "4", "--checkpoint", "x", "--kill-host"], "kills a process of this machine"),
+    ],
+)
+def test_options_that_do_not_fit_together_are_refused(options: list[str], words: str) -> None:
+    result = CliRunner().invoke(app, ["demo", *options])
     assert result.exit_code == 2
-    assert "needs --checkpoint" in " ".join(result.output.split())
+    assert words in " ".join(result.output.replace("│", "").split())
 
 
 def test_another_replays_directory_is_refused(tmp_path: Path) -> None:

@@ -93,6 +93,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have writes taken for as long as any linger, so that the linger alone decides; also on this local disk."""
     monkeypatch.setattr(group_commit, "FIRST_WRITE_SECONDS", FOR_EVER)
     monkeypatch.setattr(group_commit, "LOCAL_SECONDS", FOR_EVER)
+    monkeypatch.setattr(group_commit, "LOCAL_MEMBERS", 2)
     monkeypatch.setattr(group_commit, "NEWEST_WRITE_SHARE", 0.0)
 
 
@@ -274,6 +275,22 @@ def test_on_a_local_disk_nobody_waits_for_tasks_that_have_not_begun(made: Callab
     host.storage.is_local = True
     host.open(0, version=2)
     assert results([host.commit(0, version=2)])[0].within is None
+
+
+def test_on_a_local_disk_nobody_waits_for_a_group_of_few(
+    made: Callable[..., Committing], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(group_commit, "LOCAL_MEMBERS", 4)
+    host = made(FOR_EVER)
+    host.open(0, 1, 2)
+    assert results([host.commit(0)])[0].within is None, "two others are about to commit: three in all"
+    host.open(3, 4)
+    (path,) = {ref.within for ref in results([host.commit(p) for p in (1, 2, 3, 4)])}
+    assert path is not None
+    host.is_remote()
+    host.open(0, 1, run="run2")
+    (path,) = {ref.within for ref in results([host.commit(p, run="run2") for p in (0, 1)])}
+    assert path is not None
 
 
 def test_who_waits_in_vain_does_so_only_now_and_then() -> None:

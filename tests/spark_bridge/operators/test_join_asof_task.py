@@ -109,7 +109,7 @@ def test_rows_are_those_of_pandas(direction: str, monkeypatch: pytest.MonkeyPatc
         rocks = random.random() < 0.2
         run = AsofRun(asof, int(random.choice([1, 3])), RocksDBStateStoreProvider if rocks else FileStateStoreProvider)
         try:
-            check(run, asof, int(random.integers(1 << 30)), 8, int(random.choice([3, 10, 30])))
+            check(run, asof, int(random.integers(1 << 30)), effort(6, 8), int(random.choice([3, 10, effort(10, 30)])))
         finally:
             run.run.close()
 

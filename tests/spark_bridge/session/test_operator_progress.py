@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 
 from spark_bridge import (
+    CheckpointProgress,
     StateOperatorProgress,
     add_state_operator_listener,
     aggregate,
+    checkpoint_progress,
     remove_state_operator_listener,
     state_operator_progress,
 )
@@ -27,12 +29,16 @@ class Told:
 
     def __init__(self) -> None:
         self.batches: list[tuple[str, StateOperatorProgress]] = []
+        self.checkpoints: list[CheckpointProgress] = []
         self.go_on = threading.Event()
         self.go_on.set()
 
     def on_state_operator_progress(self, run_id: str, progress: Sequence[StateOperatorProgress]) -> None:
         self.batches += [(run_id, p) for p in progress]
         assert self.go_on.wait(PATIENCE)
+
+    def on_checkpoint_progress(self, run_id: str, progress: CheckpointProgress) -> None:
+        self.checkpoints.append(progress)
 
 
 def test_progress_counts_keys_changes_and_partitions(make_stream: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,10 +55,16 @@ def test_progress_counts_keys_changes_and_partitions(make_stream: Any, monkeypat
         stream.add([(k, 1.0) for k in range(90, 120)])
         query.processAllAvailable()
         (second,) = state_operator_progress(query)
-        wait_until(lambda: len(told.batches) == 2)
+        wait_until(lambda: len(told.checkpoints) == 2)
+        newest = checkpoint_progress(query)
         query.stop()
     finally:
         remove_state_operator_listener(told)
+    assert [c.batch_id for c in told.checkpoints] == [0, 1] and newest == told.checkpoints[1]
+    for checkpoint in told.checkpoints:
+        # At least a group of changes and a manifest.
+        assert checkpoint.requests["put"] >= 2 and checkpoint.sent_bytes > checkpoint.delta_bytes > 0
+        assert checkpoint.dollars >= 2 * 0.005 / 1000
     assert (first.batch_id, first.num_rows_total, first.num_rows_updated) == (0, 100, 100)
     assert (second.batch_id, second.num_rows_total, second.num_rows_updated) == (1, 120, 30)
     assert (second.num_rows_removed, second.num_rows_dropped_by_watermark) == (0, 0)

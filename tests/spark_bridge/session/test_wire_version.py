@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import pickle
 from typing import Any
 
@@ -14,6 +15,7 @@ from spark_bridge.exceptions import EnvironmentProblemError, StateStoreRefusedEr
 from spark_bridge.host_actor.session_options import SessionOptions, require_same_driver
 from spark_bridge.session.state_cluster import require_same_messages
 from spark_bridge.task import local_properties as properties
+from tests.spark_bridge.session.message_shapes import COMMAND, FIXTURE, shapes
 
 
 class Coordinator(CoordinatorPort):
@@ -57,3 +59,15 @@ def test_a_driver_from_before_there_were_versions_is_refused_too() -> None:
     del options.__dict__["wire_version"]  # what its pickle has
     with pytest.raises(EnvironmentProblemError, match=r"driver .*version 0 "):
         require_same_driver(pickle.loads(pickle.dumps(options)))
+
+
+def test_messages_of_other_shapes_have_another_version() -> None:
+    """Ray pickles a record as the values of its fields in their order: another release cannot take one more or less."""
+    noted = FIXTURE.read_text().splitlines() if FIXTURE.exists() else []
+    changed = [line for line in difflib.ndiff(noted, shapes()) if line[0] in "+-"]
+    assert not changed, (
+        f"The messages between processes are not those that {FIXTURE.name} has for version {WIRE_VERSION}. If there is "
+        "a release of this version, count WIRE_VERSION up in coordinator_actor/wire_version.py. Then run "
+        f"{COMMAND}, and remove "
+        "the file of the version before.\n" + "\n".join(changed)
+    )

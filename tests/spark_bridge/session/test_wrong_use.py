@@ -128,14 +128,21 @@ def test_a_continuous_trigger(spark: Any, tmp_path: Path) -> None:
         writer.trigger(continuous="1 second").start().processAllAvailable()
 
 
-def test_a_scheme_that_storage_does_not_have(stream: Stream, spark: Any) -> None:
+@pytest.mark.parametrize(
+    ("setting", "value", "remedy"),
+    [
+        ("spark.statestore.location", "hdfs://somewhere/state", "state_location="),
+        ("spark.statestore.storagePrices", "putt=0.005", "spark.statestore.storagePrices: 'putt=0.005' is no price"),
+    ],
+)
+def test_a_setting_that_cannot_be(stream: Stream, spark: Any, setting: str, value: str, remedy: str) -> None:
     stream.add([(1, 1.0)])
-    spark.conf.set("spark.statestore.location", "hdfs://somewhere/state")
+    spark.conf.set(setting, value)
     try:
         message = refusal(aggregate(stream.read(), by="k", operator="o", n=S.count()), stream)
     finally:
-        spark.conf.unset("spark.statestore.location")
-    assert "hdfs" in message and "state_location=" in message
+        spark.conf.unset(setting)
+    assert value in message and remedy in message
 
 
 def test_local_files_on_a_cluster_of_several_machines(stream: Stream, monkeypatch: pytest.MonkeyPatch) -> None:

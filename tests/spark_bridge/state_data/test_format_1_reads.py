@@ -10,10 +10,10 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
-from typer.testing import CliRunner
 
 from spark_bridge import describe_savepoint, restore_savepoint, state_metadata_table, state_table
 from spark_bridge.cli.main import app
+from tests.command_line import CliRunner
 from tests.effort import effort, only_thorough
 from tests.spark_bridge.state_data.format_fixtures import BACKENDS, FORMAT_1, Stored
 from tests.spark_bridge.state_data.format_program import (

@@ -774,10 +774,10 @@ def test_large_values_leave_the_head(tmp_path: Path) -> None:
 def test_expired_rows_go_bit_by_bit_but_never_those_of_keys_at_hand(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(expiry, "SWEPT_ROWS", 500)
+    monkeypatch.setattr(expiry, "SWEPT_ROWS", 125)
     variables = Variables((10, 10, 10))
     partition = LocalPartition(tmp_path, variables.init, "processingtime")
-    keys = [("u", i) for i in range(60)]
+    keys = [("u", i) for i in range(30)]
     families = ["value", "list", "list.-chunks", "map", "map.-entries"]
 
     def write(key: Any) -> None:
@@ -797,7 +797,7 @@ def test_expired_rows_go_bit_by_bit_but_never_those_of_keys_at_hand(
     for batch in range(effort(3, 4) * GROUPS):
         partition.handle(again, write, timestamp_ms=100 + batch)
         now, values = rows()
-        assert before - now <= 500  # a batch is not to take long
+        assert before - now <= 125  # a batch is not to take long
         before = now
         for key in again:
             assert values[key] == {"count": key[1], "tag": "v", "__ttl_expiration_ms": 110 + batch}
@@ -805,6 +805,27 @@ def test_expired_rows_go_bit_by_bit_but_never_those_of_keys_at_hand(
     assert {key for key, _ in partition.rows("list")} == set(again)
     assert {key for key, _ in partition.rows("map")} == set(again)
     assert len(partition.rows("map.-entries")) == 100 * sum(key[1] % 20 == 0 for key in again)
+
+
+def test_a_sweep_leaves_rows_that_have_not_expired(tmp_path: Path) -> None:
+    """Rows of keys that nobody touches, some expired and some not, lie beside each other in each key group."""
+    variables = Variables((10, 10, 10))
+    partition = LocalPartition(tmp_path, variables.init, "processingtime")
+    keys = [("u", i) for i in range(4 * GROUPS)]
+
+    def write(key: Any) -> None:
+        variables.value.update((key[1], "v"))
+        variables.list.put([(i, "e") for i in range(3)])
+        for i in range(3):
+            variables.map.updateValue((i, "k"), (1.0,))
+
+    partition.handle(keys[: 2 * GROUPS], write, timestamp_ms=1)
+    partition.handle(keys[2 * GROUPS :], write, timestamp_ms=5)
+    for at in (6, 12):
+        for _ in range(GROUPS):
+            partition.handle([("u", 1000)], lambda key: None, timestamp_ms=at)
+        for family in ("value", "list", "map"):
+            assert {key for key, _ in partition.rows(family)} == set(keys if at == 6 else keys[2 * GROUPS :])
 
 
 def test_a_sweep_reads_no_more_rows_however_many_a_key_group_has(

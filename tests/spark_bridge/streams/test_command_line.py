@@ -9,11 +9,11 @@ from unittest.mock import patch
 
 import pytest
 import ray
-from typer.testing import CliRunner
 
 from spark_bridge import aggregate
 from spark_bridge import functions as S
 from spark_bridge.cli.main import app
+from tests.command_line import CliRunner
 from tests.spark_bridge.conftest import Stream, settle, wait_until
 
 pytestmark = pytest.mark.spark

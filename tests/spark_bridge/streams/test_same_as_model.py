@@ -50,7 +50,7 @@ ALL = [(*p, mode) for p in ((Commands, 0), (Commands, 1), (PandasCommands, 1)) f
 
 @pytest.mark.parametrize(("processor", "seed", "time_mode"), effort(USUAL, ALL))
 def test_random_commands(processor: type, seed: int, time_mode: str) -> None:
-    check_random_commands(processor, time_mode, seed, batches=effort(3, 4))
+    check_random_commands(processor, time_mode, seed, batches=effort(2, 4))
 
 
 @pytest.mark.thorough  # otherwise: test_random_commands

@@ -6,6 +6,7 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,7 @@ class ModelSystem:
         return self.status
 
 
+@cache
 def checkpoints(n: int, seed: int, slow: float = 1.0, storage: float = 1.0) -> tuple[Checkpoint, ...]:
     """The last batches of a query, one every ten seconds."""
     random_ = random.Random(seed)
@@ -125,6 +127,7 @@ def checkpoints(n: int, seed: int, slow: float = 1.0, storage: float = 1.0) -> t
                 removed=random_.randint(0, 900),
                 late=random_.choice([0, 0, 0, 12]),
                 requests=34,
+                storage={"put": 20, "get": 10, "list": 1, "delete": 3, "sent_bytes": 900_000},
             )
         )
     return tuple(made)
@@ -228,6 +231,7 @@ def with_faults(overview: Overview) -> Overview:
     return replace(overview, faults=faults_of(overview))
 
 
+@cache
 def healthy() -> Overview:
     """Three queries on four hosts."""
     queries = (
@@ -240,10 +244,12 @@ def healthy() -> Overview:
     )
 
 
+@cache
 def hosts(n: int) -> tuple[Host, ...]:
     return tuple(host(i) for i in range(n))
 
 
+@cache
 def in_trouble() -> Overview:
     """A skewed key, a slow disk, a host that was killed."""
     made = healthy()

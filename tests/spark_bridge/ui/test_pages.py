@@ -8,15 +8,29 @@ from html.parser import HTMLParser
 from typing import Any
 
 import pytest
+from starlette.testclient import TestClient
 
+from backends.storage.prices import Prices
 from spark_bridge.exceptions import EnvironmentProblemError
 from spark_bridge.overview.model import Overview, Partition
+from spark_bridge.ui.app import create_ui
 from spark_bridge.ui.charts import MOST_CELLS, heat_map, steps, strip, timeline
 from spark_bridge.ui.overviews import OLD_SECONDS, SharedOverview
 from tests.patience import PATIENCE
 from tests.spark_bridge.ui.conftest import Look
 from tests.spark_bridge.ui.hostile import HOSTILE, Forms
-from tests.spark_bridge.ui.systems import ModelSystem, checkpoints, healthy, host, in_trouble, large, operator, query
+from tests.spark_bridge.ui.systems import (
+    ACT,
+    ModelSystem,
+    Tokens,
+    checkpoints,
+    healthy,
+    host,
+    in_trouble,
+    large,
+    operator,
+    query,
+)
 
 PAGES = [
     "/",
@@ -93,6 +107,14 @@ def test_a_query_says_where_time_went(look: Look) -> None:
     assert "1 to 25 of 300" in text and "26 to 50 of 300" in (
         look(ModelSystem(in_trouble())).get("/query?query=q-orders&from=25").text
     )
+
+
+def test_a_query_says_what_each_checkpoint_has_asked_of_storage_and_what_that_costs(look: Look) -> None:
+    text = look(ModelSystem(healthy())).get("/query?query=q-clicks").text
+    assert "20 put, 10 get, 1 list, 3 delete" in text and "$0.000109" in text and "put=0.005,get=0.0004" in text
+    client = TestClient(create_ui(ModelSystem(healthy()), Tokens(), prices=Prices(put=100)))
+    text = client.get("/query?query=q-clicks", headers={"Authorization": f"Bearer {ACT}"}).text
+    assert "$2.00" in text and "put=100,get=0.0004" in text
 
 
 def test_an_operator_shows_the_hottest_partitions_first(look: Look) -> None:

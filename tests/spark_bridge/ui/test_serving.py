@@ -9,9 +9,9 @@ import sys
 
 import httpx
 import pytest
-from typer.testing import CliRunner
 
 from spark_bridge.cli.main import app
+from tests.command_line import CliRunner
 from tests.docs.pages import ROOT
 from tests.spark_bridge.state_data.format_fixtures import Stored
 

@@ -30,6 +30,8 @@ from tests.spark_bridge.ui.conftest import Look
 from tests.spark_bridge.ui.hostile import HOSTILE, Forms
 from tests.spark_bridge.ui.systems import ACT, LOOK, Served, Tokens, served
 
+pytestmark = pytest.mark.in_turns("hosts", "storage")
+
 TABLE = "q/totals/default"
 
 

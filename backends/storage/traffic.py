@@ -1,0 +1,43 @@
+"""What all requests of a process to one bucket share: their pace, and what is usual there."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from backends.bounded_dict import BoundedDict
+from backends.storage.hedges import Hedges
+from backends.storage.pace import Pace
+
+REMEMBERED_BUCKETS = 1000
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """The pace of a bucket, and the second requests for late ones; None where no request has one."""
+
+    pace: Pace
+    hedges: Hedges | None
+
+
+class Buckets:
+    """The traffic of each bucket. Many threads may share one; so do all storages of a process, by ``BUCKETS``."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic, draw: Callable[[], float] = random.random) -> None:
+        self._clock = clock
+        self._draw = draw
+        self._lock = threading.Lock()
+        self._known: BoundedDict[str, Traffic] = BoundedDict(REMEMBERED_BUCKETS)
+
+    def of(self, bucket: str, *, with_hedges: bool) -> Traffic:
+        """Return what the requests to a bucket share; ``bucket`` is its name with the service that has it."""
+        with self._lock:
+            pace = Pace(bucket, self._clock, self._draw)
+            return self._known.setdefault(bucket, Traffic(pace, Hedges() if with_hedges else None))
+
+
+BUCKETS = Buckets()
+"""Those of this process."""
