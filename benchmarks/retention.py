@@ -123,9 +123,9 @@ class SlowStorage(CheckpointStorage):
             self.watched.ask("list", prefix)
         return found
 
-    def _retrying(self, verb: str, path: str, call: Callable[[], T]) -> T:
+    def _retrying(self, verb: str, path: str, call: Callable[[], T], **more: Any) -> T:
         self.watched.ask(verb, path)
-        return super()._retrying(verb, path, call)
+        return super()._retrying(verb, path, call, **more)
 
 
 class PlayedQuery:
@@ -160,7 +160,7 @@ class PlayedQuery:
         (self.root / "offsets" / str(batch)).write_text("v1\n{}")
         for host in self.hosts:
             host.take(coordinator.open_batch(OpenBatch(run, batch, *host.name, host.assignment)), batch)
-        answers = []
+        answers: list[Any] = []
         for host in self.hosts:
             grant = coordinator.open_batch(OpenBatch(run, batch, *host.name, host.assignment))
             made = acknowledged(host, grant, self.sizes, run, self._rng)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from backends.exceptions import StorageError
+from backends.formats import snapshot
 from backends.storage.checkpoint_storage import CheckpointStorage
 from coordinator_actor.coordinator import Coordinator
 from coordinator_actor.exceptions import FencedError
@@ -34,9 +35,9 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
     made: Asked = []
     retrying = CheckpointStorage._retrying
 
-    def noted(self: CheckpointStorage, verb: str, path: str, call: Callable[[], Any]) -> Any:
+    def noted(self: CheckpointStorage, verb: str, path: str, call: Callable[[], Any], **more: Any) -> Any:
         made.append((verb, path))
-        return retrying(self, verb, path, call)
+        return retrying(self, verb, path, call, **more)
 
     monkeypatch.setattr(CheckpointStorage, "_retrying", noted)
     return made
@@ -106,7 +107,7 @@ def test_a_snapshot_that_a_listing_shows_cut_never_becomes_the_oldest(world: Wor
     if when == "behind it":
         maintain(world, c)
         assert run.versions.planned is not None and run.versions.planned.oldest == 6
-    whole = retention.snapshot.read_descriptor(run.manifests.storage, made[2][0]).files[0].file
+    whole = snapshot.read_descriptor(run.manifests.storage, made[2][0]).files[0].file
     assert whole is not None
     (world.root / "ck/statestore" / whole.path).write_bytes(b"")
     run_batches(world, c, 12, 14)
@@ -138,10 +139,10 @@ def test_maintenance_asks_no_storage_under_the_lock_of_the_run(world: World, mon
     retrying = CheckpointStorage._retrying
     held: list[tuple[str, str]] = []
 
-    def noted(self: CheckpointStorage, verb: str, path: str, call: Callable[[], Any]) -> Any:
+    def noted(self: CheckpointStorage, verb: str, path: str, call: Callable[[], Any], **more: Any) -> Any:
         if run.lock._is_owned():  # type: ignore[attr-defined]
             held.append((verb, path))
-        return retrying(self, verb, path, call)
+        return retrying(self, verb, path, call, **more)
 
     monkeypatch.setattr(CheckpointStorage, "_retrying", noted)
     retention.remove_garbage(run, world.now)
@@ -155,7 +156,7 @@ def test_descriptors_are_read_together_and_once(world: World, monkeypatch: pytes
     c.deactivate_instances("run1")
     c = begin(world, "run2")
     both = threading.Barrier(2)
-    read = retention.snapshot.read_descriptor
+    read = snapshot.read_descriptor
 
     def waits(*args: Any) -> Any:
         both.wait(PATIENCE)  # for another descriptor
@@ -163,7 +164,7 @@ def test_descriptors_are_read_together_and_once(world: World, monkeypatch: pytes
 
     asked.clear()
     with monkeypatch.context() as reading:
-        reading.setattr(retention.snapshot, "read_descriptor", waits)
+        reading.setattr(snapshot, "read_descriptor", waits)
         retention.remove_garbage(run_of(c, "run2"), world.now)
     assert len([path for verb, path in asked if verb == "read" and path.endswith(".snapshot")]) == 6
     asked.clear()
@@ -180,7 +181,7 @@ def test_a_snapshot_taken_up_while_descriptors_are_read_is_not_forgotten(
     c = begin(world, "run2")
     run_batches(world, c, 3, 3, "run2")
     run = run_of(c, "run2")
-    read = retention.snapshot.read_descriptor
+    read = snapshot.read_descriptor
 
     def meanwhile(*args: Any) -> Any:
         found = read(*args)
@@ -188,7 +189,7 @@ def test_a_snapshot_taken_up_while_descriptors_are_read_is_not_forgotten(
             run.versions.descriptors["new"] = found
         return found
 
-    monkeypatch.setattr(retention.snapshot, "read_descriptor", meanwhile)
+    monkeypatch.setattr(snapshot, "read_descriptor", meanwhile)
     retention._read_descriptors(run, retention._snapshots(run))
     assert "new" in run.versions.descriptors
 
