@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from datetime import datetime, timezone
 from typing import Annotated, Any
 
 import msgspec
@@ -82,34 +81,3 @@ def filled(rows: Iterable[Iterable[object]], *headings: str, title: str | None =
     for row in rows:
         add_row(made, *row)
     return made
-
-
-def size(nbytes: int | None) -> str:
-    """Return a size for people; nothing for one that is not known."""
-    if nbytes is None:
-        return ""
-    amount = float(nbytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if amount < 1024:
-            return f"{amount:.0f} {unit}" if unit == "B" else f"{amount:.1f} {unit}"
-        amount /= 1024
-    return f"{amount:.1f} TiB"
-
-
-def number(value: int | None) -> str:
-    """Return a number for people; nothing for one that is not known."""
-    return "" if value is None else f"{value:,}"
-
-
-def duration(ms: float | None) -> str:
-    """Return a duration for people; nothing for one that is not known."""
-    if ms is None:
-        return ""
-    return f"{ms:.0f} ms" if ms < 1000 else f"{ms / 1000:.1f} s"
-
-
-def moment(ms: int | None) -> str:
-    """Return a moment for people, in UTC; nothing for one that is not known."""
-    if ms is None:
-        return ""
-    return datetime.fromtimestamp(ms / 1000, timezone.utc).strftime("%Y-%m-%d %H:%M:%S")

@@ -13,9 +13,10 @@ from backends.exceptions import DamagedFileError, MissingFileError
 from coordinator_actor.reading.stored_files import StoredFile, stored_files
 from coordinator_actor.reading.stored_versions import StatePlace, StateVersions, find_state
 from coordinator_actor.reading.verification import Verification, verify_version
-from spark_bridge.cli.output import FOUND, AsJson, errors_explained, filled, number, show, size
+from spark_bridge.cli.output import FOUND, AsJson, errors_explained, filled, show
 from spark_bridge.cli.sources import StateLocation
 from spark_bridge.cli.storage_options import Option, options_of
+from spark_bridge.overview.formats import number, size
 from spark_bridge.overview.model import to_plain
 
 Location = Annotated[str, typer.Argument(metavar="CHECKPOINT", help="Spark's checkpoint location of the query.")]

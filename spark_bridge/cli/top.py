@@ -13,11 +13,12 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from spark_bridge.cli.output import FOUND, AsJson, duration, encoded, errors_explained, filled, moment, number, printer
-from spark_bridge.cli.output import size as size_of
+from spark_bridge.cli.output import FOUND, AsJson, encoded, errors_explained, filled, printer
 from spark_bridge.cli.sources import Source, with_source
 from spark_bridge.cli.views import faults_view, hosts_view
 from spark_bridge.exceptions import EnvironmentProblemError
+from spark_bridge.overview.formats import duration, moment, number
+from spark_bridge.overview.formats import size as size_of
 from spark_bridge.overview.model import CLUSTER, ERROR, Overview, to_plain
 from spark_bridge.overview.pace import Pace, pace_of
 

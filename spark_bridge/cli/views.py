@@ -10,7 +10,8 @@ from rich.text import Text
 
 from backends.storage.prices import MONTH_SECONDS, STANDARD, Prices
 from backends.storage.request_counts import KINDS, RECEIVED, SENT
-from spark_bridge.cli.output import add_row, duration, filled, moment, number, size, table
+from spark_bridge.cli.output import add_row, filled, table
+from spark_bridge.overview.formats import duration, moment, number, size
 from spark_bridge.overview.model import CLUSTER, ERROR, RUNNING, Checkpoint, Fault, Host, Overview, Query
 
 

@@ -78,12 +78,13 @@ def machines_of_cluster(count: int) -> Iterator[RayForDemo]:
 
 def _room_on_machines(count: int) -> PlacementGroup:
     """Return a group with room for an executor on each of so many machines."""
-    bundles: list[dict[str, float]] = [{"CPU": 1, "memory": EXECUTOR_MEMORY}] * count
-    group = ray.util.placement_group(bundles, strategy="STRICT_SPREAD")
-    if group.wait(ROOM_TIMEOUT_S):
-        return group
-    ray.util.remove_placement_group(group)
     there = {n["NodeManagerAddress"]: n["Resources"].get("CPU", 0) for n in ray.nodes() if n["Alive"]}
+    if sum(cpus >= 1 for cpus in there.values()) >= count:
+        bundles: list[dict[str, float]] = [{"CPU": 1, "memory": EXECUTOR_MEMORY}] * count
+        group = ray.util.placement_group(bundles, strategy="STRICT_SPREAD")
+        if group.wait(ROOM_TIMEOUT_S):
+            return group
+        ray.util.remove_placement_group(group)
     slots = ", ".join(f"{address} ({cpus:g})" for address, cpus in sorted(there.items()))
     raise DemoError(
         f"--machines {count} needs {count} machines with a free CPU slot and 1 GiB of Ray's memory each; these are in "

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
+from spark_bridge.overview.formats import duration, number, size
 from spark_bridge.overview.model import Checkpoint, Operator, Overview, Partition
-from spark_bridge.ui.formats import duration, number, size
 
 PHASES = ("tasks", "acknowledge", "manifest", "commit")
 """The phases of a batch in their order, as in ``CheckpointRecord.phases``."""

@@ -13,9 +13,10 @@ from starlette.responses import HTMLResponse, Response
 
 from backends.storage.prices import STANDARD, Prices
 from spark_bridge.exceptions import RequestError
+from spark_bridge.overview import formats
 from spark_bridge.overview.model import Fault, Overview, Query
 from spark_bridge.queryable.server.token_verifier import Grant
-from spark_bridge.ui import formats
+from spark_bridge.ui.formats import value
 from spark_bridge.ui.sign_in import form_token
 from spark_bridge.ui.system import StateTable, System, reference, tables_of
 
@@ -151,6 +152,6 @@ def _environment() -> Environment:
         duration=formats.duration,
         moment=formats.moment,
         dollars=formats.dollars,
-        cell=formats.value,
+        cell=value,
     )
     return made

@@ -14,7 +14,7 @@ from coordinator_actor.exceptions import CoordinatorError
 from spark_bridge.exceptions import AccessDeniedError, RequestError, SparkBridgeError
 from spark_bridge.queryable.client.async_results import BlockingCalls
 from spark_bridge.queryable.client.watch import StateChange
-from spark_bridge.ui import formats
+from spark_bridge.ui.formats import value
 from spark_bridge.ui.lookups import key_of, schema_of
 from spark_bridge.ui.requests import Call
 from spark_bridge.ui.system import Changes
@@ -82,8 +82,8 @@ def _told(change: StateChange) -> dict[str, object]:
         "rows": [
             {
                 "change": row["change_type"],
-                "before": formats.value(row.get("before")),
-                "after": formats.value(row.get("after")),
+                "before": value(row.get("before")),
+                "after": value(row.get("after")),
             }
             for row in rows
         ],

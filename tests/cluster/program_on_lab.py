@@ -38,6 +38,8 @@ class ProgramOnLab:
         wait_until(lambda: len(self.lines(first)) >= goal, timeout=START_SECONDS)
 
     def end(self) -> None:
-        os.killpg(self._process.pid, signal.SIGKILL)
+        """End the program, which may have ended with its machine."""
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         self._log.close()

@@ -27,6 +27,7 @@ def main(arguments: Sequence[str]) -> int:
     """Make the lab, run the shell on it, take it down; return the status of the shell."""
     parser = argparse.ArgumentParser(prog="python -m tests.lab", description="Machines, a stream, a prompt.")
     parser.add_argument("--machines", type=int, default=4, help="how many (default: 4); an executor on each but one")
+    parser.add_argument("--no-stream", action="store_true", help="no stream, but a slot on each for one of your own")
     given = parser.parse_args(arguments)
     reason = missing()
     if reason is not None:
@@ -36,10 +37,11 @@ def main(arguments: Sequence[str]) -> int:
         parser.error("there must be 2 to 250 machines")
     print(f"Starting {given.machines} machines and Ray on each; this takes about half a minute ...", flush=True)
     with Lab(given.machines) as lab:
-        start_ray(lab, [0, *[1] * (given.machines - 1)])
-        server = CommandServer(lab.shared / "commands", Commands(lab, lambda k: start_ray_on(lab, k, 1 if k else 0)))
+        cpus = [1 if given.no_stream else 0, *[1] * (given.machines - 1)]
+        start_ray(lab, cpus)
+        server = CommandServer(lab.shared / "commands", Commands(lab, lambda k: start_ray_on(lab, k, cpus[k])))
         try:
-            return _with_stream(lab, given.machines - 1)
+            return _shell(lab, _without_stream(lab)) if given.no_stream else _with_stream(lab, given.machines - 1)
         finally:
             server.close()
 
@@ -57,7 +59,7 @@ def _with_stream(lab: Lab, executors: int) -> int:
         copied = threading.Thread(target=_copy, args=(stream, log), daemon=True)
         copied.start()
         try:
-            return _shell(lab, environment, checkpoint, log)
+            return _shell(lab, f"The stream runs; its log is {log}, its checkpoint {checkpoint}.")
         finally:
             os.killpg(stream.pid, 9)  # the machines end next
             copied.join()
@@ -72,7 +74,12 @@ def _copy(stream: subprocess.Popen[str], log: Path) -> None:
             out.flush()
 
 
-def _shell(lab: Lab, environment: dict[str, str], checkpoint: Path, log: Path) -> int:
+def _without_stream(lab: Lab) -> str:
+    machines = len(lab.names)
+    return f"Try: statestore demo --machines {machines} --partitions {2 * machines} --checkpoint {lab.shared}/demo"
+
+
+def _shell(lab: Lab, told: str) -> int:
     programs = lab.shared / "bin"
     programs.mkdir()
     command = programs / SHELL_NAME
@@ -81,9 +88,10 @@ def _shell(lab: Lab, environment: dict[str, str], checkpoint: Path, log: Path) -
     command.chmod(0o755)
     profile = lab.shared / "profile"
     profile.write_text("PS1='machine0$ '\n")
-    environment = {**environment, "PATH": f"{programs}{os.pathsep}{environment['PATH']}"}
+    environment = ray_environment() | {"RAY_ADDRESS": ray_address(lab)}
+    environment["PATH"] = f"{programs}{os.pathsep}{environment['PATH']}"
     print(
-        f"\nThe stream runs; its log is {log}, its checkpoint {checkpoint}.\n"
+        f"\n{told}\n"
         f"This is a shell on machine 0. `statestore status` shows the state; `exit` ends all machines.\n\n{HELP}\n",
         flush=True,
     )

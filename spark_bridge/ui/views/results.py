@@ -12,7 +12,8 @@ from decimal import Decimal
 import pyarrow as pa
 from starlette.responses import Response, StreamingResponse
 
-from spark_bridge.ui import formats
+from spark_bridge.overview.formats import rate
+from spark_bridge.ui.formats import value as value_text
 from spark_bridge.ui.lookups import Found
 from spark_bridge.ui.requests import Call
 
@@ -55,7 +56,7 @@ def chart(call: Call, found: Found | None) -> Chart | None:
     number = call.given("y") if call.given("y") in numbers else numbers[-1]
     label = call.given("x") if call.given("x") in labels else labels[0]
     x, y = found.columns.index(label), found.columns.index(number)
-    points = [(formats.value(row[x]), float(row[y])) for row in found.rows if row[y] is not None]
+    points = [(value_text(row[x]), float(row[y])) for row in found.rows if row[y] is not None]
     shown = points[:MOST_BARS]
     low, high = min([0.0, *(v for _, v in shown)]), max([0.0, *(v for _, v in shown)])
     span = (high - low) or 1.0
@@ -66,7 +67,7 @@ def chart(call: Call, found: Found | None) -> Chart | None:
 def _bar(label: str, value: float, low: float, span: float) -> ChartBar:
     begin = min(value, 0.0) - low
     width = round(abs(value) / span * 100, 2)
-    return ChartBar(label[:40], formats.rate(value), round(begin / span * 100, 2), width, value < 0)
+    return ChartBar(label[:40], rate(value), round(begin / span * 100, 2), width, value < 0)
 
 
 def _is_numeric(cells: Iterable[object]) -> bool:
@@ -108,7 +109,7 @@ def _written(cell: object) -> object:
         return ""
     if isinstance(cell, str):
         return _safe(cell)
-    return cell if isinstance(cell, int | float | Decimal) else formats.value(cell)
+    return cell if isinstance(cell, int | float | Decimal) else value_text(cell)
 
 
 def _safe(text: str) -> str:

