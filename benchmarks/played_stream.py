@@ -121,10 +121,14 @@ def played_stream(
     shape: Shape,
     options: Mapping[str, str] | None = None,
     spark_options: Mapping[str, str] | None = None,
+    earlier: PlayedStream | None = None,
 ) -> Iterator[PlayedStream]:
-    """Start a query on a checkpoint location, with hosts whose local directories are below ``root``."""
+    """Start a query on a checkpoint location, with hosts whose local directories are below ``root``.
+
+    With ``earlier``, which has ended, the query goes on there with a new run, coordinator and hosts.
+    """
     registration = QueryRegistration(
-        query_id=str(uuid.uuid4()),
+        query_id=str(uuid.uuid4()) if earlier is None else earlier.registration.query_id,
         run_id=str(uuid.uuid4()),
         name="played",
         session_id="session",
@@ -149,7 +153,7 @@ def played_stream(
         if registered.refusal is not None:
             raise RuntimeError(f"The coordinator refuses the query: {registered.refusal}")
         spark = CheckpointStorage.open(location, dict(spark_options or {}))
-        yield PlayedStream(shape, coordinator, hosts, registration, spark)
+        yield PlayedStream(shape, coordinator, hosts, registration, spark, 0 if earlier is None else earlier.batch)
     finally:
         for host in hosts:
             host.close()

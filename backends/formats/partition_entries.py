@@ -125,8 +125,7 @@ class PartitionEntries(Mapping[int, PartitionEntry]):
 
     def stored_in(self, partition: int) -> str:
         """Return the path of the object that holds a partition's changelog; raises ``KeyError``."""
-        head = self.head(partition)
-        return self._group(self._rows[partition]) or head
+        return self._group(self._rows[partition]) or self.head(partition)
 
     def _group(self, row: int) -> str | None:
         stored = self.stored

@@ -81,19 +81,26 @@ def range_of(chain: Chain, segment: Segment) -> Iterable[int]:
     return chain[segment.last].operators[segment.layout.operator].partitions
 
 
-def garbage(
-    files: Iterable[str],
+def garbage(files: Iterable[str], needed: Collection[str], oldest: int) -> list[str]:
+    """Return which of the partitions' ``files`` may be removed.
+
+    These are the files of versions up to the ``oldest`` kept that are not ``needed``. Files of later versions stay in
+    any case, for they may belong to a commit or an upload under way; they are removed when their version is no longer
+    kept.
+    """
+    return [f for f in files if f not in needed and 0 <= version_in(f) <= oldest]
+
+
+def needed_files(
     chain: Chain,
     retention: Retention,
     files_of: Callable[[SnapshotRef], Collection[str]],
     unnamed: Iterable[SnapshotRef] = (),
-) -> list[str]:
-    """Return which of the partitions' ``files`` may be removed.
+) -> set[str]:
+    """Return the files to which something kept refers.
 
-    These are the files of versions up to the oldest kept that nothing kept refers to. Files of later versions stay in
-    any case, for they may belong to a commit or an upload under way; they are removed when their version is no longer
-    kept. ``files_of`` names the files that a snapshot consists of; ``unnamed`` are snapshots that the next manifest
-    will name.
+    ``files_of`` names the files that a snapshot consists of; ``unnamed`` are snapshots that the next manifest will
+    name.
     """
     needed: set[str] = set()
     for ref in unnamed:
@@ -113,7 +120,7 @@ def garbage(
                 if ref.version >= above.get(partition, ref.version + 1):
                     needed.add(ref.file.stored_in)
                     needed.update(files_of(ref))
-    return [f for f in files if f not in needed and 0 <= version_in(f) <= retention.oldest]
+    return needed
 
 
 def _overlap(one: Segment, other: Segment) -> bool:

@@ -276,7 +276,7 @@ class StandaloneManifests:
             manifests = f"{self.directory}/manifests/"
             listed = [p for p, _ in self._storage.list(self.directory)] + self._storage.unfinished(self.directory)
             files = [p for p in listed if not p.startswith(manifests)]
-            found = retention.garbage(files, self._chain, kept, files_of)
+            found = retention.garbage(files, retention.needed_files(self._chain, kept, files_of), kept.oldest)
             for path in listed:
                 number = path.removeprefix(manifests).partition(".")[0]
                 if path.startswith(manifests) and number.isdecimal() and int(number) < self._newest:

@@ -29,6 +29,7 @@ from backends.storage.locations import Location, parse_location
 from backends.storage.object_stores import ObjectStores
 from backends.storage.request_counts import RequestCounts
 from backends.storage.sender import RequestSender
+from backends.storage.shared_objects import SharedObjects
 from backends.storage.traffic import BUCKETS, Buckets
 
 if TYPE_CHECKING:
@@ -65,6 +66,8 @@ OpenStorage: TypeAlias = "Callable[[str, Mapping[str, str]], CheckpointStorage]"
 class CheckpointStorage:
     """The files below one location; made by ``open``. Many threads may use one object at once.
 
+    ``shared`` are objects of which others in the process read parts as well; None: nothing is shared.
+
     Transient errors (throttling, server errors, broken connections) are retried with growing waits for
     ``retry_seconds`` seconds, then raised as ``StorageError``; permanent ones are raised at once.
     """
@@ -88,6 +91,7 @@ class CheckpointStorage:
         root = location.prefix.strip("/")
         self._prefix = f"{root}/" if root else ""
         self._files = LocalFiles(Path(location.prefix), fsync=fsync) if self.is_local else None
+        self.shared: SharedObjects | None = None
         self._counts = requests
         # What is in the memory of the process is never late.
         has_hedges = location.kind not in ("local", "memory")
@@ -326,7 +330,7 @@ class CheckpointStorage:
             if ref.within is None:
                 data = self._whole(ref.path, is_small=ref.size <= SMALL_BYTES)
             else:
-                data = self.get_range(ref.within, ref.offset, ref.size)
+                data = self._shared_part(ref) or self.get_range(ref.within, ref.offset, ref.size)
         except MissingFileError as error:
             raise self._missing(ref) from error
         if len(data) != ref.size or digest(data) != ref.digest:
@@ -339,6 +343,11 @@ class CheckpointStorage:
 
         What is missing or damaged is left out: ``read`` says what is wrong with it. Raises ``StorageError``.
         """
+        shared = {ref.path: self._shared_part(ref, is_new_reader=i == 0) for i, ref in enumerate(refs)}
+        held = {path: data for path, data in shared.items() if data is not None}
+        refs = [ref for ref in refs if ref.path not in held]
+        if not refs:
+            return held
         within = refs[0].stored_in
         key = self._key(within)
         starts, lengths = [ref.offset for ref in refs], [ref.size for ref in refs]
@@ -358,7 +367,19 @@ class CheckpointStorage:
 
         found = self._retrying("read", within, fetch, on_second=_nothing if sum(lengths) <= SMALL_BYTES else None)
         parts = zip(refs, found, strict=True) if found else ()
-        return {ref.path: data for ref, data in parts if len(data) == ref.size and digest(data) == ref.digest}
+        whole = {ref.path: data for ref, data in parts if len(data) == ref.size and digest(data) == ref.digest}
+        return held | whole
+
+    def _shared_part(self, ref: FileRef, *, is_new_reader: bool = True) -> bytes | None:
+        """Return a part of an object that many read at once, checked; None if it has to be read alone."""
+        within = ref.within
+        if self.shared is None or within is None:
+            return None
+        name = self.full_location(within)
+        part = self.shared.part(
+            name, ref.offset, ref.size, lambda n: self.get_range(within, 0, n), is_new_reader=is_new_reader
+        )
+        return part if part is not None and digest(part) == ref.digest else None
 
     def _missing(self, ref: FileRef) -> MissingFileError:
         return MissingFileError(

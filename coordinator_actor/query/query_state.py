@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 
 import msgspec
@@ -25,6 +26,7 @@ from coordinator_actor.messages import BatchTimes, Completed, OperatorSpec, Quer
 from coordinator_actor.query.checkpoint_history import CheckpointHistory
 from coordinator_actor.query.current_assignment import RunAssignment
 from coordinator_actor.query.files_in_use import FilesInUse
+from coordinator_actor.query.known_files import KnownFiles
 from coordinator_actor.query.manifest_writer import ManifestWriter
 from coordinator_actor.query.query_versions import QueryVersions, tasks_of
 from coordinator_actor.query.recovery import StoredChanges, incomplete_message, stored_changes
@@ -36,6 +38,11 @@ RECORDS_EVERY = 60
 """Old claims and savepoint records are looked for in one maintenance of so many."""
 
 
+def _share_of(run_id: str) -> float:
+    """Return a share from 0 to 1, by which runs that begin together are maintained one after the other."""
+    return zlib.crc32(run_id.encode()) / (1 << 32)
+
+
 class QueryState:
     """One registered run of a query.
 
@@ -43,10 +50,10 @@ class QueryState:
     the run's storage is asked, so messages that must not wait for storage do not take it. They read values that are
     only ever replaced as a whole: the chain and the completed version, the registration, what is announced to hosts,
     and the lifetime of the run (``driver_seen``, ``ended``, ``retired_by``), which they also write. ``assignment`` and
-    the checkpoints have locks of their own. The one maintenance of the run alone reads descriptors in without the lock.
+    the checkpoints have locks of their own.
 
     ``driver_seen`` is when the driver was heard of last, in seconds by the coordinator's clock. ``maintained`` is when
-    garbage was removed last.
+    garbage was removed last; at first a time before the run began, which differs from run to run.
     """
 
     def __init__(
@@ -69,12 +76,14 @@ class QueryState:
         self.batch = RunningBatch(self.run_id, self.tasks(), self.counter, clock, self._prepare)
         self.assignment = RunAssignment()
         self.files_in_use = FilesInUse()
+        self.files = KnownFiles()
         self.history = CheckpointHistory(
             CheckpointRecords(RecordFiles(manifests.storage)),
             clock(),
             lambda: used_together(manifests.storage.used, commits.used),
         )
-        self.driver_seen = self.maintained = clock()
+        self.driver_seen = clock()
+        self.maintained = self.driver_seen - _share_of(self.run_id) * registration.maintenance_interval
         self.ended = False
         self.retired_by: str | None = None
         self._writer = ManifestWriter(self.run_id, manifests, self.versions, self.counter, clock)

@@ -6,6 +6,8 @@ The rules are in ``backends/formats/retention.py``; this file removes by them.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 
 from backends.exceptions import DamagedFileError, MissingFileError
 from backends.formats import manifest_chain as chains
@@ -15,6 +17,7 @@ from backends.formats.checkpoint_size import full_bytes
 from backends.formats.file_names import version_in
 from backends.formats.manifest import Manifest, SnapshotRef
 from backends.formats.snapshot_descriptor import SnapshotDescriptor
+from coordinator_actor.durable.record_files import READERS
 from coordinator_actor.query.query_state import QueryState
 
 log = logging.getLogger(__name__)
@@ -25,50 +28,47 @@ def remove_garbage(run: QueryState, now: float) -> list[str]:
 
     Raises ``RetiredRunError`` if the run is over, ``FencedError`` if another coordinator has taken over.
     """
-    storage, versions = run.manifests.storage, run.versions
-    sizes = {path: size for directory in ("operators", GROUPS) for path, size in storage.list(directory)}
+    storage, versions, files = run.manifests.storage, run.versions, run.files
+    files.look(storage, versions.completed)
     with run.lock:
         run.require_current()
         refs = _snapshots(run)
-    _read_descriptors(run, refs)
+    descriptors = _read_descriptors(run, refs)
+    run.manifests.epochs.check()
     with run.lock:
         run.require_current()
-        run.manifests.epochs.check()
         versions.plan_retention(
-            run.registration.min_versions_to_retain,
-            lambda s: (
-                s.file.is_in(sizes)
-                and s.file.path in versions.descriptors
-                and versions.descriptors[s.file.path].is_complete(sizes)
-            ),
+            run.registration.min_versions_to_retain, lambda s: files.is_whole(s, descriptors.get(s.file.path))
         )
         recorded, unnamed = versions.recorded, [s for found in versions.unnamed.values() for s in found]
         if recorded is None or recorded.oldest == 0:
             return []
         in_use = run.files_in_use.directories(versions.layouts, now)
         oldest_in_use = run.files_in_use.oldest(now)
-        _read_descriptors(run, [*refs, *unnamed])
-        # The chain is never changed, only replaced, and descriptors are only added. A load that begins from now on is
-        # told of no file that is not kept.
-        chain, descriptors = versions.chain, versions.descriptors
+        # The chain is never changed, only replaced. A load that begins from now on is told of no file that is not kept.
+        chain, refs = versions.chain, _snapshots(run)
         kept = {m.id for m in chain.values()}
         manifests = [*run.manifests.forget(kept), *run.manifests.folds.forget(kept)]
     # Without the lock, since there may be a million files.
+    descriptors = _read_descriptors(run, refs)
+    found: list[str] = []
     try:
-        files = [*sizes, *(path for directory in ("operators", GROUPS) for path in storage.unfinished(directory))]
-        found = retention.garbage(files, chain, recorded, lambda s: descriptors[s.file.path].paths, unnamed)
+        needed = retention.needed_files(chain, recorded, lambda s: descriptors[s.file.path].paths, unnamed)
     except KeyError as error:
         # As long as that snapshot is kept, nobody can tell which files belong to it.
         log.warning("Nothing of run %s is removed: the snapshot %s is damaged", run.run_id, error)
-        found = []
+    else:
+        files.needed(needed)
+        found = retention.garbage(files.paths, needed, recorded.oldest)
 
     def is_in_use(path: str) -> bool:
         is_group = path.startswith(f"{GROUPS}/")
         return path.startswith(in_use) or (is_group and version_in(path) >= oldest_in_use)
 
-    removed = [path for path in found if not is_in_use(path)] + manifests
-    storage.delete_all(removed)
-    return removed
+    unused = [path for path in found if not is_in_use(path)]
+    storage.delete_all([*unused, *manifests])
+    files.removed(unused)
+    return [*unused, *manifests]
 
 
 def tidy_records(run: QueryState) -> None:
@@ -112,16 +112,33 @@ def _snapshots(run: QueryState) -> list[SnapshotRef]:
     return found + [s for unnamed in versions.unnamed.values() for s in unnamed]
 
 
-def _read_descriptors(run: QueryState, refs: list[SnapshotRef]) -> None:
-    """Keep the descriptors of these snapshots, and of no others. Those of damaged snapshots are left out."""
-    held, storage = run.versions.descriptors, run.manifests.storage
-    found: dict[str, SnapshotDescriptor] = {}
-    read = snapshot.read_together(storage, [ref.file for ref in refs if ref.file.path not in held])
+def _read_descriptors(run: QueryState, refs: list[SnapshotRef]) -> Mapping[str, SnapshotDescriptor]:
+    """Return the descriptors of these snapshots by path, and keep them and no others in memory.
+
+    Each is read once, by ``READERS`` threads. Those of damaged snapshots are left out. Raises ``StorageError``.
+    """
+    storage, held = run.manifests.storage, dict(run.versions.descriptors)
+    unread: dict[str, list[SnapshotRef]] = {}
     for ref in refs:
-        path = ref.file.path
-        known = held.get(path)
-        try:
-            found[path] = known or snapshot.read_descriptor(storage, ref, read.get(path)).without_content
-        except (DamagedFileError, MissingFileError) as error:
-            log.warning("A snapshot of run %s is damaged: %s", run.run_id, error)
-    run.versions.keep_descriptors(found)
+        if ref.file.path not in held:
+            unread.setdefault(ref.file.stored_in, []).append(ref)
+
+    def read(parts: list[SnapshotRef]) -> Iterator[tuple[str, SnapshotDescriptor]]:
+        contents = snapshot.read_together(storage, [ref.file for ref in parts])
+        for ref in parts:
+            path = ref.file.path
+            try:
+                yield path, snapshot.read_descriptor(storage, ref, contents.get(path)).without_content
+            except (DamagedFileError, MissingFileError) as error:
+                log.warning("A snapshot of run %s is damaged: %s", run.run_id, error)
+
+    found = {ref.file.path: held[ref.file.path] for ref in refs if ref.file.path in held}
+    if unread:
+        with ThreadPoolExecutor(min(READERS, len(unread))) as pool:
+            for descriptors in pool.map(lambda parts: dict(read(parts)), unread.values()):
+                found |= descriptors
+    with run.lock:
+        # Snapshots may have been taken up meanwhile.
+        added = {path: d for path, d in run.versions.descriptors.items() if path not in held}
+        run.versions.keep_descriptors({**found, **added})
+    return {**found, **added}

@@ -14,6 +14,7 @@ from backends.formats.file_names import partition_directory
 from backends.partition.partition_state import PartitionState, open_partition
 from backends.storage.checkpoint_storage import CheckpointStorage, OpenStorage
 from backends.storage.request_counts import RequestCounts
+from backends.storage.shared_objects import SharedObjects
 from coordinator_actor.messages import OperatorSpec, QueryRegistration
 
 
@@ -34,6 +35,7 @@ class PartitionFiles:
         self.open_storage: OpenStorage = open_storage or (
             lambda location, options: CheckpointStorage.open(location, options, fsync=conf.fsync, requests=requests)
         )
+        self._shared = SharedObjects()
         self.copies = local_dir / "copies"
         self.savepoints = local_dir / "savepoints"
         shutil.rmtree(self.copies, ignore_errors=True)  # of an incarnation of this host that was killed
@@ -52,6 +54,8 @@ class PartitionFiles:
         directory = partition_directory(spec.name, spec.num_partitions, partition)
         local = runs / registration.run_id / directory
         storage = self.open_storage(registration.state_location, registration.storage_options)
+        if not storage.is_local:
+            storage.shared = self._shared
         conf = with_changes(self._conf, provider=spec.backend)
         with writing_to(local):
             try:

@@ -237,18 +237,18 @@ def uncommitted_reads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def greedy_retention(monkeypatch: pytest.MonkeyPatch) -> None:
-    garbage: Callable[..., list[str]] = retention.garbage
+    needed_files: Callable[..., set[str]] = retention.needed_files
 
-    def greedy(files: Any, chain: Any, kept: Retention, *args: Any) -> list[str]:
+    def greedy(chain: Any, kept: Retention, *args: Any) -> set[str]:
         bases = [
             base._replace(snapshot=msgspec.structs.replace(base.snapshot, version=base.snapshot.version + 1))
             if base.snapshot is not None
             else base
             for base in kept.bases
         ]
-        return garbage(files, chain, Retention(kept.oldest, kept.chain_from, bases), *args)
+        return needed_files(chain, Retention(kept.oldest, kept.chain_from, bases), *args)
 
-    monkeypatch.setattr(retention, "garbage", greedy)
+    monkeypatch.setattr(retention, "needed_files", greedy)
 
 
 def lost_orders(monkeypatch: pytest.MonkeyPatch) -> None:

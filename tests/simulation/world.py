@@ -546,6 +546,7 @@ def run(
     replacements = {
         ("coordinator_actor.durable.manifest_folds", "FOLDED"): 3,
         ("coordinator_actor.durable.manifests", "FEW"): 0,
+        ("coordinator_actor.query.known_files", "LISTED_EVERY"): 1 + seed % 3,
         ("backends.partition.local_directory", "lock"): locks.lock,
         ("backends.partition.local_directory", "os"): types.SimpleNamespace(close=locks.close),
         ("backends.partition.background", "_pool"): threads.Background(),

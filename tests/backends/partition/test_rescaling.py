@@ -155,7 +155,8 @@ class Query:
         kept = retention.retain(self.chain, ["op"], target, self.oldest, lambda ref: True)
         self.oldest, self.chain_from = kept.oldest, kept.chain_from
         files = [path for path, _ in self.storage.list("operators")]
-        gone = retention.garbage(files, self.chain, kept, lambda ref: snapshot.read_descriptor(self.storage, ref).paths)
+        needed = retention.needed_files(self.chain, kept, lambda s: snapshot.read_descriptor(self.storage, s).paths)
+        gone = retention.garbage(files, needed, kept.oldest)
         for path in gone:
             self.storage.delete(path)
         self.chain = {v: m for v, m in self.chain.items() if v >= kept.chain_from}
@@ -613,7 +614,8 @@ def test_what_was_planned_before_the_query_went_back_is_not_taken_for_another_la
     q.chain = {v: m for v, m in q.chain.items() if v <= 3}
     q.rescale(3, "file").commit({key(0): b"4 again"}).commit({key(1): b"5 again"})
     files = [path for path, _ in q.storage.list("operators")]
-    gone = retention.garbage(files, q.chain, kept, lambda ref: snapshot.read_descriptor(q.storage, ref).paths)
+    needed = retention.needed_files(q.chain, kept, lambda ref: snapshot.read_descriptor(q.storage, ref).paths)
+    gone = retention.garbage(files, needed, kept.oldest)
     assert gone and all("/1-" in path and path.endswith(".changelog") for path in gone)
     for path in gone:
         q.storage.delete(path)

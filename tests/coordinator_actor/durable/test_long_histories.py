@@ -19,6 +19,7 @@ from backends.storage.request_counts import RequestCounts
 from coordinator_actor.checkpoints.checkpoint_id import CheckpointIDCounter
 from coordinator_actor.coordinator import Coordinator
 from coordinator_actor.coordinator_conf import CoordinatorConf
+from coordinator_actor.durable import fencing
 from coordinator_actor.durable.fencing import EPOCHS, KEPT_CLAIMS, MANIFESTS
 from coordinator_actor.durable.manifest_folds import FOLDED, FOLDS
 from coordinator_actor.durable.manifests import ManifestLog, QueryFile
@@ -155,3 +156,27 @@ def test_a_claim_of_an_earlier_release_names_no_earlier_runs_and_all_claims_are_
     log.claim("run3")
     newest = log.epochs.newest()
     assert newest is not None and newest.earlier_runs == ("run1", "run2")
+
+
+def test_manifests_are_folded_once() -> None:
+    store = grown("folded-once", 1, 0)
+    log = ManifestLog(store.state, "reader")
+    log.refresh()
+    assert log.folds.due(log.chain()) == [], "this process has read the folds of an earlier one"
+
+
+def test_the_oldest_savepoint_records_go_and_a_record_that_holds_a_run_stays() -> None:
+    records = grown("held-record", 1, KEPT_RECORDS + 5, tidied=False)
+    log = ManifestLog(records.state, "reader")
+    first = VERSIONS + 1
+    old = {int(p.rpartition("/")[2].partition(".")[0]) for p in log.savepoints.obsolete(first + 2)}
+    assert old == {first, first + 1, first + 3, first + 4}
+
+
+def test_a_claim_remembers_the_last_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fencing, "REMEMBERED_RUNS", 2)
+    log = ManifestLog(Store("last-runs").state, "c")
+    for i in range(5):
+        log.claim(f"run{i}")
+    newest = log.epochs.newest()
+    assert newest is not None and newest.earlier_runs == ("run2", "run3")

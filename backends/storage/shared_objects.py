@@ -1,0 +1,84 @@
+"""Objects of which many loads of a process need parts at about the same time: each is read once, for all of them.
+
+When a query starts, a host loads dozens of partitions, whose changelogs and small snapshots lie in the same few
+objects. A request for each part of each partition takes longer than the bytes do.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future
+
+from backends.exceptions import MissingFileError, StorageError
+
+ALONE = 2
+"""So many readers of an object read their parts alone: one load asks once or twice."""
+OBJECT_BYTES = 4 << 20
+"""So much of an object is read for all. Parts behind are read alone."""
+MOST_OBJECTS = 64
+MOST_BYTES = 16 << 20
+"""What is kept of all objects; what was used longest ago goes first."""
+
+
+class SharedObjects:
+    """The beginnings of objects that were read of late. Thread-safe: ``_lock`` guards the tables, not the requests.
+
+    ``_asked`` counts the readers of each object, ``_held`` has what was read for all or is being read. Both are bounded
+    by ``MOST_OBJECTS``, the bytes by ``MOST_BYTES`` besides what is being read.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._asked: OrderedDict[str, int] = OrderedDict()
+        self._held: OrderedDict[str, Future[bytes]] = OrderedDict()
+
+    def part(
+        self, name: str, offset: int, size: int, read: Callable[[int], bytes], *, is_new_reader: bool = True
+    ) -> bytes | None:
+        """Return a part of an object, unchecked; None if the caller has to read it alone.
+
+        ``read`` reads so many bytes from the object's beginning. The first one who needs them for all reads them, and
+        the others wait. What fails for one, others are not told: they read alone.
+        """
+        if offset + size > OBJECT_BYTES:
+            return None
+        with self._lock:
+            asked = self._asked.pop(name, 0) + is_new_reader
+            self._asked[name] = asked
+            if len(self._asked) > MOST_OBJECTS:
+                self._asked.popitem(last=False)
+            if asked <= ALONE:
+                return None
+            future = self._held.get(name)
+            reads = future is None
+            if future is None:
+                future = self._held[name] = Future()
+            self._held.move_to_end(name)
+        if reads:
+            self._read(name, future, read)
+        whole = future.result()
+        return whole[offset : offset + size] if offset + size <= len(whole) else None
+
+    def _read(self, name: str, future: Future[bytes], read: Callable[[int], bytes]) -> None:
+        found = b""
+        try:
+            found = read(OBJECT_BYTES)
+        except (StorageError, MissingFileError):
+            pass  # whoever reads alone now is told
+        finally:
+            with self._lock:
+                if not found:
+                    self._held.pop(name, None)
+                future.set_result(found)
+                self._shrink()
+
+    def _shrink(self) -> None:
+        done = [(name, len(held.result())) for name, held in self._held.items() if held.done()]
+        nbytes = sum(size for _, size in done)
+        for name, size in done:
+            if nbytes <= MOST_BYTES and len(self._held) <= MOST_OBJECTS:
+                return
+            del self._held[name]
+            nbytes -= size

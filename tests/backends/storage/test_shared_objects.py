@@ -1,0 +1,105 @@
+"""Loads that need parts of the same object at about the same time have it read once, for all of them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from backends.exceptions import DamagedFileError, StorageError
+from backends.storage import shared_objects
+from backends.storage.checkpoint_storage import CheckpointStorage, digest
+from backends.storage.file_ref import FileRef
+from backends.storage.request_counts import RequestCounts
+from backends.storage.shared_objects import ALONE, SharedObjects
+from tests.patience import PATIENCE
+
+DATA = bytes(range(250))
+PARTS = [FileRef(f"part-{i}", 10, digest(DATA[i : i + 10]), "groups/1-a.changelogs", i) for i in range(0, 250, 10)]
+
+
+def opened(name: str, shared: SharedObjects, data: bytes = DATA) -> tuple[CheckpointStorage, RequestCounts]:
+    counts = RequestCounts()
+    storage = CheckpointStorage.open(f"memory://{name}/ck", requests=counts)
+    storage.put_new("groups/1-a.changelogs", data)
+    storage.shared = shared
+    return storage, counts
+
+
+def test_the_parts_of_many_readers_take_a_request_more_than_those_of_a_few() -> None:
+    storage, counts = opened("many-readers", SharedObjects())
+    with ThreadPoolExecutor(len(PARTS)) as pool:
+        assert b"".join(pool.map(storage.read, PARTS)) == DATA
+    assert counts.read()["get"] == ALONE + 1
+
+
+def test_a_load_that_is_alone_reads_only_its_parts() -> None:
+    storage, counts = opened("alone", SharedObjects())
+    before = counts.read()["get"]
+    assert storage.read(PARTS[3]) == DATA[30:40]
+    assert list(storage.read_together(PARTS[4:20]).values()) == [DATA[i : i + 10] for i in range(40, 200, 10)]
+    assert counts.read()["get"] - before == 2
+    assert storage.shared is not None and not storage.shared._held
+
+
+def test_parts_that_are_read_together_are_shared_as_well() -> None:
+    storage, counts = opened("together", SharedObjects())
+    for _ in range(5):
+        assert len(storage.read_together(PARTS[:3])) == 3
+    assert counts.read()["get"] == ALONE + 1
+
+
+def test_what_lies_behind_the_beginning_is_read_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_objects, "OBJECT_BYTES", 100)
+    storage, counts = opened("behind", SharedObjects())
+    for _ in range(4):
+        assert storage.read(PARTS[-1]) == DATA[-10:]
+    assert counts.read()["get"] == 4 and storage.shared is not None and not storage.shared._held
+    for _ in range(4):
+        assert storage.read_together(PARTS[9:11]) == {PARTS[i].path: DATA[10 * i : 10 * i + 10] for i in (9, 10)}
+
+
+def test_damage_is_told_to_whoever_needs_that_part_and_to_nobody_else() -> None:
+    storage, _ = opened("damaged", SharedObjects(), DATA[:55] + b"?" + DATA[56:])
+    for i in (0, 1, 2, 3, 4, 6):
+        assert storage.read(PARTS[i]) == DATA[10 * i : 10 * i + 10]
+    with pytest.raises(DamagedFileError, match="from byte 50 on part-50"):
+        storage.read(PARTS[5])
+    assert list(storage.read_together(PARTS[4:7])) == [PARTS[4].path, PARTS[6].path]
+
+
+def test_a_reader_that_fails_keeps_nobody_waiting_and_the_next_one_tries_again() -> None:
+    shared, fails = SharedObjects(), threading.Event()
+    reading = threading.Event()
+
+    def read(nbytes: int) -> bytes:
+        reading.set()
+        assert fails.wait(PATIENCE)
+        raise StorageError("does not answer")
+
+    for _ in range(ALONE):
+        assert shared.part("o", 0, 10, read) is None
+    with ThreadPoolExecutor(3) as pool:
+        waiting = [pool.submit(shared.part, "o", 0, 10, read) for _ in range(3)]
+        assert reading.wait(PATIENCE)
+        fails.set()
+        assert [w.result(PATIENCE) for w in waiting] == [None, None, None]
+    assert shared.part("o", 0, 10, lambda n: DATA) == DATA[:10]
+
+
+def read_all(shared: SharedObjects, name: str, read: Callable[[int], bytes]) -> bytes | None:
+    return [shared.part(name, 0, 10, read) for _ in range(ALONE + 1)][-1]
+
+
+def test_what_is_kept_is_bounded_in_bytes_and_objects(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_objects, "MOST_BYTES", 1000)
+    shared = SharedObjects()
+    for i in range(200):
+        assert read_all(shared, f"o{i}", lambda n: DATA) == DATA[:10]
+    assert list(shared._held) == [f"o{i}" for i in range(196, 200)]
+    assert len(shared._asked) <= shared_objects.MOST_OBJECTS
+    monkeypatch.setattr(shared_objects, "MOST_OBJECTS", 3)
+    read_all(shared, "o", lambda n: DATA)
+    assert len(shared._held) == 3
