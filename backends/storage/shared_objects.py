@@ -10,6 +10,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 
 from backends.exceptions import MissingFileError, StorageError
 
@@ -26,13 +27,16 @@ class SharedObjects:
     """The beginnings of objects that were read of late. Thread-safe: ``_lock`` guards the tables, not the requests.
 
     ``_asked`` counts the readers of each object, ``_held`` has what was read for all or is being read. Both are bounded
-    by ``MOST_OBJECTS``, the bytes by ``MOST_BYTES`` besides what is being read.
+    by ``MOST_OBJECTS``, the bytes by ``MOST_BYTES`` besides what is being read. ``spare(nbytes, drop)`` counts bytes in
+    the memory of the process, as ``HostMemory.spare`` does, and returns None where there is no room for them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, spare: Callable[[int, Callable[[], None]], object | None]) -> None:
         self._lock = threading.Lock()
+        self._spare = spare
         self._asked: OrderedDict[str, int] = OrderedDict()
         self._held: OrderedDict[str, Future[bytes]] = OrderedDict()
+        self._claims: dict[str, object] = {}
 
     def part(
         self, name: str, offset: int, size: int, read: Callable[[int], bytes], *, is_new_reader: bool = True
@@ -68,11 +72,20 @@ class SharedObjects:
         except (StorageError, MissingFileError):
             pass  # whoever reads alone now is told
         finally:
+            claim = self._spare(len(found), partial(self._forget, name)) if found else None
             with self._lock:
-                if not found:
+                if claim is None:
                     self._held.pop(name, None)
+                elif name in self._held:  # it may have been dropped again by now
+                    self._claims[name] = claim
                 future.set_result(found)
                 self._shrink()
+
+    def _forget(self, name: str) -> None:
+        """Keep an object no longer. Those who wait for it still get it."""
+        with self._lock:
+            self._held.pop(name, None)
+            self._claims.pop(name, None)
 
     def _shrink(self) -> None:
         done = [(name, len(held.result())) for name, held in self._held.items() if held.done()]
@@ -81,4 +94,5 @@ class SharedObjects:
             if nbytes <= MOST_BYTES and len(self._held) <= MOST_OBJECTS:
                 return
             del self._held[name]
+            self._claims.pop(name, None)
             nbytes -= size

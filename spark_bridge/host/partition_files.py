@@ -5,12 +5,14 @@ from __future__ import annotations
 import shutil
 from collections.abc import Collection
 from dataclasses import replace as with_changes
+from functools import partial
 from pathlib import Path
 
 from backends.conf import StateStoreConf
 from backends.engines.full_disk import writing_to
 from backends.exceptions import ConcurrentCommitError
 from backends.formats.file_names import partition_directory
+from backends.host_memory import LAST_READS, host_memory
 from backends.partition.partition_state import PartitionState, open_partition
 from backends.storage.checkpoint_storage import CheckpointStorage, OpenStorage
 from backends.storage.request_counts import RequestCounts
@@ -35,7 +37,7 @@ class PartitionFiles:
         self.open_storage: OpenStorage = open_storage or (
             lambda location, options: CheckpointStorage.open(location, options, fsync=conf.fsync, requests=requests)
         )
-        self._shared = SharedObjects()
+        self._shared = SharedObjects(partial(host_memory(conf).spare, LAST_READS))
         self.copies = local_dir / "copies"
         self.savepoints = local_dir / "savepoints"
         shutil.rmtree(self.copies, ignore_errors=True)  # of an incarnation of this host that was killed
