@@ -134,4 +134,30 @@ class PodMonitor(Strict):
     spec: PodMonitorSpec
 
 
-MODELS: dict[str, type[BaseModel]] = {m.__name__: m for m in (RayCluster, RayJob, RayService, PodMonitor)}
+class AlertRule(Strict):
+    alert: str
+    expr: str
+    for_: str = Field("0s", alias="for")
+    labels: dict[str, str]
+    annotations: dict[str, str]
+
+
+class RuleGroup(Strict):
+    name: str
+    rules: list[AlertRule]
+
+
+class PrometheusRuleSpec(Strict):
+    groups: list[RuleGroup]
+
+
+class PrometheusRule(Strict):
+    apiVersion: Literal["monitoring.coreos.com/v1"]
+    kind: Literal["PrometheusRule"]
+    metadata: Metadata
+    spec: PrometheusRuleSpec
+
+
+MODELS: dict[str, type[BaseModel]] = {
+    m.__name__: m for m in (RayCluster, RayJob, RayService, PodMonitor, PrometheusRule)
+}

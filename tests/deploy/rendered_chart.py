@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -12,9 +13,12 @@ from typing import Any
 
 import yaml
 
+from spark_bridge.grafana.dashboard import FILE_NAME, dashboard
+
 ROOT = Path(__file__).parents[2]
 CHART = ROOT / "deploy/helm/ray-statestore"
 MANIFESTS = ROOT / "deploy/kubernetes"
+RULES = ROOT / "deploy/prometheus/statestore.rules.yml"
 GO_LIBRARIES = "/usr/share/gocode"
 MISSING = "rendering the chart needs Debian's golang-go and golang-github-masterminds-sprig-dev"
 
@@ -59,9 +63,20 @@ def manifests() -> dict[str, str]:
     }
 
 
+def chart_files() -> dict[Path, str]:
+    """Return the content of the chart's ``files``: Grafana's dashboard, and the alerts for Prometheus."""
+    return {
+        CHART / "files" / FILE_NAME: json.dumps(dashboard(), indent=2) + "\n",
+        CHART / "files" / RULES.name: RULES.read_text(),
+    }
+
+
 if __name__ == "__main__":
     if not can_render():
         raise SystemExit(MISSING)
+    for path, text in chart_files().items():
+        path.write_text(text)
+        print(f"Wrote {path}")
     for name, text in manifests().items():
         (MANIFESTS / name).write_text(text)
         print(f"Wrote {MANIFESTS / name}")

@@ -24,13 +24,16 @@ import yaml
 from pydantic import ValidationError
 
 from deploy.state_api import Settings
+from spark_bridge.grafana.dashboard import FILE_NAME, dashboard
 from tests.deploy.kuberay import MODELS
 from tests.deploy.rendered_chart import (
     CHART,
     MANIFESTS,
     MISSING,
     ROOT,
+    RULES,
     can_render,
+    chart_files,
     documents,
     manifests,
     render,
@@ -134,6 +137,21 @@ def test_manifests_are_valid_and_a_misspelt_field_is_not(path: Path) -> None:
 def test_manifests_are_those_of_the_chart() -> None:
     for name, text in manifests().items():
         assert (MANIFESTS / name).read_text() == text, "run make manifests"
+
+
+def test_the_charts_files_are_the_dashboard_and_the_alerts() -> None:
+    for path, text in chart_files().items():
+        assert path.read_text() == text, "run make manifests"
+
+
+@needs_go
+def test_the_chart_brings_dashboard_and_alerts_where_they_are_asked_for() -> None:
+    made = {document["kind"]: document for document in documents(render(CHART / "ci/job-values.yaml"))}
+    assert json.loads(made["ConfigMap"]["data"][FILE_NAME]) == dashboard()
+    assert made["ConfigMap"]["metadata"]["labels"]["grafana_dashboard"] == "1"
+    assert made["PrometheusRule"]["spec"] == yaml.safe_load(RULES.read_text())
+    assert made["PrometheusRule"]["metadata"]["labels"]["release"] == "prometheus"
+    assert not {"ConfigMap", "PrometheusRule"} & {document["kind"] for document in documents(render())}
 
 
 @needs_go

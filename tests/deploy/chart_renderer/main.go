@@ -53,6 +53,14 @@ func toYAML(value interface{}) string {
 	return strings.TrimSuffix(out.String(), "\n")
 }
 
+// The files of a chart beside its templates, by their paths.
+type files struct{ root string }
+
+func (f files) Get(path string) (string, error) {
+	text, err := os.ReadFile(filepath.Join(f.root, path))
+	return string(text), err
+}
+
 func main() {
 	root, release := os.Args[1], os.Args[2]
 	chart, merged := load(filepath.Join(root, "Chart.yaml")), load(filepath.Join(root, "values.yaml"))
@@ -61,6 +69,7 @@ func main() {
 	}
 	data := values{
 		"Values":  merged,
+		"Files":   files{root},
 		"Chart":   values{"Name": chart["name"], "Version": chart["version"], "AppVersion": chart["appVersion"]},
 		"Release": values{"Name": release, "Namespace": "default", "Service": "Helm"},
 	}
