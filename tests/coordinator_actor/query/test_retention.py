@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import shutil
-import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from backends.formats.local_state import LocalState
 from backends.formats.manifest import SnapshotRef
-from backends.formats.sealed import seal
-from backends.formats.snapshot import SnapshotDescriptor, SnapshotFile
 from backends.storage.checkpoint_storage import CheckpointStorage
 from backends.storage.file_ref import FileRef
 from coordinator_actor.coordinator import Coordinator
@@ -23,79 +19,12 @@ from coordinator_actor.messages import SnapshotUploaded
 from coordinator_actor.query.files_in_use import BUSY_SECONDS, UPLOAD
 from tests.coordinator_actor.coordinator_world import World
 from tests.coordinator_actor.coordinators import run_of
-
-KEEP = 3
+from tests.coordinator_actor.query.retention_steps import begin, maintain, names, plan_spark, run_batches, upload
 
 
 @pytest.fixture
 def world(tmp_path: Path) -> World:
     return World(tmp_path)
-
-
-def begin(world: World, run: str = "run1", c: Coordinator | None = None) -> Coordinator:
-    c = c or world.coordinator()
-    registration = world.registration(run, min_versions_to_retain=KEEP, maintenance_interval=10.0)
-    answer = c.register_query(registration)
-    assert answer.refusal is None, answer.refusal
-    return c
-
-
-def plan_spark(world: World, batch: int) -> None:
-    path = world.root / "ck" / "offsets" / str(batch)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("v1\n{}\n")
-
-
-def run_batches(world: World, c: Coordinator, first: int, last: int, run: str = "run1") -> None:
-    for batch in range(first, last + 1):
-        plan_spark(world, batch)
-        world.run_batch(c, batch, run=run)
-        c.batch_committed(run, batch)
-
-
-def upload(
-    world: World, c: Coordinator, partition: int, run: str = "run1", *, head: str | None = None, counts: bool = True
-) -> SnapshotRef:
-    """What a host does: a snapshot of the completed version, which shares a file with the one before it."""
-    version = run_of(c, run).versions.completed
-    lineage = c.lineage(run, "op", partition, version, UPLOAD)
-    storage = world.storage(str(world.root / "ck/statestore"), {})
-    directory = f"operators/op/2/{partition}/default"
-    reused = lineage.snapshots[-1] if lineage.snapshots else None
-    data = storage.put_new(f"{directory}/{version}-{uuid.uuid4().hex}.sst", b"x")
-    files = [SnapshotFile("new.sst", file=data)]
-    if reused is not None:
-        old = next(
-            iter(
-                run_of(c, run).versions.descriptors[reused.file.path].paths
-                if reused.file.path in run_of(c, run).versions.descriptors
-                else ()
-            ),
-            None,
-        )
-        if old:
-            files.append(SnapshotFile("old.sst", file=FileRef(old, 1, data.digest)))
-    path = f"{directory}/{version}-{uuid.uuid4().hex}.snapshot"
-    state = LocalState(version, lineage.head, 1)
-    ref = storage.put_new(path, seal(SnapshotDescriptor(path, "rocksdb", state, tuple(files))))
-    assert lineage.head is not None
-    made = SnapshotRef(version, head or lineage.head, ref)
-    owner = world.open_owner(c, partition, run)
-    message = SnapshotUploaded(run, "op", partition, owner.host_id, owner.incarnation, made, reused)
-    assert c.snapshot_uploaded(message) is counts
-    return made
-
-
-def names(world: World, partition: int, kind: str) -> list[int]:
-    files = (world.root / f"ck/statestore/operators/op/2/{partition}/default").glob(f"*.{kind}")
-    return sorted(int(f.name.partition("-")[0]) for f in files)
-
-
-def maintain(world: World, c: Coordinator) -> None:
-    world.now += 10
-    for i in range(2):
-        c.heartbeat_host(f"h{i}", "a")
-    c.maintain()
 
 
 def test_a_snapshot_is_named_by_the_next_manifest_once_and_shortens_the_lineage(world: World) -> None:

@@ -18,7 +18,7 @@ from coordinator_actor.query import retention
 from coordinator_actor.query.known_files import LISTED_EVERY, KnownFiles
 from tests.coordinator_actor.coordinator_world import World
 from tests.coordinator_actor.coordinators import run_of
-from tests.coordinator_actor.query.test_retention import begin, maintain, names, run_batches, upload
+from tests.coordinator_actor.query.retention_steps import begin, maintain, names, run_batches, upload
 from tests.patience import PATIENCE
 
 Asked = list[tuple[str, str]]
