@@ -30,7 +30,7 @@ from backends.storage.object_stores import ObjectStores
 from backends.storage.request_counts import RequestCounts
 from backends.storage.sender import RequestSender
 from backends.storage.shared_objects import SharedObjects
-from backends.storage.traffic import BUCKETS, Buckets
+from backends.storage.traffic import Buckets, buckets_of_process
 
 if TYPE_CHECKING:
     from obstore import GetOptions
@@ -116,13 +116,14 @@ class CheckpointStorage:
         sleep: Callable[[float], None] = time.sleep,
         retry_seconds: float = 60.0,
         requests: RequestCounts | None = None,
-        buckets: Buckets = BUCKETS,
+        buckets: Buckets | None = None,
     ) -> CheckpointStorage:
         """Open the storage at an address; nothing is read or made yet.
 
         ``options`` are Spark's ``spark.hadoop.fs.s3a.*`` or obstore's own. ``fsync`` concerns local disks only.
         ``requests`` counts what is asked of the storage; on a local disk, too. ``buckets`` is what all requests to a
-        bucket share. Raises ``UnsupportedLocationError``, or ``InvalidStateStoreArgument`` for a wrong option.
+        bucket share, by default with all of the process. Raises ``UnsupportedLocationError``, or
+        ``InvalidStateStoreArgument`` for a wrong option.
         """
         parsed = parse_location(location)
         counts = RequestCounts() if requests is None else requests
@@ -142,7 +143,7 @@ class CheckpointStorage:
             sleep=sleep,
             retry_seconds=retry_seconds,
             requests=counts,
-            buckets=buckets,
+            buckets=buckets_of_process() if buckets is None else buckets,
         )
 
     @property

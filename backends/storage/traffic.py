@@ -24,7 +24,10 @@ class Traffic:
 
 
 class Buckets:
-    """The traffic of each bucket. Many threads may share one; so do all storages of a process, by ``BUCKETS``."""
+    """The traffic of each bucket. Many threads may share one; so do all storages of a process.
+
+    See ``buckets_of_process``.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, draw: Callable[[], float] = random.random) -> None:
         self._clock = clock
@@ -39,5 +42,12 @@ class Buckets:
             return self._known.setdefault(bucket, Traffic(pace, Hedges() if with_hedges else None))
 
 
-BUCKETS = Buckets()
-"""Those of this process."""
+_OF_PROCESS = Buckets()
+
+
+def buckets_of_process() -> Buckets:
+    """Return those that all storages of this process share.
+
+    A function, so that a task of Spark, which is pickled with what opens its storage, takes no lock along.
+    """
+    return _OF_PROCESS

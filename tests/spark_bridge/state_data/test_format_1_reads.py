@@ -10,9 +10,12 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
+from pyspark import cloudpickle
 
+from coordinator_actor.reading.stored_versions import find_state
 from spark_bridge import describe_savepoint, restore_savepoint, state_metadata_table, state_table
 from spark_bridge.cli.main import app
+from spark_bridge.state_data.state_sources import state_source
 from tests.command_line import CliRunner
 from tests.effort import effort, only_thorough
 from tests.spark_bridge.state_data.format_fixtures import BACKENDS, FORMAT_1, Stored
@@ -55,6 +58,16 @@ def test_the_state_is_what_it_was_at_earlier_versions(backend: str) -> None:
     times = Stored(backend).expected()["processing_times_ms"]
     for version in effort([3], range(1, STORED_BATCHES)) if backend == "file" else [3]:
         assert read(Stored(backend).checkpoint, version) == Model.after(times[:version]).state(), version
+
+
+def test_what_reads_in_spark_workers_travels_there() -> None:
+    """Nothing of a process goes along: no locks, no connections."""
+    source = state_source(find_state(str(Stored("file").checkpoint), None, {}), "totals", None, None)
+    sent = cloudpickle.loads(cloudpickle.dumps(source))
+    there, here = (
+        [row for p in s.reading.pieces for b in s.batches(p) for row in b.to_pylist()] for s in (sent, source)
+    )
+    assert there == here and len(here) > 5
 
 
 @BOTH
