@@ -55,11 +55,16 @@ class OperatorFigures(Struct, frozen=True):
     custom: dict[str, float] = field(default_factory=dict)
 
 
+DUPLICATES = "numDroppedDuplicateRows"
+"""Spark's name for the figure of ``deduplicate``, in ``OperatorFigures.custom``."""
+
+
 class CommitFigures(Struct, frozen=True):
     """What a task and its commit have done, for the history of checkpoints.
 
-    Of rows see ``OperatorFigures``. ``steps`` has milliseconds by step, at most ``MOST_STEPS``. ``storage`` is what
-    the host has asked of the query's storage since its last commit of that query: requests by kind, and bytes.
+    Of rows see ``OperatorFigures``; ``duplicates`` are rows that were dropped as such. ``steps`` has milliseconds by
+    step, at most ``MOST_STEPS``. ``storage`` is what the host has asked of the query's storage since its last commit of
+    that query: requests by kind, and bytes.
     """
 
     rows: int = 0
@@ -68,6 +73,7 @@ class CommitFigures(Struct, frozen=True):
     late: int = 0
     storage: dict[str, int] = field(default_factory=dict)
     steps: dict[str, float] = field(default_factory=dict)
+    duplicates: int = 0
 
 
 MOST_STEPS = 16

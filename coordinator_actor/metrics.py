@@ -186,6 +186,7 @@ METRICS: Mapping[str, Metric] = {
         Metric("statestore_keys_updated_total", COUNTER, COORDINATOR, "Keys that were written.", _QUERY),
         Metric("statestore_keys_removed_total", COUNTER, COORDINATOR, "Keys that were removed.", _QUERY),
         Metric("statestore_late_rows_total", COUNTER, COORDINATOR, "Rows that the watermark has dropped.", _QUERY),
+        Metric("statestore_duplicate_rows_total", COUNTER, COORDINATOR, "Rows dropped as duplicates.", _QUERY),
         Metric(
             "statestore_storage_requests_total",
             COUNTER,

@@ -98,6 +98,7 @@ class QueryMetrics:
             ("statestore_keys_updated_total", record.updated),
             ("statestore_keys_removed_total", record.removed),
             ("statestore_late_rows_total", record.late),
+            ("statestore_duplicate_rows_total", record.duplicates),
         ):
             sink.add(name, more, query=query)
         for kind in KINDS.values():

@@ -39,9 +39,10 @@ class CheckpointRecord(Struct, frozen=True):
     ``prepared_ms`` when the manifest was durable, ``completed_ms`` when Spark's commit was seen. ``delta_bytes`` are
     those of the changelogs; ``full_bytes`` those of all files from which the version is loaded, measured once in a
     maintenance interval. ``retried`` counts acknowledgements of partitions that had acknowledged the version before.
-    ``rows``, ``updated``, ``removed`` and ``late`` are sums over all tasks. ``requests`` are those to checkpoint
-    storage, of hosts and coordinator, since the version before, and ``storage`` the same by kind (put, get, head, list,
-    delete), with the bytes of files that were sent and received. ``steps`` are steps of tasks and their commits.
+    ``rows``, ``updated``, ``removed``, ``late`` and ``duplicates`` are sums over all tasks. ``requests`` are those to
+    checkpoint storage, of hosts and coordinator, since the version before, and ``storage`` the same by kind (put, get,
+    head, list, delete), with the bytes of files that were sent and received. ``steps`` are steps of tasks and their
+    commits.
     """
 
     id: int
@@ -61,6 +62,7 @@ class CheckpointRecord(Struct, frozen=True):
     updated: int = 0
     removed: int = 0
     late: int = 0
+    duplicates: int = 0
     requests: int = 0
     storage: dict[str, int] = field(default_factory=dict)
     steps: dict[str, StepTime] = field(default_factory=dict)

@@ -116,9 +116,12 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             ((_max("checkpoint_full_bytes", QUERY, "query"), "{{query}}"),),
         ),
         Panel(
-            "Rows dropped as late",
+            "Rows dropped as late, and as duplicates",
             "rowsps",
-            ((_rate("late_rows_total", QUERY, "query"), "{{query}}"),),
+            (
+                (_rate("late_rows_total", QUERY, "query"), "{{query}} late"),
+                (_rate("duplicate_rows_total", QUERY, "query"), "{{query}} duplicates"),
+            ),
         ),
     ),
     "Hosts": (

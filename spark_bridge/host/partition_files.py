@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import shutil
+import threading
 from collections.abc import Collection
 from dataclasses import replace as with_changes
 from functools import partial
 from pathlib import Path
 
+from backends.bounded_dict import BoundedDict
 from backends.conf import StateStoreConf
 from backends.engines.full_disk import writing_to
 from backends.exceptions import ConcurrentCommitError
@@ -18,6 +20,9 @@ from backends.storage.checkpoint_storage import CheckpointStorage, OpenStorage
 from backends.storage.request_counts import RequestCounts
 from backends.storage.shared_objects import SharedObjects
 from coordinator_actor.messages import OperatorSpec, QueryRegistration
+
+MOST_STORAGES = 64
+"""So many storages are remembered: one for each running query, and those of runs before."""
 
 
 class PartitionFiles:
@@ -37,6 +42,10 @@ class PartitionFiles:
         self.open_storage: OpenStorage = open_storage or (
             lambda location, options: CheckpointStorage.open(location, options, fsync=conf.fsync, requests=requests)
         )
+        self._lock = threading.Lock()
+        self._storages: BoundedDict[tuple[str, tuple[tuple[str, str], ...]], CheckpointStorage] = BoundedDict(
+            MOST_STORAGES
+        )
         self._shared = SharedObjects(partial(host_memory(conf).spare, LAST_READS))
         self.copies = local_dir / "copies"
         self.savepoints = local_dir / "savepoints"
@@ -55,9 +64,7 @@ class PartitionFiles:
                 shutil.rmtree(left, ignore_errors=True)  # of an incarnation that was killed
         directory = partition_directory(spec.name, spec.num_partitions, partition)
         local = runs / registration.run_id / directory
-        storage = self.open_storage(registration.state_location, registration.storage_options)
-        if not storage.is_local:
-            storage.shared = self._shared
+        storage = self._storage_of(registration)
         conf = with_changes(self._conf, provider=spec.backend)
         with writing_to(local):
             try:
@@ -72,9 +79,22 @@ class PartitionFiles:
         The copy keeps one version and does not count its keys: to count, replaying would look up every key that it
         writes.
         """
-        storage = self.open_storage(registration.state_location, registration.storage_options)
+        storage = self._storage_of(registration)
         conf = with_changes(self._conf, provider=backend, track_total_number_of_rows=False, max_versions_in_memory=0)
         return open_partition(local, storage, directory, conf)
+
+    def _storage_of(self, registration: QueryRegistration) -> CheckpointStorage:
+        """Return the storage of a query's state, one for all partitions: each storage has connections of its own."""
+        key = (registration.state_location, tuple(sorted(registration.storage_options.items())))
+        with self._lock:  # to open asks nobody
+            storage = self._storages.get(key)
+            if storage is None:
+                storage = self._storages[key] = self.open_storage(
+                    registration.state_location, registration.storage_options
+                )
+                if not storage.is_local:
+                    storage.shared = self._shared
+        return storage
 
     def remove_run(self, run_id: str) -> None:
         """Remove the files that an incarnation which was killed has left of a run."""

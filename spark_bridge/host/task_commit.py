@@ -18,6 +18,7 @@ from backends.storage.file_ref import FileRef
 from backends.storage.request_counts import REMEMBERED_LOCATIONS, used_since
 from coordinator_actor.exceptions import CoordinatorError
 from coordinator_actor.messages import (
+    DUPLICATES,
     MOST_STEPS,
     Acknowledge,
     Acknowledged,
@@ -133,6 +134,7 @@ class TaskCommits:
             figures.num_rows_dropped_by_watermark,
             used_since(used, before),
             dict(list(steps.items())[-MOST_STEPS:]),
+            int(figures.custom.get(DUPLICATES, 0)),
         )
 
 

@@ -142,6 +142,7 @@ def _recorded(record: CheckpointRecord) -> Checkpoint:
         updated=record.updated,
         removed=record.removed,
         late=record.late,
+        duplicates=record.duplicates,
         requests=record.requests,
         storage=record.storage,
     )

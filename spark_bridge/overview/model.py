@@ -74,6 +74,7 @@ class Checkpoint:
     updated: int | None = None
     removed: int | None = None
     late: int | None = None
+    duplicates: int | None = None
     requests: int | None = None
     storage: dict[str, int] = field(default_factory=dict)
 

@@ -40,7 +40,7 @@ def test_a_checkpoint_is_counted_once_with_its_steps_and_phases(world: World) ->
     c = begin(world, name="totals")
     world.plan_spark(0)
     first = staged(world, c, 0, 0, CommitFigures(5, 4, 1, 2, {"put": 7}, {"get": 10.0}))
-    second = staged(world, c, 0, 1, CommitFigures(6, 5, 0, 0, {"put": 2}, {"get": 30.0}))
+    second = staged(world, c, 0, 1, CommitFigures(6, 5, 0, 0, {"put": 2}, {"get": 30.0}, 4))
     world.now += 1.0
     acknowledge(c, first)
     published(sink, metrics, c)
@@ -55,7 +55,15 @@ def test_a_checkpoint_is_counted_once_with_its_steps_and_phases(world: World) ->
         published(sink, metrics, c)
     counted = {
         name: sink.get(f"statestore_{name}_total", query="totals")
-        for name in ("checkpoints", "rows", "keys_updated", "keys_removed", "late_rows", "checkpoint_delta_bytes")
+        for name in (
+            "checkpoints",
+            "rows",
+            "keys_updated",
+            "keys_removed",
+            "late_rows",
+            "duplicate_rows",
+            "checkpoint_delta_bytes",
+        )
     }
     assert counted == {
         "checkpoints": 1,
@@ -63,6 +71,7 @@ def test_a_checkpoint_is_counted_once_with_its_steps_and_phases(world: World) ->
         "keys_updated": 9,
         "keys_removed": 1,
         "late_rows": 2,
+        "duplicate_rows": 4,
         "checkpoint_delta_bytes": first.file.size + second.file.size,
     }
     assert sink.of("statestore_retried_tasks_total") == {}

@@ -13,7 +13,7 @@ from backends.encoding.columns import fixed_array, null_mask
 from backends.encoding.keys import decode_keys
 from backends.encoding.operator_schema import OperatorSchema
 from backends.ids import DEFAULT_FAMILY
-from coordinator_actor.messages import OperatorFigures
+from coordinator_actor.messages import DUPLICATES, OperatorFigures
 from spark_bridge.aggregates.column_order import order_codes, plain
 from spark_bridge.aggregates.row_groups import group_rows
 from spark_bridge.state_format.families import EXPIRY_FAMILY
@@ -124,7 +124,7 @@ class _DeduplicateBatch:
 
     def figures(self) -> OperatorFigures:
         """Return what was done to the state."""
-        duplicates = {"numDroppedDuplicateRows": float(self._rows - self._new)}
+        duplicates = {DUPLICATES: float(self._rows - self._new)}
         return OperatorFigures(self._rows, self._new, self._removed, self._late, duplicates)
 
     def add(self, rows: pa.RecordBatch, reducer: RowReducer) -> None:

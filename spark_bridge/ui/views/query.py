@@ -31,6 +31,7 @@ def query(call: Call) -> Response:
         steps=steps(recent),
         rows=sum(c.rows or 0 for c in known),
         late=sum(c.late or 0 for c in known),
+        duplicates=sum(c.duplicates or 0 for c in known),
         removed=sum(c.removed or 0 for c in known),
         known=len(known),
         checkpoints=newest_first[first : first + CHECKPOINTS_AT_ONCE],

@@ -60,7 +60,7 @@ def test_a_record_says_when_each_step_was_done_and_what_it_did(world: World) -> 
         0,
         CommitFigures(5, 4, 1, 2, {"put": 6, "get": 1, "sent_bytes": 70}, {"get_ms": 10.0, "changelog_ms": 3.0}),
     )
-    second = staged(world, c, 0, 1, CommitFigures(6, 5, 0, 0, {"put": 2, "sent_bytes": 30}, {"get_ms": 30.0}))
+    second = staged(world, c, 0, 1, CommitFigures(6, 5, 0, 0, {"put": 2, "sent_bytes": 30}, {"get_ms": 30.0}, 4))
     world.now += 1.0
     acknowledge(c, first)
     world.now += 2.0
@@ -87,7 +87,7 @@ def test_a_record_says_when_each_step_was_done_and_what_it_did(world: World) -> 
     assert record["phases"] == {"tasks": 1000, "acknowledge": 2000, "manifest": 500, "commit": 4000}
     assert record["duration_ms"] == 3500
     assert (record["begun_ms"], record["completed_ms"]) == (1_000_000, 1_007_500)
-    assert [record[name] for name in ("rows", "updated", "removed", "late")] == [11, 9, 1, 2]
+    assert [record[name] for name in ("rows", "updated", "removed", "late", "duplicates")] == [11, 9, 1, 2, 4]
     assert record["steps"] == {
         "get_ms": {"sum_ms": 40.0, "max_ms": 30.0},
         "changelog_ms": {"sum_ms": 3.0, "max_ms": 3.0},

@@ -22,7 +22,7 @@ from backends.encoding.sorted_pairs import PAIRS_SCHEMA
 from backends.exceptions import HostMemoryBusyError
 from coordinator_actor.coordinator import Coordinator
 from coordinator_actor.exceptions import BatchHeldError, QueryBusyError
-from coordinator_actor.messages import BatchTimes, OperatorFigures
+from coordinator_actor.messages import DUPLICATES, BatchTimes, OperatorFigures
 from spark_bridge.exceptions import HostUnavailableError, NotOwnerError, PartitionMismatchError
 from spark_bridge.host_actor.flight_server import HostFlightServer
 from spark_bridge.task import task_store as task_client
@@ -78,6 +78,19 @@ def store(served: list[Served], batch: int, p: int = 0, timeout: float = PATIENC
 
 def keys_of(n: int) -> pa.BinaryArray:
     return binary(*(b"\x00\x00%06d" % i for i in range(n)))
+
+
+def test_what_a_task_has_done_is_in_the_history(world: World, served: list[Served], tmp_path: Path) -> None:
+    c = start(world, served, tmp_path)
+    write_offsets(world, 0, 7, 1000)
+    for p, duplicates in ((0, 3.0), (1, 4.0)):
+        store(served, 0, p).commit(OperatorFigures(10, 5, 2, 1, {DUPLICATES: duplicates}))
+    world.commit_spark(0)
+    run_id = task(0, 0).run_id
+    c.batch_committed(run_id, 0)
+    (record,) = c.checkpoint_stats(run_id)["history"]
+    done = ("rows", "updated", "removed", "late", "duplicates")
+    assert [record[name] for name in done] == [20, 10, 4, 2, 7]
 
 
 def test_what_a_task_sees_and_commits(world: World, served: list[Served], tmp_path: Path) -> None:

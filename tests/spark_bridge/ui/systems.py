@@ -126,6 +126,7 @@ def checkpoints(n: int, seed: int, slow: float = 1.0, storage: float = 1.0) -> t
                 updated=20_000,
                 removed=random_.randint(0, 900),
                 late=random_.choice([0, 0, 0, 12]),
+                duplicates=random_.choice([0, 0, 7]),
                 requests=34,
                 storage={"put": 20, "get": 10, "list": 1, "delete": 3, "sent_bytes": 900_000},
             )
