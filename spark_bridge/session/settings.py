@@ -19,8 +19,8 @@ MIN_BATCHES_CONF = "spark.sql.streaming.minBatchesToRetain"
 STATE_LOCATION_CONF = "spark.statestore.location"
 """Where the state of queries is, if not in their checkpoint locations."""
 SHARED_FILES_CONF = "spark.statestore.sharedFileSystem"
-STORAGE_PRICES_CONF = "spark.statestore.storagePrices"
 """Set to true, it says that all machines share the directories of checkpoint and state."""
+STORAGE_PRICES_CONF = "spark.statestore.storagePrices"
 HADOOP_PREFIX = "spark.hadoop.fs.s3a."
 
 
