@@ -98,8 +98,12 @@ class Instance:
         return {"keys": figures.num_keys, "memory_bytes": figures.memory_bytes}
 
     def describe(self) -> dict[str, object]:
-        """Return version, size and last commits, as JSON types. Raises ``StoreClosedError`` as ``size`` does."""
+        """Return version, size and last commits, as JSON types. Raises ``StoreClosedError`` as ``size`` does.
+
+        A commit has ``keys``, the number of keys behind it, once it is applied: readers see a version before that.
+        """
         commits, keys_at = self.commits, self.keys_at
+        keys = {v: {"keys": keys_at[v]} for v in commits if v in keys_at}
         return {
             "query_id": self.registration.query_id,
             "run_id": self.registration.run_id,
@@ -110,7 +114,7 @@ class Instance:
             "snapshot_version": self.snapshot_version,
             **self.size(),
             "last_commit": {"version": max(commits), **commits[max(commits)][0]} if commits else {},
-            "commits": {v: {"ms": ms, "keys": keys_at.get(v), **to_builtins(f)} for v, (ms, f) in commits.items()},
+            "commits": {v: {"ms": ms, **keys.get(v, {}), **to_builtins(f)} for v, (ms, f) in commits.items()},
         }
 
 

@@ -153,13 +153,22 @@ def _progress(cluster: StateCluster, run_id: str, wanted: Callable[[int], int]) 
         if run is None or not version:
             return []
         held = [i for host in cluster.describe_hosts() for i in host["instances"] if i["run_id"] == run_id]
-        # Hosts hear of a completed version a moment later.
-        if all(i["version"] >= version for i in held):
+        if all(_has_applied(i, version) for i in held):
             return [_sum(name, version, n, held) for name, n in run["operators"].items()]
         if time.monotonic() > deadline:
             behind = sorted({i["version"] for i in held if i["version"] < version})
             raise HostUnavailableError(f"Hosts are still at version {behind} of run {run_id}, not at {version}.")
         time.sleep(POLL_SECONDS)
+
+
+def _has_applied(instance: dict[str, Any], version: int) -> bool:
+    """Return whether a partition has come to a version, its keys included.
+
+    Hosts hear of a completed version a moment later, and show the version before they have written its changes.
+    """
+    commit = instance["commits"].get(version)
+    reached: int = instance["version"]
+    return reached > version or (reached == version and (commit is None or "keys" in commit))
 
 
 def _sum(operator: str, version: int, num_partitions: int, instances: list[dict[str, Any]]) -> StateOperatorProgress:

@@ -26,7 +26,7 @@ class Cluster:
 
 def instance(partition: int, keys: int, *versions: int) -> dict[str, Any]:
     figures = {"num_rows_updated": keys, "num_rows_removed": 1, "num_rows_dropped_by_watermark": 0, "custom": {}}
-    commits = {v: {"ms": {"changelog_ms": 2.0, "acknowledge_ms": 1.0}, **figures} for v in versions}
+    commits = {v: {"ms": {"changelog_ms": 2.0, "acknowledge_ms": 1.0}, "keys": None, **figures} for v in versions}
     held = {"operator": "op", "run_id": "r", "version": 3, "memory_bytes": 10}
     return {**held, "partition": partition, "keys": keys, "commits": commits}
 
@@ -38,6 +38,16 @@ def test_a_partition_held_twice_counts_once() -> None:
     assert (progress.num_rows_removed, progress.commit_time_ms, progress.memory_used_bytes) == (2, 6.0, 20)
     assert progress.num_state_store_instances == progress.num_shuffle_partitions == 2
     assert progress.custom_metrics == {"changelog_ms": 4.0, "acknowledge_ms": 2.0}
+
+
+def test_a_version_that_is_shown_but_not_yet_applied_is_waited_for() -> None:
+    applied, early = instance(0, 5, 3), instance(1, 0, 3)
+    del early["commits"][3]["keys"]
+    cluster: Any = Cluster([applied], [early])
+    looks = iter([[early], [instance(1, 7, 3)]])
+    cluster.describe_hosts = lambda: [{"instances": [applied]}, {"instances": next(looks)}]
+    (progress,) = newest_progress(cluster, "r", 2)
+    assert (progress.num_rows_total, next(looks, None)) == (12, None)
 
 
 def test_before_the_first_batch_there_is_nothing_to_tell() -> None:
