@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, TypeAlias
 
 import obstore
 import xxhash
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from obstore import GetOptions
     from obstore.store import ObjectStore
 
-T = TypeVar("T")
 
 _MOST_AT_ONCE = 1000
 """So many files S3 removes with one request, and lists on one page."""
@@ -171,7 +170,7 @@ class CheckpointStorage:
         if self._files is not None:
             files = self._files
             try:
-                self._retrying("write", path, lambda: files.put_new(path, data))
+                self._sender.send("write", path, lambda: files.put_new(path, data))
             except FileExistsError as error:
                 raise self._exists(path) from error
             self._counts.moved(self.location, sent=len(data))
@@ -200,7 +199,7 @@ class CheckpointStorage:
             nonlocal unanswered
             unanswered = True
 
-        if not self._retrying("write", path, put, on_second=note_unanswered if ref.size <= SMALL_BYTES else None):
+        if not self._sender.send("write", path, put, on_second=note_unanswered if ref.size <= SMALL_BYTES else None):
             raise self._exists(path)
         return ref
 
@@ -211,16 +210,16 @@ class CheckpointStorage:
         """
         key, files = self._key(path), self._files
         if files is not None:
-            self._retrying("write", path, lambda: files.replace(path, data))
+            self._sender.send("write", path, lambda: files.replace(path, data))
         else:
-            self._retrying("write", path, lambda: obstore.put(self._store, key, data))
+            self._sender.send("write", path, lambda: obstore.put(self._store, key, data))
 
     def put_file(self, path: str, source: Path) -> FileRef:
         """Copy a local file into the storage, under a name that nothing else uses. As durable as ``put_new``."""
         ref = FileRef(path, source.stat().st_size, file_digest(source))
         if self._files is not None:
             files = self._files
-            self._retrying("write", path, lambda: files.put_new_file(path, source))
+            self._sender.send("write", path, lambda: files.put_new_file(path, source))
             self._counts.moved(self.location, sent=ref.size)
         else:
             self._put_in_parts(ref, source)
@@ -246,7 +245,7 @@ class CheckpointStorage:
                 self._counts.note("write", self.location, -(-ref.size // part) + 1)
             obstore.put(self._stores.in_parts, key, source, chunk_size=part, max_concurrency=_PARTS_AT_ONCE)
 
-        self._retrying("write", ref.path, put)
+        self._sender.send("write", ref.path, put)
 
     def read_to_file(self, ref: FileRef, target: Path) -> None:
         """Copy a file of the storage to a new local file, a piece at a time. Checked as by ``read``."""
@@ -286,7 +285,7 @@ class CheckpointStorage:
                 return False
             return True
 
-        if not self._retrying("read", ref.path, fetch, progress=lambda: size):
+        if not self._sender.send("read", ref.path, fetch, progress=lambda: size):
             raise self._missing(ref)
         if (size, hashed.hexdigest()) != (ref.size, ref.digest):
             raise self._damaged(ref, size, hashed.hexdigest())
@@ -298,7 +297,7 @@ class CheckpointStorage:
     def _whole(self, path: str, *, is_small: bool) -> bytes:
         key = self._key(path)
         on_second = _nothing if is_small else None
-        found = self._retrying("read", path, lambda: self._get_or_none(key), on_second=on_second)
+        found = self._sender.send("read", path, lambda: self._get_or_none(key), on_second=on_second)
         if found is None:
             raise MissingFileError(f"{self.full_location(path)} does not exist.")
         return found
@@ -317,7 +316,7 @@ class CheckpointStorage:
                 check_bucket(error)
                 return None
 
-        found = self._retrying("read", path, fetch, on_second=_nothing if length <= SMALL_BYTES else None)
+        found = self._sender.send("read", path, fetch, on_second=_nothing if length <= SMALL_BYTES else None)
         if found is None:
             raise MissingFileError(f"{self.full_location(path)} does not exist.")
         return found
@@ -366,7 +365,7 @@ class CheckpointStorage:
             self._counts.moved(self.location, received=sum(map(len, parts)))
             return parts
 
-        found = self._retrying("read", within, fetch, on_second=_nothing if sum(lengths) <= SMALL_BYTES else None)
+        found = self._sender.send("read", within, fetch, on_second=_nothing if sum(lengths) <= SMALL_BYTES else None)
         parts = zip(refs, found, strict=True) if found else ()
         whole = {ref.path: data for ref, data in parts if len(data) == ref.size and digest(data) == ref.digest}
         return held | whole
@@ -409,7 +408,7 @@ class CheckpointStorage:
                 return False
             return True
 
-        return self._retrying("look up", path, head)
+        return self._sender.send("look up", path, head)
 
     def unfinished(self, prefix: str) -> list[str]:
         """Return files that were never finished, or are being written now. Only local storage has any.
@@ -417,7 +416,7 @@ class CheckpointStorage:
         ``list`` does not show them.
         """
         files = self._files
-        return [] if files is None else self._retrying("list", prefix, lambda: files.unfinished(prefix))
+        return [] if files is None else self._sender.send("list", prefix, lambda: files.unfinished(prefix))
 
     def list(self, prefix: str = "", *, after: str | None = None) -> list[tuple[str, int]]:
         """Return path and size in bytes of every file in the directory ``prefix`` and below, sorted by path.
@@ -435,13 +434,13 @@ class CheckpointStorage:
                 self._counts.note("list", self.location, len(found) // _MOST_AT_ONCE)  # further pages
             return sorted((str(meta["path"]).removeprefix(self._prefix), int(meta["size"])) for meta in found)
 
-        return self._retrying("list", prefix, list_all)
+        return self._sender.send("list", prefix, list_all)
 
     def delete(self, path: str) -> None:
         """Remove a file, finished or not. No error if there is none."""
         if self._files is not None and path.rpartition("#")[2].isdecimal():
             files = self._files
-            self._retrying("delete", path, lambda: files.remove_unfinished(path))
+            self._sender.send("delete", path, lambda: files.remove_unfinished(path))
             return
         key = self._key(path)
 
@@ -451,7 +450,7 @@ class CheckpointStorage:
             except FileNotFoundError as error:
                 check_bucket(error)
 
-        self._retrying("delete", path, delete)
+        self._sender.send("delete", path, delete)
 
     def delete_all(self, paths: Sequence[str]) -> None:
         """Remove files, finished or not, with one request for ``_MOST_AT_ONCE`` of them where the storage can do so.
@@ -475,7 +474,7 @@ class CheckpointStorage:
                 return True
 
             # Some storages stop at the first file that does not exist.
-            if not self._retrying("delete", f"{some[0]} and {len(some) - 1} other files", delete):
+            if not self._sender.send("delete", f"{some[0]} and {len(some) - 1} other files", delete):
                 for path in some:
                     self.delete(path)
 
@@ -529,17 +528,6 @@ class CheckpointStorage:
 
     def _exists(self, path: str) -> FileExistsInStorageError:
         return FileExistsInStorageError(f"{self.full_location(path)} exists already and is never overwritten.")
-
-    def _retrying(
-        self,
-        verb: str,
-        path: str,
-        call: Callable[[], T],
-        *,
-        on_second: Callable[[], None] | None = None,
-        progress: Callable[[], int] = lambda: 0,
-    ) -> T:
-        return self._sender.send(verb, path, call, on_second=on_second, progress=progress)
 
 
 def _nothing() -> None:

@@ -23,15 +23,16 @@ class Stored:
         self.location = f"memory://{name}/ck"
         self.asked: list[tuple[str, str]] = []
         self.before: Any = lambda verb, path: None
-        stored = self
+        self.storage = CheckpointStorage.open(self.location)
+        sender: Any = self.storage._sender
+        send = sender.send
 
-        class Heard(CheckpointStorage):
-            def _retrying(self, verb: str, path: str, call: Any, **more: Any) -> Any:
-                stored.asked.append((verb, path))
-                stored.before(verb, path)
-                return super()._retrying(verb, path, call, **more)
+        def heard(verb: str, path: str, call: Any, **more: Any) -> Any:
+            self.asked.append((verb, path))
+            self.before(verb, path)
+            return send(verb, path, call, **more)
 
-        self.storage = Heard.open(self.location)
+        sender.send = heard
 
     def log(self, name: str) -> ManifestLog:
         """What one coordinator sees of it."""

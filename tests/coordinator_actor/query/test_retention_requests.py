@@ -12,6 +12,7 @@ import pytest
 from backends.exceptions import StorageError
 from backends.formats import snapshot
 from backends.storage.checkpoint_storage import CheckpointStorage
+from backends.storage.sender import RequestSender
 from coordinator_actor.coordinator import Coordinator
 from coordinator_actor.exceptions import FencedError
 from coordinator_actor.query import retention
@@ -33,13 +34,13 @@ def world(tmp_path: Path) -> World:
 def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
     """The requests that were made, by verb and path."""
     made: Asked = []
-    retrying = CheckpointStorage._retrying
+    send = RequestSender.send
 
-    def noted(self: CheckpointStorage, verb: str, path: str, call: Callable[[], Any], **more: Any) -> Any:
+    def noted(self: RequestSender, verb: str, path: str, call: Callable[[], Any], **more: Any) -> Any:
         made.append((verb, path))
-        return retrying(self, verb, path, call, **more)
+        return send(self, verb, path, call, **more)
 
-    monkeypatch.setattr(CheckpointStorage, "_retrying", noted)
+    monkeypatch.setattr(RequestSender, "send", noted)
     return made
 
 
@@ -136,15 +137,15 @@ def test_maintenance_asks_no_storage_under_the_lock_of_the_run(world: World, mon
         three_versions(world, c, end)
     c = begin(world, c=world.coordinator())  # which has read no descriptors yet
     run = run_of(c, "run1")
-    retrying = CheckpointStorage._retrying
+    send = RequestSender.send
     held: list[tuple[str, str]] = []
 
-    def noted(self: CheckpointStorage, verb: str, path: str, call: Callable[[], Any], **more: Any) -> Any:
+    def noted(self: RequestSender, verb: str, path: str, call: Callable[[], Any], **more: Any) -> Any:
         if run.lock._is_owned():  # type: ignore[attr-defined]
             held.append((verb, path))
-        return retrying(self, verb, path, call, **more)
+        return send(self, verb, path, call, **more)
 
-    monkeypatch.setattr(CheckpointStorage, "_retrying", noted)
+    monkeypatch.setattr(RequestSender, "send", noted)
     retention.remove_garbage(run, world.now)
     assert held == []
 
