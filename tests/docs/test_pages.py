@@ -4,11 +4,12 @@ tests/spark_bridge/test_pages.py.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
-from tests.docs.pages import SHELL, Page, pages, run, unknown_commands
+from tests.docs.pages import ROOT, SHELL, Page, pages, run, unknown_commands
 
 LOCAL = [p for p in pages() if p.run_blocks() and not p.needs_spark]
 
@@ -34,6 +35,15 @@ def test_languages_are_those_that_the_runner_knows(page: Page) -> None:
     for block in page.blocks():
         is_directive = block.language.startswith("{")
         assert block.language in known or is_directive, f"{page.name}:{block.line}: {block.language}"
+
+
+def test_every_page_of_the_site_is_in_a_list_of_contents() -> None:
+    docs = ROOT / "docs"
+    listed = {docs / "index.md"}
+    for page in docs.rglob("*.md"):
+        for entries in re.findall(r"^```\{toctree\}\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE):
+            listed |= {page.parent / f"{entry}.md" for entry in entries.split() if not entry.startswith(":")}
+    assert sorted(p for p in docs.rglob("*.md") if "_build" not in p.parts and p not in listed) == []
 
 
 def test_a_failing_block_names_the_line_of_its_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
