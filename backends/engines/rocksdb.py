@@ -434,6 +434,8 @@ class LocalRocksDB:
 
     def clear(self) -> None:
         """Start over, empty."""
+        if not self._closed and self.state == LocalState() and self.column_families == {DEFAULT_FAMILY}:
+            return  # every write brings a state of its own: nothing was written yet
         self.close()
         shutil.rmtree(self._path, ignore_errors=True)
         self._closed = False
