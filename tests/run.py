@@ -123,12 +123,14 @@ SIMULATED_STEPS = 10**7
 NO_CLUSTER = ("-m", "not ray and not spark")
 NO_BROWSER = ("-m", "not ray and not spark and not browser")
 """A browser takes a core for half a minute: a usual run has it beside the clusters, where simple mistakes are found."""
-_STATE = ["tests/backends", "tests/benchmarks", "tests/spark_bridge/cli"]
-_QUERIES = ["tests/spark_bridge/queryable", "tests/coordinator_actor"]
+_STATE = ["tests/backends", "tests/benchmarks"]
+_QUERIES = ["tests/spark_bridge/queryable", "tests/spark_bridge/cli"]
+_PROTOCOL = ["tests/simulation", "tests/coordinator_actor", "tests/spark_bridge/host", "tests/spark_bridge/ui"]
 WITHOUT_CLUSTERS = {
     "state": _STATE,
     "queries": _QUERIES,
-    "the rest": ["tests", *(f"--ignore={path}" for path in (*_STATE, *_QUERIES))],
+    "protocol": _PROTOCOL,
+    "the rest": ["tests", *(f"--ignore={path}" for path in (*_STATE, *_QUERIES, *_PROTOCOL))],
 }
 """The tests without clusters, in parts of about the same length: each process collects and imports its own alone.
 
