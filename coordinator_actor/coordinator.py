@@ -158,9 +158,9 @@ class Coordinator(CoordinatorPort):
         future.add_done_callback(partial(_log_failure, f"The {what} of run {run.run_id} failed"))
 
     def counts(self) -> tuple[int, int]:
-        """Return how many hosts live and how many queries are registered."""
+        """Return how many hosts live and how many queries run."""
         with self.registries.lock:
-            return len(self.registries.hosts.leases), len(self.registries.runs.by_id)
+            return len(self.registries.hosts.leases), len(self.registries.runs.current())
 
     def running(self) -> list[QueryState]:
         """Return the runs of queries that neither are over nor were replaced."""

@@ -85,7 +85,8 @@ class QueryRegistration(Struct, frozen=True):
 
     ``state_location`` is the directory with ``manifests/`` and everything else of the state. ``checkpoint_location`` is
     Spark's own directory, whose ``commits/`` say which batches are committed. Of the versions before the completed one,
-    ``min_versions_to_retain`` are kept. The others are removed every ``maintenance_interval`` seconds.
+    ``min_versions_to_retain`` are kept. The others are removed every ``maintenance_interval`` seconds. ``ended``: the
+    query has ended, and its last version is only read.
     """
 
     query_id: str
@@ -99,6 +100,7 @@ class QueryRegistration(Struct, frozen=True):
     storage_options: dict[str, str] = field(default_factory=dict)
     min_versions_to_retain: int = 100
     maintenance_interval: float = 60.0
+    ended: bool = False
 
 
 class RegisteredQuery(Struct, frozen=True):
@@ -240,11 +242,15 @@ class SnapshotUploaded(Struct, frozen=True):
 
 
 class Completed(Struct, frozen=True):
-    """Version ``version`` of a run is completed. ``heads``: operator to partition of one host to changelog path."""
+    """Version ``version`` of a run is completed. ``heads``: operator to partition of one host to changelog path.
+
+    ``ended``: the query has ended, and no later version comes.
+    """
 
     run_id: str
     version: int
     heads: dict[str, dict[int, str]]
+    ended: bool = False
 
 
 class HostReport(Struct, frozen=True):
@@ -366,7 +372,8 @@ class HostOrders(Struct, frozen=True):
     lease runs for ``lease_seconds`` from the heartbeat on: no partition of the host is given to another host meanwhile
     where no batch begins, unless its node is dead, or the host has said that it is ``giving``. A host without an answer
     for so long may have been replaced. ``warm_up`` comes again until the partitions have moved. ``giving`` has the runs
-    of which partitions of the host may move, each with its completed version.
+    of which partitions of the host may move, each with its completed version. ``ended_runs`` are those runs of the host
+    whose queries have ended, and whose last version is read on.
     """
 
     known: bool
@@ -378,10 +385,14 @@ class HostOrders(Struct, frozen=True):
     lease_seconds: float = 10.0
     warm_up: tuple[WarmUp, ...] = ()
     giving: dict[str, int] = field(default_factory=dict)
+    ended_runs: tuple[str, ...] = ()
 
 
 class RunningOperator(Struct, frozen=True):
-    """One operator of a running query. Versions ``oldest_version`` to ``completed_version`` can be read."""
+    """One operator of a query. Versions ``oldest_version`` to ``completed_version`` can be read.
+
+    ``ended``: the query has ended, and hosts go on answering from its last version.
+    """
 
     query_id: str
     run_id: str
@@ -390,6 +401,7 @@ class RunningOperator(Struct, frozen=True):
     key_groups: int
     oldest_version: int
     completed_version: int
+    ended: bool = False
 
 
 class OperatorLocation(Struct, frozen=True):

@@ -172,6 +172,15 @@ class CoordinatorPort:
     def deactivate_instances(self, run_id: str) -> bool:
         """End a run: its instances are inactive, and hosts unload them."""
 
+    @message(Group.QUERIES)
+    def serve_ended(self, registration: QueryRegistration) -> RegisteredQuery:
+        """Report that the query of a run has ended. Hosts go on answering from its last completed version.
+
+        That lasts as long as its driver renews the lease, until ``deactivate_instances``, or until the query runs
+        again. A coordinator that does not know the run reads its manifests, and writes nothing. The answer has a
+        refusal where the run was replaced, or its state is not there any more.
+        """
+
     # -- batches -------------------------------------------------------------------------------
 
     @message(Group.QUERIES)
@@ -273,11 +282,14 @@ class CoordinatorPort:
 
     @message(Group.LOCATIONS)
     def operators(self) -> tuple[RunningOperator, ...]:
-        """Return all operators of all running queries."""
+        """Return all operators of all queries that run, or have ended and are read on."""
 
     @message(Group.LOCATIONS)
     def get_kv_state_location_oracle(self, job_id: str) -> KvStateLocationOracle | None:
-        """Return who owns which key groups of a query; None if the query is not running. ``job_id`` is its query id."""
+        """Return who owns which key groups of a query, by its query id ``job_id``.
+
+        None if the query neither runs nor is read on.
+        """
 
     # -- Spark's instances ---------------------------------------------------------------------
 

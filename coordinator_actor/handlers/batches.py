@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from msgspec.structs import replace
+
 from backends.exceptions import StateStoreError, VersionNotFoundError
 from backends.formats.manifest import Lineage, PartitionEntry
 from coordinator_actor.checkpoints.tasks import TaskKey
@@ -80,7 +82,7 @@ class Batches:
     def open_for_read(self, run_id: str, operator: str, partition: int) -> OpenGrant:
         """See ``CoordinatorPort``."""
         run = self._runs.get(run_id)
-        run.require_current()
+        run.require_served()
         run.require_partition(operator, partition)
         owner = assigned(self._registries, run).owner(operator, partition)
         # Without the lock of the run, which may be held over storage. The version first: the chain goes on having it.
@@ -92,11 +94,11 @@ class Batches:
     def completed(self, run_id: str, host_id: str) -> Completed:
         """See ``CoordinatorPort``."""
         run = self._runs.get(run_id)
-        run.require_current()
+        run.require_served()
         announced = run.announcement(host_id)
         if announced is None:
             raise UnknownRunError(f"Run {run_id} is being registered; ask again.")
-        return announced
+        return announced if run.stopped_at is None else replace(announced, ended=True)
 
     def lineage(self, run_id: str, operator: str, partition: int, version: int, use: str = "") -> Lineage:
         """See ``CoordinatorPort``."""

@@ -45,7 +45,7 @@ class Figures:
 
     def checkpoint_stats(self, query: str) -> dict[str, Any]:
         """See ``CoordinatorPort``."""
-        run = self._runs.running(query)
+        run = self._runs.running(query, or_ended=True)
         savepoints = self._runs.savepoints_of(run.run_id)
         return {
             "checkpoints": run.stats.snapshot(),
@@ -72,6 +72,7 @@ def _described(run: QueryState) -> dict[str, Any]:
         "pending_partitions": 0 if pending is None else pending.num_not_yet_acknowledged,
         "checkpoints": run.stats.counts(),
         "retired_by": run.retired_by,
+        "ended_at": run.stopped_at,
         "operators": {o.name: o.num_partitions for o in registration.operators},
         "backends": {o.name: o.backend for o in registration.operators},
         "schemas": {o.name: o.schema for o in registration.operators},

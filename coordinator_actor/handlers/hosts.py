@@ -112,7 +112,7 @@ class Hosts:
                 return  # it was stopped while its report waited
             self._register_again(registration)
             run = self._runs.find(registration.run_id)
-            if run is not None:
+            if run is not None and run.stopped_at is None:
                 with run.lock:
                     _take_report(run, report, self._registries.clock())
         except BaseException:
@@ -130,7 +130,8 @@ class Hosts:
     def _register_again(self, registration: QueryRegistration) -> None:
         """Register a run that a host holds, and that this coordinator, after a restart, may not know."""
         try:
-            refusal = self._queries.register_query(registration).refusal
+            register = self._queries.serve_ended if registration.ended else self._queries.register_query
+            refusal = register(registration).refusal
         except (StorageError, CoordinatorError):
             # The host reports again: the run is not known then.
             log.warning("Run %s was reported, but cannot be registered now", registration.run_id, exc_info=True)
@@ -181,12 +182,13 @@ class Hosts:
             lease_seconds=self._timeout,
             warm_up=tuple(order for run in current if (order := warm_up(run, host_id)) is not None),
             giving=giving,
+            ended_runs=tuple(run_id for run_id, run in known.items() if run.stopped_at is not None and run.is_served),
         )
 
     def _savepoint_orders(self, run: QueryState, host_id: str) -> list[SavepointOrder]:
         savepoints = self._runs.savepoints_of(run.run_id)
         # The holder of the lock may be waiting for storage. The orders come again with the next heartbeat.
-        if savepoints is None or run.ended or not savepoints.pending() or not run.lock.acquire(blocking=False):
+        if savepoints is None or not run.is_current or not savepoints.pending() or not run.lock.acquire(blocking=False):
             return []
         try:
             return list(savepoints.orders_for(host_id, assigned(self._registries, run)))

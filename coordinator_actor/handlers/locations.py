@@ -25,11 +25,14 @@ class Locations:
 
     def locate(self, operator: str, query: str | None = None) -> OperatorLocation:
         """See ``CoordinatorPort``."""
-        running = self._runs.current()
-        named = [run for run in running if query is None or run.is_named(query)]
+        served = self._runs.served()
+        named = [run for run in served if query is None or run.is_named(query)]
         found = [run for run in named if run.operator(operator) is not None]
+        # Queries that run come first. Of ended ones the last counts, as where one is started again and again.
+        stopped = [run for run in found if run.stopped_at is not None]
+        found = [run for run in found if run.is_current] or sorted(stopped, key=lambda r: r.stopped_at or 0.0)[-1:]
         if not found:
-            self._require_not_ended(operator, query, running)
+            self._require_not_ended(operator, query, served)
             if self._registries.expects_reports():
                 age = self._registries.clock() - self._registries.started
                 raise UnknownRunError(
@@ -89,14 +92,15 @@ class Locations:
                 run.registration.key_groups,
                 run.versions.readable[0],
                 run.versions.completed,
+                run.stopped_at is not None,
             )
-            for run in self._runs.current()
+            for run in self._runs.served()
             for operator in run.registration.operators
         )
 
     def get_kv_state_location_oracle(self, job_id: str) -> KvStateLocationOracle | None:
         """See ``CoordinatorPort``."""
-        run = next((r for r in self._runs.current() if r.registration.query_id == job_id), None)
+        run = next((r for r in self._runs.served() if r.registration.query_id == job_id), None)
         if run is None:
             return None
         assignment = assigned(self._registries, run)

@@ -17,7 +17,7 @@ from coordinator_actor.durable.spark_commits import SparkCommits
 from coordinator_actor.exceptions import CoordinatorError, FencedError
 from coordinator_actor.handlers.completion import advance, catch_up
 from coordinator_actor.handlers.registries import Registries
-from coordinator_actor.handlers.run_registry import LEASE_OVER
+from coordinator_actor.handlers.run_registry import LEASE_OVER, STOPPED
 from coordinator_actor.messages import QueryRegistration, RegisteredQuery
 from coordinator_actor.query.compatibility import bound_elsewhere, evolved_operators, refusal_of
 from coordinator_actor.query.query_state import QueryState
@@ -165,7 +165,8 @@ class Queries:
         """See ``CoordinatorPort``."""
         run = self._runs.awaited(run_id)
         with run.lock:
-            if not run.is_current or batch_id + 1 <= run.versions.completed:
+            # Also of a query that has ended: its last batch may be committed without anybody having said so.
+            if not run.is_served or batch_id + 1 <= run.versions.completed:
                 return False
             advance(self._runs, run, batch_id + 1, is_own=by_driver)
             return True
@@ -174,34 +175,80 @@ class Queries:
         """See ``CoordinatorPort``."""
         run = self._runs.find(run_id)
         if run is not None:
-            with run.lock:
-                try:
-                    if run.is_current:
-                        # Nobody may have said yet that the last batch is committed. What has come again of it is
-                        # known here alone.
-                        catch_up(self._runs, run)
-                except (StorageError, CoordinatorError):
-                    log.warning(
-                        "The last version of run %s is not completed; the next run does it", run_id, exc_info=True
-                    )
-                try:
-                    run.name_snapshots()
-                except (StorageError, CoordinatorError):
-                    # The snapshots only save time: the next run takes new ones.
-                    log.warning("The last snapshots of run %s are not named in a manifest", run_id, exc_info=True)
-                try:
-                    run.write_history()
-                except (StorageError, CoordinatorError):
-                    log.warning("The last checkpoints of run %s are not in the history", run_id, exc_info=True)
+            self._finish(run)
         with self._registries.lock:
             self._registries.instances.deactivate(run_id)
             run = self._runs.find(run_id)
             self._runs.remove(run_id)
-            why = "its query ended" if run is None or run.retired_by is None else f"replaced by {run.retired_by}"
+            why = STOPPED if run is None or run.retired_by is None else f"replaced by {run.retired_by}"
             self._runs.remember_over(run_id, why)
         if run is not None:
             self._runs.end(run, why)
         return True
+
+    def serve_ended(self, registration: QueryRegistration) -> RegisteredQuery:
+        """See ``CoordinatorPort``."""
+        with self._registries.lock:
+            registering = self._registering.setdefault(registration.state_location, threading.Lock())
+        with registering:
+            run = self._runs.find(registration.run_id)
+            if run is None:
+                return self._take_up_ended(registration)
+            if not run.is_served:
+                self.deactivate_instances(run.run_id)
+                return RegisteredQuery(f"Run {run.run_id} has been replaced by run {run.retired_by}.", 0, 0)
+            if run.is_current:
+                self._finish(run)
+                self._runs.stop(run)
+            run.seen(self._registries.clock())
+            return RegisteredQuery(None, run.manifests.epoch, run.versions.completed)
+
+    def _take_up_ended(self, registration: QueryRegistration) -> RegisteredQuery:
+        """Register a run whose query has ended, and that this coordinator, after a restart, does not know."""
+        run_id = registration.run_id
+        if self._runs.is_over_for_good(run_id):
+            return RegisteredQuery(f"Run {run_id} is over.", 0, 0)
+        storage = self._open_storage(registration.state_location, registration.storage_options)
+        manifests = ManifestLog(storage, self._coordinator_id)
+        newest = manifests.epochs.newest()
+        if newest is None or newest.run_id != run_id:
+            by = "there is no state any more" if newest is None else f"run {newest.run_id} has replaced it"
+            return RegisteredQuery(f"Run {run_id} is over for good: {by} at {registration.state_location}.", 0, 0)
+        commits = SparkCommits(self._open_storage(registration.checkpoint_location, registration.storage_options))
+        completed = commits.next_batch()
+        manifests.refresh()
+        run = QueryState(registration, manifests, commits, self._registries.clock)
+        run.assignment.awaits_reports = True
+        run.take_up(completed, newest.epoch)
+        run.adopt(evolved_operators(run))
+        if completed not in run.versions.chain:
+            return RegisteredQuery(f"Version {completed} of run {run_id} has no manifest.", 0, completed)
+        run.stop(self._registries.clock())
+        self._runs.add_stopped(run)
+        log.info("Run %s, whose query has ended, is read on at version %d", run_id, completed)
+        return RegisteredQuery(None, newest.epoch, completed)
+
+    def _finish(self, run: QueryState) -> None:
+        """Complete what Spark has committed, and write what the next run is to find. The query has ended."""
+        run_id = run.run_id
+        with run.lock:
+            if not run.is_current:
+                return
+            try:
+                # Nobody may have said yet that the last batch is committed. What has come again of it is known here
+                # alone.
+                catch_up(self._runs, run)
+            except (StorageError, CoordinatorError):
+                log.warning("The last version of run %s is not completed; the next run does it", run_id, exc_info=True)
+            try:
+                run.name_snapshots()
+            except (StorageError, CoordinatorError):
+                # The snapshots only save time: the next run takes new ones.
+                log.warning("The last snapshots of run %s are not named in a manifest", run_id, exc_info=True)
+            try:
+                run.write_history()
+            except (StorageError, CoordinatorError):
+                log.warning("The last checkpoints of run %s are not in the history", run_id, exc_info=True)
 
     def overdue(self, now: float) -> list[QueryState]:
         """Return the runs whose drivers were not heard of for the driver timeout before ``now``."""

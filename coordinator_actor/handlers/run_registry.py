@@ -17,6 +17,7 @@ from coordinator_actor.savepoints.run_savepoints import RunSavepoints
 
 REMEMBERED_ENTRIES = 1000
 LEASE_OVER = "its driver was not heard of"
+STOPPED = "its query ended"
 
 
 @dataclass(frozen=True)
@@ -99,22 +100,32 @@ class RunRegistry:
             return self.by_id.get(run_id)
 
     def current(self) -> list[QueryState]:
-        """Return the registered runs that are neither over nor replaced."""
+        """Return the registered runs whose queries run."""
         with self._lock:
             return [run for run in self.by_id.values() if run.is_current]
+
+    def served(self) -> list[QueryState]:
+        """Return the registered runs that hosts answer from: those whose queries run, and of ended ones the last.
+
+        Where a query has run again, its earlier runs are replaced.
+        """
+        with self._lock:
+            return [run for run in self.by_id.values() if run.is_served]
 
     def of_session(self, session_id: str) -> list[QueryState]:
         """Return the registered runs of a driver's session."""
         with self._lock:
             return [run for run in self.by_id.values() if run.registration.session_id == session_id]
 
-    def running(self, query: str) -> QueryState:
-        """Return the running query of that name, query id or run id.
+    def running(self, query: str, *, or_ended: bool = False) -> QueryState:
+        """Return the running query of that name, query id or run id; ``or_ended``: or else the ended one that is read.
 
         Raises ``UnknownQueryError`` if there is none, or more than one.
         """
         running = self.current()
         found = [run for run in running if run.is_named(query)]
+        if or_ended and not found:
+            found = [run for run in self.served() if run.is_named(query)]
         if len(found) != 1:
             exist = (
                 ", ".join(f"{r.registration.name or 'unnamed'} ({r.registration.query_id})" for r in running) or "none"
@@ -178,11 +189,31 @@ class RunRegistry:
         with self._lock:
             self.by_id.pop(run_id, None)
 
+    def add_stopped(self, run: QueryState) -> None:
+        """Register a run whose query has ended, to be read on. Raises ``RetiredRunError`` if there is a newer one."""
+        location = run.registration.state_location
+        with self._lock:
+            newer = next((r for r in self.by_id.values() if r.registration.state_location == location), None)
+            if newer is not None:
+                raise RetiredRunError(f"Run {run.run_id} has been replaced by run {newer.run_id}.")
+            self.by_id[run.run_id] = run
+            self._changed.notify_all()
+
+    def stop(self, run: QueryState) -> None:
+        """Take note that the query of a run has ended: nothing is active or pending; its last version is read on."""
+        with self._lock:
+            run.stop(self._clock())
+        self._end_work(run, STOPPED)
+
     def end(self, run: QueryState, why: str) -> None:
-        """End a run: nothing of it is active or pending any more."""
+        """End a run: nothing of it is active or pending any more, and nobody reads it."""
         run.end()
         with self._lock:
             self._ended[run.run_id] = EndedQuery(run.registration, self._clock(), why)
+        self._end_work(run, why)
+
+    def _end_work(self, run: QueryState, why: str) -> None:
+        with self._lock:
             self._instances.deactivate(run.run_id)
         run.batch.checkpoints.cancel_all("the query has ended")
         with self._lock:

@@ -49,11 +49,13 @@ class QueryState:
     ``lock`` guards all writes to the run and its parts: ``versions``, ``batch`` and ``files_in_use``. It is held while
     the run's storage is asked, so messages that must not wait for storage do not take it. They read values that are
     only ever replaced as a whole: the chain and the completed version, the registration, what is announced to hosts,
-    and the lifetime of the run (``driver_seen``, ``ended``, ``retired_by``), which they also write. ``assignment`` and
-    the checkpoints have locks of their own.
+    and the lifetime of the run (``driver_seen``, ``stopped_at``, ``ended``, ``retired_by``), which they also write.
+    ``assignment`` and the checkpoints have locks of their own.
 
-    ``driver_seen`` is when the driver was heard of last, in seconds by the coordinator's clock. ``maintained`` is when
-    garbage was removed last; at first a time before the run began, which differs from run to run.
+    ``driver_seen`` is when the driver was heard of last, in seconds by the coordinator's clock. ``stopped_at`` is when
+    the query ended: from then on the run changes nothing, and hosts go on answering from its last version, until it is
+    over (``ended``). ``maintained`` is when garbage was removed last; at first a time before the run began, which
+    differs from run to run.
     """
 
     def __init__(
@@ -85,6 +87,7 @@ class QueryState:
         self.driver_seen = clock()
         self.maintained = self.driver_seen - _share_of(self.run_id) * registration.maintenance_interval
         self.ended = False
+        self.stopped_at: float | None = None
         self.retired_by: str | None = None
         self._writer = ManifestWriter(self.run_id, manifests, self.versions, self.counter, clock)
         self._clock = clock
@@ -169,24 +172,39 @@ class QueryState:
         """Take note that a newer run replaces this one."""
         self.retired_by = run_id
 
+    def stop(self, now: float) -> None:
+        """Take note that the query has ended: the run changes nothing any more, and its last version is read on."""
+        self.registration = msgspec.structs.replace(self.registration, ended=True)
+        self.stopped_at = now
+
     def end(self) -> None:
-        """Take note that the run is over: it may change nothing any more."""
+        """Take note that the run is over: it may change nothing any more, and nobody reads it."""
         self.ended = True
 
     @property
-    def is_current(self) -> bool:
-        """Return whether the run is neither over nor replaced."""
+    def is_served(self) -> bool:
+        """Return whether hosts answer from the run: it is neither over nor replaced."""
         return not self.ended and self.retired_by is None
 
-    def require_current(self) -> None:
+    @property
+    def is_current(self) -> bool:
+        """Return whether the query runs: it has not ended, and the run is neither over nor replaced."""
+        return self.is_served and self.stopped_at is None
+
+    def require_served(self) -> None:
         """Raise ``RetiredRunError`` if the run is over or replaced."""
+        if not self.is_served:
+            self.require_current()
+
+    def require_current(self) -> None:
+        """Raise ``RetiredRunError`` if the query has ended, or the run is over or replaced."""
         if self.retired_by is not None:
             raise RetiredRunError(
                 f"Run {self.run_id} of query {self.registration.query_id} has been replaced by run {self.retired_by} "
                 "on the "
                 f"same checkpoint ({self.registration.checkpoint_location}); only the newer one may go on."
             )
-        if self.ended:
+        if self.ended or self.stopped_at is not None:
             raise RetiredRunError(f"Run {self.run_id} is over; start the query again.")
 
     # -- beginning -----------------------------------------------------------------------------
@@ -194,6 +212,17 @@ class QueryState:
     def load(self, completed: int) -> None:
         """Take up the manifests as they were read; ``completed`` is the version that Spark has committed."""
         self.versions.load(self.manifests.chain(), completed)
+
+    def take_up(self, completed: int, epoch: int) -> None:
+        """Take up the manifests of a run whose query has ended, as they were read; ``epoch`` is the run's last one.
+
+        Claims and writes nothing: the user may have removed the checkpoint, or may start the query elsewhere.
+        """
+        self.manifests.epochs.current = epoch
+        self.load(completed)
+        if self.commits.has_begun(completed):
+            self._begun_before = completed
+        self.announce()
 
     def claim(self, initial: Mapping[str, Mapping[int, PartitionEntry]] | None) -> None:
         """Claim the next epoch, take up what storage has then, and complete what Spark has committed.

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+
+from msgspec.structs import replace
 
 from coordinator_actor.messages import HostReport, QueryRegistration
 from spark_bridge.host.completed_versions import CompletedVersions
@@ -68,6 +70,19 @@ class HeldPartitions:
         with self.lock:
             self.registrations[run_id] = registration
             self._opened[run_id] = max(batch_id, self._opened.get(run_id, 0))
+
+    def note_ended(self, run_ids: Sequence[str]) -> None:
+        """Note that queries have ended: a coordinator that starts anew must know, and no snapshot is due."""
+        with self.lock:
+            for run_id in run_ids:
+                registration = self.registrations.get(run_id)
+                if registration is not None and not registration.ended:
+                    self.registrations[run_id] = replace(registration, ended=True)
+
+    def has_ended(self, run_id: str) -> bool:
+        """Return whether the query of a run is known to have ended. Its last version is read on."""
+        registration = self.registrations.get(run_id)
+        return registration is not None and registration.ended
 
     def forget_run(self, run_id: str) -> None:
         """Forget a run that is over; its partitions are removed apart."""

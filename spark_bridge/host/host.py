@@ -191,6 +191,7 @@ class Host:
             by_run.setdefault(run_id, []).append(partial(self.loading.unload_run, run_id))
         for run_id, renew in (*self.loading.due_leases(), *self.copy_loading.due_leases()):
             by_run.setdefault(run_id, []).append(renew)
+        self.held.note_ended(orders.ended_runs)
         # Before the versions are noted: what may move is looked after from here on.
         self.hand_overs.follow(hand_over.number, orders)
         self._orders.carry_out(by_run)

@@ -67,6 +67,8 @@ class Instance:
     """The version at the last maintenance, which alone writes this and ``written_out``; -1 before the first one."""
     written_out: int = -1
     """The version at which the engine has written its memory to files for others' sake."""
+    is_read: bool = True
+    """Whether a query has read it since the last maintenance; the partitions of ended queries go that nobody reads."""
     key_windows: KeyWindows | None = None
     kept_since: float = 0.0
     """When a load of it ended that did not come through, by the host's clock. The lock of its loading guards it."""

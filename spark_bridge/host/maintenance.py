@@ -1,5 +1,5 @@
-"""The maintenance of a host: unload partitions that are another host's by now, upload snapshots that are due, and have
-idle partitions give up write buffers.
+"""The maintenance of a host: unload partitions that are another host's by now, or are of an ended query and unread;
+upload snapshots that are due, and have idle partitions give up write buffers.
 
 RocksDB's write buffers are shared. While they are full, whoever writes writes files, and not who holds most. So without
 this, a busy query beside idle ones that hold the buffers would write small files in each batch.
@@ -88,11 +88,14 @@ class Maintenance:
         self._version_requests.forget_idle_runs()
         self._loading.drop_kept()
         self._unload_others()
+        self._unload_unread()
         begun = []
         due: dict[str, list[Instance]] = {}
         is_crowded = 2 * self._memory.held().get(WRITE_BUFFERS, 0) > self._write_buffer_bytes
         with self._held.lock:
             for key, instance in self._held.instances.items():
+                if self._held.has_ended(instance.registration.run_id):
+                    continue  # no manifest names a snapshot any more, and nothing is written
                 running = self._uploading.get(key)
                 version = instance.state.version
                 # A partition made of an earlier layout's files is expensive to load until it has a snapshot of its own.
@@ -116,6 +119,17 @@ class Maintenance:
             for key in [k for k, f in self._uploading.items() if f.done() and k not in self._held.instances]:
                 del self._uploading[key]
         return begun
+
+    def _unload_unread(self) -> None:
+        """Unload the partitions of ended queries that nobody has read since the last maintenance.
+
+        The next reader has them loaded again. So ended queries take no memory in the long run.
+        """
+        for instance in self._held.all():
+            if self._held.has_ended(instance.registration.run_id) and not instance.state.is_loading:
+                if not instance.is_read:
+                    self._loading.unload(instance, waits=False)
+                instance.is_read = False
 
     def _write_out(self, instance: Instance, version: int) -> None:
         try:

@@ -27,13 +27,15 @@ class _Asking:
     """The questions for one run. The thread that holds ``lock`` asks for all that wait.
 
     ``at`` is when the last question was asked, ``answered`` when the last question that has been answered was asked;
-    both are times of ``time.monotonic``. ``refusal``: the coordinator said that there is no such run.
+    both are times of ``time.monotonic``. ``refusal``: the coordinator said that there is no such run. ``has_ended``:
+    the coordinator said that the query has ended, and that the last version is read on.
     """
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     at: float = float("-inf")
     answered: float = float("-inf")
     refusal: UnknownRunError | RetiredRunError | None = None
+    has_ended: bool = False
 
     def raise_refusal(self) -> None:
         """Raise what the coordinator has said just now."""
@@ -94,12 +96,16 @@ class VersionRequests:
     def _ask(self, run_id: str, asking: _Asking) -> None:
         registration = self._registration
         asking.at, asking.refusal = time.monotonic(), None
-        self._completed.note(
-            registration.call_about(
-                run_id, lambda: registration.coordinator.completed(run_id, registration.info.host_id)
-            )
+        answer = registration.call_about(
+            run_id, lambda: registration.coordinator.completed(run_id, registration.info.host_id)
         )
-        asking.answered = asking.at
+        self._completed.note(answer)
+        asking.has_ended, asking.answered = answer.ended, asking.at
+
+    def has_ended(self, run_id: str) -> bool:
+        """Return whether the coordinator has answered the last question for a run that its query has ended."""
+        asking = self._asking.get(run_id)
+        return asking is not None and asking.has_ended
 
     def has_asked_since(self, run_id: str, moment: float) -> bool:
         """Return whether a question for a run was asked since ``moment`` (of ``time.monotonic``), and was answered."""

@@ -33,6 +33,7 @@ class SessionOptions:
     conf: StateStoreConf = field(default_factory=StateStoreConf)
     coordinator_conf: CoordinatorConf | None = None
     recovery_timeout: float = DEFAULT_RECOVERY_TIMEOUT
+    keep_serving: float | None = None
     tls: TlsConf | None = None
     query_port: int = 0
     request_limits: RequestLimits = field(default_factory=RequestLimits)

@@ -49,6 +49,7 @@ def init_spark(
     conf: StateStoreConf | None = None,
     coordinator_conf: CoordinatorConf | None = None,
     recovery_timeout: float = DEFAULT_RECOVERY_TIMEOUT,
+    keep_serving: float | None = None,
     tls: TlsConf | None = None,
     query_port: int = 0,
     request_limits: RequestLimits | None = None,
@@ -64,18 +65,21 @@ def init_spark(
     started beside executors that come later too, and in the place of those that are lost with their machine.
     ``state_location`` puts the state of each query into ``<state_location>/<query id>`` instead of its checkpoint
     location. ``recovery_timeout`` (seconds) is how long a task waits for a new owner of its state partition, and how
-    long for the next progress of a partition that is being loaded. ``coordinator_conf`` has leases, timeouts and the
-    place of the coordinator (default: the head node); it counts for the session that finds no coordinator in the
-    namespace and so starts one. ``tls`` encrypts the messages between tasks, query clients and hosts. Host i answers
-    queries at ``query_port + i``, also after a restart; with 0 it takes any free port, and clients outside must be told
-    the new port after a restart. ``request_limits`` are the limits of these answers.
+    long for the next progress of a partition that is being loaded. ``keep_serving`` (seconds) is how long hosts answer
+    on from the last completed version of a query that has ended: None for as long as the session lives, 0 for not at
+    all. ``coordinator_conf`` has leases, timeouts and the place of the coordinator (default: the head node); it counts
+    for the session that finds no coordinator in the namespace and so starts one. ``tls`` encrypts the messages between
+    tasks, query clients and hosts. Host i answers queries at ``query_port + i``, also after a restart; with 0 it takes
+    any free port, and clients outside must be told the new port after a restart. ``request_limits`` are the limits of
+    these answers.
 
     Raises ``EnvironmentProblemError`` if Java is missing or the versions of RayDP and PySpark do not fit together,
-    ``SessionError`` if this process has a session already or ``num_hosts`` is below 1, ``TlsError`` if certificates do
-    not fit, ``InvalidRequestError`` if no node can take the coordinator.
+    ``SessionError`` if this process has a session already, ``num_hosts`` is below 1 or ``keep_serving`` below 0,
+    ``TlsError`` if certificates do not fit, ``InvalidRequestError`` if no node can take the coordinator.
     """
     require_no_session()
     _require_hosts(num_hosts)
+    _require_keep_serving(keep_serving)
     if tls is not None:
         tls.check()
     ensure_java()
@@ -104,6 +108,7 @@ def init_spark(
             conf=conf or StateStoreConf(),
             coordinator_conf=coordinator_conf,
             recovery_timeout=recovery_timeout,
+            keep_serving=keep_serving,
             tls=tls,
             query_port=query_port,
             request_limits=request_limits or RequestLimits(),
@@ -129,6 +134,7 @@ def attach(
     conf: StateStoreConf | None = None,
     coordinator_conf: CoordinatorConf | None = None,
     recovery_timeout: float = DEFAULT_RECOVERY_TIMEOUT,
+    keep_serving: float | None = None,
     tls: TlsConf | None = None,
     query_port: int = 0,
     request_limits: RequestLimits | None = None,
@@ -143,6 +149,7 @@ def attach(
     """
     require_no_session()
     _require_hosts(num_hosts)
+    _require_keep_serving(keep_serving)
     if tls is not None:
         tls.check()
     require_cores(spark)
@@ -156,6 +163,7 @@ def attach(
             conf=conf or StateStoreConf(),
             coordinator_conf=coordinator_conf,
             recovery_timeout=recovery_timeout,
+            keep_serving=keep_serving,
             tls=tls,
             query_port=query_port,
             request_limits=request_limits or RequestLimits(),
@@ -235,6 +243,13 @@ def _join(spark: SparkSession, options: SessionOptions, *, raydp_app: str | None
 def _require_hosts(num_hosts: int | None) -> None:
     if num_hosts is not None and num_hosts < 1:
         raise SessionError(f"num_hosts={num_hosts}: give at least 1, or None for one host per executor core.")
+
+
+def _require_keep_serving(seconds: float | None) -> None:
+    if seconds is not None and not seconds >= 0:
+        raise SessionError(
+            f"keep_serving={seconds}: give seconds, 0 or more, or None for as long as the session lives."
+        )
 
 
 def _set_log_level(spark: SparkSession, level: str) -> None:

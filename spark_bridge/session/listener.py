@@ -36,6 +36,7 @@ from spark_bridge.operators.declared_operators import duplicate_names, operators
 from spark_bridge.operators.initial_state import InitialEntries, InitialState, make_initial_states
 from spark_bridge.session.checkpoint_progress import newest_checkpoint, prices_of
 from spark_bridge.session.driver_heartbeats import DriverHeartbeats
+from spark_bridge.session.ended_queries import EndedQueries
 from spark_bridge.session.events_in_java import EventsInJava
 from spark_bridge.session.operator_progress import has_listeners, newest_progress, progress_of_batch, tell_listeners
 from spark_bridge.session.query_refusal import end_with, sources_refusal
@@ -69,6 +70,7 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
         self._stopping = threading.Event()
         self._in_java: Any = None
         self._heartbeats = DriverHeartbeats(cluster.leases, cluster.coordinator, cluster.stopping)
+        self._ended = EndedQueries(cluster.leases, cluster.coordinator, cluster.options.keep_serving)
         sink = RayMetrics({"namespace": cluster.options.namespace})
         self._metrics = StreamMetrics(sink, lambda run_id: newest_progress(cluster, run_id))
 
@@ -150,6 +152,7 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
         with self._lock:
             self._registrations[registration.run_id] = registration
             self._properties[registration.run_id] = self._spark.sparkContext._jsc.sc().getLocalProperties()
+        self._ended.started(registration)
         self._heartbeats.add(registration)
         self._metrics.add(registration.run_id, registration.name or registration.query_id)
         self._set(properties.RUN_ID, registration.run_id)
@@ -265,7 +268,7 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
         """Do nothing: an idle query has no new version."""
 
     def onQueryTerminated(self, event: QueryTerminatedEvent) -> None:
-        """Report that a run has ended; the hosts unload its partitions."""
+        """Report that a run has ended: hosts answer from its last version as long as ``keep_serving`` says."""
         run_id = str(event.runId)
         with self._lock:
             known = self._registrations.pop(run_id, None)
@@ -274,7 +277,7 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
         self._metrics.remove(run_id)
         if known is not None and not self._stopping.is_set():
             try:
-                self._cluster.coordinator.deactivate_instances(run_id)
+                self._ended.ended(known)
             except (CoordinatorError, StateStoreError, SparkBridgeError) as error:
                 # The lease of the run ends by itself.
                 log.warning("The end of run %s was not reported: %s", run_id, error)
@@ -283,4 +286,5 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
         """Stop the heartbeats."""
         self._stopping.set()
         self._heartbeats.close()
+        self._ended.close()
         self._metrics.close()

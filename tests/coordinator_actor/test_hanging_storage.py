@@ -286,6 +286,7 @@ def test_messages_that_may_wait_for_storage_say_which_query_they_are_about(messa
     record = OpenBatch("run9", 0, "h0", "a")
     args: dict[str, tuple[Any, ...]] = {
         "register_query": (record,),
+        "serve_ended": (record,),
         "open_batch": (record,),
         "snapshot_uploaded": (record,),
         "savepoint_exported": (record,),

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from spark_bridge.exceptions import ConnectionClosedError, RequestLimitError, StateVersionError
+from spark_bridge.exceptions import ConnectionClosedError, QueryEndedError, RequestLimitError, StateVersionError
 from spark_bridge.queryable.client.cluster_access import ClusterAccess
 from spark_bridge.queryable.client.known_operators import KnownOperator
 from spark_bridge.queryable.protocol.byte_arrays import pack_bytes
@@ -56,9 +56,11 @@ class StateWatch:
     counts versions that changed nothing).
 
     A watch outlives hosts, coordinator and restarts of the query, if they come back within the ``timeout``. Else it
-    raises ``QueryTimeoutError``, or ``QueryEndedError`` if the query has not come back. It raises ``StateVersionError``
-    if the next versions are no longer retained, or if the query went back to an older version than the watch has given:
-    what it gave of later versions no longer holds. For one thread at a time; ``close`` is for any thread.
+    raises ``QueryTimeoutError``. If the query has ended and has not come back, all of its versions have been given, and
+    the iteration ends. It raises ``QueryEndedError`` at the beginning if the query has ended and is not read on, and
+    ``StateVersionError`` if the next versions are no longer retained, or if the query went back to an older version
+    than the watch has given: what it gave of later versions no longer holds. For one thread at a time; ``close`` is for
+    any thread.
     """
 
     def __init__(
@@ -121,7 +123,12 @@ class StateWatch:
             except Exception as error:  # noqa: BLE001 - delay raises errors that no attempt can help
                 if self._position != begun:
                     attempts = self._attempts()
-                delay = attempts.delay(error)
+                try:
+                    delay = attempts.delay(error)
+                except QueryEndedError:
+                    if self._run_id is None:
+                        raise
+                    return
                 self._access.moved(self._ref, error)
                 self._closed.wait(delay)
             else:
@@ -161,7 +168,10 @@ class StateWatch:
         location = known.location
         is_first = self._run_id is None
         # A location may be a little old, but a new run is located at the version with which it begins, or later.
-        completed = self._completed(known, max(0, position - 1), AWAIT_SECONDS if is_first else 0.0, deadline)
+        try:
+            completed = self._completed(known, max(0, position - 1), AWAIT_SECONDS if is_first else 0.0, deadline)
+        except QueryEndedError:
+            completed = location.completed_version  # no later one comes
         if completed >= position:
             return
         operator, _ = self._ref

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 from backends.bounded_dict import BoundedDict
-from coordinator_actor.exceptions import CoordinatorError
+from coordinator_actor.exceptions import CoordinatorError, QueryEndedError
 from spark_bridge.host.completed_versions import CompletedVersion
 from spark_bridge.host.host import Host
 
@@ -32,7 +32,7 @@ class CompletionWait:
         self._lock = threading.Lock()
 
     def await_completed(self, run_id: str, after: int, seconds: float) -> int:
-        """See ``StateReads``. Raises ``RetiredRunError`` if the run ends meanwhile."""
+        """See ``StateReads``. Raises ``RetiredRunError`` if the run is over meanwhile."""
         deadline = time.monotonic() + seconds
         self._host.prepared.settle(run_id, self._wait_seconds)
         newest = self._host.completed.newest(run_id)
@@ -45,6 +45,8 @@ class CompletionWait:
             newest = self._host.completed.wait(run_id, after + 1, min(left, ASK_COORDINATOR_SECONDS))
             if newest is None or newest.version <= after:
                 newest = self._ask_coordinator(run_id, after)
+                if newest is not None and newest.version <= after and self._host.version_requests.has_ended(run_id):
+                    raise QueryEndedError(f"The query of run {run_id} has ended at version {newest.version}.")
         return -1 if newest is None else newest.version
 
     def _ask_coordinator(self, run_id: str, after: int) -> CompletedVersion | None:

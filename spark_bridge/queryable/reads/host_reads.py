@@ -104,6 +104,7 @@ class HostReads:
             if completed is not None and instance is not None and is_loaded and completed.version >= at.version:
                 head = completed.head(plan.operator, partition)
                 if head is not None:
+                    instance.is_read = True
                     try:
                         return completed.version, _value_of(instance.state, key, family, completed.version, head)
                     except (VersionNotFoundError, StoreClosedError):

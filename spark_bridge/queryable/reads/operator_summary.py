@@ -26,6 +26,7 @@ def operator_summary(found: RunningOperator) -> dict[str, Any]:
         "backend": found.operator.backend,
         "oldest_version": found.oldest_version,
         "completed_version": found.completed_version,
+        "ended": found.ended,
         "state": variables_summary(schema),
     }
 

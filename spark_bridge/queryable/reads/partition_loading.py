@@ -56,6 +56,7 @@ class PartitionLoader:
 
         Raises ``HostUnavailableError`` if the partition is not loaded after ``seconds``.
         """
+        instance.is_read = True
         state = instance.state
         if state.is_loading:
             what = _name(*instance.run_key)

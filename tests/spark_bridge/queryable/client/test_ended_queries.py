@@ -1,0 +1,195 @@
+"""Queries that have ended are answered from their last completed version, until they run again or are over."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from coordinator_actor.exceptions import RetiredRunError
+from coordinator_actor.messages import OpenBatch, QueryRegistration
+from spark_bridge.exceptions import QueryEndedError, StateVersionError
+from spark_bridge.queryable.client import watch as watching
+from spark_bridge.queryable.reads import completion_wait, operator_directory
+from tests.spark_bridge.queryable.client.client_rows import UntilGone
+from tests.spark_bridge.queryable.client_world import Cluster
+
+USERS = 40
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+    monkeypatch.setattr(operator_directory, "KEPT_SECONDS", 0.02)
+    monkeypatch.setattr(completion_wait, "ASK_COORDINATOR_SECONDS", 0.1)
+    made = Cluster(tmp_path)
+    for n in (1, 2):
+        made.batch(dict.fromkeys(range(USERS), (n, "a")))
+    yield made
+    made.close()
+
+
+def registration(c: Cluster) -> QueryRegistration:
+    return c.c.registries.runs.get(c.run).registration
+
+
+def end(c: Cluster) -> None:
+    """The query ends, as its driver says."""
+    assert c.c.serve_ended(registration(c)).refusal is None
+    for h in c.hosts:
+        h.host.heartbeat()
+
+
+def loaded(c: Cluster) -> int:
+    return sum(len(h.host.held.all()) for h in c.hosts)
+
+
+def files(c: Cluster) -> dict[str, int]:
+    return {str(p): p.stat().st_mtime_ns for p in (c.root / "ck").rglob("*") if p.is_file()}
+
+
+@pytest.mark.parametrize("direct", [False, True])
+def test_all_reads_go_on(cluster: Cluster, direct: bool) -> None:
+    with cluster.client(direct=direct) as before:
+        assert before.get("totals", 3) == {"n": 2, "name": "a"}
+        end(cluster)
+        for client in (before, cluster.client(direct=direct)):
+            assert client.get("totals", 3) == {"n": 2, "name": "a"}
+            assert client.get("totals", 3, version=1) == {"n": 1, "name": "a"}
+            assert client.get("totals", 3, query="run1") == {"n": 2, "name": "a"}
+            assert client.get_many("totals", list(range(USERS))).num_rows == USERS
+            assert client.count("totals") == len(client.scan("totals").to_pandas()) == USERS
+            assert client.sql("select sum(n) as n from totals").df()["n"][0] == 2 * USERS
+            (of,) = client.operators()
+            assert (of["operator"], of["completed_version"], of["ended"]) == ("totals", 2, True)
+
+
+def test_nothing_of_it_changes_any_more(cluster: Cluster) -> None:
+    end(cluster)
+    before = files(cluster)
+    info = cluster.hosts[0].host.info
+    with pytest.raises(RetiredRunError, match="is over; start the query again"):
+        cluster.c.open_batch(OpenBatch("run1", 2, info.host_id, info.incarnation))
+    with pytest.raises(RetiredRunError):
+        cluster.c.acknowledge_many("run1", info.host_id, info.incarnation, [])
+    for _ in range(3):
+        for h in cluster.hosts:
+            h.host.register()
+            assert h.host.maintenance.do_maintenance() == []
+        cluster.world.now += 100
+        cluster.c.renew_leases(["run1"])
+        cluster.c.maintain()
+        cluster.c.expire()
+    assert files(cluster) == before, "snapshots are due, and old versions are no longer kept, but the query has ended"
+
+
+def test_the_last_batch_counts_of_which_nobody_has_told(cluster: Cluster) -> None:
+    cluster.batch({1: (3, "b")}, complete=False)
+    end(cluster)
+    assert cluster.client().get("totals", 1) == {"n": 3, "name": "b"}
+
+
+def test_partitions_that_nobody_reads_are_unloaded_and_loaded_again(cluster: Cluster) -> None:
+    client = cluster.client()
+    end(cluster)
+    assert loaded(cluster) == cluster.partitions
+    for h in cluster.hosts:
+        h.host.maintenance.do_maintenance()
+    assert client.get("totals", 3) == {"n": 2, "name": "a"}
+    for h in cluster.hosts:
+        h.host.maintenance.do_maintenance()
+    assert loaded(cluster) == 1, "the one that was read"
+    for h in cluster.hosts:
+        h.host.maintenance.do_maintenance()
+    assert loaded(cluster) == 0
+    assert client.count("totals") == USERS
+    assert loaded(cluster) == cluster.partitions
+
+
+@pytest.mark.parametrize("driver_first", [False, True])
+def test_a_coordinator_that_starts_anew_is_told_and_writes_nothing(cluster: Cluster, driver_first: bool) -> None:
+    client, last = cluster.client(), registration(cluster)
+    end(cluster)
+    before = files(cluster)
+    if driver_first:
+        cluster.port.c = cluster.world.coordinator(0)
+        assert cluster.c.renew_leases(["run1"]) == ["run1"]
+        assert cluster.c.serve_ended(last).refusal is None
+        for h in cluster.hosts:
+            h.host.register()
+    else:
+        cluster.replace_coordinator()
+        assert cluster.c.renew_leases(["run1"]) == []
+    assert client.get("totals", 3) == {"n": 2, "name": "a"}
+    assert cluster.client().get_many("totals", list(range(USERS))).num_rows == USERS
+    assert cluster.c.registries.runs.current() == [] and files(cluster) == before
+
+
+def test_a_checkpoint_that_was_removed_does_not_come_to_be_again(cluster: Cluster) -> None:
+    last = registration(cluster)
+    end(cluster)
+    shutil.rmtree(cluster.root / "ck")
+    cluster.port.c = cluster.world.coordinator(0)
+    assert "there is no state any more" in str(cluster.c.serve_ended(last).refusal)
+    assert not (cluster.root / "ck").exists()
+
+
+def test_a_query_that_runs_again_replaces_its_ended_run(cluster: Cluster) -> None:
+    client, last = cluster.client(), registration(cluster)
+    end(cluster)
+    cluster.start("run2")
+    cluster.batch({1: (7, "c")})
+    assert client.get("totals", 1) == {"n": 7, "name": "c"}
+    assert client.get("totals", 2) == {"n": 2, "name": "a"}
+    assert [o["ended"] for o in client.operators()] == [False]
+    assert "run run2 has replaced it" in str(cluster.world.coordinator(0).serve_ended(last).refusal)
+    assert "replaced by run run2" in str(cluster.c.serve_ended(last).refusal)
+    assert cluster.c.locate("totals").run_id == "run2"
+
+
+def test_it_is_over_when_the_driver_says_so_or_is_gone(cluster: Cluster) -> None:
+    client = cluster.client(timeout=0.5)
+    end(cluster)
+    assert client.get("totals", 3) == {"n": 2, "name": "a"}
+    cluster.world.now += 1000
+    cluster.c.expire()
+    for i in range(len(cluster.hosts)):
+        cluster.replace_host(i)
+    with pytest.raises(QueryEndedError, match="its driver was not heard of"):
+        cluster.c.locate("totals")
+    (over,) = cluster.c.registries.runs.ended()
+    assert cluster.c.serve_ended(over.registration).refusal is None, "the driver is back"
+    assert cluster.c.locate("totals").run_id == "run1"
+    cluster.c.deactivate_instances("run1")
+    with pytest.raises(QueryEndedError, match="its query ended"):
+        cluster.c.locate("totals")
+
+
+def test_queries_that_run_come_before_ended_ones_and_of_these_the_last(cluster: Cluster) -> None:
+    end(cluster)
+    for number in (2, 3):
+        root = cluster.root / f"ck{number}"
+        cluster.registration = {
+            "query_id": f"q{number}",
+            "name": f"name{number}",
+            "checkpoint_location": str(root),
+            "state_location": str(root / "statestore"),
+        }
+        cluster.start(f"run{number}")
+        assert cluster.c.locate("totals").query_id == f"q{number}", "it runs"
+        cluster.world.now += 1
+        end(cluster)
+    assert cluster.c.locate("totals").query_id == "q3"
+    assert cluster.c.locate("totals", "name").query_id == "q"
+
+
+def test_a_watch_gives_all_versions_and_ends(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    with cluster.client().watch("totals", keys=[1], from_version=0) as changes:
+        assert next(changes).version == 1
+        end(cluster)
+        monkeypatch.setattr(watching, "Attempts", UntilGone)
+        assert [change.version for change in changes] == [2]
+    assert list(cluster.client().watch("totals")) == [], "one that begins behind the end"
+    with pytest.raises(StateVersionError, match="from_version=3"):
+        next(cluster.client().watch("totals", from_version=3))
