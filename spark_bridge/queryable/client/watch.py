@@ -12,7 +12,13 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from spark_bridge.exceptions import ConnectionClosedError, QueryEndedError, RequestLimitError, StateVersionError
+from spark_bridge.exceptions import (
+    ConnectionClosedError,
+    QueryEndedError,
+    QueryTimeoutError,
+    RequestLimitError,
+    StateVersionError,
+)
 from spark_bridge.queryable.client.cluster_access import ClusterAccess
 from spark_bridge.queryable.client.known_operators import KnownOperator
 from spark_bridge.queryable.protocol.byte_arrays import pack_bytes
@@ -111,7 +117,7 @@ class StateWatch:
         return Attempts(f"watch({operator!r})", deadline, had_answer=self._run_id is not None)
 
     def _all_changes(self) -> Iterator[StateChange]:
-        attempts = self._attempts()
+        attempts, has_ended = self._attempts(), False
         while not self._closed.is_set():
             begun = self._position
             try:
@@ -123,16 +129,18 @@ class StateWatch:
             except Exception as error:  # noqa: BLE001 - delay raises errors that no attempt can help
                 if self._position != begun:
                     attempts = self._attempts()
+                has_ended = has_ended or (isinstance(error, QueryEndedError) and self._run_id is not None)
                 try:
                     delay = attempts.delay(error)
-                except QueryEndedError:
-                    if self._run_id is None:
-                        raise
-                    return
+                except (QueryEndedError, QueryTimeoutError):
+                    # What comes behind the end is as good: the last request may have had too little time.
+                    if has_ended:
+                        return
+                    raise
                 self._access.moved(self._ref, error)
                 self._closed.wait(delay)
             else:
-                attempts = self._attempts()
+                attempts, has_ended = self._attempts(), False
 
     def _next_changes(self, deadline: float) -> Iterator[StateChange]:
         """Yield what has completed since the position; wait for that a while.
