@@ -11,6 +11,7 @@ from backends.encoding.operator_schema import OperatorSchema
 from spark_bridge.overview.faults import faults_of
 from spark_bridge.overview.model import (
     CLUSTER,
+    ENDED,
     RETIRED,
     RUNNING,
     Checkpoint,
@@ -74,7 +75,7 @@ def _query(
         query_id=query["query_id"],
         run_id=run_id,
         name=query["name"],
-        status=RUNNING if query["retired_by"] is None else RETIRED,
+        status=RETIRED if query["retired_by"] is not None else RUNNING if query["ended_at"] is None else ENDED,
         checkpoint_location=query["checkpoint_location"],
         state_location=query["state_location"],
         epoch=query["epoch"],

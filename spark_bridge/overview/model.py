@@ -16,8 +16,10 @@ from backends.storage.request_counts import KINDS
 FORMAT_VERSION = 1
 """Grows when a field changes its meaning or goes. New fields do not change it."""
 
-RUNNING, RETIRED, STORED = "running", "replaced", "stored"
-"""The status of a query: it runs; a newer run has replaced it; only its storage was looked at."""
+RUNNING, ENDED, RETIRED, STORED = "running", "ended", "replaced", "stored"
+"""The status of a query: it runs; it has ended and is read on; a newer run has replaced it; only its storage was looked
+at.
+"""
 WARNING, ERROR = "warning", "error"
 CLUSTER, STORAGE = "cluster", "storage"
 INPUT_WAIT = "input_wait"

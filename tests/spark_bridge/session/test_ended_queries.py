@@ -172,9 +172,7 @@ def test_one_that_does_not_answer_at_the_end_is_told_later(
     assert is_read(port, 1)
 
 
-def test_what_could_not_be_ended_is_ended_later(
-    world: World, port: Port, queries: Callable[..., EndedQueries]
-) -> None:
+def test_what_could_not_be_ended_is_ended_later(world: World, port: Port, queries: Callable[..., EndedQueries]) -> None:
     ended = queries(keep_serving=50.0)
     for number in (1, 2):
         ended.ended(run_of(world, port, number))
