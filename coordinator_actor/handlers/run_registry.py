@@ -176,6 +176,9 @@ class RunRegistry:
             replaced = [other for other in self.by_id.values() if other.registration.state_location == location]
             for other in replaced:
                 other.retire(run_id)
+                if other.stopped_at is not None:  # its driver has reported its end already
+                    del self.by_id[other.run_id]
+                    self._over[other.run_id] = f"replaced by {run_id}"
             self.by_id[run_id] = run
             self._changed.notify_all()
             self._savepoints[run_id] = savepoints

@@ -157,10 +157,29 @@ class Query:
                 s.spawn(self.session.driver, self._terminated, "terminated")
 
     def _terminated(self) -> None:
+        random = self.world.scheduler.random
         try:
+            if random.random() < 0.5:
+                self._answer_on(random.random() * 20)
             self.port.deactivate_instances(self.run_id)
         except KNOWN_ERRORS as error:
             self.world.scheduler.log("the end of", self.run_id, "was not reported:", str(error))
+
+    def _answer_on(self, seconds: float) -> None:
+        """Have hosts answer from the last version for a while, or until the query runs again."""
+        s = self.world.scheduler
+        until, is_told = s.now + seconds, False
+        while s.now < until and self.stream.newest_run == self.run_id:
+            try:
+                if self.run_id in self.port.renew_leases([self.run_id]) or not is_told:
+                    answer = self.port.serve_ended(self.registration)
+                    if answer.refusal is not None:
+                        s.log("run", self.run_id, "is not read on:", answer.refusal)
+                        return
+                    is_told = True
+            except KNOWN_ERRORS as error:
+                self.world.judge(error, self.run_id, "lease of an ended query")
+            s.sleep(self.world.slowness)
 
     def _renew_lease(self) -> None:
         s = self.world.scheduler

@@ -294,10 +294,17 @@ def test_union_behind_the_operator_is_a_clear_error_and_loses_no_state(
 
 
 def test_killed_processes_leave_the_cluster_in_order(spark: Any) -> None:
-    """After all the killing above: the same two hosts, one coordinator, nothing loaded for stopped queries."""
+    """After all the killing above: the same two hosts, one coordinator, and only the last runs of queries are read."""
     cluster = current_cluster()
+
+    def is_in_order() -> bool:
+        queries, held = cluster.coordinator.call("describe")["queries"], held_instances()
+        last_runs = {q["run_id"] for q in queries}
+        has_ended = all(q["ended_at"] is not None and q["retired_by"] is None for q in queries)
+        return has_ended and held is not None and {i["run_id"] for i in held} <= last_runs
+
     # Within less than the lease of a run, which would end it too.
-    wait_until(lambda: held_instances() == [], timeout=50)
+    wait_until(is_in_order, timeout=50)
     names = [a["name"] for a in ray.util.list_named_actors(all_namespaces=True) if a["namespace"] == "statestore"]
     assert sorted(n for n in names if n.startswith("StateStore")) == sorted(
         [

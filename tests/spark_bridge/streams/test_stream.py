@@ -23,11 +23,11 @@ from pyspark.sql.streaming import StreamingQuery
 from coordinator_actor.durable.fencing import FENCE
 from spark_bridge import QueryableStateClient, aggregate
 from spark_bridge import functions as S
-from spark_bridge.exceptions import QueryEndedError, UnknownKeyOrNamespaceError, UnknownOperatorError
+from spark_bridge.exceptions import UnknownKeyOrNamespaceError, UnknownOperatorError
 from spark_bridge.session.current import current_cluster
 from spark_bridge.task import local_properties
 from tests.patience import PATIENCE
-from tests.spark_bridge.conftest import Stream, held_instances, settle, wait_until
+from tests.spark_bridge.conftest import Stream, settle, wait_until
 
 pytestmark = pytest.mark.spark
 
@@ -207,20 +207,20 @@ def test_a_restarted_query_goes_on_from_its_checkpoint(stream: Stream, client: Q
     assert set(versions) == {1, 2, 3, 4, 5, 6}
 
 
-def test_a_stopped_query_is_unloaded_and_no_longer_answers(stream: Stream, client: QueryableStateClient) -> None:
+def test_a_stopped_query_is_answered_on_until_it_runs_again(stream: Stream, client: QueryableStateClient) -> None:
     stream.add([(1, 1.0)])
-    query = start(aggregate(stream.read(), by="k", operator="gone", n=S.count()), stream)
+    query = start(aggregate(stream.read(), by="k", operator="stays", n=S.count()), stream)
     settle(query)
-    run_id = str(query.runId)
     query.stop()
-
-    def is_unloaded() -> bool:
-        held = held_instances()
-        return held is not None and all(i["run_id"] != run_id for i in held)
-
-    wait_until(is_unloaded, timeout=50)  # less than the lease of a run, which would end it too
-    with pytest.raises(QueryEndedError, match="gone"):
-        client.get("gone", 1)
+    wait_until(lambda: [o["ended"] for o in client.operators() if o["operator"] == "stays"] == [True])
+    assert client.get("stays", 1) == {"n": 1}
+    assert list(client.watch("stays", timeout=2.0)) == []
+    stream.add([(1, 1.0)])
+    query = start(aggregate(stream.read(), by="k", operator="stays", n=S.count()), stream)
+    settle(query)
+    assert client.get("stays", 1) == {"n": 2}
+    assert [o["ended"] for o in client.operators() if o["operator"] == "stays"] == [False]
+    query.stop()
 
 
 def test_results_do_not_depend_on_the_number_of_partitions(

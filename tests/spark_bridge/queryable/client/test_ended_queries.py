@@ -143,9 +143,17 @@ def test_a_query_that_runs_again_replaces_its_ended_run(cluster: Cluster) -> Non
     assert client.get("totals", 1) == {"n": 7, "name": "c"}
     assert client.get("totals", 2) == {"n": 2, "name": "a"}
     assert [o["ended"] for o in client.operators()] == [False]
+    assert [q["run_id"] for q in cluster.c.describe()["queries"]] == ["run2"]
     assert "run run2 has replaced it" in str(cluster.world.coordinator(0).serve_ended(last).refusal)
-    assert "replaced by run run2" in str(cluster.c.serve_ended(last).refusal)
+    assert "is over" in str(cluster.c.serve_ended(last).refusal)
     assert cluster.c.locate("totals").run_id == "run2"
+
+
+def test_the_end_of_a_run_that_was_replaced_is_its_end(cluster: Cluster) -> None:
+    last = registration(cluster)
+    cluster.start("run2")
+    assert "replaced by run run2" in str(cluster.c.serve_ended(last).refusal)
+    assert [q["run_id"] for q in cluster.c.describe()["queries"]] == ["run2"]
 
 
 def test_it_is_over_when_the_driver_says_so_or_is_gone(cluster: Cluster) -> None:
