@@ -181,6 +181,14 @@ class CoordinatorPort:
         refusal where the run was replaced, or its state is not there any more.
         """
 
+    @message(Group.QUERIES)
+    def take_up_versions(self, run_id: str) -> RegisteredQuery:
+        """Take up the versions that a query, which runs elsewhere, has completed since its run is read here.
+
+        The run must be one of ``serve_ended``. The answer has the last version, or a refusal if another run has claimed
+        the state since.
+        """
+
     # -- batches -------------------------------------------------------------------------------
 
     @message(Group.QUERIES)

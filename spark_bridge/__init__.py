@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from spark_bridge.queryable.server.client_proxy import KvStateClientProxy
     from spark_bridge.queryable.server.request_limits import RequestLimits
     from spark_bridge.queryable.server.server import KvStateServer
+    from spark_bridge.serving.serve import StateServing, serve_state
     from spark_bridge.session.checkpoint_progress import CheckpointProgress, checkpoint_progress
     from spark_bridge.session.lifecycle import attach, init_spark, scale_hosts, stop_spark
     from spark_bridge.session.operator_progress import (
@@ -84,6 +85,7 @@ __all__ = [
     "StateOperatorListener",
     "StateOperatorProgress",
     "StateScan",
+    "StateServing",
     "StateStoreHost",
     "StateWatch",
     "StatefulProcessor",
@@ -110,6 +112,7 @@ __all__ = [
     "remove_state_operator_listener",
     "restore_savepoint",
     "scale_hosts",
+    "serve_state",
     "setup_ray_on_spark",
     "state_batches",
     "state_changes_batches",
@@ -145,6 +148,7 @@ _HOMES = {
     "StateOperatorListener": "spark_bridge.session.operator_progress",
     "StateOperatorProgress": "spark_bridge.session.operator_progress",
     "StateScan": "spark_bridge.queryable.client.state_scan",
+    "StateServing": "spark_bridge.serving.serve",
     "StateStoreHost": "spark_bridge.host_actor.actor",
     "StateWatch": "spark_bridge.queryable.client.watch",
     "StatefulProcessor": "spark_bridge.stateful.stateful_processor",
@@ -177,6 +181,7 @@ _HOMES = {
     "state_operator_progress": "spark_bridge.session.operator_progress",
     "state_table": "spark_bridge.state_data.state_tables",
     "scale_hosts": "spark_bridge.session.lifecycle",
+    "serve_state": "spark_bridge.serving.serve",
     "setup_ray_on_spark": "spark_bridge.session.ray_on_spark",
     "stop_spark": "spark_bridge.session.lifecycle",
     "transform_with_state": "spark_bridge.stateful.transform_with_state",

@@ -220,6 +220,10 @@ class QueryState:
         """
         self.manifests.epochs.current = epoch
         self.load(completed)
+        # What the query has removed is known here from earlier looks.
+        oldest, chain = self.versions.oldest, self.versions.chain
+        self.versions.load({v: m for v, m in chain.items() if v >= oldest})
+        self.manifests.forget({m.id for m in self.versions.chain.values()})
         if self.commits.has_begun(completed):
             self._begun_before = completed
         self.announce()
