@@ -153,7 +153,10 @@ class StateServing:
 
     def client(self, **options: Any) -> QueryableStateClient:
         """Return a new query client of the served state; ``options`` are those of ``QueryableStateClient.connect``."""
-        found: dict[str, Any] = {"namespace": self._cluster.options.namespace, "coordinator_name": self.coordinator_name}
+        found: dict[str, Any] = {
+            "namespace": self._cluster.options.namespace,
+            "coordinator_name": self.coordinator_name,
+        }
         if self._cluster.options.tls is not None:
             found["tls"] = self._cluster.options.tls
         return QueryableStateClient.connect(**{**found, **options})
