@@ -26,6 +26,7 @@ from coordinator_actor.messages import (
     HostInfo,
     HostOrders,
     HostReport,
+    LookedUp,
     OpenBatch,
     OpenGrant,
     OperatorLocation,
@@ -297,6 +298,15 @@ class CoordinatorPort:
         """Return who owns which key groups of a query, by its query id ``job_id``.
 
         None if the query neither runs nor is read on.
+        """
+
+    @message(Group.QUERIES)
+    def look_up(self, operator: str, query: str, by: str, batch_id: int) -> LookedUp:
+        """Return which version a batch of the query ``by`` looks up in an operator of ``query``, and where it is.
+
+        The first task of the batch that asks has the completed version recorded; all others, also when the batch is run
+        again, are told the same one. It is kept until the query that looks up has come two batches further. Raises
+        ``VersionNotFoundError`` if it is not there any more as it was, and what ``locate`` raises.
         """
 
     # -- Spark's instances ---------------------------------------------------------------------

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from spark_bridge import functions
     from spark_bridge.host_actor.actor import StateStoreHost
+    from spark_bridge.lookups.lookup import lookup
     from spark_bridge.operators.aggregate.operator import aggregate
     from spark_bridge.operators.deduplicate.operator import deduplicate
     from spark_bridge.operators.join.operator import join, join_asof
@@ -106,6 +107,7 @@ __all__ = [
     "join",
     "join_asof",
     "list_savepoints",
+    "lookup",
     "read_state",
     "read_state_changes",
     "rebalance",
@@ -168,6 +170,7 @@ _HOMES = {
     "join": "spark_bridge.operators.join.operator",
     "join_asof": "spark_bridge.operators.join.operator",
     "list_savepoints": "spark_bridge.session.savepoints",
+    "lookup": "spark_bridge.lookups.lookup",
     "read_state": "spark_bridge.state_data.spark_frames",
     "read_state_changes": "spark_bridge.state_data.spark_frames",
     "rebalance": "spark_bridge.session.savepoints",
