@@ -291,7 +291,10 @@ class CoordinatorPort:
 
     @message(Group.LOCATIONS)
     def operators(self) -> tuple[RunningOperator, ...]:
-        """Return all operators of all queries that run, or have ended and are read on."""
+        """Return the operators of all queries that run, or have ended and are read on.
+
+        Of several ended queries with an operator of one name, the last one's is among them, if none that runs has it.
+        """
 
     @message(Group.LOCATIONS)
     def get_kv_state_location_oracle(self, job_id: str) -> KvStateLocationOracle | None:

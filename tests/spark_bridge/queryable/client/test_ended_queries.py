@@ -189,6 +189,8 @@ def test_queries_that_run_come_before_ended_ones_and_of_these_the_last(cluster: 
         cluster.world.now += 1
         end(cluster)
     assert cluster.c.locate("totals").query_id == "q3"
+    assert [o.query_id for o in cluster.c.operators()] == ["q3"]
+    assert cluster.client().sql("select count(*) as n from totals").df()["n"][0] == 0
     assert cluster.c.locate("totals", "name").query_id == "q"
 
 
