@@ -11,6 +11,7 @@ from pyspark.sql import DataFrame, SparkSession
 
 from spark_bridge import aggregate, lookup
 from spark_bridge import functions as S
+from spark_bridge.exceptions import InvalidOperatorError, UnknownOperatorError
 from tests.spark_bridge.conftest import Stream, settle
 
 pytestmark = [pytest.mark.spark, pytest.mark.spark42]
@@ -78,3 +79,25 @@ def test_batch_frames_ended_queries_checkpoints_and_inner_joins(
         )
         earlier = lookup(frame, "looked_up", on={"key": "k"}, how="inner", version=1, **options)
         assert sorted(map(tuple, earlier.collect())) == [(1, "a", 1, 1.0), (2, "b", 1, 2.0)]
+
+
+def test_wrong_use(spark: SparkSession, make_stream: Callable[..., Stream]) -> None:
+    looked_up = make_stream()
+    looked_up.add([(1, 1.0)])
+    totals_of(looked_up).stop()
+    frame = spark.createDataFrame([(1, "a", 2)], "key long, name string, n long")
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"on": "other"}, r"on='other': the key of 'looked_up' is k: int64"),
+        ({"on": {"name": "k"}}, "Column 'name' is string, and the key column 'k' of 'looked_up' is int64: cast it"),
+        ({"on": {"nobody": "k"}}, "the DataFrame has no nobody"),
+        ({"on": {"key": "k"}, "columns": ["total", "m"]}, r"'looked_up' has \['n', 'total'\], and no m"),
+        ({"on": {"key": "k"}}, "The DataFrame and 'looked_up' both have n: rename"),
+        ({"on": {"key": "k"}, "how": "right"}, "how='right'"),
+        ({"on": {"key": "k"}, "version": -1}, "version=-1"),
+        ({"on": {"key": "k"}, "version": "latest"}, "version='latest'"),
+    ]
+    for options, error in wrong:
+        with pytest.raises(InvalidOperatorError, match=error):
+            lookup(frame, "looked_up", **options)
+    with pytest.raises(UnknownOperatorError, match="operator 'nothing'"):
+        lookup(frame, "nothing", on="key")
