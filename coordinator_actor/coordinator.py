@@ -26,6 +26,7 @@ from coordinator_actor.handlers.figures import Figures
 from coordinator_actor.handlers.hosts import Hosts
 from coordinator_actor.handlers.instances import Instances
 from coordinator_actor.handlers.locations import Locations
+from coordinator_actor.handlers.lookups import Lookups
 from coordinator_actor.handlers.owners import plan_moves
 from coordinator_actor.handlers.queries import Queries
 from coordinator_actor.handlers.registries import Registries
@@ -73,12 +74,14 @@ class Coordinator(CoordinatorPort):
         self._beginning = threading.Lock()
         self._under_way: set[tuple[str, str]] = set()
         self._hosts = Hosts(self.registries, self._queries, self.tokens, self._conf.host_timeout, apart, dead_nodes)
+        locations = Locations(self.registries)
         handlers = (
             self._hosts,
             self._queries,
             Batches(self.registries),
             Savepoints(self.registries),
-            Locations(self.registries),
+            locations,
+            Lookups(self.registries, locations),
             Instances(self.registries),
             Figures(self.id, self.registries),
             self.tokens,

@@ -404,6 +404,17 @@ class RunningOperator(Struct, frozen=True):
     ended: bool = False
 
 
+class LookedUp(Struct, frozen=True):
+    """A batch of another query reads ``version`` of the operator at ``location``.
+
+    It reads what had not expired at ``at_ms``, in ms since 1970.
+    """
+
+    location: OperatorLocation
+    version: int
+    at_ms: int
+
+
 class OperatorLocation(Struct, frozen=True):
     """Where the state of one operator is: what a query client needs. ``owners`` is one host per partition."""
 

@@ -26,6 +26,7 @@ from coordinator_actor.messages import (
     HostInfo,
     HostOrders,
     HostReport,
+    LookedUp,
     OpenBatch,
     OpenGrant,
     OperatorLocation,
@@ -181,6 +182,14 @@ class CoordinatorPort:
         refusal where the run was replaced, or its state is not there any more.
         """
 
+    @message(Group.QUERIES)
+    def take_up_versions(self, run_id: str) -> RegisteredQuery:
+        """Take up the versions that a query, which runs elsewhere, has completed since its run is read here.
+
+        The run must be one of ``serve_ended``. The answer has the last version, or a refusal if another run has claimed
+        the state since.
+        """
+
     # -- batches -------------------------------------------------------------------------------
 
     @message(Group.QUERIES)
@@ -282,13 +291,25 @@ class CoordinatorPort:
 
     @message(Group.LOCATIONS)
     def operators(self) -> tuple[RunningOperator, ...]:
-        """Return all operators of all queries that run, or have ended and are read on."""
+        """Return the operators of all queries that run, or have ended and are read on.
+
+        Of several ended queries with an operator of one name, the last one's is among them, if none that runs has it.
+        """
 
     @message(Group.LOCATIONS)
     def get_kv_state_location_oracle(self, job_id: str) -> KvStateLocationOracle | None:
         """Return who owns which key groups of a query, by its query id ``job_id``.
 
         None if the query neither runs nor is read on.
+        """
+
+    @message(Group.QUERIES)
+    def look_up(self, operator: str, query: str, by: str, batch_id: int) -> LookedUp:
+        """Return which version a batch of the query ``by`` looks up in an operator of ``query``, and where it is.
+
+        The first task of the batch that asks has the completed version recorded; all others, also when the batch is run
+        again, are told the same one. It is kept until the query that looks up has come two batches further. Raises
+        ``VersionNotFoundError`` if it is not there any more as it was, and what ``locate`` raises.
         """
 
     # -- Spark's instances ---------------------------------------------------------------------

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from spark_bridge import functions
     from spark_bridge.host_actor.actor import StateStoreHost
+    from spark_bridge.lookups.lookup import lookup
     from spark_bridge.operators.aggregate.operator import aggregate
     from spark_bridge.operators.deduplicate.operator import deduplicate
     from spark_bridge.operators.join.operator import join, join_asof
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from spark_bridge.queryable.server.client_proxy import KvStateClientProxy
     from spark_bridge.queryable.server.request_limits import RequestLimits
     from spark_bridge.queryable.server.server import KvStateServer
+    from spark_bridge.serving.serve import StateServing, serve_state
     from spark_bridge.session.checkpoint_progress import CheckpointProgress, checkpoint_progress
     from spark_bridge.session.lifecycle import attach, init_spark, scale_hosts, stop_spark
     from spark_bridge.session.operator_progress import (
@@ -84,6 +86,7 @@ __all__ = [
     "StateOperatorListener",
     "StateOperatorProgress",
     "StateScan",
+    "StateServing",
     "StateStoreHost",
     "StateWatch",
     "StatefulProcessor",
@@ -104,12 +107,14 @@ __all__ = [
     "join",
     "join_asof",
     "list_savepoints",
+    "lookup",
     "read_state",
     "read_state_changes",
     "rebalance",
     "remove_state_operator_listener",
     "restore_savepoint",
     "scale_hosts",
+    "serve_state",
     "setup_ray_on_spark",
     "state_batches",
     "state_changes_batches",
@@ -145,6 +150,7 @@ _HOMES = {
     "StateOperatorListener": "spark_bridge.session.operator_progress",
     "StateOperatorProgress": "spark_bridge.session.operator_progress",
     "StateScan": "spark_bridge.queryable.client.state_scan",
+    "StateServing": "spark_bridge.serving.serve",
     "StateStoreHost": "spark_bridge.host_actor.actor",
     "StateWatch": "spark_bridge.queryable.client.watch",
     "StatefulProcessor": "spark_bridge.stateful.stateful_processor",
@@ -164,6 +170,7 @@ _HOMES = {
     "join": "spark_bridge.operators.join.operator",
     "join_asof": "spark_bridge.operators.join.operator",
     "list_savepoints": "spark_bridge.session.savepoints",
+    "lookup": "spark_bridge.lookups.lookup",
     "read_state": "spark_bridge.state_data.spark_frames",
     "read_state_changes": "spark_bridge.state_data.spark_frames",
     "rebalance": "spark_bridge.session.savepoints",
@@ -177,6 +184,7 @@ _HOMES = {
     "state_operator_progress": "spark_bridge.session.operator_progress",
     "state_table": "spark_bridge.state_data.state_tables",
     "scale_hosts": "spark_bridge.session.lifecycle",
+    "serve_state": "spark_bridge.serving.serve",
     "setup_ray_on_spark": "spark_bridge.session.ray_on_spark",
     "stop_spark": "spark_bridge.session.lifecycle",
     "transform_with_state": "spark_bridge.stateful.transform_with_state",

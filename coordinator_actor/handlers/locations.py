@@ -28,9 +28,7 @@ class Locations:
         served = self._runs.served()
         named = [run for run in served if query is None or run.is_named(query)]
         found = [run for run in named if run.operator(operator) is not None]
-        # Queries that run come first. Of ended ones the last counts, as where one is started again and again.
-        stopped = [run for run in found if run.stopped_at is not None]
-        found = [run for run in found if run.is_current] or sorted(stopped, key=lambda r: r.stopped_at or 0.0)[-1:]
+        found = _meant(found)
         if not found:
             self._require_not_ended(operator, query, served)
             if self._registries.expects_reports():
@@ -83,6 +81,12 @@ class Locations:
 
     def operators(self) -> tuple[RunningOperator, ...]:
         """See ``CoordinatorPort``."""
+        served = self._runs.served()
+        having: dict[str, list[QueryState]] = {}
+        for run in served:
+            for operator in run.registration.operators:
+                having.setdefault(operator.name, []).append(run)
+        meant = {name: {run.run_id for run in _meant(runs)} for name, runs in having.items()}
         return tuple(
             RunningOperator(
                 run.registration.query_id,
@@ -94,8 +98,9 @@ class Locations:
                 run.versions.completed,
                 run.stopped_at is not None,
             )
-            for run in self._runs.served()
+            for run in served
             for operator in run.registration.operators
+            if run.run_id in meant[operator.name]
         )
 
     def get_kv_state_location_oracle(self, job_id: str) -> KvStateLocationOracle | None:
@@ -116,3 +121,12 @@ class Locations:
             run.versions.completed,
             owners,
         )
+
+
+def _meant(having: Sequence[QueryState]) -> list[QueryState]:
+    """Return the runs that a caller means who names only an operator that they all have.
+
+    Queries that run come first. Of ended ones the last counts, as where one is started again and again.
+    """
+    running = [run for run in having if run.is_current]
+    return running or sorted(having, key=lambda run: run.stopped_at or 0.0)[-1:]

@@ -14,7 +14,7 @@ from backends.storage.create_if_absent import CreateIfAbsentProofs
 from coordinator_actor.coordinator_conf import CoordinatorConf
 from coordinator_actor.durable.manifests import ManifestLog, QueryFile
 from coordinator_actor.durable.spark_commits import SparkCommits
-from coordinator_actor.exceptions import CoordinatorError, FencedError
+from coordinator_actor.exceptions import CoordinatorError, FencedError, InvalidRequestError
 from coordinator_actor.handlers.completion import advance, catch_up
 from coordinator_actor.handlers.registries import Registries
 from coordinator_actor.handlers.run_registry import LEASE_OVER, STOPPED
@@ -227,6 +227,23 @@ class Queries:
         self._runs.add_stopped(run)
         log.info("Run %s, whose query has ended, is read on at version %d", run_id, completed)
         return RegisteredQuery(None, newest.epoch, completed)
+
+    def take_up_versions(self, run_id: str) -> RegisteredQuery:
+        """See ``CoordinatorPort``."""
+        run = self._runs.get(run_id)
+        run.require_served()
+        if run.stopped_at is None:
+            raise InvalidRequestError(f"Run {run_id} runs here: its versions are completed by its own batches.")
+        with run.lock:
+            newest = run.manifests.epochs.newest()
+            if newest is None or newest.run_id != run_id:
+                by = "nobody" if newest is None else f"run {newest.run_id}"
+                return RegisteredQuery(f"The state of run {run_id} is claimed by {by}.", 0, run.versions.completed)
+            completed = run.commits.next_batch()
+            if completed > run.versions.completed:
+                run.manifests.refresh()
+                run.take_up(completed, newest.epoch)
+        return RegisteredQuery(None, newest.epoch, run.versions.completed)
 
     def _finish(self, run: QueryState) -> None:
         """Complete what Spark has committed, and write what the next run is to find. The query has ended."""

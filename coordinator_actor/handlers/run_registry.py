@@ -173,12 +173,7 @@ class RunRegistry:
         with self._lock:
             if not was_over and self.is_over_for_good(run_id):
                 raise RetiredRunError(f"Run {run_id} is over ({self._over[run_id]}); it ended while it was registered.")
-            replaced = [other for other in self.by_id.values() if other.registration.state_location == location]
-            for other in replaced:
-                other.retire(run_id)
-                if other.stopped_at is not None:  # its driver has reported its end already
-                    del self.by_id[other.run_id]
-                    self._over[other.run_id] = f"replaced by {run_id}"
+            replaced = self._retire(location, run_id)
             self.by_id[run_id] = run
             self._changed.notify_all()
             self._savepoints[run_id] = savepoints
@@ -193,14 +188,30 @@ class RunRegistry:
             self.by_id.pop(run_id, None)
 
     def add_stopped(self, run: QueryState) -> None:
-        """Register a run whose query has ended, to be read on. Raises ``RetiredRunError`` if there is a newer one."""
+        """Register the last run on a state, whose query has ended, to be read on. Earlier ones are replaced, and end.
+
+        Raises ``RetiredRunError`` if a query has begun to run there meanwhile.
+        """
         location = run.registration.state_location
         with self._lock:
-            newer = next((r for r in self.by_id.values() if r.registration.state_location == location), None)
-            if newer is not None:
-                raise RetiredRunError(f"Run {run.run_id} has been replaced by run {newer.run_id}.")
+            running = next((other for other in self.on(location) if other.is_current), None)
+            if running is not None:
+                raise RetiredRunError(f"Run {run.run_id} has been replaced by run {running.run_id}.")
+            replaced = self._retire(location, run.run_id)
             self.by_id[run.run_id] = run
             self._changed.notify_all()
+        for other in replaced:
+            self.end(other, f"run {run.run_id} has replaced it")
+
+    def _retire(self, location: str, run_id: str) -> list[QueryState]:
+        """Replace the runs on a state, and return them. The lock is held."""
+        replaced = self.on(location)
+        for other in replaced:
+            other.retire(run_id)
+            if other.stopped_at is not None:  # its driver has reported its end already
+                del self.by_id[other.run_id]
+                self._over[other.run_id] = f"replaced by {run_id}"
+        return replaced
 
     def stop(self, run: QueryState) -> None:
         """Take note that the query of a run has ended: nothing is active or pending; its last version is read on."""

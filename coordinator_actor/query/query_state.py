@@ -18,6 +18,7 @@ from coordinator_actor.checkpoints.checkpoint_stats import CheckpointStatsTracke
 from coordinator_actor.checkpoints.snapshot_lag import SnapshotLag, SnapshotLagConf
 from coordinator_actor.checkpoints.tasks import TaskKey
 from coordinator_actor.durable.checkpoint_records import CheckpointRecords
+from coordinator_actor.durable.lookup_records import LookupRecords
 from coordinator_actor.durable.manifests import ManifestLog
 from coordinator_actor.durable.record_files import RecordFiles
 from coordinator_actor.durable.spark_commits import SparkCommits
@@ -27,6 +28,7 @@ from coordinator_actor.query.checkpoint_history import CheckpointHistory
 from coordinator_actor.query.current_assignment import RunAssignment
 from coordinator_actor.query.files_in_use import FilesInUse
 from coordinator_actor.query.known_files import KnownFiles
+from coordinator_actor.query.looked_up_versions import LookedUpVersions
 from coordinator_actor.query.manifest_writer import ManifestWriter
 from coordinator_actor.query.query_versions import QueryVersions, tasks_of
 from coordinator_actor.query.recovery import StoredChanges, incomplete_message, stored_changes
@@ -79,6 +81,7 @@ class QueryState:
         self.assignment = RunAssignment()
         self.files_in_use = FilesInUse()
         self.files = KnownFiles()
+        self.looked_up = LookedUpVersions(LookupRecords(manifests.storage), self.versions)
         self.history = CheckpointHistory(
             CheckpointRecords(RecordFiles(manifests.storage)),
             clock(),
@@ -220,6 +223,10 @@ class QueryState:
         """
         self.manifests.epochs.current = epoch
         self.load(completed)
+        # What the query has removed is known here from earlier looks.
+        oldest, chain = self.versions.oldest, self.versions.chain
+        self.versions.load({v: m for v, m in chain.items() if v >= oldest})
+        self.manifests.forget({m.id for m in self.versions.chain.values()})
         if self.commits.has_begun(completed):
             self._begun_before = completed
         self.announce()

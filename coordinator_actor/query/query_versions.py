@@ -35,7 +35,7 @@ class QueryVersions:
         self.recorded: Retention | None = None
         self.descriptors: dict[str, SnapshotDescriptor] = {}
         self._key_groups = key_groups
-        self._pinned: dict[int, int] = {}
+        self._pinned: dict[int | str, int] = {}
 
     # -- reading -------------------------------------------------------------------------------
 
@@ -155,17 +155,17 @@ class QueryVersions:
 
     # -- retention -----------------------------------------------------------------------------
 
-    def pin(self, checkpoint_id: int, version: int) -> None:
-        """Keep a version for a savepoint, whatever retention says."""
-        self._pinned[checkpoint_id] = version
+    def pin(self, holder: int | str, version: int) -> None:
+        """Keep a version for a savepoint (``holder`` is its checkpoint id) or for lookups, whatever retention says."""
+        self._pinned[holder] = version
 
-    def unpin(self, checkpoint_id: int) -> None:
-        """Let go of the version that was kept for a savepoint."""
-        self._pinned.pop(checkpoint_id, None)
+    def unpin(self, holder: int | str) -> None:
+        """Let go of the version that was kept for a savepoint or for lookups."""
+        self._pinned.pop(holder, None)
 
     @property
-    def pinned(self) -> Mapping[int, int]:
-        """Return the versions that are kept for savepoints, by checkpoint id."""
+    def pinned(self) -> Mapping[int | str, int]:
+        """Return the versions that are kept for savepoints and lookups, by their holders."""
         return self._pinned
 
     def plan_retention(self, min_versions_to_retain: int, is_sound: Callable[[SnapshotRef], bool]) -> None:

@@ -29,6 +29,9 @@ def remove_garbage(run: QueryState, now: float) -> list[str]:
     Raises ``RetiredRunError`` if the run is over, ``FencedError`` if another coordinator has taken over.
     """
     storage, versions, files = run.manifests.storage, run.versions, run.files
+    if files.is_listing_due:
+        with run.lock:
+            run.looked_up.look(now)
     files.look(storage, versions.completed)
     with run.lock:
         run.require_current()

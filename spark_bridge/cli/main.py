@@ -15,6 +15,7 @@ from spark_bridge.cli import drain as drain_cli
 from spark_bridge.cli import grafana as grafana_cli
 from spark_bridge.cli import run as run_cli
 from spark_bridge.cli import savepoint as savepoint_cli
+from spark_bridge.cli import serve as serve_cli
 from spark_bridge.cli import token as token_cli
 from spark_bridge.cli import ui as ui_cli
 from spark_bridge.cli.doctor import command as doctor
@@ -56,6 +57,7 @@ for command in (
     doctor.doctor,
     drain_cli.drain,
     run_cli.run,
+    serve_cli.serve,
     ui_cli.ui,
 ):
     app.command()(command)

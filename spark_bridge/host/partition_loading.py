@@ -419,7 +419,7 @@ class PartitionLoading:
                 continue  # the partition was unloaded meanwhile
             finally:
                 instance.commit_lock.release()
-            if stale:
+            if stale and not self._held.has_ended(completed.run_id):
                 # Another host owns the partition by now, or this version was made by another host or by an earlier
                 # incarnation of this one. If the partition is still this host's, the next open loads it; or it is
                 # loading it now, and what was loaded must stay.

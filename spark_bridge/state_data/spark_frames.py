@@ -46,7 +46,7 @@ def read_state(
     read it, that action fails: make the DataFrame anew then. ``state_location`` and ``storage_options`` are by default
     the session's. The DataFrame has as many partitions as the state.
     """
-    place = _place(spark, checkpoint_location, state_location, storage_options)
+    place = state_place(spark, checkpoint_location, state_location, storage_options)
     return _data_frame(spark, state_source(place, operator, state, version, collect=not flatten, raw=state_columns))
 
 
@@ -66,7 +66,7 @@ def read_state_changes(
 
     See ``state_changes_batches`` for the arguments and columns, and ``read_state``.
     """
-    place = _place(spark, checkpoint_location, state_location, storage_options)
+    place = state_place(spark, checkpoint_location, state_location, storage_options)
     return _data_frame(spark, changes_source(place, operator, state, from_version, to_version, raw=state_columns))
 
 
@@ -78,17 +78,18 @@ def state_metadata(
     storage_options: Mapping[str, str] | None = None,
 ) -> DataFrame:
     """Return operators, state variables, schemas, and the versions that can be read; see ``state_metadata_table``."""
-    table = metadata_of(StateVersions.look(_place(spark, checkpoint_location, state_location, storage_options)))
+    table = metadata_of(StateVersions.look(state_place(spark, checkpoint_location, state_location, storage_options)))
     rows = [tuple(row.values()) for row in table.to_pylist()]
     return spark.createDataFrame(rows, spark_schema(table.schema))
 
 
-def _place(
+def state_place(
     spark: SparkSession,
     checkpoint_location: str,
-    state_location: str | None,
-    storage_options: Mapping[str, str] | None,
+    state_location: str | None = None,
+    storage_options: Mapping[str, str] | None = None,
 ) -> StatePlace:
+    """Return where a query's state is, by the settings of the session. Raises ``MissingFileError``."""
     of_session = storage_settings(spark)
     if current_spark() is not None:
         of_session.update(current_cluster().conf.storage_options)

@@ -22,7 +22,7 @@ from backends.encoding.columns import placed
 from backends.exceptions import InvalidStateStoreArgument, VersionNotFoundError
 from backends.storage.checkpoint_storage import CheckpointStorage, OpenStorage
 from coordinator_actor.durable.spark_commits import query_id_of
-from coordinator_actor.messages import HostInfo, OperatorLocation, OperatorSpec, QueryRegistration, RunningOperator
+from coordinator_actor.messages import HostInfo, OperatorLocation, QueryRegistration, RunningOperator
 from coordinator_actor.reading.partition_reader import opened_partition
 from coordinator_actor.reading.stored_versions import Piece, StatePlace, StateVersions
 from spark_bridge.exceptions import RequestError, StateVersionError, UnknownOperatorError
@@ -37,7 +37,7 @@ from spark_bridge.queryable.reads.partition_scans import KeyBounds, pairs_of
 from spark_bridge.queryable.reads.row_selection import RowSelection
 from spark_bridge.queryable.reads.row_stream import gathered, limited
 from spark_bridge.queryable.reads.windowed_key_reads import WindowedKeys
-from spark_bridge.state_data.metadata import operator_kind
+from spark_bridge.state_data.stored_query import query_in_storage
 from spark_bridge.state_data.version_changes import changes_by_version
 from spark_bridge.state_format.partition_rows import partition_rows
 from spark_bridge.state_format.stored_rows import VariableRows
@@ -134,24 +134,7 @@ class StoredReads:
         return self.versions().resolve(None)
 
     def _registration(self, versions: StateVersions, version: int) -> QueryRegistration:
-        specs = []
-        for name, entry in sorted(versions.operators(version).items()):
-            schema = versions.schema(entry)
-            specs.append(
-                OperatorSpec(name, entry.num_partitions, schema.to_json(), entry.backend, operator_kind(schema))
-            )
-        epoch = versions.log.epochs.newest()
-        return QueryRegistration(
-            self._query_id,
-            self._query_id if epoch is None else epoch.run_id,
-            self._query_name,
-            "",
-            self.place.checkpoint_location,
-            self.place.state_location,
-            tuple(specs),
-            versions.key_groups,
-            dict(self.place.options),
-        )
+        return query_in_storage(versions, version, self._query_name, open_storage=self._open)
 
     # -- lookups -------------------------------------------------------------------------------
 

@@ -12,7 +12,15 @@ from backends.ids import StateStoreProviderId
 from spark_bridge.exceptions import RequestError
 
 METHODS = frozenset(
-    {"report_active_instance", "verify_if_instance_active", "get_location", "get_locations", "deactivate_instances"}
+    {
+        "deactivate_instances",
+        "get_location",
+        "get_locations",
+        "locate",
+        "look_up",
+        "report_active_instance",
+        "verify_if_instance_active",
+    }
 )
 """The messages that a task may send."""
 SEVERAL = ("other_provider_ids", "provider_ids")

@@ -100,7 +100,8 @@ def test_ray_and_spark_are_imported_where_the_page_says() -> None:
     assert "imports no Spark, and Ray in `coordinator_actor/on_ray`" in " ".join(PAGE.read_text().split())
     assert {p for p in importers("ray", "coordinator_actor") if "on_ray" not in p} == set()
     within = {"/".join(p.split("/")[:2]) for p in importers("ray", "spark_bridge")} - {"spark_bridge/queryable"}
-    assert within == {f"spark_bridge/{name}" for name in ("host_actor", "session", "cli", "demo", "overview")}
+    packages = ("host_actor", "session", "serving", "cli", "demo", "overview")
+    assert within == {f"spark_bridge/{name}" for name in packages}
     assert set(importers("ray", "spark_bridge/overview")) == {"spark_bridge/overview/on_ray.py"}
     assert set(importers("ray", "spark_bridge/queryable")) == {"spark_bridge/queryable/client/discovery.py"}
     spark_free = ("host", "host_actor", "queryable", "transport", "aggregates", "state_format")

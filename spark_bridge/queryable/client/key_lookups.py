@@ -93,7 +93,7 @@ class KeyLookups:
         if len(encoded) == 1:
             answers[places[0]] = self._value(encoded[0])
             return answers
-        parts = self._values(pa.array(encoded, pa.binary()))
+        parts = self.values(pa.array(encoded, pa.binary()))
         values = [value for _, part in parts for value in part.to_pylist()]
         for i, value in zip(places, values, strict=True):
             if value is not None:
@@ -121,7 +121,7 @@ class KeyLookups:
         check_window(view, window)
         if view.kind in ONE_ROW and (view.kind != WINDOWS or window is not None or have_windows(view, keys)):
             columns = self._with_windows(keys, window) if view.kind == WINDOWS else view.codec.columns(keys)
-            parts = self._values(view.codec.encode(columns))
+            parts = self.values(view.codec.encode(columns))
             if len(parts) == 1:
                 return view.table(columns, parts[0][1])
             # Each column in chunks: all values may be more than an Arrow array can have.
@@ -159,7 +159,7 @@ class KeyLookups:
         batches = [shifted_positions(batch, None, begin) for begin, answer in answers for batch in answer.batches]
         return StateAnswer(last.version, last.schema, iter(batches))
 
-    def _values(self, keys: pa.BinaryArray) -> list[tuple[int, pa.BinaryArray]]:
+    def values(self, keys: pa.BinaryArray) -> list[tuple[int, pa.BinaryArray]]:
         """Return values of stored keys at one version: parts, each with the position of its first key."""
         location, family = self.known.location, self.view.family
         return self._in_parts(keys, lambda part, at: self.router.lookup(location, family, part, at, self.deadline))

@@ -117,15 +117,22 @@ class StateView:
     def _has_ttl(self) -> bool:
         return TTL_COLUMN in self.schema.value.names
 
-    def value_columns(self, values: pa.BinaryArray) -> list[pa.Array]:
-        """Return the columns of ``value_fields`` of stored values; null where there is no value, or it has expired."""
+    def unexpired(self, values: pa.BinaryArray, at_ms: int) -> pa.BinaryArray:
+        """Return stored values; null where one had expired at ``at_ms``, in ms since 1970."""
+        if not self._has_ttl:
+            return values
         states = self.schema.decode_values(values)
-        if self._has_ttl:
-            expired = pc.less_equal(states.column(states.schema.get_field_index(TTL_COLUMN)), now_ms())
-            if pc.any(expired).as_py():
-                states = self.schema.decode_values(
-                    pc.if_else(expired.fill_null(False), pa.scalar(None, pa.binary()), values)
-                )
+        expired = pc.less_equal(states.column(states.schema.get_field_index(TTL_COLUMN)), at_ms)
+        if not pc.any(expired).as_py():
+            return values
+        return pc.if_else(expired.fill_null(False), pa.scalar(None, pa.binary()), values)
+
+    def value_columns(self, values: pa.BinaryArray, at_ms: int | None = None) -> list[pa.Array]:
+        """Return the columns of ``value_fields`` of stored values; null where there is no value, or it has expired.
+
+        It has expired if it had at ``at_ms``, in ms since 1970; None stands for now.
+        """
+        states = self.schema.decode_values(self.unexpired(values, now_ms() if at_ms is None else at_ms))
         if self.is_aggregate:
             columns = results(states)
         else:

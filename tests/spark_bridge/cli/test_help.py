@@ -22,7 +22,7 @@ def commands(command: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 COMMANDS: dict[str, Any] = dict(commands(typer.main.get_command(app), "statestore"))
 
-GO_ON = ("statestore demo", "statestore run", "statestore ui")
+GO_ON = ("statestore demo", "statestore run", "statestore serve", "statestore ui")
 """These commands answer nothing: they run something, and say how it goes."""
 
 

@@ -131,8 +131,9 @@ def test_only_what_spark_can_go_back_to_is_kept(
     again.stop()
 
     # Further back there is nothing: the query says so and changes nothing.
+    coordinator = current_cluster().coordinator
     wait_until(
-        lambda: str(again.runId) not in {q["run_id"] for q in current_cluster().coordinator.call("describe")["queries"]}
+        lambda: all(q["ended_at"] for q in coordinator.call("describe")["queries"] if q["run_id"] == str(again.runId))
     )
     before = state_files(totals.stream, "changelog")
     for directory in ("offsets", "commits"):

@@ -162,8 +162,8 @@ def test_it_is_over_when_the_driver_says_so_or_is_gone(cluster: Cluster) -> None
     assert client.get("totals", 3) == {"n": 2, "name": "a"}
     cluster.world.now += 1000
     cluster.c.expire()
-    for i in range(len(cluster.hosts)):
-        cluster.replace_host(i)
+    for h in cluster.hosts:
+        h.host.register()
     with pytest.raises(QueryEndedError, match="its driver was not heard of"):
         cluster.c.locate("totals")
     (over,) = cluster.c.registries.runs.ended()
@@ -189,6 +189,8 @@ def test_queries_that_run_come_before_ended_ones_and_of_these_the_last(cluster: 
         cluster.world.now += 1
         end(cluster)
     assert cluster.c.locate("totals").query_id == "q3"
+    assert [o.query_id for o in cluster.c.operators()] == ["q3"]
+    assert cluster.client().sql("select count(*) as n from totals").df()["n"][0] == 0
     assert cluster.c.locate("totals", "name").query_id == "q"
 
 

@@ -1,0 +1,24 @@
+"""Lookups of one query in the state of another: the version that a batch reads, and where it is."""
+
+from __future__ import annotations
+
+from coordinator_actor.handlers.locations import Locations
+from coordinator_actor.handlers.registries import Registries
+from coordinator_actor.messages import LookedUp
+
+
+class Lookups:
+    """Answers the tasks of queries that look up."""
+
+    def __init__(self, registries: Registries, locations: Locations) -> None:
+        self._registries = registries
+        self._locations = locations
+
+    def look_up(self, operator: str, query: str, by: str, batch_id: int) -> LookedUp:
+        """See ``CoordinatorPort``."""
+        location = self._locations.locate(operator, query)
+        run = self._registries.runs.get(location.run_id)
+        with run.lock:
+            run.require_served()
+            record = run.looked_up.resolve(by, batch_id, self._registries.clock())
+        return LookedUp(location, record.version, record.at_ms)

@@ -1,0 +1,121 @@
+"""The versions that other queries' batches look up: each is recorded, and kept while its batch may run again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from backends.exceptions import VersionNotFoundError
+from backends.formats.manifest import Manifest
+from coordinator_actor.durable.lookup_records import LookupRecord, LookupRecords
+
+PINNED_BATCHES = 2
+"""Of each query that looks up, the versions of its last batches are kept: Spark begins a batch before it knows that the
+one before is committed.
+"""
+KEPT_BATCHES = 100
+"""So many records of each query are kept, as many as the batches to which a user can go back (Spark's default)."""
+REMOVED_EVERY = 16
+PIN_SECONDS = 24 * 3600.0
+"""A query that has not looked anything up for so long keeps no version any more."""
+
+
+class Versions(Protocol):
+    """The versions of a state, as a coordinator knows them, or as storage shows them."""
+
+    @property
+    def completed(self) -> int:
+        """Return the last completed version."""
+
+    @property
+    def chain(self) -> Mapping[int, Manifest]:
+        """Return a manifest for each version."""
+
+    @property
+    def readable(self) -> range:
+        """Return the versions that can be read."""
+
+    def pin(self, holder: int | str, version: int) -> None:
+        """Keep a version."""
+
+    def unpin(self, holder: int | str) -> None:
+        """Let go of the version that a holder has kept."""
+
+
+class LookedUpVersions:
+    """Resolves, records and keeps looked-up versions. The lock of the run guards everything here."""
+
+    def __init__(self, records: LookupRecords, versions: Versions) -> None:
+        self._records = records
+        self._versions = versions
+        self._pins: dict[str, dict[int, LookupRecord]] = {}
+
+    def resolve(self, by: str, batch_id: int, now: float) -> LookupRecord:
+        """Return the record of a batch; the completed version is recorded for a batch that has none.
+
+        Raises ``VersionNotFoundError`` if the recorded version is not there any more as it was.
+        """
+        record = self._pins.get(by, {}).get(batch_id) or self._records.find(by, batch_id)
+        if record is None:
+            completed = self._versions.completed
+            record = LookupRecord(completed, self._maker(completed), int(now * 1000))
+            record = self._records.make(by, batch_id, record)
+            if batch_id % REMOVED_EVERY == 0:
+                old = [b for b in self._records.batches().get(by, ()) if b <= batch_id - KEPT_BATCHES]
+                self._records.remove(by, old)
+        self._require_there(by, batch_id, record)
+        self._pin(by, batch_id, record)
+        return record
+
+    def _maker(self, version: int) -> str:
+        manifest = self._versions.chain.get(version)
+        return "" if manifest is None else manifest.run_id
+
+    def _require_there(self, by: str, batch_id: int, record: LookupRecord) -> None:
+        readable, version = self._versions.readable, record.version
+        remedy = (
+            f"Remove {self._records.path(by, batch_id)} from the state that is looked up, and the batch looks up the "
+            "version that is completed then."
+        )
+        if version not in readable:
+            raise VersionNotFoundError(
+                f"Batch {batch_id} of query {by} has looked up version {version}, and must read it again, but the "
+                f"versions {readable[0]} to {readable[-1]} are kept. {remedy}"
+            )
+        if version and self._maker(version) != record.made_by:
+            raise VersionNotFoundError(
+                f"Batch {batch_id} of query {by} has looked up version {version} as run {record.made_by} had made it. "
+                f"The query that is looked up went back since, and run {self._maker(version)} has made it anew. "
+                f"{remedy}"
+            )
+
+    # -- keeping -------------------------------------------------------------------------------
+
+    def _pin(self, by: str, batch_id: int, record: LookupRecord) -> None:
+        held = {**self._pins.get(by, {}), batch_id: record}
+        self._pins[by] = {b: held[b] for b in sorted(held)[-PINNED_BATCHES:]}
+        self._keep(by)
+
+    def _keep(self, by: str) -> None:
+        held = self._pins.get(by)
+        if held:
+            self._versions.pin(f"lookups of {by}", min(record.version for record in held.values()))
+        else:
+            self._versions.unpin(f"lookups of {by}")
+
+    def look(self, now: float) -> None:
+        """Take up the records in storage, which earlier coordinators and readers of storage have made too.
+
+        Lets go of queries that have not looked anything up for ``PIN_SECONDS``. Raises ``StorageError``.
+        """
+        for by, batches in self._records.batches().items():
+            for batch_id in batches[-PINNED_BATCHES:]:
+                if batch_id not in self._pins.get(by, {}):
+                    record = self._records.find(by, batch_id)
+                    if record is not None:
+                        self._pin(by, batch_id, record)
+        for by, held in self._pins.items():
+            if all(now - record.at_ms / 1000 > PIN_SECONDS for record in held.values()):
+                self._pins[by] = {}
+                self._keep(by)
+        self._pins = {by: held for by, held in self._pins.items() if held}

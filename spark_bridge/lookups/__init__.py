@@ -1,0 +1,1 @@
+"""Lookups across queries: the rows of a DataFrame, enriched with another query's state."""

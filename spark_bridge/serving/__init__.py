@@ -1,0 +1,1 @@
+"""Serving the state of a checkpoint or savepoint from Ray actors, without Spark."""

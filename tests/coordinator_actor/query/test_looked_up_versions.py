@@ -1,0 +1,176 @@
+"""The version that a batch looks up is recorded once, found again, kept while needed, and never another one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from backends.exceptions import InvalidStateStoreArgument, VersionNotFoundError
+from coordinator_actor.coordinator import Coordinator
+from coordinator_actor.exceptions import QueryEndedError
+from coordinator_actor.messages import LookedUp
+from coordinator_actor.query.looked_up_versions import KEPT_BATCHES, PIN_SECONDS
+from tests.coordinator_actor.coordinator_world import World
+from tests.coordinator_actor.coordinators import acknowledge
+from tests.coordinator_actor.query.retention_steps import upload
+
+KEEP = 3
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    return World(tmp_path)
+
+
+@pytest.fixture
+def c(world: World) -> Coordinator:
+    made = world.coordinator()
+    register(world, made, "run1")
+    return made
+
+
+def register(world: World, c: Coordinator, run: str) -> None:
+    registration = world.registration(run, min_versions_to_retain=KEEP, maintenance_interval=1.0)
+    assert c.register_query(registration).refusal is None
+
+
+def batch(world: World, c: Coordinator, run: str = "run1") -> int:
+    number = c.registries.runs.get(run).versions.completed
+    world.plan_spark(number)
+    for partition in (0, 1):
+        grant = world.open(c, number, partition, run)
+        acknowledge(c, world.stage(grant, partition, number, f"{run}{partition}", run))
+    world.commit_spark(number)
+    c.batch_committed(run, number)
+    return number + 1
+
+
+def look_up(c: Coordinator, batch_id: int, by: str = "other") -> LookedUp:
+    answer: LookedUp = c.look_up("op", "q", by, batch_id)
+    return answer
+
+
+def go_on(world: World, c: Coordinator, versions: int, run: str = "run1") -> int:
+    """Complete versions with snapshots and maintenance; return the oldest version that is kept then."""
+    for _ in range(versions):
+        batch(world, c, run)
+        for partition in (0, 1):
+            upload(world, c, partition, run)
+        world.now += 2
+        for i in range(2):
+            c.heartbeat_host(f"h{i}", "a")
+        c.renew_leases([run])
+        c.maintain()
+    return c.operators()[0].oldest_version
+
+
+def records(world: World) -> list[str]:
+    place = world.root / "ck/statestore/lookups"
+    return sorted(str(p.relative_to(place)) for p in place.rglob("*.json"))
+
+
+def test_a_batch_is_told_the_same_version_whoever_asks_and_whatever_has_died(world: World, c: Coordinator) -> None:
+    batch(world, c)
+    first = look_up(c, 7)
+    assert (first.version, first.location.run_id, first.at_ms) == (1, "run1", int(world.now * 1000))
+    batch(world, c)
+    world.now += 5
+    assert look_up(c, 7) == look_up(c, 7)
+    assert (look_up(c, 7).version, look_up(c, 7).at_ms) == (1, first.at_ms)
+    assert look_up(c, 8).version == 2
+    assert look_up(c, 7, by="third").version == 2, "every query by itself"
+    another = world.coordinator()
+    register(world, another, "run1")
+    assert [look_up(another, n).version for n in (7, 8)] == [1, 2]
+    register(world, another, "run2")
+    batch(world, another, "run2")
+    assert [look_up(another, n).version for n in (7, 8, 9)] == [1, 2, 3], "the next run of the same history"
+
+
+def test_two_coordinators_make_one_record(world: World, c: Coordinator) -> None:
+    batch(world, c)
+    run = c.registries.runs.get("run1")
+    theirs = look_up(c, 3)
+    run.looked_up._pins.clear()
+    batch(world, c)
+    find, run.looked_up._records.find = run.looked_up._records.find, lambda by, batch_id: None  # type: ignore[method-assign]
+    assert look_up(c, 3).version == theirs.version == 1, "it was made between find and make"
+    run.looked_up._records.find = find  # type: ignore[method-assign]
+
+
+def test_what_may_be_read_again_is_kept_and_no_more(world: World, c: Coordinator) -> None:
+    batch(world, c)
+    assert go_on(world, c, 2 * KEEP + 2) > 2, "without lookups old versions go"
+    looked_up = look_up(c, 0).version
+    assert go_on(world, c, 3 * KEEP) == looked_up
+    later = look_up(c, 1).version
+    assert go_on(world, c, KEEP) == looked_up, "batch 0 may still be run again"
+    assert look_up(c, 0).version == looked_up
+    look_up(c, 2)
+    assert go_on(world, c, KEEP) == later
+    assert look_up(c, 2).version > look_up(c, 1).version == later
+    with pytest.raises(VersionNotFoundError, match=r"Batch 0 of query other has looked up version.*Remove lookups/"):
+        look_up(c, 0)
+
+
+def test_a_coordinator_that_starts_anew_keeps_it_too(world: World, c: Coordinator) -> None:
+    batch(world, c)
+    looked_up = look_up(c, 0).version
+    another = world.coordinator()
+    register(world, another, "run2")
+    assert go_on(world, another, 3 * KEEP, "run2") <= looked_up
+    assert look_up(another, 0).version == looked_up
+
+
+def test_a_query_that_is_gone_keeps_nothing_for_ever(world: World, c: Coordinator) -> None:
+    batch(world, c)
+    looked_up = look_up(c, 0).version
+    assert go_on(world, c, 3 * KEEP) <= looked_up
+    world.now += PIN_SECONDS
+    another = world.coordinator()
+    register(world, another, "run2")
+    assert go_on(world, another, 3 * KEEP, "run2") > looked_up
+
+
+def test_old_records_go(world: World, c: Coordinator) -> None:
+    batch(world, c)
+    for number in (0, 12, 13, 111, 112):
+        look_up(c, number)
+    assert KEPT_BATCHES == 100
+    assert [int(name[-8:-5]) for name in records(world)] == [13, 111, 112]
+
+
+def test_a_version_that_was_made_anew_is_another_one(world: World, c: Coordinator) -> None:
+    for _ in range(3):
+        batch(world, c)
+    assert look_up(c, 0).version == 3
+    for number in (2,):
+        (world.root / f"ck/commits/{number}").unlink()
+        (world.root / f"ck/offsets/{number}").unlink()
+    another = world.coordinator()
+    register(world, another, "run2")
+    with pytest.raises(VersionNotFoundError, match="versions 0 to 2 are kept"):
+        look_up(another, 0)
+    batch(world, another, "run2")
+    with pytest.raises(VersionNotFoundError, match=r"as run run1 had made it.*run run2 has made it anew"):
+        look_up(another, 0)
+    assert look_up(another, 1).version == 3
+
+
+def test_ended_queries_are_looked_up_and_those_that_are_over_are_not(world: World, c: Coordinator) -> None:
+    batch(world, c)
+    assert c.serve_ended(c.registries.runs.get("run1").registration).refusal is None
+    assert look_up(c, 0).version == 1
+    c.deactivate_instances("run1")
+    with pytest.raises(QueryEndedError):
+        look_up(c, 1)
+
+
+def test_the_version_0_and_ids_that_cannot_be(world: World, c: Coordinator) -> None:
+    assert look_up(c, 0).version == 0
+    batch(world, c)
+    assert look_up(c, 0).version == 0
+    for by in ("../epochs", "", "a/b"):
+        with pytest.raises(InvalidStateStoreArgument):
+            look_up(c, 0, by=by)

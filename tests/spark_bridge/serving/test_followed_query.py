@@ -1,0 +1,171 @@
+"""Hosts of another coordinator follow a query by its storage alone, and change nothing there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+from backends.conf import StateStoreConf
+from backends.encoding.key_groups import key_groups
+from backends.encoding.keys import encode_keys
+from backends.formats.manifest import ChangelogRef
+from backends.partition.loading import Loading
+from coordinator_actor.coordinator import Coordinator
+from coordinator_actor.coordinator_conf import CoordinatorConf
+from coordinator_actor.exceptions import InvalidRequestError
+from coordinator_actor.messages import HostInfo, QueryRegistration
+from coordinator_actor.reading.stored_versions import StateVersions, find_state
+from spark_bridge.exceptions import StateVersionError
+from spark_bridge.host.host import Host
+from spark_bridge.queryable.protocol.messages import At, LookupRequest, ScanRequest
+from spark_bridge.queryable.reads.host_reads import HostReads
+from spark_bridge.serving.followed_query import FollowedQuery
+from spark_bridge.state_data.stored_query import query_in_storage
+from tests.spark_bridge.queryable.client_world import KEYS, Cluster, G
+
+USERS = 40
+
+
+class Follower:
+    """One host with a coordinator of its own, beside a query."""
+
+    def __init__(self, query: Cluster) -> None:
+        self.query = query
+        self.c = Coordinator(lambda: query.world.now, query.world.storage, CoordinatorConf(report_timeout=0.0))
+        info = HostInfo("replica", "a", "grpc://127.0.0.1:99", "node", "serving")
+        conf = StateStoreConf(provider="file", fsync=False)
+        self.host = Host(info, self.c, query.root / "replica", conf=conf, open_storage=query.world.storage)
+        self.host.register()
+        self.reads = HostReads(self.host, wait_seconds=5.0)
+        self.loaded: list[int] = []
+        registration = self.look_up()
+        self.serve(registration)
+        self.followed = FollowedQuery(registration, self.c, self.look_up, self.serve, 1.0)
+
+    def look_up(self) -> QueryRegistration:
+        versions = StateVersions.look(find_state(str(self.query.root / "ck")))
+        return query_in_storage(versions, versions.resolve(None), "followed", "serving")
+
+    def serve(self, registration: QueryRegistration) -> None:
+        assert self.c.serve_ended(registration).refusal is None
+
+    def look(self) -> None:
+        self.followed.look()
+        self.host.heartbeat()
+
+    def version(self, at: At | None = None) -> int:
+        """Scan all, and return the version, whose rows must be right."""
+        run = self.c.locate("totals").run_id
+        answer = self.reads.scan(ScanRequest(run, "totals", at=at or At("completed")))
+        rows = [row for batch in answer.batches for row in batch.to_pylist()]
+        assert sorted(r["user"] for r in rows) == list(range(USERS))
+        assert {r["n"] for r in rows} == {answer.version}
+        return answer.version
+
+
+def batch(query: Cluster) -> None:
+    query.batch(dict.fromkeys(range(USERS), (query.version + 1, "a")))
+
+
+@pytest.fixture
+def query(tmp_path: Path) -> Iterator[Cluster]:
+    made = Cluster(tmp_path, min_versions_to_retain=3, maintenance_interval=1.0)
+    batch(made)
+    (tmp_path / "ck/metadata").write_text('{"id":"q"}')
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def follower(query: Cluster) -> Iterator[Follower]:
+    made = Follower(query)
+    yield made
+    made.host.close()
+
+
+def files(query: Cluster) -> dict[str, int]:
+    return {str(p): p.stat().st_mtime_ns for p in (query.root / "ck").rglob("*") if p.is_file()}
+
+
+def test_each_version_is_seen_once_it_is_completed(query: Cluster, follower: Follower) -> None:
+    assert follower.version() == 1
+    for version in (2, 3, 4):
+        batch(query)
+        before = files(query)
+        assert follower.version() == version - 1, "as it was known"
+        follower.look()
+        assert follower.version() == version
+        assert files(query) == before
+    assert follower.version(At("version", 2)) == 2
+
+
+def test_a_version_that_is_prepared_and_not_committed_is_not_seen(query: Cluster, follower: Follower) -> None:
+    query.world.commit_spark = lambda *a: None  # type: ignore[method-assign]
+    query.batch(dict.fromkeys(range(USERS), (2, "a")), complete=False)
+    follower.look()
+    assert follower.version() == 1
+
+
+def test_what_is_loaded_is_gone_on_with(query: Cluster, follower: Follower, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert follower.version() == 1
+    read: list[int] = []
+    replayed = Loading._replay_one
+
+    def noted(self: Loading, ref: ChangelogRef, data: bytes) -> None:
+        read.append(ref.version)
+        replayed(self, ref, data)
+
+    monkeypatch.setattr(Loading, "_replay_one", noted)
+    batch(query)
+    follower.look()
+    assert follower.version() == 2
+    assert read == [2] * query.partitions, "the new changelog of each partition, and nothing of the version before"
+
+
+def test_versions_that_the_query_removes_are_forgotten(query: Cluster, follower: Follower) -> None:
+    for _ in range(12):
+        batch(query)
+        query.remove_old_versions()
+        follower.look()
+    assert follower.version() == 13
+    (of,) = follower.c.operators()
+    assert of.oldest_version == query.c.operators()[0].oldest_version > 5
+    run = follower.c.registries.runs.get(of.run_id)
+    assert len(run.manifests.manifests) <= 13 - of.oldest_version + 2, "no history is held"
+    with pytest.raises(StateVersionError, match=str(of.oldest_version)):
+        follower.version(At("version", 1))
+
+
+def test_a_query_that_is_started_again_is_followed_on(query: Cluster, follower: Follower) -> None:
+    assert follower.version() == 1
+    query.start("run2")
+    batch(query)
+    follower.look()
+    assert follower.c.locate("totals").run_id == "run2"
+    assert follower.version() == 2
+    assert [q["run_id"] for q in follower.c.describe()["queries"]] == ["run2"]
+    batch(query)
+    follower.look()
+    assert follower.version() == 3
+
+
+def test_a_query_that_runs_here_is_not_followed(query: Cluster) -> None:
+    with pytest.raises(InvalidRequestError, match="runs here"):
+        query.c.take_up_versions("run1")
+
+
+def test_lookups_of_keys_follow_too(query: Cluster, follower: Follower) -> None:
+    columns = pa.record_batch([pa.array([7], pa.int64())], schema=KEYS)
+    (key,) = encode_keys(columns, key_groups(columns, G)).to_pylist()
+    versions = []
+    for _ in range(3):
+        request = LookupRequest("run1", "totals", At("completed"))
+        version, value = follower.reads.lookup_one(request, key)
+        assert value is not None
+        versions.append(version)
+        batch(query)
+        follower.look()
+    assert versions == [1, 2, 3]
