@@ -13,14 +13,16 @@ from fastapi.security import HTTPBasic, HTTPBearer
 
 from deploy.state_http import models, problems
 from deploy.state_http.access import Gate
+from deploy.state_http.bodies import ARROW, CSV, JSON, LINES, arrow_stream
 from deploy.state_http.limits import HttpLimits
-from deploy.state_http.service import AsyncStateClient, StateService, arrow_stream
+from deploy.state_http.service import AsyncStateClient, StateService
+from deploy.state_http.statements import Statements, while_there
+from deploy.state_http.watches import EVENT_STREAM, Watches
 from spark_bridge.queryable.client import json_values as values
 from spark_bridge.queryable.server.token_verifier import TokenVerifier
 
-ARROW = "application/vnd.apache.arrow.stream"
-LINES = "application/x-ndjson"
 VERSION_HEADER = "X-Statestore-Version"
+VERSIONS_HEADER = "X-Statestore-Versions"
 PAGE = "/ui"
 """Where the page is. It checks tokens by itself, which browsers give in a cookie."""
 DESCRIPTION = """
@@ -63,6 +65,32 @@ _STREAMS: dict[int | str, dict[str, Any]] = {
         },
     }
 }
+_TABLES: dict[int | str, dict[str, Any]] = {
+    200: {
+        "description": "The rows, in the format that `Accept` asks for: one JSON document, JSON lines, CSV, or an "
+        "Arrow IPC stream. If an error comes later, JSON has it as `problem`, and the connection is cut before the "
+        "body's end.",
+        "content": {
+            JSON: {"schema": {"$ref": "#/components/schemas/SqlAnswer"}},
+            LINES: {"schema": {"type": "string"}},
+            CSV: {"schema": {"type": "string"}},
+            ARROW: {"schema": {"type": "string", "format": "binary"}},
+        },
+        "headers": {
+            VERSIONS_HEADER: {
+                "description": "The versions read, as `query id=version`, with commas between.",
+                "schema": {"type": "string"},
+            }
+        },
+    }
+}
+_EVENTS: dict[int | str, dict[str, Any]] = {
+    200: {
+        "description": "Server-sent events. `change` has the rows of a version that changed, `end` says that the query "
+        "has ended, `problem` has an error. The `id` of an event is the version up to which all has been given.",
+        "content": {EVENT_STREAM: {"schema": {"type": "string"}}},
+    }
+}
 
 
 def create_app(
@@ -80,6 +108,8 @@ def create_app(
     """
     limits = limits or HttpLimits()
     service = StateService(connect, limits)
+    statements = Statements(service.client, limits)
+    watches = Watches(service, verifier, limits)
 
     @asynccontextmanager
     async def running(_: FastAPI) -> AsyncIterator[None]:
@@ -176,6 +206,48 @@ def create_app(
             pieces, media_type=ARROW if as_arrow else LINES, headers={VERSION_HEADER: str(version)}
         )
 
+    @app.post(
+        "/v1/sql",
+        summary="The rows of one SQL statement that reads",
+        description="Operators are tables: `operator`, `operator.state`, `query.operator`. All rows of a query are of "
+        "one version. The statement ends when the caller leaves.",
+        response_class=Response,
+        responses=_TABLES,
+        dependencies=schemes,
+    )
+    async def sql(body: models.SqlRequest, request: Request) -> Response:
+        media_type, pieces = statements.begun(body, request.headers.get("accept", ""))
+        # Up to the first rows, so that an error still decides the status; a caller who leaves meanwhile ends it.
+        found = await while_there(request, pieces.__anext__())
+        if found is None:
+            await pieces.aclose()
+            return Response(status_code=499)
+        assert isinstance(found, dict)
+        named = ",".join(f"{query}={version}" for query, version in sorted(found.items()))
+        return StreamingResponse(pieces, media_type=media_type, headers={VERSIONS_HEADER: named} if named else None)
+
+    @app.get(
+        "/v1/operators/{operator}/watch",
+        summary="What each completed version changes, as it completes, as server-sent events",
+        description="The watch begins behind `from_version`, by default behind the version that is completed now. "
+        "A browser's EventSource goes on by itself where it was cut off, by the header `Last-Event-ID`.",
+        response_class=Response,
+        responses=_EVENTS,
+        dependencies=schemes,
+    )
+    async def watch(
+        operator: str,
+        request: Request,
+        key: Annotated[list[str] | None, Query(description="Only these keys, each as in the path of `keys/`.")] = None,
+        query: Annotated[str | None, Query(description=_QUERY)] = None,
+        state: Annotated[str | None, Query(description="The state variable, where the operator has several.")] = None,
+        from_version: Annotated[int | None, Query(ge=0, description="The last version that is known already.")] = None,
+    ) -> Response:
+        wanted = models.WatchRequest(operator, tuple(key or ()), query, state, from_version)
+        given = request.headers
+        events = await watches.begun(wanted, given.get("last-event-id", ""), given.get("authorization", ""))
+        return StreamingResponse(events, media_type=EVENT_STREAM, headers={"X-Accel-Buffering": "no"})
+
     _describe_problems(app)
     app.add_middleware(Gate, verifier=verifier, limits=limits, page=None if page is None else PAGE)
     return app
@@ -193,14 +265,17 @@ def _wants_arrow(request: Request) -> bool:
 
 
 def _describe_problems(app: FastAPI) -> None:
-    """Describe ``Problem`` in OpenAPI, and leave out FastAPI's own error, which no route returns."""
+    """Describe in OpenAPI what no route declares as its model; leave out FastAPI's own error, which none returns."""
     made = app.openapi
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
             description = made()
             schemas = description.setdefault("components", {}).setdefault("schemas", {})
-            schemas["Problem"] = models.Problem.model_json_schema(ref_template="#/components/schemas/{model}")
+            for model in (models.Problem, models.SqlColumn, models.SqlAnswer):
+                schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
+                schema.pop("$defs", None)  # they are schemas of the description themselves
+                schemas[model.__name__] = schema
             for name in ("HTTPValidationError", "ValidationError"):
                 schemas.pop(name, None)
             for path in description["paths"].values():

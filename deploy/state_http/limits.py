@@ -29,3 +29,12 @@ class HttpLimits(BaseModel):
     ] = 10.0
     max_requests: Annotated[int, Field(gt=0, description="Requests at once, scans included.")] = 100
     max_scans: Annotated[int, Field(gt=0, description="Scans at once.")] = 4
+    max_sql_rows: Annotated[int, Field(gt=0, description="Most rows of one SQL statement.")] = 1_000_000
+    sql_seconds: Annotated[float, Field(gt=0, description="Longest time that a SQL statement takes.")] = 60.0
+    max_sql: Annotated[int, Field(gt=0, description="SQL statements at once; each may take all processors.")] = 2
+    max_watches: Annotated[
+        int, Field(gt=0, description="Watches at once; each counts as a request as long as it is open.")
+    ] = 32
+    heartbeat_seconds: Annotated[
+        float, Field(gt=0, description="After so long without a change a watch sends a sign of life.")
+    ] = 5.0

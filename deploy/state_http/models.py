@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import Enum
 from typing import Annotated, Any, Literal
 
@@ -149,3 +150,53 @@ class ScanRequest(BaseModel):
     state: State = None
     isolation: Isolation = Isolation.completed
     version: Version = None
+
+
+class SqlRequest(BaseModel):
+    """One statement that reads. Without ``limit``, more rows than the application gives are an error."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        json_schema_extra={
+            "examples": [
+                {"sql": "select country, sum(n) as n from user_totals group by country"},
+                {"sql": "select * from user_totals where user = ?", "params": [42], "version": 7},
+            ]
+        },
+    )
+
+    sql: Annotated[str, Field(min_length=1, description="The statement, in DuckDB's SQL.")]
+    params: Annotated[
+        list[Any] | dict[str, Any] | None,
+        Field(description="The values of `?` or `$1` (an array), or of `$name` (an object)."),
+    ] = None
+    version: Annotated[
+        int | None, Field(ge=0, description="A version that is still retained, of a statement over one query.")
+    ] = None
+    limit: Annotated[int | None, Field(ge=0, description="At most so many rows; others are left out.")] = None
+
+
+class SqlColumn(BaseModel):
+    """One column of an answer, with its Arrow type."""
+
+    name: str
+    type: str
+
+
+class SqlAnswer(BaseModel):
+    """The rows of a statement. ``versions`` has the version that was read of each query, by its id."""
+
+    columns: list[SqlColumn]
+    versions: dict[str, int]
+    rows: list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class WatchRequest:
+    """What a watch asks for. ``keys`` are as in a path; none means all keys."""
+
+    operator: str
+    keys: tuple[str, ...]
+    query: str | None
+    state: str | None
+    from_version: int | None

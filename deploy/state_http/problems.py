@@ -15,6 +15,7 @@ from starlette.exceptions import HTTPException
 from spark_bridge.exceptions import (
     AccessDeniedError,
     ConnectionClosedError,
+    EnvironmentProblemError,
     HostUnavailableError,
     QueryableStateError,
     QueryEndedError,
@@ -50,6 +51,8 @@ STATUS: list[tuple[type[SparkBridgeError], int]] = [
     (HostUnavailableError, 503),
     (ConnectionClosedError, 503),
     (UnknownLocationError, 503),
+    # A package that a route needs is not installed where the application runs.
+    (EnvironmentProblemError, 501),
 ]
 """By error class, the HTTP status; the first class that fits decides."""
 INTERNAL = "The application failed; its log says why."

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import io
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,9 +12,10 @@ from typing import Any, Protocol
 
 import pyarrow as pa
 
+from deploy.state_http.bodies import PIECE_ROWS, ArrowBody, Body, LinesBody
 from deploy.state_http.limits import HttpLimits
 from deploy.state_http.models import LookupRequest, ScanRequest
-from deploy.state_http.problems import MissingKeyError, problem_of
+from deploy.state_http.problems import MissingKeyError
 from spark_bridge.exceptions import (
     QueryTimeoutError,
     RequestError,
@@ -25,11 +25,10 @@ from spark_bridge.exceptions import (
     UnknownOperatorError,
 )
 from spark_bridge.queryable.client import json_values as values
+from spark_bridge.queryable.client.watch import StateChange
 
 SHAPE_SECONDS = 30.0
 """For so many seconds the key columns of an operator are not asked for again."""
-PIECE_ROWS = 4096
-"""So many rows are made into JSON at once, and sent as one piece."""
 
 
 class AsyncStateRows(Protocol):
@@ -47,6 +46,38 @@ class AsyncStateRows(Protocol):
 
     def aclose(self) -> Coroutine[Any, Any, None]:
         """End the scan, at the hosts too."""
+
+
+class AsyncSqlRows(Protocol):
+    """The rows of a statement, once it has begun."""
+
+    @property
+    def schema(self) -> pa.Schema:
+        """Return the columns."""
+
+    @property
+    def versions(self) -> dict[str, int]:
+        """Return the version that was read of each query, by its id."""
+
+    def __aiter__(self) -> AsyncIterator[pa.RecordBatch]: ...
+
+    def __await__(self) -> Generator[Any, None, Any]: ...
+
+    def aclose(self) -> Coroutine[Any, Any, None]:
+        """End the statement, at the hosts too."""
+
+
+class AsyncChanges(Protocol):
+    """The changes of a watch."""
+
+    @property
+    def position(self) -> int | None:
+        """Return the last version that was read."""
+
+    def __anext__(self) -> Coroutine[Any, Any, StateChange]: ...
+
+    def aclose(self) -> Coroutine[Any, Any, None]:
+        """End the watch."""
 
 
 class AsyncStateClient(Protocol):
@@ -103,6 +134,22 @@ class AsyncStateClient(Protocol):
         timeout: float | None = None,
     ) -> Awaitable[AsyncStateRows]:
         """Return the rows of a state variable, once the first have come."""
+
+    def sql_rows(
+        self, query: str, *, query_params: Any = None, version: int | None = None, timeout: float | None = None
+    ) -> AsyncSqlRows:
+        """Return the rows of a statement, which begins when it is awaited."""
+
+    def watch(
+        self,
+        operator: str,
+        keys: Any = None,
+        *,
+        state: str | None = None,
+        query: str | None = None,
+        from_version: int | None = None,
+    ) -> AsyncChanges:
+        """Return what each version changes."""
 
 
 @dataclass(frozen=True)
@@ -161,7 +208,7 @@ class StateService:
     async def get(self, operator: str, text: str, window: str | None, named: dict[str, Any]) -> dict[str, Any]:
         """See the route. Raises ``MissingKeyError``."""
         client = await self.client()
-        shape = await self._shape(operator, named["query"], named["state"])
+        shape = await self.shape(operator, named["query"], named["state"])
         key = shape.of_text(text)
         of_window = None if window is None else values.window_of(window)
         found = await client.get(operator, key, window=of_window, timeout=self.limits.timeout, **named)
@@ -177,7 +224,7 @@ class StateService:
                 f"{len(request.keys)} keys were asked for at once; {self.limits.max_keys} are the limit."
             )
         client = await self.client()
-        shape = await self._shape(operator, request.query, request.state)
+        shape = await self.shape(operator, request.query, request.state)
         keys = await asyncio.to_thread(shape.of_json, request.keys)
         found: pa.Table = await client.get_many(
             operator,
@@ -225,7 +272,7 @@ class StateService:
         deadline = time.monotonic() + self.limits.scan_seconds
         async with self._scanning():
             client = await self.client()
-            shape = await self._shape(operator, request.query, request.state)
+            shape = await self.shape(operator, request.query, request.state)
             bounds = [
                 values.bound_of_json(given, shape.plain, name)
                 for name, given in (("prefix", request.prefix), ("start", request.start), ("end", request.end))
@@ -246,7 +293,7 @@ class StateService:
                 timeout=self.limits.timeout,
             )
             try:
-                body = _ArrowBody(rows.schema) if as_arrow else _LinesBody()
+                body = ArrowBody(rows.schema) if as_arrow else LinesBody()
                 yield rows.version
                 try:
                     async for piece in self._pieces(rows, body, deadline):
@@ -266,7 +313,7 @@ class StateService:
         closing.add_done_callback(self._closing.discard)
         await asyncio.shield(closing)
 
-    async def _pieces(self, rows: AsyncStateRows, body: _Body, deadline: float) -> AsyncIterator[bytes]:
+    async def _pieces(self, rows: AsyncStateRows, body: Body, deadline: float) -> AsyncIterator[bytes]:
         given = 0
         batches = rows.__aiter__()
         while True:
@@ -291,7 +338,12 @@ class StateService:
                     )
                 yield await asyncio.to_thread(body.rows, part)
 
-    async def _shape(self, operator: str, query: str | None, state: str | None) -> KeyShape:
+    async def versions(self, operator: str, query: str | None) -> tuple[int, int]:
+        """Return the oldest version that is kept and the last completed one. Raises ``UnknownOperatorError``."""
+        found = _found(await (await self.client()).operators(), operator, query)
+        return found["oldest_version"], found["completed_version"]
+
+    async def shape(self, operator: str, query: str | None, state: str | None) -> KeyShape:
         """Return the key columns of an operator. Raises ``UnknownOperatorError`` and ``UnknownKvStateIdError``."""
         asked = (operator, query, state)
         known = self._shapes.get(asked)
@@ -307,16 +359,22 @@ class StateService:
         return shape
 
 
-def _variable(operators: list[dict[str, Any]], operator: str, query: str | None, state: str | None) -> dict[str, Any]:
-    """Return the description of a state variable. Raises ``UnknownOperatorError`` and ``UnknownKvStateIdError``."""
+def _found(operators: list[dict[str, Any]], operator: str, query: str | None) -> dict[str, Any]:
+    """Return the description of an operator. Raises ``UnknownOperatorError``."""
     for found in operators:
         if found["operator"] == operator and query in (None, found["query_name"], found["query_id"], found["run_id"]):
-            for variable in found["state"]:
-                if state is None or variable["name"] == state:
-                    return variable  # type: ignore[no-any-return]
-            names = ", ".join(repr(v["name"]) for v in found["state"])
-            raise UnknownKvStateIdError(f"Operator {operator!r} has no state variable {state!r}; it has {names}.")
+            return found
     raise UnknownOperatorError(f"No running query has an operator {operator!r} any more.")
+
+
+def _variable(operators: list[dict[str, Any]], operator: str, query: str | None, state: str | None) -> dict[str, Any]:
+    """Return the description of a state variable. Raises ``UnknownOperatorError`` and ``UnknownKvStateIdError``."""
+    found = _found(operators, operator, query)
+    for variable in found["state"]:
+        if state is None or variable["name"] == state:
+            return variable  # type: ignore[no-any-return]
+    names = ", ".join(repr(v["name"]) for v in found["state"])
+    raise UnknownKvStateIdError(f"Operator {operator!r} has no state variable {state!r}; it has {names}.")
 
 
 def _condition(column: str, comparison: str, value: Any) -> tuple[Any, ...]:
@@ -329,66 +387,3 @@ def _condition(column: str, comparison: str, value: Any) -> tuple[Any, ...]:
         wanted = "an array of numbers, strings or booleans" if comparison == "in" else "a number, a string or a boolean"
         raise RequestError(f"where: {column!r} {comparison!r} takes {wanted}, not {value!r}.")
     return (column, comparison, value)
-
-
-class _Body(Protocol):
-    """Writes rows as the body of an answer."""
-
-    def rows(self, batch: pa.RecordBatch) -> bytes:
-        """Return the bytes of some rows."""
-
-    def end(self) -> bytes:
-        """Return the bytes after the last row."""
-
-    def problem(self, error: Exception) -> bytes:
-        """Return the bytes in place of the rows that an error prevents."""
-
-
-class _LinesBody:
-    """A JSON object in each line."""
-
-    def rows(self, batch: pa.RecordBatch) -> bytes:
-        """Return the lines of some rows."""
-        return values.lines(batch)
-
-    def end(self) -> bytes:
-        """Return nothing."""
-        return b""
-
-    def problem(self, error: Exception) -> bytes:
-        """Return a line with the error."""
-        return values.encoded({"problem": problem_of(error)}) + b"\n"
-
-
-class _ArrowBody:
-    """An Arrow IPC stream."""
-
-    def __init__(self, schema: pa.Schema) -> None:
-        self._written = io.BytesIO()
-        self._writer = pa.ipc.new_stream(pa.PythonFile(self._written, "w"), schema)
-
-    def rows(self, batch: pa.RecordBatch) -> bytes:
-        """Return the bytes of some rows; before the first rows the schema."""
-        self._writer.write_batch(batch)
-        return self._taken()
-
-    def end(self) -> bytes:
-        """Return the marker of the end."""
-        self._writer.close()
-        return self._taken()
-
-    def problem(self, error: Exception) -> bytes:
-        """Return nothing: the stream lacks its end, which readers notice."""
-        return b""
-
-    def _taken(self) -> bytes:
-        taken = self._written.getvalue()
-        self._written.seek(0)
-        self._written.truncate()
-        return taken
-
-
-def arrow_stream(table: pa.Table) -> bytes:
-    """Return a table as an Arrow IPC stream."""
-    body = _ArrowBody(table.schema)
-    return b"".join([*(body.rows(batch) for batch in table.to_batches()), body.end()])

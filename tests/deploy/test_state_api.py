@@ -496,6 +496,8 @@ def test_the_description(http: TestClient) -> None:
         "/v1/operators/{operator}/keys/{key}",
         "/v1/operators/{operator}/lookup",
         "/v1/operators/{operator}/scan",
+        "/v1/operators/{operator}/watch",
+        "/v1/sql",
     }
     schemas = described["components"]["schemas"]
     assert {"Problem", "LookupRequest", "LookupAnswer", "ScanRequest", "KeyAnswer"} <= set(schemas)

@@ -15,6 +15,7 @@ import pyarrow as pa
 
 from coordinator_actor.coordinator_conf import COORDINATOR_NAME, NAMESPACE
 from spark_bridge.queryable.client.async_results import AsyncStateScan, AsyncStateWatch
+from spark_bridge.queryable.client.async_sql import AsyncSqlRows
 from spark_bridge.queryable.client.client import QueryableStateClient
 from spark_bridge.queryable.client.conditions import Condition
 from spark_bridge.queryable.client.lookup_batching import LookupBatcher, LookupGroup
@@ -254,6 +255,13 @@ class AsyncQueryableStateClient:
         """Return the rows of ``QueryableStateClient.sql`` as an Arrow table."""
         given = {"query_params": query_params, "version": version, "timeout": timeout}
         return await self._run(lambda: self._client.sql(query, **given).arrow())
+
+    def sql_rows(
+        self, query: str, *, query_params: Any = None, version: int | None = None, timeout: float | None = None
+    ) -> AsyncSqlRows:
+        """Return the rows of ``QueryableStateClient.sql`` as they come. An awaited statement has begun."""
+        given = {"query_params": query_params, "version": version, "timeout": timeout}
+        return AsyncSqlRows(lambda: self._client.sql(query, **given))
 
     async def _run(self, call: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._pool, partial(call, *args, **kwargs))

@@ -60,11 +60,16 @@ class BlockingCalls:
         threading.Thread(target=run, name=self._name, daemon=True).start()
         return future
 
-    async def settled(self) -> None:
-        """Wait for the call that a cancelled caller has left."""
+    async def settled(self, timeout: float | None = None) -> bool:
+        """Wait for the call that a cancelled caller has left; return False if it is not done after ``timeout``."""
         if self._pending is not None:
-            await asyncio.wait([self._pending])
+            done, _ = await asyncio.wait([self._pending], timeout=timeout)
+            if not done:
+                return False
+            if not self._pending.cancelled():
+                self._pending.exception()  # nobody else asks for it any more
             self._pending = None
+        return True
 
 
 class AsyncStateScan(AsyncIterator[pa.RecordBatch]):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
+from spark_bridge.exceptions import RequestError
 from spark_bridge.queryable.sql.dataset import StatementSnapshot
 from spark_bridge.queryable.sql.duckdb_connections import import_duckdb
 
@@ -50,6 +52,27 @@ class StateRelation:
         # The name of the method since DuckDB 1.5, and the name before.
         name = "to_arrow_reader" if hasattr(self.relation, "to_arrow_reader") else "fetch_arrow_reader"
         return self._call(name, batch_size)
+
+    def record_batches(self, batch_size: int = 100_000) -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:
+        """Return the columns and the rows as they come, with the client's own errors while they are read, too.
+
+        Raises ``RequestError`` for wrong SQL and for a statement that was interrupted.
+        """
+        duckdb = import_duckdb()
+        try:
+            reader = self.to_arrow_reader(batch_size)
+        except duckdb.Error as error:
+            raise RequestError(str(error)) from error
+        return reader.schema, self._read(reader)
+
+    def _read(self, reader: pa.RecordBatchReader) -> Iterator[pa.RecordBatch]:
+        try:
+            yield from reader
+        except (pa.ArrowException, OSError, import_duckdb().Error) as error:
+            raise_client_error(self._snapshot, error)
+            raise RequestError(str(error)) from error
+        finally:
+            reader.close()
 
     def df(self) -> pd.DataFrame:
         """Return all rows as a pandas DataFrame."""

@@ -1,0 +1,170 @@
+"""SQL over HTTP, on real hosts: formats, limits, errors, and callers that leave."""
+
+from __future__ import annotations
+
+import asyncio
+import csv
+import io
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pyarrow as pa
+import pytest
+from fastapi.testclient import TestClient
+
+from deploy.state_http.app import create_app
+from deploy.state_http.bodies import ARROW, CSV, JSON, LINES
+from deploy.state_http.limits import HttpLimits
+from spark_bridge.queryable.client.async_client import AsyncQueryableStateClient
+from tests.deploy.memory_client import TOKEN, Tokens
+from tests.patience import PATIENCE
+from tests.spark_bridge.queryable.client_world import Cluster
+from tests.spark_bridge.queryable.memory_reads import eventually
+from tests.spark_bridge.ui.browser import serving
+
+USERS = 5_000
+BEARER = {"Authorization": f"Bearer {TOKEN}"}
+ENDLESS = "select sum(a.range * b.range) as s from range(10000000) a, range(10000000) b"
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    made = Cluster(tmp_path_factory.mktemp("sql"))
+    made.batch({i: (10 * i, f"user {i}" if i % 3 else "") for i in range(USERS)})
+    yield made
+    made.close()
+
+
+def app_of(cluster: Cluster, **limits: Any) -> Any:
+    made = AsyncQueryableStateClient(cluster.client())
+
+    async def connect() -> AsyncQueryableStateClient:
+        return made
+
+    return create_app(connect, Tokens(), HttpLimits(timeout=PATIENCE, **limits))
+
+
+@pytest.fixture(scope="module")
+def http(cluster: Cluster) -> Iterator[TestClient]:
+    app = app_of(cluster, max_sql_rows=USERS, sql_seconds=PATIENCE)
+    with TestClient(app, headers=BEARER, raise_server_exceptions=False) as made:
+        yield made
+
+
+def test_rows_in_every_format(http: TestClient) -> None:
+    asked = {"sql": 'select "user", n, name from totals where "user" <= $most order by 1', "params": {"most": 2}}
+    answer = http.post("/v1/sql", json=asked)
+    assert answer.headers["x-statestore-versions"] == "q=1"
+    rows = [
+        {"user": 0, "n": 0, "name": ""},
+        {"user": 1, "n": 10, "name": "user 1"},
+        {"user": 2, "n": 20, "name": "user 2"},
+    ]
+    columns = [{"name": "user", "type": "int64"}, {"name": "n", "type": "int64"}, {"name": "name", "type": "string"}]
+    assert answer.json() == {"columns": columns, "versions": {"q": 1}, "rows": rows}
+    lines = http.post("/v1/sql", json=asked, headers={"Accept": LINES})
+    assert [httpx.Response(200, content=line).json() for line in lines.text.splitlines()] == rows
+    table = http.post("/v1/sql", json=asked, headers={"Accept": CSV})
+    assert table.headers["content-type"].startswith(CSV)
+    assert table.text.splitlines() == ['"user","n","name"', '0,0,""', '1,10,"user 1"', '2,20,"user 2"']
+    arrow = http.post("/v1/sql", json=asked, headers={"Accept": f"text/html, {ARROW};q=0.5"})
+    with pa.ipc.open_stream(arrow.content) as reader:
+        assert reader.read_all().to_pylist() == rows
+
+
+def test_no_rows_are_a_whole_answer_too(http: TestClient) -> None:
+    asked = {"sql": "select n from totals where n < 0"}
+    assert http.post("/v1/sql", json=asked).json()["rows"] == []
+    assert http.post("/v1/sql", json=asked, headers={"Accept": CSV}).text == '"n"\n'
+    none = http.post("/v1/sql", json={"sql": "from totals", "limit": 0})
+    assert none.json()["rows"] == []
+
+
+def test_csv_of_every_kind_of_value(http: TestClient) -> None:
+    sql = (
+        "select null::int as a, 1.5::double as b, 'nan'::double as c, [1, null] as d, 'x\"y' as e, "
+        "date '2024-03-09' as f, true as g"
+    )
+    answer = http.post("/v1/sql", json={"sql": sql}, headers={"Accept": CSV})
+    (row,) = csv.DictReader(io.StringIO(answer.text))
+    assert row == {"a": "", "b": "1.5", "c": "NaN", "d": "[1,null]", "e": 'x"y', "f": "2024-03-09", "g": "true"}
+
+
+def test_all_rows_come_in_pieces(http: TestClient) -> None:
+    answer = http.post("/v1/sql", json={"sql": "from totals"})
+    assert sorted(row["user"] for row in answer.json()["rows"]) == list(range(USERS))
+    some = http.post("/v1/sql", json={"sql": "from totals", "limit": 4_500})
+    assert len(some.json()["rows"]) == 4_500
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "error", "says"),
+    [
+        ({"sql": "select * from nothing"}, 404, "UnknownOperatorError", "totals"),
+        ({"sql": "selekt 1"}, 400, "RequestError", "syntax"),
+        ({"sql": "select cast('x' || n as int) as x from totals"}, 400, "RequestError", "INT32"),
+        ({"sql": "create table a as select 1"}, 400, "RequestError", "CREATE"),
+        ({"sql": "select * from read_csv('/etc/passwd')"}, 400, "RequestError", "disabled"),
+        ({"sql": "from totals", "version": 99}, 409, "StateVersionError", "99"),
+        ({"sql": "from totals", "limit": USERS + 1}, 413, "RequestLimitError", "limit"),
+        ({"sql": "select ?", "params": {"a": 1}}, 400, "RequestError", ""),
+        ({"sql": ""}, 400, "RequestError", "sql"),
+        ({"sql": "from totals", "rows": 1}, 400, "RequestError", "rows"),
+    ],
+)
+def test_what_cannot_be_is_refused(http: TestClient, body: dict[str, Any], status: int, error: str, says: str) -> None:
+    answer = http.post("/v1/sql", json=body)
+    assert (answer.status_code, answer.json().get("error")) == (status, error), answer.text
+    assert says in answer.json()["detail"]
+
+
+def test_a_format_that_is_not_there_is_refused_with_those_that_are(http: TestClient) -> None:
+    answer = http.post("/v1/sql", json={"sql": "select 1"}, headers={"Accept": "application/xml"})
+    assert answer.status_code == 400 and CSV in answer.json()["detail"]
+    assert http.post("/v1/sql", json={"sql": "select 1"}, headers={"Accept": "*/*"}).headers["content-type"] == JSON
+
+
+def test_no_token_no_answer(http: TestClient) -> None:
+    assert http.post("/v1/sql", json={"sql": "select 1"}, headers={"Authorization": "Bearer x"}).status_code == 401
+
+
+def test_more_rows_than_allowed_cut_the_answer_and_say_so(cluster: Cluster) -> None:
+    with serving(app_of(cluster, max_sql_rows=USERS - 1)) as address, httpx.Client(timeout=PATIENCE) as client:
+        pieces: list[str] = []
+        with pytest.raises(httpx.RemoteProtocolError):  # noqa: SIM117 - the end is what is raised
+            with client.stream("POST", f"{address}/v1/sql", json={"sql": "from totals"}, headers=BEARER) as answer:
+                pieces.extend(answer.iter_text())
+    problem = httpx.Response(200, text="".join(pieces)).json()["problem"]
+    assert (problem["status"], problem["error"]) == (413, "RequestLimitError")
+
+
+def test_a_statement_ends_after_its_time(cluster: Cluster) -> None:
+    with TestClient(app_of(cluster, sql_seconds=0.5, max_sql=1), headers=BEARER) as http:
+        answer = http.post("/v1/sql", json={"sql": ENDLESS})
+        assert (answer.status_code, answer.json()["error"]) == (504, "QueryTimeoutError")
+        eventually(lambda: not working())
+        assert http.post("/v1/sql", json={"sql": "select 1 as a"}).json()["rows"] == [{"a": 1}]
+
+
+def test_a_caller_who_leaves_ends_the_statement_also_before_the_first_row(cluster: Cluster) -> None:
+    with serving(app_of(cluster, sql_seconds=10 * PATIENCE, max_sql=1)) as address:
+
+        async def leave() -> None:
+            async with httpx.AsyncClient(timeout=PATIENCE, headers=BEARER) as client:
+                asked = asyncio.ensure_future(client.post(f"{address}/v1/sql", json={"sql": ENDLESS}))
+                await asyncio.to_thread(eventually, working)
+                full = await client.post(f"{address}/v1/sql", json={"sql": "select 1"})
+                assert (full.status_code, full.json()["error"]) == (429, "TooManyRequestsError")
+                asked.cancel()
+
+        asyncio.run(leave())
+        eventually(lambda: not working())
+        again = {"sql": "select 1 as a"}
+        eventually(lambda: httpx.post(f"{address}/v1/sql", json=again, headers=BEARER).status_code == 200)
+
+
+def working() -> bool:
+    """Whether a thread works on a statement."""
+    return any(thread.name == "statestore-sql" for thread in threading.enumerate())
