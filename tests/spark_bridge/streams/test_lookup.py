@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pandas as pd
 import pytest
 from pyspark.sql import DataFrame, SparkSession
 
-from spark_bridge import aggregate, lookup
+from spark_bridge import QueryableStateClient, aggregate, lookup, read_state, state_as_of
 from spark_bridge import functions as S
 from spark_bridge.exceptions import InvalidOperatorError, UnknownOperatorError
+from tests.effort import effort
 from tests.spark_bridge.conftest import Stream, settle
 
 pytestmark = [pytest.mark.spark, pytest.mark.spark42]
+
+
+@pytest.fixture
+def client(spark: SparkSession) -> Iterator[QueryableStateClient]:
+    with QueryableStateClient.connect() as made:
+        yield made
 
 
 def totals_of(stream: Stream) -> Any:
@@ -79,6 +88,48 @@ def test_batch_frames_ended_queries_checkpoints_and_inner_joins(
         )
         earlier = lookup(frame, "looked_up", on={"key": "k"}, how="inner", version=1, **options)
         assert sorted(map(tuple, earlier.collect())) == [(1, "a", 1, 1.0), (2, "b", 1, 2.0)]
+
+
+def test_state_as_of_is_what_a_client_was_answered_then(
+    make_stream: Callable[..., Stream], spark: SparkSession, client: QueryableStateClient
+) -> None:
+    looked_up = make_stream()
+    keys = list(range(effort(2_000, 20_000)))
+    rng = np.random.default_rng(7)
+    answers: list[pd.DataFrame] = []
+
+    def ask(version: int) -> None:
+        """Note what a client is answered, and when: between this version's completion and the next one's."""
+        for _ in range(effort(2, 10)):
+            asked = pd.DataFrame({"key": rng.choice([*keys, -1], len(keys)), "at": pd.Timestamp.now("UTC")})
+            asked["n"] = client.get_many("looked_up", asked["key"].to_numpy(), query=str(query.id))["n"].to_pandas()
+            assert client.get("looked_up", 0, query=str(query.id)) == {"n": version, "total": float(version)}
+            answers.append(asked)
+
+    looked_up.add([(k, 1.0) for k in keys])
+    query = totals_of(looked_up)
+    ask(1)
+    for version in range(2, effort(5, 6)):
+        looked_up.add([(k, 1.0) for k in keys if k % version == 0])
+        settle(query)
+        ask(version)
+    query.stop()
+    asked = pd.concat(answers, ignore_index=True)
+    asked["id"] = range(len(asked))
+    frame = spark.createDataFrame(asked[["id", "key", "at"]])
+    found = state_as_of(frame, looked_up.checkpoint, "looked_up", on={"key": "k"}, time="at", columns=["n"])
+    live = asked.set_index("id")["n"].fillna(-1).astype(int)
+    trained = found.toPandas().set_index("id").sort_index()["n"].fillna(-1).astype(int)
+    assert len(trained) == len(asked) and (trained == live).all(), "no row differs"
+    inner = state_as_of(frame, looked_up.checkpoint, "looked_up", on={"key": "k"}, time="at", how="inner")
+    assert inner.count() == int((live >= 0).sum())
+    nobody = spark.createDataFrame([(1, None)], "key long, at timestamp")
+    assert state_as_of(nobody, looked_up.checkpoint, "looked_up", on={"key": "k"}, time="at").first()["n"] is None
+    with pytest.raises(InvalidOperatorError, match=r"time='key' must be a timestamp column.*has at"):
+        state_as_of(frame, looked_up.checkpoint, "looked_up", on={"key": "k"}, time="key")
+    as_of = asked["at"].iloc[0].to_pydatetime()
+    then = read_state(spark, looked_up.checkpoint, "looked_up", as_of=as_of)
+    assert {row["n"] for row in then.select("n").distinct().collect()} == {1}
 
 
 def test_wrong_use(spark: SparkSession, make_stream: Callable[..., Stream]) -> None:
