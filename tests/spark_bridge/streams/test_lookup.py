@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -9,11 +11,14 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+import ray
+from pyspark.errors import StreamingQueryException
 from pyspark.sql import DataFrame, SparkSession
 
-from spark_bridge import QueryableStateClient, aggregate, lookup, read_state, state_as_of
+from spark_bridge import QueryableStateClient, aggregate, lookup, read_state, state_as_of, state_table
 from spark_bridge import functions as S
 from spark_bridge.exceptions import InvalidOperatorError, UnknownOperatorError
+from spark_bridge.session.current import current_cluster
 from tests.effort import effort
 from tests.spark_bridge.conftest import Stream, settle
 
@@ -130,6 +135,59 @@ def test_state_as_of_is_what_a_client_was_answered_then(
     as_of = asked["at"].iloc[0].to_pydatetime()
     then = read_state(spark, looked_up.checkpoint, "looked_up", as_of=as_of)
     assert {row["n"] for row in then.select("n").distinct().collect()} == {1}
+
+
+@pytest.mark.thorough  # the usual run has test_a_batch_reads_its_version_again_though_the_other_query_went_on
+def test_every_attempt_gives_what_the_recorded_version_says_whatever_dies(make_stream: Callable[..., Stream]) -> None:
+    """Sinks fail, hosts and the coordinator are killed, and the query that is looked up goes on meanwhile."""
+    rng = random.Random(11)
+    looked_up, stream = make_stream(), make_stream("k long, w double")
+    looked_up.add([(k, 1.0) for k in range(30)])
+    query = totals_of(looked_up)
+    attempts: dict[int, list[list[Any]]] = {}
+
+    def keep(batch: DataFrame, batch_id: int) -> None:
+        attempts.setdefault(batch_id, []).append(sorted(map(tuple, batch.collect()), key=repr))
+        if rng.random() < 0.4:
+            raise RuntimeError("the sink is not there")
+
+    def process() -> None:
+        while True:
+            running = writer.start()
+            try:
+                running.processAllAvailable()
+                return
+            except StreamingQueryException as error:
+                assert "the sink is not there" in str(error), error
+                looked_up.add([(rng.randrange(40), 1.0) for _ in range(20)])
+                settle(query)
+            finally:
+                running.stop()
+
+    enriched = lookup(stream.read(), "looked_up", on="k", columns=["n", "total"])
+    writer = enriched.writeStream.foreachBatch(keep).option("checkpointLocation", stream.checkpoint)
+    given: list[tuple[int, float]] = []
+    for number in range(12):
+        rows = [(rng.randrange(45), float(number)) for _ in range(200)]
+        given += rows
+        stream.add(rows)
+        looked_up.add([(rng.randrange(40), 1.0) for _ in range(20)])
+        coordinator = ray.get_actor("StateStoreCoordinator", namespace="statestore")
+        victims = [*current_cluster().hosts, coordinator]
+        ray.kill(rng.choice(victims), no_restart=False)
+        process()
+    settle(query)
+    query.stop()
+    place = Path(looked_up.checkpoint, "statestore/lookups")
+    records = {int(p.stem): json.loads(p.read_text().splitlines()[0])["version"] for p in place.rglob("*.json")}
+    assert sorted(attempts) == sorted(records) and sum(map(len, attempts.values())) > len(records)
+    versions = {n: state_table(looked_up.checkpoint, "looked_up", version=n).to_pylist() for n in records.values()}
+    for batch_id, seen in attempts.items():
+        assert all(rows == seen[0] for rows in seen), "every attempt is the same"
+        state = {row["k"]: (row["n"], row["total"]) for row in versions[records[batch_id]]}
+        assert all(row[2:] == state.get(row[0], (None, None)) for row in seen[0])
+    assert sorted(row[:2] for seen in attempts.values() for row in seen[0]) == sorted(given)
+    assert len(set(records.values())) > 3
 
 
 def test_wrong_use(spark: SparkSession, make_stream: Callable[..., Stream]) -> None:
