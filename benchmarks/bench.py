@@ -93,9 +93,10 @@ def write_results() -> None:
     RESULTS.mkdir(exist_ok=True)
     for name, text in drawn.items():
         (RESULTS / name).write_text(text)
-    for path in RESULTS.glob("*.svg"):
-        if path.name not in drawn:
-            path.unlink()
+    for name in COMPARISONS:  # the other plots there are of programs that draw for themselves
+        for path in (RESULTS / f"{name}{environment}.svg" for environment in ("", *(f"-{e}" for e in ENVIRONMENTS))):
+            if path.name not in drawn:
+                path.unlink(missing_ok=True)
 
 
 def show_list() -> None:

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from spark_bridge import functions
     from spark_bridge.host_actor.actor import StateStoreHost
     from spark_bridge.lookups.lookup import lookup
+    from spark_bridge.lookups.state_as_of import state_as_of
     from spark_bridge.operators.aggregate.operator import aggregate
     from spark_bridge.operators.deduplicate.operator import deduplicate
     from spark_bridge.operators.join.operator import join, join_asof
@@ -118,6 +119,7 @@ __all__ = [
     "scale_hosts",
     "serve_state",
     "setup_ray_on_spark",
+    "state_as_of",
     "state_batches",
     "state_changes_batches",
     "state_changes_table",
@@ -179,6 +181,7 @@ _HOMES = {
     "rebalance": "spark_bridge.session.savepoints",
     "remove_state_operator_listener": "spark_bridge.session.operator_progress",
     "restore_savepoint": "spark_bridge.session.savepoints",
+    "state_as_of": "spark_bridge.lookups.state_as_of",
     "state_batches": "spark_bridge.state_data.state_tables",
     "state_changes_batches": "spark_bridge.state_data.state_tables",
     "state_changes_table": "spark_bridge.state_data.state_tables",

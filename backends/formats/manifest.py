@@ -76,10 +76,13 @@ class OperatorEntry(Struct, frozen=True):
 class Manifest(Struct, frozen=True):
     """One version of a query's whole state. ``parent`` is the id of the manifest below; None for the first one.
 
+    ``created_ms`` is when the version was prepared, in ms since 1970.
+
     ``oldest`` is the oldest version that is kept (besides the empty 0). ``chain_from`` is the lowest version whose
     manifest is kept to make ``oldest``. Files that only lower versions need are being removed. ``sequence`` counts the
     manifests of an epoch from 1 on, by which a query's coordinators fence each other; 0 in manifests that were written
-    before this, and where nobody fences.
+    before this, and where nobody fences. ``parent_completed_ms`` is when the version below was completed, in ms since
+    1970; None where the coordinator that wrote this did not see that.
     """
 
     id: int
@@ -93,6 +96,7 @@ class Manifest(Struct, frozen=True):
     chain_from: int = 1
     format_version: int = field(default=STATE_FORMAT_VERSION)
     sequence: int = 0
+    parent_completed_ms: int | None = None
 
 
 class SourcePartition(Struct, frozen=True):

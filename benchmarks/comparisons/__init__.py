@@ -10,6 +10,7 @@ from suite.comparison import Comparison
 
 from comparisons import (
     coordinators,
+    enrichment,
     growth,
     latency,
     lookups,
@@ -27,6 +28,7 @@ MODULES = (
     recovery,
     savepoints,
     lookups,
+    enrichment,
     nexmark,
     providers,
     object_storage,

@@ -120,8 +120,9 @@ def part_to_json(part: Part) -> str:
 
 
 def load(directory: Path) -> dict[str, Result]:
-    """Return all kept results, by comparison."""
-    results = (from_json(path.read_text()) for path in sorted(directory.glob("*.json")))
+    """Return all kept results, by comparison. Other programs keep figures of their own in the directory."""
+    texts = [path.read_text() for path in sorted(directory.glob("*.json"))]
+    results = (from_json(text) for text in texts if "comparison" in json.loads(text))
     return {result.comparison: result for result in results}
 
 

@@ -34,11 +34,19 @@ class ManifestWriter:
         clock: Callable[[], float],
     ) -> None:
         self.is_uncertain = False
+        self._completed: tuple[int, int] | None = None
         self._run_id = run_id
         self._log = log
         self._versions = versions
         self._counter = counter
         self._clock = clock
+
+    def note_completed(self, version: int) -> None:
+        """Take note that a version is completed now, for the manifest of the next one."""
+        self._completed = version, self._now_ms()
+
+    def _completed_ms(self, version: int) -> int | None:
+        return None if self._completed is None or self._completed[0] != version else self._completed[1]
 
     def begin_with(self, initial: Mapping[str, Mapping[int, PartitionEntry]], schema_ids: Mapping[str, str]) -> None:
         """Write the manifest of version 0 of a state that does not begin empty."""
@@ -102,11 +110,15 @@ class ManifestWriter:
                 operators=operators,
                 oldest=keep.oldest,
                 chain_from=keep.chain_from,
+                parent_completed_ms=self._completed_ms(version - 1),
             )
         )
 
     def write_again(self, version: int, found: Mapping[TaskKey, tuple[SnapshotRef, ...]] = NO_SNAPSHOTS) -> None:
-        """Write the manifest of a version once more, as the newest one and under this epoch, naming more snapshots."""
+        """Write the manifest of a version once more, as the newest one and under this epoch, naming more snapshots.
+
+        The time at which the version was prepared stays.
+        """
         chain = self._versions.chain
         current = chain[version]
         operators = {
@@ -123,7 +135,6 @@ class ManifestWriter:
                 current,
                 id=self._counter.get_and_increment(),
                 epoch=self._log.epoch,
-                created_ms=self._now_ms(),
                 operators=operators,
                 # What a newer manifest has let go of does not come back.
                 oldest=max(current.oldest, self._versions.oldest),

@@ -362,6 +362,7 @@ class QueryState:
             self._writer.write_again(version)
         self.batch.completed()
         versions.complete(version)
+        self._writer.note_completed(version)
         self.history.completed(versions.chain[version], self._clock())
         self.announce()
 

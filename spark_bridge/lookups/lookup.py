@@ -28,6 +28,7 @@ from spark_bridge.state_format.layouts import ROWS, VALUE
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
+    from pyspark.sql.types import StructType
 
 HOWS = ("left", "inner")
 
@@ -70,8 +71,6 @@ def lookup(
     everything that can be seen to be wrong, ``UnknownOperatorError`` if no query has the operator,
     ``VersionNotFoundError`` if a version is not kept.
     """
-    if how not in HOWS:
-        raise InvalidOperatorError(f"how={how!r}: give one of {', '.join(map(repr, HOWS))}.")
     fixed = _fixed(version)
     place: StatePlace | None = None
     if checkpoint is None:
@@ -81,6 +80,24 @@ def lookup(
         location = StoredReads(place).locate(operator, query)
     if fixed is None and not df.isStreaming:
         fixed = _now(location.completed_version) if place is None else recorded_in_storage(place, None)
+    task, schema = planned(df, location, state, on, columns, how, fixed, place)
+    return df.mapInArrow(named(task.run, f"lookup_in_{operator}"), schema)
+
+
+def planned(
+    df: DataFrame,
+    location: OperatorLocation,
+    state: str | None,
+    on: str | Sequence[str] | Mapping[str, str],
+    columns: Sequence[str] | None,
+    how: str,
+    fixed: LookupRecord | None,
+    place: StatePlace | None,
+) -> tuple[LookupTask, StructType]:
+    """Return the task of a lookup, and the schema of its output. Raises ``InvalidOperatorError``."""
+    if how not in HOWS:
+        raise InvalidOperatorError(f"how={how!r}: give one of {', '.join(map(repr, HOWS))}.")
+    operator = location.operator.name
     view = KnownOperator.of(location, 0.0, None).view(state)
     if view.kind not in (ROWS, VALUE):
         raise InvalidOperatorError(
@@ -104,8 +121,7 @@ def lookup(
         fixed,
         place,
     )
-    schema = type(df.schema)([*df.schema.fields, *spark_schema(added).fields])
-    return df.mapInArrow(_named(task, f"lookup_in_{operator}"), schema)
+    return task, type(df.schema)([*df.schema.fields, *spark_schema(added).fields])
 
 
 def _fixed(version: Any) -> LookupRecord | None:
@@ -162,9 +178,11 @@ def _columns(df: DataFrame, view: StateView, columns: Sequence[str] | None) -> l
     return wanted
 
 
-def _named(task: LookupTask, name: str) -> Callable[[Any], Any]:
-    def run(batches: Any) -> Any:
-        return task.run(batches)
+def named(run: Callable[[Any], Any], name: str) -> Callable[[Any], Any]:
+    """Return a function of that name, which Spark's plan shows."""
 
-    run.__name__ = run.__qualname__ = name
-    return run
+    def named_run(batches: Any) -> Any:
+        return run(batches)
+
+    named_run.__name__ = named_run.__qualname__ = name
+    return named_run

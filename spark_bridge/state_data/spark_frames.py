@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -33,6 +34,7 @@ def read_state(
     state: str | None = None,
     version: int | None = None,
     *,
+    as_of: str | datetime | None = None,
     flatten: bool = True,
     state_columns: bool = False,
     state_location: str | None = None,
@@ -40,12 +42,16 @@ def read_state(
 ) -> DataFrame:
     """Return the rows of a state variable at a retained version, by default the last completed one.
 
+    ``as_of="2026-01-01T00:00:00"`` reads the version that was the last completed one at that time.
+
     See ``state_batches`` for the arguments, the columns and the errors. If the version is removed before an action has
     read it, that action fails: make the DataFrame anew then. ``state_location`` and ``storage_options`` are by default
     the session's. The DataFrame has as many partitions as the state.
     """
     place = state_place(spark, checkpoint_location, state_location, storage_options)
-    return _data_frame(spark, state_source(place, operator, state, version, collect=not flatten, raw=state_columns))
+    return _data_frame(
+        spark, state_source(place, operator, state, version, as_of=as_of, collect=not flatten, raw=state_columns)
+    )
 
 
 def read_state_changes(

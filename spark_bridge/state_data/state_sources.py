@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import datetime
 
 import pyarrow as pa
 
@@ -13,6 +14,7 @@ from backends.ids import DEFAULT_FAMILY
 from backends.storage.checkpoint_storage import CheckpointStorage, OpenStorage
 from coordinator_actor.reading.partition_reader import opened_partition
 from coordinator_actor.reading.stored_versions import Piece, Reading, StatePlace, StateVersions
+from coordinator_actor.reading.version_times import VersionTimes, ms_of
 from spark_bridge.state_format.layouts import TIMERS
 from spark_bridge.state_format.partition_rows import scan_partition
 from spark_bridge.state_format.stored_changes import VariableChanges
@@ -88,12 +90,18 @@ def state_source(
     state: str | None,
     version: int | None,
     *,
+    as_of: str | datetime | None = None,
     collect: bool = False,
     raw: bool = False,
     open_storage: OpenStorage = CheckpointStorage.open,
 ) -> StateSource:
     """Return the source of ``state_batches``; see there."""
-    reading = StateVersions.look(place, open_storage=open_storage).reading(operator, version)
+    versions = StateVersions.look(place, open_storage=open_storage)
+    if as_of is not None:
+        if version is not None:
+            raise InvalidStateStoreArgument(f"version={version} and as_of={as_of!r}: give one of them.")
+        version = VersionTimes.of(versions).version_at(ms_of(as_of))
+    reading = versions.reading(operator, version)
     variable = _variable(reading, state)
     return StateSource(reading, VariableRows(reading.schema, variable, collect, raw), open_storage)
 

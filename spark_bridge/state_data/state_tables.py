@@ -6,6 +6,7 @@ The counterparts with Spark are ``read_state`` and ``read_state_changes`` in ``s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from datetime import datetime
 from itertools import chain
 from typing import TypeVar
 
@@ -27,6 +28,7 @@ def state_batches(
     state: str | None = None,
     version: int | None = None,
     *,
+    as_of: str | datetime | None = None,
     flatten: bool = True,
     state_columns: bool = False,
     state_location: str | None = None,
@@ -35,7 +37,8 @@ def state_batches(
     """Return the rows of a state variable at a retained version, one partition after the other, in batches.
 
     ``state`` is the variable, by default the only one or the operator's own rows; timers are ``"timers"``. ``version``
-    is by default the last completed one; version N+1 is the state after batch N.
+    is by default the last completed one; version N+1 is the state after batch N. ``as_of`` asks for the version that
+    was the last completed one at a time: a datetime, or a text of ISO 8601; without a zone it is UTC.
 
     The columns are first the key's. Then come the columns of the variable: of a value its fields; of a list the fields
     of an element, one row per element in their order; of a map the columns of the user's key and of the value, one row
@@ -51,8 +54,8 @@ def state_batches(
     """
     place = find_state(checkpoint_location, state_location, storage_options)
     return _reader(
-        lambda: state_source(place, operator, state, version, collect=not flatten, raw=state_columns),
-        is_newest=version is None,
+        lambda: state_source(place, operator, state, version, as_of=as_of, collect=not flatten, raw=state_columns),
+        is_newest=version is None and as_of is None,
     )
 
 
@@ -62,6 +65,7 @@ def state_table(
     state: str | None = None,
     version: int | None = None,
     *,
+    as_of: str | datetime | None = None,
     flatten: bool = True,
     state_columns: bool = False,
     state_location: str | None = None,
@@ -75,13 +79,14 @@ def state_table(
             operator,
             state,
             version,
+            as_of=as_of,
             flatten=flatten,
             state_columns=state_columns,
             state_location=state_location,
             storage_options=storage_options,
         ).read_all()
 
-    return _again(read, is_newest=version is None)
+    return _again(read, is_newest=version is None and as_of is None)
 
 
 def state_changes_batches(

@@ -34,6 +34,11 @@ def test_another_format_is_refused() -> None:
         from_json('{"format": 99}')
 
 
+def test_what_is_kept_in_the_project_can_be_read() -> None:
+    kept = load(Path(__file__).parents[2] / "benchmarks/results")
+    assert "queries" in kept and "locality" not in kept, "others keep figures of their own there"
+
+
 def test_a_part_replaces_only_that_of_its_environment(tmp_path: Path) -> None:
     first = result(part(case([1], [2])), part(case([3], [4]), environment="venv42"))
     second = first.with_part(failed("it broke"))

@@ -287,6 +287,7 @@ def test_messages_that_may_wait_for_storage_say_which_query_they_are_about(messa
     args: dict[str, tuple[Any, ...]] = {
         "register_query": (record,),
         "serve_ended": (record,),
+        "look_up": ("op", "run9", "by", 0),
         "open_batch": (record,),
         "snapshot_uploaded": (record,),
         "savepoint_exported": (record,),

@@ -23,6 +23,7 @@ from coordinator_actor.handlers.figures import Figures
 from coordinator_actor.handlers.hosts import Hosts
 from coordinator_actor.handlers.instances import Instances
 from coordinator_actor.handlers.locations import Locations
+from coordinator_actor.handlers.lookups import Lookups
 from coordinator_actor.handlers.queries import Queries
 from coordinator_actor.handlers.savepoints import Savepoints
 from coordinator_actor.messages import OpenBatch
@@ -30,7 +31,7 @@ from coordinator_actor.on_ray.actor import StateStoreCoordinator
 from coordinator_actor.port import GROUPS, MESSAGES, CoordinatorPort, Group
 from tests.coordinator_actor.coordinator_world import World
 
-HANDLERS = (AccessTokens, Batches, Figures, Hosts, Instances, Locations, Queries, Savepoints)
+HANDLERS = (AccessTokens, Batches, Figures, Hosts, Instances, Locations, Lookups, Queries, Savepoints)
 
 
 @pytest.mark.parametrize("message", MESSAGES)

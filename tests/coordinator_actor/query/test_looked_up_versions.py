@@ -10,6 +10,7 @@ from backends.exceptions import InvalidStateStoreArgument, VersionNotFoundError
 from coordinator_actor.coordinator import Coordinator
 from coordinator_actor.exceptions import QueryEndedError
 from coordinator_actor.messages import LookedUp
+from coordinator_actor.query.known_files import LISTED_EVERY
 from coordinator_actor.query.looked_up_versions import KEPT_BATCHES, PIN_SECONDS
 from tests.coordinator_actor.coordinator_world import World
 from tests.coordinator_actor.coordinators import acknowledge
@@ -101,7 +102,7 @@ def test_two_coordinators_make_one_record(world: World, c: Coordinator) -> None:
 
 def test_what_may_be_read_again_is_kept_and_no_more(world: World, c: Coordinator) -> None:
     batch(world, c)
-    assert go_on(world, c, 2 * KEEP + 2) > 2, "without lookups old versions go"
+    assert go_on(world, c, LISTED_EVERY + 1) > 2, "without lookups old versions go"
     looked_up = look_up(c, 0).version
     assert go_on(world, c, 3 * KEEP) == looked_up
     later = look_up(c, 1).version

@@ -1,0 +1,104 @@
+"""Rows that are enriched with the state of a running stream, beside ``mapInArrow`` with Redis."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from suite.comparison import Comparison, Measured
+from suite.model import Case, Contestant, Size
+from suite.progress import Steps
+
+OURS, REDIS, NOTHING = "lookup", "mapInArrow with Redis MGET", "mapInArrow that looks nothing up"
+
+
+def _contestants() -> dict[str, Contestant]:
+    return {
+        OURS: Contestant("lookup(df, ...) in a running stream, at one version", {}, True),
+        REDIS: Contestant(
+            "each batch of Arrow: MGET of its distinct keys by redis-py with hiredis, values by msgpack into columns",
+            {"save": "''", "appendonly": "no"},
+        ),
+        NOTHING: Contestant("the same rows with columns of nulls", {}),
+    }
+
+
+def _mapped(df: Any, port: int | None) -> Any:
+    """Return the rows with the columns that Redis has, or with nulls if there is no ``port``."""
+    from query_clients import redis_key
+
+    def run(batches: Iterator[Any]) -> Iterator[Any]:
+        import msgpack
+        import pyarrow as pa
+        import redis
+
+        store = None if port is None else redis.Redis(port=port)
+        for batch in batches:
+            once = batch.column("user").dictionary_encode()
+            if store is None:
+                columns = [pa.nulls(batch.num_rows, kind) for kind in (pa.int64(), pa.float64())]
+            else:
+                found = store.mget([redis_key(user) for user in once.dictionary.to_pylist()])
+                values = [(None, None, None) if value is None else msgpack.unpackb(value) for value in found]
+                columns = [
+                    pa.array([value[i] for value in values], kind).take(once.indices)
+                    for i, kind in enumerate((pa.int64(), pa.float64()))
+                ]
+            yield pa.RecordBatch.from_arrays([*batch.columns, *columns], names=[*batch.schema.names, "n", "spent"])
+
+    return df.mapInArrow(run, "id long, user long, n long, spent double")
+
+
+def run(size: Size, steps: Steps) -> Measured:
+    """Measure batches of rows with random keys, a fifth of them unknown, in turns."""
+    import queries
+    from pyspark.sql import SparkSession
+    from query_clients import OPERATOR
+
+    from spark_bridge import lookup
+
+    keys, rows, turns = size["keys"], size["rows"], size["turns"]
+    measured = Measured(_contestants())
+    steps.expect(turns * 3)
+    with queries.running_stream(keys, size["partitions"], {}), queries.running_redis(keys) as port:
+        spark = SparkSession.active()
+        given = spark.range(0, rows, 1, 2).selectExpr("id", f"abs(xxhash64(id)) % {keys + keys // 4} as user")
+        frames: dict[str, Callable[[], Any]] = {
+            OURS: lambda: lookup(given, OPERATOR, on="user", columns=["n", "spent"]),
+            REDIS: lambda: _mapped(given, port),
+            NOTHING: lambda: _mapped(given, None),
+        }
+        sums = {name: frames[name]().selectExpr("sum(n)", "sum(spent)", "count(*)").first() for name in (OURS, REDIS)}
+        if sums[OURS] != sums[REDIS]:
+            raise AssertionError(f"The rows differ: {sums}.")
+        rates: dict[str, list[list[float]]] = {name: [] for name in frames}
+        for turn in range(turns):
+            for name in list(frames) if turn % 2 == 0 else list(frames)[::-1]:
+                steps.now(f"turn {turn + 1} of {turns}, {name}")
+                began = time.perf_counter()
+                frames[name]().write.format("noop").mode("overwrite").save()
+                rates[name].append([rows / (time.perf_counter() - began)])
+                steps.advance()
+        measured.cases.append(Case("rows with random keys", "rows/s", rates, more_is_better=True))
+    measured.notes += [
+        f"Before anything was timed, the sums of {rows:,} rows were the same in both. A fifth of the keys is unknown.",
+        "The executors, Redis, the hosts and the idle stream share the cores.",
+    ]
+    return measured
+
+
+COMPARISONS = (
+    Comparison(
+        name="enrichment",
+        title="Rows enriched with the state of a running stream, beside Redis",
+        about="A batch DataFrame with random users, and the count and sum of each, kept by `aggregate` or in Redis.",
+        run=run,
+        sizes={
+            "full": {"keys": 1_000_000, "rows": 2_000_000, "partitions": 4, "turns": 5},
+            "smoke": {"keys": 20_000, "rows": 100_000, "partitions": 4, "turns": 3},
+        },
+        minutes={"full": 10, "smoke": 5},
+        picture="bars",
+    ),
+)

@@ -1,0 +1,75 @@
+"""When each version of a query's state was completed, and so which version was seen at a time."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass
+from datetime import datetime, timezone
+
+from backends.exceptions import InvalidStateStoreArgument, VersionNotFoundError
+from coordinator_actor.reading.stored_versions import StateVersions
+
+
+@dataclass(frozen=True)
+class VersionTimes:
+    """The versions that can be read, ascending, and when each was completed, in ms since 1970.
+
+    The next version's manifest says when a version was completed. Of the last version, and of one behind which the
+    coordinator was replaced, the time counts at which its manifest was written: a moment before. The empty version 0
+    was always there.
+    """
+
+    location: str
+    versions: tuple[int, ...]
+    completed_ms: tuple[int, ...]
+
+    @classmethod
+    def of(cls, versions: StateVersions) -> VersionTimes:
+        """Return the times of the versions that storage shows."""
+        found, times = [], list[int]()
+        for version in versions.readable:
+            following, manifest = versions.chain.get(version + 1), versions.chain.get(version)
+            known = None if following is None else following.parent_completed_ms
+            at = known if known is not None else 0 if manifest is None else manifest.created_ms
+            found.append(version)
+            times.append(max(at, times[-1] if times else at))
+        return cls(versions.place.checkpoint_location, tuple(found), tuple(times))
+
+    def version_at(self, ms: int) -> int:
+        """Return the version that was the last completed one at a time.
+
+        Raises ``VersionNotFoundError`` for a time before the first version that is kept.
+        """
+        index = bisect_right(self.completed_ms, ms) - 1
+        if index < 0:
+            raise self.too_early(ms)
+        return self.versions[index]
+
+    def too_early(self, ms: int) -> VersionNotFoundError:
+        """Return the error for a time before the first version that is kept."""
+        first = (
+            "none is kept" if not self.versions else f"version {self.versions[0]}, of {_in_words(self.completed_ms[0])}"
+        )
+        return VersionNotFoundError(
+            f"Nobody knows what the state at {self.location} was at {_in_words(ms)}: the first version that is kept is "
+            f"{first}. More are kept with a higher min_versions_to_retain (StateStoreConf)."
+        )
+
+
+def ms_of(time: str | datetime) -> int:
+    """Return a time in ms since 1970. A text is of ISO 8601; without a zone the time is UTC.
+
+    Raises ``InvalidStateStoreArgument``.
+    """
+    try:
+        given = datetime.fromisoformat(time) if isinstance(time, str) else time
+        aware = given if given.tzinfo is not None else given.replace(tzinfo=timezone.utc)
+        return int(aware.timestamp() * 1000)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise InvalidStateStoreArgument(
+            f'as_of={time!r} is no time: give a datetime, or a text such as "2026-01-01T00:00:00" (UTC).'
+        ) from error
+
+
+def _in_words(ms: int) -> str:
+    return datetime.fromtimestamp(ms / 1000, timezone.utc).isoformat(sep=" ", timespec="milliseconds")

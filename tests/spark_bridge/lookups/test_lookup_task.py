@@ -1,0 +1,130 @@
+"""Rows and the columns that a lookup puts behind them, against a plain loop; from hosts and from storage."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pyarrow as pa
+import pytest
+
+from coordinator_actor.durable.lookup_records import LookupRecord
+from coordinator_actor.reading.stored_versions import find_state
+from spark_bridge.exceptions import StateVersionError
+from spark_bridge.lookups import looked_up_state
+from spark_bridge.lookups.looked_up_state import Batch, LookedUpState, in_cluster, in_storage
+from spark_bridge.lookups.lookup_task import LookupTask
+from spark_bridge.task.endpoints import Endpoints
+from tests.patience import PATIENCE
+from tests.spark_bridge.queryable.client_world import TOKEN, Cluster
+
+ROWS = pa.schema([("id", pa.int64()), ("who", pa.int32()), ("text", pa.string())])
+OUT = pa.schema([*ROWS, ("n", pa.int64()), ("name", pa.string())])
+
+
+def task(*, is_inner: bool = False, columns: tuple[str, ...] = ("n", "name")) -> LookupTask:
+    schema = pa.schema([*ROWS, *(OUT.field(name) for name in columns)])
+    return LookupTask("totals", "q", None, {"user": "who"}, columns, schema, is_inner, True, None, None)
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    made = Cluster(tmp_path)
+    made.batch({user: (user * 10, f"user {user}") for user in range(0, 60, 2)})
+    (tmp_path / "ck/metadata").write_text('{"id":"q"}')
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def endpoints(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Endpoints:
+    """Messages of tasks reach the coordinator as through a host."""
+
+    def ask(endpoints: Endpoints, method: str, args: dict[str, Any]) -> Any:
+        return msgspec.json.decode(msgspec.json.encode(getattr(cluster.c, method)(**args)))
+
+    monkeypatch.setattr(looked_up_state, "_ask_coordinator", ask)
+    monkeypatch.setattr(looked_up_state, "_routers", {})
+    return Endpoints((), TOKEN, "", PATIENCE)
+
+
+def rows(rng: random.Random, n: int) -> pa.RecordBatch:
+    who = [rng.choice([None, rng.randrange(-5, 70)]) for _ in range(n)]
+    return pa.RecordBatch.from_pydict({"id": range(n), "who": who, "text": [f"t{i}" for i in range(n)]}, schema=ROWS)
+
+
+def expected(batch: pa.RecordBatch, factor: int, *, is_inner: bool) -> list[dict[str, Any]]:
+    found = []
+    for row in batch.to_pylist():
+        who = row["who"]
+        is_there = who is not None and 0 <= who < 60 and who % 2 == 0
+        if is_there or not is_inner:
+            there = {"n": who * factor, "name": f"user {who}"} if is_there else {"n": None, "name": None}
+            found.append({**row, **there})
+    return found
+
+
+def given(of: LookupTask, batch: pa.RecordBatch, found: LookedUpState) -> list[dict[str, Any]]:
+    made = list(of.enriched(batch, found))
+    assert all(part.schema == of.schema and part.num_rows for part in made)
+    return [row for part in made for row in part.to_pylist()]
+
+
+@pytest.mark.parametrize("is_inner", [False, True])
+@pytest.mark.parametrize("where", ["hosts", "storage"])
+def test_rows_are_those_of_a_loop(cluster: Cluster, endpoints: Endpoints, where: str, is_inner: bool) -> None:
+    place = find_state(str(cluster.root / "ck"))
+    batch = Batch("other", 0)
+
+    def found() -> LookedUpState:
+        if where == "storage":
+            return in_storage(place, "totals", None, batch, None)
+        return in_cluster(endpoints, "totals", "q", None, batch, None)
+
+    rng = random.Random(3)
+    first = rows(rng, 200)
+    assert given(task(is_inner=is_inner), first, found()) == expected(first, 10, is_inner=is_inner)
+    cluster.batch({user: (user * 11, f"user {user}") for user in range(0, 60, 2)})
+    for n in (1, 7, 300):
+        again = rows(rng, n)
+        assert given(task(is_inner=is_inner), again, found()) == expected(again, 10, is_inner=is_inner), "version 1"
+    batch = Batch("other", 1)
+    assert given(task(is_inner=is_inner), first, found()) == expected(first, 11, is_inner=is_inner)
+
+
+def test_hosts_and_storage_find_the_same_record(cluster: Cluster, endpoints: Endpoints) -> None:
+    place, batch = find_state(str(cluster.root / "ck")), Batch("other", 5)
+    in_storage(place, "totals", None, batch, None)
+    cluster.batch({0: (7, "x")})
+    found = in_cluster(endpoints, "totals", "q", None, batch, None)
+    one = pa.RecordBatch.from_pydict({"id": [1], "who": [0], "text": [""]}, schema=ROWS)
+    assert given(task(columns=("n",)), one, found) == [{"id": 1, "who": 0, "text": "", "n": 0}]
+    assert in_storage(place, "totals", None, batch, None).at_ms == found.at_ms
+
+
+def test_hosts_that_move_and_runs_that_are_replaced_are_found_again(cluster: Cluster, endpoints: Endpoints) -> None:
+    found = in_cluster(endpoints, "totals", "q", None, Batch("other", 0), None)
+    first = rows(random.Random(4), 50)
+    assert given(task(), first, found) == expected(first, 10, is_inner=False)
+    cluster.hosts[0].close()
+    cluster.replace_host(0)
+    cluster.start("run2")
+    assert given(task(), first, found) == expected(first, 10, is_inner=False)
+
+
+def test_no_rows_no_known_keys_and_a_version_that_is_fixed(cluster: Cluster, endpoints: Endpoints) -> None:
+    cluster.batch({user: (user * 11, f"user {user}") for user in range(0, 60, 2)})
+    found = in_cluster(endpoints, "totals", "q", None, None, LookupRecord(1, "", 0))
+    nulls = pa.RecordBatch.from_pydict({"id": [1, 2], "who": [None, None], "text": ["", ""]}, schema=ROWS)
+    assert given(task(is_inner=True), nulls, found) == []
+    assert [row["n"] for row in given(task(), nulls, found)] == [None, None]
+    first = rows(random.Random(5), 20)
+    assert given(task(), first, found) == expected(first, 10, is_inner=False)
+    assert list(task().run(iter([]))) == []
+    with pytest.raises(StateVersionError, match="Version 9 of the state"):
+        in_storage(find_state(str(cluster.root / "ck")), "totals", None, None, LookupRecord(9, "", 0)).values(
+            pa.array([b"x"], pa.binary())
+        )
