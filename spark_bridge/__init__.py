@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     )
     from spark_bridge.state_data.checkpoint_client import CheckpointClient
     from spark_bridge.state_data.metadata import state_metadata_table
+    from spark_bridge.state_data.ray_dataset import read_state_dataset
     from spark_bridge.state_data.spark_frames import read_state, read_state_changes, state_metadata
     from spark_bridge.state_data.state_tables import (
         state_batches,
@@ -111,6 +112,7 @@ __all__ = [
     "lookup",
     "read_state",
     "read_state_changes",
+    "read_state_dataset",
     "rebalance",
     "remove_state_operator_listener",
     "restore_savepoint",
@@ -175,6 +177,7 @@ _HOMES = {
     "lookup": "spark_bridge.lookups.lookup",
     "read_state": "spark_bridge.state_data.spark_frames",
     "read_state_changes": "spark_bridge.state_data.spark_frames",
+    "read_state_dataset": "spark_bridge.state_data.ray_dataset",
     "rebalance": "spark_bridge.session.savepoints",
     "remove_state_operator_listener": "spark_bridge.session.operator_progress",
     "restore_savepoint": "spark_bridge.session.savepoints",

@@ -7,22 +7,20 @@ same version.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 import pyarrow as pa
 
-from backends.decoders import msgpack_decoder
 from backends.encoding.spark_types import to_spark_type
-from coordinator_actor.reading.stored_versions import Piece, StatePlace, StateVersions, find_state
+from coordinator_actor.reading.stored_versions import StatePlace, StateVersions, find_state
 from spark_bridge.session.current import current_cluster, current_spark
 from spark_bridge.session.settings import STATE_LOCATION_CONF, storage_settings
 from spark_bridge.state_data.metadata import metadata_of
-from spark_bridge.state_data.state_sources import ChangesSource, Source, StateSource, changes_source, state_source
+from spark_bridge.state_data.packed_pieces import packed_pieces, unpacked, without_pieces
+from spark_bridge.state_data.state_sources import Source, changes_source, state_source
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -122,19 +120,13 @@ class _Task:
 
     @classmethod
     def of(cls, source: Source) -> _Task:
-        packed = tuple(zlib.compress(msgspec.msgpack.encode(piece)) for piece in source.reading.pieces)
-        reading = replace(source.reading, pieces=())
-        match source:
-            case StateSource():
-                return cls(replace(source, reading=reading), packed)
-            case ChangesSource():
-                return cls(replace(source, reading=reading), packed)
+        return cls(without_pieces(source), packed_pieces(source.reading.pieces))
 
     def run(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         """Give the rows of the pieces whose numbers come in."""
         for batch in batches:
             for number in batch.column(0).to_pylist():
-                yield from self.source.batches(msgpack_decoder(Piece).decode(zlib.decompress(self.packed[number])))
+                yield from self.source.batches(unpacked(self.packed[number]))
 
 
 def _named(task: _Task, name: str) -> Callable[[Any], Any]:

@@ -61,7 +61,27 @@ class ChangesSource:
         return self.changes.changes(self.reading.place, piece, self.open_storage)
 
 
-Source = StateSource | ChangesSource
+@dataclass(frozen=True)
+class InsertsSource:
+    """The rows of one state variable at a version, in the columns of ``ChangesSource``: each row as inserted."""
+
+    reading: Reading
+    changes: VariableChanges
+    open_storage: OpenStorage = CheckpointStorage.open
+
+    @property
+    def schema(self) -> pa.Schema:
+        """Return the columns."""
+        return self.changes.output
+
+    def batches(self, piece: Piece) -> Iterator[pa.RecordBatch]:
+        """Give the rows of one partition. Raises ``VersionNotFoundError`` if the version has been removed meanwhile."""
+        rows = self.changes.rows
+        for batch in StateSource(self.reading, rows, self.open_storage).batches(piece):
+            yield self.changes.as_inserts(self.reading.version, batch)
+
+
+Source = StateSource | ChangesSource | InsertsSource
 
 
 def state_source(
@@ -84,6 +104,20 @@ def state_source(
     reading = versions.reading(operator, version)
     variable = _variable(reading, state)
     return StateSource(reading, VariableRows(reading.schema, variable, collect, raw), open_storage)
+
+
+def inserts_source(
+    place: StatePlace,
+    operator: str,
+    state: str | None,
+    version: int | None,
+    *,
+    raw: bool = False,
+    open_storage: OpenStorage = CheckpointStorage.open,
+) -> InsertsSource:
+    """Return the rows at a version as changes from nothing: with what a change feed begins."""
+    source = state_source(place, operator, state, version, raw=raw, open_storage=open_storage)
+    return InsertsSource(source.reading, VariableChanges(source.rows), open_storage)
 
 
 def changes_source(

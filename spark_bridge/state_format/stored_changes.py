@@ -121,6 +121,26 @@ class VariableChanges:
             schema=self.output,
         )
 
+    def as_inserts(self, version: int, batch: pa.RecordBatch) -> pa.RecordBatch:
+        """Return rows in the columns of ``VariableRows.output`` as rows of ``output``: each is new in ``version``."""
+        rows = self.rows
+        n, count = len(rows.key) + len(rows.inner), batch.num_rows
+        values = batch.columns[n:-2]
+        structs = []
+        if self._has_values:
+            kind = pa.struct(list(rows.value))
+            structs = [pa.nulls(count, kind), pa.StructArray.from_arrays(values, fields=list(rows.value))]
+        return pa.RecordBatch.from_arrays(
+            [
+                pa.repeat(pa.scalar(version, pa.int64()), count),
+                pa.repeat(pa.scalar(INSERT), count),
+                *batch.columns[:n],
+                *structs,
+                *batch.columns[-2:],
+            ],
+            schema=self.output,
+        )
+
     def _side(self, families: Mapping[str, tuple[pa.BinaryArray, pa.BinaryArray]]) -> _Side:
         """Return the rows of pairs, which are given by family; a pair whose value is null is not there."""
         rows = self.rows

@@ -62,7 +62,7 @@ def range_of_prefix(codec: KeyCodec, values: Any) -> ScanBounds:
     encoded = bound(codec, values)
     if isinstance(values, str | bytes) and is_string(codec.schema.field(0).type):
         encoded = encoded[:-_STRING_END]
-    return encoded, _first_key_after(encoded)
+    return encoded, first_key_after(encoded)
 
 
 def bound(codec: KeyCodec, values: Any) -> bytes:
@@ -103,7 +103,7 @@ def intersection(one: ScanBounds, other: ScanBounds) -> ScanBounds:
     return max(starts, default=None), min(ends, default=None)
 
 
-def _first_key_after(prefix: bytes) -> bytes | None:
+def first_key_after(prefix: bytes) -> bytes | None:
     """Return the first bytes after all bytes that begin with ``prefix``; None if there are none."""
     head = prefix.rstrip(b"\xff")
     return head[:-1] + bytes([head[-1] + 1]) if head else None

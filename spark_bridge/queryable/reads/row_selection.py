@@ -107,7 +107,7 @@ def _predicate(output: pa.Schema, comparison: Comparison) -> RowPredicate:
         raise RequestError(
             f"Column {comparison.column!r} is {kind}: it can be compared with null alone (is null, is not null)."
         )
-    values = [_cast(comparison.column, value, kind) for value in comparison.values]
+    values = [scalar_of(comparison.column, value, kind) for value in comparison.values]
     if comparison.comparison == "in":
         among = pa.array([v.as_py() for v in values], kind)
         return lambda batch: pc.is_in(batch.column(place), among)
@@ -117,7 +117,7 @@ def _predicate(output: pa.Schema, comparison: Comparison) -> RowPredicate:
     return lambda batch: compare(batch.column(place), value)
 
 
-def _cast(column: str, value: Any, kind: pa.DataType) -> pa.Scalar:
+def scalar_of(column: str, value: Any, kind: pa.DataType) -> pa.Scalar:
     """Return a JSON value as a scalar of a column's type."""
     try:
         if isinstance(value, bool) and not pa.types.is_boolean(kind):

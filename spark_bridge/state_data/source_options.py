@@ -1,0 +1,205 @@
+"""The options of the format ``ray_statestore``, with the names of Spark's state data source where that has them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import pyarrow as pa
+from msgspec import structs
+
+from backends.exceptions import InvalidStateStoreArgument
+from backends.formats.manifest import Lineage
+from coordinator_actor.reading.stored_versions import Piece, StatePlace, StateVersions, find_state
+from spark_bridge.state_data.state_sources import Source, StateSource, changes_source, state_source
+from spark_bridge.state_format.layouts import TIMERS
+
+STORAGE = "storage."
+NAMES = (
+    "path",
+    "operator",
+    "stateVarName",
+    "readRegisteredTimers",
+    "batchId",
+    "version",
+    "flattenCollectionTypes",
+    "stateColumns",
+    "stateLocation",
+    "snapshotStartBatchId",
+    "readChangeFeed",
+    "changeStartBatchId",
+    "changeEndBatchId",
+    "startingVersion",
+    "maxVersionsPerTrigger",
+)
+_ALSO = {"operatorname": "operator"}
+_OF_ROWS = ("batchId", "version", "snapshotStartBatchId")
+OF_CHANGES = ("changeStartBatchId", "changeEndBatchId")
+OF_STREAMS = ("startingVersion", "maxVersionsPerTrigger")
+STATE, EARLIEST, LATEST = "state", "earliest", "latest"
+
+
+@dataclass(frozen=True)
+class SourceOptions:
+    """What is to be read.
+
+    - ``path``: the checkpoint location of the query.
+    - ``operator``, ``stateVarName``: as ``operator`` and ``state`` of ``state_batches``; ``readRegisteredTimers``
+      stands for ``stateVarName`` "timers".
+    - ``batchId`` or ``version`` (the batch's number and one): of a table of rows, by default the last completed one.
+    - ``flattenCollectionTypes`` (true), ``stateColumns`` (false): see ``state_batches``.
+    - ``stateLocation``: ``spark.statestore.location`` of the query's session, if it was set.
+    - ``storage.NAME``: a setting of the storage, as in ``storage_options``.
+    - ``snapshotStartBatchId``: rows are made of the last snapshots up to this batch and the changelogs behind them.
+    - ``readChangeFeed`` (false): the changes in place of the rows, as ``state_changes_batches`` gives them; of a table
+      those of the batches from ``changeStartBatchId`` to ``changeEndBatchId`` (by default the last one), both included.
+      A stream is always one of changes, and needs it.
+    - ``startingVersion``, ``maxVersionsPerTrigger``: of a stream; see ``ChangeStreamReader``.
+    """
+
+    place: StatePlace
+    operator: str
+    state: str | None = None
+    version: int | None = None
+    flatten: bool = True
+    state_columns: bool = False
+    snapshot: int | None = None
+    is_changes: bool = False
+    first_batch: int = 0
+    last_batch: int | None = None
+    starting: str | int = STATE
+    most_versions: int | None = None
+    given: frozenset[str] = field(default=frozenset())
+
+    @classmethod
+    def of(cls, options: Mapping[str, str]) -> SourceOptions:
+        """Return the options that Spark gives, in which case does not count.
+
+        Raises ``InvalidStateStoreArgument`` naming an option that is unknown, missing, of the wrong form, or that does
+        not go with another one; ``MissingFileError`` if there is no state.
+        """
+        known = {name.lower(): name for name in NAMES} | _ALSO
+        given: dict[str, str] = {}
+        storage: dict[str, str] = {}
+        for name, value in options.items():
+            if name.lower().startswith(STORAGE):
+                storage[name[len(STORAGE) :]] = value
+            elif name.lower() in known:
+                given[known[name.lower()]] = value
+            else:
+                raise InvalidStateStoreArgument(
+                    f"The format ray_statestore has no option {name!r}; there are {', '.join(NAMES)}, and "
+                    f"{STORAGE}NAME for settings of the storage."
+                )
+        for name in ("path", "operator"):
+            if not given.get(name):
+                what = "load(checkpoint_location)" if name == "path" else "option('operator', name)"
+                raise InvalidStateStoreArgument(f"The format ray_statestore needs {name!r}: give {what}.")
+        is_changes = _flag(given, "readChangeFeed", False)
+        _together(given, is_changes)
+        starting = given.get("startingVersion", STATE)
+        batch, version = _number(given, "batchId"), _number(given, "version")
+        most = _number(given, "maxVersionsPerTrigger")
+        if most == 0:
+            raise InvalidStateStoreArgument("Option 'maxVersionsPerTrigger' is 0; it must be 1 or more.")
+        timers = _flag(given, "readRegisteredTimers", False)
+        return cls(
+            find_state(given["path"], given.get("stateLocation"), storage),
+            given["operator"],
+            TIMERS if timers else given.get("stateVarName"),
+            version if batch is None else batch + 1,
+            _flag(given, "flattenCollectionTypes", True),
+            _flag(given, "stateColumns", False),
+            _number(given, "snapshotStartBatchId"),
+            is_changes,
+            _number(given, "changeStartBatchId") or 0,
+            _number(given, "changeEndBatchId"),
+            starting if starting in (STATE, EARLIEST, LATEST) else _number(given, "startingVersion") or 0,
+            most,
+            frozenset(given),
+        )
+
+    def refuse(self, names: tuple[str, ...], where: str) -> None:
+        """Raise ``InvalidStateStoreArgument`` if one of these options is given."""
+        wrong = [name for name in names if name in self.given]
+        if wrong:
+            raise InvalidStateStoreArgument(f"{where} has no option {wrong[0]!r}: leave it out.")
+
+
+def _together(given: Mapping[str, str], is_changes: bool) -> None:
+    """Raise ``InvalidStateStoreArgument`` for options of which one excludes the other."""
+    if "batchId" in given and "version" in given:
+        raise InvalidStateStoreArgument("Options 'batchId' and 'version' name the same: give one.")
+    if "stateVarName" in given and _flag(given, "readRegisteredTimers", False):
+        raise InvalidStateStoreArgument("Option 'readRegisteredTimers' reads timers, not 'stateVarName': give one.")
+    wrong = [name for name in (_OF_ROWS if is_changes else OF_CHANGES) if name in given]
+    if wrong:
+        raise InvalidStateStoreArgument(
+            f"Option {wrong[0]!r} does not go with readChangeFeed={str(is_changes).lower()}: leave one of them out."
+        )
+
+
+def _flag(given: Mapping[str, str], name: str, default: bool) -> bool:
+    text = given.get(name, str(default)).lower()
+    if text not in ("true", "false"):
+        raise InvalidStateStoreArgument(f"Option {name!r} is {given[name]!r}; it must be true or false.")
+    return text == "true"
+
+
+def _number(given: Mapping[str, str], name: str) -> int | None:
+    text = given.get(name)
+    if text is None:
+        return None
+    if not (text.isascii() and text.isdecimal() and len(text) < 19):
+        also = f", or one of {STATE}, {EARLIEST}, {LATEST}" if name == "startingVersion" else ""
+        raise InvalidStateStoreArgument(f"Option {name!r} is {text!r}; it must be a number from 0 on{also}.")
+    return int(text)
+
+
+def source_of(options: SourceOptions) -> Source:
+    """Return the rows, or the changes, that the options of a table name.
+
+    Raises what ``state_batches`` and ``state_changes_batches`` raise at the beginning.
+    """
+    options.refuse(OF_STREAMS, "A table")
+    place, operator, state, raw = options.place, options.operator, options.state, options.state_columns
+    if options.is_changes:
+        if "changeStartBatchId" not in options.given:
+            raise InvalidStateStoreArgument("A table of changes needs the option 'changeStartBatchId'.")
+        last = options.last_batch
+        to_version = None if last is None else last + 1
+        return changes_source(place, operator, state, options.first_batch, to_version, raw=raw)
+    source = state_source(place, operator, state, options.version, collect=not options.flatten, raw=raw)
+    return source if options.snapshot is None else _from_snapshots(source, options.snapshot + 1)
+
+
+def schema_of(options: SourceOptions) -> pa.Schema:
+    """Return the columns of a table or a stream: of rows, or with ``readChangeFeed`` of changes."""
+    if options.is_changes:
+        newest = StateVersions.look(options.place).resolve(None)
+        source = changes_source(
+            options.place, options.operator, options.state, newest, newest, raw=options.state_columns
+        )
+        return source.schema
+    return source_of(options).schema
+
+
+def _from_snapshots(source: StateSource, version: int) -> StateSource:
+    """Return the source with no snapshots behind ``version``. Raises ``InvalidStateStoreArgument``."""
+    pieces = tuple(_from_snapshot(piece, version) for piece in source.reading.pieces)
+    return replace(source, reading=replace(source.reading, pieces=pieces))
+
+
+def _from_snapshot(piece: Piece, version: int) -> Piece:
+    whole = piece.lineage
+    kept = tuple(ref for ref in whole.snapshots if ref.version <= version)
+    base = max((ref.version for ref in kept), default=0)
+    behind = [ref.version for ref in whole.changelogs if ref.version > base]
+    if len(behind) != whole.version - base and whole.rescaled is None:
+        there = ", ".join(str(ref.version - 1) for ref in whole.snapshots) or "none"
+        raise InvalidStateStoreArgument(
+            f"Option 'snapshotStartBatchId' is {version - 1}, but partition {piece.partition} cannot be made of a "
+            f"snapshot of that batch or an earlier one; there are snapshots of the batches {there}."
+        )
+    lineage = Lineage(whole.version, whole.changelogs, kept, whole.rescaled)
+    return structs.replace(piece, lineage=lineage)

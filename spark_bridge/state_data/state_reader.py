@@ -1,0 +1,152 @@
+"""The table of the format ``ray_statestore``: read by executors, a partition of the state each. For Spark 4."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+from pyspark.sql.datasource import (
+    DataSourceReader,
+    EqualTo,
+    Filter,
+    GreaterThan,
+    GreaterThanOrEqual,
+    In,
+    InputPartition,
+    LessThan,
+    LessThanOrEqual,
+)
+
+from spark_bridge.exceptions import RequestError
+from spark_bridge.state_data.packed_pieces import packed_pieces, unpacked, without_pieces
+from spark_bridge.state_data.selected_rows import selected
+from spark_bridge.state_data.source_options import SourceOptions, source_of
+from spark_bridge.state_data.state_sources import Source, StateSource
+
+if TYPE_CHECKING:
+    from pyspark.sql.types import StructType
+
+FILTERING_WORKER = "pyspark.sql.worker.data_source_pushdown_filters"
+_COMPARISONS: dict[type, str] = {
+    EqualTo: "=",
+    In: "in",
+    LessThan: "<",
+    LessThanOrEqual: "<=",
+    GreaterThan: ">",
+    GreaterThanOrEqual: ">=",
+}
+
+
+class StatePartition(InputPartition):  # type: ignore[misc]
+    """One partition of the state, packed; of a stream with the source that reads it."""
+
+    def __init__(self, piece: bytes, source: Source | None = None) -> None:
+        super().__init__(None)
+        self.piece = piece
+        self.source = source
+
+
+class StateReader(DataSourceReader):  # type: ignore[misc]
+    """Reads a table, a partition of the state in each of Spark's partitions."""
+
+    def __init__(self, source: Source, schema: pa.Schema) -> None:
+        self._source = without_pieces(source)
+        self._packed = packed_pieces(source.reading.pieces)
+        self._schema = schema
+
+    def partitions(self) -> Sequence[StatePartition]:
+        """Return the partitions."""
+        packed, self._packed = self._packed, ()  # what is sent to executors with this reader
+        return [StatePartition(p) for p in packed]
+
+    def read(self, partition: StatePartition) -> Iterator[pa.RecordBatch]:
+        """Give the rows of one partition, on an executor."""
+        return fitting(self._source.batches(unpacked(partition.piece)), self._schema)
+
+
+class FilteringStateReader(StateReader):
+    """Reads a table of rows. Conditions on key columns leave out partitions and keys; Spark applies them once more."""
+
+    def __init__(self, source: StateSource, schema: pa.Schema) -> None:
+        super().__init__(source, schema)
+        self._rows = replace(source, reading=replace(source.reading, pieces=()))
+        self._where: list[tuple[str, str, Any]] = []
+
+    def pushFilters(self, filters: list[Filter]) -> Iterator[Filter]:
+        """Take what conditions on key columns there are, and give all back for Spark to apply.
+
+        A condition on a column of floats is not taken, since Spark takes NaN for the greatest value.
+        """
+        key = {f.name: f.type for f in self._rows.rows.key if not pa.types.is_floating(f.type)}
+        for given in filters:
+            condition = _condition(given, key)
+            if condition is not None and self._is_possible(condition):
+                self._where.append(condition)
+        yield from filters
+
+    def _is_possible(self, condition: tuple[str, str, Any]) -> bool:
+        """Return whether the value is one that the column can be compared with here; if not, Spark does it alone."""
+        try:
+            selected(self._rows, None, [condition])
+        except RequestError:
+            return False
+        return True
+
+    def partitions(self) -> Sequence[StatePartition]:
+        """Return the partitions that can have rows that pass."""
+        may_have = selected(self._rows, None, self._where).may_have
+        return [p for p in super().partitions() if may_have(unpacked(p.piece))]
+
+    def read(self, partition: StatePartition) -> Iterator[pa.RecordBatch]:
+        """Give the rows of one partition that pass, on an executor."""
+        chosen = selected(self._rows, None, self._where)
+        return fitting(chosen.batches(unpacked(partition.piece)), self._schema)
+
+
+def reader_of(options: SourceOptions, schema: StructType) -> StateReader:
+    """Return the reader of a table. Raises what ``source_of`` raises.
+
+    Spark refuses a reader that takes filters unless ``spark.sql.python.filterPushdown.enabled`` is set, which a reader
+    is not told. But where the setting counts, another process of Spark asks for the reader than where it does not.
+    """
+    source = source_of(options)
+    takes_filters = FILTERING_WORKER in sys.modules or _main_module() == FILTERING_WORKER
+    if isinstance(source, StateSource) and takes_filters:
+        return FilteringStateReader(source, arrow_schema(schema))
+    return StateReader(source, arrow_schema(schema))
+
+
+def _main_module() -> str | None:
+    """Return the name of the module that this process runs."""
+    spec = getattr(sys.modules.get("__main__"), "__spec__", None)
+    return None if spec is None else spec.name
+
+
+def arrow_schema(schema: StructType) -> pa.Schema:
+    """Return the Arrow schema that Spark wants of a data source's batches."""
+    from pyspark.sql.pandas.types import to_arrow_schema
+
+    return to_arrow_schema(schema, timezone="UTC")
+
+
+def fitting(batches: Iterator[pa.RecordBatch], schema: pa.Schema) -> Iterator[pa.RecordBatch]:
+    """Give batches with the very types that Spark compares with: it is strict in what may be null within structs."""
+    for batch in batches:
+        if batch.schema.equals(schema):
+            yield batch
+        else:
+            columns = [column.cast(f.type) for column, f in zip(batch.columns, schema, strict=True)]
+            yield pa.RecordBatch.from_arrays(columns, schema=schema)
+
+
+def _condition(given: Filter, key: dict[str, pa.DataType]) -> tuple[str, str, Any] | None:
+    comparison = _COMPARISONS.get(type(given))
+    if comparison is None or len(given.attribute) != 1 or given.attribute[0] not in key:
+        return None
+    values = given.value if comparison == "in" else (given.value,)
+    if any(value is None for value in values):
+        return None
+    return given.attribute[0], comparison, given.value
