@@ -452,13 +452,16 @@ class LocalRocksDB:
 
     def _let_go(self) -> None:
         self._forget_rows()
-        for name, family in self._families.items():
-            if name != DEFAULT_FAMILY:
-                family.db.close()
-        self._families = {}
+        handles = [family.db for name, family in self._families.items() if name != DEFAULT_FAMILY]
         if self._db is not None:
-            self._db.close()
-        self._db = self._own = None
+            handles.append(self._db)
+        self._families, self._db, self._own = {}, None, None
+        for handle in handles:
+            try:
+                handle.close()
+            except Exception:  # rocksdict raises plain Exception
+                # A compaction has met a damaged file, say. The files are a copy: who opens them again finds that out.
+                log.warning("RocksDB in %s was closed with an error", self._path, exc_info=True)
 
     def _check_open(self) -> None:
         if self._closed:

@@ -103,3 +103,27 @@ def test_a_process_that_ended_while_it_wrote_leaves_no_version_to_the_next_one(l
         assert content(again.get_store(2)) == dict.fromkeys("abcde", "2")
         commit(again, 2, a=None)
         assert content(again.get_store(3)) == dict.fromkeys("bcde", "2")
+
+
+def test_a_database_that_closes_with_an_error_is_closed_and_lets_go_of_its_directory(location, tmp_path, caplog):
+    """As where a compaction has met a damaged file: reads and loads say so, and ``close`` ends all the same."""
+    provider = open_provider(location, local_dir=tmp_path / "local")
+    commit(provider, 0, a="1")
+    engine = provider.main._engine
+
+    class Damaged:
+        def __init__(self, handle):
+            self._handle = handle
+
+        def close(self):
+            self._handle.close()
+            raise Exception("Corruption: block checksum mismatch")  # as rocksdict does
+
+        def __getattr__(self, name):
+            return getattr(self._handle, name)
+
+    engine._db = Damaged(engine._db)
+    provider.close()
+    assert "was closed with an error" in caplog.text and str(tmp_path / "local") in caplog.text
+    with open_provider(location, local_dir=tmp_path / "local") as again:
+        assert content(again.get_store(1)) == {"a": "1"}
