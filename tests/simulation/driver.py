@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 KEEP = 4
 """Versions and batches retained."""
+ANSWERED_ON = 20.0
+"""An ended query is answered on for so many seconds at most."""
 
 
 class HostClient:
@@ -160,7 +162,7 @@ class Query:
         random = self.world.scheduler.random
         try:
             if random.random() < 0.5:
-                self._answer_on(random.random() * 20)
+                self._answer_on(random.random() * ANSWERED_ON)
             self.port.deactivate_instances(self.run_id)
         except KNOWN_ERRORS as error:
             self.world.scheduler.log("the end of", self.run_id, "was not reported:", str(error))

@@ -36,12 +36,14 @@ from backends.storage.create_if_absent import CreateIfAbsentProofs
 from backends.storage.file_ref import FileRef
 from coordinator_actor.checkpoints.checkpoint_id import CheckpointIDCounter
 from coordinator_actor.durable.fencing import EPOCHS, Epochs
+from coordinator_actor.durable.lookup_records import LookupRecords
 from coordinator_actor.durable.manifests import ManifestLog, manifest_path
 from coordinator_actor.handlers import batches, owners
 from coordinator_actor.handlers.host_registry import HostRegistry
 from coordinator_actor.messages import Acknowledged
 from coordinator_actor.query import recovery
 from coordinator_actor.query.files_in_use import FilesInUse
+from coordinator_actor.query.looked_up_versions import LookedUpVersions
 from coordinator_actor.query.query_state import QueryState
 from coordinator_actor.query.running_batch import RunningBatch
 from coordinator_actor.query_threads import QueryThreads
@@ -389,7 +391,34 @@ def trusting_givers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(HandOvers, "gives", lambda self, run_id: False)
 
 
+def no_lookup_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LookupRecords, "find", lambda self, by, batch_id: None)
+    monkeypatch.setattr(LookupRecords, "make", lambda self, by, batch_id, record: record)
+
+
+def no_lookup_pin(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LookedUpVersions, "_keep", lambda self, by: None)
+
+
+_LOOKUPS = "tests/coordinator_actor/query/test_looked_up_versions.py"
+
 FAULTS: Sequence[PlantedFault] = (
+    PlantedFault(
+        "no-lookup-record",
+        "The version that a batch looks up is not recorded.",
+        no_lookup_record,
+        range(7000, 7040),
+        None,
+        f"{_LOOKUPS}::test_a_batch_is_told_the_same_version_whoever_asks_and_whatever_has_died",
+    ),
+    PlantedFault(
+        "no-lookup-pin",
+        "The version that a batch has looked up is not kept for its next attempt.",
+        no_lookup_pin,
+        range(7000, 7040),
+        None,
+        f"{_LOOKUPS}::test_what_may_be_read_again_is_kept_and_no_more",
+    ),
     PlantedFault(
         "no-fencing",
         "A coordinator that has lost the query goes on completing versions.",

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
+from backends.exceptions import VersionNotFoundError
 from coordinator_actor.messages import OperatorLocation
 from spark_bridge.exceptions import ConnectionClosedError
 from spark_bridge.queryable.protocol.byte_arrays import pack_bytes, unpack_bytes
@@ -29,6 +30,8 @@ EXACT = 0.3
 """How often a client asks for one of the last versions, and not for the last completed one."""
 KEPT = 0.7
 """How often a client goes by the owners that it knows, and does not ask for them anew."""
+NEXT_BATCH = 0.3
+"""How often a query that looks up goes on to its next batch before it looks up."""
 OLDER = 3
 """So many versions before the last one that it has seen a client asks for at most."""
 
@@ -136,3 +139,51 @@ class QueryClient:
             self._seen[run_id] = version
         is_newest = was_newest and run_id == stream.newest_run
         stream.model.check_answer(version, operator, list(model.KEYS), values.to_pylist(), is_newest)
+
+
+class LookingUpQuery:
+    """Another query, whose batches look up a stream's state, each of them several times, as if it was run again.
+
+    All attempts of a batch must be given one version, and the same values.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        clock: Callable[[], float] = lambda: world.scheduler.now  # noqa: E731
+        connections: Any = SimulatedConnections(world)
+        self._router = StateRouter(connections, clock=clock, sleep=world.scheduler.sleep)
+        self._batch = 0
+        self._first: tuple[int, list[bytes | None]] | None = None
+
+    def run(self) -> None:
+        """Look up until the world ends."""
+        s = self._world.scheduler
+        stream = self._world.streams[0]
+        operator = stream.model.operators[0]
+        while True:
+            s.sleep(s.random.random() * 3 * self._world.slowness)
+            if s.random.random() < NEXT_BATCH:
+                self._batch, self._first = self._batch + 1, None
+            try:
+                self._look_up(stream, operator)
+            except VersionNotFoundError as error:
+                # Only a query that goes back makes a version anew, or has it no more.
+                if not self._world.has_gone_back:
+                    raise Violation(f"Batch {self._batch} cannot look up again: {error}") from error
+                self._batch, self._first = self._batch + 1, None
+            except (UnreachableError, *KNOWN_ERRORS) as error:
+                s.log("a lookup was not answered:", type(error).__name__, str(error))
+
+    def _look_up(self, stream: Stream, operator: str) -> None:
+        s = self._world.scheduler
+        port = self._world.sessions[-1].cluster.port()
+        found = port.look_up(operator, stream.name, "looking-up", self._batch)
+        if self._first is not None and found.version != self._first[0]:
+            raise Violation(f"Batch {self._batch} has looked up version {self._first[0]}, and then {found.version}.")
+        at, keys = At("version", found.version), pa.array(model.KEYS, pa.binary())
+        _, values = self._router.lookup(found.location, "default", keys, at, s.now + ANSWER_SECONDS)
+        given = values.to_pylist()
+        if self._first is None:
+            self._first = found.version, given
+        elif given != self._first[1]:
+            raise Violation(f"Version {found.version} was looked up as {self._first[1]}, and then as {given}.")

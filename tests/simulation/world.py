@@ -32,10 +32,10 @@ from spark_bridge.host.maintenance import SMALL_BYTES
 from tests.simulation import engine, model, threads
 from tests.simulation import scheduler as scheduling
 from tests.simulation.cluster import Cluster, LocalLocks, Session
-from tests.simulation.driver import KEEP, HostClient, PerProcess, Query, QueryFailedError
+from tests.simulation.driver import ANSWERED_ON, KEEP, HostClient, PerProcess, Query, QueryFailedError
 from tests.simulation.model import Model
 from tests.simulation.network import Network
-from tests.simulation.readers import QueryClient
+from tests.simulation.readers import LookingUpQuery, QueryClient
 from tests.simulation.scheduler import Process, Scheduler, Violation
 from tests.simulation.storage import Disk, Faults
 from tests.simulation.stream import Stream
@@ -133,6 +133,7 @@ class World:
         self.only: list[Callable[[], None]] = []
         """What goes wrong, if it is this alone."""
         self._going_back = False
+        self.has_gone_back = False
         self._is_over = False
         self._ambush: tuple[str, Callable[[], None]] | None = None
         self.outside = s.process("world")
@@ -151,6 +152,8 @@ class World:
         self.start_session()
         for _ in range(self.num_clients):
             s.spawn(self.outside, QueryClient(self).run, "query client")
+        if not self.is_calm:  # a version that a batch looks up again may have to be loaded
+            s.spawn(self.outside, LookingUpQuery(self).run, "a query that looks up")
         s.spawn(self.outside, self._trouble, "trouble")
 
     def start_session(self) -> Session:
@@ -330,7 +333,7 @@ class World:
             self.start_session()
 
     def _ask_to_go_back(self) -> None:
-        self._going_back = True
+        self._going_back = self.has_gone_back = True
         for session in self.sessions:
             self.scheduler.kill(session.driver)
 
@@ -445,7 +448,7 @@ class World:
             s.sleep(1.0)
         self._is_over = True
         session.is_wanted = False
-        s.sleep(60.0)
+        s.sleep(60.0 + ANSWERED_ON)  # a query ends behind its batch, and may be answered on
         for slot in session.hosts:
             assert slot.process is not None
             host = slot.process.memory["host"]
