@@ -99,6 +99,8 @@ def test_the_application_on_serve(address: str) -> None:
             assert http.get(path, auth=("", "wrong")).status_code == 401
             assert http.get(path, auth=None).status_code == 401
         assert http.get("/v1/operators").json() == {"operators": []}
+        answer = http.post("/v1/sql", json={"sql": "select 1 as a"})
+        assert answer.json()["rows"] == [{"a": 1}], answer.text
         assert "/v1/operators/{operator}/scan" in http.get("/openapi.json").json()["paths"]
         for answer in (
             http.get("/v1/operators/nothing/keys/1"),
