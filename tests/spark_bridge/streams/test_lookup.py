@@ -22,7 +22,7 @@ from spark_bridge.session.current import current_cluster
 from tests.effort import effort
 from tests.spark_bridge.conftest import Stream, settle
 
-pytestmark = [pytest.mark.spark, pytest.mark.spark42]
+pytestmark = pytest.mark.spark
 
 
 @pytest.fixture
@@ -39,6 +39,7 @@ def totals_of(stream: Stream) -> Any:
     return query
 
 
+@pytest.mark.spark42
 def test_a_batch_reads_its_version_again_though_the_other_query_went_on(make_stream: Callable[..., Stream]) -> None:
     looked_up, stream = make_stream(), make_stream("k long, w double")
     looked_up.add([(k, 1.0) for k in range(10)])
@@ -73,6 +74,7 @@ def test_a_batch_reads_its_version_again_though_the_other_query_went_on(make_str
     assert records == [f"{n:020d}.json" for n in (0, 1)]
 
 
+@pytest.mark.spark42_only
 def test_batch_frames_ended_queries_checkpoints_and_inner_joins(
     make_stream: Callable[..., Stream], spark: SparkSession
 ) -> None:
@@ -95,6 +97,7 @@ def test_batch_frames_ended_queries_checkpoints_and_inner_joins(
         assert sorted(map(tuple, earlier.collect())) == [(1, "a", 1, 1.0), (2, "b", 1, 2.0)]
 
 
+@pytest.mark.spark42_only
 def test_state_as_of_is_what_a_client_was_answered_then(
     make_stream: Callable[..., Stream], spark: SparkSession, client: QueryableStateClient
 ) -> None:
@@ -190,6 +193,7 @@ def test_every_attempt_gives_what_the_recorded_version_says_whatever_dies(make_s
     assert len(set(records.values())) > 3
 
 
+@pytest.mark.spark42_only
 def test_wrong_use(spark: SparkSession, make_stream: Callable[..., Stream]) -> None:
     looked_up = make_stream()
     looked_up.add([(1, 1.0)])
