@@ -166,8 +166,12 @@ class Queries:
         run = self._runs.awaited(run_id)
         with run.lock:
             # Also of a query that has ended: its last batch may be committed without anybody having said so.
-            if not run.is_served or batch_id + 1 <= run.versions.completed:
+            before = run.versions.completed
+            if not run.is_served or batch_id + 1 <= before:
                 return False
+            if run.is_taken_up:
+                self.take_up_versions(run_id)
+                return run.versions.completed > before
             advance(self._runs, run, batch_id + 1, is_own=by_driver)
             return True
 
@@ -242,7 +246,9 @@ class Queries:
             completed = run.commits.next_batch()
             if completed > run.versions.completed:
                 run.manifests.refresh()
-                run.take_up(completed, newest.epoch)
+                # A batch may be committed of which no manifest tells: the query's own coordinator puts it together.
+                if completed in run.manifests.chain():
+                    run.take_up(completed, newest.epoch)
         return RegisteredQuery(None, newest.epoch, run.versions.completed)
 
     def _finish(self, run: QueryState) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 from backends.exceptions import VersionNotFoundError
@@ -43,28 +44,35 @@ class Versions(Protocol):
 
 
 class LookedUpVersions:
-    """Resolves, records and keeps looked-up versions. The lock of the run guards everything here."""
+    """Resolves, records and keeps looked-up versions. The lock of the run guards what is kept."""
 
     def __init__(self, records: LookupRecords, versions: Versions) -> None:
         self._records = records
         self._versions = versions
         self._pins: dict[str, dict[int, LookupRecord]] = {}
 
-    def resolve(self, by: str, batch_id: int, now: float) -> LookupRecord:
+    def resolve(self, by: str, batch_id: int, now: float, lock: AbstractContextManager[object]) -> LookupRecord:
         """Return the record of a batch; the completed version is recorded for a batch that has none.
 
-        Raises ``VersionNotFoundError`` if the recorded version is not there any more as it was.
+        ``lock`` is that of the run. It is not held while storage is asked: the run goes on with its own batches. Raises
+        ``VersionNotFoundError`` if the recorded version is not there any more as it was.
         """
-        record = self._pins.get(by, {}).get(batch_id) or self._records.find(by, batch_id)
+        with lock:
+            record = self._pins.get(by, {}).get(batch_id)
         if record is None:
-            completed = self._versions.completed
-            record = LookupRecord(completed, self._maker(completed), int(now * 1000))
-            record = self._records.make(by, batch_id, record)
+            record = self._records.find(by, batch_id)
+        if record is None:
+            with lock:
+                completed = self._versions.completed
+                made = LookupRecord(completed, self._maker(completed), int(now * 1000))
+                self._pin(by, batch_id, made)  # before the record is there, retention may come
+            record = self._records.make(by, batch_id, made)
             if batch_id % REMOVED_EVERY == 0:
                 old = [b for b in self._records.batches().get(by, ()) if b <= batch_id - KEPT_BATCHES]
                 self._records.remove(by, old)
-        self._require_there(by, batch_id, record)
-        self._pin(by, batch_id, record)
+        with lock:
+            self._pin(by, batch_id, record)
+            self._require_there(by, batch_id, record)
         return record
 
     def _maker(self, version: int) -> str:
@@ -103,19 +111,22 @@ class LookedUpVersions:
         else:
             self._versions.unpin(f"lookups of {by}")
 
-    def look(self, now: float) -> None:
+    def look(self, now: float, lock: AbstractContextManager[object]) -> None:
         """Take up the records in storage, which earlier coordinators and readers of storage have made too.
 
-        Lets go of queries that have not looked anything up for ``PIN_SECONDS``. Raises ``StorageError``.
+        Lets go of queries that have not looked anything up for ``PIN_SECONDS``. ``lock`` is that of the run, as in
+        ``resolve``. Raises ``StorageError``.
         """
-        for by, batches in self._records.batches().items():
-            for batch_id in batches[-PINNED_BATCHES:]:
-                if batch_id not in self._pins.get(by, {}):
-                    record = self._records.find(by, batch_id)
-                    if record is not None:
-                        self._pin(by, batch_id, record)
-        for by, held in self._pins.items():
-            if all(now - record.at_ms / 1000 > PIN_SECONDS for record in held.values()):
-                self._pins[by] = {}
-                self._keep(by)
-        self._pins = {by: held for by, held in self._pins.items() if held}
+        with lock:
+            known = {(by, batch_id) for by, held in self._pins.items() for batch_id in held}
+        newest = [(by, b) for by, batches in self._records.batches().items() for b in batches[-PINNED_BATCHES:]]
+        found = [(by, b, self._records.find(by, b)) for by, b in newest if (by, b) not in known]
+        with lock:
+            for by, batch_id, record in found:
+                if record is not None and batch_id not in self._pins.get(by, {}):
+                    self._pin(by, batch_id, record)
+            for by, held in self._pins.items():
+                if all(now - record.at_ms / 1000 > PIN_SECONDS for record in held.values()):
+                    self._pins[by] = {}
+                    self._keep(by)
+            self._pins = {by: held for by, held in self._pins.items() if held}

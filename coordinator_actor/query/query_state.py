@@ -56,8 +56,8 @@ class QueryState:
 
     ``driver_seen`` is when the driver was heard of last, in seconds by the coordinator's clock. ``stopped_at`` is when
     the query ended: from then on the run changes nothing, and hosts go on answering from its last version, until it is
-    over (``ended``). ``maintained`` is when garbage was removed last; at first a time before the run began, which
-    differs from run to run.
+    over (``ended``). ``is_taken_up``: this coordinator has not claimed the state, and may only read it. ``maintained``
+    is when garbage was removed last; at first a time before the run began, which differs from run to run.
     """
 
     def __init__(
@@ -91,6 +91,7 @@ class QueryState:
         self.maintained = self.driver_seen - _share_of(self.run_id) * registration.maintenance_interval
         self.ended = False
         self.stopped_at: float | None = None
+        self.is_taken_up = False
         self.retired_by: str | None = None
         self._writer = ManifestWriter(self.run_id, manifests, self.versions, self.counter, clock)
         self._clock = clock
@@ -221,6 +222,7 @@ class QueryState:
 
         Claims and writes nothing: the user may have removed the checkpoint, or may start the query elsewhere.
         """
+        self.is_taken_up = True
         self.manifests.epochs.current = epoch
         self.load(completed)
         # What the query has removed is known here from earlier looks.

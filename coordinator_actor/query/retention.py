@@ -30,8 +30,7 @@ def remove_garbage(run: QueryState, now: float) -> list[str]:
     """
     storage, versions, files = run.manifests.storage, run.versions, run.files
     if files.is_listing_due:
-        with run.lock:
-            run.looked_up.look(now)
+        run.looked_up.look(now, run.lock)
     files.look(storage, versions.completed)
     with run.lock:
         run.require_current()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import pyarrow as pa
@@ -113,7 +114,7 @@ def recorded_in_storage(place: StatePlace, batch: Batch | None) -> LookupRecord:
         return LookupRecord(completed, "", int(time.time() * 1000))
     records = LookupRecords(CheckpointStorage.open(place.state_location, place.options))
     return LookedUpVersions(records, _StoredVersions(versions, completed)).resolve(
-        batch.by, batch.batch_id, time.time()
+        batch.by, batch.batch_id, time.time(), nullcontext()
     )
 
 

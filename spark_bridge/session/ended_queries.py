@@ -107,19 +107,16 @@ class EndedQueries:
             # The longest ended ones come first.
             too_many = list(self._ended)[: max(0, len(self._ended) - self._max_ended)]
             over = [key for key, e in self._ended.items() if e.until <= now or key in too_many]
-            gone = [self._ended.pop(key).registration for key in over]
-            serving = {e.registration.run_id: e for e in self._ended.values()}
-        try:
-            while gone:
-                self._leases.deactivate_instances(gone[-1].run_id)
-                gone.pop()
-        finally:
-            with self._lock:
-                for registration in gone:
-                    self._ended.setdefault(registration.state_location, _Ended(registration, now))
-        if not serving:
-            return
-        unknown = set(self._leases.renew_leases(list(serving)))
+            gone = [self._ended[key] for key in over]
+            serving = {e.registration.run_id: e for key, e in self._ended.items() if key not in over}
+        unknown = set(self._leases.renew_leases(list(serving))) if serving else set()
+        for ended in gone:
+            try:
+                self._leases.deactivate_instances(ended.registration.run_id)
+            except (CoordinatorError, StateStoreError, SparkBridgeError):  # others must not suffer; it is tried again
+                log.warning("The end of run %s was not reported", ended.registration.run_id, exc_info=True)
+            else:
+                self._drop(ended)
         for run_id, ended in serving.items():
             if ended.is_told and run_id not in unknown:
                 continue
@@ -141,6 +138,9 @@ class EndedQueries:
         ended.is_told = True
         if refusal is not None:
             log.info("Run %s is not read on: %s", registration.run_id, refusal)
-            with self._lock:
-                if self._ended.get(registration.state_location) is ended:
-                    del self._ended[registration.state_location]
+            self._drop(ended)
+
+    def _drop(self, ended: _Ended) -> None:
+        with self._lock:
+            if self._ended.get(ended.registration.state_location) is ended:
+                del self._ended[ended.registration.state_location]

@@ -169,3 +169,25 @@ def test_lookups_of_keys_follow_too(query: Cluster, follower: Follower) -> None:
         batch(query)
         follower.look()
     assert versions == [1, 2, 3]
+
+
+def test_a_host_that_looks_at_sparks_log_has_nothing_written_either(query: Cluster, follower: Follower) -> None:
+    """A host without a lease asks whether Spark has committed the next batch, and says so."""
+    assert follower.version() == 1
+    batch(query)
+    before = files(query)
+    assert follower.c.batch_committed("run1", 1) is True
+    assert follower.c.batch_committed("run1", 1) is False
+    follower.host.heartbeat()
+    assert follower.version() == 2 and files(query) == before
+
+
+def test_a_commit_whose_manifest_is_missing_is_not_put_together_by_who_only_reads(
+    query: Cluster, follower: Follower
+) -> None:
+    assert follower.version() == 1
+    query.world.commit_spark(1)
+    before = files(query)
+    assert follower.c.batch_committed("run1", 1) is False
+    follower.look()
+    assert files(query) == before and follower.version() == 1
