@@ -186,6 +186,7 @@ def test_a_commit_whose_manifest_is_missing_is_not_put_together_by_who_only_read
     query: Cluster, follower: Follower
 ) -> None:
     assert follower.version() == 1
+    query.world.plan_spark(1)
     query.world.commit_spark(1)
     before = files(query)
     assert follower.c.batch_committed("run1", 1) is False
