@@ -50,6 +50,7 @@ class LookedUpVersions:
         self._records = records
         self._versions = versions
         self._pins: dict[str, dict[int, LookupRecord]] = {}
+        self._under_way = 0
 
     def resolve(self, by: str, batch_id: int, now: float, lock: AbstractContextManager[object]) -> LookupRecord:
         """Return the record of a batch; the completed version is recorded for a batch that has none.
@@ -63,10 +64,18 @@ class LookedUpVersions:
             record = self._records.find(by, batch_id)
         if record is None:
             with lock:
+                self._under_way += 1
+                holder = f"lookup {self._under_way} under way"
                 completed = self._versions.completed
                 made = LookupRecord(completed, self._maker(completed), int(now * 1000))
-                self._pin(by, batch_id, made)  # before the record is there, retention may come
-            record = self._records.make(by, batch_id, made)
+                self._versions.pin(holder, completed)  # before the record is there, retention may come
+            try:
+                record = self._records.make(by, batch_id, made)  # another task may have been first: its record counts
+                with lock:
+                    self._pin(by, batch_id, record)
+            finally:
+                with lock:
+                    self._versions.unpin(holder)
             if batch_id % REMOVED_EVERY == 0:
                 old = [b for b in self._records.batches().get(by, ()) if b <= batch_id - KEPT_BATCHES]
                 self._records.remove(by, old)

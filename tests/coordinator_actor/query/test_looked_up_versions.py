@@ -8,6 +8,7 @@ import pytest
 
 from backends.exceptions import InvalidStateStoreArgument, VersionNotFoundError
 from coordinator_actor.coordinator import Coordinator
+from coordinator_actor.durable.lookup_records import LookupRecord
 from coordinator_actor.exceptions import QueryEndedError
 from coordinator_actor.messages import LookedUp
 from coordinator_actor.query.known_files import LISTED_EVERY
@@ -89,15 +90,24 @@ def test_a_batch_is_told_the_same_version_whoever_asks_and_whatever_has_died(wor
     assert [look_up(another, n).version for n in (7, 8, 9)] == [1, 2, 3], "the next run of the same history"
 
 
-def test_two_coordinators_make_one_record(world: World, c: Coordinator) -> None:
+def test_of_two_tasks_that_make_the_record_at_once_one_counts_for_all(
+    world: World, c: Coordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
     batch(world, c)
-    run = c.registries.runs.get("run1")
-    theirs = look_up(c, 3)
-    run.looked_up._pins.clear()
+    looked_up = c.registries.runs.get("run1").looked_up
+    make, others = looked_up._records.make, list[int]()
+
+    def last(by: str, batch_id: int, record: LookupRecord) -> LookupRecord:
+        """The second task, which has found no record either, comes behind the first, and a third one in between."""
+        monkeypatch.undo()
+        first = LookupRecord(1, "run1", 5)
+        assert record.version == 2 and make(by, batch_id, first) == first
+        others.append(look_up(c, batch_id).version)
+        return make(by, batch_id, record)
+
     batch(world, c)
-    find, run.looked_up._records.find = run.looked_up._records.find, lambda by, batch_id: None  # type: ignore[method-assign]
-    assert look_up(c, 3).version == theirs.version == 1, "it was made between find and make"
-    run.looked_up._records.find = find  # type: ignore[method-assign]
+    monkeypatch.setattr(looked_up._records, "make", last)
+    assert (look_up(c, 3).version, look_up(c, 3).at_ms, others) == (1, 5, [1])
 
 
 def test_what_may_be_read_again_is_kept_and_no_more(world: World, c: Coordinator) -> None:
