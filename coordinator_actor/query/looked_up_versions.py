@@ -19,6 +19,8 @@ KEPT_BATCHES = 100
 REMOVED_EVERY = 16
 PIN_SECONDS = 24 * 3600.0
 """A query that has not looked anything up for so long keeps no version any more."""
+KEPT_SECONDS = 30 * PIN_SECONDS
+"""The records of a query that has not looked anything up for so long are removed."""
 
 
 class Versions(Protocol):
@@ -51,6 +53,8 @@ class LookedUpVersions:
         self._versions = versions
         self._pins: dict[str, dict[int, LookupRecord]] = {}
         self._under_way = 0
+        self._seen: dict[tuple[str, int], LookupRecord] = {}
+        """The records that the last look has found, so that each is read once."""
 
     def resolve(self, by: str, batch_id: int, now: float, lock: AbstractContextManager[object]) -> LookupRecord:
         """Return the record of a batch; the completed version is recorded for a batch that has none.
@@ -123,19 +127,25 @@ class LookedUpVersions:
     def look(self, now: float, lock: AbstractContextManager[object]) -> None:
         """Take up the records in storage, which earlier coordinators and readers of storage have made too.
 
-        Lets go of queries that have not looked anything up for ``PIN_SECONDS``. ``lock`` is that of the run, as in
-        ``resolve``. Raises ``StorageError``.
+        Lets go of queries that have not looked anything up for ``PIN_SECONDS``, and removes the records of those that
+        have not for ``KEPT_SECONDS``. ``lock`` is that of the run, as in ``resolve``. The one maintenance of the run
+        alone calls this. Raises ``StorageError``.
         """
+        listed = self._records.batches()
+        newest = [(by, batch_id) for by, batches in listed.items() for batch_id in batches[-PINNED_BATCHES:]]
+        seen = {key: self._seen.get(key) or self._records.find(*key) for key in newest}
+        self._seen = {key: record for key, record in seen.items() if record is not None}
+        last_ms = {by: max((r.at_ms for (of, _), r in self._seen.items() if of == by), default=0) for by in listed}
         with lock:
-            known = {(by, batch_id) for by, held in self._pins.items() for batch_id in held}
-        newest = [(by, b) for by, batches in self._records.batches().items() for b in batches[-PINNED_BATCHES:]]
-        found = [(by, b, self._records.find(by, b)) for by, b in newest if (by, b) not in known]
-        with lock:
-            for by, batch_id, record in found:
-                if record is not None and batch_id not in self._pins.get(by, {}):
+            for (by, batch_id), record in self._seen.items():
+                if now - last_ms[by] / 1000 <= PIN_SECONDS and batch_id not in self._pins.get(by, {}):
                     self._pin(by, batch_id, record)
-            for by, held in self._pins.items():
-                if all(now - record.at_ms / 1000 > PIN_SECONDS for record in held.values()):
-                    self._pins[by] = {}
-                    self._keep(by)
-            self._pins = {by: held for by, held in self._pins.items() if held}
+            for by in [by for by, held in self._pins.items() if now - _last_ms(held) / 1000 > PIN_SECONDS]:
+                del self._pins[by]
+                self._keep(by)
+        for by in [by for by, ms in last_ms.items() if ms and now - ms / 1000 > KEPT_SECONDS]:
+            self._records.remove(by, listed[by])
+
+
+def _last_ms(held: Mapping[int, LookupRecord]) -> int:
+    return max(record.at_ms for record in held.values())

@@ -76,9 +76,10 @@ def serve_state(
     value of ``spark.statestore.location`` when the query ran, if it was set. The other options are those of
     ``init_spark``. The actors end with ``stop``, or with this process.
 
-    Raises ``InvalidStateStoreArgument`` for an unknown operator, a ``name`` that Ray cannot take or that is taken, and
-    ``replicas`` below 1; ``MissingFileError`` if there is no state; ``VersionNotFoundError`` if no version is
-    completed; ``EnvironmentProblemError`` if no Ray cluster answers at ``ray_address``.
+    Raises ``InvalidStateStoreArgument`` for an unknown operator, a ``name`` that Ray cannot take and ``replicas`` below
+    1; ``SessionError`` if state is served by that name already; ``MissingFileError`` if there is no state;
+    ``VersionNotFoundError`` if no version is completed; ``EnvironmentProblemError`` if no Ray cluster answers at
+    ``ray_address``.
     """
     if replicas < 1:
         raise InvalidStateStoreArgument(f"replicas={replicas}: give 1 or more.")
@@ -117,6 +118,9 @@ def serve_state(
         undo.callback(cluster.stop)
         served = EndedQueries(cluster.leases, cluster.coordinator, None)
         undo.callback(served.close)
+        refusal = cluster.coordinator.serve_ended(registration).refusal
+        if refusal is not None:
+            raise SessionError(f"{location} cannot be served: {refusal} Try again.")
         served.ended(registration)
         if follow:
             followed = FollowedQuery(registration, cluster.coordinator, look_up, served.ended, FOLLOW_SECONDS)

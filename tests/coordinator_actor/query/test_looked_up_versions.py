@@ -12,7 +12,7 @@ from coordinator_actor.durable.lookup_records import LookupRecord
 from coordinator_actor.exceptions import QueryEndedError
 from coordinator_actor.messages import LookedUp
 from coordinator_actor.query.known_files import LISTED_EVERY
-from coordinator_actor.query.looked_up_versions import KEPT_BATCHES, PIN_SECONDS
+from coordinator_actor.query.looked_up_versions import KEPT_BATCHES, KEPT_SECONDS, PIN_SECONDS
 from tests.coordinator_actor.coordinator_world import World
 from tests.coordinator_actor.coordinators import acknowledge
 from tests.coordinator_actor.query.retention_steps import upload
@@ -142,6 +142,27 @@ def test_a_query_that_is_gone_keeps_nothing_for_ever(world: World, c: Coordinato
     another = world.coordinator()
     register(world, another, "run2")
     assert go_on(world, another, 3 * KEEP, "run2") > looked_up
+
+
+def test_the_records_of_a_query_that_is_gone_go_too_and_are_read_once(
+    world: World, c: Coordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch(world, c)
+    for number in range(3):
+        look_up(c, number)
+    another = world.coordinator()
+    register(world, another, "run2")
+    looked_up = another.registries.runs.get("run2").looked_up
+    find, found = looked_up._records.find, list[tuple[str, int]]()
+    monkeypatch.setattr(looked_up._records, "find", lambda *key: (found.append(key), find(*key))[1])
+    go_on(world, another, 3 * LISTED_EVERY, "run2")
+    assert found == [("other", 1), ("other", 2)]
+    world.now += KEPT_SECONDS
+    third = world.coordinator()
+    register(world, third, "run3")
+    look_up(third, 0, by="new")
+    go_on(world, third, 1, "run3")
+    assert [name.split("/")[0] for name in records(world)] == ["new"]
 
 
 def test_old_records_go(world: World, c: Coordinator) -> None:
