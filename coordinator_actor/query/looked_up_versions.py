@@ -52,6 +52,8 @@ class LookedUpVersions:
         self._records = records
         self._versions = versions
         self._pins: dict[str, dict[int, LookupRecord]] = {}
+        self._used: dict[str, float] = {}
+        """By query that looks up, when it did last, by the coordinator's clock: also a batch that is run again."""
         self._under_way = 0
         self._seen: dict[tuple[str, int], LookupRecord] = {}
         """The records that the last look has found, so that each is read once."""
@@ -63,6 +65,7 @@ class LookedUpVersions:
         ``VersionNotFoundError`` if the recorded version is not there any more as it was.
         """
         with lock:
+            self._used[by] = now
             record = self._pins.get(by, {}).get(batch_id)
         if record is None:
             record = self._records.find(by, batch_id)
@@ -135,17 +138,18 @@ class LookedUpVersions:
         newest = [(by, batch_id) for by, batches in listed.items() for batch_id in batches[-PINNED_BATCHES:]]
         seen = {key: self._seen.get(key) or self._records.find(*key) for key in newest}
         self._seen = {key: record for key, record in seen.items() if record is not None}
-        last_ms = {by: max((r.at_ms for (of, _), r in self._seen.items() if of == by), default=0) for by in listed}
         with lock:
+            last = {by: self._used.get(by, 0.0) for by in {*listed, *self._pins}}
+            for by, held in self._pins.items():
+                last[by] = max(last[by], *(record.at_ms / 1000 for record in held.values()))
+            for (by, _), record in self._seen.items():
+                last[by] = max(last[by], record.at_ms / 1000)
             for (by, batch_id), record in self._seen.items():
-                if now - last_ms[by] / 1000 <= PIN_SECONDS and batch_id not in self._pins.get(by, {}):
+                if now - last[by] <= PIN_SECONDS and batch_id not in self._pins.get(by, {}):
                     self._pin(by, batch_id, record)
-            for by in [by for by, held in self._pins.items() if now - _last_ms(held) / 1000 > PIN_SECONDS]:
+            for by in [by for by in self._pins if now - last[by] > PIN_SECONDS]:
                 del self._pins[by]
                 self._keep(by)
-        for by in [by for by, ms in last_ms.items() if ms and now - ms / 1000 > KEPT_SECONDS]:
+            self._used = {by: used for by, used in self._used.items() if now - used <= PIN_SECONDS}
+        for by in [by for by in listed if last[by] and now - last[by] > KEPT_SECONDS]:
             self._records.remove(by, listed[by])
-
-
-def _last_ms(held: Mapping[int, LookupRecord]) -> int:
-    return max(record.at_ms for record in held.values())

@@ -144,6 +144,17 @@ def test_a_query_that_is_gone_keeps_nothing_for_ever(world: World, c: Coordinato
     assert go_on(world, another, 3 * KEEP, "run2") > looked_up
 
 
+def test_a_batch_that_is_run_again_after_long_is_in_use(world: World, c: Coordinator) -> None:
+    batch(world, c)
+    looked_up = look_up(c, 0).version
+    world.now += 2 * PIN_SECONDS
+    another = world.coordinator()
+    register(world, another, "run2")
+    assert look_up(another, 0).version == looked_up
+    assert go_on(world, another, 3 * KEEP, "run2") <= looked_up
+    assert look_up(another, 0).version == looked_up
+
+
 def test_the_records_of_a_query_that_is_gone_go_too_and_are_read_once(
     world: World, c: Coordinator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
