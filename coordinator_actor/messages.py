@@ -333,6 +333,19 @@ class SavepointStatus(Struct, frozen=True):
     failure: Refused | None = None
 
 
+class HeldQuery(Struct, frozen=True):
+    """A query whose batches wait while files of its versions are written anew.
+
+    ``is_quiet``: version ``version`` is completed, no batch is under way, nothing is written and no snapshot uploaded;
+    so it stays as long as the batches are held.
+    """
+
+    registration: QueryRegistration
+    epoch: int
+    version: int
+    is_quiet: bool
+
+
 class HandOver(Struct, frozen=True):
     """How far a host is with partitions that are to move, as its heartbeat says.
 

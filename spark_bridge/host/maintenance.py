@@ -20,6 +20,7 @@ from backends.formats.manifest import SnapshotRef
 from backends.formats.snapshot import PreparedSnapshot, StoredSnapshot
 from backends.host_memory import WRITE_BUFFERS, HostMemory
 from backends.partition.partition_state import PartitionState
+from coordinator_actor.exceptions import BatchHeldError
 from coordinator_actor.messages import SnapshotUploaded
 from coordinator_actor.query.files_in_use import UPLOAD
 from spark_bridge.host.counters import Counters
@@ -208,8 +209,8 @@ class Maintenance:
         names = ", ".join(map(str, instances))
         try:
             yield
-        except StoreClosedError:
-            log.debug("%s was unloaded while a snapshot of it was taken", names)
+        except (StoreClosedError, BatchHeldError) as error:
+            log.debug("No snapshot of %s was taken: %s", names, error)
         except Exception:
             log.warning("Error managing %s; no snapshot was taken", names, exc_info=True)
 
