@@ -336,14 +336,14 @@ class SavepointStatus(Struct, frozen=True):
 class HeldQuery(Struct, frozen=True):
     """A query whose batches wait while files of its versions are written anew.
 
-    ``is_quiet``: version ``version`` is completed, no batch is under way, nothing is written and no snapshot uploaded;
-    so it stays as long as the batches are held.
+    ``waits_for`` says what is still under way. None: nothing is, and nothing begins as long as the batches are held;
+    ``version`` is completed then.
     """
 
     registration: QueryRegistration
     epoch: int
     version: int
-    is_quiet: bool
+    waits_for: str | None
 
 
 class HandOver(Struct, frozen=True):

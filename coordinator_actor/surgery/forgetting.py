@@ -164,9 +164,11 @@ def _held(port: CoordinatorPort, query: str, holder: str, say: Callable[[str], N
     renewing = threading.Thread(target=renew, name="statestore-hold", daemon=True)
     renewing.start()
     try:
-        if not held.is_quiet:
-            say(f"waits for the batch under way, which makes version {held.version + 1}")
-        while not held.is_quiet:
+        told = None
+        while held.waits_for is not None:
+            if held.waits_for != told:
+                say(f"waits for {held.waits_for}")
+            told = held.waits_for
             time.sleep(POLL_SECONDS)
             held = port.hold_query(query, holder, HOLD_SECONDS)
         yield held

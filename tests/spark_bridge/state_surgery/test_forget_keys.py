@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import copy
 import random
 import string
@@ -10,18 +9,35 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.compute as pc
 import pytest
 
+from backends.encoding.operator_schema import OperatorSchema
+from backends.encoding.schema import StateSchema
+from backends.exceptions import InvalidStateStoreArgument, MissingFileError, VersionNotFoundError
+from backends.storage.checkpoint_storage import CheckpointStorage
 from coordinator_actor.durable.audit_log import AuditLog
 from coordinator_actor.reading.stored_files import stored_files
 from coordinator_actor.reading.stored_versions import StateVersions, find_state
+from coordinator_actor.surgery.forgetting import Request, forget_in_storage
+from coordinator_actor.surgery.forgotten_keys import ForgottenKeys
+from spark_bridge.exceptions import SessionError, UnknownKeyOrNamespaceError
+from spark_bridge.operators.aggregate.aggregate_task import AggregateLogic
+from spark_bridge.operators.deduplicate.deduplicate_task import DeduplicateLogic
 from spark_bridge.state_data.state_tables import state_table
+from spark_bridge.state_format.layouts import deduplicate_schema
 from spark_bridge.state_surgery.forget_keys import forget_keys
+from spark_bridge.state_surgery.keys_to_forget import keys_to_forget
+from spark_bridge.task.watermark import EventTime
 from tests.effort import effort
-from tests.spark_bridge.state_flows import NAMES, Flow, Key
-from tests.spark_bridge.variable_operations import flat, in_order, random_operation
+from tests.spark_bridge.operators.operator_runs import SECOND, TS, WINDOW, batch_of
+from tests.spark_bridge.state_flows import NAMES, Flow, Key, Query
+from tests.spark_bridge.state_surgery.traces import files_with
+from tests.spark_bridge.variable_operations import AGGREGATOR, flat, in_order, random_operation
 
 BACKENDS = ("rocksdb", "file")
+BY_WINDOW = pa.schema([pa.field("window", WINDOW), pa.field("k", pa.string())])
 
 
 def unlikely(rng: random.Random) -> str:
@@ -64,12 +80,12 @@ class Clicks:
             for key in [key for key in of if key[0] in names]:
                 del of[key]
 
-    def check(self) -> None:
-        """Every version that can be read holds what the model holds."""
+    def check(self, *, all_versions: bool = False) -> None:
+        """Every version that can be read holds what the model holds: all are read by the last one's changelogs."""
         there = StateVersions.look(find_state(self.flow.location)).readable
-        for version in (v for v in there if v):
-            # All versions are read by changelogs that follow each other: of some, all is compared.
-            if version in effort((there[0], there[len(there) // 2], there[-1]), there):
+        some = (there[0], there[len(there) // 2], there[-1])
+        for version in there if all_versions else effort(some, there):
+            if version:
                 for name in NAMES:
                     table = state_table(self.flow.location, "op", name, version)
                     rows = list(zip(*(table.column(i).to_pylist() for i in range(table.num_columns - 2)), strict=True))
@@ -87,22 +103,6 @@ def clicks(tmp_path: Path) -> Iterator[Callable[..., Clicks]]:
     yield make
     for one in made:
         one.flow.close()
-
-
-def patterns_of(name: str) -> list[bytes]:
-    """The bytes of a name, and what they are in base64, in which descriptors hold small files."""
-    made = [base64.b64encode(bytes(before) + name.encode())[4:-4] for before in range(3)]
-    return [name.encode(), *made]
-
-
-def files_with(location: str, name: str) -> list[str]:
-    """The files in which the bytes of a name are."""
-    patterns = patterns_of(name)
-    return [
-        str(path.relative_to(location))
-        for path in sorted(Path(location).rglob("*"))
-        if path.is_file() and any(pattern in path.read_bytes() for pattern in patterns)
-    ]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -152,3 +152,150 @@ def test_no_version_and_no_byte_has_a_forgotten_key_and_the_query_goes_on(clicks
     stream.again("run3", 3, BACKENDS[1 - BACKENDS.index(backend)])
     stream.run(1)
     stream.check()
+
+
+def test_versions_of_earlier_layouts_forget_too(clicks):
+    stream = clicks("file")
+    stream.run(2)
+    stream.snapshots()
+    stream.run(2)
+    stream.again("run2", 3, "file")  # whose partitions are made of the files of the first two
+    stream.run(1)
+    stream.snapshots()
+    stream.run(1)
+    stream.again("run3", 2, "file")
+    stream.run(1)
+    stream.flow.stop()
+    (gone,) = stream.names[:1]
+    key = (gone, 0)
+    forget_keys(stream.flow.location, "op", [key, (gone, 1)])
+    assert files_with(stream.flow.location, gone) == []
+    stream.expect_forgotten([gone])
+    stream.check(all_versions=True)
+    stream.again("run4", 4, "file")
+    stream.run(1)
+    stream.check()
+
+
+def changed(cluster: Clicks) -> dict[str, bytes]:
+    """All files of a checkpoint."""
+    root = Path(cluster.flow.location)
+    return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
+
+
+class DyingStorage:
+    """Storage of a process that dies at its n-th write or removal."""
+
+    def __init__(self, left: int) -> None:
+        self.left = left
+
+    def open(self, location: str, options: Any) -> CheckpointStorage:
+        storage = CheckpointStorage.open(location, options, fsync=False)
+        for name in ("put_new", "put_file", "delete_all"):
+            setattr(storage, name, self.dying(getattr(storage, name)))
+        return storage
+
+    def dying(self, write: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.left -= 1
+            if self.left < 0:
+                raise Died
+            return write(*args, **kwargs)
+
+        return call
+
+
+class Died(BaseException):
+    """The process has died."""
+
+
+def test_whoever_dies_at_any_write_leaves_all_as_it_was_or_as_it_is_to_be(clicks):
+    stream = clicks("file")
+    stream.run(3)
+    stream.snapshots()
+    stream.run(3)
+    stream.flow.stop()
+    (gone,) = stream.names[:1]
+    key, location = (gone, 0), stream.flow.location
+    place = find_state(location)
+
+    def keys_of(schema: OperatorSchema, groups: int) -> ForgottenKeys:
+        return keys_to_forget("op", schema, groups, [key, (gone, 1)])
+
+    before, outcomes = state_table(location, "op", "total"), []
+    for steps in range(100):
+        storage = DyingStorage(steps)
+        try:
+            forget_in_storage(place, Request("op", keys_of, open_storage=storage.open))
+            break
+        except Died:
+            now = state_table(location, "op", "total")
+            outcomes.append(gone in now["user"].to_pylist())
+            assert now.equals(before if outcomes[-1] else before.filter(pc.not_equal(before["user"], gone)))
+    else:
+        raise AssertionError("it never comes to its end")
+    assert outcomes[0] and not outcomes[-1] and outcomes == sorted(outcomes, reverse=True), outcomes
+    assert files_with(location, gone) == [], "what those who died have left goes as well"
+    stream.expect_forgotten([gone])
+    stream.check()
+    stream.again("run2", 2, "file")
+    stream.run(1)
+    stream.check()
+
+
+def test_all_windows_of_a_key_go(tmp_path):
+    state = StateSchema(BY_WINDOW, AGGREGATOR.state_schema)
+    schema = OperatorSchema.of_rows(state, ("k", "window"))
+    logic = AggregateLogic(state, AGGREGATOR, pa.schema([*BY_WINDOW, *AGGREGATOR.result_fields]), "update", None)
+    values = pa.schema([*BY_WINDOW, pa.field("v", pa.float64())])
+    q = Query(tmp_path, schema, "aggregate")
+    q.process(logic, ("window", "k"), batch_of(values, [((i, i + 5), k, 1.0) for i in range(9) for k in ("a", "bb")]))
+    q.process(logic, ("window", "k"), batch_of(values, [((0, 5), "a", 1.0), ((0, 5), None, 1.0)]))
+    q.stop()
+    forget_keys(q.location, "op", ["a", None])
+    for version in (1, 2):
+        assert set(state_table(q.location, "op", version=version)["k"].to_pylist()) == {"bb"}
+
+
+def test_what_is_kept_by_time_goes_with_its_key(tmp_path):
+    rows = pa.schema([pa.field("k", pa.string()), pa.field("ts", TS)])
+    schema = deduplicate_schema(rows.remove(1), ("k",), TS)
+    logic = DeduplicateLogic(schema, ("k", "ts"), ("ts",), EventTime("ts"), None, 10 * SECOND)
+    names = [unlikely(random.Random(i)) for i in range(2)]
+    q = Query(tmp_path, schema, "deduplicate")
+    q.process(logic, ["k"], batch_of(rows, [(name, 5) for name in names]))
+    q.stop()
+    assert files_with(q.location, names[0])
+    forget_keys(q.location, "op", pa.table({"k": names[:1]}))
+    assert files_with(q.location, names[0]) == [] and files_with(q.location, names[1])
+    assert state_table(q.location, "op")["k"].to_pylist() == names[1:]
+
+
+@pytest.mark.parametrize(
+    ("operator", "keys", "error", "message"),
+    [
+        ("other", [("a", 0)], InvalidStateStoreArgument, "no operator 'other'"),
+        ("op", [], InvalidStateStoreArgument, "keys= is empty"),
+        ("op", ["a"], UnknownKeyOrNamespaceError, "tuple of 2 values"),
+        ("op", [("a", "b")], UnknownKeyOrNamespaceError, "Key column 'shard' is int32"),
+        ("op", "a", UnknownKeyOrNamespaceError, "is one key"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_changes(clicks, operator, keys, error, message):
+    stream = clicks("file")
+    stream.run(1)
+    stream.flow.stop()
+    before = changed(stream)
+    with pytest.raises(error, match=message):
+        forget_keys(stream.flow.location, operator, keys)
+    assert changed(stream) == before
+
+
+def test_places_without_state_and_queries_that_do_not_run_here_are_refused(tmp_path, clicks):
+    with pytest.raises(MissingFileError, match=r"No state of a query is kept"):
+        forget_keys(str(tmp_path / "nothing"), "op", [("a", 0)])
+    with pytest.raises(SessionError, match="give the checkpoint location"):
+        forget_keys("some query", "op", [("a", 0)])
+    stream = clicks("file")
+    with pytest.raises(VersionNotFoundError):
+        forget_keys(stream.flow.location, "op", [("a", 0)])
