@@ -22,13 +22,13 @@ class Rewritings:
 
     def hold_query(self, query: str, holder: str, seconds: float) -> HeldQuery:
         """See ``CoordinatorPort``."""
-        run = self._runs.running(query)
+        run = self._runs.running(query, or_ended=seconds <= 0)
         now = self._registries.clock()
         with run.lock:
-            run.require_current()
             if seconds <= 0:
                 run.rewriting.end(holder)
-                return _held(run, "nobody holds the query")
+                return self._held(run, "nobody holds the query")
+            run.require_current()
             other = run.rewriting.at(now)
             if other is not None and other.holder != holder:
                 raise InvalidRequestError(
@@ -45,7 +45,7 @@ class Rewritings:
             waits_for = self._under_way(run, hold.batch_id, now)
             if waits_for is None:
                 run.name_snapshots()
-            return _held(run, waits_for)
+            return self._held(run, waits_for)
 
     def adopt_rewritten(self, run_id: str, holder: str, epoch: int, path: str) -> None:
         """See ``CoordinatorPort``."""
@@ -83,6 +83,8 @@ class Rewritings:
             return "a savepoint"
         return None
 
-
-def _held(run: QueryState, waits_for: str | None) -> HeldQuery:
-    return HeldQuery(run.registration, run.manifests.epoch, run.versions.completed, waits_for)
+    def _held(self, run: QueryState, waits_for: str | None) -> HeldQuery:
+        with self._registries.lock:
+            hosts = self._registries.hosts.nodes_of_session(run.registration.session_id)
+        untold = tuple(host_id for host_id in hosts if run.last_exchange and not run.rewriting.is_clean(host_id))
+        return HeldQuery(run.registration, run.manifests.epoch, run.versions.completed, waits_for, untold)

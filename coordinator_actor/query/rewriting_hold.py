@@ -28,6 +28,7 @@ class RewritingHold:
     def __init__(self) -> None:
         self._hold: Hold | None = None
         self._told_until = -math.inf
+        self._clean: frozenset[str] = frozenset()
 
     def at(self, now: float) -> Hold | None:
         """Return the hold; None if there is none, or its time is over."""
@@ -48,8 +49,18 @@ class RewritingHold:
 
     def exchanged(self, now: float) -> None:
         """Take note that files were exchanged: hosts must hear that the same version has other heads."""
+        self._clean = frozenset()
         self._told_until = now + TOLD_SECONDS
 
     def is_to_be_told(self, now: float) -> bool:
         """Return whether hosts are told of the completed version though they have it."""
         return now < self._told_until
+
+    def note_clean(self, host_id: str) -> None:
+        """Take note that a host has nothing of the files before the exchange any more. Needs no lock."""
+        if host_id not in self._clean:
+            self._clean |= {host_id}
+
+    def is_clean(self, host_id: str) -> bool:
+        """Return whether a host has said so since the exchange. Needs no lock."""
+        return host_id in self._clean

@@ -29,7 +29,7 @@ from coordinator_actor.checkpoints.checkpoint_id import CheckpointIDCounter
 from coordinator_actor.durable.audit_log import AuditLog, AuditRecord
 from coordinator_actor.durable.manifests import ManifestLog
 from coordinator_actor.durable.rewritten_files import RewrittenFiles, new_path
-from coordinator_actor.exceptions import CoordinatorError, InvalidRequestError
+from coordinator_actor.exceptions import CoordinatorError, InvalidRequestError, UnknownQueryError
 from coordinator_actor.messages import HeldQuery
 from coordinator_actor.port import CoordinatorPort
 from coordinator_actor.reading.stored_files import stored_files
@@ -144,8 +144,26 @@ def forget_in_running(port: CoordinatorPort, query: str, request: Request) -> Fo
                     raise
                 request.say(f"begins again: {error}")
                 continue
-            return work.finish(versions, listed)
+            report = work.finish(versions, listed)
+        await_hosts(port, query, request.say)
+        return report
     raise AssertionError("the last attempt returns or raises")
+
+
+def await_hosts(port: CoordinatorPort, query: str, say: Callable[[str], None] = log.info) -> None:
+    """Wait until no host answers from the old files any more; a host that is silent loses its lease."""
+    told: tuple[str, ...] = ()
+    while True:
+        try:
+            untold = port.hold_query(query, WHAT, 0).untold
+        except UnknownQueryError:
+            return  # it has ended, and is not answered on
+        if not untold:
+            return
+        if untold != told:
+            say(f"waits for {len(untold)} hosts to load what has changed")
+        told = untold
+        time.sleep(POLL_SECONDS)
 
 
 @contextmanager

@@ -34,7 +34,7 @@ OTHER = "aQ4sD6fG1hJ0kX2cV8bN"
 
 
 class Port:
-    """The way to the coordinator; ``before`` and ``after`` are done around a message."""
+    """The way to the coordinator; ``before`` and ``after`` are done around a message. Hosts are heard meanwhile."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
@@ -44,6 +44,8 @@ class Port:
     def __getattr__(self, name: str) -> Any:
         def send(*args: Any, **kwargs: Any) -> Any:
             self.before.pop(name, lambda: None)()
+            for h in self._cluster.hosts if name == "hold_query" else ():
+                h.host.heartbeat()
             answer = getattr(self._cluster.c, name)(*args, **kwargs)
             self.after.pop(name, lambda: None)()
             return answer
@@ -103,7 +105,7 @@ def ck(cluster: Cluster) -> str:
 
 
 def forget(cluster: Cluster, port: Any = None, **more: Any) -> Any:
-    return forget_keys("name", "totals", [1], coordinator=port or cluster.port, **more)
+    return forget_keys("name", "totals", [1], coordinator=port or Port(cluster), **more)
 
 
 def check_forgotten(cluster: Cluster) -> None:
@@ -113,8 +115,6 @@ def check_forgotten(cluster: Cluster) -> None:
     for version in there[1:]:
         users = state_table(ck(cluster), "totals", version=version)["user"].to_pylist()
         assert 1 not in users and 2 in users, version
-    for h in cluster.hosts:
-        h.host.heartbeat()
     client = cluster.client()
     for version in (None, 1, there[-1]):
         found = [client.get("totals", user, version=version) for user in (1, 2)]
@@ -301,13 +301,13 @@ def test_a_query_that_has_ended_and_is_answered_on_forgets(cluster):
         h.host.heartbeat()
     client = cluster.client()
     assert client.get("totals", 1)["n"] == 5
-    forget_keys(ck(cluster), "totals", [1], coordinator=cluster.port)
+    forget_keys(ck(cluster), "totals", [1], coordinator=Port(cluster))
     check_forgotten(cluster)
 
 
 def test_a_path_of_a_running_query_means_that_query(cluster):
     worked(cluster)
-    forget_keys(ck(cluster), "totals", [1], coordinator=cluster.port)
+    forget_keys(ck(cluster), "totals", [1], coordinator=Port(cluster))
     check_forgotten(cluster)
     cluster.batch({2: (4, OTHER)})  # whose coordinator has not been fenced off
 
