@@ -417,6 +417,7 @@ class PartitionLoading:
         for instance in self._held.of_run(completed.run_id):
             owned = completed.heads.get(instance.operator)
             if owned is None or instance.state.version > completed.version:
+                is_clean &= owned is not None
                 continue
             head = owned.get(instance.partition)
             if instance.state.version == completed.version:
@@ -425,8 +426,8 @@ class PartitionLoading:
                     self.unload(instance, waits=False)
                     is_clean &= not self._held.holds(instance)
                 continue
-            is_clean = False
             if not instance.commit_lock.acquire(blocking=False):
+                is_clean = False
                 continue  # a commit is under way, which may wait for long; the next heartbeat brings this again
             try:
                 stale = head is None or not _complete(instance, completed.version, head)
@@ -439,6 +440,8 @@ class PartitionLoading:
                 # incarnation of this one. If the partition is still this host's, the next open loads it; or it is
                 # loading it now, and what was loaded must stay.
                 self.unload(instance, waits=False)
+            # Changes on top of files that were exchanged are none that the coordinator has accepted.
+            is_clean &= not stale or not self._held.holds(instance)
         if is_clean:
             self._held.note_exchanged(completed.run_id, completed.rewritten)
 
