@@ -11,11 +11,18 @@ TOLD_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class Hold:
-    """Who lets the batches from ``batch_id`` on wait, and until when, in seconds by the coordinator's clock."""
+    """Who lets the batches from ``batch_id`` on wait, and until when, in seconds by the coordinator's clock.
+
+    ``batch_id`` None: no batch waits yet, but no snapshot is uploaded any more.
+    """
 
     holder: str
-    batch_id: int
+    batch_id: int | None
     until: float
+
+    def holds(self, batch_id: int) -> bool:
+        """Return whether a batch waits."""
+        return self.batch_id is not None and batch_id >= self.batch_id
 
 
 class RewritingHold:
@@ -35,11 +42,11 @@ class RewritingHold:
         hold = self._hold
         return hold if hold is not None and now < hold.until else None
 
-    def begin(self, holder: str, batch_id: int, now: float, seconds: float) -> Hold:
+    def begin(self, holder: str, batch_id: int | None, now: float, seconds: float) -> Hold:
         """Hold the batches from ``batch_id`` on, or go on doing so from the batch with which this holder began."""
         known = self.at(now)
-        first = known.batch_id if known is not None and known.holder == holder else batch_id
-        self._hold = Hold(holder, first, now + seconds)
+        is_same = known is not None and known.holder == holder and known.batch_id is not None
+        self._hold = Hold(holder, known.batch_id if known is not None and is_same else batch_id, now + seconds)
         return self._hold
 
     def end(self, holder: str) -> None:

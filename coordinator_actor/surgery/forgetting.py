@@ -22,14 +22,14 @@ from dataclasses import dataclass, replace
 from msgspec import Struct, structs
 
 from backends.encoding.operator_schema import OperatorSchema
-from backends.exceptions import StateStoreError, VersionNotFoundError
+from backends.exceptions import VersionNotFoundError
 from backends.formats.changelog_group import GROUPS
 from backends.storage.checkpoint_storage import CheckpointStorage, OpenStorage
 from coordinator_actor.checkpoints.checkpoint_id import CheckpointIDCounter
 from coordinator_actor.durable.audit_log import AuditLog, AuditRecord
 from coordinator_actor.durable.manifests import ManifestLog
 from coordinator_actor.durable.rewritten_files import RewrittenFiles, new_path
-from coordinator_actor.exceptions import CoordinatorError, InvalidRequestError, UnknownQueryError
+from coordinator_actor.exceptions import InvalidRequestError, UnknownQueryError
 from coordinator_actor.messages import HeldQuery
 from coordinator_actor.port import CoordinatorPort
 from coordinator_actor.reading.stored_files import stored_files
@@ -44,6 +44,8 @@ HOLD_SECONDS = 20.0
 """So long a query waits for whoever holds its batches and does not say so again."""
 RENEW_SECONDS = 5.0
 POLL_SECONDS = 0.05
+UNKNOWN_SECONDS = 15.0
+"""A query that a coordinator has not heard of for so long has ended."""
 ATTEMPTS = 3
 """So often files are written anew if the query has gone on: its coordinator may have been replaced."""
 KeysOf = Callable[[OperatorSchema, int], ForgottenKeys]
@@ -153,11 +155,18 @@ def forget_in_running(port: CoordinatorPort, query: str, request: Request) -> Fo
 def await_hosts(port: CoordinatorPort, query: str, say: Callable[[str], None] = log.info) -> None:
     """Wait until no host answers from the old files any more; a host that is silent loses its lease."""
     told: tuple[str, ...] = ()
+    unknown_since: float | None = None
     while True:
         try:
             untold = port.hold_query(query, WHAT, 0).untold
+            unknown_since = None
         except UnknownQueryError:
-            return  # it has ended, and is not answered on
+            # It has ended, and is not answered on; or the coordinator was restarted and has yet to hear of the query.
+            unknown_since = time.monotonic() if unknown_since is None else unknown_since
+            if time.monotonic() > unknown_since + UNKNOWN_SECONDS:
+                return
+            time.sleep(POLL_SECONDS)
+            continue
         if not untold:
             return
         if untold != told:
@@ -168,7 +177,10 @@ def await_hosts(port: CoordinatorPort, query: str, say: Callable[[str], None] = 
 
 @contextmanager
 def _held(port: CoordinatorPort, query: str, holder: str, say: Callable[[str], None]) -> Iterator[HeldQuery]:
-    """Let the batches of a query wait, from the moment on at which the one under way is done."""
+    """Let the batches of a query wait, from the moment on at which the one under way is done.
+
+    Copies of its state that are being made are waited for before that.
+    """
     held = port.hold_query(query, holder, HOLD_SECONDS)
     ended = threading.Event()
 
@@ -176,8 +188,8 @@ def _held(port: CoordinatorPort, query: str, holder: str, say: Callable[[str], N
         while not ended.wait(RENEW_SECONDS):
             try:
                 port.hold_query(query, holder, HOLD_SECONDS)
-            except (CoordinatorError, StateStoreError) as error:
-                log.warning("The hold of %s is not renewed: %s", query, error)  # adopting the files will be refused
+            except Exception:  # without the hold, the exchange is refused, and says why
+                log.warning("The hold of %s is not renewed", query, exc_info=True)
 
     renewing = threading.Thread(target=renew, name="statestore-hold", daemon=True)
     renewing.start()
@@ -195,8 +207,8 @@ def _held(port: CoordinatorPort, query: str, holder: str, say: Callable[[str], N
         renewing.join()
         try:
             port.hold_query(query, holder, 0)
-        except (CoordinatorError, StateStoreError) as error:
-            log.warning("%s goes on in at most %.0f s: its hold could not be ended: %s", query, HOLD_SECONDS, error)
+        except Exception:  # it ends by itself
+            log.warning("%s goes on in at most %.0f s: its hold was not ended", query, HOLD_SECONDS, exc_info=True)
 
 
 class _Work:
@@ -253,7 +265,7 @@ class _Work:
             port.adopt_rewritten(held.registration.run_id, holder, held.epoch, path)
         except InvalidRequestError:
             raise
-        except (CoordinatorError, StateStoreError):
+        except Exception:
             manifests = ManifestLog(self.storage, "reader")
             manifests.refresh()
             newest = manifests.head()
