@@ -21,7 +21,7 @@ class Rewritings:
         self._registries = registries
         self._runs = registries.runs
 
-    def hold_query(self, query: str, holder: str, seconds: float) -> HeldQuery:
+    def hold_query(self, query: str, holder: str, seconds: float, *, batches: bool = False) -> HeldQuery:
         """See ``CoordinatorPort``."""
         run = self._runs.running(query, or_ended=seconds <= 0)
         now = self._registries.clock()
@@ -44,7 +44,8 @@ class Rewritings:
             catch_up(self._runs, run)
             # What may take long is waited for before any batch has to wait.
             waits_for = self._copied(run, now)
-            hold = run.rewriting.begin(holder, None if waits_for else run.next_batch_to_hold, now, seconds)
+            first = run.next_batch_to_hold if batches and waits_for is None else None
+            hold = run.rewriting.begin(holder, first, now, seconds)
             waits_for = waits_for or _worked_on(run, hold)
             if waits_for is None:
                 run.name_snapshots()
@@ -95,6 +96,6 @@ def _worked_on(run: QueryState, hold: Hold | None) -> str | None:
     """Return which batch is under way though the run is held; None if none is, so that nothing is written."""
     first = None if hold is None else hold.batch_id
     if first is None:
-        return "uploads of snapshots"
+        return "the batches, which are not held"
     is_quiet = run.versions.completed == max(run.versions.chain, default=-1) == first
     return None if is_quiet else f"batch {first - 1}"

@@ -448,6 +448,7 @@ class QueryState:
         From then on a partition whose files were exchanged has another head: hosts load it again.
         """
         self._writer.adopt(path, record)
+        self.versions.plan_anew()
         self.files.list_again()
         self.announce()
 

@@ -13,7 +13,8 @@ TOLD_SECONDS = 60.0
 class Hold:
     """Who lets the batches from ``batch_id`` on wait, and until when, in seconds by the coordinator's clock.
 
-    ``batch_id`` None: no batch waits yet, but no snapshot is uploaded any more.
+    ``batch_id`` None: no batch waits yet. No snapshot is uploaded, and no file removed: who writes files anew for kept
+    versions has files there of old versions that no manifest names yet.
     """
 
     holder: str

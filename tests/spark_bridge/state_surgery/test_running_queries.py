@@ -215,7 +215,7 @@ def test_an_answer_that_is_lost_is_looked_up(cluster):
 
 def test_a_holder_that_dies_holds_nobody_up_for_long_and_changes_nothing(cluster):
     worked(cluster)
-    holder = cluster.c.hold_query("name", "somebody", forgetting.HOLD_SECONDS)
+    holder = cluster.c.hold_query("name", "somebody", forgetting.HOLD_SECONDS, batches=True)
     assert (holder.waits_for, holder.version) == (None, 6)
     with pytest.raises(InvalidRequestError, match="written anew by somebody already"):
         forget(cluster)
@@ -247,24 +247,24 @@ def written_record(cluster: Cluster) -> str:
 def test_uploads_and_reports_that_are_under_way_are_waited_for(cluster):
     worked(cluster)
     cluster.c.lineage("run1", "totals", 0, 6, UPLOAD)
-    held = cluster.c.hold_query("name", "me", forgetting.HOLD_SECONDS)
+    held = cluster.c.hold_query("name", "me", forgetting.HOLD_SECONDS, batches=True)
     assert held.waits_for is not None and held.waits_for.startswith("uploads of snapshots")
     with pytest.raises(BatchHeldError):
         cluster.c.lineage("run1", "totals", 1, 6, UPLOAD)
     cluster.c.release_files("run1", "totals", 0, UPLOAD)
-    assert cluster.c.hold_query("name", "me", forgetting.HOLD_SECONDS).waits_for is None
+    assert cluster.c.hold_query("name", "me", forgetting.HOLD_SECONDS, batches=True).waits_for is None
     assert cluster.c.hold_query("name", "me", 0).waits_for == "nobody holds the query"
     cluster.c.lineage("run1", "totals", 1, 6, UPLOAD)
 
 
 def test_files_that_were_written_for_another_coordinator_are_not_exchanged(cluster):
     worked(cluster)
-    held = cluster.c.hold_query("name", "me", forgetting.HOLD_SECONDS)
+    held = cluster.c.hold_query("name", "me", forgetting.HOLD_SECONDS, batches=True)
     manifests = ManifestLog(cluster.world.storage(f"{ck(cluster)}/statestore", {}), "me")
     manifests.put_record("rewritten/6-a.json", RewrittenFiles(6, {}, {}))
     cluster.replace_coordinator()
     cluster.world.now += BUSY_SECONDS + 1
-    anew = cluster.c.hold_query("name", "me", forgetting.HOLD_SECONDS)
+    anew = cluster.c.hold_query("name", "me", forgetting.HOLD_SECONDS, batches=True)
     assert (anew.waits_for, anew.version, anew.epoch) == (None, held.version, held.epoch + 1)
     with pytest.raises(InvalidRequestError, match=f"epoch {anew.epoch}. since its files up to version 6"):
         cluster.c.adopt_rewritten("run1", "me", held.epoch, "rewritten/6-a.json")
