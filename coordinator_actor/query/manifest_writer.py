@@ -10,6 +10,7 @@ import msgspec
 from backends.formats.manifest import Manifest, OperatorEntry, PartitionEntry, SnapshotRef
 from backends.formats.manifest_chain import Layout
 from backends.formats.retention import Retention
+from backends.tracing import spans
 from coordinator_actor.checkpoints.checkpoint_id import CheckpointIDCounter
 from coordinator_actor.checkpoints.tasks import TaskKey
 from coordinator_actor.durable.manifests import ManifestLog
@@ -143,6 +144,12 @@ class ManifestWriter:
         )
 
     def _append(self, manifest: Manifest) -> None:
+        with spans.alone(
+            "coordinator.manifest", run_id=self._run_id, version=manifest.version, manifest_id=manifest.id
+        ):
+            self._written(manifest)
+
+    def _written(self, manifest: Manifest) -> None:
         self.is_uncertain = True
         appended = self._log.append(manifest, self._counter)
         self.is_uncertain = False
