@@ -258,8 +258,9 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
         with self._lock:
             known = run_id in self._registrations
         if known and not self._stopping.is_set():
-            self._metrics.batch(run_id, progress_json())
-            self._traces.batch(run_id, batch_id, progress_json())
+            progress = progress_json()
+            self._metrics.batch(run_id, progress)
+            self._traces.batch(run_id, batch_id, progress)
             try:
                 with spans.span("driver.committed", trace_ids.batch(run_id, batch_id + 1)):
                     self._cluster.batch_committed(run_id, batch_id)
