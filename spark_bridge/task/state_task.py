@@ -86,7 +86,7 @@ class StateTask:
                     store.open()
                     timer.step("open_ms")
                 for output in self.logic.process(self._checked(first, batches, partition), store, timer):
-                    span.note(**timer.milliseconds)  # the first output comes behind the commit
+                    span.note(**timer.milliseconds)  # all of it, for output comes behind the commit
                     for start in range(0, output.num_rows, OUTPUT_ROWS):
                         yield output.slice(start, OUTPUT_ROWS)
                 span.note(**timer.milliseconds)
