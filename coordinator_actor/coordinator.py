@@ -31,6 +31,7 @@ from coordinator_actor.handlers.lookups import Lookups
 from coordinator_actor.handlers.owners import plan_moves
 from coordinator_actor.handlers.queries import Queries
 from coordinator_actor.handlers.registries import Registries
+from coordinator_actor.handlers.rewritings import Rewritings
 from coordinator_actor.handlers.savepoints import Savepoints
 from coordinator_actor.port import MESSAGES, CoordinatorPort
 from coordinator_actor.query.query_state import QueryState
@@ -81,6 +82,7 @@ class Coordinator(CoordinatorPort):
             self._queries,
             Batches(self.registries),
             Savepoints(self.registries),
+            Rewritings(self.registries),
             locations,
             Lookups(self.registries, locations),
             Instances(self.registries),

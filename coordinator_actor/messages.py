@@ -333,6 +333,19 @@ class SavepointStatus(Struct, frozen=True):
     failure: Refused | None = None
 
 
+class HeldQuery(Struct, frozen=True):
+    """A query whose batches wait while files of its versions are written anew.
+
+    ``waits_for`` says what is still under way. None: nothing is, and nothing begins as long as the batches are held;
+    ``version`` is completed then.
+    """
+
+    registration: QueryRegistration
+    epoch: int
+    version: int
+    waits_for: str | None
+
+
 class HandOver(Struct, frozen=True):
     """How far a host is with partitions that are to move, as its heartbeat says.
 

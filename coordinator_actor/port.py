@@ -23,6 +23,7 @@ from coordinator_actor.messages import (
     BatchGrant,
     Completed,
     HandOver,
+    HeldQuery,
     HostInfo,
     HostOrders,
     HostReport,
@@ -277,6 +278,25 @@ class CoordinatorPort:
     @message(Group.QUERIES)
     def savepoint_exported(self, message: SavepointExported) -> None:
         """Report that a host has exported a partition, or cannot."""
+
+    # -- files that are written anew -----------------------------------------------------------
+
+    @message(Group.QUERIES)
+    def hold_query(self, query: str, holder: str, seconds: float) -> HeldQuery:
+        """Let the batches of a running query (its name, query id or run id) wait for ``seconds``, from the next one on.
+
+        The same ``holder`` (any text) renews the hold by the same message, and ends it with 0 seconds. The
+        answer says what is still under way. Raises ``InvalidRequestError`` if somebody else holds the query, or it
+        stops with a savepoint, ``UnknownQueryError``.
+        """
+
+    @message(Group.QUERIES)
+    def adopt_rewritten(self, run_id: str, holder: str, epoch: int, path: str) -> None:
+        """Exchange the files that the record at ``path`` names, for good: ``holder`` has written the others anew.
+
+        The run must have been held, and nothing under way, since before they were read, in this ``epoch``. Hosts load
+        what they hold of the run again. Raises ``InvalidRequestError`` if the run has gone on: then nothing was done.
+        """
 
     # -- query clients -------------------------------------------------------------------------
 

@@ -82,7 +82,8 @@ class Manifest(Struct, frozen=True):
     manifest is kept to make ``oldest``. Files that only lower versions need are being removed. ``sequence`` counts the
     manifests of an epoch from 1 on, by which a query's coordinators fence each other; 0 in manifests that were written
     before this, and where nobody fences. ``parent_completed_ms`` is when the version below was completed, in ms since
-    1970; None where the coordinator that wrote this did not see that.
+    1970; None where the coordinator that wrote this did not see that. ``rewritten`` are the paths of the records that
+    say which files of the versions below stand in other places by now, the oldest first (``rewritten_files.py``).
     """
 
     id: int
@@ -97,6 +98,7 @@ class Manifest(Struct, frozen=True):
     format_version: int = field(default=STATE_FORMAT_VERSION)
     sequence: int = 0
     parent_completed_ms: int | None = None
+    rewritten: tuple[str, ...] = ()
 
 
 class SourcePartition(Struct, frozen=True):

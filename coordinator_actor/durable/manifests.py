@@ -18,6 +18,7 @@ from coordinator_actor.durable.checkpoint_place import CheckpointPlaces
 from coordinator_actor.durable.fencing import FENCE, MANIFESTS, Epochs, place_path
 from coordinator_actor.durable.manifest_folds import ManifestFolds
 from coordinator_actor.durable.record_files import RecordFiles, numbered_path
+from coordinator_actor.durable.rewritten_files import REWRITTEN, RewrittenFiles, still_named, version_of
 from coordinator_actor.durable.savepoint_records import SavepointRecords
 
 QUERY_FILE = "query.json"
@@ -49,8 +50,9 @@ class ManifestLog:
     """The manifests of one query, as one coordinator sees and extends them.
 
     ``epochs`` are its epochs, ``savepoints`` the records of its savepoints, ``places`` those of the places of its
-    checkpoint, ``folds`` copies of manifests. ``manifests`` has those that were read, by id. ``_sequence`` is that of
-    the last manifest of the claimed epoch that is known to exist.
+    checkpoint, ``folds`` copies of manifests. ``manifests`` has those that were read, by id, as they were written.
+    ``rewritten`` names the records of files that were written anew, as the newest manifest does; ``chain`` goes by
+    these. ``_sequence`` is that of the last manifest of the claimed epoch that is known to exist.
     """
 
     def __init__(self, storage: CheckpointStorage, coordinator_id: str) -> None:
@@ -61,6 +63,8 @@ class ManifestLog:
         self.savepoints = SavepointRecords(self._files)
         self.places = CheckpointPlaces(self._files)
         self.folds = ManifestFolds(self._files)
+        self.rewritten: tuple[str, ...] = ()
+        self._records: dict[str, RewrittenFiles] = {}
         self._sequence = 0
 
     @property
@@ -96,8 +100,35 @@ class ManifestLog:
         return max(self.manifests.values(), key=lambda m: (m.epoch, m.id), default=None)
 
     def chain(self) -> dict[int, Manifest]:
-        """Return the manifest of each version, along the parents of the head, as far as they are kept."""
-        return chain.walk(self.head(), self.manifests.get, self._name)
+        """Return the manifest of each version, along the parents of the head, as far as they are kept.
+
+        They name the files that count: in the place of those that a record of ``rewritten`` gives up, the others.
+        """
+        head = self.head()
+        self.rewritten = () if head is None else head.rewritten
+        self._records = {path: self._records.get(path) or self.record(path) for path in self.rewritten}
+
+        def manifest(manifest_id: int) -> Manifest | None:
+            found = self.manifests.get(manifest_id)
+            if found is not None:
+                for record in self._records.values():
+                    found = record.of(found)
+            return found
+
+        return chain.walk(None if head is None else manifest(head.id), manifest, self._name)
+
+    def record(self, path: str) -> RewrittenFiles:
+        """Read a record of files that were written anew. Raises ``MissingFileError`` or ``DamagedFileError``."""
+        return self._files.read(path, RewrittenFiles)
+
+    def obsolete_records(self, chain_from: int) -> list[str]:
+        """Return the paths of the records that no manifest of a version from ``chain_from`` on needs."""
+        paths = [path for path, _ in self.storage.list(f"{REWRITTEN}/") if path not in self.rewritten]
+        return [path for path in paths if version_of(path) < chain_from]
+
+    def put_record(self, path: str, record: RewrittenFiles) -> None:
+        """Write a record of files that were written anew; it counts from the manifest on that names it."""
+        self._files.create(path, record)
 
     def forget(self, kept: Collection[int]) -> list[str]:
         """Forget the manifests that are older than the newest of ``kept`` and not among them. Return their paths."""
@@ -108,8 +139,11 @@ class ManifestLog:
         """Write a manifest durably at the next place of the epoch, with a new id if its own is taken. Return it so.
 
         Raises ``FencedError`` if another coordinator has taken over: then the manifest is not written. What an earlier
-        call has written, whose answer was lost, is found at its place and taken up.
+        call has written, whose answer was lost, is found at its place and taken up. The manifest names the records of
+        rewritten files that the last one named, too.
         """
+        records = still_named((*self.rewritten, *manifest.rewritten), manifest.chain_from)
+        manifest = msgspec.structs.replace(manifest, rewritten=records)
         while True:
             placed = msgspec.structs.replace(manifest, epoch=self.epoch, sequence=self._sequence + 1)
             path = manifest_path(placed)
@@ -130,6 +164,7 @@ class ManifestLog:
 
     def _take(self, written: Manifest) -> None:
         self.manifests[written.id] = written
+        self.rewritten = written.rewritten
         self._sequence = written.sequence
 
     def _name(self, manifest_id: int) -> str:

@@ -68,6 +68,11 @@ class Batches:
                     f"Batch {batch_id} of run {run.run_id} waits: the query stops with a savepoint of version "
                     f"{run.held_from}."
                 )
+            hold = run.rewriting.at(self._registries.clock())
+            if hold is not None and batch_id >= hold.batch_id:
+                raise BatchHeldError(
+                    f"Batch {batch_id} of run {run.run_id} waits: {hold.holder} writes files of its versions anew."
+                )
             is_new = batch_id > run.batch.highest_opened
             waiting = [task for task in request.waiting if run.has_partition(*task)]
             assignment = assigned(self._registries, run, moves=is_new, waiting=waiting)
@@ -112,6 +117,8 @@ class Batches:
         with run.lock:
             run.require_partition(operator, partition)
             versions = run.versions
+            if use == UPLOAD and run.rewriting.at(self._registries.clock()) is not None:
+                raise BatchHeldError(f"No snapshot of run {run_id} is taken while its files are written anew.")
             if version > versions.completed:
                 raise InvalidRequestError(
                     f"Version {version} is not completed; {versions.completed} is the last one that is."

@@ -148,8 +148,9 @@ class Hosts:
     ) -> HostOrders:
         """See ``CoordinatorPort``."""
         held = held or {}
+        now = self._registries.clock()
         with self._registries.lock:
-            lease = self._registries.hosts.renew(host_id, incarnation, self._registries.clock())
+            lease = self._registries.hosts.renew(host_id, incarnation, now)
             if lease is None:
                 return HostOrders(False, revoked_tokens=self._tokens.revoked(), lease_seconds=self._timeout)
             self._registries.needed()
@@ -166,7 +167,9 @@ class Hosts:
             announced = None if run_id in over else run.announcement(host_id)
             # What the host has given away has moved, or stays: it goes on from this version as usual.
             is_over = run_id in lease.hand_over.giving and run_id not in giving and run in current
-            if announced is not None and (held[run_id] < announced.version or is_over):
+            if announced is not None and (
+                held[run_id] < announced.version or is_over or run.rewriting.is_to_be_told(now)
+            ):
                 completed.append(announced)
         # Also of runs of which the host holds nothing yet: it may own partitions that no task has opened.
         savepoints = tuple(order for run in of_session for order in self._savepoint_orders(run, host_id))

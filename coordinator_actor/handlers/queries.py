@@ -251,11 +251,13 @@ class Queries:
                 by = "nobody" if newest is None else f"run {newest.run_id}"
                 return RegisteredQuery(f"The state of run {run_id} is claimed by {by}.", 0, run.versions.completed)
             completed = run.commits.next_batch()
-            if completed > run.versions.completed:
+            # A higher epoch of the same run: its files were written anew, as when keys are forgotten.
+            if completed > run.versions.completed or newest.epoch > run.manifests.epoch:
                 run.manifests.refresh()
                 # A batch may be committed of which no manifest tells: the query's own coordinator puts it together.
                 if completed in run.manifests.chain():
                     run.take_up(completed, newest.epoch)
+                    run.rewriting.exchanged(self._registries.clock())
         return RegisteredQuery(None, newest.epoch, run.versions.completed)
 
     def _finish(self, run: QueryState) -> None:

@@ -65,6 +65,10 @@ class FilesInUse:
         """Take note that a load or an upload is over."""
         self._uses.pop((task, use), None)
 
+    def is_uploading(self, now: float) -> bool:
+        """Return whether a snapshot is being uploaded, or may be: an earlier coordinator has known of it."""
+        return now < self._all_until or any(use == UPLOAD and held.until > now for (_, use), held in self._uses.items())
+
     def oldest(self, now: float) -> float:
         """Return the lowest version of which changelogs are being read; infinite if none is.
 

@@ -46,6 +46,10 @@ class KnownFiles:
             self._sizes, self._listed, self.paths = sizes, completed, {*sizes, *unfinished}
         self._maintenances += 1
 
+    def list_again(self) -> None:
+        """Have the next ``look`` list: files have come of which no host has told."""
+        self._maintenances = 0
+
     def needed(self, paths: Iterable[str]) -> None:
         """Take note of files that manifests name."""
         self.paths.update(paths)

@@ -14,6 +14,7 @@ from backends.tracing import spans
 from coordinator_actor.checkpoints.checkpoint_id import CheckpointIDCounter
 from coordinator_actor.checkpoints.tasks import TaskKey
 from coordinator_actor.durable.manifests import ManifestLog
+from coordinator_actor.durable.rewritten_files import RewrittenFiles
 from coordinator_actor.query.query_versions import QueryVersions
 
 NO_SNAPSHOTS: Mapping[TaskKey, tuple[SnapshotRef, ...]] = MappingProxyType({})
@@ -143,16 +144,34 @@ class ManifestWriter:
             )
         )
 
-    def _append(self, manifest: Manifest) -> None:
-        with spans.alone(
-            "coordinator.manifest", run_id=self._run_id, version=manifest.version, manifest_id=manifest.id
-        ):
-            self._written(manifest)
+    def adopt(self, path: str, record: RewrittenFiles) -> None:
+        """Write the manifest of the newest version once more, with the record at ``path``, which counts from then on.
 
-    def _written(self, manifest: Manifest) -> None:
+        The manifests of the versions below stay as they are; the record says which files they mean.
+        """
+        versions = self._versions
+        chain = {version: record.of(manifest) for version, manifest in versions.chain.items()}
+        newest = chain[max(chain)]
+        self._append(
+            msgspec.structs.replace(
+                newest,
+                id=self._counter.get_and_increment(),
+                epoch=self._log.epoch,
+                oldest=max(newest.oldest, versions.oldest),
+                chain_from=max(newest.chain_from, min(chain)),
+                rewritten=(path,),
+            ),
+            chain,
+        )
+
+    def _append(self, manifest: Manifest, chain: dict[int, Manifest] | None = None) -> None:
         self.is_uncertain = True
-        appended = self._log.append(manifest, self._counter)
+        name, number = "coordinator.manifest", manifest.id
+        with spans.alone(name, run_id=self._run_id, version=manifest.version, manifest_id=number):
+            appended = self._log.append(manifest, self._counter)
         self.is_uncertain = False
+        if chain is not None:
+            self._versions.load(chain)
         self._versions.appended(appended)
 
     def _now_ms(self) -> int:

@@ -21,6 +21,7 @@ from coordinator_actor.durable.checkpoint_records import CheckpointRecords
 from coordinator_actor.durable.lookup_records import LookupRecords
 from coordinator_actor.durable.manifests import ManifestLog
 from coordinator_actor.durable.record_files import RecordFiles
+from coordinator_actor.durable.rewritten_files import RewrittenFiles
 from coordinator_actor.durable.spark_commits import SparkCommits
 from coordinator_actor.exceptions import IncompleteBatchError, InvalidRequestError, LineageError, RetiredRunError
 from coordinator_actor.messages import BatchTimes, Completed, OperatorSpec, QueryRegistration
@@ -32,6 +33,7 @@ from coordinator_actor.query.looked_up_versions import LookedUpVersions
 from coordinator_actor.query.manifest_writer import ManifestWriter
 from coordinator_actor.query.query_versions import QueryVersions, tasks_of
 from coordinator_actor.query.recovery import StoredChanges, incomplete_message, stored_changes
+from coordinator_actor.query.rewriting_hold import RewritingHold
 from coordinator_actor.query.running_batch import NO_DURATIONS, NO_STAGES, RunningBatch
 
 log = logging.getLogger(__name__)
@@ -81,6 +83,7 @@ class QueryState:
         self.assignment = RunAssignment()
         self.files_in_use = FilesInUse()
         self.files = KnownFiles()
+        self.rewriting = RewritingHold()
         self.looked_up = LookedUpVersions(LookupRecords(manifests.storage), self.versions)
         self.history = CheckpointHistory(
             CheckpointRecords(RecordFiles(manifests.storage)),
@@ -422,6 +425,24 @@ class QueryState:
         """Write the history of the last checkpoints, as the run ends. Not if the user has removed the checkpoint."""
         if self.is_current and self.history.is_unwritten and self.manifests.query_file() is not None:
             self.history.write(self._clock())
+
+    # -- files that are written anew -----------------------------------------------------------
+
+    @property
+    def next_batch_to_hold(self) -> int:
+        """Return the first batch of which no task has begun: one may have begun before this coordinator."""
+        completed = self.versions.completed
+        has_begun = self.batch.highest_opened >= completed or self._begun_before == completed
+        return completed + 1 if has_begun else completed
+
+    def adopt_rewritten(self, path: str, record: RewrittenFiles) -> None:
+        """Exchange files of the kept versions for those that a record names; the completed version is the newest one.
+
+        From then on a partition whose files were exchanged has another head: hosts load it again.
+        """
+        self._writer.adopt(path, record)
+        self.files.list_again()
+        self.announce()
 
     # -- holding the query for a savepoint -----------------------------------------------------
 

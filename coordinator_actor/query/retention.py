@@ -82,9 +82,11 @@ def tidy_records(run: QueryState) -> None:
     with run.lock:
         run.require_current()
         folds, held = manifests.folds.due(run.versions.completed_chain), run.held_by_record
+        oldest = min(run.versions.chain, default=0)
     manifests.folds.write(folds)
     if run.records_are_due:
-        manifests.storage.delete_all([*manifests.epochs.obsolete(), *manifests.savepoints.obsolete(held)])
+        records = [*manifests.epochs.obsolete(), *manifests.savepoints.obsolete(held)]
+        manifests.storage.delete_all([*records, *manifests.obsolete_records(oldest)])
 
 
 def measured(run: QueryState) -> tuple[Manifest, int | None] | None:

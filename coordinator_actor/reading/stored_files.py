@@ -14,10 +14,12 @@ from backends.formats.file_names import version_in
 from backends.formats.manifest import ChangelogRef, Lineage, SnapshotRef
 from backends.storage.checkpoint_storage import CheckpointStorage, OpenStorage
 from backends.storage.create_if_absent import PROBE
+from coordinator_actor.durable.audit_log import AUDIT
 from coordinator_actor.durable.checkpoint_records import HISTORY
 from coordinator_actor.durable.fencing import EPOCHS, FENCE, MANIFESTS
 from coordinator_actor.durable.manifest_folds import FOLDS
 from coordinator_actor.durable.manifests import QUERY_FILE, manifest_path, schema_path
+from coordinator_actor.durable.rewritten_files import REWRITTEN
 from coordinator_actor.reading.stored_versions import StateVersions
 
 THREADS = 16
@@ -27,6 +29,8 @@ _RECORDS = {
     "checkpoints": ("place", "it says where the checkpoint is"),
     "savepoint-ids": ("savepoint id", "its number is not given again"),
     FOLDS: ("fold", "it has copies of manifests, to be read with few requests"),
+    REWRITTEN: ("exchange of files", "it says which files stand in the place of those that manifests name"),
+    AUDIT: ("audit record", "it says what was done by hand; it is never removed"),
     HISTORY: ("history", "it is for people; a newer one replaces it"),
     "standalone": ("standalone store", "a provider that is used alone, with manifests of its own"),
 }

@@ -14,7 +14,7 @@ from backends.formats import snapshot
 from backends.formats.changelog import ChangelogMeta, Changes, write_changelog
 from backends.formats.file_names import changelog_path
 from backends.formats.local_state import LocalState
-from backends.formats.partition_entries import PartitionEntry
+from backends.formats.partition_entries import PartitionEntry, SnapshotRef
 from backends.storage.checkpoint_storage import CheckpointStorage
 from backends.tracing.spans import Pool
 
@@ -39,11 +39,42 @@ def build_partition(
     may take this changelog for changes to the empty version 0. ``scratch`` is a local directory for temporary files.
     Also returns the number of pairs. Raises ``StorageError``.
     """
-    backend = backend_of(conf)
     path = changelog_path(meta.operator, meta.num_partitions, meta.partition, STORE, meta.version, uuid.uuid4().hex)
     empty = Changes({family: SortedPairs.empty() for family in families})
     changelog = storage.put_new(path, write_changelog(empty, meta, conf.compression))
-    with TemporaryDirectory(prefix=f"{meta.partition}-", dir=scratch) as directory:
+    made, rows = build_snapshot(
+        storage,
+        path,
+        meta.version,
+        families,
+        pairs,
+        conf,
+        is_distinct=is_distinct,
+        scratch=scratch,
+        is_cancelled=is_cancelled,
+    )
+    return PartitionEntry(meta.attempt, changelog, (made,)), rows
+
+
+def build_snapshot(
+    storage: CheckpointStorage,
+    head: str,
+    version: int,
+    families: Collection[str],
+    pairs: Iterable[tuple[str, SortedPairs]],
+    conf: StateStoreConf,
+    *,
+    is_distinct: bool = False,
+    scratch: Path | None = None,
+    is_cancelled: Callable[[], bool] = lambda: False,
+) -> tuple[SnapshotRef, int]:
+    """Write a snapshot of a partition at ``version``, which the changelog at the path ``head`` has made.
+
+    The files lie beside that changelog. Nothing but ``pairs`` is in them. See ``build_partition`` for the rest.
+    """
+    backend = backend_of(conf)
+    empty = Changes({family: SortedPairs.empty() for family in families})
+    with TemporaryDirectory(prefix="statestore-build-", dir=scratch) as directory:
         captured = Path(directory) / "snapshot"
         captured.mkdir()
         engine = backend.engine(Path(directory) / "engine", conf)
@@ -55,7 +86,7 @@ def build_partition(
             engine.prepare(empty)(LocalState())
             if not is_distinct:
                 rows = sum(batch.num_rows for family in families for batch in engine.scan(None, None, family))
-            held = LocalState(meta.version, path, rows)
+            held = LocalState(version, head, rows)
             engine.prepare(empty)(held)
             engine.capture(captured)()
         finally:
@@ -63,7 +94,7 @@ def build_partition(
         with Pool(conf.upload_threads, thread_name_prefix="statestore-upload") as pool:
             made = snapshot.upload(
                 storage,
-                path.rpartition("/")[0],
+                head.rpartition("/")[0],
                 backend.name,
                 captured,
                 held,
@@ -72,4 +103,4 @@ def build_partition(
                 pool=pool,
                 is_cancelled=is_cancelled,
             )
-    return PartitionEntry(meta.attempt, changelog, (made.ref,)), rows
+    return made.ref, rows

@@ -9,16 +9,17 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from spark_bridge.cli import change_commands, logs, overview_commands, state_commands, storage_commands, top
-from spark_bridge.cli import checkpoint as checkpoint_cli
-from spark_bridge.cli import drain as drain_cli
-from spark_bridge.cli import grafana as grafana_cli
-from spark_bridge.cli import run as run_cli
-from spark_bridge.cli import savepoint as savepoint_cli
-from spark_bridge.cli import serve as serve_cli
-from spark_bridge.cli import token as token_cli
-from spark_bridge.cli import ui as ui_cli
+from spark_bridge.cli.cluster import drain as drain_cli
+from spark_bridge.cli.cluster import grafana as grafana_cli
+from spark_bridge.cli.cluster import logs, overview_commands, top
+from spark_bridge.cli.cluster import serve as serve_cli
+from spark_bridge.cli.cluster import token as token_cli
+from spark_bridge.cli.cluster import ui as ui_cli
 from spark_bridge.cli.doctor import command as doctor
+from spark_bridge.cli.jobs import run as run_cli
+from spark_bridge.cli.state import change_commands, state_commands, storage_commands
+from spark_bridge.cli.state import checkpoint as checkpoint_cli
+from spark_bridge.cli.state import savepoint as savepoint_cli
 
 app = typer.Typer(
     name="statestore",

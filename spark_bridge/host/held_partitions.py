@@ -31,6 +31,7 @@ class HeldPartitions:
         self._opened: dict[str, int] = {}
         self._completed = completed
         self._ended_run_hooks: list[Callable[[str | None], None]] = []
+        self._exchange_hooks: list[Callable[[str], None]] = []
 
     def instance(self, run_id: str, operator: str, partition: int) -> Instance | None:
         """Return a partition as it is loaded here, if it is."""
@@ -110,6 +111,15 @@ class HeldPartitions:
                 noted = self._completed.newest(run_id)
                 held[run_id] = version if noted is None else min(version, noted.version)
             return held
+
+    def on_files_exchanged(self, hook: Callable[[str], None]) -> None:
+        """Have ``hook`` called with the id of each run whose files were written anew: older copies do not count."""
+        self._exchange_hooks.append(hook)
+
+    def tell_exchanged(self, run_id: str) -> None:
+        """Call the hooks of ``on_files_exchanged``."""
+        for hook in self._exchange_hooks:
+            hook(run_id)
 
     def on_run_ended(self, hook: Callable[[str | None], None]) -> None:
         """Have ``hook`` called with the id of each run that is over here, and with None when the host closes."""

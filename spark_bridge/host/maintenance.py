@@ -21,6 +21,7 @@ from backends.formats.snapshot import PreparedSnapshot, StoredSnapshot
 from backends.host_memory import WRITE_BUFFERS, HostMemory
 from backends.partition.partition_state import PartitionState
 from backends.tracing import spans
+from coordinator_actor.exceptions import BatchHeldError
 from coordinator_actor.messages import SnapshotUploaded
 from coordinator_actor.query.files_in_use import UPLOAD
 from spark_bridge.host.counters import Counters
@@ -214,8 +215,8 @@ class Maintenance:
         names = ", ".join(map(str, instances))
         try:
             yield
-        except StoreClosedError:
-            log.debug("%s was unloaded while a snapshot of it was taken", names)
+        except (StoreClosedError, BatchHeldError) as error:
+            log.debug("No snapshot of %s was taken: %s", names, error)
         except Exception:
             log.warning("Error managing %s; no snapshot was taken", names, exc_info=True)
 

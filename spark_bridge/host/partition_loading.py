@@ -418,9 +418,15 @@ class PartitionLoading:
         self._completed.note(completed)
         for instance in self._held.of_run(completed.run_id):
             owned = completed.heads.get(instance.operator)
-            if owned is None or instance.state.version >= completed.version:
+            if owned is None or instance.state.version > completed.version:
                 continue
             head = owned.get(instance.partition)
+            if instance.state.version == completed.version:
+                if head not in (None, instance.state.head):
+                    # The files of the version were exchanged: what they do not have must be gone here as well.
+                    self._held.tell_exchanged(completed.run_id)
+                    self.unload(instance, waits=False)
+                continue
             if not instance.commit_lock.acquire(blocking=False):
                 continue  # a commit is under way, which may wait for long; the next heartbeat brings this again
             try:

@@ -25,13 +25,14 @@ from coordinator_actor.handlers.instances import Instances
 from coordinator_actor.handlers.locations import Locations
 from coordinator_actor.handlers.lookups import Lookups
 from coordinator_actor.handlers.queries import Queries
+from coordinator_actor.handlers.rewritings import Rewritings
 from coordinator_actor.handlers.savepoints import Savepoints
 from coordinator_actor.messages import OpenBatch
 from coordinator_actor.on_ray.actor import StateStoreCoordinator
 from coordinator_actor.port import GROUPS, MESSAGES, CoordinatorPort, Group
 from tests.coordinator_actor.coordinator_world import World
 
-HANDLERS = (AccessTokens, Batches, Figures, Hosts, Instances, Locations, Lookups, Queries, Savepoints)
+HANDLERS = (AccessTokens, Batches, Figures, Hosts, Instances, Locations, Lookups, Queries, Rewritings, Savepoints)
 
 
 @pytest.mark.parametrize("message", MESSAGES)

@@ -14,8 +14,8 @@ import pytest
 import yaml
 from typer.main import get_command
 
+from spark_bridge.cli.jobs.supervision import STOPPED_ELSEWHERE
 from spark_bridge.cli.main import app
-from spark_bridge.cli.supervision import STOPPED_ELSEWHERE
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 

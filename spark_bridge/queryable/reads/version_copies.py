@@ -61,6 +61,7 @@ class VersionCopies:
         self._loads = ThreadPoolExecutor(COPY_LOADS_AT_ONCE, thread_name_prefix="statestore-copy")
         self._held: dict[CopyKey, _Copies] = {}
         host.held.on_run_ended(self.drop)
+        host.held.on_files_exchanged(self.drop)
         host.maintenance.on_maintenance(self.release_idle)
 
     @contextmanager

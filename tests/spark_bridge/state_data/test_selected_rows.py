@@ -14,6 +14,7 @@ from spark_bridge.exceptions import RequestError
 from spark_bridge.state_data.selected_rows import SelectedSource, selected
 from spark_bridge.state_data.state_sources import inserts_source, state_source
 from spark_bridge.state_data.state_tables import state_changes_table, state_table
+from tests.effort import effort
 from tests.spark_bridge.state_flows import NAMES, Flow
 from tests.spark_bridge.variable_operations import random_batch
 
@@ -52,7 +53,7 @@ def test_what_conditions_leave_out_does_not_pass(worked: Flow, name: str) -> Non
     assert rows
     rng = random.Random(3)
     pruned = 0
-    for _ in range(40):
+    for _ in range(effort(12, 40)):
         one, other = rng.choice(rows), rng.choice(rows)
         where: list[tuple[Any, ...]] = rng.choice(
             [

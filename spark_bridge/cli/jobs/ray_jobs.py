@@ -18,7 +18,7 @@ import requests
 from ray.exceptions import AuthenticationError
 from ray.job_submission import JobSubmissionClient
 
-from spark_bridge.cli.supervision import ClusterAwayError, JobRun, NotOursError
+from spark_bridge.cli.jobs.supervision import ClusterAwayError, JobRun, NotOursError
 
 NAME_KEY = "statestore_run"
 COMMAND_KEY = "statestore_command"

@@ -13,9 +13,9 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
+from spark_bridge.cli.cluster.views import faults_view, hosts_view
 from spark_bridge.cli.output import FOUND, AsJson, encoded, errors_explained, filled, printer
 from spark_bridge.cli.sources import Source, with_source
-from spark_bridge.cli.views import faults_view, hosts_view
 from spark_bridge.exceptions import EnvironmentProblemError
 from spark_bridge.overview.formats import duration, moment, number
 from spark_bridge.overview.formats import size as size_of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from spark_bridge.cli.logs import LogFile, events_about, names_of
+from spark_bridge.cli.cluster.logs import LogFile, events_about, names_of
 from spark_bridge.overview.model import Query
 
 QUERY = Query("q-1", "r-1", "clicks", "running", "/ck", "/ck/statestore", 1, 1, 1, 0)

@@ -13,7 +13,7 @@ from spark_bridge.cli.keys import key_of
 from spark_bridge.cli.output import FOUND, AsJson, complain, encoded, errors_explained, printer
 from spark_bridge.cli.rows import Form, cell, print_rows
 from spark_bridge.cli.sources import Source, with_source
-from spark_bridge.cli.state_commands import KEY_HELP, FormOption, OperatorArgument, QueryName, StateName
+from spark_bridge.cli.state.state_commands import KEY_HELP, FormOption, OperatorArgument, QueryName, StateName
 from spark_bridge.exceptions import QueryEndedError
 from spark_bridge.queryable.client.json_values import rows_to_json
 from spark_bridge.state_format.changed_rows import AFTER, BEFORE, CHANGE_TYPE

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from backends.storage.prices import Prices
-from spark_bridge.cli import views
+from spark_bridge.cli.cluster import views
 from spark_bridge.overview.model import (
     CoordinatorInfo,
     Overview,

@@ -17,15 +17,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from spark_bridge.cli.jobs.run import command_of, runtime_env_of
+from spark_bridge.cli.jobs.supervision import NOT_REACHED
 from spark_bridge.cli.main import app
-from spark_bridge.cli.run import command_of, runtime_env_of
-from spark_bridge.cli.supervision import NOT_REACHED
 from tests.command_line import CliRunner
 from tests.patience import PATIENCE
 from tests.spark_bridge.own_head import OwnHead, free_ports, own_head
 
 PROGRAM = Path(__file__).with_name("counting_program.py")
-REPOSITORY = Path(__file__).parents[3]
+REPOSITORY = Path(__file__).parents[4]
 
 
 def test_the_program_runs_where_the_command_was_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from spark_bridge.cli.supervision import (
+from spark_bridge.cli.jobs.supervision import (
     ENDED_WELL,
     FAILED,
     GAVE_UP,

@@ -10,9 +10,9 @@ from typing import Annotated, Any
 import typer
 
 from coordinator_actor.coordinator_conf import COORDINATOR_NAME, NAMESPACE
+from spark_bridge.cli.cluster.overview_commands import QueryArgument
 from spark_bridge.cli.joined_ray import joined_ray
 from spark_bridge.cli.output import AsJson, complain, encoded, errors_explained
-from spark_bridge.cli.overview_commands import QueryArgument
 from spark_bridge.cli.sources import Address, CoordinatorName, Namespace
 from spark_bridge.exceptions import EnvironmentProblemError
 from spark_bridge.overview.model import Overview, Query

@@ -6,8 +6,8 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 
+from spark_bridge.cli.cluster.top import top_view
 from spark_bridge.cli.main import app
-from spark_bridge.cli.top import top_view
 from spark_bridge.overview.model import Checkpoint, Overview
 from spark_bridge.overview.pace import pace_of
 from tests.command_line import CliRunner

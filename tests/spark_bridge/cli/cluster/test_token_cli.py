@@ -19,8 +19,8 @@ from rich.console import Console
 from coordinator_actor.access_tokens import IssuedToken, verified_id
 from coordinator_actor.exceptions import InvalidTokenError
 from coordinator_actor.on_ray.actor import get_or_create_coordinator
+from spark_bridge.cli.cluster.token import rendered, seconds_of
 from spark_bridge.cli.main import app
-from spark_bridge.cli.token import rendered, seconds_of
 from tests.command_line import CliRunner
 from tests.patience import HANG, PATIENCE
 from tests.spark_bridge.conftest import wait_until
@@ -70,7 +70,7 @@ def test_a_name_is_needed() -> None:
 # The program as it is installed, but for how long it waits for the coordinator.
 PROGRAM = f"""
 import runpy, sys
-from spark_bridge.cli import token as token_cli
+from spark_bridge.cli.cluster import token as token_cli
 token_cli.ANSWER_SECONDS = {PATIENCE}
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")

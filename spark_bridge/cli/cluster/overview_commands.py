@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from backends.storage.prices import Prices
-from spark_bridge.cli import views
+from spark_bridge.cli.cluster import views
 from spark_bridge.cli.output import FOUND, AsJson, errors_explained, show
 from spark_bridge.cli.prices import PricesOption
 from spark_bridge.cli.sources import Source, with_source

@@ -12,8 +12,8 @@ from typing import Annotated, Any
 
 import typer
 
+from spark_bridge.cli.jobs.supervision import ClusterAwayError, NotOursError, Patience, Stop, Supervisor
 from spark_bridge.cli.output import FAILED, complain
-from spark_bridge.cli.supervision import ClusterAwayError, NotOursError, Patience, Stop, Supervisor
 
 STOP_SECONDS_VARIABLE = "RAY_JOB_STOP_WAIT_TIME_S"
 """How long Ray waits behind SIGTERM before it kills a job; its own default is 3 s."""
@@ -73,7 +73,7 @@ def run(
     statestore run my_stream.py --name clicks -- --input s3://bucket/clicks;
     statestore run my_stream.py --address http://head:8265 --working-dir . --backoff-limit 5
     """
-    from spark_bridge.cli.ray_jobs import RayJobs
+    from spark_bridge.cli.jobs.ray_jobs import RayJobs
 
     name = name or program.stem
     try:

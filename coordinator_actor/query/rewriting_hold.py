@@ -1,0 +1,55 @@
+"""Lets a run's batches wait while files of its versions are written anew, as when keys are forgotten."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+TOLD_SECONDS = 60.0
+"""So long hosts are told of the version again whose files were exchanged: an answer to a heartbeat may be lost."""
+
+
+@dataclass(frozen=True)
+class Hold:
+    """Who lets the batches from ``batch_id`` on wait, and until when, in seconds by the coordinator's clock."""
+
+    holder: str
+    batch_id: int
+    until: float
+
+
+class RewritingHold:
+    """The hold of one run. The lock of the run guards writes; it is in memory alone, for nothing depends on it.
+
+    A holder that dies lets the run go on when its time is over. Files are exchanged only under a hold that has lasted
+    since before they were read, by a coordinator of the same epoch.
+    """
+
+    def __init__(self) -> None:
+        self._hold: Hold | None = None
+        self._told_until = -math.inf
+
+    def at(self, now: float) -> Hold | None:
+        """Return the hold; None if there is none, or its time is over."""
+        hold = self._hold
+        return hold if hold is not None and now < hold.until else None
+
+    def begin(self, holder: str, batch_id: int, now: float, seconds: float) -> Hold:
+        """Hold the batches from ``batch_id`` on, or go on doing so from the batch with which this holder began."""
+        known = self.at(now)
+        first = known.batch_id if known is not None and known.holder == holder else batch_id
+        self._hold = Hold(holder, first, now + seconds)
+        return self._hold
+
+    def end(self, holder: str) -> None:
+        """Let the batches go on, if this holder has held them."""
+        if self._hold is not None and self._hold.holder == holder:
+            self._hold = None
+
+    def exchanged(self, now: float) -> None:
+        """Take note that files were exchanged: hosts must hear that the same version has other heads."""
+        self._told_until = now + TOLD_SECONDS
+
+    def is_to_be_told(self, now: float) -> bool:
+        """Return whether hosts are told of the completed version though they have it."""
+        return now < self._told_until

@@ -1,0 +1,279 @@
+"""Forgets keys: exchanges the files of a query's kept versions for ones without the rows of the keys.
+
+Nothing that a version needs is touched before the new files count. They count from one manifest on, which is written
+under the fencing of all manifests: of a query that does not run by whoever forgets, who claims an epoch for that, and
+of one that runs by its coordinator, between two batches. Whoever dies before leaves all as it was, and files that are
+removed when their versions are no longer kept. Whoever dies behind that manifest leaves old files: forgetting the same
+keys again removes them.
+"""
+
+from __future__ import annotations
+
+import getpass
+import logging
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+from msgspec import Struct, structs
+
+from backends.encoding.operator_schema import OperatorSchema
+from backends.exceptions import StateStoreError, VersionNotFoundError
+from backends.formats.changelog_group import GROUPS
+from backends.storage.checkpoint_storage import CheckpointStorage, OpenStorage
+from coordinator_actor.checkpoints.checkpoint_id import CheckpointIDCounter
+from coordinator_actor.durable.audit_log import AuditLog, AuditRecord
+from coordinator_actor.durable.manifests import ManifestLog
+from coordinator_actor.durable.rewritten_files import RewrittenFiles, new_path
+from coordinator_actor.exceptions import CoordinatorError, InvalidRequestError
+from coordinator_actor.messages import HeldQuery
+from coordinator_actor.port import CoordinatorPort
+from coordinator_actor.reading.stored_files import stored_files
+from coordinator_actor.reading.stored_versions import StatePlace, StateVersions
+from coordinator_actor.surgery.forgotten_keys import ForgottenKeys
+from coordinator_actor.surgery.rewriting import Rewriting
+
+log = logging.getLogger(__name__)
+
+WHAT = "forget_keys"
+HOLD_SECONDS = 20.0
+"""So long a query waits for whoever holds its batches and does not say so again."""
+RENEW_SECONDS = 5.0
+POLL_SECONDS = 0.05
+ATTEMPTS = 3
+"""So often files are written anew if the query has gone on: its coordinator may have been replaced."""
+KeysOf = Callable[[OperatorSchema, int], ForgottenKeys]
+"""Makes the keys that are to go from the operator's schema and the number of key groups."""
+
+
+class ForgottenReport(Struct, frozen=True):
+    """What was forgotten: no file below ``state_location`` has a row of the keys any more.
+
+    ``version`` is the newest version that was written anew, ``rows`` the number of rows that have gone (one counts in
+    each changelog and snapshot that had it), ``files`` that of the files that were removed.
+    """
+
+    state_location: str
+    operator: str
+    version: int
+    keys: int
+    rows: int
+    files: int
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is to be forgotten, and how that is done. ``reference`` goes into the audit log."""
+
+    operator: str
+    keys_of: KeysOf
+    reference: str | None = None
+    say: Callable[[str], None] = log.info
+    clock: Callable[[], float] = time.time
+    open_storage: OpenStorage = CheckpointStorage.open
+
+
+def forget_in_storage(place: StatePlace, request: Request) -> ForgottenReport:
+    """Forget keys in the state of a query that does not run.
+
+    A query that runs all the same, in another cluster, ends with ``FencedError``, or this does. Raises
+    ``VersionNotFoundError`` if the newest version can only be recovered by starting the query, and what reading and
+    writing raise.
+    """
+    work = _Work(place, request)
+    work.look()
+    manifests = ManifestLog(work.storage, f"{WHAT}-{uuid.uuid4().hex}")
+    newest = manifests.epochs.newest()
+    if newest is None:
+        manifests.claim(f"{WHAT}-{uuid.uuid4().hex}")
+    else:
+        # In the name of the last run: whoever reads its state reads on.
+        manifests.claim(newest.run_id, newest.layouts, newest.schema_ids)
+    versions = work.look()
+    path, listed = work.write(versions, manifests)
+    _exchange(manifests, versions.completed, path)
+    return work.finish(versions, listed)
+
+
+def _exchange(manifests: ManifestLog, completed: int, path: str) -> None:
+    """Write the manifest of the completed version with the record at ``path``. A prepared version above it is given up.
+
+    The batch of that comes again.
+    """
+    chain = manifests.chain()
+    counter = CheckpointIDCounter()
+    counter.ensure_above(manifests.last_id())
+    newest = chain[max(chain)]
+    current = manifests.record(path).of(chain[completed])
+    manifests.append(
+        structs.replace(
+            current,
+            id=counter.get_and_increment(),
+            oldest=max(current.oldest, newest.oldest if newest.oldest <= completed else 0),
+            chain_from=max(current.chain_from, min(chain)),
+            rewritten=(path,),
+        ),
+        counter,
+    )
+
+
+def forget_in_running(port: CoordinatorPort, query: str, request: Request) -> ForgottenReport:
+    """Forget keys in the state of a running query, by its name, query id or run id.
+
+    Most files are written anew beside the stream. Then its next batch waits while the last ones are, and all are
+    exchanged. Raises as ``forget_in_storage`` does, and ``InvalidRequestError`` if the query stops with a savepoint.
+    """
+    holder = f"{WHAT} of {_caller()} ({uuid.uuid4().hex[:8]})"
+    registration = port.hold_query(query, holder, 0).registration
+    options = dict(registration.storage_options)
+    work = _Work(StatePlace(registration.checkpoint_location, registration.state_location, options), request)
+    work.rewrite(work.look())
+    for attempt in range(ATTEMPTS):
+        with _held(port, query, holder, request.say) as held:
+            versions = work.look()
+            manifests = ManifestLog(work.storage, "reader")
+            try:
+                path, listed = work.write(versions, manifests)
+                work.adopted(port, held, holder, path)
+            except InvalidRequestError as error:
+                if attempt + 1 == ATTEMPTS:
+                    raise
+                request.say(f"begins again: {error}")
+                continue
+            return work.finish(versions, listed)
+    raise AssertionError("the last attempt returns or raises")
+
+
+@contextmanager
+def _held(port: CoordinatorPort, query: str, holder: str, say: Callable[[str], None]) -> Iterator[HeldQuery]:
+    """Let the batches of a query wait, from the moment on at which the one under way is done."""
+    held = port.hold_query(query, holder, HOLD_SECONDS)
+    ended = threading.Event()
+
+    def renew() -> None:
+        while not ended.wait(RENEW_SECONDS):
+            try:
+                port.hold_query(query, holder, HOLD_SECONDS)
+            except (CoordinatorError, StateStoreError) as error:
+                log.warning("The hold of %s is not renewed: %s", query, error)  # adopting the files will be refused
+
+    renewing = threading.Thread(target=renew, name="statestore-hold", daemon=True)
+    renewing.start()
+    try:
+        told = None
+        while held.waits_for is not None:
+            if held.waits_for != told:
+                say(f"waits for {held.waits_for}")
+            told = held.waits_for
+            time.sleep(POLL_SECONDS)
+            held = port.hold_query(query, holder, HOLD_SECONDS)
+        yield held
+    finally:
+        ended.set()
+        renewing.join()
+        try:
+            port.hold_query(query, holder, 0)
+        except (CoordinatorError, StateStoreError) as error:
+            log.warning("%s goes on in at most %.0f s: its hold could not be ended: %s", query, HOLD_SECONDS, error)
+
+
+class _Work:
+    """The steps that are the same whether the query runs or not."""
+
+    def __init__(self, place: StatePlace, request: Request) -> None:
+        self.storage = request.open_storage(place.state_location, place.options)
+        self._place = place
+        self._request = request
+        self._rewriting: Rewriting | None = None
+        self._num_keys = 0
+
+    def look(self) -> StateVersions:
+        """Return the versions up to the completed one. Raises what ``StateVersions.resolve`` and ``entry`` raise."""
+        versions = StateVersions.look(self._place, open_storage=self._request.open_storage)
+        completed = versions.resolve(None)
+        chain = {v: manifest for v, manifest in versions.chain.items() if v <= completed}
+        if completed not in chain:
+            raise VersionNotFoundError(
+                f"There is no state at {self._place.state_location} yet: nothing can be forgotten."
+            )
+        versions = replace(versions, chain=chain)
+        entry = versions.entry(self._request.operator, completed)
+        if self._rewriting is None:
+            forgotten = self._request.keys_of(versions.schema(entry), versions.key_groups)
+            self._num_keys = forgotten.num_keys
+            self._rewriting = Rewriting(
+                self.storage,
+                self._request.operator,
+                forgotten,
+                open_storage=self._request.open_storage,
+                say=self._request.say,
+            )
+        return versions
+
+    def rewrite(self, versions: StateVersions) -> RewrittenFiles:
+        """Write files anew; what was written before is not written again."""
+        assert self._rewriting is not None
+        self._request.say(f"writes {len(versions.chain)} versions of operator {self._request.operator!r} anew")
+        return self._rewriting.run(versions)
+
+    def write(self, versions: StateVersions, manifests: ManifestLog) -> tuple[str, list[str]]:
+        """Write the record of the exchange. Return its path, and all files that were there before the exchange."""
+        record = self.rewrite(versions)
+        path = new_path(record.version)
+        manifests.put_record(path, record)
+        self._note(versions, "begun", {})
+        listed = [p for p, _ in self.storage.list()]
+        return path, [*listed, *self.storage.unfinished("operators"), *self.storage.unfinished(GROUPS)]
+
+    def adopted(self, port: CoordinatorPort, held: HeldQuery, holder: str, path: str) -> None:
+        """Have the coordinator exchange the files; an answer that is lost is looked up in storage."""
+        try:
+            port.adopt_rewritten(held.registration.run_id, holder, held.epoch, path)
+        except InvalidRequestError:
+            raise
+        except (CoordinatorError, StateStoreError):
+            manifests = ManifestLog(self.storage, "reader")
+            manifests.refresh()
+            newest = manifests.head()
+            if newest is None or path not in newest.rewritten:
+                raise
+
+    def finish(self, versions: StateVersions, listed: Sequence[str]) -> ForgottenReport:
+        """Remove the old files, and say that all is done."""
+        assert self._rewriting is not None
+        now = StateVersions.look(self._place, open_storage=self._request.open_storage)
+        kept = {f.path for f in stored_files(now, open_storage=self._request.open_storage) if f.kept_by}
+        mine = (*self._rewriting.directories(versions), f"{GROUPS}/")
+        gone = [path for path in listed if path not in kept and path.startswith(mine)]
+        self._request.say(f"removes {len(gone)} files")
+        self.storage.delete_all(gone)
+        report = ForgottenReport(
+            self._place.state_location,
+            self._request.operator,
+            versions.completed,
+            self._num_keys,
+            self._rewriting.removed_rows,
+            len(gone),
+        )
+        self._note(versions, "done", {"rows": report.rows, "files": report.files})
+        return report
+
+    def _note(self, versions: StateVersions, status: str, counts: dict[str, int]) -> None:
+        at_ms = round(self._request.clock() * 1000)
+        operators = (self._request.operator,)
+        counts = {"keys": self._num_keys, **counts}
+        reference = self._request.reference
+        record = AuditRecord(WHAT, status, at_ms, _caller(), operators, versions.completed, counts, reference)
+        AuditLog(self.storage).append(record)
+
+
+def _caller() -> str:
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):
+        user = "unknown"
+    return f"{user}@{socket.gethostname()}"

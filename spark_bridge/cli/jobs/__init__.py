@@ -1,0 +1,1 @@
+"""``statestore run``: jobs of Ray that are watched, and started again."""

@@ -1,0 +1,1 @@
+"""Changes of stored state by hand, by keys and rows of users."""

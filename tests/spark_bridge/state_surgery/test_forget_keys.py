@@ -1,0 +1,301 @@
+"""Forgotten keys are in no version and in no byte of a checkpoint; all else stays, and the query goes on."""
+
+from __future__ import annotations
+
+import copy
+import random
+import string
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pytest
+
+from backends.encoding.operator_schema import OperatorSchema
+from backends.encoding.schema import StateSchema
+from backends.exceptions import InvalidStateStoreArgument, MissingFileError, VersionNotFoundError
+from backends.storage.checkpoint_storage import CheckpointStorage
+from coordinator_actor.durable.audit_log import AuditLog
+from coordinator_actor.reading.stored_files import stored_files
+from coordinator_actor.reading.stored_versions import StateVersions, find_state
+from coordinator_actor.surgery.forgetting import Request, forget_in_storage
+from coordinator_actor.surgery.forgotten_keys import ForgottenKeys
+from spark_bridge.exceptions import SessionError, UnknownKeyOrNamespaceError
+from spark_bridge.operators.aggregate.aggregate_task import AggregateLogic
+from spark_bridge.operators.deduplicate.deduplicate_task import DeduplicateLogic
+from spark_bridge.state_data.state_tables import state_table
+from spark_bridge.state_format.layouts import deduplicate_schema
+from spark_bridge.state_surgery.forget_keys import forget_keys
+from spark_bridge.state_surgery.keys_to_forget import keys_to_forget
+from spark_bridge.task.watermark import EventTime
+from tests.effort import effort
+from tests.spark_bridge.operators.operator_runs import SECOND, TS, WINDOW, batch_of
+from tests.spark_bridge.state_flows import NAMES, Flow, Key, Query
+from tests.spark_bridge.state_surgery.traces import files_with
+from tests.spark_bridge.variable_operations import AGGREGATOR, flat, in_order, random_operation
+
+BACKENDS = ("rocksdb", "file")
+BY_WINDOW = pa.schema([pa.field("window", WINDOW), pa.field("k", pa.string())])
+
+
+def unlikely(rng: random.Random) -> str:
+    """A name that no other bytes are by chance, and that nothing compresses."""
+    return "".join(rng.choices(string.ascii_letters + string.digits, k=24))
+
+
+class Clicks:
+    """A stream over some keys with names of their own, with snapshots and removals in between."""
+
+    def __init__(self, root: Path, backend: str, n: int = 2) -> None:
+        self.rng = random.Random(7)
+        self.names = [unlikely(self.rng) for _ in range(12)]
+        self.flow = Flow(root, n=n, backend=backend)
+
+    @property
+    def keys(self) -> list[Key]:
+        return [(name, shard) for name in self.names for shard in (0, 1)]
+
+    def run(self, batches: int) -> None:
+        for _ in range(batches):
+            self.flow.batch({key: random_operation(self.rng) for key in self.rng.sample(self.keys, 9)})
+
+    def snapshots(self) -> None:
+        """Take a snapshot of each partition, which the next manifest names."""
+        for upload in self.flow.host.maintenance.do_maintenance():
+            upload.result()
+
+    def again(self, run: str, n: int, backend: str) -> None:
+        self.flow = self.flow.restarted(run, n, backend)
+
+    def expect_forgotten(self, names: list[str]) -> None:
+        """The model forgets, too: in all versions."""
+        for held in self.flow.at.values():
+            for of in held.values():
+                for key in [key for key in of if key[0] in names]:
+                    del of[key]
+        for name in NAMES:
+            of = getattr(self.flow.model, name).of
+            for key in [key for key in of if key[0] in names]:
+                del of[key]
+
+    def check(self, *, all_versions: bool = False) -> None:
+        """Every version that can be read holds what the model holds: all are read by the last one's changelogs."""
+        there = StateVersions.look(find_state(self.flow.location)).readable
+        some = (there[0], there[len(there) // 2], there[-1])
+        for version in there if all_versions else effort(some, there):
+            if version:
+                for name in NAMES:
+                    table = state_table(self.flow.location, "op", name, version)
+                    rows = list(zip(*(table.column(i).to_pylist() for i in range(table.num_columns - 2)), strict=True))
+                    assert in_order(rows) == in_order(flat(name, self.flow.at[version][name])), (version, name)
+
+
+@pytest.fixture
+def clicks(tmp_path: Path) -> Iterator[Callable[..., Clicks]]:
+    made: list[Clicks] = []
+
+    def make(*args: Any) -> Clicks:
+        made.append(Clicks(tmp_path, *args))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.flow.close()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_no_version_and_no_byte_has_a_forgotten_key_and_the_query_goes_on(clicks, backend):
+    stream = clicks(backend)
+    stream.run(4)
+    stream.snapshots()
+    stream.run(13)
+    stream.snapshots()
+    stream.run(2)
+    stream.flow.stop()
+    gone, stays = stream.names[:2], stream.names[2:]
+    before = {name: files_with(stream.flow.location, name) for name in gone}
+    for found in before.values():  # the search finds them where they are
+        assert any(f.endswith((".changelog", ".changelogs")) for f in found)
+        assert any(f.endswith((".sst", ".snapshots", ".snapshot", ".part")) for f in found)
+    versions = StateVersions.look(find_state(stream.flow.location)).readable
+
+    steps: list[str] = []
+    keys = [(name, shard) for name in gone for shard in (0, 1)]
+    report = forget_keys(stream.flow.location, "op", keys, reference="request 12", progress=steps.append)
+
+    assert {name: files_with(stream.flow.location, name) for name in gone} == {name: [] for name in gone}
+    assert all(files_with(stream.flow.location, name) for name in stays)
+    assert report.keys == 4 and report.rows > 0 and report.files > 0 and steps
+    assert StateVersions.look(find_state(stream.flow.location)).readable == versions, "all versions stay"
+    stream.expect_forgotten(gone)
+    stream.check()
+    there = StateVersions.look(find_state(stream.flow.location))
+    assert not [f.path for f in stored_files(there) if not f.kept_by and f.kind != "manifest"], (
+        "what nothing keeps is removed"
+    )
+    begun, done = AuditLog(stream.flow.world.storage(f"{stream.flow.location}/statestore", {})).read()
+    assert (begun.status, done.status, done.reference, done.counts["keys"]) == ("begun", "done", "request 12", 4)
+
+    stream.again("run2", 2, backend)
+    stream.run(2)
+    stream.snapshots()
+    stream.run(1)
+    stream.check()
+    stream.flow.stop()
+    forget_keys(stream.flow.location, "op", [(stays[0], 0)])  # the first exchange is part of the second one
+    stream.flow.model = copy.deepcopy(stream.flow.model)
+    for held in [*stream.flow.at.values(), {name: getattr(stream.flow.model, name).of for name in NAMES}]:
+        for of in held.values():
+            of.pop((stays[0], 0), None)
+    stream.again("run3", 3, BACKENDS[1 - BACKENDS.index(backend)])
+    stream.run(1)
+    stream.check()
+
+
+def test_versions_of_earlier_layouts_forget_too(clicks):
+    stream = clicks("file")
+    stream.run(2)
+    stream.snapshots()
+    stream.run(2)
+    stream.again("run2", 3, "file")  # whose partitions are made of the files of the first two
+    stream.run(1)
+    stream.snapshots()
+    stream.run(1)
+    stream.again("run3", 2, "file")
+    stream.run(1)
+    stream.flow.stop()
+    (gone,) = stream.names[:1]
+    key = (gone, 0)
+    forget_keys(stream.flow.location, "op", [key, (gone, 1)])
+    assert files_with(stream.flow.location, gone) == []
+    stream.expect_forgotten([gone])
+    stream.check(all_versions=True)
+    stream.again("run4", 4, "file")
+    stream.run(1)
+    stream.check()
+
+
+def changed(cluster: Clicks) -> dict[str, bytes]:
+    """All files of a checkpoint."""
+    root = Path(cluster.flow.location)
+    return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
+
+
+class DyingStorage:
+    """Storage of a process that dies at its n-th write or removal."""
+
+    def __init__(self, left: int) -> None:
+        self.left = left
+
+    def open(self, location: str, options: Any) -> CheckpointStorage:
+        storage = CheckpointStorage.open(location, options, fsync=False)
+        for name in ("put_new", "put_file", "delete_all"):
+            setattr(storage, name, self.dying(getattr(storage, name)))
+        return storage
+
+    def dying(self, write: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.left -= 1
+            if self.left < 0:
+                raise Died
+            return write(*args, **kwargs)
+
+        return call
+
+
+class Died(BaseException):
+    """The process has died."""
+
+
+def test_whoever_dies_at_any_write_leaves_all_as_it_was_or_as_it_is_to_be(clicks):
+    stream = clicks("file")
+    stream.run(3)
+    stream.snapshots()
+    stream.run(3)
+    stream.flow.stop()
+    (gone,) = stream.names[:1]
+    key, location = (gone, 0), stream.flow.location
+    place = find_state(location)
+
+    def keys_of(schema: OperatorSchema, groups: int) -> ForgottenKeys:
+        return keys_to_forget("op", schema, groups, [key, (gone, 1)])
+
+    before, outcomes = state_table(location, "op", "total"), []
+    for steps in range(100):
+        storage = DyingStorage(steps)
+        try:
+            forget_in_storage(place, Request("op", keys_of, open_storage=storage.open))
+            break
+        except Died:
+            now = state_table(location, "op", "total")
+            outcomes.append(gone in now["user"].to_pylist())
+            assert now.equals(before if outcomes[-1] else before.filter(pc.not_equal(before["user"], gone)))
+    else:
+        raise AssertionError("it never comes to its end")
+    assert outcomes[0] and not outcomes[-1] and outcomes == sorted(outcomes, reverse=True), outcomes
+    assert files_with(location, gone) == [], "what those who died have left goes as well"
+    stream.expect_forgotten([gone])
+    stream.check()
+    stream.again("run2", 2, "file")
+    stream.run(1)
+    stream.check()
+
+
+def test_all_windows_of_a_key_go(tmp_path):
+    state = StateSchema(BY_WINDOW, AGGREGATOR.state_schema)
+    schema = OperatorSchema.of_rows(state, ("k", "window"))
+    logic = AggregateLogic(state, AGGREGATOR, pa.schema([*BY_WINDOW, *AGGREGATOR.result_fields]), "update", None)
+    values = pa.schema([*BY_WINDOW, pa.field("v", pa.float64())])
+    q = Query(tmp_path, schema, "aggregate")
+    q.process(logic, ("window", "k"), batch_of(values, [((i, i + 5), k, 1.0) for i in range(9) for k in ("a", "bb")]))
+    q.process(logic, ("window", "k"), batch_of(values, [((0, 5), "a", 1.0), ((0, 5), None, 1.0)]))
+    q.stop()
+    forget_keys(q.location, "op", ["a", None])
+    for version in (1, 2):
+        assert set(state_table(q.location, "op", version=version)["k"].to_pylist()) == {"bb"}
+
+
+def test_what_is_kept_by_time_goes_with_its_key(tmp_path):
+    rows = pa.schema([pa.field("k", pa.string()), pa.field("ts", TS)])
+    schema = deduplicate_schema(rows.remove(1), ("k",), TS)
+    logic = DeduplicateLogic(schema, ("k", "ts"), ("ts",), EventTime("ts"), None, 10 * SECOND)
+    names = [unlikely(random.Random(i)) for i in range(2)]
+    q = Query(tmp_path, schema, "deduplicate")
+    q.process(logic, ["k"], batch_of(rows, [(name, 5) for name in names]))
+    q.stop()
+    assert files_with(q.location, names[0])
+    forget_keys(q.location, "op", pa.table({"k": names[:1]}))
+    assert files_with(q.location, names[0]) == [] and files_with(q.location, names[1])
+    assert state_table(q.location, "op")["k"].to_pylist() == names[1:]
+
+
+@pytest.mark.parametrize(
+    ("operator", "keys", "error", "message"),
+    [
+        ("other", [("a", 0)], InvalidStateStoreArgument, "no operator 'other'"),
+        ("op", [], InvalidStateStoreArgument, "keys= is empty"),
+        ("op", ["a"], UnknownKeyOrNamespaceError, "tuple of 2 values"),
+        ("op", [("a", "b")], UnknownKeyOrNamespaceError, "Key column 'shard' is int32"),
+        ("op", "a", UnknownKeyOrNamespaceError, "is one key"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_changes(clicks, operator, keys, error, message):
+    stream = clicks("file")
+    stream.run(1)
+    stream.flow.stop()
+    before = changed(stream)
+    with pytest.raises(error, match=message):
+        forget_keys(stream.flow.location, operator, keys)
+    assert changed(stream) == before
+
+
+def test_places_without_state_and_queries_that_do_not_run_here_are_refused(tmp_path, clicks):
+    with pytest.raises(MissingFileError, match=r"No state of a query is kept"):
+        forget_keys(str(tmp_path / "nothing"), "op", [("a", 0)])
+    with pytest.raises(SessionError, match="give the checkpoint location"):
+        forget_keys("some query", "op", [("a", 0)])
+    stream = clicks("file")
+    with pytest.raises(VersionNotFoundError):
+        forget_keys(stream.flow.location, "op", [("a", 0)])
