@@ -17,6 +17,7 @@ from typing import Any
 
 from backends.exceptions import StorageError
 from backends.storage.checkpoint_storage import OpenStorage
+from backends.tracing import spans
 from coordinator_actor.access_tokens import AccessTokens, MemoryTokenStore
 from coordinator_actor.arguments import Arguments
 from coordinator_actor.coordinator_conf import CoordinatorConf
@@ -204,6 +205,11 @@ def _settle(run: QueryState, savepoints: RunSavepoints) -> None:
 
 
 def _maintain(run: QueryState, now: float) -> None:
+    with spans.alone("coordinator.maintenance", run_id=run.run_id):
+        _clean_up(run, now)
+
+
+def _clean_up(run: QueryState, now: float) -> None:
     try:
         removed = remove_garbage(run, now)
         tidy_records(run)

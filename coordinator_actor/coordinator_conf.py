@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
+from backends.tracing.set_up import checked_setting, setting_of_environment
 from coordinator_actor.checkpoints.snapshot_lag import SnapshotLagConf
 from coordinator_actor.log_lines import checked_format, format_of_environment
 
@@ -31,7 +32,8 @@ class CoordinatorConf:
     --resources='{"coordinator": 1}'``), and name it here (``{"coordinator": 0.001}``).
 
     ``log_format`` is that of the coordinator's log, "text" or "json", by default what ``STATESTORE_LOG_FORMAT`` says in
-    the driver's environment, else text.
+    the driver's environment, else text. ``tracing`` says where its spans go (``backends.tracing.set_up``), by default
+    what ``STATESTORE_TRACING`` says there, else nowhere.
     """
 
     host_timeout: float = 10.0
@@ -43,6 +45,8 @@ class CoordinatorConf:
     snapshot_lag: SnapshotLagConf = field(default_factory=SnapshotLagConf)
     resources: Mapping[str, float] = field(default_factory=lambda: dict(HEAD_NODE))
     log_format: str = field(default_factory=format_of_environment)
+    tracing: str | None = field(default_factory=setting_of_environment)
 
     def __post_init__(self) -> None:
         checked_format(self.log_format)
+        checked_setting(self.tracing)

@@ -13,6 +13,7 @@ from functools import partial
 from inspect import signature
 from typing import Any
 
+from backends.tracing import spans
 from coordinator_actor.port import GROUPS, CoordinatorPort, Group
 from coordinator_actor.query_threads import QueryThreads, in_place
 
@@ -35,7 +36,8 @@ class Dispatcher:
 
         Raises ``QueryBusyError`` if too many messages about the same query wait, ``KeyError`` for an unknown message.
         """
-        answer = partial(self._coordinator.call, method, *args, **kwargs)
+        # Below the span of Ray's own tracing, where that is on.
+        answer = spans.carried(partial(self._coordinator.call, method, *args, **kwargs))
         group = GROUPS[method]
         if group is Group.QUERIES:
             return self._queries.submit(query_of(method, args, kwargs), answer)

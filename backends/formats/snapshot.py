@@ -23,6 +23,7 @@ from backends.formats.sealed import seal, unseal
 from backends.formats.snapshot_descriptor import SnapshotDescriptor, SnapshotFile
 from backends.storage.checkpoint_storage import CheckpointStorage, digest, file_digest
 from backends.storage.file_ref import FileRef
+from backends.tracing.spans import Pool
 
 _INLINE_BYTES = 64 << 10
 _TOGETHER_BYTES = 256 << 10
@@ -305,7 +306,7 @@ def download(
         finally:
             watch.end_file(draft, is_done=is_done)
 
-    with ThreadPoolExecutor(threads, thread_name_prefix="statestore-load") as pool:
+    with Pool(threads, thread_name_prefix="statestore-load") as pool:
         for entry in snapshot.files:
             if entry.file is None:
                 (into / entry.name).write_bytes(entry.content or b"")

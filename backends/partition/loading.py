@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import shutil
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -25,6 +24,7 @@ from backends.partition.before_images import replaced_pairs, state_after
 from backends.partition.context import PartitionContext
 from backends.partition.load_watch import LoadWatch
 from backends.partition.local_directory import Scratch
+from backends.tracing.spans import Pool
 
 log = logging.getLogger(__name__)
 
@@ -168,7 +168,7 @@ class Loading:
             return
         storage, threads = self._context.storage, self._context.conf.load_threads
         self._watch.expect(len(changelogs), sum(ref.file.size for ref in changelogs))
-        with ThreadPoolExecutor(threads, thread_name_prefix="statestore-load") as pool:
+        with Pool(threads, thread_name_prefix="statestore-load") as pool:
             # A window bounds what is held in memory of a long chain.
             window = threads * 2
             reads = [pool.submit(storage.read, ref.file) for ref in changelogs[:window]]

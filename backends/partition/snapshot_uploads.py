@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-from concurrent.futures import ThreadPoolExecutor
 
 from backends import fault_points
 from backends.exceptions import DamagedFileError, MissingFileError, VersionNotFoundError
@@ -14,6 +13,7 @@ from backends.formats.snapshot import PreparedSnapshot
 from backends.formats.snapshot_descriptor import SnapshotDescriptor
 from backends.partition.context import PartitionContext
 from backends.partition.held_versions import HeldVersions
+from backends.tracing.spans import Pool
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class SnapshotUploads:
                 finish = engine.capture(local)
             fault_points.reached("snapshot:captured")
             finish()
-            with ThreadPoolExecutor(context.conf.upload_threads, thread_name_prefix="statestore-upload") as pool:
+            with Pool(context.conf.upload_threads, thread_name_prefix="statestore-upload") as pool:
                 return snapshot.prepare(
                     storage,
                     directory,

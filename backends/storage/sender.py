@@ -14,8 +14,10 @@ from obstore.exceptions import BaseError
 
 from backends.exceptions import StorageError
 from backends.storage.failures import first_line, is_expired, is_throttling, is_transient
-from backends.storage.request_counts import RequestCounts
+from backends.storage.request_counts import KINDS, RequestCounts
 from backends.storage.traffic import Traffic
+from backends.tracing import spans
+from backends.tracing.spans import Span
 
 T = TypeVar("T")
 
@@ -69,6 +71,18 @@ class RequestSender:
         once for an error that will not pass. ``FileExistsError`` passes through. With ``on_second`` the request may be
         made twice at the same time: see ``Hedges.first_answer``.
         """
+        with spans.step(f"storage.{KINDS[verb]}", file=path) as span:
+            return self._sent(verb, path, call, on_second, progress, span)
+
+    def _sent(
+        self,
+        verb: str,
+        path: str,
+        call: Callable[[], T],
+        on_second: Callable[[], None] | None,
+        progress: Callable[[], int],
+        span: Span,
+    ) -> T:
         started, wait = self._clock(), _FIRST_WAIT_SECONDS
         before, is_renewed = progress(), False
         self._wait(0.0)
@@ -78,6 +92,7 @@ class RequestSender:
             except FileExistsError:
                 raise
             except (BaseError, OSError) as error:
+                span.event("failed", error=spans.error_name(error))
                 has_expired = self._traffic is not None and is_expired(error, has_body=verb != "look up")
                 if has_expired and not is_renewed:
                     is_renewed = True

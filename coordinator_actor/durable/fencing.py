@@ -12,12 +12,12 @@ A fence is never removed: whoever it is for may stand still for days.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 
 from msgspec import Struct, field
 
 from backends.exceptions import FileExistsInStorageError, MissingFileError
 from backends.formats.manifest_chain import Layout
+from backends.tracing.spans import Pool
 from coordinator_actor.durable.record_files import READERS, RecordFiles, numbered_path
 from coordinator_actor.exceptions import FencedError
 
@@ -106,7 +106,7 @@ class Epochs:
         places = [(epoch, last.get(epoch, 0) + 1) for epoch in epochs if epoch not in closed]
         self.last_places = []
         if places:
-            with ThreadPoolExecutor(READERS) as pool:
+            with Pool(READERS) as pool:
                 self.last_places = list(pool.map(self._fence, places))
 
     def _fence(self, place: tuple[int, int]) -> tuple[int, int]:

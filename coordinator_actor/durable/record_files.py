@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from msgspec import Struct
@@ -10,6 +9,7 @@ from msgspec import Struct
 from backends.exceptions import FileExistsInStorageError, MissingFileError
 from backends.formats.sealed import seal, unseal
 from backends.storage.checkpoint_storage import CheckpointStorage
+from backends.tracing.spans import Pool
 
 T = TypeVar("T", bound=Struct)
 READERS = 16
@@ -59,6 +59,6 @@ class RecordFiles:
         if len(paths) < 2:
             found = [self.read_or_none(path, kind) for path in paths]
         else:
-            with ThreadPoolExecutor(READERS) as pool:
+            with Pool(READERS) as pool:
                 found = list(pool.map(lambda path: self.read_or_none(path, kind), paths))
         return [record for record in found if record is not None]

@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from backends.exceptions import StateStoreError, VersionNotFoundError
 from backends.formats.manifest import Lineage, PartitionEntry
+from backends.tracing import spans, trace_ids
 from coordinator_actor.checkpoints.tasks import TaskKey
 from coordinator_actor.exceptions import (
     BatchHeldError,
@@ -46,6 +47,11 @@ class Batches:
 
     def open_batch(self, request: OpenBatch) -> BatchGrant:
         """See ``CoordinatorPort``."""
+        trace = trace_ids.batch(request.run_id, request.batch_id + 1)
+        with spans.span("coordinator.open_batch", trace, host=request.host_id):
+            return self._open_batch(request)
+
+    def _open_batch(self, request: OpenBatch) -> BatchGrant:
         run = self._runs.awaited(request.run_id)
         batch_id = request.batch_id
         with run.lock:
@@ -169,6 +175,14 @@ class Batches:
         self, run_id: str, host_id: str, incarnation: str, messages: Sequence[Acknowledge]
     ) -> tuple[Acknowledged | Refused, ...]:
         """See ``CoordinatorPort``."""
+        # All of one version: those of an older one are refused.
+        trace = trace_ids.batch(run_id, max((m.version for m in messages), default=0))
+        with spans.span("coordinator.acknowledge", trace, host=host_id, num_partitions=len(messages)):
+            return self._acknowledge_many(run_id, host_id, incarnation, messages)
+
+    def _acknowledge_many(
+        self, run_id: str, host_id: str, incarnation: str, messages: Sequence[Acknowledge]
+    ) -> tuple[Acknowledged | Refused, ...]:
         run = self._runs.awaited(run_id)
         with run.lock:
             run.require_current()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from backends.tracing import spans, trace_ids
 from coordinator_actor.exceptions import InvalidRequestError, StaleBatchError
 from coordinator_actor.handlers.run_registry import RunRegistry
 from coordinator_actor.query.query_state import QueryState
@@ -54,7 +55,8 @@ def _require_own(run: QueryState) -> None:
 
 
 def _complete(runs: RunRegistry, run: QueryState, version: int) -> None:
-    run.complete(version)
+    with spans.span("coordinator.complete", trace_ids.batch(run.run_id, version)):
+        run.complete(version)
     savepoints = runs.savepoints_of(run.run_id)
     if savepoints is not None:
         savepoints.on_completed()

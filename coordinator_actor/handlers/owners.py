@@ -15,6 +15,7 @@ from collections.abc import Collection, Mapping
 from contextlib import suppress
 
 from backends.ids import StateStoreId, StateStoreProviderId
+from backends.tracing import spans, trace_ids
 from coordinator_actor.checkpoints.tasks import TaskKey
 from coordinator_actor.exceptions import UnknownHostError
 from coordinator_actor.handlers.registries import Registries
@@ -43,7 +44,19 @@ def assigned(
     session has no live host.
     """
     with run.assignment.lock:
-        return _assigned(registries, run, moves=moves, rebalance=rebalance, waiting=waiting)
+        began, before = spans.now(), run.assignment.current
+        after = _assigned(registries, run, moves=moves, rebalance=rebalance, waiting=waiting)
+        if spans.is_on() and after is not before:
+            _trace(run, began, before, after)
+        return after
+
+
+def _trace(run: QueryState, began: int, before: Assignment | None, after: Assignment) -> None:
+    """Make the span of a new assignment, in the trace of the batch that goes on, or comes next."""
+    moved = 0 if before is None else sum(before.find(*task) != after.find(*task) for task in run.tasks())
+    trace = trace_ids.batch(run.run_id, run.versions.completed + 1)
+    planned = len(run.assignment.planned)
+    spans.finished("coordinator.assign", trace, began, moved=moved, planned=planned, num_hosts=len(after.hosts))
 
 
 def _assigned(

@@ -11,6 +11,7 @@ from backends.exceptions import StorageError, UnsupportedLocationError
 from backends.formats.manifest import PartitionEntry
 from backends.storage.checkpoint_storage import OpenStorage
 from backends.storage.create_if_absent import CreateIfAbsentProofs
+from backends.tracing import spans, trace_ids
 from coordinator_actor.coordinator_conf import CoordinatorConf
 from coordinator_actor.durable.manifests import ManifestLog, QueryFile
 from coordinator_actor.durable.spark_commits import SparkCommits
@@ -61,7 +62,11 @@ class Queries:
             if known is not None:
                 known.seen(self._registries.clock())
                 return RegisteredQuery(None, known.manifests.epoch, known.versions.completed)
-            return self._register(registration, initial)
+            trace = trace_ids.run(registration.run_id)
+            with spans.span("coordinator.register", trace, query_id=registration.query_id) as span:
+                answer = self._register(registration, initial)
+                span.note(version=answer.completed_version, epoch=answer.epoch, refused=answer.refusal is not None)
+                return answer
 
     def _register(
         self, registration: QueryRegistration, initial: Mapping[str, Mapping[int, PartitionEntry]] | None
@@ -98,7 +103,8 @@ class Queries:
         if refusal is not None:
             return RegisteredQuery(refusal, 0, completed)
         self._finish_repeats(registration.state_location)
-        self._claim(run, initial, was_known=was_known)
+        with spans.step("coordinator.claim", was_known=was_known, rescaled=run.versions.is_rescaled):
+            self._claim(run, initial, was_known=was_known)
         savepoints = RunSavepoints(
             run, self._open_storage, self._in_background, self._registries.clock, self._conf.savepoint_timeout
         )
@@ -197,7 +203,8 @@ class Queries:
         with registering:
             run = self._runs.find(registration.run_id)
             if run is None:
-                return self._take_up_ended(registration)
+                with spans.span("coordinator.take_up_ended", trace_ids.run(registration.run_id)):
+                    return self._take_up_ended(registration)
             if not run.is_served:
                 self.deactivate_instances(run.run_id)
                 return RegisteredQuery(f"Run {run.run_id} has been replaced by run {run.retired_by}.", 0, 0)

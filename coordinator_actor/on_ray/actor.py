@@ -16,6 +16,7 @@ import ray
 
 from backends.storage.checkpoint_storage import CheckpointStorage
 from backends.storage.request_counts import RequestCounts
+from backends.tracing.set_up import try_set_up
 from backends.without_pandas import keep_pandas_out
 from coordinator_actor.access_tokens import AccessTokens
 from coordinator_actor.coordinator import Coordinator
@@ -62,6 +63,7 @@ class StateStoreCoordinator:
         self._node_ip = ray.util.get_node_ip_address()
         who = {"role": "coordinator", "namespace": namespace, "node_ip": self._node_ip}
         set_up_logging(conf.log_format, who)
+        try_set_up(conf.tracing, {"role": "coordinator", "namespace": namespace})
         take_ordinary_priority()
         keep_pandas_out()
         self._namespace = namespace

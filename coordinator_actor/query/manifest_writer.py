@@ -10,6 +10,7 @@ import msgspec
 from backends.formats.manifest import Manifest, OperatorEntry, PartitionEntry, SnapshotRef
 from backends.formats.manifest_chain import Layout
 from backends.formats.retention import Retention
+from backends.tracing import spans
 from coordinator_actor.checkpoints.checkpoint_id import CheckpointIDCounter
 from coordinator_actor.checkpoints.tasks import TaskKey
 from coordinator_actor.durable.manifests import ManifestLog
@@ -165,7 +166,9 @@ class ManifestWriter:
 
     def _append(self, manifest: Manifest, chain: dict[int, Manifest] | None = None) -> None:
         self.is_uncertain = True
-        appended = self._log.append(manifest, self._counter)
+        name, number = "coordinator.manifest", manifest.id
+        with spans.alone(name, run_id=self._run_id, version=manifest.version, manifest_id=number):
+            appended = self._log.append(manifest, self._counter)
         self.is_uncertain = False
         if chain is not None:
             self._versions.load(chain)

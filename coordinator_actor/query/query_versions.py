@@ -82,6 +82,11 @@ class QueryVersions:
         held = manifest.operators.get(operator) if manifest else None
         return held is not None and chains.layout_of(operator, held) == self.layouts[operator]
 
+    @property
+    def is_rescaled(self) -> bool:
+        """Return whether the last completed version is in another layout than the run declares."""
+        return self.completed in self.chain and not all(self.is_in_layout(self.completed, o) for o in self.layouts)
+
     def snapshots(self, operator: str, partition: int, version: int) -> tuple[SnapshotRef, ...]:
         """Return a partition's snapshots of versions up to ``version``, ascending, in the layout of the run.
 

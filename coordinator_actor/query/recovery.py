@@ -7,7 +7,6 @@ each names its run and its base.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple, TypeAlias
 
 from backends.formats.changelog import read_changelog_meta
@@ -17,6 +16,7 @@ from backends.formats.manifest import PartitionEntry
 from backends.formats.manifest_chain import Layout
 from backends.storage.checkpoint_storage import digest
 from backends.storage.file_ref import FileRef
+from backends.tracing.spans import Pool
 from coordinator_actor.checkpoints.tasks import TaskKey, named_tasks
 from coordinator_actor.durable.manifests import ManifestLog
 from coordinator_actor.durable.record_files import READERS
@@ -55,7 +55,7 @@ def stored_changes(
         **{r: {x.operator: x for x in file.layouts} for r, file in log.epochs.runs().items() if r != run_id},
     }
     alone = _alone(log, version)
-    with ThreadPoolExecutor(READERS) as pool:
+    with Pool(READERS) as pool:
         for of_run, layouts in runs.items():
             if layouts.keys() != versions.layouts.keys():
                 continue
@@ -91,7 +91,7 @@ def _grouped(log: ManifestLog, version: int) -> dict[_Commit, PartitionEntry]:
     """
     listed = log.storage.list(GROUPS)
     groups = [(p, size) for p, size in listed if version_in(p) == version and p.endswith(SUFFIX)]
-    with ThreadPoolExecutor(READERS) as pool:
+    with Pool(READERS) as pool:
         indices = list(pool.map(lambda group: read_index(log.storage, *group), groups))
     return {
         (m.operator, m.num_partitions, m.partition, m.query_run_id, m.base): PartitionEntry(m.attempt, file)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 
 from backends.exceptions import DamagedFileError, MissingFileError
 from backends.formats import manifest_chain as chains
@@ -17,6 +16,7 @@ from backends.formats.checkpoint_size import full_bytes
 from backends.formats.file_names import version_in
 from backends.formats.manifest import Manifest, SnapshotRef
 from backends.formats.snapshot_descriptor import SnapshotDescriptor
+from backends.tracing.spans import Pool
 from coordinator_actor.durable.record_files import READERS
 from coordinator_actor.query.query_state import QueryState
 
@@ -140,7 +140,7 @@ def _read_descriptors(run: QueryState, refs: list[SnapshotRef]) -> Mapping[str, 
 
     found = {ref.file.path: held[ref.file.path] for ref in refs if ref.file.path in held}
     if unread:
-        with ThreadPoolExecutor(min(READERS, len(unread))) as pool:
+        with Pool(min(READERS, len(unread))) as pool:
             for descriptors in pool.map(lambda parts: dict(read(parts)), unread.values()):
                 found |= descriptors
     with run.lock:

@@ -10,7 +10,6 @@ import logging
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from backends.encoding.sorted_pairs import as_binary, is_strictly_sorted
 from backends.exceptions import DamagedFileError, FileExistsInStorageError, MissingFileError, StoreClosedError
 from backends.storage.checkpoint_storage import CheckpointStorage, digest, file_digest
 from backends.storage.file_ref import FileRef
+from backends.tracing.spans import Pool
 from coordinator_actor.exceptions import SavepointError
 from coordinator_actor.messages import ExportedFile
 from coordinator_actor.savepoints.savepoint_format import KEY_GROUP_COLUMN, column_names, file_path
@@ -246,7 +246,7 @@ def _logged(storage: CheckpointStorage, batch_id: int) -> list[str]:
 def _copy_sources(spark: CheckpointStorage, savepoint: CheckpointStorage) -> list[FileRef]:
     copied: dict[str, FileRef] = {}
     listed = _visible(spark)
-    with ThreadPoolExecutor(_COPY_THREADS, thread_name_prefix="statestore-savepoint") as pool:
+    with Pool(_COPY_THREADS, thread_name_prefix="statestore-savepoint") as pool:
         for _ in range(_COPY_ATTEMPTS):
             new = [path for path in listed if path not in copied]
             copies = pool.map(lambda path: _copy_if_there(spark, savepoint, path), new)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Collection, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -17,6 +16,7 @@ from backends.formats.file_names import changelog_path
 from backends.formats.local_state import LocalState
 from backends.formats.partition_entries import PartitionEntry, SnapshotRef
 from backends.storage.checkpoint_storage import CheckpointStorage
+from backends.tracing.spans import Pool
 
 STORE = "default"
 
@@ -91,7 +91,7 @@ def build_snapshot(
             engine.capture(captured)()
         finally:
             engine.close()
-        with ThreadPoolExecutor(conf.upload_threads, thread_name_prefix="statestore-upload") as pool:
+        with Pool(conf.upload_threads, thread_name_prefix="statestore-upload") as pool:
             made = snapshot.upload(
                 storage,
                 head.rpartition("/")[0],

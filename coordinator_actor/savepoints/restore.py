@@ -20,7 +20,6 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -42,6 +41,7 @@ from backends.formats.manifest import Manifest, OperatorEntry, PartitionEntry
 from backends.formats.sealed import seal
 from backends.storage.checkpoint_storage import CheckpointStorage, OpenStorage
 from backends.storage.file_ref import FileRef
+from backends.tracing import spans
 from coordinator_actor.checkpoints.checkpoint_id import CheckpointIDCounter
 from coordinator_actor.durable.manifests import ManifestLog, QueryFile
 from coordinator_actor.exceptions import SavepointError, SavepointMismatchError
@@ -88,6 +88,7 @@ class _Target:
     conf: StateStoreConf
 
 
+@spans.traced("savepoint.restore")
 def restore_savepoint(
     path: str,
     checkpoint_location: str,
@@ -266,7 +267,7 @@ class _Restore:
             logs.ensure_schema(schema.id, schema.to_json())
         entries: dict[str, dict[int, PartitionEntry]] = {t.operator.name: {} for t in targets}
         rows = dict.fromkeys(entries, 0)
-        with ThreadPoolExecutor(threads, thread_name_prefix="statestore-restore") as pool:
+        with spans.Pool(threads, thread_name_prefix="statestore-restore") as pool:
             building = {
                 (t.operator.name, p): pool.submit(self._build, t, p) for t in targets for p in range(t.num_partitions)
             }
@@ -328,16 +329,17 @@ class _Restore:
         meta = ChangelogMeta(self._run_id, name, partition, n, self.version, attempt, base, STORE)
         variables = target.operator.variables
         pairs = ((v.name, batch) for v in variables for batch in self._pairs(v, first, end))
-        entry, rows = build_partition(
-            self._state,
-            meta,
-            [v.name for v in variables],
-            pairs,
-            conf,
-            is_distinct=True,
-            scratch=self._scratch,
-            is_cancelled=self._failed.is_set,
-        )
+        with spans.step("savepoint.restore_partition", operator=name, partition=partition):
+            entry, rows = build_partition(
+                self._state,
+                meta,
+                [v.name for v in variables],
+                pairs,
+                conf,
+                is_distinct=True,
+                scratch=self._scratch,
+                is_cancelled=self._failed.is_set,
+            )
         self._say(f"restored partition {partition} of {n} of operator {name!r}: {rows} rows")
         return entry, rows
 

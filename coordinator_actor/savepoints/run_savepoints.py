@@ -16,6 +16,7 @@ from typing import Any
 from backends.encoding.operator_schema import OperatorSchema
 from backends.exceptions import StorageError
 from backends.storage.checkpoint_storage import CheckpointStorage, OpenStorage
+from backends.tracing import spans, trace_ids
 from coordinator_actor.checkpoints.acknowledgements import AcknowledgeCheckpoint, DeclineCheckpoint
 from coordinator_actor.checkpoints.completed_checkpoint import CompletedCheckpoint
 from coordinator_actor.checkpoints.pending_checkpoint import PendingCheckpoint
@@ -134,9 +135,10 @@ class RunSavepoints:
         run, asked = self._run, pending.properties
         location = f"{asked['base'].rstrip('/')}/savepoint-{run.registration.query_id[:8]}-{pending.id}"
         now_ms = int(self._clock() * 1000)
-        run.manifests.savepoints.create(
-            SavepointRecord(pending.id, asked["version"], location, now_ms, run.run_id, asked["stop"])
-        )
+        with spans.span("savepoint.trigger", self._trace(pending.id), version=asked["version"], stop=asked["stop"]):
+            run.manifests.savepoints.create(
+                SavepointRecord(pending.id, asked["version"], location, now_ms, run.run_id, asked["stop"])
+            )
         self._held[pending.id] = _Savepoint(asked["version"], location, asked["stop"])
         if asked["stop"]:
             self._stopping_id = pending.id
@@ -155,8 +157,9 @@ class RunSavepoints:
         """Copy Spark's files. Runs without the lock of the run, since it takes time."""
         registration = self._run.registration
         try:
-            spark = self._open_storage(registration.checkpoint_location, registration.storage_options)
-            files = copy_spark_files(spark, self._storage(held.location), held.version - 1)
+            with spans.span("savepoint.spark_files", self._trace(checkpoint_id)):
+                spark = self._open_storage(registration.checkpoint_location, registration.storage_options)
+                files = copy_spark_files(spark, self._storage(held.location), held.version - 1)
         except Exception as error:  # any error makes the savepoint fail
             log.warning("Spark's files were not copied for savepoint %d", checkpoint_id, exc_info=True)
             reason = f"Spark's own files were not copied: {type(error).__name__}: {error}"
@@ -201,7 +204,14 @@ class RunSavepoints:
                     run.registration, checkpoint_id, held.version, held.location, partitions, is_held=held.stop
                 )
 
+    def _trace(self, savepoint_id: int) -> trace_ids.Trace:
+        return trace_ids.savepoint(self._run.run_id, savepoint_id)
+
     def _store(self, completed: CompletedCheckpoint) -> str:
+        with spans.span("savepoint.metadata", self._trace(completed.id)):
+            return self._stored(completed)
+
+    def _stored(self, completed: CompletedCheckpoint) -> str:
         run, held = self._run, self._held[completed.id]
         registration = run.registration
         operators = tuple(_savepoint_operator(spec, completed.states) for spec in registration.operators)

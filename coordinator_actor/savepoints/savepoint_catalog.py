@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import uuid
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -15,6 +14,7 @@ from backends.exceptions import DamagedFileError, MissingFileError
 from backends.formats.sealed import seal, unseal
 from backends.storage.checkpoint_storage import CheckpointStorage, OpenStorage, file_digest
 from backends.storage.file_ref import FileRef
+from backends.tracing.spans import Pool
 from coordinator_actor.exceptions import SavepointError
 from coordinator_actor.savepoints.savepoint_format import (
     FORMAT_VERSION,
@@ -172,7 +172,7 @@ def check_files(
         except (MissingFileError, DamagedFileError) as error:
             return str(error)
 
-    with ThreadPoolExecutor(threads, thread_name_prefix="statestore-savepoint") as pool:
+    with Pool(threads, thread_name_prefix="statestore-savepoint") as pool:
         found = list(pool.map(check, files))
     damage = [problem for problem in found if isinstance(problem, str)]
     if damage:

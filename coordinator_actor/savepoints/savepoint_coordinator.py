@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from typing import Any
 
+from backends.tracing import spans, trace_ids
 from coordinator_actor.checkpoints.checkpoint_coordinator import CheckpointCoordinator
 from coordinator_actor.checkpoints.checkpoint_id import CheckpointIDCounter
 from coordinator_actor.checkpoints.completed_checkpoint import CompletedCheckpoint
@@ -79,7 +80,8 @@ class SavepointCoordinator(CheckpointCoordinator):
         # Before anything can call back: the savepoint may be over before the trigger returns.
         with self._futures_lock:
             self._futures[checkpoint_id] = future
-        future.add_done_callback(lambda done: self._on_done(checkpoint_id, done))
+        began = spans.now()
+        future.add_done_callback(lambda done: self._on_done(checkpoint_id, began, done))
         try:
             self.trigger_checkpoint(timestamp, checkpoint_id=checkpoint_id, properties=properties)
         except CheckpointCoordinatorShutdownError as error:
@@ -142,6 +144,10 @@ class SavepointCoordinator(CheckpointCoordinator):
                     return
         future.set_exception(error)
 
-    def _on_done(self, checkpoint_id: int, future: Future[str]) -> None:
+    def _on_done(self, checkpoint_id: int, began: int, future: Future[str]) -> None:
+        error = None if future.cancelled() else future.exception()
+        failure = "CancelledError" if future.cancelled() else None if error is None else spans.error_name(error)
+        trace = trace_ids.savepoint(self.job_id, checkpoint_id)
+        spans.finished(trace.kind, trace, began, is_root=True, failure=failure)
         if future.cancelled():
             self.cancel_checkpoint(checkpoint_id, "cancelled by its requester")

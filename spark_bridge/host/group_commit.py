@@ -21,6 +21,7 @@ from backends.formats.changelog_group import GroupMember, group_path, write_grou
 from backends.host_memory import CHANGELOGS, HostMemory
 from backends.storage.checkpoint_storage import CheckpointStorage
 from backends.storage.file_ref import FileRef
+from backends.tracing import spans
 from spark_bridge.host.tasks_at_work import TasksAtWork
 
 LARGE_BYTES = 4 << 20
@@ -125,10 +126,12 @@ class GroupCommits:
             if batch is None or group is None:
                 pass
             elif number == 0:
-                self._wait(batch, group, LOCAL_SECONDS if storage.is_local else self._linger)
+                with spans.step("host.group_commit.wait"):
+                    self._wait(batch, group, LOCAL_SECONDS if storage.is_local else self._linger)
                 self._close(group, meta)
             else:
-                self._changed.wait_for(lambda: group.is_over)
+                with spans.step("host.group_commit.join"):  # the first member's span has the write for all
+                    self._changed.wait_for(lambda: group.is_over)
         try:
             if group is None:
                 return storage.put_unique(path, data)

@@ -19,6 +19,7 @@ from backends.formats.changelog import Changes
 from backends.host_memory import host_memory
 from backends.partition.load_watch import LoadProgress
 from backends.storage.checkpoint_storage import OpenStorage
+from backends.tracing import spans, trace_ids
 from coordinator_actor.messages import (
     Acknowledged,
     HostInfo,
@@ -136,6 +137,13 @@ class Host:
         ``PartitionMismatchError`` if the task opens the partition a second time, and what loading and the coordinator
         raise.
         """
+        trace = trace_ids.batch(task.run_id, task.batch_id + 1)
+        with spans.span("host.open", trace, operator=task.operator, partition=task.partition) as span:
+            reply = self._opened(task)
+            span.note(redirected=reply.redirect is not None, loading=reply.loading is not None)
+            return reply
+
+    def _opened(self, task: TaskIdentity) -> OpenReply:
         asked = self._clock()
         grant = self.grants.for_task(task)
         if not self.registration.owns(grant.owner):
@@ -167,7 +175,9 @@ class Host:
         self, task: TaskIdentity, changes: Changes, timings: Mapping[str, float], figures: OperatorFigures | None = None
     ) -> Acknowledged:
         """See ``TaskCommits``."""
-        return self.task_commits.commit(task, changes, timings, figures)
+        trace = trace_ids.batch(task.run_id, task.batch_id + 1)
+        with spans.span("host.commit", trace, operator=task.operator, partition=task.partition):
+            return self.task_commits.commit(task, changes, timings, figures)
 
     # -- the coordinator -----------------------------------------------------------------------
 

@@ -20,6 +20,7 @@ from backends.formats.manifest import SnapshotRef
 from backends.formats.snapshot import PreparedSnapshot, StoredSnapshot
 from backends.host_memory import WRITE_BUFFERS, HostMemory
 from backends.partition.partition_state import PartitionState
+from backends.tracing import spans
 from coordinator_actor.exceptions import BatchHeldError
 from coordinator_actor.messages import SnapshotUploaded
 from coordinator_actor.query.files_in_use import UPLOAD
@@ -163,6 +164,11 @@ class Maintenance:
         it has ``TOGETHER_BYTES``, or has waited ``TOGETHER_SECONDS``: so memory is bounded, and a large partition does
         not hold up small ones for long. A failure is logged; the next maintenance tries again.
         """
+        run_id = instances[0].registration.run_id
+        with spans.alone("host.snapshots", run_id=run_id, num_partitions=len(instances)):
+            self._upload_snapshots(instances)
+
+    def _upload_snapshots(self, instances: Sequence[Instance]) -> None:
         ready: list[_Ready] = []
         listed: dict[str, dict[str, int]] = {}
         since = time.monotonic()

@@ -21,6 +21,7 @@ from backends.exceptions import (
 )
 from backends.formats.manifest import Lineage
 from backends.partition.load_watch import LoadProgress, LoadWatch
+from backends.tracing import spans, trace_ids
 from coordinator_actor.exceptions import CoordinatorError, RetiredRunError, StaleBatchError
 from coordinator_actor.messages import Completed, OpenGrant, QueryRegistration
 from spark_bridge.exceptions import HostUnavailableError, SparkBridgeError
@@ -150,7 +151,12 @@ class PartitionLoading:
                 held = self._held.instances.get(key)
             if (held is not None and held.registration.run_id == run_id) or (warm or -1) >= grant.version:
                 return
-            with self._noted_as_loading(run_id), self._watching(key, grant, is_abandoned) as watch:
+            trace = trace_ids.batch(run_id, grant.version + 1)
+            with (
+                spans.span("host.warm_up", trace, operator=operator, partition=partition),
+                self._noted_as_loading(run_id),
+                self._watching(key, grant, is_abandoned) as watch,
+            ):
                 self._brought(grant, operator, partition, watch, for_read=False, holds=False)
         finally:
             lock.release()
@@ -371,7 +377,11 @@ class PartitionLoading:
         if grant.head is not None:
             lineage = self._lease(*instance.run_key, grant.version).lineage()
         started = time.perf_counter()
-        state.load(lineage, watch)
+        # Below the task that waits for it; what nobody waits for belongs to the batch that goes on meanwhile.
+        trace = trace_ids.batch(instance.registration.run_id, grant.version + 1)
+        with spans.span("host.load", trace, operator=instance.operator, partition=instance.partition) as span:
+            span.note(snapshots=len(lineage.snapshots), rescaled=lineage.rescaled is not None)
+            state.load(lineage, watch)
         instance.snapshot_version = max((s.version for s in lineage.snapshots), default=0)
         if lineage.rescaled is not None and not lineage.snapshots:
             instance.rescaled_at = lineage.rescaled.version
@@ -488,8 +498,10 @@ class PartitionLoading:
 
 def _complete(instance: Instance, version: int, head: str) -> bool:
     """Apply the accepted changes that made ``head``; return False if the partition has not got them."""
+    trace = trace_ids.batch(instance.registration.run_id, version)
     try:
-        instance.state.complete(version, head)
+        with spans.span("host.apply", trace, operator=instance.operator, partition=instance.partition):
+            instance.state.complete(version, head)
     except LineageMismatchError:
         return False
     except LocalStateDamagedError as error:

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from typing import TypeVar
 
+from backends.tracing import spans
 from coordinator_actor.exceptions import ReplacedHostError, StaleOwnerError, UnknownHostError, UnknownRunError
 from coordinator_actor.messages import HandOver, HostInfo, HostOrders
 from coordinator_actor.port import CoordinatorPort
@@ -51,7 +52,8 @@ class HostRegistration:
         """
         sent = self._registered_at = self._clock()
         try:
-            self.coordinator.register_host(self.info, self._held.report())
+            with spans.alone("host.register", restart=self.info.restart):
+                self.coordinator.register_host(self.info, self._held.report())
             self._leased_until = sent + self._lease_seconds
         except ReplacedHostError as error:
             self.replaced = str(error)

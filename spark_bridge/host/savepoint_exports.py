@@ -26,6 +26,7 @@ from backends.encoding.key_groups import partition_range
 from backends.encoding.schema import StateSchema
 from backends.exceptions import LoadEndedError, StoreClosedError
 from backends.storage.checkpoint_storage import CheckpointStorage
+from backends.tracing import spans, trace_ids
 from coordinator_actor.messages import ExportedFile, HostInfo, SavepointExported, SavepointOrder
 from coordinator_actor.savepoints.export import export_partition
 from coordinator_actor.savepoints.run_savepoints import variables_of
@@ -103,7 +104,9 @@ class SavepointExports:
             order.run_id, order.checkpoint_id, operator, partition, self._info.host_id, self._info.incarnation
         )
         try:
-            files = self._files(order, operator, partition, pinned)
+            trace = trace_ids.savepoint(order.run_id, order.checkpoint_id)
+            with spans.span("host.export", trace, operator=operator, partition=partition, version=order.version):
+                files = self._files(order, operator, partition, pinned)
         except (StoreClosedError, LoadEndedError):
             # The partition was unloaded, and its new owner is told to export it; or the savepoint was given up.
             log.info("Partition %d of %s was not exported", partition, operator)

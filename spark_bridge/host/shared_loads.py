@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from backends.exceptions import LoadEndedError
 from backends.partition.load_watch import LoadProgress
+from backends.tracing import spans
 from coordinator_actor.messages import OpenGrant
 from spark_bridge.host.held_partitions import HeldPartitions
 from spark_bridge.host.instance import Instance, InstanceKey
@@ -100,7 +101,10 @@ class SharedLoads:
         load = self._loads[key] = _Load(goal, self._clock())
         _, operator, partition = key
         work = threading.Thread(
-            target=self._run, args=(load, grant, operator, partition), name="statestore-open", daemon=True
+            target=spans.carried(self._run),
+            args=(load, grant, operator, partition),
+            name="statestore-open",
+            daemon=True,
         )
         work.start()
         return load

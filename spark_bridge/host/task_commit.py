@@ -16,6 +16,7 @@ from backends.exceptions import LineageMismatchError, StoreClosedError
 from backends.formats.changelog import ChangelogMeta, Changes
 from backends.storage.file_ref import FileRef
 from backends.storage.request_counts import REMEMBERED_LOCATIONS, used_since
+from backends.tracing import spans
 from coordinator_actor.exceptions import CoordinatorError
 from coordinator_actor.messages import (
     DUPLICATES,
@@ -88,7 +89,8 @@ class TaskCommits:
                 base=instance.state.head,
             )
             try:
-                file = instance.state.stage(meta, changes, self._groups.put)
+                with spans.step("host.changelog"):
+                    file = instance.state.stage(meta, changes, self._groups.put)
                 if instance.key_windows is not None:
                     instance.key_windows.add(meta.base, file.path, changes)
             except (LineageMismatchError, StoreClosedError) as error:
@@ -97,7 +99,8 @@ class TaskCommits:
             done_by_task = self._figures(instance, timings, figures or OperatorFigures(), durable - started)
             message = _acknowledgement(info, meta, file, durable - started, task.stage, done_by_task)
             try:
-                answer = self._registration.call(lambda: self._acknowledgements.acknowledge(message))
+                with spans.step("host.acknowledge"):
+                    answer = self._registration.call(lambda: self._acknowledgements.acknowledge(message))
             except CoordinatorError:
                 instance.state.discard(version, task.attempt)
                 raise

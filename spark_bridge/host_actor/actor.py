@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 import ray
 
+from backends.tracing.set_up import try_set_up
 from backends.without_pandas import keep_pandas_out
 from coordinator_actor.log_lines import set_up_logging
 from coordinator_actor.messages import (
@@ -54,6 +55,7 @@ class StateStoreHost:
         self._node_ip = ray.util.get_node_ip_address()
         who = {"role": "host", "namespace": options.namespace, "node_ip": self._node_ip, "host": host_id}
         set_up_logging(options.log_format, who)
+        try_set_up(options.tracing, {"role": "host", "namespace": options.namespace, "host": host_id})
         keep_pandas_out()
         sys.setswitchinterval(SWITCH_SECONDS)
         take_ordinary_priority()

@@ -20,6 +20,7 @@ from backends.encoding.keys import KeyRange
 from backends.encoding.sorted_pairs import PAIRS_SCHEMA, to_bytes_list
 from backends.exceptions import StateStoreError
 from backends.host_memory import REQUESTS
+from backends.tracing import spans
 from coordinator_actor.access_tokens import is_issued
 from coordinator_actor.exceptions import CoordinatorError
 from spark_bridge.exceptions import RequestError, SparkBridgeError
@@ -45,6 +46,7 @@ log = logging.getLogger(__name__)
 
 KNOWN_ERRORS = (SparkBridgeError, CoordinatorError, StateStoreError)
 ENCODE = msgspec.json.encode
+CALLER = "caller"
 TURN_SECONDS = 30.0
 """A commit waits so long for its turn, then its task asks again: less than the task waits for an answer."""
 NO_VALUES = pa.record_batch([pa.nulls(0, pa.binary())], schema=VALUES_SCHEMA)
@@ -61,6 +63,25 @@ class _TokenMiddleware(flight.ServerMiddlewareFactory):  # type: ignore[misc]
         given = next((v for k, values in headers.items() if k.lower() == "authorization" for v in values), "")
         if not hmac.compare_digest(given.encode(), self._expected):
             raise flight.FlightUnauthenticatedError(_refused(given.removeprefix("Bearer ")))
+
+
+class _CallerFactory(flight.ServerMiddlewareFactory):  # type: ignore[misc]
+    """Notes of each call which span of its caller it belongs to."""
+
+    def start_call(self, info: Any, headers: Mapping[str, list[str]]) -> _Caller:
+        given = (v for k, values in headers.items() if k.lower() == spans.TRACEPARENT for v in values)
+        return _Caller(next(given, None))
+
+
+class _Caller(flight.ServerMiddleware):  # type: ignore[misc]
+    def __init__(self, header: str | None) -> None:
+        self.header = header
+
+
+def _under_caller(context: Any) -> spans.Span:
+    """Return a block in which the span of the caller is the current one."""
+    caller = context.get_middleware(CALLER) if spans.is_on() else None
+    return spans.under(None if caller is None else caller.header)
 
 
 def _refused(token: str) -> str:
@@ -88,7 +109,10 @@ class HostFlightServer(flight.FlightServerBase):  # type: ignore[misc]
     ) -> None:
         scheme = "grpc" if tls is None else "grpc+tls"
         arguments = {} if tls is None else tls.flight_server_arguments()
-        super().__init__(f"{scheme}://{ip}:{port}", middleware={"token": _TokenMiddleware(token)}, **arguments)
+        middleware: dict[str, Any] = {"token": _TokenMiddleware(token)}
+        if spans.is_on():
+            middleware[CALLER] = _CallerFactory()
+        super().__init__(f"{scheme}://{ip}:{port}", middleware=middleware, **arguments)
         self.address = f"{scheme}://{ip}:{self.port}"
         self._host = host
         self._call_coordinator = call_coordinator
@@ -96,7 +120,7 @@ class HostFlightServer(flight.FlightServerBase):  # type: ignore[misc]
     def do_action(self, context: Any, action: Any) -> Iterator[bytes]:
         """Answer ``open``, ``locate``, ``coordinator`` or ``describe``; JSON in, JSON out."""
         body = action.body.to_pybytes()
-        with translated_errors():
+        with translated_errors(), _under_caller(context):
             host = self._host()
             match action.type:
                 case "open":
@@ -120,14 +144,15 @@ class HostFlightServer(flight.FlightServerBase):  # type: ignore[misc]
 
         Bulk get: batches of keys in, for each a batch of values in the same order out. Scan: ranges in, pairs out.
         """
-        with translated_errors():
+        with translated_errors(), _under_caller(context):
             command = decoded(descriptor.command, GetCommand | OpenAndGetCommand | ScanCommand)
             host = self._host()
             if isinstance(command, ScanCommand):
                 ranges = [r for c in reader if c.data is not None for r in key_ranges(c.data)]
                 writer.begin(PAIRS_SCHEMA)
-                for pairs in host.reads.scan(command, ranges):
-                    writer.write_batch(pairs)
+                with spans.step("host.scan", operator=command.operator, partition=command.partition):
+                    for pairs in host.reads.scan(command, ranges):
+                        writer.write_batch(pairs)
                 return
             writer.begin(VALUES_SCHEMA)
             for chunk in reader:
@@ -146,14 +171,15 @@ class HostFlightServer(flight.FlightServerBase):  # type: ignore[misc]
                     command = GetCommand(
                         task.run_id, task.operator, task.partition, task.batch_id, command.column_family
                     )
-                values = host.reads.get_many(
-                    command.run_id,
-                    command.operator,
-                    command.partition,
-                    command.version,
-                    chunk.data.column(0),
-                    command.column_family,
-                )
+                with spans.step("host.read", operator=command.operator, partition=command.partition):
+                    values = host.reads.get_many(
+                        command.run_id,
+                        command.operator,
+                        command.partition,
+                        command.version,
+                        chunk.data.column(0),
+                        command.column_family,
+                    )
                 batch = pa.record_batch([values], schema=VALUES_SCHEMA)
                 del chunk, held
                 if opened is None:
@@ -163,7 +189,7 @@ class HostFlightServer(flight.FlightServerBase):  # type: ignore[misc]
 
     def do_put(self, context: Any, descriptor: Any, reader: Any, writer: Any) -> None:
         """Commit a task: one stream of changes in, the coordinator's acknowledgement out."""
-        with translated_errors():
+        with translated_errors(), _under_caller(context):
             command = decoded(descriptor.command, CommitCommand)
             check_schema(reader.schema, COMMIT_SCHEMA)
             host = self._host()

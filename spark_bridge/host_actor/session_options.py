@@ -6,6 +6,7 @@ import uuid
 from dataclasses import dataclass, field
 
 from backends.conf import StateStoreConf
+from backends.tracing.set_up import setting_of_environment
 from coordinator_actor.coordinator_conf import COORDINATOR_NAME, NAMESPACE, CoordinatorConf
 from coordinator_actor.log_lines import format_of_environment
 from coordinator_actor.wire_version import WIRE_VERSION, other_version
@@ -22,7 +23,8 @@ class SessionOptions:
     """The options of ``init_spark`` and ``attach`` that concern the state store; see there for their meaning.
 
     ``session_id`` names the session among those that use the same coordinator. ``log_format`` is that of the hosts'
-    logs (``coordinator_actor.log_lines``). ``wire_version`` is the driver's: made with the object, so that none is
+    logs (``coordinator_actor.log_lines``). ``tracing`` says where the spans of driver, tasks and hosts go
+    (``backends.tracing.set_up``). ``wire_version`` is the driver's: made with the object, so that none is
     there where the driver's release has none.
     """
 
@@ -38,6 +40,7 @@ class SessionOptions:
     query_port: int = 0
     request_limits: RequestLimits = field(default_factory=RequestLimits)
     log_format: str = field(default_factory=format_of_environment)
+    tracing: str | None = field(default_factory=setting_of_environment)
     session_id: str = field(default_factory=lambda: uuid.uuid4().hex[:8])
     wire_version: int = field(default_factory=lambda: WIRE_VERSION)
 

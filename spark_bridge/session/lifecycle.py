@@ -9,6 +9,7 @@ from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 from backends.conf import StateStoreConf
+from backends.tracing.set_up import set_up, setting_of_environment
 from coordinator_actor.coordinator_conf import COORDINATOR_NAME, NAMESPACE, CoordinatorConf
 from spark_bridge.exceptions import EnvironmentProblemError, SessionError
 from spark_bridge.host_actor.session_options import DEFAULT_RECOVERY_TIMEOUT, SessionOptions
@@ -82,6 +83,7 @@ def init_spark(
     _require_keep_serving(keep_serving)
     if tls is not None:
         tls.check()
+    setting_of_environment()  # raises before anything is started
     ensure_java()
     _check_pair()
     # Without these variables RayDP's workers run the python3 that is first on the PATH.
@@ -152,6 +154,7 @@ def attach(
     _require_keep_serving(keep_serving)
     if tls is not None:
         tls.check()
+    setting_of_environment()  # as above
     require_cores(spark)
     started_ray = join_or_start_ray(ray_address, 1)
     try:
@@ -206,6 +209,8 @@ def _join(spark: SparkSession, options: SessionOptions, *, raydp_app: str | None
     from spark_bridge.session.state_cluster import StateCluster
     from spark_bridge.task import local_properties
 
+    # Behind Ray's start, whose hook may have set a provider.
+    set_up(options.tracing, {"role": "driver", "namespace": options.namespace})
     apply_settings(spark)
     redact(spark, local_properties.TOKEN)
     if options.state_location is not None:

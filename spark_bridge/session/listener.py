@@ -26,6 +26,7 @@ from pyspark.sql.streaming.listener import (
 
 from backends.exceptions import InvalidStateStoreArgument, StateStoreError
 from backends.storage.checkpoint_storage import CheckpointStorage
+from backends.tracing import spans, trace_ids
 from coordinator_actor.exceptions import CoordinatorError
 from coordinator_actor.messages import QueryRegistration
 from coordinator_actor.on_ray.ray_metrics import RayMetrics
@@ -34,6 +35,7 @@ from spark_bridge.exceptions import SparkBridgeError
 from spark_bridge.operators.conf import configured_key_groups
 from spark_bridge.operators.declared_operators import duplicate_names, operators_in_plan
 from spark_bridge.operators.initial_state import InitialEntries, InitialState, make_initial_states
+from spark_bridge.session.batch_traces import BatchTraces
 from spark_bridge.session.checkpoint_progress import newest_checkpoint, prices_of
 from spark_bridge.session.driver_heartbeats import DriverHeartbeats
 from spark_bridge.session.ended_queries import EndedQueries
@@ -72,6 +74,7 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
         self._heartbeats = DriverHeartbeats(cluster.leases, cluster.coordinator, cluster.stopping)
         self._ended = EndedQueries(cluster.leases, cluster.coordinator, cluster.options.keep_serving)
         sink = RayMetrics({"namespace": cluster.options.namespace})
+        self._traces = BatchTraces()
         self._metrics = StreamMetrics(sink, lambda run_id: newest_progress(cluster, run_id))
 
     def onQueryStarted(self, event: QueryStartedEvent) -> None:
@@ -79,7 +82,10 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
         refusal, execution = None, None
         try:
             execution = self._spark.streams.get(str(event.id))._jsq.streamingQuery()
-            refusal = self._register(event, execution)
+            trace = trace_ids.run(str(event.runId))
+            with spans.span(trace.kind, trace, is_root=True, query_id=str(event.id), query_name=event.name) as span:
+                refusal = self._register(event, execution)
+                span.note(refused=refusal is not None)
         except Exception as error:
             log.exception("Registering query %s failed", event.runId)
             refusal = f"Registering the query with the state store failed: {type(error).__name__}: {error}"
@@ -155,6 +161,7 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
         self._ended.started(registration)
         self._heartbeats.add(registration)
         self._metrics.add(registration.run_id, registration.name or registration.query_id)
+        self._traces.add(registration, answer.completed_version)
         self._set(properties.RUN_ID, registration.run_id)
         self.publish_endpoints()
         log.info(
@@ -186,6 +193,7 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
         self._set(properties.HOST_FILES, self._cluster.host_files)
         self._set(properties.WIRE, str(WIRE_VERSION))
         self._set(properties.TIMEOUT, str(options.recovery_timeout))
+        self._set(properties.TRACING, options.tracing)
         self._set(properties.TLS, None if options.tls is None else options.tls.to_json())
 
     def publish_addresses(self, addresses: Sequence[str]) -> None:
@@ -250,9 +258,12 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
         with self._lock:
             known = run_id in self._registrations
         if known and not self._stopping.is_set():
-            self._metrics.batch(run_id, progress_json())
+            progress = progress_json()
+            self._metrics.batch(run_id, progress)
+            self._traces.batch(run_id, batch_id, progress)
             try:
-                self._cluster.batch_committed(run_id, batch_id)
+                with spans.span("driver.committed", trace_ids.batch(run_id, batch_id + 1)):
+                    self._cluster.batch_committed(run_id, batch_id)
                 if has_listeners():
                     # Spark tells of a batch when it comes to it: others may have been committed since.
                     tell_listeners(
@@ -275,6 +286,7 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
             self._properties.pop(run_id, None)
         self._heartbeats.remove(run_id)
         self._metrics.remove(run_id)
+        self._traces.end(run_id, event.exception)
         if known is not None and not self._stopping.is_set():
             try:
                 self._ended.ended(known)

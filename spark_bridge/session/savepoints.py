@@ -12,6 +12,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from backends.tracing.set_up import set_up, setting_of_environment
 from coordinator_actor.exceptions import CoordinatorError, SavepointFailedError
 from coordinator_actor.messages import OperatorSpec, SavepointStatus
 from coordinator_actor.savepoints import restore as savepoint_restore
@@ -126,6 +127,7 @@ def restore_savepoint(
     ``spark.statestore.location`` are the Spark session's, where there is one. See
     ``coordinator_actor.savepoints.restore.restore_savepoint`` for the arguments and the errors.
     """
+    set_up(setting_of_environment(), {"role": "driver"})  # often before there is a session
     spark = current_spark()
     return savepoint_restore.restore_savepoint(
         _absolute(path),

@@ -30,6 +30,8 @@ HOST_FILES = "statestore.hostFiles"
 """The directory on every node in which hosts leave their addresses."""
 TIMEOUT = "statestore.recoveryTimeout"
 """How long a task waits for a new owner of its partition, in seconds."""
+TRACING = "statestore.tracing"
+"""Where spans go (``backends.tracing.set_up``); not set if there are none."""
 TLS = "statestore.tls"
 """The paths of a ``TlsConf``; not set if the hosts do not use TLS."""
 

@@ -16,8 +16,10 @@ from typing import Protocol
 import pyarrow as pa
 
 from backends.encoding.key_groups import key_groups, partition_of
+from backends.tracing import spans, trace_ids
+from backends.tracing.set_up import try_set_up
 from spark_bridge.exceptions import PartitionMismatchError, StateStoreRefusedError
-from spark_bridge.task.local_properties import endpoints_from
+from spark_bridge.task.local_properties import TRACING, endpoints_from
 from spark_bridge.task.state_access import StateAccess
 from spark_bridge.task.step_timer import StepTimer
 from spark_bridge.task.task_store import TaskStore
@@ -64,6 +66,7 @@ class StateTask:
         if context is None:
             raise StateStoreRefusedError(f"Operator {self.operator!r} runs only inside a Spark task.")
         endpoints, run_id = endpoints_from(context.getLocalProperty, self.operator)
+        try_set_up(context.getLocalProperty(TRACING), {"role": "task"})
         first = next((b for b in batches if b.num_rows), None)
         partition = self._partition(context.partitionId(), first)
         task = TaskIdentity(
@@ -78,12 +81,15 @@ class StateTask:
         timer = StepTimer()
         store = TaskStore(task, self.num_partitions, self.num_key_groups, endpoints)
         try:
-            if self.uses_time or not store.knows_owner:
-                store.open()
-                timer.step("open_ms")
-            for output in self.logic.process(self._checked(first, batches, partition), store, timer):
-                for start in range(0, output.num_rows, OUTPUT_ROWS):
-                    yield output.slice(start, OUTPUT_ROWS)
+            with task_span(task) as span:
+                if self.uses_time or not store.knows_owner:
+                    store.open()
+                    timer.step("open_ms")
+                for output in self.logic.process(self._checked(first, batches, partition), store, timer):
+                    span.note(**timer.milliseconds)  # all of it, for output comes behind the commit
+                    for start in range(0, output.num_rows, OUTPUT_ROWS):
+                        yield output.slice(start, OUTPUT_ROWS)
+                span.note(**timer.milliseconds)
         finally:
             store.close()
             settle_worker()
@@ -113,6 +119,18 @@ class StateTask:
                         f"{partition}. Put .repartition(n) between the operator and what follows it."
                     )
                 yield batch
+
+
+def task_span(task: TaskIdentity) -> spans.Span:
+    """Begin the span of a task, from its first row on until Spark has taken its output."""
+    return spans.span(
+        "task",
+        trace_ids.batch(task.run_id, task.batch_id + 1),
+        operator=task.operator,
+        partition=task.partition,
+        attempt=task.attempt,
+        stage=task.stage,
+    )
 
 
 def end_rows(batch: pa.RecordBatch) -> pa.RecordBatch:

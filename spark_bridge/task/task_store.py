@@ -18,6 +18,7 @@ from backends.encoding.operator_schema import OperatorSchema
 from backends.exceptions import HostMemoryBusyError
 from backends.ids import DEFAULT_FAMILY
 from backends.partition.load_watch import LoadProgress
+from backends.tracing import spans
 from coordinator_actor.exceptions import (
     BatchHeldError,
     QueryBusyError,
@@ -83,7 +84,8 @@ class TaskStore:
 
     def open(self) -> None:
         """Open the store at its owner."""
-        self._with_owner(lambda owner: None)
+        with spans.step("task.open"):
+            self._with_owner(lambda owner: None)
 
     @property
     def batch_id(self) -> int:
@@ -125,10 +127,11 @@ class TaskStore:
         """
         task = self._task
         command = GetCommand(task.run_id, task.operator, task.partition, task.batch_id, column_family)
-        return self._with_owner(
-            lambda owner: owner.get_many(command, keys),
-            lambda owner: owner.open_and_get(task, keys, column_family),
-        )
+        with spans.step("task.read", num_keys=len(keys)):
+            return self._with_owner(
+                lambda owner: owner.get_many(command, keys),
+                lambda owner: owner.open_and_get(task, keys, column_family),
+            )
 
     def scan(
         self, ranges: Sequence[KeyRange], column_family: str = DEFAULT_FAMILY, limit: int | None = None
@@ -162,7 +165,8 @@ class TaskStore:
     def commit(self, figures: OperatorFigures, timings: dict[str, float] | None = None) -> None:
         """Commit the staged changes; return when they are durable and accepted."""
         command = CommitCommand(self._task, timings or {}, figures, self._staged.nbytes)
-        self._with_owner(lambda owner: owner.commit(command, self._staged))
+        with spans.step("task.commit", nbytes=self._staged.nbytes):
+            self._with_owner(lambda owner: owner.commit(command, self._staged))
         self._staged.close()
 
     def close(self) -> None:

@@ -12,6 +12,7 @@ from pyarrow import flight
 
 from backends.decoders import json_decoder
 from backends.encoding.keys import KeyRange
+from backends.tracing import spans
 from coordinator_actor.messages import Acknowledged, OperatorLocation
 from spark_bridge.exceptions import AccessDeniedError, HostUnavailableError, SparkBridgeError, TlsError
 from spark_bridge.transport.error_codec import rebuilt_error
@@ -81,14 +82,21 @@ class HostClient:
         ip, _, port = address.rpartition("//")[2].rpartition(":")
         self._place = ip.strip("[]"), int(port)
         self._client = flight.FlightClient(address, generic_options=options, **arguments)
-        self._options = flight.FlightCallOptions(
-            timeout=timeout, headers=[(b"authorization", f"Bearer {token}".encode())]
-        )
+        self._timeout = timeout
+        self._token = (b"authorization", f"Bearer {token}".encode())
+        self._untraced = flight.FlightCallOptions(timeout=timeout, headers=[self._token])
+
+    def _options(self) -> flight.FlightCallOptions:
+        """Return the options of a call, which names the current span while there are spans."""
+        headers = spans.headers()
+        if not headers:
+            return self._untraced
+        return flight.FlightCallOptions(timeout=self._timeout, headers=[self._token, *headers])
 
     def _action(self, name: str, body: object, answer: Any) -> Any:
         try:
             with calls.watched(self._place):
-                results = list(self._client.do_action(flight.Action(name, msgspec.json.encode(body)), self._options))
+                results = list(self._client.do_action(flight.Action(name, msgspec.json.encode(body)), self._options()))
         except flight.FlightError as error:
             raise _error_of(error) from None
         except pa.ArrowException as error:
@@ -139,7 +147,7 @@ class HostClient:
         descriptor = flight.FlightDescriptor.for_command(msgspec.json.encode(command))
         try:
             with calls.watched(self._place):
-                writer, reader = self._client.do_exchange(descriptor, self._options)
+                writer, reader = self._client.do_exchange(descriptor, self._options())
                 with writer:
                     writer.begin(KEYS_SCHEMA)
                     writer.write_batch(pa.record_batch([keys], schema=KEYS_SCHEMA))
@@ -165,7 +173,7 @@ class HostClient:
         is_stopped = False
         try:
             with calls.watched(self._place) as call:
-                writer, reader = self._client.do_exchange(descriptor, self._options)
+                writer, reader = self._client.do_exchange(descriptor, self._options())
                 with writer:
                     writer.begin(RANGES_SCHEMA)
                     bounds = [pa.array([r[i] for r in ranges], pa.binary()) for i in range(2)]
@@ -194,7 +202,7 @@ class HostClient:
         descriptor = flight.FlightDescriptor.for_command(msgspec.json.encode(command))
         try:
             with calls.watched(self._place):
-                writer, reader = self._client.do_put(descriptor, COMMIT_SCHEMA, self._options)
+                writer, reader = self._client.do_put(descriptor, COMMIT_SCHEMA, self._options())
                 with writer:
                     for family, batch in changes:
                         writer.write_with_metadata(batch, family.encode())

@@ -1,0 +1,1 @@
+"""Traces by OpenTelemetry: which spans there are, and how processes agree on their ids. Imports nothing while off."""
