@@ -37,9 +37,9 @@ class Forgetful:
         self.exchanges = 0
 
     def run(self) -> None:
-        """Go on until the world ends."""
+        """Go on until nothing goes wrong any more: while files are written anew, none are removed."""
         s = self._world.scheduler
-        while True:
+        while self._world.healed_at is None:
             s.sleep(s.random.random() * 10 * self._world.slowness)
             process = s.process("forgetful")
             task = s.spawn(process, self._forget, "forget")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -27,30 +27,11 @@ from spark_bridge.transport.protocol import TaskIdentity
 from tests.patience import PATIENCE
 from tests.spark_bridge.queryable.client_world import Cluster
 from tests.spark_bridge.queryable.memory_reads import eventually
+from tests.spark_bridge.state_surgery.heard_port import Port
 from tests.spark_bridge.state_surgery.traces import files_with
 
 SECRET = "xK3vP9qL2mZ8wR5tY7uB"
 OTHER = "aQ4sD6fG1hJ0kX2cV8bN"
-
-
-class Port:
-    """The way to the coordinator; ``before`` and ``after`` are done around a message. Hosts are heard meanwhile."""
-
-    def __init__(self, cluster: Cluster) -> None:
-        self._cluster = cluster
-        self.before: dict[str, Callable[[], None]] = {}
-        self.after: dict[str, Callable[[], None]] = {}
-
-    def __getattr__(self, name: str) -> Any:
-        def send(*args: Any, **kwargs: Any) -> Any:
-            self.before.pop(name, lambda: None)()
-            for h in self._cluster.hosts if name == "hold_query" else ():
-                h.host.heartbeat()
-            answer = getattr(self._cluster.c, name)(*args, **kwargs)
-            self.after.pop(name, lambda: None)()
-            return answer
-
-        return send
 
 
 class Grouping(Cluster):
