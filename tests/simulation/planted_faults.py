@@ -34,6 +34,7 @@ from backends.partition.loading import Loading
 from backends.partition.pending_changes import PendingChanges
 from backends.storage.create_if_absent import CreateIfAbsentProofs
 from backends.storage.file_ref import FileRef
+from coordinator_actor import coordinator as coordinator_module
 from coordinator_actor.checkpoints.checkpoint_id import CheckpointIDCounter
 from coordinator_actor.durable.fencing import EPOCHS, Epochs
 from coordinator_actor.durable.lookup_records import LookupRecords
@@ -45,6 +46,9 @@ from coordinator_actor.query import recovery
 from coordinator_actor.query.files_in_use import FilesInUse
 from coordinator_actor.query.looked_up_versions import LookedUpVersions
 from coordinator_actor.query.query_state import QueryState
+from coordinator_actor.query.query_versions import QueryVersions
+from coordinator_actor.query.retention import remove_garbage
+from coordinator_actor.query.rewriting_hold import RewritingHold
 from coordinator_actor.query.running_batch import RunningBatch
 from coordinator_actor.query_threads import QueryThreads
 from spark_bridge.host import group_commit
@@ -68,6 +72,8 @@ from tests.simulation.storage import SimulatedStorage
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 NO_SEEDS = range(0)
+FORGETFUL = range(3, 403, 4)
+"""Worlds in which files are exchanged."""
 
 
 @dataclass(frozen=True)
@@ -400,6 +406,31 @@ def no_lookup_pin(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LookedUpVersions, "_keep", lambda self, by: None)
 
 
+def kept_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(QueryVersions, "plan_anew", lambda self: None)
+
+
+def removal_beside_rewriting(monkeypatch: pytest.MonkeyPatch) -> None:
+    def removing(run: QueryState, now: float) -> list[str]:
+        held, run.rewriting = run.rewriting, RewritingHold()
+        try:
+            return remove_garbage(run, now)
+        finally:
+            run.rewriting = held
+
+    monkeypatch.setattr(coordinator_module, "remove_garbage", removing)
+
+
+def uncarried_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    append: Callable[..., Manifest] = ManifestLog.append
+
+    def forgetting(self: Any, *args: Any) -> Manifest:
+        self.rewritten = ()
+        return append(self, *args)
+
+    monkeypatch.setattr(ManifestLog, "append", forgetting)
+
+
 _LOOKUPS = "tests/coordinator_actor/query/test_looked_up_versions.py"
 
 FAULTS: Sequence[PlantedFault] = (
@@ -610,6 +641,27 @@ FAULTS: Sequence[PlantedFault] = (
         "Maintenance removes groups that a load reads.",
         loads_pin_no_groups,
         test="tests/coordinator_actor/query/test_retention.py::test_no_group_is_removed_that_a_load_reads",
+    ),
+    PlantedFault(
+        "kept-plan",
+        "Behind an exchange of files, retention relies on snapshots that are gone.",
+        kept_plan,
+        test="tests/spark_bridge/state_surgery/test_running_queries.py::"
+        "test_what_retention_has_planned_does_not_rely_on_snapshots_that_are_given_up",
+    ),
+    PlantedFault(
+        "removal-beside-rewriting",
+        "Files are removed that were written anew for old versions, and that no manifest names yet.",
+        removal_beside_rewriting,
+        FORGETFUL,
+        None,
+    ),
+    PlantedFault(
+        "uncarried-record",
+        "Manifests behind an exchange of files do not name its record.",
+        uncarried_record,
+        FORGETFUL,
+        None,
     ),
     PlantedFault(
         "unheard-copies",
