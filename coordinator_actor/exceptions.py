@@ -76,7 +76,7 @@ class QueryEndedError(CoordinatorError, UnknownLocationError):
 
 
 class BatchHeldError(CoordinatorError):
-    """The tasks of a batch have to wait: the query stops with a savepoint that is being made."""
+    """The tasks of a batch have to wait: the query stops with a savepoint, or its files are written anew."""
 
 
 class QueryBusyError(CoordinatorError):

@@ -244,13 +244,15 @@ class SnapshotUploaded(Struct, frozen=True):
 class Completed(Struct, frozen=True):
     """Version ``version`` of a run is completed. ``heads``: operator to partition of one host to changelog path.
 
-    ``ended``: the query has ended, and no later version comes.
+    ``ended``: the query has ended, and no later version comes. ``rewritten`` names the last exchange of files, "" if
+    there was none: what a host has of the files before it must not be read any more.
     """
 
     run_id: str
     version: int
     heads: dict[str, dict[int, str]]
     ended: bool = False
+    rewritten: str = ""
 
 
 class HostReport(Struct, frozen=True):
@@ -337,13 +339,14 @@ class HeldQuery(Struct, frozen=True):
     """A query whose batches wait while files of its versions are written anew.
 
     ``waits_for`` says what is still under way. None: nothing is, and nothing begins as long as the batches are held;
-    ``version`` is completed then.
+    ``version`` is completed then. ``untold`` are the hosts that may still answer from files that were exchanged.
     """
 
     registration: QueryRegistration
     epoch: int
     version: int
     waits_for: str | None
+    untold: tuple[str, ...] = ()
 
 
 class HandOver(Struct, frozen=True):
@@ -351,12 +354,14 @@ class HandOver(Struct, frozen=True):
 
     ``number`` grows with each heartbeat: of two that overtake each other, the higher one counts. ``warm`` has the
     versions of the copies that it has loaded of partitions that are to become its own, by run, operator and partition.
-    Of the runs in ``giving`` the host takes no version for the newest without a look at Spark's log.
+    Of the runs in ``giving`` the host takes no version for the newest without a look at Spark's log. ``exchanged`` has
+    the last exchange of files of each run of which the host has nothing from before it.
     """
 
     number: int = 0
     warm: dict[str, dict[str, dict[int, int]]] = field(default_factory=dict)
     giving: tuple[str, ...] = ()
+    exchanged: dict[str, str] = field(default_factory=dict)
 
 
 class WarmUp(Struct, frozen=True):

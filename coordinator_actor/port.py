@@ -282,12 +282,13 @@ class CoordinatorPort:
     # -- files that are written anew -----------------------------------------------------------
 
     @message(Group.QUERIES)
-    def hold_query(self, query: str, holder: str, seconds: float) -> HeldQuery:
-        """Let the batches of a running query (its name, query id or run id) wait for ``seconds``, from the next one on.
+    def hold_query(self, query: str, holder: str, seconds: float, *, batches: bool = False) -> HeldQuery:
+        """Keep the files of a running query (its name, query id or run id) as they are for ``seconds``.
 
-        The same ``holder`` (any text) renews the hold by the same message, and ends it with 0 seconds. The
-        answer says what is still under way. Raises ``InvalidRequestError`` if somebody else holds the query, or it
-        stops with a savepoint, ``UnknownQueryError``.
+        No snapshot is uploaded, and no file is removed. With ``batches`` the batches wait, too, from the next one on,
+        as soon as nothing copies the state any more; the answer says what is still under way. The same ``holder`` (any
+        text) renews the hold by the same message, and ends it with 0 seconds. Raises ``InvalidRequestError`` if
+        somebody else holds the query, or it stops with a savepoint, ``UnknownQueryError``.
         """
 
     @message(Group.QUERIES)

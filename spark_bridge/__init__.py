@@ -54,6 +54,7 @@ if TYPE_CHECKING:
         state_changes_table,
         state_table,
     )
+    from spark_bridge.state_surgery.forget_keys import forget_keys
     from spark_bridge.stateful.arrow_processor import ArrowBatch, ArrowResult, ArrowStatefulProcessor
     from spark_bridge.stateful.stateful_processor import ExpiredTimerInfo, StatefulProcessor, TimerValues
     from spark_bridge.stateful.testing.tester import ProcessorTester
@@ -104,6 +105,7 @@ __all__ = [
     "deduplicate",
     "delete_savepoint",
     "describe_savepoint",
+    "forget_keys",
     "functions",
     "init_spark",
     "join",
@@ -170,6 +172,7 @@ _HOMES = {
     "deduplicate": "spark_bridge.operators.deduplicate.operator",
     "delete_savepoint": "spark_bridge.session.savepoints",
     "describe_savepoint": "spark_bridge.session.savepoints",
+    "forget_keys": "spark_bridge.state_surgery.forget_keys",
     "init_spark": "spark_bridge.session.lifecycle",
     "join": "spark_bridge.operators.join.operator",
     "join_asof": "spark_bridge.operators.join.operator",

@@ -69,7 +69,7 @@ class Batches:
                     f"{run.held_from}."
                 )
             hold = run.rewriting.at(self._registries.clock())
-            if hold is not None and batch_id >= hold.batch_id:
+            if hold is not None and hold.holds(batch_id):
                 raise BatchHeldError(
                     f"Batch {batch_id} of run {run.run_id} waits: {hold.holder} writes files of its versions anew."
                 )

@@ -159,6 +159,10 @@ class Hosts:
             known = {run_id: run for run_id in held if (run := self._runs.find(run_id)) is not None}
             over = {r for r in held if (known[r].ended if r in known else self._runs.is_over(r))}
             of_session = self._runs.of_session(lease.info.session_id)
+        for run in of_session:
+            said = lease.hand_over.exchanged.get(run.run_id, "")
+            if run.run_id not in held or said == run.last_exchange:
+                run.rewriting.note_clean(host_id)
         current = [run for run in of_session if run.is_current and run.assignment.is_made]
         # Before what is completed: a run goes from this list with the version that is announced below.
         giving = {run.run_id: run.versions.completed for run in current if gives(run, host_id)}

@@ -251,13 +251,16 @@ class Queries:
                 by = "nobody" if newest is None else f"run {newest.run_id}"
                 return RegisteredQuery(f"The state of run {run_id} is claimed by {by}.", 0, run.versions.completed)
             completed = run.commits.next_batch()
-            # A higher epoch of the same run: its files were written anew, as when keys are forgotten.
-            if completed > run.versions.completed or newest.epoch > run.manifests.epoch:
+            exchange = run.last_exchange
+            # Files may have been exchanged, as when keys are forgotten, by whoever has the query, or has claimed it.
+            is_news = completed > run.versions.completed or newest.epoch > run.manifests.epoch
+            if is_news or run.manifests.has_unknown_records():
                 run.manifests.refresh()
                 # A batch may be committed of which no manifest tells: the query's own coordinator puts it together.
                 if completed in run.manifests.chain():
                     run.take_up(completed, newest.epoch)
-                    run.rewriting.exchanged(self._registries.clock())
+                    if run.last_exchange != exchange:
+                        run.rewriting.exchanged(self._registries.clock())
         return RegisteredQuery(None, newest.epoch, run.versions.completed)
 
     def _finish(self, run: QueryState) -> None:

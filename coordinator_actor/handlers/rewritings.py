@@ -11,6 +11,7 @@ from coordinator_actor.handlers.registries import Registries
 from coordinator_actor.messages import HeldQuery
 from coordinator_actor.query.files_in_use import BUSY_SECONDS
 from coordinator_actor.query.query_state import QueryState
+from coordinator_actor.query.rewriting_hold import Hold
 
 
 class Rewritings:
@@ -20,15 +21,15 @@ class Rewritings:
         self._registries = registries
         self._runs = registries.runs
 
-    def hold_query(self, query: str, holder: str, seconds: float) -> HeldQuery:
+    def hold_query(self, query: str, holder: str, seconds: float, *, batches: bool = False) -> HeldQuery:
         """See ``CoordinatorPort``."""
-        run = self._runs.running(query)
+        run = self._runs.running(query, or_ended=seconds <= 0)
         now = self._registries.clock()
         with run.lock:
-            run.require_current()
             if seconds <= 0:
                 run.rewriting.end(holder)
-                return _held(run, "nobody holds the query")
+                return self._held(run, "nobody holds the query")
+            run.require_current()
             other = run.rewriting.at(now)
             if other is not None and other.holder != holder:
                 raise InvalidRequestError(
@@ -41,11 +42,14 @@ class Rewritings:
                     "the stop, with the checkpoint location."
                 )
             catch_up(self._runs, run)
-            hold = run.rewriting.begin(holder, run.next_batch_to_hold, now, seconds)
-            waits_for = self._under_way(run, hold.batch_id, now)
+            # What may take long is waited for before any batch has to wait.
+            waits_for = self._copied(run, now)
+            first = run.next_batch_to_hold if batches and waits_for is None else None
+            hold = run.rewriting.begin(holder, first, now, seconds)
+            waits_for = waits_for or _worked_on(run, hold)
             if waits_for is None:
                 run.name_snapshots()
-            return _held(run, waits_for)
+            return self._held(run, waits_for)
 
     def adopt_rewritten(self, run_id: str, holder: str, epoch: int, path: str) -> None:
         """See ``CoordinatorPort``."""
@@ -56,7 +60,8 @@ class Rewritings:
                 return  # the message has come twice
             now = self._registries.clock()
             hold = run.rewriting.at(now)
-            is_held = hold is not None and hold.holder == holder and self._under_way(run, hold.batch_id, now) is None
+            is_held = hold is not None and hold.holder == holder
+            is_held = is_held and not self._copied(run, now) and not _worked_on(run, hold)
             record = run.manifests.record(path)
             if not is_held or run.manifests.epoch != epoch or record.version != run.versions.completed:
                 raise InvalidRequestError(
@@ -69,12 +74,9 @@ class Rewritings:
             run.adopt_rewritten(path, record)
             run.rewriting.exchanged(now)
 
-    def _under_way(self, run: QueryState, batch_id: int, now: float) -> str | None:
-        """Return what is written or copied of a run whose batches from ``batch_id`` on are held; None if nothing is."""
-        versions = run.versions
+    def _copied(self, run: QueryState, now: float) -> str | None:
+        """Return what copies the state of a run, or has yet to say that it does; None if nothing does."""
         savepoints = self._runs.savepoints_of(run.run_id)
-        if not versions.completed == max(versions.chain, default=-1) == batch_id:
-            return f"batch {batch_id - 1}"
         if run.files_in_use.is_uploading(now):
             return f"uploads of snapshots, or {BUSY_SECONDS:.0f} s after a restart of the coordinator"
         if run.assignment.awaits_reports and self._registries.expects_reports():
@@ -83,6 +85,17 @@ class Rewritings:
             return "a savepoint"
         return None
 
+    def _held(self, run: QueryState, waits_for: str | None) -> HeldQuery:
+        with self._registries.lock:
+            hosts = self._registries.hosts.nodes_of_session(run.registration.session_id)
+        untold = tuple(host_id for host_id in hosts if run.last_exchange and not run.rewriting.is_clean(host_id))
+        return HeldQuery(run.registration, run.manifests.epoch, run.versions.completed, waits_for, untold)
 
-def _held(run: QueryState, waits_for: str | None) -> HeldQuery:
-    return HeldQuery(run.registration, run.manifests.epoch, run.versions.completed, waits_for)
+
+def _worked_on(run: QueryState, hold: Hold | None) -> str | None:
+    """Return which batch is under way though the run is held; None if none is, so that nothing is written."""
+    first = None if hold is None else hold.batch_id
+    if first is None:
+        return "the batches, which are not held"
+    is_quiet = run.versions.completed == max(run.versions.chain, default=-1) == first
+    return None if is_quiet else f"batch {first - 1}"

@@ -268,6 +268,8 @@ class QueryState:
         if self.commits.has_begun(versions.completed):
             self._begun_before = versions.completed
         versions.carry_snapshots()
+        if self.last_exchange:
+            self.rewriting.exchanged(self._clock())  # an earlier coordinator may not have told all hosts
         self.announce()
         hold = self.manifests.savepoints.hold_of(self.run_id) if was_known else None
         if hold is not None:
@@ -435,12 +437,18 @@ class QueryState:
         has_begun = self.batch.highest_opened >= completed or self._begun_before == completed
         return completed + 1 if has_begun else completed
 
+    @property
+    def last_exchange(self) -> str:
+        """Return the path of the record of the last exchange of files, "" if there is none that still counts."""
+        return self.manifests.rewritten[-1] if self.manifests.rewritten else ""
+
     def adopt_rewritten(self, path: str, record: RewrittenFiles) -> None:
         """Exchange files of the kept versions for those that a record names; the completed version is the newest one.
 
         From then on a partition whose files were exchanged has another head: hosts load it again.
         """
         self._writer.adopt(path, record)
+        self.versions.plan_anew()
         self.files.list_again()
         self.announce()
 
@@ -476,12 +484,14 @@ class QueryState:
         """Prepare the announcements of the completed version: for each host the heads of its own partitions."""
         assignment, completed = self.assignment.current, self.versions.completed
         of_host = {} if assignment is None else assignment.of_host
+        rewritten = self.last_exchange
         by_host = {
-            h: Completed(self.run_id, completed, self.versions.heads(completed, tasks)) for h, tasks in of_host.items()
+            h: Completed(self.run_id, completed, self.versions.heads(completed, tasks), rewritten=rewritten)
+            for h, tasks in of_host.items()
         }
         # In this order: readers without the lock look at ``_announced`` first.
         self._announced_by_host = by_host
-        self._announced = Completed(self.run_id, completed, {})
+        self._announced = Completed(self.run_id, completed, {}, rewritten=rewritten)
 
     def announcement(self, host_id: str) -> Completed | None:
         """Return the announcement of the completed version for a host; None while the run is being registered.

@@ -191,6 +191,10 @@ class QueryVersions:
         if completed is not None:
             self.completed = completed
 
+    def plan_anew(self) -> None:
+        """Forget the planned retention: the snapshots that it relies on have been exchanged."""
+        self.planned = None
+
     def record_retention(self) -> None:
         """Take note that the planned retention is in a durable manifest."""
         self.recorded = self.planned

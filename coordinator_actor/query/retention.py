@@ -29,6 +29,8 @@ def remove_garbage(run: QueryState, now: float) -> list[str]:
     Raises ``RetiredRunError`` if the run is over, ``FencedError`` if another coordinator has taken over.
     """
     storage, versions, files = run.manifests.storage, run.versions, run.files
+    if run.rewriting.at(now) is not None:
+        return []
     if files.is_listing_due:
         run.looked_up.look(now, run.lock)
     files.look(storage, versions.completed)
@@ -43,7 +45,7 @@ def remove_garbage(run: QueryState, now: float) -> list[str]:
             run.registration.min_versions_to_retain, lambda s: files.is_whole(s, descriptors.get(s.file.path))
         )
         recorded, unnamed = versions.recorded, [s for found in versions.unnamed.values() for s in found]
-        if recorded is None or recorded.oldest == 0:
+        if recorded is None or recorded.oldest == 0 or run.rewriting.at(now) is not None:
             return []
         in_use = run.files_in_use.directories(versions.layouts, now)
         oldest_in_use = run.files_in_use.oldest(now)

@@ -15,21 +15,20 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from msgspec import Struct, structs
 
 from backends.encoding.operator_schema import OperatorSchema
-from backends.exceptions import StateStoreError, VersionNotFoundError
+from backends.exceptions import VersionNotFoundError
 from backends.formats.changelog_group import GROUPS
 from backends.storage.checkpoint_storage import CheckpointStorage, OpenStorage
 from coordinator_actor.checkpoints.checkpoint_id import CheckpointIDCounter
 from coordinator_actor.durable.audit_log import AuditLog, AuditRecord
 from coordinator_actor.durable.manifests import ManifestLog
 from coordinator_actor.durable.rewritten_files import RewrittenFiles, new_path
-from coordinator_actor.exceptions import CoordinatorError, InvalidRequestError
+from coordinator_actor.exceptions import InvalidRequestError, UnknownQueryError
 from coordinator_actor.messages import HeldQuery
 from coordinator_actor.port import CoordinatorPort
 from coordinator_actor.reading.stored_files import stored_files
@@ -44,6 +43,8 @@ HOLD_SECONDS = 20.0
 """So long a query waits for whoever holds its batches and does not say so again."""
 RENEW_SECONDS = 5.0
 POLL_SECONDS = 0.05
+UNKNOWN_SECONDS = 15.0
+"""A query that a coordinator has not heard of for so long has ended."""
 ATTEMPTS = 3
 """So often files are written anew if the query has gone on: its coordinator may have been replaced."""
 KeysOf = Callable[[OperatorSchema, int], ForgottenKeys]
@@ -127,58 +128,95 @@ def forget_in_running(port: CoordinatorPort, query: str, request: Request) -> Fo
     Most files are written anew beside the stream. Then its next batch waits while the last ones are, and all are
     exchanged. Raises as ``forget_in_storage`` does, and ``InvalidRequestError`` if the query stops with a savepoint.
     """
-    holder = f"{WHAT} of {_caller()} ({uuid.uuid4().hex[:8]})"
-    registration = port.hold_query(query, holder, 0).registration
-    options = dict(registration.storage_options)
-    work = _Work(StatePlace(registration.checkpoint_location, registration.state_location, options), request)
-    work.rewrite(work.look())
-    for attempt in range(ATTEMPTS):
-        with _held(port, query, holder, request.say) as held:
+    with _Holding(port, query) as holding:
+        registration = holding.held.registration
+        options = dict(registration.storage_options)
+        work = _Work(StatePlace(registration.checkpoint_location, registration.state_location, options), request)
+        work.rewrite(work.look())
+        for attempt in range(ATTEMPTS):
+            held = holding.hold_batches(request.say)
             versions = work.look()
             manifests = ManifestLog(work.storage, "reader")
+            path, listed = work.write(versions, manifests)
             try:
-                path, listed = work.write(versions, manifests)
-                work.adopted(port, held, holder, path)
+                work.adopted(port, held, holding.holder, path)
             except InvalidRequestError as error:
                 if attempt + 1 == ATTEMPTS:
                     raise
                 request.say(f"begins again: {error}")
-                continue
-            return work.finish(versions, listed)
-    raise AssertionError("the last attempt returns or raises")
+            else:
+                report = work.finish(versions, listed)
+                break
+    await_hosts(port, query, request.say)
+    return report
 
 
-@contextmanager
-def _held(port: CoordinatorPort, query: str, holder: str, say: Callable[[str], None]) -> Iterator[HeldQuery]:
-    """Let the batches of a query wait, from the moment on at which the one under way is done."""
-    held = port.hold_query(query, holder, HOLD_SECONDS)
-    ended = threading.Event()
+def await_hosts(port: CoordinatorPort, query: str, say: Callable[[str], None] = log.info) -> None:
+    """Wait until no host answers from the old files any more; a host that is silent loses its lease."""
+    told: tuple[str, ...] = ()
+    unknown_since: float | None = None
+    while True:
+        try:
+            untold = port.hold_query(query, WHAT, 0).untold
+            unknown_since = None
+        except UnknownQueryError:
+            # It has ended, and is not answered on; or the coordinator was restarted and has yet to hear of the query.
+            unknown_since = time.monotonic() if unknown_since is None else unknown_since
+            if time.monotonic() > unknown_since + UNKNOWN_SECONDS:
+                return
+            time.sleep(POLL_SECONDS)
+            continue
+        if not untold:
+            return
+        if untold != told:
+            say(f"waits for {len(untold)} hosts to load what has changed")
+        told = untold
+        time.sleep(POLL_SECONDS)
 
-    def renew() -> None:
-        while not ended.wait(RENEW_SECONDS):
-            try:
-                port.hold_query(query, holder, HOLD_SECONDS)
-            except (CoordinatorError, StateStoreError) as error:
-                log.warning("The hold of %s is not renewed: %s", query, error)  # adopting the files will be refused
 
-    renewing = threading.Thread(target=renew, name="statestore-hold", daemon=True)
-    renewing.start()
-    try:
-        told = None
-        while held.waits_for is not None:
+class _Holding:
+    """The hold of a query, renewed by a thread for as long as a ``with`` lasts. Its batches wait from a call on."""
+
+    def __init__(self, port: CoordinatorPort, query: str) -> None:
+        self.holder = f"{WHAT} of {_caller()} ({uuid.uuid4().hex[:8]})"
+        self._port = port
+        self._query = query
+        self._holds_batches = False
+        self._ended = threading.Event()
+        self.held = self._renewed()
+        self._renewing = threading.Thread(target=self._renew, name="statestore-hold", daemon=True)
+
+    def __enter__(self) -> _Holding:
+        self._renewing.start()
+        return self
+
+    def hold_batches(self, say: Callable[[str], None]) -> HeldQuery:
+        """Let the batches wait, and return when nothing is under way: copies of the state, then the last batch."""
+        self._holds_batches, told = True, None
+        while (held := self._renewed()).waits_for is not None:
             if held.waits_for != told:
                 say(f"waits for {held.waits_for}")
             told = held.waits_for
             time.sleep(POLL_SECONDS)
-            held = port.hold_query(query, holder, HOLD_SECONDS)
-        yield held
-    finally:
-        ended.set()
-        renewing.join()
+        return held
+
+    def _renewed(self) -> HeldQuery:
+        return self._port.hold_query(self._query, self.holder, HOLD_SECONDS, batches=self._holds_batches)
+
+    def _renew(self) -> None:
+        while not self._ended.wait(RENEW_SECONDS):
+            try:
+                self._renewed()
+            except Exception:  # without the hold, the exchange is refused, and says why
+                log.warning("The hold of %s is not renewed", self._query, exc_info=True)
+
+    def __exit__(self, *error: object) -> None:
+        self._ended.set()
+        self._renewing.join()
         try:
-            port.hold_query(query, holder, 0)
-        except (CoordinatorError, StateStoreError) as error:
-            log.warning("%s goes on in at most %.0f s: its hold could not be ended: %s", query, HOLD_SECONDS, error)
+            self._port.hold_query(self._query, self.holder, 0)
+        except Exception:  # it ends by itself
+            log.warning("%s goes on in %.0f s: its hold was not ended", self._query, HOLD_SECONDS, exc_info=True)
 
 
 class _Work:
@@ -235,7 +273,7 @@ class _Work:
             port.adopt_rewritten(held.registration.run_id, holder, held.epoch, path)
         except InvalidRequestError:
             raise
-        except (CoordinatorError, StateStoreError):
+        except Exception:
             manifests = ManifestLog(self.storage, "reader")
             manifests.refresh()
             newest = manifests.head()

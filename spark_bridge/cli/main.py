@@ -17,7 +17,7 @@ from spark_bridge.cli.cluster import token as token_cli
 from spark_bridge.cli.cluster import ui as ui_cli
 from spark_bridge.cli.doctor import command as doctor
 from spark_bridge.cli.jobs import run as run_cli
-from spark_bridge.cli.state import change_commands, state_commands, storage_commands
+from spark_bridge.cli.state import change_commands, state_commands, storage_commands, surgery_commands
 from spark_bridge.cli.state import checkpoint as checkpoint_cli
 from spark_bridge.cli.state import savepoint as savepoint_cli
 
@@ -53,6 +53,8 @@ for command in (
     change_commands.diff,
     storage_commands.files,
     storage_commands.verify,
+    surgery_commands.forget,
+    surgery_commands.audit,
     top.top,
     logs.logs,
     doctor.doctor,

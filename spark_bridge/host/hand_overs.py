@@ -61,7 +61,7 @@ class HandOvers:
                 versions = {p: self._loading.warm_version(order.registration, operator, p) for p in heads}
                 known = {p: version for p, version in versions.items() if version is not None}
                 warm.setdefault(order.registration.run_id, {})[operator] = known
-        return HandOver(number, warm, giving)
+        return HandOver(number, warm, giving, self._loading.exchanged())
 
     def follow(self, number: int, orders: HostOrders) -> None:
         """Carry out the answer to the heartbeat of that number. Waits for no load."""

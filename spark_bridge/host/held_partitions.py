@@ -32,6 +32,7 @@ class HeldPartitions:
         self._completed = completed
         self._ended_run_hooks: list[Callable[[str | None], None]] = []
         self._exchange_hooks: list[Callable[[str], None]] = []
+        self._exchanged: dict[str, str] = {}
 
     def instance(self, run_id: str, operator: str, partition: int) -> Instance | None:
         """Return a partition as it is loaded here, if it is."""
@@ -49,6 +50,11 @@ class HeldPartitions:
     def of_run(self, run_id: str, operator: str | None = None) -> list[Instance]:
         """Return the loaded partitions of a run, of one operator or of all."""
         return [i for i in self.all() if i.registration.run_id == run_id and operator in (None, i.operator)]
+
+    def holds(self, instance: Instance) -> bool:
+        """Return whether this is the instance that is found."""
+        with self.lock:
+            return self.instances.get(instance.key) is instance
 
     def put(self, instance: Instance) -> None:
         """Let a loaded partition be found."""
@@ -90,6 +96,7 @@ class HeldPartitions:
         with self.lock:
             self.registrations.pop(run_id, None)
             self._opened.pop(run_id, None)
+            self._exchanged.pop(run_id, None)
 
     def report(self) -> HostReport:
         """Return what a coordinator that starts anew must know from this host."""
@@ -120,6 +127,17 @@ class HeldPartitions:
         """Call the hooks of ``on_files_exchanged``."""
         for hook in self._exchange_hooks:
             hook(run_id)
+
+    def note_exchanged(self, run_id: str, exchange: str) -> None:
+        """Note that nothing of a run from before an exchange of files is held here any more."""
+        with self.lock:
+            if run_id in self.registrations:
+                self._exchanged[run_id] = exchange
+
+    def exchanged(self) -> dict[str, str]:
+        """Return the last exchange of each run of which nothing from before it is held, for the heartbeat."""
+        with self.lock:
+            return dict(self._exchanged)
 
     def on_run_ended(self, hook: Callable[[str | None], None]) -> None:
         """Have ``hook`` called with the id of each run that is over here, and with None when the host closes."""

@@ -391,6 +391,10 @@ class PartitionLoading:
         log.info("Loaded version %d of %s in %.0f ms", grant.version, instance, milliseconds)
         return True
 
+    def exchanged(self) -> dict[str, str]:
+        """Return the last exchange of files of each run of which nothing from before it is held here."""
+        return self._held.exchanged()
+
     def lock_of(self, key: InstanceKey) -> threading.Lock:
         """Return the loading lock of a partition."""
         with self._held.lock:
@@ -416,18 +420,24 @@ class PartitionLoading:
         Readers see the version in all partitions at once, before it is applied.
         """
         self._completed.note(completed)
+        known = self._held.exchanged().get(completed.run_id, "")
+        if completed.rewritten != known:
+            self._held.tell_exchanged(completed.run_id)
+        is_clean = True
         for instance in self._held.of_run(completed.run_id):
             owned = completed.heads.get(instance.operator)
             if owned is None or instance.state.version > completed.version:
+                is_clean &= owned is not None
                 continue
             head = owned.get(instance.partition)
             if instance.state.version == completed.version:
-                if head not in (None, instance.state.head):
+                if instance.state.head != head and (head is not None or completed.rewritten != known):
                     # The files of the version were exchanged: what they do not have must be gone here as well.
-                    self._held.tell_exchanged(completed.run_id)
                     self.unload(instance, waits=False)
+                    is_clean &= not self._held.holds(instance)
                 continue
             if not instance.commit_lock.acquire(blocking=False):
+                is_clean = False
                 continue  # a commit is under way, which may wait for long; the next heartbeat brings this again
             try:
                 stale = head is None or not _complete(instance, completed.version, head)
@@ -440,6 +450,10 @@ class PartitionLoading:
                 # incarnation of this one. If the partition is still this host's, the next open loads it; or it is
                 # loading it now, and what was loaded must stay.
                 self.unload(instance, waits=False)
+            # Changes on top of files that were exchanged are none that the coordinator has accepted.
+            is_clean &= not stale or not self._held.holds(instance)
+        if is_clean:
+            self._held.note_exchanged(completed.run_id, completed.rewritten)
 
     # -- unloading -----------------------------------------------------------------------------
 

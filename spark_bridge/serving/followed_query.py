@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 class FollowedQuery:
     """Keeps what is served at the last completed version of a query. One thread looks every ``interval`` seconds.
 
-    A look takes three listings of storage and the manifests that are new. ``look_up`` returns the query as storage has
+    A look takes four listings of storage and the manifests that are new. ``look_up`` returns the query as storage has
     it now: another run, with other operators perhaps, once the query has been started again. ``serve`` begins to serve
     that run in place of the last one.
     """

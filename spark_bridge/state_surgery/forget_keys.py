@@ -12,7 +12,13 @@ from coordinator_actor.durable.manifests import ManifestLog
 from coordinator_actor.messages import RunningOperator
 from coordinator_actor.port import CoordinatorPort
 from coordinator_actor.reading.stored_versions import StatePlace, find_state
-from coordinator_actor.surgery.forgetting import ForgottenReport, Request, forget_in_running, forget_in_storage
+from coordinator_actor.surgery.forgetting import (
+    ForgottenReport,
+    Request,
+    await_hosts,
+    forget_in_running,
+    forget_in_storage,
+)
 from spark_bridge.exceptions import SessionError
 from spark_bridge.session.current import current_cluster
 from spark_bridge.state_surgery.keys_to_forget import keys_to_forget
@@ -72,6 +78,7 @@ def forget_keys(
     for run_id in {o.run_id for o in served}:
         assert port is not None
         port.take_up_versions(run_id)  # an ended query is answered on, from the files as they are now
+        await_hosts(port, run_id, say)
     return report
 
 

@@ -17,6 +17,8 @@ from spark_bridge.state_format.windowed_keys import window_of
 def keys_to_forget(operator: str, schema: OperatorSchema, num_groups: int, keys: Any) -> ForgottenKeys:
     """Return the rows of these keys. A window is no part of a key: all windows of a key go.
 
+    ``keys`` may be a function that makes them from the schema of the key's columns, for who has only their texts.
+
     Raises ``UnknownKeyOrNamespaceError`` for values that cannot be a key, ``InvalidStateStoreArgument`` for no keys,
     and for an operator whose only key is a window.
     """
@@ -29,7 +31,7 @@ def keys_to_forget(operator: str, schema: OperatorSchema, num_groups: int, keys:
             f"Operator {operator!r} has no key but its window, so none of its rows is of somebody: nothing was changed."
         )
     codec = KeyCodec(operator, given, names_in_order(given, schema.key_columns), num_groups)
-    columns = codec.columns(keys).select(given.names)
+    columns = codec.columns(keys(codec.schema) if callable(keys) else keys).select(given.names)
     if not columns.num_rows:
         raise InvalidStateStoreArgument("keys= is empty: nothing was changed. Give at least one key.")
     columns = pa.RecordBatch.from_arrays(columns.columns, schema=given.remove_metadata())

@@ -24,6 +24,7 @@ from backends.formats.sealed import unseal
 from backends.formats.snapshot import SnapshotDescriptor
 from backends.storage.checkpoint_storage import digest
 from coordinator_actor.durable.manifests import manifest_path
+from coordinator_actor.durable.rewritten_files import RewrittenFiles
 from coordinator_actor.messages import Acknowledge
 from tests.simulation.scheduler import Violation
 from tests.simulation.storage import content_of
@@ -98,6 +99,8 @@ class Model:
     committed: list[Plan] = field(default_factory=list)
     seen: dict[tuple[str, bytes], set[bytes | None]] = field(default_factory=dict)
     manifests: dict[int, Manifest] = field(default_factory=dict)
+    records: dict[str, RewrittenFiles] = field(default_factory=dict)
+    """Which files stand in the place of others, by the paths of the records."""
     plan_of_manifest: dict[int, Plan] = field(default_factory=dict)
     attempts: dict[int, dict[tuple[str, bytes], str]] = field(default_factory=dict)
     """By manifest: whose value each key has."""
@@ -178,8 +181,22 @@ class Model:
         return max(self.manifests.values(), key=_EPOCH_AND_ID, default=None)
 
     def chain(self) -> dict[int, Manifest]:
-        """From the head along its parents."""
-        return chains.walk(self.head(), self.manifests.get, str)
+        """From the head along its parents, with the files that count."""
+        head = self.head()
+        if head is None:
+            return {}
+
+        def manifest(manifest_id: int) -> Manifest | None:
+            found = self.manifests.get(manifest_id)
+            return None if found is None else self.as_rewritten(found, head)
+
+        return chains.walk(self.as_rewritten(head, head), manifest, str)
+
+    def as_rewritten(self, manifest: Manifest, head: Manifest) -> Manifest:
+        """What a manifest means where ``head`` is the newest one."""
+        for path in head.rewritten:
+            manifest = self.records[path].of(manifest)
+        return manifest
 
     def manifest_written(self, data: bytes, files: dict[str, bytes]) -> None:
         """A manifest is durable: does it make one version out of the right files?"""
@@ -202,6 +219,7 @@ class Model:
                         self.attempts[manifest.id][(operator, key)] = entry.attempt
             return
         earlier = self.manifests.get(manifest.parent) if manifest.parent is not None else None
+        earlier = None if earlier is None else self.as_rewritten(earlier, manifest)
         if (earlier.version if earlier is not None else 0) != manifest.version - 1:
             raise Violation(f"Manifest {manifest.id} makes version {manifest.version} out of {manifest.parent}.")
         plans = set()

@@ -18,6 +18,7 @@ from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
+from backends.tracing import spans
 from tests.simulation import scheduler as scheduling
 from tests.simulation.scheduler import Killed, Task
 
@@ -503,6 +504,7 @@ def installed(replacements: dict[tuple[str, str], Any]) -> Iterator[None]:
     by_value: list[tuple[Any, Any]] = [
         (threading, THREADING),
         (ThreadPoolExecutor, Pool),
+        (spans.Pool, Pool),
         (futures.Future, Future),
         (futures.wait, wait),
         (real_uuid, _Uuid),

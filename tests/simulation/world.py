@@ -21,9 +21,11 @@ from backends.encoding.schema import StateSchema
 from backends.exceptions import DamagedFileError, MissingFileError
 from backends.formats.changelog_group import GROUPS
 from backends.formats.file_names import partition_directory, version_in
+from backends.formats.sealed import unseal
 from backends.partition.partition_state import open_partition
 from coordinator_actor.coordinator import Coordinator
 from coordinator_actor.durable.fencing import FENCE
+from coordinator_actor.durable.rewritten_files import REWRITTEN, RewrittenFiles
 from coordinator_actor.exceptions import IncompleteBatchError, InvalidRequestError
 from coordinator_actor.messages import Acknowledged, HostInfo, HostReport
 from coordinator_actor.query.files_in_use import BUSY_SECONDS
@@ -33,6 +35,7 @@ from tests.simulation import engine, model, threads
 from tests.simulation import scheduler as scheduling
 from tests.simulation.cluster import Cluster, LocalLocks, Session
 from tests.simulation.driver import ANSWERED_ON, KEEP, HostClient, PerProcess, Query, QueryFailedError
+from tests.simulation.forgetting import Forgetful
 from tests.simulation.model import Model
 from tests.simulation.network import Network
 from tests.simulation.readers import LookingUpQuery, QueryClient
@@ -130,6 +133,7 @@ class World:
         self.clusters: list[Cluster] = []
         self.sessions: list[Session] = []
         self.num_clients = 1
+        self.forgetful = Forgetful(self) if seed % 4 == 3 and not self.is_calm else None
         self.only: list[Callable[[], None]] = []
         """What goes wrong, if it is this alone."""
         self._going_back = False
@@ -154,6 +158,8 @@ class World:
             s.spawn(self.outside, QueryClient(self).run, "query client")
         if not self.is_calm:  # a version that a batch looks up again may have to be loaded
             s.spawn(self.outside, LookingUpQuery(self).run, "a query that looks up")
+        if self.forgetful is not None:
+            s.spawn(self.outside, self.forgetful.run, "somebody forgetful")
         s.spawn(self.outside, self._trouble, "trouble")
 
     def start_session(self) -> Session:
@@ -371,6 +377,9 @@ class World:
                     return
                 files = {**self.disk.directory(location, "operators"), **self.disk.directory(location, GROUPS)}
                 stream.model.manifest_written(data, files)
+            elif path.startswith(f"{REWRITTEN}/"):
+                record = unseal(self.disk.directory(location, path)[path], RewrittenFiles, path)
+                stream.model.records[path] = record
             elif path.startswith("epochs/"):
                 stream.model.epoch = max(stream.model.epoch, int(path.split("/")[1].split(".", maxsplit=1)[0]))
         elif path.startswith("commits/"):

@@ -24,7 +24,9 @@ from spark_bridge.queryable.protocol.messages import At, LookupRequest, ScanRequ
 from spark_bridge.queryable.reads.host_reads import HostReads
 from spark_bridge.serving.followed_query import FollowedQuery
 from spark_bridge.state_data.stored_query import query_in_storage
+from spark_bridge.state_surgery.forget_keys import forget_keys
 from tests.spark_bridge.queryable.client_world import KEYS, Cluster, G
+from tests.spark_bridge.state_surgery.heard_port import Port
 
 USERS = 40
 
@@ -192,3 +194,19 @@ def test_a_commit_whose_manifest_is_missing_is_not_put_together_by_who_only_read
     assert follower.c.batch_committed("run1", 1) is False
     follower.look()
     assert files(query) == before and follower.version() == 1
+
+
+def test_forgotten_keys_are_forgotten_without_a_new_version(query: Cluster) -> None:
+    batch(query)
+    follower = Follower(query)
+    try:
+        version = follower.version()
+        port = Port(query)
+        forget_keys("name", "totals", [7], coordinator=port)  # type: ignore[arg-type]
+        follower.look()
+        run = follower.c.locate("totals").run_id
+        answer = follower.reads.scan(ScanRequest(run, "totals", at=At("completed")))
+        users = [row["user"] for rows in answer.batches for row in rows.to_pylist()]
+        assert answer.version == version and sorted(users) == [user for user in range(USERS) if user != 7]
+    finally:
+        follower.host.close()

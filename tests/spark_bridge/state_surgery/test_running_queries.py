@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from backends.exceptions import StorageError
+from backends.formats.changelog import Changes
+from coordinator_actor.durable.manifests import ManifestLog
+from coordinator_actor.durable.rewritten_files import RewrittenFiles
 from coordinator_actor.exceptions import BatchHeldError, InvalidRequestError
-from coordinator_actor.query.files_in_use import BUSY_SECONDS
+from coordinator_actor.query.files_in_use import BUSY_SECONDS, UPLOAD
+from coordinator_actor.query.query_state import RECORDS_EVERY
 from coordinator_actor.reading.stored_versions import StateVersions, find_state
 from coordinator_actor.surgery import forgetting
 from spark_bridge.state_data.state_tables import state_table
@@ -21,45 +27,58 @@ from spark_bridge.transport.protocol import TaskIdentity
 from tests.patience import PATIENCE
 from tests.spark_bridge.queryable.client_world import Cluster
 from tests.spark_bridge.queryable.memory_reads import eventually
+from tests.spark_bridge.state_surgery.heard_port import Port
 from tests.spark_bridge.state_surgery.traces import files_with
 
 SECRET = "xK3vP9qL2mZ8wR5tY7uB"
 OTHER = "aQ4sD6fG1hJ0kX2cV8bN"
 
 
-class Port:
-    """The way to the coordinator; ``before`` and ``after`` are done around a message."""
+class Grouping(Cluster):
+    """A cluster whose tasks of a batch commit at once, so that their changelogs go into one object."""
 
-    def __init__(self, cluster: Cluster) -> None:
-        self._cluster = cluster
-        self.before: dict[str, Callable[[], None]] = {}
-        self.after: dict[str, Callable[[], None]] = {}
+    def __init__(self, root: Path, **more: Any) -> None:
+        self.tasks: list[tuple[int, Changes]] = []
+        super().__init__(root, partitions=8, **more)
 
-    def __getattr__(self, name: str) -> Any:
-        def send(*args: Any, **kwargs: Any) -> Any:
-            self.before.pop(name, lambda: None)()
-            answer = getattr(self._cluster.c, name)(*args, **kwargs)
-            self.after.pop(name, lambda: None)()
-            return answer
-
-        return send
+    def _run_task(self, p: int, batch: int, changes: Changes) -> None:
+        self.tasks.append((p, changes))
+        if len(self.tasks) < self.partitions:
+            return
+        commits = []
+        for partition, own in self.tasks:
+            task = TaskIdentity(self.run, "totals", partition, batch, f"{partition}", f"{self.run}-{batch}")
+            (host,) = [h.host for h in self.hosts if h.host.open(task).redirect is None]
+            commits.append(partial(host.commit, task, own, {}))
+        with ThreadPoolExecutor(len(commits)) as pool:
+            for done in [pool.submit(commit) for commit in commits]:
+                done.result()
+        self.tasks = []
 
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    made = Cluster(tmp_path)
+    made = Grouping(tmp_path)
     yield made
     made.close()
 
 
-def worked(cluster: Cluster) -> None:
-    """Some versions, with snapshots of several partitions in one object, that have a secret of user 1."""
-    cluster.batch({1: (1, SECRET), 2: (1, OTHER), 3: (1, "c"), 4: (1, "d"), 5: (1, "e")})
+def snapshots(cluster: Cluster) -> None:
     for h in cluster.hosts:
         for upload in h.host.maintenance.do_maintenance():
             upload.result()
-    cluster.batch({1: (2, SECRET), 2: (2, OTHER), 6: (1, "f")})
-    cluster.batch({2: (3, OTHER), 7: (1, "g")})
+
+
+def worked(cluster: Cluster) -> None:
+    """Some versions that have a secret of user 1; changelogs and snapshots of several partitions are in one object."""
+    cluster.batch({1: (1, SECRET), 2: (1, OTHER), 3: (1, "c"), 4: (1, "d"), 5: (1, "e")})
+    snapshots(cluster)
+    for n in range(2, 6):
+        cluster.batch({1: (n, SECRET), 2: (n, OTHER), 6: (1, "f")})
+    snapshots(cluster)
+    cluster.batch({2: (6, OTHER), 7: (1, "g")})
+    together = {path.suffix for path in (cluster.root / "ck/statestore/groups").iterdir()}
+    assert together == {".changelogs", ".snapshots"}
 
 
 def ck(cluster: Cluster) -> str:
@@ -67,7 +86,7 @@ def ck(cluster: Cluster) -> str:
 
 
 def forget(cluster: Cluster, port: Any = None, **more: Any) -> Any:
-    return forget_keys("name", "totals", [1], coordinator=port or cluster.port, **more)
+    return forget_keys("name", "totals", [1], coordinator=port or Port(cluster), **more)
 
 
 def check_forgotten(cluster: Cluster) -> None:
@@ -77,8 +96,6 @@ def check_forgotten(cluster: Cluster) -> None:
     for version in there[1:]:
         users = state_table(ck(cluster), "totals", version=version)["user"].to_pylist()
         assert 1 not in users and 2 in users, version
-    for h in cluster.hosts:
-        h.host.heartbeat()
     client = cluster.client()
     for version in (None, 1, there[-1]):
         found = [client.get("totals", user, version=version) for user in (1, 2)]
@@ -93,12 +110,13 @@ def test_answers_versions_and_files_forget_and_the_query_goes_on(cluster):
 
     report = forget(cluster)
 
-    assert (report.keys, report.version) == (1, 3)
+    assert (report.keys, report.version) == (1, 6)
     check_forgotten(cluster)
-    cluster.batch({2: (4, OTHER), 8: (1, "h")})
+    cluster.batch({2: (7, OTHER), 8: (1, "h")})
     cluster.remove_old_versions()
+    check_forgotten(cluster)
     cluster.batch({1: (9, "anew")})
-    assert client.get("totals", 1) == {"n": 9, "name": "anew"} and client.get("totals", 2)["n"] == 4
+    assert client.get("totals", 1) == {"n": 9, "name": "anew"} and client.get("totals", 2)["n"] == 7
     cluster.replace_coordinator()
     cluster.start("run2")
     cluster.batch({2: (5, OTHER)})
@@ -111,7 +129,7 @@ def test_a_batch_under_way_is_waited_for_and_the_next_one_waits(cluster, monkeyp
     port, steps, held = Port(cluster), [], threading.Event()
     batch = cluster.version
     cluster.world.plan_spark(batch)
-    tasks = [TaskIdentity("run1", "totals", p, batch, f"a{p}", "t") for p in range(4)]
+    tasks = [TaskIdentity("run1", "totals", p, batch, f"a{p}", "t") for p in range(cluster.partitions)]
     for task in tasks:
         for h in cluster.hosts:
             h.host.open(task)
@@ -125,7 +143,7 @@ def test_a_batch_under_way_is_waited_for_and_the_next_one_waits(cluster, monkeyp
     port.before["adopt_rewritten"] = next_batch_waits
     thread = threading.Thread(target=forget, args=(cluster, port), kwargs={"progress": steps.append})
     thread.start()
-    eventually(lambda: any("waits for batch 3" in step for step in steps))
+    eventually(lambda: any("waits for batch 6" in step for step in steps))
     cluster.batch({1: (3, SECRET), 2: (9, OTHER)})
     thread.join(PATIENCE)
     assert held.is_set() and not thread.is_alive()
@@ -138,12 +156,7 @@ def test_no_snapshot_is_taken_meanwhile_and_that_is_no_problem(cluster, caplog):
     worked(cluster)
     port = Port(cluster)
 
-    def maintain() -> None:
-        for h in cluster.hosts:
-            for upload in h.host.maintenance.do_maintenance():
-                upload.result()
-
-    port.before["adopt_rewritten"] = maintain
+    port.before["adopt_rewritten"] = lambda: snapshots(cluster)
     with caplog.at_level(logging.WARNING):
         forget(cluster, port)
     assert not caplog.records
@@ -177,14 +190,14 @@ def test_an_answer_that_is_lost_is_looked_up(cluster):
     port.before["adopt_rewritten"] = lost
     with pytest.raises(StorageError, match="is lost"):
         forget_keys("name", "totals", [2], coordinator=port)
-    assert cluster.client().get("totals", 2)["n"] == 3, "nothing was changed"
+    assert cluster.client().get("totals", 2)["n"] == 6, "nothing was changed"
     cluster.batch({3: (4, OTHER)})
 
 
 def test_a_holder_that_dies_holds_nobody_up_for_long_and_changes_nothing(cluster):
     worked(cluster)
-    holder = cluster.c.hold_query("name", "somebody", forgetting.HOLD_SECONDS)
-    assert (holder.waits_for, holder.version) == (None, 3)
+    holder = cluster.c.hold_query("name", "somebody", forgetting.HOLD_SECONDS, batches=True)
+    assert (holder.waits_for, holder.version) == (None, 6)
     with pytest.raises(InvalidRequestError, match="written anew by somebody already"):
         forget(cluster)
     with pytest.raises(BatchHeldError):
@@ -195,7 +208,7 @@ def test_a_holder_that_dies_holds_nobody_up_for_long_and_changes_nothing(cluster
     cluster.batch({2: (4, "b")})
     with pytest.raises(InvalidRequestError, match="has gone on"):
         cluster.c.adopt_rewritten("run1", "somebody", holder.epoch, written_record(cluster))
-    assert cluster.client().get("totals", 1)["n"] == 2
+    assert cluster.client().get("totals", 1)["n"] == 5
 
 
 def written_record(cluster: Cluster) -> str:
@@ -212,6 +225,54 @@ def written_record(cluster: Cluster) -> str:
     return paths[-1]
 
 
+def test_uploads_and_reports_that_are_under_way_are_waited_for(cluster):
+    worked(cluster)
+    cluster.c.lineage("run1", "totals", 0, 6, UPLOAD)
+    held = cluster.c.hold_query("name", "me", forgetting.HOLD_SECONDS, batches=True)
+    assert held.waits_for is not None and held.waits_for.startswith("uploads of snapshots")
+    with pytest.raises(BatchHeldError):
+        cluster.c.lineage("run1", "totals", 1, 6, UPLOAD)
+    cluster.c.release_files("run1", "totals", 0, UPLOAD)
+    assert cluster.c.hold_query("name", "me", forgetting.HOLD_SECONDS, batches=True).waits_for is None
+    assert cluster.c.hold_query("name", "me", 0).waits_for == "nobody holds the query"
+    cluster.c.lineage("run1", "totals", 1, 6, UPLOAD)
+
+
+def test_files_that_were_written_for_another_coordinator_are_not_exchanged(cluster):
+    worked(cluster)
+    held = cluster.c.hold_query("name", "me", forgetting.HOLD_SECONDS, batches=True)
+    manifests = ManifestLog(cluster.world.storage(f"{ck(cluster)}/statestore", {}), "me")
+    manifests.put_record("rewritten/6-a.json", RewrittenFiles(6, {}, {}))
+    cluster.replace_coordinator()
+    cluster.world.now += BUSY_SECONDS + 1
+    anew = cluster.c.hold_query("name", "me", forgetting.HOLD_SECONDS, batches=True)
+    assert (anew.waits_for, anew.version, anew.epoch) == (None, held.version, held.epoch + 1)
+    with pytest.raises(InvalidRequestError, match=f"epoch {anew.epoch}. since its files up to version 6"):
+        cluster.c.adopt_rewritten("run1", "me", held.epoch, "rewritten/6-a.json")
+    cluster.c.adopt_rewritten("run1", "me", anew.epoch, "rewritten/6-a.json")
+    cluster.c.adopt_rewritten("run1", "me", anew.epoch, "rewritten/6-a.json")  # the message may come twice
+
+
+def test_the_record_of_the_exchange_goes_with_the_last_version_that_it_is_about(tmp_path):
+    cluster = Grouping(tmp_path, min_versions_to_retain=2, maintenance_interval=1.0)
+    try:
+        worked(cluster)
+        forget(cluster)
+        records = tmp_path / "ck/statestore/rewritten"
+        assert len(list(records.iterdir())) == 1
+        for n in range(8):
+            cluster.batch({2: (n, OTHER)})
+            cluster.remove_old_versions()
+        for _ in range(RECORDS_EVERY):
+            cluster.world.now += 2
+            cluster.c.maintain()
+        assert StateVersions.look(find_state(ck(cluster))).chain[cluster.version].rewritten == ()
+        assert list(records.iterdir()) == []
+        assert files_with(ck(cluster), SECRET) == []
+    finally:
+        cluster.close()
+
+
 def test_a_query_that_has_ended_and_is_answered_on_forgets(cluster):
     worked(cluster)
     registration = cluster.hosts[0].host.held.registration("run1")
@@ -220,14 +281,14 @@ def test_a_query_that_has_ended_and_is_answered_on_forgets(cluster):
     for h in cluster.hosts:
         h.host.heartbeat()
     client = cluster.client()
-    assert client.get("totals", 1)["n"] == 2
-    forget_keys(ck(cluster), "totals", [1], coordinator=cluster.port)
+    assert client.get("totals", 1)["n"] == 5
+    forget_keys(ck(cluster), "totals", [1], coordinator=Port(cluster))
     check_forgotten(cluster)
 
 
 def test_a_path_of_a_running_query_means_that_query(cluster):
     worked(cluster)
-    forget_keys(ck(cluster), "totals", [1], coordinator=cluster.port)
+    forget_keys(ck(cluster), "totals", [1], coordinator=Port(cluster))
     check_forgotten(cluster)
     cluster.batch({2: (4, OTHER)})  # whose coordinator has not been fenced off
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +12,10 @@ from click.testing import Result
 
 from coordinator_actor.query.checkpoint_history import WRITE_SECONDS
 from spark_bridge.cli.main import app
+from spark_bridge.state_data.state_tables import state_table
 from tests.command_line import CliRunner
 from tests.coordinator_actor.savepoints.savepoint_streams import Stream
+from tests.spark_bridge.state_flows import Flow
 
 Make = Callable[..., Stream]
 
@@ -120,3 +123,23 @@ def test_verify_names_a_damaged_manifest(stream: Make) -> None:
     file.write_bytes(file.read_bytes().replace(b"run1", b"ruin"))
     assert file.name in as_json("verify", location(s), code=1)["error"]
     assert run("verify", location(s) + "x", code=2).stderr
+
+
+def test_keys_are_forgotten_and_the_audit_log_says_so(tmp_path: Path) -> None:
+    flow = Flow(tmp_path)
+    flow.batch({(user, 0): lambda of: of.total.update((1, "x")) for user in ("a", "b", "c", "d")})
+    flow.stop()
+    where, gone = ("--checkpoint", flow.location), tmp_path / "gone.txt"
+    gone.write_text('b,0\n{"user": "c", "shard": 0}\n')
+    assert "Aborted" in run("forget", "op", "a,0", *where, code=1).output
+    assert as_json("audit", flow.location) == []
+    report = as_json("forget", "op", '["a", 0]', "--keys-file", str(gone), "--reference", "no 7", "--yes", *where)
+    assert (report["keys"], report["version"], report["rows"]) == (3, 1, 3)
+    assert state_table(flow.location, "op", "total")["user"].to_pylist() == ["d"]
+    done = as_json("audit", flow.location)[-1]
+    assert (done["what"], done["status"], done["reference"]) == ("forget_keys", "done", "no 7")
+    assert "no 7" in run("audit", flow.location).stdout
+    assert "Done: no version" in run("forget", "op", "d,0", "--yes", *where).stdout
+    assert "give a KEY" in run("forget", "op", "--yes", *where, code=2).output
+    assert "give --query NAME" in run("forget", "op", "a,0", "--yes", code=2).output
+    assert "'x' is no int32" in run("forget", "op", '["a", "x"]', "--yes", *where, code=2).output
