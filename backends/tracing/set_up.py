@@ -27,7 +27,9 @@ _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 _lock = threading.Lock()
 _done: str | None = None
-"""The setting that this process has taken, whether it has come up with it or not."""
+"""The setting by which this process makes spans."""
+_tried: str | None = None
+"""The setting that ``try_set_up`` was given last."""
 
 
 def setting_of_environment() -> str | None:
@@ -62,12 +64,16 @@ def set_up(setting: str | None, who: Mapping[str, str]) -> None:
                     "Tracing goes on as %r says, and not as %r: the first one of a process counts", _done, setting
                 )
             return
-        _done = setting
         _begin(setting, who)
+        _done = setting
 
 
 def try_set_up(setting: str | None, who: Mapping[str, str]) -> None:
-    """Do the same where work must go on without traces: an error is logged, once for each process."""
+    """Do the same where work must go on without traces: an error is logged, once and not for each task of a worker."""
+    global _tried
+    if setting == _tried:
+        return
+    _tried = setting
     try:
         set_up(setting, who)
     except Exception:  # the work of the process goes on

@@ -134,13 +134,13 @@ def carried(work: Callable[P, T]) -> Callable[P, T]:
     return work if _tracer is None else _tracer.carried(work)
 
 
-def traced(name: str, /, **attributes: Attribute) -> Callable[[Callable[P, T]], Callable[P, T]]:
+def traced(name: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """Make each call of a function a span, as ``alone`` does."""
 
     def declare(function: Callable[P, T]) -> Callable[P, T]:
         @wraps(function)
         def called(*args: P.args, **kwargs: P.kwargs) -> T:
-            with alone(name, **attributes):
+            with alone(name):
                 return function(*args, **kwargs)
 
         return called
