@@ -20,9 +20,12 @@ from coordinator_actor.durable.manifests import ManifestLog
 from coordinator_actor.durable.moved_checkpoints import BoundCheckpoint, fork_checkpoint, move_checkpoint
 from coordinator_actor.exceptions import CheckpointPlaceError
 from coordinator_actor.messages import QueryRegistration
+from coordinator_actor.reading.stored_versions import find_state
+from coordinator_actor.surgery.forgetting import Request, forget_in_storage
 from spark_bridge.cli.main import app
 from tests.command_line import CliRunner
 from tests.coordinator_actor.coordinator_world import World
+from tests.simulation.forgetting import keys_of
 
 
 class Elsewhere(World):
@@ -203,6 +206,19 @@ def test_a_fork_has_all_changelogs_those_in_groups_too(world: Elsewhere) -> None
     for file in files:
         meta, _ = read_changelog(log.storage.read(file))
         assert f"/{meta.partition}/default/{meta.version}-" in file.path
+
+
+def test_a_fork_has_the_files_that_were_exchanged(world: Elsewhere) -> None:
+    forget_in_storage(find_state(str(world.root / "ck"), world.base), Request("op", keys_of))
+    forked = fork_checkpoint(world.copy(), world.base)
+    log = ManifestLog(CheckpointStorage.open(forked.state_location), "test")
+    log.refresh()
+    files = [e.changelog for m in log.chain().values() for o in m.operators.values() for e in o.partitions.values()]
+    assert len({read_changelog(log.storage.read(file))[0].version for file in files}) == 2
+    c = world.coordinator()
+    assert world.start(c, "run3", "copy") is None
+    world.batch(c, "run3", 2, "copy")
+    assert c.batch_committed("run3", 2)
 
 
 def test_what_an_earlier_fork_has_made_of_its_state_is_not_taken_for_the_originals(world: Elsewhere) -> None:
