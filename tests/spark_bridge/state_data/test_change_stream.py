@@ -1,0 +1,108 @@
+"""The offsets of the stream of ``ray_statestore``: where it begins, what a batch has, and a query that goes back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyspark
+import pytest
+
+from backends.exceptions import VersionNotFoundError
+from spark_bridge.state_data.source_options import SourceOptions
+from spark_bridge.state_data.state_tables import state_changes_table, state_table
+from tests.spark_bridge.state_flows import Flow
+
+pytestmark = [
+    pytest.mark.spark,  # of which Spark 4 alone has such streams; no session is needed
+    pytest.mark.spark42_only,
+    pytest.mark.skipif(pyspark.__version__ < "4.2", reason="Spark 3.5 has no Python data sources."),
+]
+USERS = [(user, 0) for user in "abcdefgh"]
+
+
+@pytest.fixture
+def flow(tmp_path: Path) -> Iterator[Flow]:
+    made = Flow(tmp_path)
+    for _ in range(5):
+        batch(made)
+    yield made
+    made.close()
+
+
+def batch(flow: Flow) -> None:
+    version = flow.version + 1
+    flow.batch({user: lambda of: of.total.update((version, "x")) for user in USERS})
+
+
+def stream(flow: Flow, **options: Any) -> Any:
+    from pyspark.sql.pandas.types import from_arrow_schema
+
+    from spark_bridge.state_data.change_stream import ChangeStreamReader
+    from spark_bridge.state_data.source_options import schema_of
+
+    given = {"path": flow.location, "operator": "op", "stateVarName": "total", "readChangeFeed": True, **options}
+    of = SourceOptions.of({name: str(value) for name, value in given.items()})
+    return ChangeStreamReader(of, from_arrow_schema(schema_of(of)))
+
+
+def rows(reader: Any, begin: int, end: int) -> list[Any]:
+    """What a batch between two offsets has."""
+    parts = reader.partitions({"version": begin}, {"version": end})
+    tables = [pa.Table.from_batches([b]) for part in parts for b in reader.read(part)]
+    return pa.concat_tables(tables).to_pylist() if tables else []
+
+
+def in_order(found: list[Any]) -> list[str]:
+    return sorted(map(repr, found))
+
+
+def test_a_stream_begins_where_it_is_told(flow: Flow) -> None:
+    from pyspark.sql.streaming.datasource import ReadAllAvailable
+
+    for starting, begin in ((None, -1), ("state", -1), ("latest", 5), ("earliest", 0), (3, 3)):
+        reader = stream(flow, **({} if starting is None else {"startingVersion": starting}))
+        start = reader.initialOffset()
+        assert start == {"version": begin}
+        end = reader.latestOffset(start, ReadAllAvailable())
+        assert end == {"version": 5}
+        found = rows(reader, begin, 5)
+        if begin < 0:
+            assert len(found) == len(USERS) and {row["change_type"] for row in found} == {"insert"}
+        else:
+            changes = state_changes_table(flow.location, "op", "total", from_version=begin, to_version=5).to_pylist()
+            assert [row["version"] for row in found].count(5) == (len(USERS) if begin < 5 else 0)
+            assert len(found) == len(changes)
+    with pytest.raises(VersionNotFoundError, match=r"Version 9 .* there are the versions"):
+        stream(flow, startingVersion=9).initialOffset()
+
+
+def test_batches_follow_each_other_without_a_gap(flow: Flow) -> None:
+    reader = stream(flow, startingVersion="earliest", maxVersionsPerTrigger=2)
+    at, found = reader.initialOffset(), []
+    while True:
+        end = reader.latestOffset(at, reader.getDefaultReadLimit())
+        if end == at:
+            break
+        assert end["version"] <= at["version"] + 2
+        found += rows(reader, at["version"], end["version"])
+        at = end
+    assert in_order(found) == in_order(rows(reader, 0, 5)) and len(found) == 5 * len(USERS)
+    last = {row["user"]: row["after"]["n"] for row in found if row["version"] == 5}
+    assert last == {row["user"]: row["n"] for row in state_table(flow.location, "op", "total").to_pylist()}
+
+
+def test_a_query_that_goes_back_behind_what_was_read_is_said_to(flow: Flow) -> None:
+    reader = stream(flow)
+    for name in ("commits/4", "commits/3", "offsets/4"):
+        (Path(flow.location) / name).unlink()
+    with pytest.raises(VersionNotFoundError, match="went back to version 3, but changes up to version 5 have been"):
+        reader.latestOffset({"version": 5}, reader.getDefaultReadLimit())
+
+
+def test_versions_that_are_gone_are_said_to_be(flow: Flow) -> None:
+    reader = stream(flow)
+    with pytest.raises(VersionNotFoundError, match=r"behind version 3 up to version 9 are no longer kept"):
+        reader.partitions({"version": 3}, {"version": 9})

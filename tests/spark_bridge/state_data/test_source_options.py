@@ -1,0 +1,76 @@
+"""Options of the format ``ray_statestore``: what a table of them reads, with neither Ray nor Spark."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from backends.exceptions import InvalidStateStoreArgument
+from coordinator_actor.reading.stored_versions import StateVersions, find_state
+from spark_bridge.state_data.source_options import SourceOptions, source_of
+from spark_bridge.state_data.state_tables import state_changes_table, state_table
+from tests.spark_bridge.state_flows import Flow
+
+USERS = [(user, 0) for user in "abcdefgh"]
+
+
+@pytest.fixture(scope="module")
+def flow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Flow]:
+    """Eight versions, in each of which all users have its number; with snapshots of the versions 2 and 5."""
+    made = Flow(tmp_path_factory.mktemp("flow"))
+    for version in range(1, 9):
+        made.batch({user: lambda of, version=version: of.total.update((version, "x")) for user in USERS})
+        if version in (3, 6):
+            for instance in made.host.held.all():
+                instance.snapshot_version = -99  # one is due
+            for upload in made.host.maintenance.do_maintenance():
+                upload.result()
+    made.stop()
+    yield made
+
+
+def table(flow: Flow, **options: Any) -> pa.Table:
+    given = {"path": flow.location, "operator": "op", "stateVarName": "total", **options}
+    source = source_of(SourceOptions.of({name: str(value) for name, value in given.items()}))
+    batches = [batch for piece in source.reading.pieces for batch in source.batches(piece)]
+    return pa.Table.from_batches(batches, source.schema)
+
+
+def test_batches_are_versions(flow: Flow) -> None:
+    for options, version in (({}, 8), ({"batchId": 4}, 5), ({"version": 5}, 5)):
+        assert table(flow, **options).equals(state_table(flow.location, "op", "total", version))
+    feed = table(flow, readChangeFeed=True, changeStartBatchId=2, changeEndBatchId=4)
+    assert feed.equals(state_changes_table(flow.location, "op", "total", from_version=2, to_version=5))
+
+
+def test_state_is_made_of_a_snapshot_of_that_batch_or_an_earlier_one(flow: Flow) -> None:
+    expected = state_table(flow.location, "op", "total")
+    versions = StateVersions.look(find_state(flow.location))
+    assert [ref.version for ref in versions.reading("op").pieces[0].lineage.snapshots] == [2, 5]
+    for batch, bases in ((0, []), (1, [2]), (3, [2]), (4, [2, 5]), (7, [2, 5])):
+        given = {"path": flow.location, "operator": "op", "stateVarName": "total", "snapshotStartBatchId": str(batch)}
+        source = source_of(SourceOptions.of(given))
+        for piece in source.reading.pieces:
+            assert [ref.version for ref in piece.lineage.snapshots] == bases
+        assert table(flow, snapshotStartBatchId=batch).equals(expected)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"batchId": 1, "version": 1}, "name the same"),
+        ({"readChangeFeed": True}, "needs the option 'changeStartBatchId'"),
+        ({"readChangeFeed": True, "changeStartBatchId": 1, "batchId": 1}, "'batchId' does not go with"),
+        ({"changeStartBatchId": 1}, "'changeStartBatchId' does not go with"),
+        ({"startingVersion": "latest"}, "A table has no option 'startingVersion'"),
+        ({"readRegisteredTimers": True}, "reads timers, not 'stateVarName'"),
+        ({"snapshotStartBatchId": "-1"}, "must be a number from 0 on"),
+        ({"flattenCollectionTypes": "maybe"}, "must be true or false"),
+    ],
+)
+def test_what_does_not_go_together_is_named(flow: Flow, options: dict[str, Any], says: str) -> None:
+    with pytest.raises(InvalidStateStoreArgument, match=says):
+        table(flow, **options)
