@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from backends.exceptions import MissingFileError
 from backends.storage.checkpoint_storage import CheckpointStorage
 from coordinator_actor.durable.manifests import ManifestLog
+from coordinator_actor.exceptions import RetiredRunError, UnknownQueryError
 from coordinator_actor.messages import RunningOperator
 from coordinator_actor.port import CoordinatorPort
 from coordinator_actor.reading.stored_versions import StatePlace, find_state
@@ -73,7 +74,11 @@ def forget_keys(
     place = find_state(query_or_checkpoint, state_location, options)
     served = [] if port is None else _served(port, place)
     if port is not None and any(not o.ended for o in served):
-        return forget_in_running(port, served[0].run_id, request)
+        try:
+            return forget_in_running(port, served[0].run_id, request)
+        except (RetiredRunError, UnknownQueryError) as error:
+            say(f"the query has ended meanwhile: {error}")
+            served = _served(port, place)
     report = forget_in_storage(place, request)
     for run_id in {o.run_id for o in served}:
         assert port is not None

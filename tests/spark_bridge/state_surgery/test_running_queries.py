@@ -313,6 +313,23 @@ def test_a_path_of_a_running_query_means_that_query(cluster):
     cluster.batch({2: (4, OTHER)})  # whose coordinator has not been fenced off
 
 
+@pytest.mark.parametrize("message", ["hold_query", "adopt_rewritten"])
+def test_a_query_that_ends_meanwhile_forgets_as_one_that_does_not_run(cluster, message):
+    worked(cluster)
+    port, steps = Port(cluster), []
+
+    def end() -> None:
+        cluster.c.deactivate_instances("run1")
+
+    port.before[message] = end
+    forget_keys(ck(cluster), "totals", [1], coordinator=port, progress=steps.append)
+    assert any(step.startswith("the query has ended meanwhile") for step in steps)
+    assert files_with(ck(cluster), SECRET) == []
+    cluster.start("run2")
+    cluster.batch({2: (7, OTHER)})
+    check_forgotten(cluster)
+
+
 def test_a_query_that_stops_with_a_savepoint_is_left_alone(cluster):
     worked(cluster)
     cluster.c.trigger_savepoint("request", "name", str(cluster.root / "savepoints"), stop=True)
