@@ -177,6 +177,10 @@ class Maintenance:
             coordinator = self._registration.coordinator
             with self._logged([instance]):
                 lineage = coordinator.lineage(run_id, operator, partition, instance.state.version, UPLOAD)
+                if lineage.head != instance.state.head:
+                    # Its files were exchanged, which this host has yet to hear; or it has advanced: the next time.
+                    coordinator.release_files(run_id, operator, partition, UPLOAD)
+                    continue
                 earlier = lineage.snapshots[-1] if lineage.snapshots else None
                 ready.append(_Ready(instance, earlier, instance.state.prepare_snapshot(earlier, SMALL_BYTES, listed)))
             if sum(r.prepared.nbytes for r in ready) >= TOGETHER_BYTES or time.monotonic() - since > TOGETHER_SECONDS:

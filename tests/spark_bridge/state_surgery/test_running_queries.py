@@ -163,6 +163,29 @@ def test_no_snapshot_is_taken_meanwhile_and_that_is_no_problem(cluster, caplog):
     check_forgotten(cluster)
 
 
+def test_no_snapshot_is_taken_of_what_a_host_still_has_from_before(cluster):
+    worked(cluster)
+    steps: list[str] = []
+    forgetting_ = threading.Thread(
+        target=forget_keys, args=("name", "totals", [1]), kwargs={"coordinator": cluster.port, "progress": steps.append}
+    )
+    forgetting_.start()
+    eventually(lambda: any(step.startswith("waits for 2 hosts") for step in steps))
+    snapshots(cluster)  # of hosts that have not heard of the exchange yet
+    assert files_with(ck(cluster), SECRET) == []
+    for h in cluster.hosts:
+        h.host.heartbeat()
+        h.host.heartbeat()
+    forgetting_.join(PATIENCE)
+    assert not forgetting_.is_alive()
+    assert cluster.c.hold_query("name", "me", forgetting.HOLD_SECONDS).waits_for == "the batches, which are not held"
+    cluster.c.hold_query("name", "me", 0)
+    check_forgotten(cluster)
+    cluster.batch({2: (7, OTHER)})
+    snapshots(cluster)
+    check_forgotten(cluster)
+
+
 def test_a_coordinator_that_is_replaced_meanwhile_exchanges_nothing_and_all_begins_again(cluster):
     worked(cluster)
     port, steps = Port(cluster), []
