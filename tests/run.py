@@ -123,7 +123,7 @@ SIMULATED_STEPS = 10**7
 NO_CLUSTER = ("-m", "not ray and not spark")
 NO_BROWSER = ("-m", "not ray and not spark and not browser")
 """A browser takes a core for half a minute: a usual run has it beside the clusters, where simple mistakes are found."""
-_STATE = ["tests/backends", "tests/benchmarks"]
+_STATE = ["tests/backends", "tests/benchmarks", "tests/spark_bridge/state_surgery"]
 _QUERIES = ["tests/spark_bridge/queryable", "tests/spark_bridge/cli", "tests/spark_bridge/state_data"]
 _PROTOCOL = ["tests/simulation", "tests/coordinator_actor", "tests/spark_bridge/host", "tests/spark_bridge/ui"]
 WITHOUT_CLUSTERS = {

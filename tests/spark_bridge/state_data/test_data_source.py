@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -34,10 +35,14 @@ def run(stream: Stream) -> None:
     assert writer.option("checkpointLocation", stream.checkpoint).start().awaitTermination(HANG)
 
 
+def test_the_package_is_imported_cheaply() -> None:
+    program = "import sys, pyspark_ray_statestore; assert 'spark_bridge.state_data.state_reader' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=HANG)
+
+
 def test_state_is_a_table_and_the_source_of_a_stream(spark: SparkSession, stream: Stream, tmp_path: Path) -> None:
     from pyspark_ray_statestore import DefaultSource
 
-    assert "spark_bridge.state_data.state_reader" not in sys.modules, "the package is imported cheaply"
     spark.dataSource.register(DefaultSource)  # where it is installed, Spark finds it by its name
     for i in range(3):
         stream.add(batch_rows(i))

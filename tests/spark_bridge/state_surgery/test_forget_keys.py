@@ -30,7 +30,7 @@ from spark_bridge.state_format.layouts import deduplicate_schema
 from spark_bridge.state_surgery.forget_keys import forget_keys
 from spark_bridge.state_surgery.keys_to_forget import keys_to_forget
 from spark_bridge.task.watermark import EventTime
-from tests.effort import effort
+from tests.effort import effort, only_thorough
 from tests.spark_bridge.operators.operator_runs import SECOND, TS, WINDOW, batch_of
 from tests.spark_bridge.state_flows import NAMES, Flow, Key, Query
 from tests.spark_bridge.state_surgery.traces import files_with
@@ -105,7 +105,7 @@ def clicks(tmp_path: Path) -> Iterator[Callable[..., Clicks]]:
         one.flow.close()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ["rocksdb", only_thorough("file")])  # which the tests below have
 def test_no_version_and_no_byte_has_a_forgotten_key_and_the_query_goes_on(clicks, backend):
     stream = clicks(backend)
     stream.run(4)

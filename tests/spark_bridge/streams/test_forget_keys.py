@@ -13,7 +13,7 @@ from spark_bridge import functions as S
 from tests.spark_bridge.conftest import Stream, settle
 from tests.spark_bridge.state_surgery.traces import files_with
 
-pytestmark = [pytest.mark.ray, pytest.mark.spark]
+pytestmark = [pytest.mark.ray, pytest.mark.spark, pytest.mark.spark42_only]
 
 USERS = ["Zq8vKw3xTn5bRm1yLd7c", "Hj4sPf9gVt2eWa6kXo0u", "other"]
 
