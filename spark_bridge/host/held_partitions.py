@@ -134,6 +134,11 @@ class HeldPartitions:
             if run_id in self.registrations:
                 self._exchanged[run_id] = exchange
 
+    def last_exchange(self, run_id: str) -> str:
+        """Return the last exchange of a run of which nothing from before it is held; "" if there was none."""
+        with self.lock:
+            return self._exchanged.get(run_id, "")
+
     def exchanged(self) -> dict[str, str]:
         """Return the last exchange of each run of which nothing from before it is held, for the heartbeat."""
         with self.lock:

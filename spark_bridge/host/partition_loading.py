@@ -420,7 +420,7 @@ class PartitionLoading:
         Readers see the version in all partitions at once, before it is applied.
         """
         self._completed.note(completed)
-        known = self._held.exchanged().get(completed.run_id, "")
+        known = self._held.last_exchange(completed.run_id)
         if completed.rewritten != known:
             self._held.tell_exchanged(completed.run_id)
         is_clean = True

@@ -18,6 +18,7 @@ from backends.encoding.schema import StateSchema
 from backends.exceptions import InvalidStateStoreArgument, MissingFileError, VersionNotFoundError
 from backends.storage.checkpoint_storage import CheckpointStorage
 from coordinator_actor.durable.audit_log import AuditLog
+from coordinator_actor.exceptions import FencedError
 from coordinator_actor.reading.stored_files import stored_files
 from coordinator_actor.reading.stored_versions import StateVersions, find_state
 from coordinator_actor.surgery.forgetting import Request, forget_in_storage
@@ -240,6 +241,41 @@ def test_whoever_dies_at_any_write_leaves_all_as_it_was_or_as_it_is_to_be(clicks
     stream.check()
     stream.again("run2", 2, "file")
     stream.run(1)
+    stream.check()
+
+
+def test_of_two_that_forget_at_once_one_is_fenced_off_and_may_do_it_again(clicks):
+    stream = clicks("file")
+    stream.run(3)
+    stream.flow.stop()
+    one, other = stream.names[:2]
+    location = stream.flow.location
+
+    def request(name: str, **more: Any) -> Request:
+        keys = [(name, 0), (name, 1)]
+        return Request("op", lambda schema, groups: keys_to_forget("op", schema, groups, keys), **more)
+
+    def opened(location_: str, options: Any) -> CheckpointStorage:
+        storage = CheckpointStorage.open(location_, options, fsync=False)
+        put = storage.put_new
+
+        def put_new(path: str, data: bytes) -> Any:
+            made = put(path, data)
+            if path.startswith("rewritten/"):  # just before its manifest
+                forget_in_storage(find_state(location), request(other))
+            return made
+
+        storage.put_new = put_new  # type: ignore[method-assign]
+        return storage
+
+    with pytest.raises(FencedError):
+        forget_in_storage(find_state(location), request(one, open_storage=opened))
+    assert files_with(location, other) == [], "what the one had written has the other one's key"
+    stream.expect_forgotten([other])
+    stream.check()
+    forget_keys(location, "op", [(one, 0), (one, 1)])
+    assert files_with(location, one) == [] == files_with(location, other)
+    stream.expect_forgotten([one])
     stream.check()
 
 

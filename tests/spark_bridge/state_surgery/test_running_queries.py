@@ -16,7 +16,7 @@ from backends.exceptions import StorageError
 from backends.formats.changelog import Changes
 from coordinator_actor.durable.manifests import ManifestLog
 from coordinator_actor.durable.rewritten_files import RewrittenFiles
-from coordinator_actor.exceptions import BatchHeldError, InvalidRequestError
+from coordinator_actor.exceptions import BatchHeldError, FencedError, InvalidRequestError
 from coordinator_actor.query.files_in_use import BUSY_SECONDS, UPLOAD
 from coordinator_actor.query.query_state import RECORDS_EVERY
 from coordinator_actor.reading.stored_versions import StateVersions, find_state
@@ -334,6 +334,19 @@ def test_a_path_of_a_running_query_means_that_query(cluster):
     forget_keys(ck(cluster), "totals", [1], coordinator=Port(cluster))
     check_forgotten(cluster)
     cluster.batch({2: (4, OTHER)})  # whose coordinator has not been fenced off
+
+
+def test_a_query_that_runs_in_another_cluster_is_fenced_off_and_can_be_started_again(cluster):
+    worked(cluster)
+    forget_keys(ck(cluster), "totals", [1])  # by whoever has not joined the cluster
+    with pytest.raises(FencedError):
+        cluster.batch({2: (7, OTHER)})
+    cluster.tasks = []
+    cluster.replace_coordinator()
+    cluster.start("run2")
+    cluster.batch({2: (7, OTHER)})
+    check_forgotten(cluster)
+    assert cluster.client().get("totals", 2)["n"] == 7
 
 
 @pytest.mark.parametrize("message", ["hold_query", "adopt_rewritten"])
