@@ -122,6 +122,18 @@ def _measured(comparison: Comparison, part: Part) -> list[str]:
     lines = []
     if _picture(comparison, part):
         lines.append(f"![{comparison.title}](results/{_plot_name(comparison, part)})\n")
+    return [*lines, *_figures(comparison, part), *_notes(part), _settings(part.contestants), ""]
+
+
+def _notes(part: Part) -> list[str]:
+    return [*(f"- {note}" for note in part.notes), *([""] if part.notes else [])]
+
+
+def _figures(comparison: Comparison, part: Part) -> list[str]:
+    """Return the table of the figures, between marks if it is one of the comparison's own."""
+    if comparison.table is not None:
+        made = _table(comparison.table.heading, comparison.table.lines(part))
+        return [f"<!-- table of {comparison.name} -->", made, f"<!-- end of the table of {comparison.name} -->", ""]
     others = [name for name, c in part.contestants.items() if not c.is_ours and _has_ours(part, name)]
     heading = ("case", "contestant", "median", "min to max", "turns", *(f"times as fast as {n}" for n in others))
     rows = []
@@ -139,11 +151,7 @@ def _measured(comparison: Comparison, part: Part) -> list[str]:
                     *(_against(part, case, name, other) for other in others),
                 )
             )
-    lines += [_table(heading, rows), ""]
-    lines += [f"- {note}" for note in part.notes]
-    if part.notes:
-        lines.append("")
-    return [*lines, _settings(part.contestants), ""]
+    return [_table(heading, rows), ""]
 
 
 def _has_ours(part: Part, other: str) -> bool:
