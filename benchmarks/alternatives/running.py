@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import select
@@ -13,12 +14,15 @@ from typing import Any
 
 import psutil
 
+from alternatives.cpu_time import Moment, family, moment
+
 BENCHMARKS = Path(__file__).resolve().parents[1]
 PROGRAMS = Path(__file__).resolve().parent / "programs"
 CORES = 2
 SLACK = 120.0
 """Seconds for an answer, beyond those that the command itself may wait. Starting Spark on Ray takes most of them."""
 LEAVE = 30.0
+PR_SET_CHILD_SUBREAPER = 36
 
 
 class ContestantError(RuntimeError):
@@ -42,7 +46,7 @@ class Running:
                 stdout=subprocess.PIPE,
                 stderr=output,
                 env=os.environ | given,
-                preexec_fn=lambda: os.sched_setaffinity(0, cores),  # noqa: PLW1509 - no threads here
+                preexec_fn=lambda: _bind(cores),  # noqa: PLW1509 - no threads here
             )
 
     def start(self, contestant: str, directory: Path, *, collect: bool, checkpoint_seconds: float) -> None:
@@ -67,9 +71,9 @@ class Running:
         if (status := self._process.poll()) is not None:
             raise ContestantError(f"the program ended with status {status}; the last it said: {self._said()}")
 
-    def cpu_seconds(self) -> float:
-        """Return the CPU seconds of the process and of all below it, ended ones included."""
-        return cpu_of(family(self._process.pid))
+    def cpu_time(self) -> Moment:
+        """Return what the process and all below it have used until now."""
+        return moment(self._process.pid)
 
     def close(self) -> None:
         """End the process, and whatever it has left."""
@@ -111,20 +115,7 @@ class Running:
         return lines[-1][:300] if lines else "nothing"
 
 
-def family(pid: int) -> list[psutil.Process]:
-    """Return the process and all below it."""
-    try:
-        process = psutil.Process(pid)
-        return [process, *process.children(recursive=True)]
-    except psutil.NoSuchProcess:
-        return []
-
-
-def cpu_of(processes: Sequence[psutil.Process]) -> float:
-    """Return the CPU seconds of processes, and of the children of theirs that have ended."""
-    total = 0.0
-    for process in processes:
-        with suppress(psutil.NoSuchProcess):
-            times = process.cpu_times()
-            total += times.user + times.system + times.children_user + times.children_system
-    return total
+def _bind(cores: Sequence[int]) -> None:
+    """Bind this process to cores, and let orphans below it become its children, so that none is lost from sight."""
+    os.sched_setaffinity(0, cores)
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
