@@ -106,12 +106,13 @@ def _section(comparison: Comparison, result: Result | None) -> list[str]:
     lines = [f"## {comparison.name}\n", f"{comparison.title}. {comparison.about}\n"]
     parts = _parts(comparison, result)
     if not parts:
-        return [*lines, "Not measured yet.\n"]
+        return [*lines, *_marked(comparison, "Not measured yet.")]
     for part in parts:
         if len(comparison.environments) > 1:
             lines.append(f"### {comparison.name} on {ENVIRONMENTS[part.environment]}\n")
         if part.failure is not None:
-            lines.append(f"**Failed** on {part.day} after {part.seconds:.0f} s: {_cell(part.failure)}\n")
+            failure = f"**Failed** on {part.day} after {part.seconds:.0f} s: {_cell(part.failure)}"
+            lines += _marked(comparison, failure)
         else:
             lines += _measured(comparison, part)
         lines += _circumstances(comparison, part)
@@ -129,11 +130,16 @@ def _notes(part: Part) -> list[str]:
     return [*(f"- {note}" for note in part.notes), *([""] if part.notes else [])]
 
 
+def _marked(comparison: Comparison, text: str) -> list[str]:
+    """Return text; between marks where a page of the docs takes it from, if the comparison has a table of its own."""
+    if comparison.table is None:
+        return [f"{text}\n"]
+    return [f"<!-- table of {comparison.name} -->\n", text, f"\n<!-- end of the table of {comparison.name} -->\n"]
+
+
 def _figures(comparison: Comparison, part: Part) -> list[str]:
-    """Return the table of the figures, between marks if it is one of the comparison's own."""
     if comparison.table is not None:
-        made = _table(comparison.table.heading, comparison.table.lines(part))
-        return [f"<!-- table of {comparison.name} -->", made, f"<!-- end of the table of {comparison.name} -->", ""]
+        return _marked(comparison, _table(comparison.table.heading, comparison.table.lines(part)))
     others = [name for name, c in part.contestants.items() if not c.is_ours and _has_ours(part, name)]
     heading = ("case", "contestant", "median", "min to max", "turns", *(f"times as fast as {n}" for n in others))
     rows = []

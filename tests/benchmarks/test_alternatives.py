@@ -276,6 +276,11 @@ def test_the_table_begins_with_the_fastest() -> None:
     assert "- `flink` is left out: why" in text
 
 
+def test_the_page_finds_its_place_without_figures_too() -> None:
+    text = report.render({"alternatives": COMPARISONS["alternatives"]}, {})
+    assert re.search(r"<!-- table of alternatives -->\s+Not measured yet\.\s+<!-- end of the table of", text)
+
+
 def test_nothing_is_installed_into_the_environment_of_the_project() -> None:
     ignored = subprocess.run(
         ["git", "check-ignore", "-q", "benchmarks/.environments/x"],
