@@ -1,6 +1,7 @@
 """The course of the contestants: turns of the same rows, each a start from the state of the turn before, then a check.
 
-A turn's rows are in the input before the contestant starts. Its figures are of the time between two results: that of
+A turn's rows are in the input before the contestant starts; one that takes all of them as one batch gets those that
+count when the warm-up is through. Its figures are of the time between two results: that of
 the last row of the warm-up, and that of the turn's last row. So neither the start counts nor the stop.
 
 Behind the last turn the contestant starts once more, with its results written down. One event after the other says how
@@ -70,10 +71,12 @@ def take_turn(running: Running, course: Course, given: g.Given, directory: Path,
     slices, warm_up = slices_of(course.alternative.pace, sizes.share)
     inbox = directory / "input"
     inbox.mkdir(parents=True, exist_ok=True)
-    given.feed(inbox, course.fed, slices)
+    at_first = int(warm_up) if course.alternative.fed_twice else slices
+    given.feed(inbox, course.fed, at_first)
     running.start(course.alternative.told, directory, collect=False, checkpoint_seconds=sizes.checkpoint_seconds)
     before = running.wait(round(warm_up * given.rows), SECONDS)
     began, used_before = time.perf_counter(), running.cpu_time()
+    given.feed(inbox, course.fed + at_first, slices - at_first)
     rows = running.wait(slices * given.rows, SECONDS) - before
     if not rows:
         raise ContestantError("all rows were counted before the first look; it needs more rows a turn")

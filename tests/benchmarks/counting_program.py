@@ -61,6 +61,8 @@ class Counting:
             self._results.write(user, *total)
 
     def rows(self) -> int:
+        if self._contestant == "hasty":
+            self._waiting = self._lines()
         for line in islice(self._waiting, None if self._contestant == "hasty" else STEP):
             self._count(**json.loads(line))
         return self._rows

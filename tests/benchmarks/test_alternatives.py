@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -139,6 +140,15 @@ def test_a_contestant_is_started_again_from_its_state(tmp_path: Path, programs: 
     assert len(course.per_core) == len(course.per_second) == 2
     assert min(course.per_core + course.per_second) > 0
     assert len(course.to_result) == len(course.to_query) == 2
+
+
+def test_one_that_takes_all_at_once_is_fed_twice(tmp_path: Path, programs: None) -> None:
+    made = g.make(tmp_path / "given", rows=200, keys=50, slices=4 * g.SLICES)
+    sizes = Sizes(turns=2, events=1, checkpoint_seconds=1.0, share=0.25)
+    all_of_them = Courses(tmp_path, {"tests": Path(sys.executable)}, made, sizes, Steps())
+    hasty = replace(alternative("hasty"), pace="slow", fed_twice=True)
+    (course,) = all_of_them.run([hasty])
+    assert len(course.per_core) == 2
 
 
 def test_an_event_is_asked_for_only_where_there_are_queries(tmp_path: Path, programs: None) -> None:
