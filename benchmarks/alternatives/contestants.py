@@ -50,6 +50,7 @@ class Alternative:
 
 
 OURS_42 = Group("ours", "spark_program", "spark42", "pyspark", goes_on=True)
+OURS_FILE = Group("ours, file", "spark_program", "spark42", "pyspark", goes_on=True)
 OURS_35 = Group("ours on 3.5", "spark_program", "spark35", "pyspark", goes_on=True)
 SPARK_42 = Group("Spark", "spark_program", "spark42", "pyspark", goes_on=True)
 SPARK_35 = Group("Spark 3.5", "spark_program", "spark35", "pyspark", goes_on=True)
@@ -84,7 +85,7 @@ ALTERNATIVES = {
     a.name: a
     for a in (
         *_ours(OURS_42, "", "rocksdb", "RocksDB"),
-        *_ours(OURS_42, "-file", "file", "file"),
+        *_ours(OURS_FILE, "-file", "file", "file"),
         _ours(OURS_35, "-3.5", "rocksdb", "RocksDB")[0],
         _spark(SPARK_42, "spark-native", "native", "groupBy().agg()", "fast"),
         _spark(SPARK_42, "spark-pandas-state", "spark_pandas_state", "applyInPandasWithState", "slow"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import re
 import select
 import subprocess
 from collections.abc import Sequence
@@ -23,6 +24,7 @@ SLACK = 120.0
 """Seconds for an answer, beyond those that the command itself may wait. Starting Spark on Ray takes most of them."""
 LEAVE = 30.0
 PR_SET_CHILD_SUBREAPER = 36
+CAUSE = re.compile(r"(Caused by: )?[\w.$]+(Error|Exception)\b")
 
 
 class ContestantError(RuntimeError):
@@ -107,12 +109,19 @@ class Running:
             self.check_alive()
         answer = json.loads(line)
         if "error" in answer:
-            raise ContestantError(f"{do}: {answer['error']}")
+            raise ContestantError(f"{do}: {in_short(answer['error'])}")
         return answer["ok"]
 
     def _said(self) -> str:
         lines = [line for line in self._log.read_text(errors="replace").splitlines() if line.strip()]
         return lines[-1][:300] if lines else "nothing"
+
+
+def in_short(error: str) -> str:
+    """Return the first line of an error, and the last line of its traces that names another one, as its cause."""
+    lines = [line.strip() for line in error.splitlines() if line.strip()] or ["no reason given"]
+    causes = [line for line in lines[1:] if CAUSE.match(line)]
+    return " ... ".join(line[:200] for line in (lines[0], *causes[-1:]))
 
 
 def _bind(cores: Sequence[int]) -> None:

@@ -96,7 +96,7 @@ COMPARISONS = (
         title="What people would pick instead",
         about="A running count and sum by user, durable and restarted from its state between turns: this project, "
         "PySpark's own ways, PyFlink, Bytewax and Pathway, each set up as its documentation says. "
-        "[The page](../docs/explanation/alternatives.md) says how.",
+        "`docs/explanation/alternatives.md` says how.",
         run=run,
         sizes={
             "full": {

@@ -19,7 +19,7 @@ from alternatives.courses import Courses, rotated
 from alternatives.cpu_time import Used, moment, seconds_between
 from alternatives.environments import REQUIREMENTS, SPARK
 from alternatives.results import Results, are_counted, check
-from alternatives.running import ContestantError, Running
+from alternatives.running import ContestantError, Running, in_short
 from alternatives.turns import Course, Sizes, slices_of
 from comparisons import COMPARISONS
 from comparisons.alternatives import _cases, chosen
@@ -189,6 +189,12 @@ def test_a_program_says_what_it_cannot_do(tmp_path: Path, programs: None) -> Non
         running.close()
     with pytest.raises(ContestantError, match="ended with status 0"):
         running.stop()
+
+
+def test_an_error_is_told_by_its_beginning_and_its_cause() -> None:
+    trace = "E1: outer\n\tat x.y(Z.java:1)\nCaused by: a.b.E2Exception: middle\n  at q\nAttributeError: inner\n\n  at r"
+    assert in_short(trace) == "E1: outer ... AttributeError: inner"
+    assert in_short("E1: alone") == "E1: alone" and in_short("") == "no reason given"
 
 
 def test_the_time_of_ended_children_counts() -> None:

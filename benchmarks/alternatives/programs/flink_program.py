@@ -182,7 +182,7 @@ class Flink:
             return json.load(answer)
 
     def sees(self, user: int) -> int:
-        raise NotImplementedError("Flink has no queryable state since 2.0.")
+        raise NotImplementedError("PyFlink has no queries of its state.")
 
     def stop(self) -> None:
         """Stop with a savepoint, by the REST interface: PyFlink's own call does not fit Flink 2.3."""

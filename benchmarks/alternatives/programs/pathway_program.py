@@ -37,7 +37,7 @@ class Pathway:
         return int.from_bytes(data[8:], "little") - int.from_bytes(data[:8], "little")
 
     def sees(self, user: int) -> int:
-        raise NotImplementedError("Pathway's documentation names no query of a persisted state.")
+        raise NotImplementedError("Pathway has no client for the state of a running program.")
 
     def stop(self) -> None:
         time.sleep(3 * self._checkpoint_seconds)

@@ -56,7 +56,7 @@ def serve(program: Program) -> None:
             answer: dict[str, Any] = {"ok": carry_out(program, command)}
         except Exception as error:  # noqa: BLE001 - the comparison has the error, and says which contestant it was
             traceback.print_exc()
-            answer = {"error": f"{type(error).__name__}: {error}"[:2000]}
+            answer = {"error": f"{type(error).__name__}: {error}"[:50_000]}
         print(json.dumps(answer), file=answers, flush=True)
     program.close()
 

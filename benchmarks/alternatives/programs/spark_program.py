@@ -55,6 +55,7 @@ class Spark:
         """Return the session for ours with this provider, or for Spark's own if there is none."""
         if self._spark is None or provider != self._provider:
             self._open.close()
+            self._client = None  # it knows the cluster that has just ended
             made = lanes.session(PARTITIONS, provider=provider, configs=POLLING) if provider else _local()
             self._spark, self._provider = self._open.enter_context(made), provider
         return self._spark
