@@ -132,6 +132,13 @@ class NewCheckpoint:
         """Write Spark's ``metadata``, as the last file: only with that file the directory is a checkpoint."""
         self.checkpoint.put_new(METADATA, json.dumps({"id": self.query_id}, separators=(",", ":")).encode())
 
+    def remove(self) -> None:
+        """Remove everything that was written here. Only for whoever has claimed the place, before ``finish``."""
+        self.state.delete_all([path for path, _ in self.state.list() if path != QUERY_FILE])
+        for directory in ("offsets", "commits", "sources"):
+            self.checkpoint.delete_all([path for path, _ in self.checkpoint.list(directory)])
+        self.state.delete(QUERY_FILE)  # last of all: until then the place is taken
+
 
 def _canonical(storage: CheckpointStorage) -> str:
     return os.path.realpath(storage.location) if storage.is_local else storage.location
