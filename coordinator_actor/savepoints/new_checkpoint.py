@@ -93,12 +93,15 @@ class NewCheckpoint:
                 "call that failed."
             )
 
-    def claim(self, schemas: Iterable[OperatorSchema]) -> None:
-        """Take the place, and write the schemas. Raises ``SavepointError`` if somebody else has just taken it."""
+    def claim(self) -> None:
+        """Take the place. Raises ``SavepointError`` if somebody else has just taken it."""
         try:
             self.state.put_new(QUERY_FILE, seal(QueryFile(self.query_id, self.key_groups)))
         except FileExistsInStorageError as error:
             raise SavepointError(f"Somebody else is making a checkpoint at {self.state.location} now.") from error
+
+    def write_schemas(self, schemas: Iterable[OperatorSchema]) -> None:
+        """Write the schemas that the manifest will name."""
         for schema in schemas:
             self._log.ensure_schema(schema.id, schema.to_json())
 

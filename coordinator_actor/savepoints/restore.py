@@ -223,7 +223,8 @@ class _Restore:
 
     def write_state(self, targets: Sequence[_Target], threads: int, now_ms: int) -> dict[str, int]:
         """Write everything below ``statestore/``, the manifest last. Return the number of rows per operator."""
-        self._new.claim(t.operator.schema for t in targets)
+        self._new.claim()
+        self._new.write_schemas(t.operator.schema for t in targets)
         entries: dict[str, dict[int, PartitionEntry]] = {t.operator.name: {} for t in targets}
         rows = dict.fromkeys(entries, 0)
         with spans.Pool(threads, thread_name_prefix="statestore-restore") as pool:

@@ -101,8 +101,10 @@ class NewState:
             backend_of(_with(conf, operator.backend))  # raises before anything is written if there is no such backend
         cut = workers.cut(self.jobs, say)
         if not dry_run:
-            new.claim(o.schema for o in self.operators)
+            new.claim()
         try:
+            if not dry_run:
+                new.write_schemas(o.schema for o in self.operators)
             place = None if dry_run else StatePlace(new.checkpoint.location, new.state.location, self.options)
             partitions = [p for o in self.operators for p in self._partitions(o, place, conf)]
             built = workers.build(partitions, cut, say)
