@@ -88,7 +88,7 @@ class NewCheckpoint:
         held += [name for name in (METADATA, f".{METADATA}.crc") if self.checkpoint.exists(name)]
         if held or self.state.list():
             raise SavepointError(
-                f"The state is {self.how} to a new checkpoint location, but in {self.checkpoint.location} there is "
+                f"The state needs a new checkpoint location, and in {self.checkpoint.location} there is "
                 f"{', '.join(held) or self.state.location} already. Choose another, or remove it if it was left by a "
                 "call that failed."
             )

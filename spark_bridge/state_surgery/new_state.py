@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import pyarrow as pa
@@ -21,6 +21,8 @@ from coordinator_actor.durable.audit_log import AuditLog, AuditRecord, caller
 from coordinator_actor.reading.stored_versions import StatePlace
 from coordinator_actor.savepoints.export import copy_spark_files
 from coordinator_actor.savepoints.new_checkpoint import NewCheckpoint
+from spark_bridge.session.current import current_spark
+from spark_bridge.session.settings import STATE_LOCATION_CONF, storage_settings
 from spark_bridge.state_surgery.exchange_tasks import CopiedState, Name, NewPartition, ReadJob, RowCounts, Target
 from spark_bridge.state_surgery.workers import Workers
 
@@ -80,7 +82,7 @@ class NewState:
     new: NewCheckpoint
     options: Mapping[str, str]
     operators: Sequence[NewOperator]
-    jobs: Sequence[ReadJob]
+    jobs: Iterable[ReadJob]
     origin: str
     what: str
     details: Mapping[str, str]
@@ -191,6 +193,18 @@ class NewState:
 def new_query_id() -> str:
     """Return an id as Spark gives queries."""
     return str(uuid.uuid4())
+
+
+def session_options(given: Mapping[str, str] | None) -> dict[str, str]:
+    """Return the storage settings of the Spark session, if there is one, with those that were given."""
+    spark = current_spark()
+    return {**({} if spark is None else storage_settings(spark)), **(given or {})}
+
+
+def session_state_location() -> str | None:
+    """Return ``spark.statestore.location`` of the Spark session, if there is one that has it."""
+    spark = current_spark()
+    return (spark.conf.get(STATE_LOCATION_CONF, "") or None) if spark is not None else None
 
 
 def _with(conf: StateStoreConf, backend: str) -> StateStoreConf:

@@ -2,38 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias, Union
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias, Union
 
 from backends.encoding.operator_schema import OperatorSchema, StateVariable, evolved
 from backends.exceptions import IncompatibleSchemaError, InvalidStateStoreArgument
 from coordinator_actor.messages import OperatorSpec
+from spark_bridge.aggregates.aggregator import Aggregator
 from spark_bridge.state_format.rows_to_pairs import PairsOfRows
 from spark_bridge.state_format.stored_rows import VariableRows
+from spark_bridge.state_surgery.aggregate_states import MergedStates
 from spark_bridge.state_surgery.exchange_tasks import Combine, Name, Target
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
+MERGE = "merge"
+"""As ``combine``: the states of an ``aggregate`` are merged, as those of two tasks are."""
 Program: TypeAlias = Union["DataFrame", Sequence[OperatorSpec]]
 """The streaming DataFrame of a query, or the declarations of its operators."""
+Combining: TypeAlias = Combine | str
+"""A function, or ``MERGE``."""
 
 
-def declared(program: Program) -> dict[str, OperatorSpec]:
+class OfProgram(NamedTuple):
+    """An operator of a program, and how its rows are aggregated, if they are and that is known."""
+
+    spec: OperatorSpec
+    aggregator: Aggregator | None
+
+
+def declared(program: Program) -> dict[str, OfProgram]:
     """Return a program's operators by name. Raises ``InvalidStateStoreArgument`` if there are none."""
-    specs: Sequence[Any]
     if hasattr(program, "_jdf"):
-        from spark_bridge.operators.declared_operators import operators_of
+        from spark_bridge.operators.declared_operators import declared_in
 
-        specs = operators_of(program)
+        found = [OfProgram(one.spec, one.aggregator) for one in declared_in(program)]
     else:
-        specs = list(program)
-    if not specs or not all(isinstance(spec, OperatorSpec) for spec in specs):
+        found = [OfProgram(spec, None) for spec in program]
+    if not found or not all(isinstance(one.spec, OperatorSpec) for one in found):
         raise InvalidStateStoreArgument(
             "program= must be the DataFrame of a query with stateful operators of this project, as aggregate(...) "
             "returns it, and it has none."
         )
-    return {spec.name: spec for spec in specs}
+    return {one.spec.name: one for one in found}
 
 
 def schema_to_write(spec: OperatorSpec, stored: OperatorSchema | None) -> OperatorSchema:
@@ -55,11 +67,12 @@ def targets_of(
     schema: OperatorSchema,
     variables: Sequence[StateVariable],
     num_partitions: int,
-    combine: dict[Name, Combine],
+    combine: Mapping[Name, Combining],
+    aggregator: Aggregator | None = None,
 ) -> tuple[Target, ...]:
     """Return where the rows of some variables of an operator go.
 
-    Raises ``InvalidStateStoreArgument`` for the rows of ``join``.
+    Raises ``InvalidStateStoreArgument`` for the rows of ``join``, and for states that cannot be merged.
     """
     targets = []
     for variable in variables:
@@ -70,5 +83,19 @@ def targets_of(
                 "they cannot be written by hand. Start the join anew, from sources that reach back as far as within=."
             )
         name = (operator, variable.name)
-        targets.append(Target(name, num_partitions, pairs, combine.get(name)))
+        how = combine.get(name)
+        if isinstance(how, str):
+            how = _merging(how, operator, pairs, aggregator)
+        targets.append(Target(name, num_partitions, pairs, how))
     return tuple(targets)
+
+
+def _merging(how: str, operator: str, pairs: PairsOfRows, aggregator: Aggregator | None) -> Combine:
+    if how != MERGE:
+        raise InvalidStateStoreArgument(f"combine={how!r} must be a function, or {MERGE!r}.")
+    if aggregator is None or len(pairs.rows.inner):
+        raise InvalidStateStoreArgument(
+            f"combine={MERGE!r} merges the states of an aggregate, and program= has to say how: for operator "
+            f"{operator!r} give program=, the DataFrame that aggregate(...) returns, or a function as combine=."
+        )
+    return MergedStates(aggregator, pairs)

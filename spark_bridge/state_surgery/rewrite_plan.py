@@ -17,10 +17,10 @@ from spark_bridge.state_data.state_sources import StateSource
 from spark_bridge.state_format.layouts import TIMERS
 from spark_bridge.state_format.rows_to_pairs import PairsOfRows
 from spark_bridge.state_format.stored_rows import VariableRows
-from spark_bridge.state_surgery.exchange_tasks import Combine, CopiedState, Function, Name, ReadJob, Target
+from spark_bridge.state_surgery.exchange_tasks import CopiedState, Function, Name, ReadJob, Target
 from spark_bridge.state_surgery.inferred_schema import inferred_operator, inferred_variable
 from spark_bridge.state_surgery.new_state import NewOperator, check_partitions
-from spark_bridge.state_surgery.programs import Program, declared, schema_to_write, targets_of
+from spark_bridge.state_surgery.programs import Combining, Program, declared, schema_to_write, targets_of
 
 Functions: TypeAlias = Function | Mapping[Any, Any] | None
 """A function, or one for each state variable; where several operators are rewritten, for each operator."""
@@ -146,7 +146,7 @@ def planned(
     *,
     program: Program | None,
     key: Sequence[str] | Mapping[str, Sequence[str]] | None,
-    combine: Combine | Mapping[Any, Combine] | None,
+    combine: Combining | Mapping[Any, Combining] | None,
     num_partitions: int | Mapping[str, int] | None,
     backend: str | None,
     sample: Callable[[RewrittenOperator, str], Mapping[Any, pa.Schema]],
@@ -171,7 +171,7 @@ def planned(
                 "operator=, with None as their function to leave them out."
             )
         kept = [name for name in specs if name in stored and name not in rewritten]
-        for name, spec in specs.items():
+        for name, (spec, _) in specs.items():
             if name not in kept:
                 old = rewritten.get(name)
                 staying = _staying(old)
@@ -179,7 +179,7 @@ def planned(
                 copied = {v.name for v in staying.variables} if staying else set()
                 fresh = tuple(v for v in schema.in_use if v.name not in copied)
                 schemas[name] = schema, fresh, spec.num_partitions, spec.backend
-    operators = [_unchanged(versions, version, name, None if specs is None else specs[name]) for name in kept]
+    operators = [_unchanged(versions, version, name, None if specs is None else specs[name].spec) for name in kept]
     names = [(operator, v.name) for operator, (_, fresh, _, _) in schemas.items() for v in fresh]
     combines = _combines(combine, names)
     for name, (schema, fresh, usual, engine) in schemas.items():
@@ -191,7 +191,7 @@ def planned(
                 n,
                 backend or engine,
                 schema,
-                targets_of(name, schema, fresh, n, combines),
+                targets_of(name, schema, fresh, n, combines, specs[name].aggregator if specs else None),
                 _copied(rewritten[name]) if name in rewritten else None,
             )
         )
@@ -308,7 +308,7 @@ def _in_words(schema: pa.Schema) -> str:
     return ", ".join(f"{f.name}: {f.type}" for f in schema)
 
 
-def _combines(given: Combine | Mapping[Any, Combine] | None, names: Sequence[Name]) -> dict[Name, Combine]:
+def _combines(given: Combining | Mapping[Any, Combining] | None, names: Sequence[Name]) -> dict[Name, Combining]:
     if given is None:
         return {}
     if not isinstance(given, Mapping):

@@ -12,11 +12,14 @@ from backends.storage.checkpoint_storage import CheckpointStorage
 from coordinator_actor.reading.stored_versions import StateVersions, find_state
 from coordinator_actor.savepoints.new_checkpoint import NewCheckpoint
 from coordinator_actor.savepoints.savepoint_format import METADATA_FILE
-from spark_bridge.session.current import current_spark
-from spark_bridge.session.settings import STATE_LOCATION_CONF, storage_settings
-from spark_bridge.state_surgery.exchange_tasks import Combine
-from spark_bridge.state_surgery.new_state import NewState, NewStateReport, new_query_id
-from spark_bridge.state_surgery.programs import Program
+from spark_bridge.state_surgery.new_state import (
+    NewState,
+    NewStateReport,
+    new_query_id,
+    session_options,
+    session_state_location,
+)
+from spark_bridge.state_surgery.programs import Combining, Program
 from spark_bridge.state_surgery.rewrite_plan import Functions, planned, rewritten_operators
 from spark_bridge.state_surgery.workers import RayWorkers, Workers
 
@@ -31,7 +34,7 @@ def rewrite_state(
     *,
     program: Program | None = None,
     key: Sequence[str] | Mapping[str, Sequence[str]] | None = None,
-    combine: Combine | Mapping[Any, Combine] | None = None,
+    combine: Combining | Mapping[Any, Combining] | None = None,
     version: int | None = None,
     num_partitions: int | Mapping[str, int] | None = None,
     backend: str | None = None,
@@ -62,8 +65,9 @@ def rewrite_state(
     state has, and rows are cast to them where no value changes. Without it, the first rows that the function makes say
     so, ``key`` names the columns of new keys (by operator if there are several), and columns that keep name and type
     keep their declaration. ``combine`` is called where new keys come several times (by operator if there are several):
-    it takes a ``pa.Table`` with all rows of some keys, and returns one row for each of them. Elements of a list need
-    none: they all stay, in the order of the old keys.
+    it takes a ``pa.Table`` with all rows of some keys, and returns one row for each of them. ``"merge"`` merges the
+    states of an ``aggregate`` of ``program``. Elements of a list need none: they all stay, in the order of the old
+    keys.
 
     ``version`` is by default the last completed one; Spark must still have the offsets of its batch. With
     ``state_only`` a new query begins with the state, at batch 0. ``num_partitions`` and ``backend`` are those of the
@@ -81,13 +85,13 @@ def rewrite_state(
     that of Flink's State Processor API.
     """
     say = progress or log.info
-    options = _options(storage_options)
+    options = session_options(storage_options)
     old = CheckpointStorage.open(checkpoint_location, options)
     if old.exists(METADATA_FILE):
         raise InvalidStateStoreArgument(
             f"{checkpoint_location} is a savepoint: restore_savepoint makes a checkpoint of it, which can be rewritten."
         )
-    base = state_location or _session_location()
+    base = state_location or session_state_location()
     place = find_state(checkpoint_location, base, options)
     versions = StateVersions.look(place)
     at = versions.resolve(version)
@@ -132,14 +136,3 @@ def rewrite_state(
         spark_files=None if state_only else old,
     )
     return state.write(run, say, dry_run=dry_run, clock=clock)
-
-
-def _options(given: Mapping[str, str] | None) -> dict[str, str]:
-    """Return the storage settings of the Spark session, if there is one, with those that were given."""
-    spark = current_spark()
-    return {**({} if spark is None else storage_settings(spark)), **(given or {})}
-
-
-def _session_location() -> str | None:
-    spark = current_spark()
-    return (spark.conf.get(STATE_LOCATION_CONF, "") or None) if spark is not None else None

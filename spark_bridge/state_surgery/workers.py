@@ -7,7 +7,7 @@ if its worker dies, and if its objects are lost: so the functions of users must 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -39,7 +39,7 @@ class Workers(Protocol):
         """Return what ``columns`` of the first job with rows returns; nothing if none has rows."""
         ...
 
-    def cut(self, jobs: Sequence[ReadJob], say: Callable[[str], None]) -> CutRows:
+    def cut(self, jobs: Iterable[ReadJob], say: Callable[[str], None]) -> CutRows:
         """Run the first stage. Raises what a task raises."""
         ...
 
@@ -74,7 +74,7 @@ class RayWorkers:
                 return found
         return {}
 
-    def cut(self, jobs: Sequence[ReadJob], say: Callable[[str], None]) -> CutRows:
+    def cut(self, jobs: Iterable[ReadJob], say: Callable[[str], None]) -> CutRows:
         """See ``Workers``."""
         import ray
 
@@ -83,8 +83,8 @@ class RayWorkers:
         cut = CutRows()
         try:
             for number, stream in enumerate(started, start=1):
-                self._take(stream, cut, say, f"read {number - 1} of {len(jobs)} sources")
-            say(f"read {len(jobs)} sources: {sum(cut.counts.read.values())} rows")
+                self._take(stream, cut, say, f"read {number - 1} of {len(started)} sources")
+            say(f"read {len(started)} sources: {sum(cut.counts.read.values())} rows")
         except BaseException:
             for stream in started:
                 ray.cancel(stream, force=False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -17,7 +17,7 @@ class OwnWorkers:
     def columns_of(self, jobs: Sequence[ReadJob], say: Callable[[str], None]) -> Mapping[Any, pa.Schema]:
         return next((found for found in (job.columns() for job in jobs) if found is not None), {})
 
-    def cut(self, jobs: Sequence[ReadJob], say: Callable[[str], None]) -> CutRows:
+    def cut(self, jobs: Iterable[ReadJob], say: Callable[[str], None]) -> CutRows:
         cut = CutRows()
         for job in jobs:
             for routed in job.run(cut.counts):
