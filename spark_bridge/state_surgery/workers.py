@@ -93,25 +93,34 @@ class RayWorkers:
 
     def _take(self, stream: Any, cut: CutRows, say: Callable[[str], None], done: str) -> None:
         """Take the references that one task gives: to the names of runs, then to the runs; to its counts at last."""
-
-        while True:
-            names = _result(self._next(stream, say, done))
-            if isinstance(names, RowCounts):
-                cut.counts.add(names)
+        names: list[tuple[Name, int]] = []
+        last = None
+        for ref in self._references(stream, say, done):
+            if names:
+                cut.runs.setdefault(names.pop(0), []).append(ref)
+                last = ref
+                continue
+            given = _result(ref)
+            if isinstance(given, RowCounts):
+                cut.counts.add(given)
                 return
-            for name in names:
-                run = self._next(stream, say, done)
-                cut.runs.setdefault(name, []).append(run)
-                del run
+            names = given
+        _result(last)  # what was taken for a run is what the task has raised
+        raise RuntimeError(f"A task of the first stage ended before its counts, behind {last}.")
 
-    def _next(self, stream: Any, say: Callable[[str], None], done: str) -> Any:
+    def _references(self, stream: Any, say: Callable[[str], None], done: str) -> Iterator[Any]:
         import ray
 
         while True:
             ready, _ = ray.wait([stream], timeout=WAIT_SECONDS, fetch_local=False)
-            if ready:
-                return next(stream)
-            say(f"{done}{_no_cpu()}")
+            if not ready:
+                say(f"{done}{_no_cpu()}")
+                continue
+            try:
+                ref = next(stream)
+            except StopIteration:
+                return
+            yield ref
 
     def build(
         self, partitions: Sequence[NewPartition], cut: CutRows, say: Callable[[str], None]
@@ -148,7 +157,8 @@ def _cut(job: ReadJob) -> Iterator[Any]:
     counts = RowCounts()
     for routed in job.run(counts):
         yield list(routed)
-        yield from routed.values()
+        for run in routed.values():  # noqa: UP028 - Ray sends values, which ``yield from`` passes on to an iterator
+            yield run
     yield counts
 
 
