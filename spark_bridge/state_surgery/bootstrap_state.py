@@ -54,6 +54,7 @@ def bootstrap_state(
     reference: str | None = None,
     state_location: str | None = None,
     storage_options: Mapping[str, str] | None = None,
+    concurrency: int | None = None,
     ray_remote_args: Mapping[str, Any] | None = None,
     progress: Callable[[str], None] | None = None,
     workers: Workers | None = None,
@@ -118,7 +119,7 @@ def bootstrap_state(
         details={},
         reference=reference,
     )
-    return state.write(workers or RayWorkers(ray_remote_args), say, dry_run=dry_run, clock=clock)
+    return state.write(workers or RayWorkers(ray_remote_args, concurrency), say, dry_run=dry_run, clock=clock)
 
 
 def _operators(

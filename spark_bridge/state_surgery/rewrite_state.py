@@ -43,6 +43,7 @@ def rewrite_state(
     reference: str | None = None,
     state_location: str | None = None,
     storage_options: Mapping[str, str] | None = None,
+    concurrency: int | None = None,
     ray_remote_args: Mapping[str, Any] | None = None,
     progress: Callable[[str], None] | None = None,
     workers: Workers | None = None,
@@ -73,8 +74,9 @@ def rewrite_state(
     ``state_only`` a new query begins with the state, at batch 0. ``num_partitions`` and ``backend`` are those of the
     rewritten operators, by default those of the program, or the old ones. ``dry_run`` does everything but write, and
     returns the same report. ``reference`` stands in the audit log of the new checkpoint. ``state_location`` and
-    ``storage_options`` are those of both checkpoints, by default those of the Spark session. ``ray_remote_args`` are
-    for the tasks, which take one CPU each. ``progress`` is told of each step.
+    ``storage_options`` are those of both checkpoints, by default those of the Spark session. ``concurrency`` is the
+    most tasks at once, ``ray_remote_args`` are for the tasks, which take one CPU each. ``progress`` is told of each
+    step.
 
     Reads each partition of the operators once, and writes each new one once. Tasks hold some 64 MiB of rows, or the
     rows of one key group; the rest is in Ray's object store, and on disk where that is full.
@@ -111,7 +113,7 @@ def rewrite_state(
         how="rewritten",
     )
     new.check_place(old, "checkpoint")
-    run = workers or RayWorkers(ray_remote_args)
+    run = workers or RayWorkers(ray_remote_args, concurrency)
     plan = planned(
         versions,
         at,

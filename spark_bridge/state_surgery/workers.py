@@ -7,16 +7,19 @@ if its worker dies, and if its objects are lost: so the functions of users must 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import pyarrow as pa
 
+from backends.exceptions import InvalidStateStoreArgument
 from spark_bridge.state_surgery.exchange_tasks import BuiltPartition, Name, NewPartition, ReadJob, RowCounts
 
 WAIT_SECONDS = 10.0
 """So often the progress is told while no task ends."""
+NO_LIMIT = 1 << 31
 CANCEL_SECONDS = 30.0
 """So long cancelled tasks are waited for."""
 
@@ -57,10 +60,16 @@ def run_of(partition: NewPartition, cut: CutRows) -> dict[Name, list[Any]]:
 
 
 class RayWorkers:
-    """Tasks of the Ray that this process has joined, or that Ray starts; ``remote_args`` are for ``ray.remote``."""
+    """Tasks of the Ray that this process has joined, or that Ray starts; ``remote_args`` are for ``ray.remote``.
 
-    def __init__(self, remote_args: Mapping[str, Any] | None = None) -> None:
+    ``concurrency`` is the most tasks at once; None: as many as there are CPUs for.
+    """
+
+    def __init__(self, remote_args: Mapping[str, Any] | None = None, concurrency: int | None = None) -> None:
+        if concurrency is not None and concurrency < 1:
+            raise InvalidStateStoreArgument(f"concurrency={concurrency} must be 1 or more.")
         self._args = {"num_cpus": 1, **(remote_args or {})}
+        self._most = concurrency or NO_LIMIT
 
     def columns_of(self, jobs: Sequence[ReadJob], say: Callable[[str], None]) -> Mapping[Any, pa.Schema]:
         """See ``Workers``."""
@@ -79,16 +88,23 @@ class RayWorkers:
         import ray
 
         task = ray.remote(_cut).options(num_returns="streaming", **self._args)
-        started = [task.remote(job) for job in jobs]
-        cut = CutRows()
+        cut, running, number = CutRows(), deque[Any](), 0
         try:
-            for number, stream in enumerate(started, start=1):
-                self._take(stream, cut, say, f"read {number - 1} of {len(started)} sources")
-            say(f"read {len(started)} sources: {sum(cut.counts.read.values())} rows")
+            for job in jobs:
+                while len(running) >= self._most:
+                    self._take(running[0], cut, say, f"read {number} sources")
+                    running.popleft()
+                    number += 1
+                running.append(task.remote(job))
+            while running:
+                self._take(running[0], cut, say, f"read {number} sources")
+                running.popleft()
+                number += 1
         except BaseException:
-            for stream in started:
+            for stream in running:
                 ray.cancel(stream, force=False)
             raise
+        say(f"read {number} sources: {sum(cut.counts.read.values())} rows")
         return cut
 
     def _take(self, stream: Any, cut: CutRows, say: Callable[[str], None], done: str) -> None:
@@ -129,23 +145,28 @@ class RayWorkers:
         import ray
 
         task = ray.remote(_build).options(**self._args)
-        started = [task.remote(partition, run_of(partition, cut)) for partition in partitions]
-        waiting, told = list(started), 0
+        built: dict[int, BuiltPartition] = {}
+        running: dict[Any, int] = {}
+        left, told = deque(enumerate(partitions)), 0
         try:
-            while waiting:
-                ready, waiting = ray.wait(waiting, timeout=WAIT_SECONDS, fetch_local=False)
+            while left or running:
+                while left and len(running) < self._most:
+                    number, partition = left.popleft()
+                    running[task.remote(partition, run_of(partition, cut))] = number
+                ready, _ = ray.wait(list(running), timeout=WAIT_SECONDS, fetch_local=False)
                 for ref in ready:
-                    _result(ref)
-                done = len(started) - len(waiting)
-                if not ready or done * 10 // len(started) > told * 10 // len(started) or not waiting:
-                    say(f"built {done} of {len(started)} partitions{'' if ready else _no_cpu()}")
-                    told = done
-            return [_result(ref) for ref in started]
+                    built[running[ref]] = _result(ref)
+                    del running[ref]
+                if not ready or len(built) * 10 // len(partitions) > told * 10 // len(partitions):
+                    say(f"built {len(built)} of {len(partitions)} partitions{'' if ready else _no_cpu()}")
+                    told = len(built)
         except BaseException:
-            for ref in waiting:
+            for ref in running:
                 ray.cancel(ref, force=False)
-            ray.wait(waiting, num_returns=len(waiting), timeout=CANCEL_SECONDS, fetch_local=False)
+            if running:
+                ray.wait(list(running), num_returns=len(running), timeout=CANCEL_SECONDS, fetch_local=False)
             raise  # nobody writes any more, so that the caller can remove what was written
+        return [built[number] for number in range(len(partitions))]
 
 
 def _columns(job: ReadJob) -> Mapping[Any, pa.Schema] | None:
