@@ -125,6 +125,7 @@ def test_bad_rows_are_refused_and_nothing_is_left(tmp_path: Path) -> None:
         (GIVEN.append_column("more", GIVEN["user"]), {}, "unknown 'more'"),
         (twice, {}, "come several times, as user=2.*combine="),
         (twice, {"combine": "merge"}, "program= has to say how"),
+        (GIVEN, {"combine": {"totlas": "merge"}}, "combine= names 'totlas'"),
         (twice, {"combine": "add"}, "must be a function, or 'merge'"),
         (GIVEN.set_column(1, "n.count.count", pa.array([1, 2, None, 4])), {}, "'n.count.count'.* 1 nulls"),
         (GIVEN.set_column(0, "user", pa.array(["1", "2", "3", "4"])), {}, "'user'.*string.*int64"),
