@@ -276,6 +276,20 @@ METRICS: Mapping[str, Metric] = {
             "Spark's durationMs of the last batch, by step (triggerExecution, addBatch, walCommit ...).",
             (*_QUERY, "step"),
         ),
+        Metric(
+            "statestore_largest_partition_keys",
+            GAUGE,
+            DRIVER,
+            "Keys of the partition that has most, in the last batch, however many partitions the operator has.",
+            _OPERATOR,
+        ),
+        Metric(
+            "statestore_median_partition_keys",
+            GAUGE,
+            DRIVER,
+            "Keys of the median partition, in the last batch, however many partitions the operator has.",
+            _OPERATOR,
+        ),
         *(
             Metric(f"statestore_operator_{name}", GAUGE, DRIVER, said, _OPERATOR)
             for name, said in OPERATOR_FIGURES.items()
