@@ -112,7 +112,7 @@ METRICS: Mapping[str, Metric] = {
             "statestore_batch_seconds",
             GAUGE,
             COORDINATOR,
-            "How long the batch that runs has been running; 0 between batches.",
+            "How long Spark has been at the batch that runs, its source and its sink included; 0 between batches.",
             _QUERY,
         ),
         Metric(
