@@ -161,11 +161,13 @@ class Queries:
         if run is None or run.ended:
             return known
         with run.lock:
-            # The progress event of a batch may have met a coordinator that was being restarted.
-            catch_up(self._runs, run)
-            if not is_stopping:
-                run.release_recorded_hold()
-            run.spark.heard(is_at_work, run.versions.completed, self._registries.clock())
+            try:
+                # The progress event of a batch may have met a coordinator that was being restarted.
+                catch_up(self._runs, run)
+                if not is_stopping:
+                    run.release_recorded_hold()
+            finally:  # storage that fails is no reason to show no batch
+                run.spark.heard(is_at_work, run.versions.completed, self._registries.clock())
         return True
 
     def batch_committed(self, run_id: str, batch_id: int, *, by_driver: bool = False) -> bool:
