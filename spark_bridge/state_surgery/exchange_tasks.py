@@ -55,6 +55,10 @@ class RowSource(Protocol):
         """Give the rows."""
         ...
 
+    def no_rows(self) -> pa.RecordBatch:
+        """Return a batch of the same columns without rows."""
+        ...
+
 
 @dataclass(frozen=True)
 class Target:
@@ -134,9 +138,12 @@ class ReadJob:
         if pending:
             yield self._routed(pending)
 
-    def columns(self) -> dict[Any, pa.Schema] | None:
-        """Return the columns that the function makes of the first rows, by target; None if there are no rows."""
-        for batch in self.source.batches():
+    def columns(self, of_no_rows: bool = False) -> dict[Any, pa.Schema] | None:
+        """Return the columns that the function makes of the first rows, by target; None if it makes no rows.
+
+        With ``of_no_rows``, of a batch without rows.
+        """
+        for batch in [self.source.no_rows()] if of_no_rows else self.source.batches():
             made = batch if self.function is None else self.function(batch)
             if made is not None:
                 return {key: rows.schema for key, rows in self._by_target(made) if rows is not None}

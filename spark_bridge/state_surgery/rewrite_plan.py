@@ -39,6 +39,11 @@ class PartitionRows:
         for batch in self.source.batches(unpacked(self.packed)):
             yield batch.select(list(self.columns))
 
+    def no_rows(self) -> pa.RecordBatch:
+        """See ``RowSource``."""
+        schema = pa.schema([self.source.schema.field(name) for name in self.columns])
+        return pa.RecordBatch.from_arrays([pa.array([], f.type) for f in schema], schema=schema)
+
 
 @dataclass(frozen=True)
 class RewrittenOperator:

@@ -27,6 +27,10 @@ class PackedRows:
         """See ``RowSource``."""
         yield from pa.ipc.open_stream(pa.py_buffer(self.run))
 
+    def no_rows(self) -> pa.RecordBatch:
+        """See ``RowSource``."""
+        return next(self.batches()).slice(0, 0)
+
 
 @dataclass(frozen=True)
 class BlockRows:
@@ -39,6 +43,10 @@ class BlockRows:
         import ray
 
         yield from ray.get(self.ref).to_batches(max_chunksize=BATCH_ROWS)
+
+    def no_rows(self) -> pa.RecordBatch:
+        """See ``RowSource``."""
+        return next(self.batches()).slice(0, 0)
 
 
 def sources_of(rows: Any) -> Iterator[RowSource]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import pyarrow as pa
 
@@ -35,11 +35,15 @@ class CutRows:
     counts: RowCounts = field(default_factory=RowCounts)
 
 
+Columns: TypeAlias = Mapping[Any, pa.Schema]
+"""The columns of new rows, by target."""
+
+
 class Workers(Protocol):
     """Where tasks run."""
 
-    def columns_of(self, jobs: Sequence[ReadJob], say: Callable[[str], None]) -> Mapping[Any, pa.Schema]:
-        """Return what ``columns`` of the first job with rows returns; nothing if none has rows."""
+    def columns_of(self, jobs: Sequence[ReadJob], say: Callable[[str], None]) -> Columns:
+        """Return ``first_columns`` of the jobs, of which there is one at least."""
         ...
 
     def cut(self, jobs: Iterable[ReadJob], say: Callable[[str], None]) -> CutRows:
@@ -51,6 +55,14 @@ class Workers(Protocol):
     ) -> list[BuiltPartition]:
         """Run the second stage, in the order of ``partitions``. Raises what a task raises."""
         ...
+
+
+def first_columns(jobs: Sequence[ReadJob], ask: Callable[[ReadJob, bool], Columns | None]) -> Columns:
+    """Return what ``columns`` of the first job says whose rows the function makes rows of, else of no rows at all."""
+    for job in jobs:
+        if (found := ask(job, False)) is not None:
+            return found
+    return ask(jobs[0], True) or {}
 
 
 def run_of(partition: NewPartition, cut: CutRows) -> dict[Name, list[Any]]:
@@ -71,17 +83,13 @@ class RayWorkers:
         self._args = {"num_cpus": 1, **(remote_args or {})}
         self._most = concurrency or NO_LIMIT
 
-    def columns_of(self, jobs: Sequence[ReadJob], say: Callable[[str], None]) -> Mapping[Any, pa.Schema]:
+    def columns_of(self, jobs: Sequence[ReadJob], say: Callable[[str], None]) -> Columns:
         """See ``Workers``."""
         import ray
 
         task = ray.remote(_columns).options(**self._args)
-        for job in jobs:
-            say(f"reading the first rows of operator {job.name[0]!r}")
-            found: Mapping[Any, pa.Schema] | None = _result(task.remote(job))
-            if found is not None:
-                return found
-        return {}
+        say(f"reading the first rows of operator {jobs[0].name[0]!r}")
+        return first_columns(jobs, lambda job, of_no_rows: _result(task.remote(job, of_no_rows)))
 
     def cut(self, jobs: Iterable[ReadJob], say: Callable[[str], None]) -> CutRows:
         """See ``Workers``."""
@@ -169,8 +177,8 @@ class RayWorkers:
         return [built[number] for number in range(len(partitions))]
 
 
-def _columns(job: ReadJob) -> Mapping[Any, pa.Schema] | None:
-    return job.columns()
+def _columns(job: ReadJob, of_no_rows: bool) -> Columns | None:
+    return job.columns(of_no_rows)
 
 
 def _cut(job: ReadJob) -> Iterator[Any]:

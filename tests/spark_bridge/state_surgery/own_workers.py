@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
-
-import pyarrow as pa
+from collections.abc import Callable, Iterable, Sequence
 
 from spark_bridge.state_surgery.exchange_tasks import BuiltPartition, NewPartition, ReadJob
-from spark_bridge.state_surgery.workers import CutRows, run_of
+from spark_bridge.state_surgery.workers import Columns, CutRows, first_columns, run_of
 
 
 class OwnWorkers:
     """``Workers`` without Ray."""
 
-    def columns_of(self, jobs: Sequence[ReadJob], say: Callable[[str], None]) -> Mapping[Any, pa.Schema]:
-        return next((found for found in (job.columns() for job in jobs) if found is not None), {})
+    def columns_of(self, jobs: Sequence[ReadJob], say: Callable[[str], None]) -> Columns:
+        return first_columns(jobs, lambda job, of_no_rows: job.columns(of_no_rows))
 
     def cut(self, jobs: Iterable[ReadJob], say: Callable[[str], None]) -> CutRows:
         cut = CutRows()
