@@ -18,6 +18,7 @@ from comparisons import (
     providers,
     recovery,
     savepoints,
+    surgery,
     throughput,
 )
 
@@ -27,6 +28,7 @@ MODULES = (
     latency,
     recovery,
     savepoints,
+    surgery,
     lookups,
     enrichment,
     nexmark,

@@ -9,9 +9,7 @@ keys again removes them.
 
 from __future__ import annotations
 
-import getpass
 import logging
-import socket
 import threading
 import time
 import uuid
@@ -25,7 +23,7 @@ from backends.exceptions import VersionNotFoundError
 from backends.formats.changelog_group import GROUPS
 from backends.storage.checkpoint_storage import CheckpointStorage, OpenStorage
 from coordinator_actor.checkpoints.checkpoint_id import CheckpointIDCounter
-from coordinator_actor.durable.audit_log import AuditLog, AuditRecord
+from coordinator_actor.durable.audit_log import AuditLog, AuditRecord, caller
 from coordinator_actor.durable.manifests import ManifestLog
 from coordinator_actor.durable.rewritten_files import RewrittenFiles, new_path
 from coordinator_actor.exceptions import InvalidRequestError, UnknownQueryError
@@ -178,7 +176,7 @@ class _Holding:
     """The hold of a query, renewed by a thread for as long as a ``with`` lasts. Its batches wait from a call on."""
 
     def __init__(self, port: CoordinatorPort, query: str) -> None:
-        self.holder = f"{WHAT} of {_caller()} ({uuid.uuid4().hex[:8]})"
+        self.holder = f"{WHAT} of {caller()} ({uuid.uuid4().hex[:8]})"
         self._port = port
         self._query = query
         self._holds_batches = False
@@ -305,13 +303,5 @@ class _Work:
         operators = (self._request.operator,)
         counts = {"keys": self._num_keys, **counts}
         reference = self._request.reference
-        record = AuditRecord(WHAT, status, at_ms, _caller(), operators, versions.completed, counts, reference)
+        record = AuditRecord(WHAT, status, at_ms, caller(), operators, versions.completed, counts, reference)
         AuditLog(self.storage).append(record)
-
-
-def _caller() -> str:
-    try:
-        user = getpass.getuser()
-    except (KeyError, OSError):
-        user = "unknown"
-    return f"{user}@{socket.gethostname()}"

@@ -114,7 +114,9 @@ def aggregate(
     output = T.StructType(
         [*(rows.schema[k] for k in keys.emitted), *spark_struct(pa.schema(aggregator.result_fields)).fields]
     )
-    return map_in_arrow(routed(prepared, stored, partitions, key_groups), task, declare(spec), output)
+    return map_in_arrow(
+        routed(prepared, stored, partitions, key_groups), task, declare(spec, aggregator=aggregator), output
+    )
 
 
 @dataclass(frozen=True)
