@@ -55,8 +55,8 @@ class NewStateReport(Struct, frozen=True):
     """What was written to ``checkpoint_location``, or with ``dry_run`` would be: the query goes on from ``version``.
 
     ``batch_id`` is the last batch that Spark takes as committed; None if a new query begins with the state. By
-    variable, as (operator, variable): ``rows_read``, ``rows_made`` by the function, and ``rows_written``, which are fewer where
-    rows were combined; ``samples_before`` and ``samples_after`` are the first rows, as tables.
+    variable, as (operator, variable): ``rows_read``, ``rows_made`` by the function, and ``rows_written``, which are
+    fewer where rows were combined; ``samples_before`` and ``samples_after`` are the first rows, as tables.
     """
 
     checkpoint_location: str
