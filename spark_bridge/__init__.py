@@ -54,7 +54,10 @@ if TYPE_CHECKING:
         state_changes_table,
         state_table,
     )
+    from spark_bridge.state_surgery.bootstrap_state import bootstrap_state
     from spark_bridge.state_surgery.forget_keys import forget_keys
+    from spark_bridge.state_surgery.new_state import NewStateReport
+    from spark_bridge.state_surgery.rewrite_state import rewrite_state
     from spark_bridge.stateful.arrow_processor import ArrowBatch, ArrowResult, ArrowStatefulProcessor
     from spark_bridge.stateful.stateful_processor import ExpiredTimerInfo, StatefulProcessor, TimerValues
     from spark_bridge.stateful.testing.tester import ProcessorTester
@@ -82,6 +85,7 @@ __all__ = [
     "KvStateServer",
     "ListState",
     "MapState",
+    "NewStateReport",
     "ProcessorTester",
     "QueryableStateClient",
     "RequestLimits",
@@ -101,6 +105,7 @@ __all__ = [
     "add_state_operator_listener",
     "aggregate",
     "attach",
+    "bootstrap_state",
     "checkpoint_progress",
     "deduplicate",
     "delete_savepoint",
@@ -118,6 +123,7 @@ __all__ = [
     "rebalance",
     "remove_state_operator_listener",
     "restore_savepoint",
+    "rewrite_state",
     "scale_hosts",
     "serve_state",
     "setup_ray_on_spark",
@@ -149,10 +155,11 @@ _HOMES = {
     "KvStateServer": "spark_bridge.queryable.server.server",
     "ListState": "spark_bridge.stateful.variables.list_state",
     "MapState": "spark_bridge.stateful.variables.map_state",
+    "NewStateReport": "spark_bridge.state_surgery.new_state",
     "ProcessorTester": "spark_bridge.stateful.testing.tester",
     "QueryableStateClient": "spark_bridge.queryable.client.client",
-    "StateChange": "spark_bridge.queryable.client.watch",
     "RequestLimits": "spark_bridge.queryable.server.request_limits",
+    "StateChange": "spark_bridge.queryable.client.watch",
     "StateOperatorListener": "spark_bridge.session.operator_progress",
     "StateOperatorProgress": "spark_bridge.session.operator_progress",
     "StateScan": "spark_bridge.queryable.client.state_scan",
@@ -168,6 +175,7 @@ _HOMES = {
     "add_state_operator_listener": "spark_bridge.session.operator_progress",
     "aggregate": "spark_bridge.operators.aggregate.operator",
     "attach": "spark_bridge.session.lifecycle",
+    "bootstrap_state": "spark_bridge.state_surgery.bootstrap_state",
     "checkpoint_progress": "spark_bridge.session.checkpoint_progress",
     "deduplicate": "spark_bridge.operators.deduplicate.operator",
     "delete_savepoint": "spark_bridge.session.savepoints",
@@ -184,6 +192,10 @@ _HOMES = {
     "rebalance": "spark_bridge.session.savepoints",
     "remove_state_operator_listener": "spark_bridge.session.operator_progress",
     "restore_savepoint": "spark_bridge.session.savepoints",
+    "rewrite_state": "spark_bridge.state_surgery.rewrite_state",
+    "scale_hosts": "spark_bridge.session.lifecycle",
+    "serve_state": "spark_bridge.serving.serve",
+    "setup_ray_on_spark": "spark_bridge.session.ray_on_spark",
     "state_as_of": "spark_bridge.lookups.state_as_of",
     "state_batches": "spark_bridge.state_data.state_tables",
     "state_changes_batches": "spark_bridge.state_data.state_tables",
@@ -192,9 +204,6 @@ _HOMES = {
     "state_metadata_table": "spark_bridge.state_data.metadata",
     "state_operator_progress": "spark_bridge.session.operator_progress",
     "state_table": "spark_bridge.state_data.state_tables",
-    "scale_hosts": "spark_bridge.session.lifecycle",
-    "serve_state": "spark_bridge.serving.serve",
-    "setup_ray_on_spark": "spark_bridge.session.ray_on_spark",
     "stop_spark": "spark_bridge.session.lifecycle",
     "transform_with_state": "spark_bridge.stateful.transform_with_state",
     "transform_with_state_in_arrow": "spark_bridge.stateful.transform_with_state",

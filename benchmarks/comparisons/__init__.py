@@ -19,6 +19,7 @@ from comparisons import (
     providers,
     recovery,
     savepoints,
+    surgery,
     throughput,
 )
 
@@ -28,6 +29,7 @@ MODULES = (
     latency,
     recovery,
     savepoints,
+    surgery,
     lookups,
     enrichment,
     nexmark,

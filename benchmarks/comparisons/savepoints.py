@@ -147,7 +147,7 @@ def _rescales(
             if name == NATIVE:
                 if not can_repartition:
                     continue
-                if (seconds := _repartition(spark, lane, after, measured)) is None:
+                if (seconds := repartition_seconds(spark, lane, after, measured)) is None:
                     can_repartition = False
                     continue
             else:
@@ -172,7 +172,7 @@ def _rescales(
     return before
 
 
-def _repartition(spark: Any, lane: Lane, partitions: int, measured: Measured) -> float | None:
+def repartition_seconds(spark: Any, lane: Lane, partitions: int, measured: Measured) -> float | None:
     """Return the seconds of Spark's offline repartition; None, and a note, if Spark refuses this checkpoint."""
     from py4j.protocol import Py4JJavaError
     from pyspark.errors import PySparkException

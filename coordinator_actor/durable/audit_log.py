@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import getpass
+import socket
+
 from msgspec import Struct, field
 
 from backends.exceptions import FileExistsInStorageError
@@ -49,3 +52,12 @@ class AuditLog:
     def read(self) -> list[AuditRecord]:
         """Return all records, the oldest first. Raises ``DamagedFileError``."""
         return self._files.read_all([numbered_path(AUDIT, n) for n in self._files.numbers(AUDIT)], AuditRecord)
+
+
+def caller() -> str:
+    """Return the user and the machine of this process, as records name them."""
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):
+        user = "unknown"
+    return f"{user}@{socket.gethostname()}"

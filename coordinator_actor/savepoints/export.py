@@ -212,9 +212,9 @@ def _holds(storage: CheckpointStorage, ref: FileRef, copy: Path) -> bool:
 
 
 def copy_spark_files(
-    spark_storage: CheckpointStorage, savepoint_storage: CheckpointStorage, batch_id: int
+    spark_storage: CheckpointStorage, target_storage: CheckpointStorage, batch_id: int, below: str = SPARK_DIRECTORY
 ) -> list[FileRef]:
-    """Copy what Spark needs to go on behind batch ``batch_id``. Return the copies.
+    """Copy what Spark needs to go on behind batch ``batch_id``, to the directory ``below``. Return the copies.
 
     These are ``offsets`` and ``commits`` of that batch, ``offsets`` and, if it exists, ``commits`` of the batch
     before it,
@@ -225,16 +225,20 @@ def copy_spark_files(
 
     Raises ``SavepointError`` if the batch is not committed, or if the sources keep changing; ``StorageError``.
     """
-    copied = [_copy(spark_storage, savepoint_storage, path) for path in _logged(spark_storage, batch_id)]
-    return copied + _copy_sources(spark_storage, savepoint_storage)
+    copied = [_copy(spark_storage, target_storage, path, below) for path in spark_log_files(spark_storage, batch_id)]
+    return copied + _copy_sources(spark_storage, target_storage, below)
 
 
-def _logged(storage: CheckpointStorage, batch_id: int) -> list[str]:
+def spark_log_files(storage: CheckpointStorage, batch_id: int) -> list[str]:
+    """Return which of Spark's ``offsets`` and ``commits`` a query needs to go on behind a batch.
+
+    Raises ``SavepointError`` if the batch is not committed, or if Spark does not keep its offsets any more.
+    """
     needed = [f"offsets/{b}" for b in (batch_id - 1, batch_id) if b >= 0] + [f"commits/{batch_id}"]
     absent = [path for path in needed if not storage.exists(path)]
     if absent:
         raise SavepointError(
-            f"No savepoint can be taken behind batch {batch_id} of {storage.location}: {', '.join(absent)} does not "
+            f"Nothing can go on behind batch {batch_id} of {storage.location}: {', '.join(absent)} does not "
             "exist "
             "there. Only a batch that Spark has committed, and keeps the offsets of, can be gone on from."
         )
@@ -243,13 +247,13 @@ def _logged(storage: CheckpointStorage, batch_id: int) -> list[str]:
     return [*needed, before] if batch_id > 0 and storage.exists(before) else needed
 
 
-def _copy_sources(spark: CheckpointStorage, savepoint: CheckpointStorage) -> list[FileRef]:
+def _copy_sources(spark: CheckpointStorage, target: CheckpointStorage, below: str) -> list[FileRef]:
     copied: dict[str, FileRef] = {}
     listed = _visible(spark)
     with Pool(_COPY_THREADS, thread_name_prefix="statestore-savepoint") as pool:
         for _ in range(_COPY_ATTEMPTS):
             new = [path for path in listed if path not in copied]
-            copies = pool.map(lambda path: _copy_if_there(spark, savepoint, path), new)
+            copies = pool.map(lambda path: _copy_if_there(spark, target, path, below), new)
             copied.update({path: copy for path, copy in zip(new, copies, strict=True) if copy is not None})
             now = _visible(spark)
             # A listing takes time. A file removed meanwhile may have been replaced by a file that the listing does not
@@ -269,21 +273,21 @@ def _visible(storage: CheckpointStorage) -> list[str]:
     return [path for path, _ in storage.list("sources") if not path.rpartition("/")[2].startswith(".")]
 
 
-def _copy_if_there(spark: CheckpointStorage, savepoint: CheckpointStorage, path: str) -> FileRef | None:
+def _copy_if_there(spark: CheckpointStorage, target: CheckpointStorage, path: str, below: str) -> FileRef | None:
     try:
-        return _copy(spark, savepoint, path)
+        return _copy(spark, target, path, below)
     except MissingFileError:
         return None
 
 
-def _copy(spark: CheckpointStorage, savepoint: CheckpointStorage, path: str) -> FileRef:
+def _copy(spark: CheckpointStorage, storage: CheckpointStorage, path: str, below: str) -> FileRef:
     data = spark.get(path)
-    target = f"{SPARK_DIRECTORY}/{path}"
+    target = f"{below}/{path}" if below else path
     try:
-        return savepoint.put_new(target, data)
+        return storage.put_new(target, data)
     except FileExistsInStorageError:
         # Left by an earlier attempt at the same savepoint.
-        if savepoint.get(target) != data:
-            savepoint.delete(target)
-            return savepoint.put_new(target, data)
+        if storage.get(target) != data:
+            storage.delete(target)
+            return storage.put_new(target, data)
         return FileRef(target, len(data), digest(data))

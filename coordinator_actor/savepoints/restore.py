@@ -1,21 +1,13 @@
 """Restores a savepoint to a new checkpoint location, from which a query goes on exactly behind the savepoint.
 
-Everything is checked before anything is written. Then these are written, in this order: ``query.json`` with the id of
-the new query, the snapshots of all partitions, the manifest, Spark's ``sources``, ``offsets`` and ``commits``, and
-Spark's ``metadata`` with that id. Before ``metadata`` exists, Spark gives the query an id of its own, and the
-coordinator refuses the query because ``query.json`` names another id. So a restore that dies half-way never leaves a
-checkpoint that starts with only a part of the state. (With a manifest but without ``offsets`` and ``commits`` the query
-would be refused as well: Spark would begin with batch 0.)
-
-Each partition is built by its backend's own engine in a scratch directory, from the row groups that have some of its
-key groups. It is uploaded as the snapshot that its first version begins with.
+``new_checkpoint`` says in which order the files of the checkpoint are written, and why. Each partition is built by its
+backend's own engine in a scratch directory, from the row groups that have some of its key groups. It is uploaded as the
+snapshot that its first version begins with.
 """
 
 from __future__ import annotations
 
-import json
 import logging
-import os
 import threading
 import time
 import uuid
@@ -35,25 +27,21 @@ from backends.encoding.keys import encode_keys
 from backends.encoding.schema import StateSchema
 from backends.encoding.sorted_pairs import SortedPairs
 from backends.engines.backend import backend_of
-from backends.exceptions import DamagedFileError, FileExistsInStorageError, InvalidStateStoreArgument
-from backends.formats.changelog import ChangelogMeta
-from backends.formats.manifest import Manifest, OperatorEntry, PartitionEntry
-from backends.formats.sealed import seal
+from backends.exceptions import DamagedFileError, InvalidStateStoreArgument
+from backends.formats.manifest import OperatorEntry, PartitionEntry
 from backends.storage.checkpoint_storage import CheckpointStorage, OpenStorage
 from backends.storage.file_ref import FileRef
 from backends.tracing import spans
-from coordinator_actor.checkpoints.checkpoint_id import CheckpointIDCounter
-from coordinator_actor.durable.manifests import ManifestLog, QueryFile
-from coordinator_actor.exceptions import SavepointError, SavepointMismatchError
+from coordinator_actor.exceptions import SavepointMismatchError
 from coordinator_actor.messages import ExportedFile, OperatorSpec
 from coordinator_actor.savepoints.differences import differences
 from coordinator_actor.savepoints.export import SPARK_DIRECTORY, file_schema
-from coordinator_actor.savepoints.partition_builder import STORE, build_partition
+from coordinator_actor.savepoints.new_checkpoint import NewCheckpoint
+from coordinator_actor.savepoints.partition_builder import build_partition
 from coordinator_actor.savepoints.savepoint_catalog import check_files, read_metadata
 from coordinator_actor.savepoints.savepoint_format import SavepointMetadata, SavepointOperator, SavepointVariable
 
 log = logging.getLogger(__name__)
-_SPARKS_OWN = ("offsets", "commits", "sources", "state", "statestore")
 
 
 class RestoredOperator(Struct, frozen=True):
@@ -126,17 +114,21 @@ def restore_savepoint(
     """
     options = dict(storage_options or {})
     savepoint = open_storage(path, options)
-    checkpoint = open_storage(checkpoint_location, options)
     metadata = read_metadata(savepoint)
     targets = _targets(metadata, operators, num_partitions, backend, options, allow_non_restored_state)
     if threads < 1:
         raise InvalidStateStoreArgument(f"threads={threads} must be 1 or more.")
-    query_id = new_query_id()
-    base = state_location or None
-    state = open_storage(
-        f"{checkpoint.location.rstrip('/')}/statestore" if base is None else f"{base.rstrip('/')}/{query_id}", options
+    new = NewCheckpoint.at(
+        checkpoint_location,
+        state_location,
+        options,
+        query_id=new_query_id(),
+        key_groups=metadata.key_groups,
+        version=0 if state_only else metadata.version,
+        how="restored",
+        open_storage=open_storage,
     )
-    _check_place(savepoint, checkpoint, state)
+    new.check_place(savepoint, "savepoint")
     if scratch is not None:
         scratch.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix="statestore-restore-", dir=scratch) as directory:
@@ -145,16 +137,15 @@ def restore_savepoint(
         say = progress or log.info
         say(f"checking {len(needed)} files of {savepoint.location}")
         local = check_files(savepoint, needed, Path(directory), keep=True, threads=threads)
-        restore = _Restore(
-            metadata, state, query_id, 0 if state_only else metadata.version, Path(directory), local, say
-        )
+        restore = _Restore(metadata, new, Path(directory), local, say)
         rows = restore.write_state(targets, threads, round(clock() * 1000))
-        _write_spark(checkpoint, query_id, () if state_only else metadata.spark_files, local)
-    log.info("Restored savepoint %s to %s as query %s", savepoint.location, checkpoint.location, query_id)
+        _write_spark(new.checkpoint, () if state_only else metadata.spark_files, local)
+        new.finish()
+    log.info("Restored savepoint %s to %s as query %s", savepoint.location, new.checkpoint.location, new.query_id)
     return RestoredSavepoint(
-        checkpoint.location,
-        query_id,
-        restore.version,
+        new.checkpoint.location,
+        new.query_id,
+        new.version,
         None if state_only else metadata.batch_id,
         tuple(
             RestoredOperator(t.operator.name, t.num_partitions, t.conf.provider, rows[t.operator.name]) for t in targets
@@ -209,48 +200,22 @@ def _targets(
     return targets
 
 
-def _check_place(savepoint: CheckpointStorage, checkpoint: CheckpointStorage, state: CheckpointStorage) -> None:
-    """Raise ``SavepointError`` unless the target is new, and outside of the savepoint."""
-    source, target = _canonical(savepoint), _canonical(checkpoint)
-    if target == source or target.startswith(f"{source}/"):
-        raise SavepointError(
-            f"{checkpoint.location} lies in the savepoint {savepoint.location}: restore to a directory outside of it."
-        )
-    held = [name for name in _SPARKS_OWN if checkpoint.list(name)]
-    held += [name for name in ("metadata", ".metadata.crc") if checkpoint.exists(name)]
-    if held or state.list():
-        raise SavepointError(
-            f"A savepoint is restored to a new checkpoint location, but in {checkpoint.location} there is "
-            f"{', '.join(held) or state.location} already. Choose another, or remove it if it was left by a restore "
-            "that failed."
-        )
-
-
-def _canonical(storage: CheckpointStorage) -> str:
-    return os.path.realpath(storage.location) if storage.is_local else storage.location
-
-
 # -- the state ---------------------------------------------------------------------------------
 
 
 class _Restore:
-    """Writes the state of one restored query at ``version``."""
+    """Writes the state of one restored query."""
 
     def __init__(
         self,
         metadata: SavepointMetadata,
-        state: CheckpointStorage,
-        query_id: str,
-        version: int,
+        new: NewCheckpoint,
         scratch: Path,
         local: Mapping[str, Path],
         say: Callable[[str], None],
     ) -> None:
-        self.version = version
         self._metadata = metadata
-        self._state = state
-        self._query_id = query_id
-        self._run_id = f"restored-{query_id}"
+        self._new = new
         self._scratch = scratch
         self._local = local
         self._say = say
@@ -258,13 +223,8 @@ class _Restore:
 
     def write_state(self, targets: Sequence[_Target], threads: int, now_ms: int) -> dict[str, int]:
         """Write everything below ``statestore/``, the manifest last. Return the number of rows per operator."""
-        try:
-            self._state.put_new("query.json", seal(QueryFile(self._query_id, self._metadata.key_groups)))
-        except FileExistsInStorageError as error:
-            raise SavepointError(f"Somebody else is restoring a savepoint to {self._state.location} now.") from error
-        logs = ManifestLog(self._state, "restore")
-        for schema in (t.operator.schema for t in targets):
-            logs.ensure_schema(schema.id, schema.to_json())
+        self._new.claim()
+        self._new.write_schemas(t.operator.schema for t in targets)
         entries: dict[str, dict[int, PartitionEntry]] = {t.operator.name: {} for t in targets}
         rows = dict.fromkeys(entries, 0)
         with spans.Pool(threads, thread_name_prefix="statestore-restore") as pool:
@@ -287,51 +247,25 @@ class _Restore:
                     f"{rows[target.operator.name]} "
                     "were found in its files: their key groups are not those that the metadata file says."
                 )
-        self._write_manifest(logs, targets, entries, now_ms)
-        return rows
-
-    def _write_manifest(
-        self,
-        logs: ManifestLog,
-        targets: Sequence[_Target],
-        entries: Mapping[str, Mapping[int, PartitionEntry]],
-        now_ms: int,
-    ) -> None:
-        logs.claim(self._run_id)
         made = {
             t.operator.name: OperatorEntry.of(
                 t.num_partitions, t.operator.schema.id, t.conf.provider, entries[t.operator.name]
             )
             for t in targets
         }
-        logs.append(
-            Manifest(
-                id=0,
-                parent=None,
-                version=self.version,
-                epoch=logs.epoch,
-                run_id=self._run_id,
-                created_ms=now_ms,
-                operators=made,
-                oldest=self.version,
-                chain_from=self.version,
-            ),
-            CheckpointIDCounter(),
-        )
+        self._new.append(made, now_ms)
+        return rows
 
     def _build(self, target: _Target, partition: int) -> tuple[PartitionEntry, int]:
         """Build one partition: a changelog without changes as its head, and a snapshot. Also return its row count."""
         name, n, conf = target.operator.name, target.num_partitions, target.conf
         first, end = partition_range(partition, n, self._metadata.key_groups)
-        attempt = f"savepoint-{self._metadata.checkpoint_id}"
-        # Its base is no version here: nobody may take the changelog for the first changes to the empty version 0.
-        base = f"savepoint/{self._metadata.query_id}/{self._metadata.checkpoint_id}"
-        meta = ChangelogMeta(self._run_id, name, partition, n, self.version, attempt, base, STORE)
+        meta = self._new.changelog_meta(name, partition, n, f"{self._metadata.query_id}/{self._metadata.checkpoint_id}")
         variables = target.operator.variables
         pairs = ((v.name, batch) for v in variables for batch in self._pairs(v, first, end))
         with spans.step("savepoint.restore_partition", operator=name, partition=partition):
             entry, rows = build_partition(
-                self._state,
+                self._new.state,
                 meta,
                 [v.name for v in variables],
                 pairs,
@@ -391,12 +325,9 @@ def _columns(columns: list[pa.Array], names: list[str], n: int) -> pa.RecordBatc
 # -- Spark -------------------------------------------------------------------------------------
 
 
-def _write_spark(
-    checkpoint: CheckpointStorage, query_id: str, files: Sequence[FileRef], local: Mapping[str, Path]
-) -> None:
-    """Write Spark's own files, ``metadata`` last: only with that file the directory is a checkpoint."""
+def _write_spark(checkpoint: CheckpointStorage, files: Sequence[FileRef], local: Mapping[str, Path]) -> None:
+    """Write Spark's own files, but for ``metadata``."""
     order = ("sources", "offsets", "commits")
     paths = {ref.path.removeprefix(f"{SPARK_DIRECTORY}/"): local[ref.path] for ref in files}
     for target in sorted(paths, key=lambda p: (order.index(p.partition("/")[0]), p)):
         checkpoint.put_new(target, paths[target].read_bytes())
-    checkpoint.put_new("metadata", json.dumps({"id": query_id}, separators=(",", ":")).encode())

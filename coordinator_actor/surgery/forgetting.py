@@ -9,9 +9,7 @@ keys again removes them.
 
 from __future__ import annotations
 
-import getpass
 import logging
-import socket
 import threading
 import time
 import uuid
@@ -25,7 +23,7 @@ from backends.exceptions import VersionNotFoundError
 from backends.formats.changelog_group import GROUPS
 from backends.storage.checkpoint_storage import CheckpointStorage, OpenStorage
 from coordinator_actor.checkpoints.checkpoint_id import CheckpointIDCounter
-from coordinator_actor.durable.audit_log import AuditLog, AuditRecord
+from coordinator_actor.durable.audit_log import AuditLog, AuditRecord, caller
 from coordinator_actor.durable.manifests import ManifestLog
 from coordinator_actor.durable.rewritten_files import RewrittenFiles, new_path
 from coordinator_actor.exceptions import InvalidRequestError, UnknownQueryError
@@ -42,6 +40,8 @@ WHAT = "forget_keys"
 HOLD_SECONDS = 20.0
 """So long a query waits for whoever holds its batches and does not say so again."""
 RENEW_SECONDS = 5.0
+MOST_HELD_SECONDS = 60.0
+"""So long batches wait for whoever writes, where the storage hangs: then they go on, and the work begins again."""
 POLL_SECONDS = 0.05
 UNKNOWN_SECONDS = 15.0
 """A query that a coordinator has not heard of for so long has ended."""
@@ -178,10 +178,11 @@ class _Holding:
     """The hold of a query, renewed by a thread for as long as a ``with`` lasts. Its batches wait from a call on."""
 
     def __init__(self, port: CoordinatorPort, query: str) -> None:
-        self.holder = f"{WHAT} of {_caller()} ({uuid.uuid4().hex[:8]})"
+        self.holder = f"{WHAT} of {caller()} ({uuid.uuid4().hex[:8]})"
         self._port = port
         self._query = query
         self._holds_batches = False
+        self._held_since: float | None = None
         self._ended = threading.Event()
         self.held = self._renewed()
         self._renewing = threading.Thread(target=self._renew, name="statestore-hold", daemon=True)
@@ -192,12 +193,13 @@ class _Holding:
 
     def hold_batches(self, say: Callable[[str], None]) -> HeldQuery:
         """Let the batches wait, and return when nothing is under way: copies of the state, then the last batch."""
-        self._holds_batches, told = True, None
+        self._held_since, self._holds_batches, told = None, True, None
         while (held := self._renewed()).waits_for is not None:
             if held.waits_for != told:
                 say(f"waits for {held.waits_for}")
             told = held.waits_for
             time.sleep(POLL_SECONDS)
+        self._held_since = time.monotonic()
         return held
 
     def _renewed(self) -> HeldQuery:
@@ -205,7 +207,12 @@ class _Holding:
 
     def _renew(self) -> None:
         while not self._ended.wait(RENEW_SECONDS):
+            since = self._held_since
             try:
+                if since is not None and time.monotonic() > since + MOST_HELD_SECONDS:
+                    log.warning("%s has waited for %.0f s and goes on", self._query, MOST_HELD_SECONDS)
+                    self._held_since, self._holds_batches = None, False
+                    self._port.hold_query(self._query, self.holder, 0)
                 self._renewed()
             except Exception:  # without the hold, the exchange is refused, and says why
                 log.warning("The hold of %s is not renewed", self._query, exc_info=True)
@@ -305,13 +312,5 @@ class _Work:
         operators = (self._request.operator,)
         counts = {"keys": self._num_keys, **counts}
         reference = self._request.reference
-        record = AuditRecord(WHAT, status, at_ms, _caller(), operators, versions.completed, counts, reference)
+        record = AuditRecord(WHAT, status, at_ms, caller(), operators, versions.completed, counts, reference)
         AuditLog(self.storage).append(record)
-
-
-def _caller() -> str:
-    try:
-        user = getpass.getuser()
-    except (KeyError, OSError):
-        user = "unknown"
-    return f"{user}@{socket.gethostname()}"

@@ -17,6 +17,7 @@ from pyspark.sql import DataFrame
 from backends.exceptions import InvalidStateStoreArgument
 from backends.ids import check_name
 from coordinator_actor.messages import OperatorSpec
+from spark_bridge.aggregates.aggregator import Aggregator
 from spark_bridge.exceptions import InvalidOperatorError
 from spark_bridge.operators.initial_state import InitialState
 
@@ -25,10 +26,11 @@ FUNCTION_PREFIX = "statestore_"
 
 @dataclass(frozen=True)
 class DeclaredOperator:
-    """An operator of this driver, and its initial state, if it has one."""
+    """An operator of this driver; its initial state, and how its rows are aggregated, if it has and does that."""
 
     spec: OperatorSpec
     initial: InitialState | None = None
+    aggregator: Aggregator | None = None
 
 
 _declared: dict[str, DeclaredOperator] = {}
@@ -36,11 +38,11 @@ _lock = threading.Lock()
 """Guards ``_declared``."""
 
 
-def declare(spec: OperatorSpec, initial: InitialState | None = None) -> str:
+def declare(spec: OperatorSpec, initial: InitialState | None = None, aggregator: Aggregator | None = None) -> str:
     """Remember an operator, and return the function name under which the plan will show it."""
     name = f"{FUNCTION_PREFIX}{uuid.uuid4().hex}"
     with _lock:
-        _declared[name] = DeclaredOperator(spec, initial)
+        _declared[name] = DeclaredOperator(spec, initial, aggregator)
     return name
 
 
@@ -66,7 +68,12 @@ def nodes(plan: Any) -> Iterator[Any]:
 
 def operators_of(df: DataFrame) -> list[OperatorSpec]:
     """Return the operators that are in a DataFrame's plan."""
-    return [o.spec for o in operators_in_plan(df._jdf.queryExecution().analyzed())]
+    return [o.spec for o in declared_in(df)]
+
+
+def declared_in(df: DataFrame) -> list[DeclaredOperator]:
+    """Return the declarations of the operators that are in a DataFrame's plan."""
+    return operators_in_plan(df._jdf.queryExecution().analyzed())
 
 
 def check_operator_name(name: str, df: DataFrame) -> None:

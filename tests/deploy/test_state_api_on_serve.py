@@ -77,10 +77,10 @@ def failing() -> Any:
     return serve.deployment(serve.ingress(http)(), name="Failing", ray_actor_options={"num_cpus": 0}).bind()
 
 
-def coordinator(method: str, *args: object) -> Any:
+def coordinator(method: str, *args: object, name: str = COORDINATOR) -> Any:
     import ray
 
-    actor = ray.get_actor(COORDINATOR, namespace="statestore")
+    actor = ray.get_actor(name, namespace="statestore")
     return ray.get(getattr(actor, method).remote(*args), timeout=PATIENCE)
 
 
@@ -143,3 +143,27 @@ def test_the_page_below_a_prefix(address: str) -> None:
         assert front.status_code == 200 and "No query runs" in front.text and 'href="/state/ui/hosts"' in front.text
         coordinator("revoke_token", "anna")
         wait_until(lambda: http.get("/ui/").status_code == 401)
+
+
+def test_state_that_is_served_without_a_stream(address: str) -> None:
+    """The state of a checkpoint, by the name of whoever serves it."""
+    from ray import serve
+
+    from deploy.state_api import Settings, build_app
+    from spark_bridge import serve_state
+    from tests.spark_bridge.state_data.format_fixtures import Stored
+
+    with serve_state(Stored("rocksdb").checkpoint, operators=["visits"], name="copy", replicas=1) as serving:
+        settings = Settings.model_validate({"coordinator_name": serving.coordinator_name})
+        serve.run(build_app(settings), name="served", route_prefix="/served")
+        token = coordinator("issue_token", "browser", name=serving.coordinator_name)
+        headers = {"Authorization": f"Bearer {token}"}
+        with httpx.Client(base_url=f"{address}/served", headers=headers, timeout=PATIENCE) as http:
+            wait_until(lambda: http.get("/v1/operators").status_code == 200)
+            (operator,) = http.get("/v1/operators").json()["operators"]
+            assert operator["operator"] == "visits"
+            counted = http.post("/v1/sql", json={"sql": 'select max(n) as most from "visits.last"'})
+            assert counted.status_code == 200 and counted.json()["rows"][0]["most"] > 1, counted.text
+            found = http.get("/v1/operators/visits/keys/many", params={"state": "last"})
+            assert found.status_code == 200 and found.json(), found.text
+        serve.delete("served")

@@ -100,11 +100,13 @@ def test_ray_and_spark_are_imported_where_the_page_says() -> None:
     assert "imports no Spark, and Ray in `coordinator_actor/on_ray`" in " ".join(PAGE.read_text().split())
     assert {p for p in importers("ray", "coordinator_actor") if "on_ray" not in p} == set()
     within = {"/".join(p.split("/")[:2]) for p in importers("ray", "spark_bridge")} - {"spark_bridge/queryable"}
-    within -= {"spark_bridge/state_data"}
+    within -= {"spark_bridge/state_data", "spark_bridge/state_surgery"}
     packages = ("host_actor", "session", "serving", "cli", "demo", "overview")
     assert within == {f"spark_bridge/{name}" for name in packages}
     assert set(importers("ray", "spark_bridge/overview")) == {"spark_bridge/overview/on_ray.py"}
     assert set(importers("ray", "spark_bridge/state_data")) == {"spark_bridge/state_data/ray_dataset.py"}
+    by_hand = {f"spark_bridge/state_surgery/{name}.py" for name in ("workers", "row_sources")}
+    assert set(importers("ray", "spark_bridge/state_surgery")) == by_hand
     assert set(importers("ray", "spark_bridge/queryable")) == {"spark_bridge/queryable/client/discovery.py"}
     spark_free = ("host", "host_actor", "queryable", "transport", "aggregates", "state_format")
     assert {of: importers("pyspark", f"spark_bridge/{of}") for of in spark_free} == {of: set() for of in spark_free}

@@ -19,6 +19,7 @@ from backends.encoding.columns import Offsets
 from backends.encoding.operator_schema import StateVariable
 from spark_bridge.state_format.families import CHUNKS, family_of
 from spark_bridge.state_format.layouts import ELEMENTS, LENGTH, NUM_CHUNKS, TAIL
+from spark_bridge.state_format.parts_by_size import chunk_keys, cut_lists
 from spark_bridge.state_format.ranges import (
     LazyLists,
     alive_lists,
@@ -26,19 +27,14 @@ from spark_bridge.state_format.ranges import (
     offsets_of,
     pick,
     rows_of,
-    sizes_of,
     structs,
 )
-from spark_bridge.state_format.stored_keys import longs_of_key, prefix_range, with_more
+from spark_bridge.state_format.stored_keys import prefix_range
 from spark_bridge.stateful.values.state_values import StateValues
 from spark_bridge.stateful.variables.declaration import Declaration
 from spark_bridge.stateful.variables.step import Step
 from spark_bridge.stateful.variables.ttl import Ttl
 
-TAIL_ELEMENTS = 64
-TAIL_BYTES = 16 << 10
-"""The most elements and bytes (about) beside a key; a chunk has as many bytes, and ``CHUNK_ELEMENTS`` at most."""
-CHUNK_ELEMENTS = 256
 _FIRST_CHUNKS_READ = 4
 _CHUNKS_READ = 64
 """Chunks read at once: first few, as a reader may need no more, then twice as many each time up to the most."""
@@ -133,7 +129,7 @@ class StoredLists:
         first, at_once = 0, _FIRST_CHUNKS_READ
         while first < chunks:
             numbers = np.arange(first, min(first + at_once, chunks))
-            stored = self._step.store.get_many(_chunk_keys(pa.array([key] * len(numbers)), numbers), self._chunk_family)
+            stored = self._step.store.get_many(chunk_keys(pa.array([key] * len(numbers)), numbers), self._chunk_family)
             found = self._chunk_schema.decode_values(stored.drop_null())
             elements, _ = alive_lists(found.column(ELEMENTS), None)
             yield from self._tuples(rows_of(elements))
@@ -159,7 +155,7 @@ class StoredLists:
         self._remove(lists[~is_kept], heads)
         new_counts = np.array([len(c.added) for c in changes], np.int64)
         elements, offsets = self._joined(lists, is_kept, changes, new_counts, heads)
-        tails, chunk_of, chunk_starts, chunk_counts = _cut(elements, offsets)
+        tails, chunk_of, chunk_starts, chunk_counts = cut_lists(elements, offsets)
         old_chunks = np.where(is_kept, heads.chunks[lists], 0)
         new_chunks = np.bincount(chunk_of, minlength=len(lists))
         if len(chunk_of):
@@ -168,7 +164,7 @@ class StoredLists:
             rows = pa.RecordBatch.from_arrays(
                 [pick(elements, chunk_starts, chunk_counts, kind)], schema=self._chunk_schema.value
             )
-            keys = _chunk_keys(step.keys.take(pa.array(lists[chunk_of])), numbers)
+            keys = chunk_keys(step.keys.take(pa.array(lists[chunk_of])), numbers)
             step.stage(keys, self._chunk_schema.encode_values(rows), self._chunk_family)
         lengths = np.where(is_kept, heads.lengths[lists], 0) + new_counts
         kind = self._schema.value.field(TAIL).type
@@ -214,7 +210,7 @@ class StoredLists:
         numbers = flat_ranges(np.zeros(len(lists), np.int64), heads.chunks[lists])
         for first in range(0, len(owners), _CHUNKS_REMOVED):
             part = slice(first, first + _CHUNKS_REMOVED)
-            keys = _chunk_keys(step.keys.take(pa.array(owners[part])), numbers[part])
+            keys = chunk_keys(step.keys.take(pa.array(owners[part])), numbers[part])
             step.stage(keys, None, self._chunk_family)
 
     def _remove_expired(self, heads: _Heads, touched: list[int]) -> None:
@@ -223,25 +219,3 @@ class StoredLists:
         is_over = heads.present & is_empty & (heads.chunks == 0)
         is_over[touched] = False
         self._step.stage(self._step.keys.filter(pa.array(is_over)), None, self._family)
-
-
-def _cut(elements: pa.Array, offsets: Offsets) -> tuple[Offsets, Offsets, Offsets, Offsets]:
-    """Return where each list's tail begins, and the chunks before the tails: their lists, starts and lengths."""
-    ends = offsets_of(sizes_of(elements))
-    tails = offsets[:-1].copy()
-    is_long = (np.diff(offsets) > TAIL_ELEMENTS) | (ends[offsets[1:]] - ends[offsets[:-1]] > TAIL_BYTES)
-    chunks: list[tuple[int, int, int]] = []
-    for i in np.flatnonzero(is_long).tolist():
-        start, stop = int(offsets[i]), int(offsets[i + 1])
-        while stop - start > TAIL_ELEMENTS or ends[stop] - ends[start] > TAIL_BYTES:
-            by_bytes = int(np.searchsorted(ends, ends[start] + TAIL_BYTES, "right")) - 1
-            end = min(max(by_bytes, start + 1), start + CHUNK_ELEMENTS, stop)
-            chunks.append((i, start, end - start))
-            start = end
-        tails[i] = start
-    columns = np.array(chunks, np.int64).reshape(-1, 3)
-    return tails, columns[:, 0], columns[:, 1], columns[:, 2]
-
-
-def _chunk_keys(keys: pa.BinaryArray, numbers: Offsets) -> pa.BinaryArray:
-    return with_more(keys, longs_of_key(numbers))

@@ -19,16 +19,13 @@ from backends.encoding.keys import decode_keys
 from backends.encoding.operator_schema import StateVariable
 from spark_bridge.state_format.families import ENTRIES, family_of
 from spark_bridge.state_format.layouts import ENTRY_KEY, ENTRY_VALUE, IS_LARGE, MAP_ENTRIES, TTL_COLUMN
-from spark_bridge.state_format.ranges import LazyLists, alive_lists, offsets_of, pick, rows_of, sizes_of, structs
+from spark_bridge.state_format.parts_by_size import are_large
+from spark_bridge.state_format.ranges import LazyLists, alive_lists, offsets_of, pick, rows_of, structs
 from spark_bridge.state_format.stored_keys import columns_of_key, prefix_range, with_more
 from spark_bridge.stateful.values.state_values import StateValues
 from spark_bridge.stateful.variables.declaration import Declaration
 from spark_bridge.stateful.variables.step import Step
 from spark_bridge.stateful.variables.ttl import Ttl
-
-SMALL_ENTRIES = 64
-SMALL_BYTES = 16 << 10
-"""The most entries and bytes (about) of a small map."""
 
 Values: TypeAlias = tuple[Any, ...]
 Entry: TypeAlias = "tuple[Values, Values | None, int | None]"
@@ -205,8 +202,7 @@ class StoredMaps:
             columns.append(values.column(TTL_COLUMN))
         entries = struct_array(columns, len(keys), None, entry)
         offsets = offsets_of(np.array([len(m.entries) for _, m in maps]))
-        ends = offsets_of(sizes_of(entries))
-        is_large = (np.diff(offsets) > SMALL_ENTRIES) | (ends[offsets[1:]] - ends[offsets[:-1]] > SMALL_BYTES)
+        is_large = are_large(entries, offsets)
         for which in np.flatnonzero(is_large).tolist():
             maps[which][1].is_large = True
         rows = pa.RecordBatch.from_arrays(

@@ -290,7 +290,7 @@ def test_a_target_in_use_is_refused(made: Savepoint, tmp_path: Path, held: str) 
     file = tmp_path / "new" / held
     file.parent.mkdir(parents=True)
     file.write_text("x")
-    with pytest.raises(SavepointError, match="new checkpoint location, but in"):
+    with pytest.raises(SavepointError, match="new checkpoint location, and in"):
         restore(made, tmp_path / "new")
     assert tree(tmp_path / "new") == {held}
 
@@ -345,7 +345,7 @@ def test_of_two_restores_to_one_place_one_wins(made: Savepoint, tmp_path: Path) 
                 restore(made, tmp_path / "new")
             return super().put_new(path, data)
 
-    with pytest.raises(SavepointError, match="Somebody else is restoring"):
+    with pytest.raises(SavepointError, match="Somebody else is making a checkpoint"):
         restore_savepoint(str(made.path), str(tmp_path / "new"), open_storage=lambda p, o: Slow.open(p, o, fsync=False))
     assert_same(loaded(tmp_path / "new", "op", tmp_path)["default"], made.operators["op"][1])
 

@@ -135,7 +135,7 @@ def test_a_restore_that_died_is_refused_wherever_it_died(made: Savepoint, tmp_pa
         # What Spark does then: it gives the query an id, for there is no metadata file.
         answer = coordinator().register_query(registration(target, "made by Spark"))
         assert answer.refusal is not None and "belongs to query" in answer.refusal, paths[left]
-        with pytest.raises(SavepointError, match="left by a restore that failed"):
+        with pytest.raises(SavepointError, match="left by a call that failed"):
             run(target, 1000)
 
 

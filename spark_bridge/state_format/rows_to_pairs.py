@@ -1,0 +1,278 @@
+"""Stored pairs, made of the rows of a state variable as users see them: the inverse of ``stored_rows``.
+
+Whole keys come at once, with all their rows, whole columns at a time. So a list is cut into its chunks, and timers and
+sessions get their rows by time, as if an operator had written them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from backends.encoding.columns import Offsets, list_array, struct_array
+from backends.encoding.key_groups import key_groups
+from backends.encoding.keys import encode_keys
+from backends.encoding.sorted_pairs import SortedPairs
+from backends.encoding.values import encode_values
+from spark_bridge.state_format.families import (
+    CHUNKS_BY_TIME,
+    ENDS_FAMILY,
+    EXPIRY_FAMILY,
+    TIMERS_BY_EXPIRY,
+    TIMERS_BY_KEY,
+    family_of,
+)
+from spark_bridge.state_format.layouts import (
+    ELEMENTS,
+    END,
+    ENTRY_KEY,
+    ENTRY_VALUE,
+    EXPIRIES,
+    LIST,
+    MAP,
+    MAP_ENTRIES,
+    PRESENT,
+    ROWS,
+    SESSIONS,
+    START,
+    TAIL,
+    TIMERS,
+    TTL_COLUMN,
+    is_present,
+)
+from spark_bridge.state_format.parts_by_size import are_large, chunk_keys, cut_lists
+from spark_bridge.state_format.ranges import flat_ranges, pick, structs
+from spark_bridge.state_format.stored_keys import by_expiry, columns_of_key, key_groups_of, with_more
+from spark_bridge.state_format.stored_rows import VariableRows
+
+
+class FamilyPairs(NamedTuple):
+    """Pairs of one column family."""
+
+    family: str
+    pairs: SortedPairs
+
+
+@dataclass(frozen=True)
+class PairsOfRows:
+    """Makes the pairs of one variable. ``rows`` are ``raw``, and not ``collect``.
+
+    Rows are batches of ``columns``: the key's, in the user's order, those that tell the rows of a key apart, and those
+    of the value.
+    """
+
+    rows: VariableRows
+
+    @cached_property
+    def columns(self) -> pa.Schema:
+        """Return the columns of a row. A field that is not nullable must have a value in every row."""
+        names = self.rows.output.names
+        fields = [*(self.rows.key.field(i) for i in self.rows.key_order), *self.rows.inner, *self.rows.value]
+        # A timer has a time, and a session its bounds.
+        inner = [f.with_nullable(self.rows.kind == MAP) for f in self.rows.inner]
+        required = [*(self._keys.field(i) for i in self.rows.key_order), *inner, *self._values]
+        nullable = [f.nullable for f in required] + [True] * (len(fields) - len(required))
+        return pa.schema([pa.field(n, f.type, can) for n, f, can in zip(names, fields, nullable, strict=False)])
+
+    @property
+    def is_by_time_of_program(self) -> bool:
+        """Return whether rows are kept by times that only the program can tell: the sides of ``join``."""
+        return any(family.endswith(CHUNKS_BY_TIME) for family in self.rows.variable.families)
+
+    @property
+    def has_equal_keys(self) -> bool:
+        """Return whether rows may have equal keys: the elements of a list, and timers, which are the same ones then."""
+        return self.rows.kind in (LIST, TIMERS)
+
+    @cached_property
+    def _keys(self) -> pa.Schema:
+        """Return the key's columns in stored order, as they are declared."""
+        fields = list(self.rows.variable.families[self.rows.main].key)
+        return pa.schema(fields[1:] if self.rows.kind == TIMERS else fields)
+
+    @cached_property
+    def _values(self) -> list[pa.Field]:
+        """Return the stored columns of a value, as they are declared, without the TTL's."""
+        families, rows = self.rows.variable.families, self.rows
+        if rows.kind == TIMERS or not len(rows.stored_value):
+            return []
+        stored = families[rows.second or rows.main].value
+        if rows.kind in (LIST, SESSIONS):
+            stored = pa.schema(list(stored.field(ELEMENTS if rows.kind == LIST else SESSIONS).type.value_type))
+        return [f for f in stored if f.name not in ((START, END) if rows.kind == SESSIONS else (TTL_COLUMN,))]
+
+    # -- keys ----------------------------------------------------------------------------------
+
+    def keys(self, batch: pa.RecordBatch, num_groups: int) -> pa.BinaryArray:
+        """Return bytes by whose order rows are to come: the stored key, and what tells the rows of one key apart."""
+        columns = self._key_columns(batch)
+        keys = encode_keys(columns, key_groups(columns, num_groups))
+        inner = self._part(batch, len(self._keys), self.rows.inner)
+        return with_more(keys, columns_of_key(inner)) if len(self.rows.inner) else keys
+
+    def _key_columns(self, batch: pa.RecordBatch) -> pa.RecordBatch:
+        places = np.argsort(self.rows.key_order).tolist()
+        return pa.RecordBatch.from_arrays([batch.column(i) for i in places], schema=_nullable(self.rows.key))
+
+    def _part(self, batch: pa.RecordBatch, first: int, schema: pa.Schema) -> pa.RecordBatch:
+        if not len(schema):
+            return pa.RecordBatch.from_struct_array(pa.array([{}] * batch.num_rows, pa.struct([])))
+        return pa.RecordBatch.from_arrays(batch.columns[first : first + len(schema)], schema=_nullable(schema))
+
+    # -- pairs ---------------------------------------------------------------------------------
+
+    def pairs(self, batch: pa.RecordBatch, keys: pa.BinaryArray) -> Iterator[FamilyPairs]:
+        """Yield the pairs of rows that come in the order of ``keys``, of every column family that gets some.
+
+        No key comes twice unless ``has_equal_keys``. All rows of a grouping key are in the batch.
+        """
+        if not batch.num_rows:
+            return
+        match self.rows.kind:
+            case "list":
+                yield from self._lists(batch, keys)
+            case "map":
+                yield from self._maps(batch, keys)
+            case "timers":
+                yield from self._timers(batch, keys)
+            case "sessions":
+                yield from self._sessions(batch, keys)
+            case _:
+                yield from self._single(batch, keys)
+
+    def _single(self, batch: pa.RecordBatch, keys: pa.BinaryArray) -> Iterator[FamilyPairs]:
+        family, schema = self.rows.main, self.rows.variable.families[self.rows.main]
+        values = self._stored_values(batch, schema.value)
+        yield FamilyPairs(family, SortedPairs(keys, schema.encode_values(values)))
+        if self.rows.variable.kind == ROWS and EXPIRY_FAMILY in self.rows.variable.families:
+            yield self._by_time(EXPIRY_FAMILY, values.column(0), self._key_columns(batch), key_groups_of(keys))
+
+    def _by_time(
+        self, family: str, times: pa.Array, columns: pa.RecordBatch, groups: npt.NDArray[np.int32]
+    ) -> FamilyPairs:
+        """Return the pairs of a family that has grouping keys by a time before them."""
+        schema = self.rows.variable.families[family]
+        by_time = pa.RecordBatch.from_arrays([times, *columns.columns], schema=_nullable(schema.key))
+        return FamilyPairs(family, _present(encode_keys(by_time, groups)))
+
+    def _lists(self, batch: pa.RecordBatch, keys: pa.BinaryArray) -> Iterator[FamilyPairs]:
+        second = self.rows.second
+        assert second is not None
+        head, chunk = self.rows.variable.families[self.rows.main], self.rows.variable.families[second]
+        firsts, offsets = _grouped(keys)
+        kind = chunk.value.field(ELEMENTS).type
+        elements = structs(self._stored_values(batch, pa.schema(list(kind.value_type))), kind.value_type)
+        tails, chunk_of, starts, counts = cut_lists(elements, offsets)
+        chunks = np.bincount(chunk_of, minlength=len(firsts))
+        lists = keys.take(pa.array(firsts))
+        if len(chunk_of):
+            numbers = flat_ranges(np.zeros(len(firsts), np.int64), chunks)
+            rows = pa.RecordBatch.from_arrays([pick(elements, starts, counts, kind)], schema=chunk.value)
+            stored = chunk_keys(lists.take(pa.array(chunk_of)), numbers)
+            yield FamilyPairs(second, SortedPairs.of(stored, chunk.encode_values(rows)))
+        tail = head.value.field(TAIL).type
+        columns = [pa.array(np.diff(offsets)), pa.array(chunks), pick(elements, tails, offsets[1:] - tails, tail)]
+        rows = pa.RecordBatch.from_arrays(columns, schema=head.value)
+        yield FamilyPairs(self.rows.main, SortedPairs(lists, head.encode_values(rows)))
+
+    def _maps(self, batch: pa.RecordBatch, keys: pa.BinaryArray) -> Iterator[FamilyPairs]:
+        second = self.rows.second
+        assert second is not None
+        head, entry = self.rows.variable.families[self.rows.main], self.rows.variable.families[second]
+        maps = self._grouping_keys(batch, keys)
+        firsts, offsets = _grouped(maps)
+        values = self._stored_values(batch, entry.value)
+        kind = head.value.field(MAP_ENTRIES).type
+        inner = self._part(batch, len(self._keys), self.rows.inner)
+        of_user = [f for f in entry.value if f.name != TTL_COLUMN]
+        columns = [
+            structs(inner, kind.value_type.field(ENTRY_KEY).type),
+            structs(values.select([f.name for f in of_user]), kind.value_type.field(ENTRY_VALUE).type),
+            *([values.column(TTL_COLUMN)] if len(of_user) < len(entry.value) else []),
+        ]
+        entries = struct_array(columns, batch.num_rows, None, kind.value_type)
+        large = are_large(entries, offsets)
+        of_large = pa.array(np.repeat(large, np.diff(offsets)))
+        yield FamilyPairs(second, SortedPairs(keys.filter(of_large), entry.encode_values(values.filter(of_large))))
+        beside = pick(entries, offsets[:-1], np.where(large, 0, np.diff(offsets)), kind)
+        rows = pa.RecordBatch.from_arrays([pa.array(large), beside], schema=head.value)
+        yield FamilyPairs(self.rows.main, SortedPairs(maps.take(pa.array(firsts)), head.encode_values(rows)))
+
+    def _timers(self, batch: pa.RecordBatch, keys: pa.BinaryArray) -> Iterator[FamilyPairs]:
+        is_first = np.ones(len(keys), np.bool_)
+        is_first[1:] = np.asarray(pc.not_equal(keys[1:], keys[:-1]))
+        kept = batch.filter(pa.array(is_first))
+        owners = self._grouping_keys(kept, keys.filter(pa.array(is_first)))
+        expiries = np.asarray(kept.column(len(self._keys)))
+        firsts, offsets = _grouped(owners)
+        family, schema = family_of(self.rows.variable, TIMERS_BY_KEY)
+        lists = list_array(pa.array(expiries), offsets, None, schema.value.field(EXPIRIES).type)
+        rows = pa.RecordBatch.from_arrays([lists], schema=schema.value)
+        yield FamilyPairs(family, SortedPairs(owners.take(pa.array(firsts)), schema.encode_values(rows)))
+        yield FamilyPairs(family_of(self.rows.variable, TIMERS_BY_EXPIRY)[0], _present(by_expiry(owners, expiries)))
+
+    def _sessions(self, batch: pa.RecordBatch, keys: pa.BinaryArray) -> Iterator[FamilyPairs]:
+        schema = self.rows.variable.families[self.rows.main]
+        owners = self._grouping_keys(batch, keys)
+        firsts, offsets = _grouped(owners)
+        starts, ends = batch.column(len(self._keys)).flatten()
+        kind = schema.value.field(SESSIONS).type
+        states = batch.columns[len(self._keys) + 1 :]
+        sessions = struct_array([starts, ends, *states], batch.num_rows, None, kind.value_type)
+        due = ends.take(pa.array(firsts))
+        rows = pa.RecordBatch.from_arrays([list_array(sessions, offsets, None, kind), due], schema=schema.value)
+        stored = owners.take(pa.array(firsts))
+        yield FamilyPairs(self.rows.main, SortedPairs(stored, schema.encode_values(rows)))
+        of_keys = self._key_columns(batch.take(pa.array(firsts)))
+        yield self._by_time(ENDS_FAMILY, due, of_keys, key_groups_of(stored))
+
+    def without_length(self, batch: pa.RecordBatch) -> npt.NDArray[np.int64]:
+        """Return the sessions, by position, that have no bounds, or end no later than they begin."""
+        if self.rows.kind != SESSIONS:
+            return np.zeros(0, np.int64)
+        starts, ends = batch.column(len(self._keys)).flatten()
+        is_right = pc.fill_null(pc.less(starts, ends), False)
+        found: npt.NDArray[np.int64] = np.flatnonzero(~np.asarray(is_right))
+        return found
+
+    def overlapping(self, batch: pa.RecordBatch, keys: pa.BinaryArray) -> npt.NDArray[np.int64]:
+        """Return the sessions, by position, that begin before the session of the same key before them has ended."""
+        if self.rows.kind != SESSIONS or batch.num_rows < 2:
+            return np.zeros(0, np.int64)
+        owners = self._grouping_keys(batch, keys)
+        starts, ends = (np.asarray(c.cast(pa.int64())) for c in batch.column(len(self._keys)).flatten())
+        same = np.asarray(pc.equal(owners[1:], owners[:-1]))
+        found: npt.NDArray[np.int64] = 1 + np.flatnonzero(same & (starts[1:] <= ends[:-1]))
+        return found
+
+    def _stored_values(self, batch: pa.RecordBatch, stored: pa.Schema) -> pa.RecordBatch:
+        """Return the values as they are stored, the TTL last."""
+        if stored.names == PRESENT.names and not len(self.rows.stored_value):
+            return is_present(batch.num_rows)
+        columns = batch.columns[len(self._keys) + len(self.rows.inner) :]
+        return pa.RecordBatch.from_arrays(columns, schema=_nullable(stored))
+
+    def _grouping_keys(self, batch: pa.RecordBatch, keys: pa.BinaryArray) -> pa.BinaryArray:
+        return encode_keys(self._key_columns(batch), key_groups_of(keys))
+
+
+def _grouped(keys: pa.BinaryArray) -> tuple[Offsets, Offsets]:
+    """Return where each run of equal keys begins, and the n+1 bounds of the n runs."""
+    starts = np.concatenate([[0], 1 + np.flatnonzero(np.asarray(pc.not_equal(keys[1:], keys[:-1])))]).astype(np.int64)
+    return starts, np.append(starts, len(keys)).astype(np.int64)
+
+
+def _present(keys: pa.BinaryArray) -> SortedPairs:
+    """Return pairs that say no more than that their keys are there, sorted."""
+    return SortedPairs.of(keys, encode_values(is_present(len(keys))))
+
+
+def _nullable(schema: pa.Schema) -> pa.Schema:
+    return pa.schema([pa.field(f.name, f.type) for f in schema])

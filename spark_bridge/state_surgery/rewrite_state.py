@@ -1,0 +1,142 @@
+"""``rewrite_state``: makes a new checkpoint, in which the rows of an operator are what a function makes of them."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from backends.exceptions import InvalidStateStoreArgument
+from backends.storage.checkpoint_storage import CheckpointStorage
+from coordinator_actor.reading.stored_versions import StateVersions, find_state
+from coordinator_actor.savepoints.new_checkpoint import NewCheckpoint
+from coordinator_actor.savepoints.savepoint_format import METADATA_FILE
+from spark_bridge.state_surgery.new_state import (
+    NewState,
+    NewStateReport,
+    new_query_id,
+    session_options,
+    session_state_location,
+)
+from spark_bridge.state_surgery.programs import Combining, Program
+from spark_bridge.state_surgery.rewrite_plan import planned
+from spark_bridge.state_surgery.rewritten_operators import Functions, rewritten_operators
+from spark_bridge.state_surgery.workers import RayWorkers, Workers
+
+log = logging.getLogger(__name__)
+
+
+def rewrite_state(
+    checkpoint_location: str,
+    operator: str | Sequence[str],
+    function: Functions,
+    new_checkpoint_location: str,
+    *,
+    program: Program | None = None,
+    key: Sequence[str] | Mapping[str, Sequence[str]] | None = None,
+    combine: Combining | Mapping[Any, Combining] | None = None,
+    version: int | None = None,
+    num_partitions: int | Mapping[str, int] | None = None,
+    backend: str | None = None,
+    state_only: bool = False,
+    dry_run: bool = False,
+    reference: str | None = None,
+    state_location: str | None = None,
+    storage_options: Mapping[str, str] | None = None,
+    concurrency: int | None = None,
+    ray_remote_args: Mapping[str, Any] | None = None,
+    progress: Callable[[str], None] | None = None,
+    workers: Workers | None = None,
+    clock: Callable[[], float] = time.time,
+) -> NewStateReport:
+    """Make a new checkpoint from which a query goes on, with other rows in some operators.
+
+    The old checkpoint stays as it is; its query may run meanwhile. What is not named goes to the new checkpoint
+    unchanged, so does the progress of the sources.
+
+    ``function`` takes a ``pa.RecordBatch`` of an operator's rows, as ``state_batches(state_columns=True)`` gives them
+    without ``key_group`` and ``partition_id``, and returns a batch or table of new rows, with the columns of the key
+    among them. It returns None for no rows, and a mapping for rows of several operators: ``{"operator": rows}``, or
+    ``{("operator", "variable"): rows}``. It is called for some thousand rows at a time, on Ray, and perhaps again for
+    the same rows: it must give the same for the same. For an operator with several state variables give ``{"variable":
+    function}``: the others stay as they are; None as a function leaves all rows out. ``operator`` may name several
+    operators, with a function for all of them, or one for each by name.
+
+    ``program`` is the streaming DataFrame of the query that is to go on: its declarations say which columns the new
+    state has, and rows are cast to them where no value changes. Without it, the first rows that the function makes say
+    so, ``key`` names the columns of new keys (by operator if there are several), and columns that keep name and type
+    keep their declaration. ``combine`` is called where new keys come several times (by operator if there are several):
+    it takes a ``pa.Table`` with all rows of some keys, and returns one row for each of them. ``"merge"`` merges the
+    states of an ``aggregate`` of ``program``. Elements of a list need none: they all stay, in the order of the old
+    keys.
+
+    ``version`` is by default the last completed one; Spark must still have the offsets of its batch. With
+    ``state_only`` a new query begins with the state, at batch 0. ``num_partitions`` and ``backend`` are those of the
+    rewritten operators, by default those of the program, or the old ones. ``dry_run`` does everything but write, and
+    returns the same report. ``reference`` stands in the audit log of the new checkpoint. ``state_location`` and
+    ``storage_options`` are those of both checkpoints, by default those of the Spark session. ``concurrency`` is the
+    most tasks at once, ``ray_remote_args`` are for the tasks, which take one CPU each. ``progress`` is told of each
+    step.
+
+    Reads each partition of the operators once, and writes each new one once. Tasks hold some 64 MiB of rows, or the
+    rows of one key group, and with the backend ``file`` a partition; the rest is in Ray's object store, and on disk
+    where that is full.
+
+    Raises, with nothing left at the new place, ``MissingFileError``, ``VersionNotFoundError``, ``SavepointError`` (the
+    new place is not empty), ``InvalidStateStoreArgument`` (no such operator or variable; rows that do not have the
+    columns of the state; keys that come several times), ``StorageError``, and what ``function`` raises. The idea is
+    that of Flink's State Processor API.
+    """
+    say = progress or log.info
+    options = session_options(storage_options)
+    old = CheckpointStorage.open(checkpoint_location, options)
+    if old.exists(METADATA_FILE):
+        raise InvalidStateStoreArgument(
+            f"{checkpoint_location} is a savepoint: restore_savepoint makes a checkpoint of it, which can be rewritten."
+        )
+    base = state_location or session_state_location()
+    place = find_state(checkpoint_location, base, options)
+    versions = StateVersions.look(place)
+    at = versions.resolve(version)
+    if at == 0 and not state_only:
+        raise InvalidStateStoreArgument(
+            f"No batch of {checkpoint_location} is committed yet, so there is nothing to go on behind: give "
+            "state_only=True for a new query that begins with the rewritten state."
+        )
+    rewritten = rewritten_operators(versions, at, operator, function)
+    new = NewCheckpoint.at(
+        new_checkpoint_location,
+        base,
+        options,
+        query_id=new_query_id(),
+        key_groups=versions.key_groups,
+        version=0 if state_only else at,
+        how="rewritten",
+    )
+    new.check_place(old, "checkpoint")
+    run = workers or RayWorkers(ray_remote_args, concurrency)
+    plan = planned(
+        versions,
+        at,
+        rewritten,
+        program=program,
+        key=key,
+        combine=combine,
+        num_partitions=num_partitions,
+        backend=backend,
+        sample=lambda one, variable: run.columns_of(list(one.jobs({}, variable)), say),
+    )
+    say(f"rewriting {', '.join(map(repr, rewritten))} of {place.checkpoint_location} at version {at}")
+    state = NewState(
+        new,
+        options,
+        plan.operators,
+        plan.jobs,
+        origin=f"{new.query_id}/{at}",
+        what="rewrite_state",
+        details={"checkpoint": place.checkpoint_location, "version": str(at)},
+        reference=reference,
+        spark_files=None if state_only else old,
+    )
+    return state.write(run, say, dry_run=dry_run, clock=clock)
