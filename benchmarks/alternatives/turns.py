@@ -1,8 +1,8 @@
 """The course of the contestants: turns of the same rows, each a start from the state of the turn before, then a check.
 
 A turn's rows are in the input before the contestant starts; one that takes all of them as one batch gets those that
-count when the warm-up is through. Its figures are of the time between two results: that of
-the last row of the warm-up, and that of the turn's last row. So neither the start counts nor the stop.
+count when the warm-up is through. A turn's figures are of the time between two results: that of the last row of the
+warm-up, and that of the turn's last row. So neither the start counts nor the stop.
 
 Behind the last turn the contestant starts once more, with its results written down. One event after the other says how
 long a new row takes to a result; then each user gets a row of the amount 0, whose results are the whole state.
