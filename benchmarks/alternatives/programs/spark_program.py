@@ -13,6 +13,7 @@ from typing import Any
 
 import lanes
 import protocol
+from alternatives.given import SLICES
 from pyspark.sql import DataFrame, SparkSession
 from stateful_queries import CONTESTANTS, ON_ROCKSDB
 from workloads import Workload
@@ -20,8 +21,6 @@ from workloads import Workload
 from spark_bridge.session.java import ensure_java
 
 PARTITIONS = 2
-FILES = 10
-"""Files of a batch."""
 WORKLOAD = Workload("long", "a long key", 0, 0)  # its columns: the rows are given
 OPERATORS = {"aggregate": "totals", "arrow": "arrow_totals", "rows": "row_totals", "pandas": "pandas_totals"}
 POLLING = {lanes.POLLING: "10ms"}
@@ -42,7 +41,7 @@ class Spark:
         name, _, provider = contestant.partition(" ")
         spark = self._session_of(provider)
         made = CONTESTANTS[name]
-        given = spark.readStream.schema(WORKLOAD.input).option("maxFilesPerTrigger", FILES)
+        given = spark.readStream.schema(WORKLOAD.input).option("maxFilesPerTrigger", SLICES)
         totals = made.make(given.json(str(directory / "input")), WORKLOAD)
         writer = totals.writeStream.queryName(name).outputMode(made.output_mode)
         writer = writer.option("checkpointLocation", str(directory / "state"))
