@@ -43,7 +43,12 @@ def test_rates_and_durations_are_those_of_the_last_batch(sink: KeptMetrics, metr
     assert sink.of("statestore_input_rows_per_second") == {("totals",): 50.0}
     assert sink.of("statestore_processed_rows_per_second") == {("totals",): 80.0}
     assert sink.of("statestore_spark_duration_seconds") == {("totals", "addBatch"): 1.5}
+    sink.values.clear()
+    metrics.publish_operators()
+    assert sink.of("statestore_input_rows_per_second") == {("totals",): 50.0}, "Ray forgets what is not set again"
+    assert sink.of("statestore_spark_duration_seconds") == {("totals", "addBatch"): 1.5}
     metrics.remove("run1")
+    metrics.publish_operators()
     assert sink.of("statestore_input_rows_per_second") == {("totals",): 0.0}
     metrics.batch("run1", progress())
     assert sink.of("statestore_input_rows_per_second") == {("totals",): 0.0}, "it has ended"
