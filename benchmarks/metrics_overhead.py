@@ -100,7 +100,7 @@ class Published:
             "coordinator": _seconds(self._coordinator_look),  # with the figures of all batches of the turn
             "coordinator, nothing new": _seconds(self._coordinator_look),
             "hosts": _seconds(self._hosts_look),
-            "driver": _seconds(self.driver.publish_operators),
+            "driver": _seconds(self.driver.publish),
         }
         checkpoint = max(0.0, looks["coordinator"] - looks["coordinator, nothing new"]) / BATCHES
         # Each host sends its acknowledgements in one message, or in few.

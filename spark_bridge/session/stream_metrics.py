@@ -91,9 +91,9 @@ class StreamMetrics:
 
     def _run(self) -> None:
         while not self._closed.wait(PUBLISH_SECONDS):
-            self.publish_operators()
+            self.publish()
 
-    def publish_operators(self) -> None:
+    def publish(self) -> None:
         """Publish the newest figures of all operators, and those of the last batches again.
 
         Ray forgets a gauge that is not set for 20 s, and a batch may take longer.
