@@ -13,7 +13,6 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,6 @@ from rocksdict import (
     DBCompressionType,
     Options,
     Rdict,
-    ReadOptions,
     WriteBatch,
     WriteBufferManager,
     WriteOptions,
@@ -37,9 +35,10 @@ from rocksdict import (
 from backends import fault_points
 from backends.conf import StateStoreConf
 from backends.decoders import json_decoder
-from backends.encoding.sorted_pairs import PAIRS_SCHEMA, SortedPairs, is_strictly_sorted, to_bytes_list
+from backends.encoding.sorted_pairs import SortedPairs, is_strictly_sorted, to_bytes_list
 from backends.engines.full_disk import disk_full, is_full_disk
 from backends.engines.key_hashes import KeyHashes, hash_keys
+from backends.engines.rocksdb_scan import RocksDBScan
 from backends.engines.row_cache import CacheBudget, RowCache
 from backends.exceptions import ConcurrentCommitError, LocalStateDamagedError, StateStoreError, StoreClosedError
 from backends.formats.changelog import Changes
@@ -49,9 +48,6 @@ from backends.ids import DEFAULT_FAMILY
 
 log = logging.getLogger(__name__)
 
-SCAN_ROWS = 1 << 14
-_SCAN_STEP = 1 << 9  # so few that a processor's cache holds their Python objects
-_PAIR = pa.struct([("key", pa.binary()), ("value", pa.binary())])
 BULK_ROWS = 1 << 16
 """Keys of one bulk get."""
 WRITE_ROWS = 1 << 10
@@ -96,76 +92,13 @@ class _Family:
     cache: RowCache | None
 
 
-OnFailure = Callable[[str, Exception], StateStoreError]
-
-
-class RocksDBScan(Iterator[pa.RecordBatch]):
-    """Sorted pairs of one column family, as they were when the scan began, whatever is written since."""
-
-    def __init__(self, db: Rdict, start: bytes | None, end: bytes | None, failure: OnFailure) -> None:
-        # rocksdict's iterators point into their options for the upper bound, but do not keep them alive.
-        self._options = ReadOptions()
-        if end is not None:
-            self._options.set_iterate_upper_bound(end)
-        if start is None and end is None:
-            self._options.fill_cache(False)  # blocks that are read time and again stay in the cache
-        self._items: Iterator[tuple[bytes, bytes]] | None = db.items(from_key=start, read_opt=self._options)
-        self._db = db
-        self._last = start
-        self._failure = failure
-        self._reading = threading.Lock()
-
-    def __next__(self) -> pa.RecordBatch:
-        with self._reading:  # another thread may close the store
-            return self._next()
-
-    def _next(self) -> pa.RecordBatch:
-        items = self._items
-        if items is None:
-            raise StoreClosedError("The store was closed while it was scanned.")
-        parts: list[pa.StructArray] = []
-        while len(parts) * _SCAN_STEP < SCAN_ROWS:
-            rows = list(islice(items, _SCAN_STEP))
-            if rows:
-                self._last = rows[-1][0]
-                parts.append(pa.array(rows, _PAIR))
-            if len(rows) < _SCAN_STEP:
-                self._check_end()
-                break
-        if not parts:
-            raise StopIteration
-        keys, values = (pa.concat_arrays([part.field(i) for part in parts]) for i in (0, 1))
-        return pa.RecordBatch.from_arrays([keys, values], schema=PAIRS_SCHEMA)
-
-    def _check_end(self) -> None:
-        """Raise if the scan has ended at a damaged block.
-
-        rocksdict ends an iteration there as if nothing came after it. So seek the last key again, and ask for the
-        status.
-        """
-        cursor = self._db.iter(self._options)
-        try:
-            if self._last is None:
-                cursor.seek_to_first()
-            else:
-                cursor.seek(self._last)
-                if cursor.valid():
-                    cursor.next()
-            cursor.status()
-        except Exception as error:  # rocksdict raises plain Exception
-            raise self._failure("read", error) from error
-
-    def close(self) -> None:
-        """Release the iterator: RocksDB cannot close while one lives."""
-        with self._reading:
-            self._items = self._db = None
-
-
 class LocalRocksDB:
-    """RocksDB in the directory ``path``, opened or made.
+    """RocksDB in the directory ``path``.
 
-    A directory that cannot be opened is emptied: it is only a copy. Raises ``ConcurrentCommitError`` if another
-    provider has the directory open.
+    What is in the directory is opened at once. An empty database is made only when something is written: to open one
+    takes some ten milliseconds, in which no other thread can run, and most partitions begin with ``restore``. A
+    directory that cannot be opened is emptied: it is only a copy. Raises ``ConcurrentCommitError`` if another provider
+    has the directory open.
     """
 
     def __init__(self, path: Path, conf: StateStoreConf) -> None:
@@ -180,11 +113,12 @@ class LocalRocksDB:
         self._own: Claim | None = None
         """Counts what the open database takes for itself."""
         self.state = LocalState()
+        if not (path / "CURRENT").exists():
+            return
         try:
             self._open()
         except LocalStateDamagedError:
             shutil.rmtree(path)
-            self._open()
 
     def _open(self) -> None:
         self._path.mkdir(parents=True, exist_ok=True)
@@ -212,6 +146,11 @@ class LocalRocksDB:
             raise LocalStateDamagedError(f"{self._path} cannot be opened: {error}") from error
         self._write_options = WriteOptions()
         self._write_options.disable_wal = True
+
+    def _made(self) -> None:
+        """Make an empty database, unless one is open."""
+        if self._db is None:
+            self._open()
 
     def _options(self) -> Options:
         conf = self._conf
@@ -249,7 +188,7 @@ class LocalRocksDB:
     @property
     def column_families(self) -> frozenset[str]:
         """The names of the users' column families."""
-        return frozenset(self._families) - {META_FAMILY}
+        return frozenset((DEFAULT_FAMILY, *self._families)) - {META_FAMILY}
 
     def get_many(
         self, keys: pa.BinaryArray, column_family: str = DEFAULT_FAMILY, *, keep: bool = True
@@ -323,6 +262,7 @@ class LocalRocksDB:
         self, changes: Changes, hashes: Mapping[str, KeyHashes], state: LocalState, batches: list[WriteBatch] | None
     ) -> None:
         self._check_open()
+        self._made()
         try:
             if batches is None:
                 for name in changes.families:
@@ -375,6 +315,7 @@ class LocalRocksDB:
     def capture(self, directory: Path) -> Callable[[], None]:
         """Hard-link the files of a RocksDB checkpoint into ``directory``."""
         self._check_open()
+        self._made()
         checkpoint = directory / "checkpoint"
         try:
             Checkpoint(self._db).create_checkpoint(str(checkpoint))
@@ -391,6 +332,7 @@ class LocalRocksDB:
         """Replace the database by a checkpoint's files."""
         self.close()
         shutil.rmtree(self._path, ignore_errors=True)
+        self._path.parent.mkdir(parents=True, exist_ok=True)
         directory.rename(self._path)
         directory.mkdir()  # the caller removes it
         self._closed = False
@@ -398,7 +340,7 @@ class LocalRocksDB:
             self._open()
         except LocalStateDamagedError:
             shutil.rmtree(self._path)
-            self._open()
+            self.state = LocalState()
             raise
 
     def scan(
@@ -430,7 +372,8 @@ class LocalRocksDB:
 
     def num_files(self) -> int:
         """Return the number of SST files."""
-        return len(self._db.live_files())
+        db = self._db
+        return 0 if db is None else len(db.live_files())
 
     def clear(self) -> None:
         """Start over, empty."""
@@ -438,8 +381,8 @@ class LocalRocksDB:
             return  # every write brings a state of its own: nothing was written yet
         self.close()
         shutil.rmtree(self._path, ignore_errors=True)
-        self._closed = False
-        self._open()
+        self._closed, self._damage = False, None
+        self.state = LocalState()
 
     def close(self) -> None:
         """Close the database; scans under way end with an error. The files stay."""

@@ -306,13 +306,21 @@ def download(
         finally:
             watch.end_file(draft, is_done=is_done)
 
+    for entry in snapshot.files:
+        if entry.file is None:
+            (into / entry.name).write_bytes(entry.content or b"")
+    there = [ref.size for ref, target in stored if target.exists()]
+    watch.step(len(there), sum(there))
+    missing = [(ref, target) for ref, target in stored if not target.exists()]
+    for ref, target in missing:
+        if ref.path in together:
+            fetch(ref, target)
+            watch.step()
+    alone = [(ref, target) for ref, target in missing if ref.path not in together]
+    if not alone:
+        return
     with Pool(threads, thread_name_prefix="statestore-load") as pool:
-        for entry in snapshot.files:
-            if entry.file is None:
-                (into / entry.name).write_bytes(entry.content or b"")
-        there = [ref.size for ref, target in stored if target.exists()]
-        watch.step(len(there), sum(there))
-        fetches = [pool.submit(fetch, ref, target) for ref, target in stored if not target.exists()]
+        fetches = [pool.submit(fetch, ref, target) for ref, target in alone]
         try:
             for fetched in fetches:
                 fetched.result()

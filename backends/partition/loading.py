@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -21,10 +21,10 @@ from backends.formats.local_state import LocalState
 from backends.formats.manifest import ChangelogRef, Lineage, Rescaled, SnapshotRef, SourcePartition
 from backends.partition import rescaling
 from backends.partition.before_images import replaced_pairs, state_after
+from backends.partition.changelog_reads import ChangelogReads
 from backends.partition.context import PartitionContext
 from backends.partition.load_watch import LoadWatch
 from backends.partition.local_directory import Scratch
-from backends.tracing.spans import Pool
 
 log = logging.getLogger(__name__)
 
@@ -51,15 +51,21 @@ class Loading:
         """Bring the engine to the version of ``lineage``; see ``PartitionState.load``."""
         first_error: Exception | None = None
         for start in self._starts(lineage):
+            above = 0 if start is None else start.version
+            rest = [ref for ref in lineage.changelogs if ref.version > above]
             try:
-                self._begin_at(start)
-                rest = [ref for ref in lineage.changelogs if ref.version > self.version]
-                if [ref.version for ref in rest] != list(range(self.version + 1, lineage.version + 1)):
-                    raise MissingFileError(
-                        f"Not all changelogs from version {self.version + 1} of {self._context.directory} are among "
-                        f"the files that lead to version {lineage.version}."
-                    )
-                self._replay(rest)
+                # The changelogs need not wait for the snapshot, whose files are other requests.
+                with ChangelogReads(self._context.storage, rest, self._context.conf.load_threads) as reads:
+                    self._begin_at(start)
+                    if [ref.version for ref in rest] != list(range(self.version + 1, lineage.version + 1)):
+                        raise MissingFileError(
+                            f"Not all changelogs from version {self.version + 1} of {self._context.directory} are "
+                            f"among the files that lead to version {lineage.version}."
+                        )
+                    self._watch.expect(len(rest), sum(ref.file.size for ref in rest))
+                    for ref, data in reads:
+                        self._replay_one(ref, data)
+                        self._watch.step(1, ref.file.size)
                 self._context.scratch.drop_kept()
                 return
             except LocalDiskFullError:
@@ -162,26 +168,6 @@ class Loading:
                 yield engine
             finally:
                 engine.close()
-
-    def _replay(self, changelogs: Sequence[ChangelogRef]) -> None:
-        if not changelogs:
-            return
-        storage, threads = self._context.storage, self._context.conf.load_threads
-        self._watch.expect(len(changelogs), sum(ref.file.size for ref in changelogs))
-        with Pool(threads, thread_name_prefix="statestore-load") as pool:
-            # A window bounds what is held in memory of a long chain.
-            window = threads * 2
-            reads = [pool.submit(storage.read, ref.file) for ref in changelogs[:window]]
-            try:
-                for i, ref in enumerate(changelogs):
-                    data = reads[i % window].result()
-                    if i + window < len(changelogs):
-                        reads[i % window] = pool.submit(storage.read, changelogs[i + window].file)
-                    self._replay_one(ref, data)
-                    self._watch.step(1, ref.file.size)
-            finally:
-                for read in reads:
-                    read.cancel()
 
     def _replay_one(self, ref: ChangelogRef, data: bytes) -> None:
         name = self._context.storage.full_location(ref.file.path)

@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from functools import partial
 
 from backends.exceptions import MissingFileError, StorageError
 
 ALONE = 2
-"""So many readers of an object read their parts alone: one load asks once or twice."""
+"""So many readers of an object read their parts alone: one load asks once or twice.
+
+Where more loads are under way, the first one reads for all: they are most likely those of a host that starts anew.
+"""
 OBJECT_BYTES = 4 << 20
 """So much of an object is read for all. Parts behind are read alone."""
 MOST_OBJECTS = 64
@@ -27,8 +31,9 @@ class SharedObjects:
     """The beginnings of objects that were read of late. Thread-safe: ``_lock`` guards the tables, not the requests.
 
     ``_asked`` counts the readers of each object, ``_held`` has what was read for all or is being read. Both are bounded
-    by ``MOST_OBJECTS``, the bytes by ``MOST_BYTES`` besides what is being read. ``spare(nbytes, drop)`` counts bytes in
-    the memory of the process, as ``HostMemory.spare`` does, and returns None where there is no room for them.
+    by ``MOST_OBJECTS``, the bytes by ``MOST_BYTES`` besides what is being read. ``_loads`` counts the loads under way.
+    ``spare(nbytes, drop)`` counts bytes in the memory of the process, as ``HostMemory.spare`` does, and returns None
+    where there is no room for them.
     """
 
     def __init__(self, spare: Callable[[int, Callable[[], None]], object | None]) -> None:
@@ -37,6 +42,18 @@ class SharedObjects:
         self._asked: OrderedDict[str, int] = OrderedDict()
         self._held: OrderedDict[str, Future[bytes]] = OrderedDict()
         self._claims: dict[str, object] = {}
+        self._loads = 0
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """Count a load for as long as the block lasts."""
+        with self._lock:
+            self._loads += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._loads -= 1
 
     def part(
         self, name: str, offset: int, size: int, read: Callable[[int], bytes], *, is_new_reader: bool = True
@@ -53,7 +70,7 @@ class SharedObjects:
             self._asked[name] = asked
             if len(self._asked) > MOST_OBJECTS:
                 self._asked.popitem(last=False)
-            if asked <= ALONE:
+            if asked <= ALONE and self._loads <= ALONE:
                 return None
             future = self._held.get(name)
             reads = future is None

@@ -12,6 +12,7 @@ A fence is never removed: whoever it is for may stand still for days.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 
 from msgspec import Struct, field
 
@@ -64,23 +65,32 @@ def place_in(path: str) -> tuple[int, int] | None:
 class Epochs:
     """The claimed epochs of one query, as one coordinator sees and extends them.
 
-    ``current`` is the epoch that this coordinator has claimed, 0 before the first claim. ``last_places`` are those
-    before the fences of the claim: the last manifests of the epochs that it has closed, sequence 0 for none.
+    ``current`` is the epoch that this coordinator has claimed, 0 before the first claim. ``_looked`` is what the last
+    look has shown, for the claim that follows: the epochs, and the newest claim.
     """
 
     def __init__(self, files: RecordFiles, coordinator_id: str) -> None:
         self.current = 0
-        self.last_places: list[tuple[int, int]] = []
+        self._looked: tuple[list[int], EpochFile | None] | None = None
         self._files = files
         self._coordinator_id = coordinator_id
 
-    def claim(self, run_id: str, layouts: Iterable[Layout] = (), schema_ids: Mapping[str, str] | None = None) -> None:
-        """Claim the next epoch for a run, and close all lower ones: none of them gets another manifest."""
+    def claim(
+        self, run_id: str, layouts: Iterable[Layout] = (), schema_ids: Mapping[str, str] | None = None
+    ) -> list[str]:
+        """Claim the next epoch for a run, and close all lower ones: none of them gets another manifest.
+
+        Return the paths of all manifests, as far as their epochs did not go on meanwhile. Raises ``FencedError`` if a
+        higher epoch is claimed: this process may have stood still while others claimed, and removed old claims.
+        """
         taken: set[int] = set()  # epochs that a stale listing may leave out
         while True:
-            earlier = sorted({*self._files.numbers(EPOCHS), *taken})
+            numbers, before = self._look() if self._looked is None else self._looked
+            self._looked = None
+            earlier = sorted({*numbers, *taken})
+            if taken:
+                before = self._read(earlier[-1])
             epoch = max(earlier, default=0) + 1
-            before = self._read(earlier[-1]) if earlier else None
             runs = self._runs_until(before, run_id)
             claim = EpochFile(epoch, self._coordinator_id, run_id, tuple(layouts), dict(schema_ids or {}), runs)
             try:
@@ -88,33 +98,40 @@ class Epochs:
             except FileExistsInStorageError:
                 taken.add(epoch)
                 continue
-            self._close(earlier)
             self.current = epoch
-            return
+            with Pool(READERS) as pool:
+                checked = pool.submit(self.check)
+                there = self._close(earlier, pool)
+                checked.result()
+            return there
 
-    def _close(self, epochs: Iterable[int]) -> None:
-        """Put a fence behind the last manifest of each epoch, and note its place. Writers may be at work meanwhile."""
+    def _close(self, epochs: Iterable[int], pool: ThreadPoolExecutor) -> list[str]:
+        """Put a fence behind the last manifest of each epoch. Writers may be at work meanwhile.
+
+        Return the paths of all manifests, also of those that the listing leaves out.
+        """
         closed: set[int] = set()
         last: dict[int, int] = {}
+        there: list[str] = []
         for path, size in self._files.storage.list(f"{MANIFESTS}/"):
             place = place_in(path)
-            if place is None:
-                continue
-            last[place[0]] = max(place[1], last.get(place[0], 0))
-            if size == len(FENCE):
+            if place is not None:
+                last[place[0]] = max(place[1], last.get(place[0], 0))
+            if size != len(FENCE):
+                there.append(path)
+            elif place is not None:
                 closed.add(place[0])
-        places = [(epoch, last.get(epoch, 0) + 1) for epoch in epochs if epoch not in closed]
-        self.last_places = []
-        if places:
-            with Pool(READERS) as pool:
-                self.last_places = list(pool.map(self._fence, places))
+        listed = [(epoch, last.get(epoch, 0)) for epoch in epochs if epoch not in closed]
+        for (epoch, first), end in zip(listed, pool.map(self._fence, listed), strict=True):
+            there += [place_path(epoch, sequence) for sequence in range(first, end + 1) if sequence]
+        return there
 
-    def _fence(self, place: tuple[int, int]) -> tuple[int, int]:
-        """Put a fence at a place, or at the first one behind it at which there is no manifest. Return the place before.
+    def _fence(self, last: tuple[int, int]) -> int:
+        """Put a fence at the first place behind ``last`` at which there is no manifest. Return the sequence before it.
 
         What was written since the listing is found at its place, and so is what a stale listing leaves out.
         """
-        epoch, sequence = place
+        epoch, sequence = last[0], last[1] + 1
         while True:
             path = place_path(epoch, sequence)
             try:
@@ -123,7 +140,7 @@ class Epochs:
                 if not self._is_fence(path):
                     sequence += 1
                     continue
-            return epoch, sequence - 1
+            return sequence - 1
 
     def _is_fence(self, path: str) -> bool:
         try:
@@ -146,8 +163,12 @@ class Epochs:
 
     def newest(self) -> EpochFile | None:
         """Return the highest claim, or None if there is none."""
+        self._looked = self._look()
+        return self._looked[1]
+
+    def _look(self) -> tuple[list[int], EpochFile | None]:
         epochs = self._files.numbers(EPOCHS)
-        return self._read(epochs[-1]) if epochs else None
+        return epochs, self._read(epochs[-1]) if epochs else None
 
     def is_superseded(self, newest: EpochFile | None, run_id: str) -> bool:
         """Return whether a run has claimed an epoch before the ``newest`` claim, which is another run's."""

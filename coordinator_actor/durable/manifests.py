@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 import msgspec
 from msgspec import Struct
@@ -74,16 +74,21 @@ class ManifestLog:
 
     def claim(self, run_id: str, layouts: Iterable[Layout] = (), schema_ids: Mapping[str, str] | None = None) -> None:
         """Claim the next epoch, then read all manifests: in this order nothing acknowledged can be missed."""
-        self.epochs.claim(run_id, layouts, schema_ids)
+        there = self.epochs.claim(run_id, layouts, schema_ids)
         self._sequence = 0
-        self.refresh({place_path(*place) for place in self.epochs.last_places if place[1]})
+        self._read(there)
 
-    def refresh(self, unlisted: Collection[str] = ()) -> None:
-        """Read the manifests that are not known yet, and those of ``unlisted``, which a stale listing may leave out."""
+    def refresh(self, folded: Callable[[], Iterable[Manifest]] | None = None) -> None:
+        """Read the manifests that are not known yet. ``folded`` returns what ``folds.read`` has, if it is under way."""
         listed = self.storage.list(f"{MANIFESTS}/")
-        there = {p for p, size in listed if p.endswith(".json") and size != len(FENCE)}.union(unlisted)
-        if len(there) > len(self.manifests) + FEW:
-            copies = {manifest_path(copy): copy for copy in self.folds.read()}
+        self._read((path for path, size in listed if size != len(FENCE)), folded)
+
+    def _read(self, paths: Iterable[str], folded: Callable[[], Iterable[Manifest]] | None = None) -> None:
+        there = {path for path in paths if path.endswith(".json")}
+        if folded is None and len(there) > len(self.manifests) + FEW:
+            folded = self.folds.read
+        if folded is not None:
+            copies = {manifest_path(copy): copy for copy in folded()}
             self.manifests.update({copies[path].id: copies[path] for path in copies.keys() & there})
         missing = sorted(there - {manifest_path(manifest) for manifest in self.manifests.values()})
         # Maintenance may remove a manifest between listing and reading. Such a manifest is not needed; if it were,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TypeVar
 
 from msgspec import Struct
@@ -21,6 +22,12 @@ def numbered_path(directory: str, number: int) -> str:
     return f"{directory}/{number:020d}.json"
 
 
+def numbers_of(paths: Iterable[str]) -> list[int]:
+    """Return the numbers of those of some paths that are numbered records, ascending."""
+    names = [path.rsplit("/", 1)[-1] for path in paths]
+    return sorted(int(n.removesuffix(".json")) for n in names if n.endswith(".json") and n[:-5].isdigit())
+
+
 class RecordFiles:
     """Writes and reads the records of one query."""
 
@@ -29,8 +36,7 @@ class RecordFiles:
 
     def numbers(self, directory: str) -> list[int]:
         """Return the numbers of the records in a directory, ascending."""
-        names = [path.rsplit("/", 1)[-1] for path, _ in self.storage.list(f"{directory}/")]
-        return sorted(int(n.removesuffix(".json")) for n in names if n.endswith(".json") and n[:-5].isdigit())
+        return numbers_of(path for path, _ in self.storage.list(f"{directory}/"))
 
     def create(self, path: str, record: Struct) -> None:
         """Write a record durably. Raises ``FileExistsInStorageError`` if the path is taken."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from coordinator_actor.durable.record_files import RecordFiles, numbered_path
+from coordinator_actor.durable.record_files import RecordFiles, numbered_path, numbers_of
 
 DIRECTORY = "savepoint-ids"
 RELEASED = ".released"
@@ -51,16 +51,19 @@ class SavepointRecords:
 
     def all(self) -> list[SavepointRecord]:
         """Return the records of the last savepoints that were begun, by ascending id."""
-        return self._files.read_all([savepoint_record_path(i) for i in self.ids()], SavepointRecord)
+        return self._read(self.ids())
+
+    def _read(self, ids: list[int]) -> list[SavepointRecord]:
+        return self._files.read_all([savepoint_record_path(i) for i in ids], SavepointRecord)
 
     def hold_of(self, run_id: str) -> SavepointRecord | None:
         """Return the savepoint that a run was being stopped with. None if there is none, or if it was released.
 
         The run may do no batch behind the version of that savepoint.
         """
-        released = {path for path, _ in self._files.storage.list(f"{DIRECTORY}/") if path.endswith(RELEASED)}
-        held = [r for r in self.all() if r.stop and r.run_id == run_id]
-        return next((r for r in reversed(held) if _released_path(r.checkpoint_id) not in released), None)
+        there = [path for path, _ in self._files.storage.list(f"{DIRECTORY}/")]
+        held = [r for r in self._read(numbers_of(there)) if r.stop and r.run_id == run_id]
+        return next((r for r in reversed(held) if _released_path(r.checkpoint_id) not in there), None)
 
     def obsolete(self, held: int | None) -> list[str]:
         """Return the paths of the records that are not kept; ``held`` is kept in any case."""

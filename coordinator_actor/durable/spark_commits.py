@@ -10,6 +10,7 @@ from msgspec import Struct
 from backends.decoders import json_decoder
 from backends.exceptions import DamagedFileError, MissingFileError
 from backends.storage.checkpoint_storage import CheckpointStorage
+from backends.tracing.spans import Pool
 from coordinator_actor.messages import BatchTimes
 
 METADATA = "metadata"
@@ -26,6 +27,7 @@ class SparkCommits:
     def __init__(self, storage: CheckpointStorage) -> None:
         self._storage = storage
         self._last_times: tuple[int, _OffsetSeqMetadata] | None = None
+        self._begun: int | None = None
 
     @property
     def used(self) -> dict[str, int]:
@@ -37,10 +39,17 @@ class SparkCommits:
 
         As Spark does it (``MicroBatchExecution.populateStartOffsets``), whatever was removed from either directory.
         """
-        begun, done = self.last_begun(), self.last_committed()
+        with Pool(1) as pool:  # neither request needs the other's answer
+            last_begun = pool.submit(self.last_begun)
+            done = self.last_committed()
+            begun = self._begun = last_begun.result()
         if begun is None:
             return 0 if done is None else done + 1
         return begun + 1 if done is not None and done >= begun else begun
+
+    def had_begun(self, batch_id: int) -> bool:
+        """Return whether a batch was planned when ``next_batch`` was asked last."""
+        return self._begun is not None and batch_id <= self._begun
 
     def last_begun(self) -> int | None:
         """Return the last batch that Spark has planned; None if there is none."""

@@ -21,6 +21,7 @@ from coordinator_actor.handlers.registries import Registries
 from coordinator_actor.handlers.run_registry import LEASE_OVER, STOPPED
 from coordinator_actor.messages import QueryRegistration, RegisteredQuery
 from coordinator_actor.query.compatibility import bound_elsewhere, evolved_operators, refusal_of
+from coordinator_actor.query.first_look import first_look
 from coordinator_actor.query.query_state import QueryState
 from coordinator_actor.savepoints.run_savepoints import InBackground, RunSavepoints
 
@@ -75,14 +76,12 @@ class Queries:
         storage = self._open_storage(registration.state_location, registration.storage_options)
         spark = self._open_storage(registration.checkpoint_location, registration.storage_options)
         manifests = ManifestLog(storage, self._coordinator_id)
-        newest = manifests.epochs.newest()
-        was_known = newest is not None and newest.run_id == registration.run_id
-        if manifests.epochs.is_superseded(newest, registration.run_id):
-            return RegisteredQuery(f"Run {registration.run_id} has been replaced by a newer one.", 0, 0)
-        # Spark's commits before the manifests: an older run may go on meanwhile, and a committed batch has a manifest.
         commits = SparkCommits(spark)
-        completed = commits.next_batch()
-        manifests.refresh()
+        look = first_look(registration, manifests, commits, self._proofs.require)
+        was_known = look.newest is not None and look.newest.run_id == registration.run_id
+        if manifests.epochs.is_superseded(look.newest, registration.run_id):
+            return RegisteredQuery(f"Run {registration.run_id} has been replaced by a newer one.", 0, 0)
+        completed = look.completed
         lag = replace(self._conf.snapshot_lag, maintenance_interval=registration.maintenance_interval)
         run = QueryState(registration, manifests, commits, self._registries.clock, lag)
         # No host holds anything of a run that nobody has claimed the state for.
@@ -90,7 +89,7 @@ class Queries:
         if was_known:
             run.files_in_use.await_renewals(self._registries.clock())
         run.load(completed)
-        refusal = refusal_of(run)
+        refusal = refusal_of(run, look.query, look.place)
         if refusal is not None:
             return RegisteredQuery(refusal, 0, completed)
         try:
@@ -98,8 +97,9 @@ class Queries:
         except UnsupportedLocationError as error:
             return RegisteredQuery(str(error), 0, completed)
         run.adopt(evolved_operators(run))
-        manifests.ensure_query_file(QueryFile(registration.query_id, registration.key_groups))
-        refusal = bound_elsewhere(run)
+        if look.query is None:
+            manifests.ensure_query_file(QueryFile(registration.query_id, registration.key_groups))
+        refusal = bound_elsewhere(run, look.place)
         if refusal is not None:
             return RegisteredQuery(refusal, 0, completed)
         self._finish_repeats(registration.state_location)

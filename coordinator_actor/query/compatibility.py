@@ -13,14 +13,18 @@ from backends.exceptions import IncompatibleSchemaError
 from backends.formats.manifest import Manifest
 from backends.ids import DEFAULT_FAMILY
 from coordinator_actor.durable.checkpoint_place import CheckpointPlace, is_inside
+from coordinator_actor.durable.manifests import QueryFile
 from coordinator_actor.messages import OperatorSpec
 from coordinator_actor.query.query_state import QueryState
 from coordinator_actor.query.query_versions import tasks_of
 from coordinator_actor.query.recovery import incomplete_message
 
 
-def refusal_of(run: QueryState) -> str | None:
-    """Return why the run may not go on from the stored state, or None. Reads storage; changes nothing."""
+def refusal_of(run: QueryState, stored: QueryFile | None, place: CheckpointPlace | None) -> str | None:
+    """Return why the run may not go on from the stored state, or None. Reads storage; changes nothing.
+
+    ``stored`` and ``place`` are what the state says of its query and of its checkpoint's place.
+    """
     registration = run.registration
     where = registration.state_location
     if any(o.num_partitions > registration.key_groups for o in registration.operators):
@@ -28,13 +32,12 @@ def refusal_of(run: QueryState) -> str | None:
             f"An operator has more partitions than there are key groups ({registration.key_groups}); "
             "lower num_partitions."
         )
-    stored = run.manifests.query_file()
     if stored is not None and stored.query_id != registration.query_id:
         return (
             f"The state at {where} belongs to query {stored.query_id}, and this is query {registration.query_id}: the "
             "checkpoint's metadata file was replaced or the directory shared. Use a checkpoint location of its own."
         )
-    refusal = place_refusal(run, run.manifests.places.newest())
+    refusal = place_refusal(run, place)
     if refusal is not None:
         return refusal
     if stored is not None and stored.key_groups != registration.key_groups:
@@ -76,12 +79,11 @@ def place_refusal(run: QueryState, place: CheckpointPlace | None) -> str | None:
     )
 
 
-def bound_elsewhere(run: QueryState) -> str | None:
-    """Record where the checkpoint is, if the state does not say so yet; return why the run may not go on, or None."""
+def bound_elsewhere(run: QueryState, place: CheckpointPlace | None) -> str | None:
+    """Record where the checkpoint is, unless ``place`` says so already; return why the run may not go on, or None."""
     registration, places = run.registration, run.manifests.places
     if is_inside(registration.state_location, registration.checkpoint_location):
         return None
-    place = places.newest()
     return place_refusal(run, place or places.record(registration.checkpoint_location, None))
 
 

@@ -13,6 +13,7 @@ from backends.encoding.operator_schema import OperatorSchema
 from backends.formats.manifest import PartitionEntry
 from backends.formats.manifest_chain import Layout
 from backends.storage.request_counts import used_together
+from backends.tracing.spans import Pool
 from coordinator_actor.checkpoints.checkpoint_id import CheckpointIDCounter
 from coordinator_actor.checkpoints.checkpoint_stats import CheckpointStatsTracker
 from coordinator_actor.checkpoints.snapshot_lag import SnapshotLag, SnapshotLagConf
@@ -234,7 +235,7 @@ class QueryState:
         oldest, chain = self.versions.oldest, self.versions.chain
         self.versions.load({v: m for v, m in chain.items() if v >= oldest})
         self.manifests.forget({m.id for m in self.versions.chain.values()})
-        if self.commits.has_begun(completed):
+        if self.commits.had_begun(completed):
             self._begun_before = completed
         self.announce()
 
@@ -244,12 +245,18 @@ class QueryState:
         ``initial`` has the files of version 0 of a query that does not begin empty. Raises ``IncompleteBatchError``.
         """
         manifests, versions = self.manifests, self.versions
+        # What a manifest names is in storage.
+        named = {operator.schema_id for m in versions.chain.values() for operator in m.operators.values()}
         for operator in self.registration.operators:
-            manifests.ensure_schema(self.schema_ids[operator.name], operator.schema)
+            if self.schema_ids[operator.name] not in named:
+                manifests.ensure_schema(self.schema_ids[operator.name], operator.schema)
         manifests.claim(self.run_id, versions.layouts.values(), self.schema_ids)
-        self.counter.ensure_above(manifests.last_id())
-        # No other run can make a version any more, but an older run may just have committed one.
-        self.load(max(versions.completed, self.commits.next_batch()))
+        with Pool(1) as pool:
+            last_id = pool.submit(manifests.last_id)
+            # No other run can make a version any more, but an older run may just have committed one.
+            completed = self.commits.next_batch()
+            self.counter.ensure_above(last_id.result())
+        self.load(max(versions.completed, completed))
         if initial is not None and not versions.chain and versions.completed == 0:
             self._writer.begin_with(initial, self.schema_ids)
         if versions.completed > 0 and versions.completed not in versions.chain:
@@ -267,7 +274,7 @@ class QueryState:
         following = versions.chain.get(versions.completed + 1)
         if following is not None and following.run_id == self.run_id:
             self.batch.restore_prepared(following)
-        if self.commits.has_begun(versions.completed):
+        if self.commits.had_begun(versions.completed):
             self._begun_before = versions.completed
         versions.carry_snapshots()
         if self.last_exchange:
@@ -295,7 +302,7 @@ class QueryState:
         lost = {} if newest == completed else versions.named_only_above()
         is_same_layout = all(versions.is_in_layout(completed, operator) for operator, _ in lost)
         is_ours = chain[newest].run_id == self.run_id
-        comes_again = newest == completed + 1 and (is_ours or self.commits.has_begun(completed))
+        comes_again = newest == completed + 1 and (is_ours or self.commits.had_begun(completed))
         goes_back = newest > completed and completed in chain and not (is_same_layout and comes_again)
         if goes_back:
             self._writer.write_again(completed, lost)

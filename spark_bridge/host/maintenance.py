@@ -8,6 +8,7 @@ this, a busy query beside idle ones that hold the buffers would write small file
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -38,6 +39,8 @@ SMALL_BYTES = 1 << 20
 """So many bytes of small files of one snapshot are stored with its descriptor."""
 TOGETHER_BYTES = 16 << 20
 TOGETHER_SECONDS = 10.0
+MEET_SECONDS = 1.0
+"""So long a thread that has prepared its snapshots waits for the others, so that one object has those of all."""
 
 
 class _Ready(NamedTuple):
@@ -46,6 +49,36 @@ class _Ready(NamedTuple):
     instance: Instance
     earlier: SnapshotRef | None
     prepared: PreparedSnapshot
+
+
+class _Together:
+    """What several threads have prepared of one run, to be stored with one request. Thread-safe."""
+
+    def __init__(self, threads: int) -> None:
+        self._changed = threading.Condition()
+        self._at_work = threads
+        self._ready: list[_Ready] = []
+        self._since = time.monotonic()
+
+    def add(self, one: _Ready) -> list[_Ready]:
+        """Add a snapshot. Return all that wait if they are to be stored now, else nothing."""
+        with self._changed:
+            self._ready.append(one)
+            nbytes = sum(ready.prepared.nbytes for ready in self._ready)
+            is_due = nbytes >= TOGETHER_BYTES or time.monotonic() - self._since > TOGETHER_SECONDS
+            return self._taken() if is_due else []
+
+    def end(self) -> list[_Ready]:
+        """Take note that a thread has prepared all its own; return what it is to store. Waits for the other threads."""
+        with self._changed:
+            self._at_work -= 1
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: not self._at_work, MEET_SECONDS)
+            return self._taken()
+
+    def _taken(self) -> list[_Ready]:
+        ready, self._ready, self._since = self._ready, [], time.monotonic()
+        return ready
 
 
 class Maintenance:
@@ -113,10 +146,11 @@ class Maintenance:
                     begun.append(self._uploads.submit(self._write_out, instance, version))
             for instances in due.values():
                 share = -(-len(instances) // self._num_threads)
-                for first in range(0, len(instances), share):
-                    together = instances[first : first + share]
-                    upload = self._uploads.submit(self.upload_snapshots, together)
-                    self._uploading.update({instance.key: upload for instance in together})
+                shares = [instances[first : first + share] for first in range(0, len(instances), share)]
+                together = _Together(len(shares))
+                for some in shares:
+                    upload = self._uploads.submit(self.upload_snapshots, some, together)
+                    self._uploading.update({instance.key: upload for instance in some})
                     begun.append(upload)
             for key in [k for k, f in self._uploading.items() if f.done() and k not in self._held.instances]:
                 del self._uploading[key]
@@ -157,22 +191,26 @@ class Maintenance:
             if not is_ours:
                 self._loading.unload(instance, waits=False)
 
-    def upload_snapshots(self, instances: Sequence[Instance]) -> None:
+    def upload_snapshots(self, instances: Sequence[Instance], together: _Together | None = None) -> None:
         """Upload snapshots of partitions of one run and report them. Descriptors and small files go up together.
 
-        Each partition's large files go up one partition after the other. What then waits for the others is stored once
-        it has ``TOGETHER_BYTES``, or has waited ``TOGETHER_SECONDS``: so memory is bounded, and a large partition does
-        not hold up small ones for long. A failure is logged; the next maintenance tries again.
+        Each partition's large files go up one partition after the other. What then waits for the others, also for those
+        of other threads in ``together``, is stored once it has ``TOGETHER_BYTES``, or has waited ``TOGETHER_SECONDS``:
+        so memory is bounded, and a large partition does not hold up small ones for long. A failure is logged; the next
+        maintenance tries again.
         """
         run_id = instances[0].registration.run_id
         with spans.alone("host.snapshots", run_id=run_id, num_partitions=len(instances)):
-            self._upload_snapshots(instances)
+            together = together or _Together(1)
+            try:
+                self._upload_snapshots(instances, together)
+            finally:
+                self._store(together.end())
 
-    def _upload_snapshots(self, instances: Sequence[Instance]) -> None:
-        ready: list[_Ready] = []
+    def _upload_snapshots(self, instances: Sequence[Instance], together: _Together) -> None:
         listed: dict[str, dict[str, int]] = {}
-        since = time.monotonic()
         for instance in instances:
+            ready: list[_Ready] = []
             run_id, operator, partition = instance.run_key
             coordinator = self._registration.coordinator
             with self._logged([instance]):
@@ -182,11 +220,9 @@ class Maintenance:
                     coordinator.release_files(run_id, operator, partition, UPLOAD)
                     continue
                 earlier = lineage.snapshots[-1] if lineage.snapshots else None
-                ready.append(_Ready(instance, earlier, instance.state.prepare_snapshot(earlier, SMALL_BYTES, listed)))
-            if sum(r.prepared.nbytes for r in ready) >= TOGETHER_BYTES or time.monotonic() - since > TOGETHER_SECONDS:
-                self._store(ready)
-                ready, since = [], time.monotonic()
-        self._store(ready)
+                prepared = instance.state.prepare_snapshot(earlier, SMALL_BYTES, listed)
+                ready = together.add(_Ready(instance, earlier, prepared))
+            self._store(ready)
 
     def _store(self, ready: Sequence[_Ready]) -> None:
         if not ready:

@@ -46,7 +46,7 @@ class PartitionFiles:
         self._storages: BoundedDict[tuple[str, tuple[tuple[str, str], ...]], CheckpointStorage] = BoundedDict(
             MOST_STORAGES
         )
-        self._shared = SharedObjects(partial(host_memory(conf).spare, LAST_READS))
+        self.shared = SharedObjects(partial(host_memory(conf).spare, LAST_READS))
         self.copies = local_dir / "copies"
         self.savepoints = local_dir / "savepoints"
         shutil.rmtree(self.copies, ignore_errors=True)  # of an incarnation of this host that was killed
@@ -93,7 +93,7 @@ class PartitionFiles:
                     registration.state_location, registration.storage_options
                 )
                 if not storage.is_local:
-                    storage.shared = self._shared
+                    storage.shared = self.shared
         return storage
 
     def remove_run(self, run_id: str) -> None:

@@ -381,7 +381,8 @@ class PartitionLoading:
         trace = trace_ids.batch(instance.registration.run_id, grant.version + 1)
         with spans.span("host.load", trace, operator=instance.operator, partition=instance.partition) as span:
             span.note(snapshots=len(lineage.snapshots), rescaled=lineage.rescaled is not None)
-            state.load(lineage, watch)
+            with self._files.shared.loading():
+                state.load(lineage, watch)
         instance.snapshot_version = max((s.version for s in lineage.snapshots), default=0)
         if lineage.rescaled is not None and not lineage.snapshots:
             instance.rescaled_at = lineage.rescaled.version

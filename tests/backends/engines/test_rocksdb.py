@@ -127,3 +127,26 @@ def test_a_database_that_closes_with_an_error_is_closed_and_lets_go_of_its_direc
     assert "was closed with an error" in caplog.text and str(tmp_path / "local") in caplog.text
     with open_provider(location, local_dir=tmp_path / "local") as again:
         assert content(again.get_store(1)) == {"a": "1"}
+
+
+def test_a_partition_that_is_restored_opens_one_database(location, monkeypatch):
+    conf = StateStoreConf(fsync=False, deltas_per_snapshot=2)
+    with RocksDBStateStoreProvider(StateStoreId(location, "op", 0), conf) as provider:
+        for version in range(3):
+            commit(provider, version, a=str(version))
+            provider.do_maintenance()
+    assert list(Path(location).rglob("*.snapshot"))
+    opened, open_engine = [], rocksdb.LocalRocksDB._open
+    monkeypatch.setattr(rocksdb.LocalRocksDB, "_open", lambda engine: (opened.append(engine), open_engine(engine)))
+    with open_provider(location) as again:
+        assert content(again.get_store(3)) == {"a": "2"}
+        assert len(opened) == 1
+
+
+def test_a_partition_that_is_empty_is_read_without_a_database(location, tmp_path):
+    with open_provider(location, local_dir=tmp_path / "local") as provider:
+        assert content(provider.get_store(0)) == {}
+        assert provider.metrics().num_keys == 0
+        assert not list((tmp_path / "local").rglob("CURRENT"))
+        commit(provider, 0, a="1")
+        assert content(provider.get_store(1)) == {"a": "1"}

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pytest
 
 from backends.conf import StateStoreConf
-from backends.engines import rocksdb
+from backends.engines import rocksdb, rocksdb_scan
 from backends.exceptions import StoreClosedError
 from backends.formats.changelog import Changes
 from backends.formats.local_state import LocalState
@@ -23,14 +23,14 @@ def test_closing_waits_for_the_batch_that_is_being_read(tmp_path: Path, monkeypa
     engine.prepare(Changes.of(pa.array([b"a", b"b"]), pa.array([b"1", b"2"])))(LocalState(1, "head", 2))
     scan: Any = engine.scan(None, None)
     reading, go_on = threading.Event(), threading.Event()
-    check: Callable[[Any], None] = rocksdb.RocksDBScan._check_end
+    check: Callable[[Any], None] = rocksdb_scan.RocksDBScan._check_end
 
     def slow(self: Any) -> None:
         reading.set()
         assert go_on.wait(HANG)
         check(self)
 
-    monkeypatch.setattr(rocksdb.RocksDBScan, "_check_end", slow)
+    monkeypatch.setattr(rocksdb_scan.RocksDBScan, "_check_end", slow)
     batches: list[Any] = []
     reader = threading.Thread(target=lambda: batches.append(next(scan)))
     reader.start()

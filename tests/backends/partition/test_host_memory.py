@@ -252,6 +252,9 @@ def test_what_open_databases_take_is_counted_and_leaves_less_for_commits(opened)
     conf = StateStoreConf(fsync=False, host_memory=19 * MIB)
     memory = host_memory(conf)
     states = opened(20, conf)
+    assert counted(memory)[DATABASES] == 0, "a database is made with the first write"
+    for state in states:
+        state.complete(1, staged(state, keys_of(range(1)), families=("default",)).path)
     assert counted(memory)[DATABASES] == 20 * (DATABASE_BYTES + 2 * FAMILY_BYTES)
     commit(states[0], keys_of(range(100)))
     taken = counted(memory)[DATABASES]
@@ -262,7 +265,7 @@ def test_what_open_databases_take_is_counted_and_leaves_less_for_commits(opened)
     for state in states[1:]:
         state.destroy()
     assert counted(memory)[DATABASES] == DATABASE_BYTES + (len(FAMILIES) + 1) * FAMILY_BYTES
-    states[0].complete(2, staged(states[0], keys, families=("default",)).path)
+    states[0].complete(3, staged(states[0], keys, families=("default",)).path)
 
 
 def test_a_changelog_is_counted_while_it_is_written(opened, monkeypatch):

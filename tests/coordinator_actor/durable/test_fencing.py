@@ -10,7 +10,7 @@ from backends.exceptions import StorageError
 from backends.formats.manifest import Manifest
 from backends.storage.checkpoint_storage import CheckpointStorage
 from coordinator_actor.checkpoints.checkpoint_id import CheckpointIDCounter
-from coordinator_actor.durable.fencing import EPOCHS, FENCE, MANIFESTS, EpochFile, place_path
+from coordinator_actor.durable.fencing import EPOCHS, FENCE, KEPT_CLAIMS, MANIFESTS, EpochFile, place_path
 from coordinator_actor.durable.manifests import ManifestLog
 from coordinator_actor.exceptions import FencedError
 from tests.backends.storage.s3_faults import Fault, FaultProxy, S3Server
@@ -143,6 +143,33 @@ def test_a_place_whose_manifest_was_removed_during_the_claim_is_passed(stored: S
     stored.before = meanwhile
     new.claim("run2")
     assert stored.storage.get(place_path(1, 2)) == FENCE and new.manifests == {}
+
+
+def test_who_stood_still_while_many_claimed_finds_out_though_the_next_claim_is_gone(stored: Stored) -> None:
+    slow = stored.log("slow")
+    slow.claim("run1")
+    assert slow.epochs.newest() is not None
+    for i in range(KEPT_CLAIMS + 1):
+        other = stored.log(f"c{i}")
+        other.claim(f"other{i}")
+    stored.storage.delete_all(other.epochs.obsolete())
+    with pytest.raises(FencedError, match="has epoch 2"):
+        slow.claim("run2")
+
+
+def test_a_claim_behind_a_look_lists_the_claims_once(stored: Stored) -> None:
+    stored.log("old").claim("run1")
+    log = stored.log("new")
+    stored.asked.clear()
+    assert log.epochs.newest() is not None
+    log.claim("run2")
+    epochs = [verb for verb, path in stored.asked if path.startswith(EPOCHS)]
+    assert epochs == ["list", "read", "write", "list"], (
+        "what is there, and behind the claim whether somebody was faster"
+    )
+    stored.log("newer").claim("run3")
+    log.claim("run4")
+    assert log.epoch == 4, "a look counts for one claim"
 
 
 def test_a_stale_listing_hides_neither_claims_nor_the_newest_manifests(servers: tuple[S3Server, FaultProxy]) -> None:

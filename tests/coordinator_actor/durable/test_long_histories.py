@@ -28,10 +28,14 @@ from coordinator_actor.messages import HostInfo, HostReport, OperatorSpec, Query
 from coordinator_actor.query.retention import tidy_records
 from tests.coordinator_actor.coordinator_world import SCHEMA
 from tests.coordinator_actor.coordinators import run_of
+from tests.critical_path import CriticalPath
 
 PARTITIONS = 1000
 VERSIONS = 115
 MOST_REQUESTS = 40
+YEAR_OF_SAVEPOINTS = 365 * 24
+LONGEST_PATH = 8
+"""Spark's logs, manifests, those in no fold; claim, what is there then, fence; Spark's logs again, a manifest."""
 
 
 class Store:
@@ -96,6 +100,30 @@ def test_a_start_of_a_thousand_partitions_takes_few_requests_whatever_the_histor
     assert store.coordinator.open_for_read("new", "op", PARTITIONS - 1).version == VERSIONS
     made = store.requests() - before
     assert made.total() <= MOST_REQUESTS, made
+
+
+def test_a_start_waits_for_few_requests_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = grown("start-path", 3, 2)
+    path = CriticalPath(monkeypatch)
+    assert store.coordinator.register_query(store.registration("new")).epoch == 4
+    assert path.longest <= LONGEST_PATH
+
+
+def test_a_start_behind_a_year_of_hourly_savepoints_takes_few_requests() -> None:
+    store = grown("a-year", 2, 0)
+    log = ManifestLog(store.state, "earlier")
+    for i in range(YEAR_OF_SAVEPOINTS):
+        log.savepoints.create(SavepointRecord(VERSIONS + 1 + i, VERSIONS, "s3://b/s", 0, "new", False))
+        if i % 10 == 9:
+            store.state.delete_all(log.savepoints.obsolete(None))
+    restarted = Coordinator(lambda: 1000.0, store.open, CoordinatorConf())
+    # A coordinator that starts anew reads the records that are kept: one of them may hold the run.
+    for coordinator, most in (store.coordinator, MOST_REQUESTS), (restarted, MOST_REQUESTS + KEPT_RECORDS):
+        before = store.requests()
+        assert coordinator.register_query(store.registration("new")).completed_version == VERSIONS
+        made = store.requests() - before
+        assert made.total() <= most, made
+        assert run_of(coordinator, "new").manifests.last_id() > VERSIONS + YEAR_OF_SAVEPOINTS
 
 
 def test_old_claims_and_savepoint_records_go_and_a_replaced_run_is_still_refused() -> None:

@@ -18,7 +18,8 @@ from coordinator_actor.checkpoints.checkpoint_id import CheckpointIDCounter
 from coordinator_actor.durable.manifests import ManifestLog
 from coordinator_actor.durable.spark_commits import SparkCommits
 from coordinator_actor.messages import OperatorSpec
-from coordinator_actor.query.compatibility import evolved_operators, refusal_of
+from coordinator_actor.query import compatibility
+from coordinator_actor.query.compatibility import evolved_operators
 from coordinator_actor.query.query_state import QueryState
 from tests.coordinator_actor.coordinator_world import SCHEMA, World
 from tests.coordinator_actor.savepoints.savepoint_streams import G, Stream
@@ -35,6 +36,10 @@ def program(*variables: StateVariable) -> OperatorSchema:
 
 def value(name: str, state: StateSchema = COUNTS) -> StateVariable:
     return StateVariable(name, "value", {name: state})
+
+
+def refusal_of(run: QueryState) -> str | None:
+    return compatibility.refusal_of(run, run.manifests.query_file(), None)
 
 
 class Query:

@@ -13,6 +13,7 @@ import pyarrow as pa
 import pytest
 
 from backends.exceptions import LoadEndedError
+from backends.partition import changelog_reads
 from coordinator_actor.query.files_in_use import BUSY_SECONDS, RENEW_SECONDS
 from tests.patience import PATIENCE
 from tests.spark_bridge.host.gated_world import GatedWorld
@@ -88,7 +89,8 @@ def wait_for(is_true: Callable[[], object]) -> None:
 
 
 @pytest.fixture
-def q(tmp_path: Path) -> Iterator[Retained]:
+def q(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Retained]:
+    monkeypatch.setattr(changelog_reads, "AHEAD_BYTES", 0)  # one file after the other
     made = Retained(tmp_path)
     yield made
     made.close()

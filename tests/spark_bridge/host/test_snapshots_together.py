@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import as_completed
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -16,6 +19,7 @@ from spark_bridge.host import maintenance
 from tests.coordinator_actor.coordinator_world import SCHEMA, World
 from tests.coordinator_actor.coordinators import run_of
 from tests.effort import only_thorough
+from tests.patience import HANG, PATIENCE
 from tests.spark_bridge.host.host_steps import make_host, plan_spark, run_task, task
 
 PARTITIONS = 4
@@ -23,10 +27,11 @@ KEEP = 3
 
 
 class Query:
-    """A query of some partitions on one host with one thread for maintenance, of which few versions are kept."""
+    """A query of some partitions on one host, of which few versions are kept."""
 
-    def __init__(self, root: Path, backend: str = "file") -> None:
+    def __init__(self, root: Path, backend: str = "file", threads: int = 1) -> None:
         self.root = root
+        self.threads = threads
         self.operators = (OperatorSpec("op", PARTITIONS, SCHEMA, backend=backend),)
         self.world = World(root)
         self.batches = 0
@@ -35,7 +40,7 @@ class Query:
     def start(self, run: str, incarnation: str) -> None:
         self.run = run
         self.coordinator = self.world.coordinator(0)
-        self.host = make_host(self.world, self.coordinator, 0, self.root, incarnation, maintenance_threads=1)
+        self.host = make_host(self.world, self.coordinator, 0, self.root, incarnation, maintenance_threads=self.threads)
         registration = self.world.registration(
             run, operators=self.operators, min_versions_to_retain=KEEP, maintenance_interval=10.0
         )
@@ -119,6 +124,40 @@ def test_all_that_is_due_is_stored_with_one_request_and_loaded_by_another_host(o
     query.start("run2", "b")
     plan_spark(query.world, query.batches)
     query.assert_holds()
+
+
+def test_what_several_threads_prepare_is_stored_with_one_request(tmp_path: Path) -> None:
+    query = Query(tmp_path, threads=2)
+    for _ in range(10):
+        query.batch()
+    for begun in query.host.maintenance.do_maintenance():
+        begun.result()
+    assert query.groups() == [10] and {i.snapshot_version for i in query.host.held.all()} == {10}
+
+
+def test_a_partition_that_takes_long_does_not_hold_up_those_of_other_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(maintenance, "MEET_SECONDS", 0.05)
+    query = Query(tmp_path, threads=2)
+    for _ in range(10):
+        query.batch()
+    slow, go_on = query.host.held.all()[0], threading.Event()
+    prepare = slow.state.prepare_snapshot
+
+    def waits(*given: Any) -> Any:
+        assert go_on.wait(HANG)
+        return prepare(*given)
+
+    monkeypatch.setattr(slow.state, "prepare_snapshot", waits)
+    begun = query.host.maintenance.do_maintenance()
+    next(as_completed(begun)).result()
+    stored = [i for i in query.host.held.all() if i.snapshot_version == 10]
+    assert len(stored) == PARTITIONS // 2 and slow not in stored
+    go_on.set()
+    for each in begun:
+        each.result(PATIENCE)
+    assert {i.snapshot_version for i in query.host.held.all()} == {10}
 
 
 def test_what_a_snapshot_consists_of_is_not_read_again(query: Query, watched: list[str]) -> None:

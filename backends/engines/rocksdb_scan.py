@@ -1,0 +1,81 @@
+"""Scans of a RocksDB column family, a batch at a time."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from itertools import islice
+
+import pyarrow as pa
+from rocksdict import Rdict, ReadOptions
+
+from backends.encoding.sorted_pairs import PAIRS_SCHEMA
+from backends.exceptions import StateStoreError, StoreClosedError
+
+SCAN_ROWS = 1 << 14
+_SCAN_STEP = 1 << 9  # so few that a processor's cache holds their Python objects
+_PAIR = pa.struct([("key", pa.binary()), ("value", pa.binary())])
+
+OnFailure = Callable[[str, Exception], StateStoreError]
+
+
+class RocksDBScan(Iterator[pa.RecordBatch]):
+    """Sorted pairs of one column family, as they were when the scan began, whatever is written since."""
+
+    def __init__(self, db: Rdict, start: bytes | None, end: bytes | None, failure: OnFailure) -> None:
+        # rocksdict's iterators point into their options for the upper bound, but do not keep them alive.
+        self._options = ReadOptions()
+        if end is not None:
+            self._options.set_iterate_upper_bound(end)
+        if start is None and end is None:
+            self._options.fill_cache(False)  # blocks that are read time and again stay in the cache
+        self._items: Iterator[tuple[bytes, bytes]] | None = db.items(from_key=start, read_opt=self._options)
+        self._db = db
+        self._last = start
+        self._failure = failure
+        self._reading = threading.Lock()
+
+    def __next__(self) -> pa.RecordBatch:
+        with self._reading:  # another thread may close the store
+            return self._next()
+
+    def _next(self) -> pa.RecordBatch:
+        items = self._items
+        if items is None:
+            raise StoreClosedError("The store was closed while it was scanned.")
+        parts: list[pa.StructArray] = []
+        while len(parts) * _SCAN_STEP < SCAN_ROWS:
+            rows = list(islice(items, _SCAN_STEP))
+            if rows:
+                self._last = rows[-1][0]
+                parts.append(pa.array(rows, _PAIR))
+            if len(rows) < _SCAN_STEP:
+                self._check_end()
+                break
+        if not parts:
+            raise StopIteration
+        keys, values = (pa.concat_arrays([part.field(i) for part in parts]) for i in (0, 1))
+        return pa.RecordBatch.from_arrays([keys, values], schema=PAIRS_SCHEMA)
+
+    def _check_end(self) -> None:
+        """Raise if the scan has ended at a damaged block.
+
+        rocksdict ends an iteration there as if nothing came after it. So seek the last key again, and ask for the
+        status.
+        """
+        cursor = self._db.iter(self._options)
+        try:
+            if self._last is None:
+                cursor.seek_to_first()
+            else:
+                cursor.seek(self._last)
+                if cursor.valid():
+                    cursor.next()
+            cursor.status()
+        except Exception as error:  # rocksdict raises plain Exception
+            raise self._failure("read", error) from error
+
+    def close(self) -> None:
+        """Release the iterator: RocksDB cannot close while one lives."""
+        with self._reading:
+            self._items = self._db = None

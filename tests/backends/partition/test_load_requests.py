@@ -1,0 +1,92 @@
+"""What a load asks of object storage: which requests wait for which, and what the loads of a host ask together."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from backends.conf import StateStoreConf
+from backends.formats.manifest import ChangelogRef, Lineage, SnapshotRef
+from backends.partition import changelog_reads
+from backends.partition.changelog_reads import ChangelogReads
+from backends.partition.partition_state import PartitionState, open_partition
+from backends.storage.checkpoint_storage import CheckpointStorage
+from backends.storage.request_counts import RequestCounts
+from backends.storage.shared_objects import ALONE, SharedObjects
+from tests.backends.partition.partition_steps import commit
+from tests.critical_path import CriticalPath
+
+PARTITIONS = 6
+SNAPSHOT, LAST = 3, 6
+
+
+class Stored:
+    """Partitions with a snapshot of version 3, all in one object, and changelogs to version 6 of their own."""
+
+    def __init__(self, name: str, root: Path) -> None:
+        self.counts = RequestCounts()
+        self.storage = CheckpointStorage.open(f"memory://{name}/ck", requests=self.counts)
+        self.root = root
+        self.conf = StateStoreConf(deltas_per_snapshot=SNAPSHOT)
+        states = [self.opened("first", p) for p in range(PARTITIONS)]
+        logs: list[list[ChangelogRef]] = [[] for _ in states]
+        snapshots: list[SnapshotRef] = []
+        for version in range(1, LAST + 1):
+            for p, state in enumerate(states):
+                _, ref = commit(state, {b"k": b"%d of %d" % (version, p), b"v%d" % version: b""})
+                logs[p].append(ChangelogRef(version, ref))
+            if version == SNAPSHOT:
+                prepared = [(state, state.prepare_snapshot(None, 1 << 20)) for state in states]
+                snapshots = [made.ref for made in PartitionState.store_snapshots(prepared)]
+        for state in states:
+            state.close()
+        self.lineages = [Lineage(LAST, tuple(logs[p]), (snapshots[p],)) for p in range(PARTITIONS)]
+
+    def opened(self, host: str, partition: int) -> PartitionState:
+        return open_partition(
+            self.root / host / str(partition), self.storage, f"operators/op/{PARTITIONS}/{partition}/default", self.conf
+        )
+
+    def load(self, host: str, partition: int) -> None:
+        state = self.opened(host, partition)
+        state.load(self.lineages[partition])
+        assert state.get_one(b"k") == b"%d of %d" % (LAST, partition) and state.version == LAST
+        state.close()
+
+    def gets(self) -> int:
+        return self.counts.read()["get"]
+
+
+def test_a_load_waits_for_two_requests_the_descriptor_and_the_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored = Stored("two-requests", tmp_path)
+    path = CriticalPath(monkeypatch)
+    stored.load("second", 0)
+    assert path.longest == 2
+
+
+def test_large_changelogs_are_not_kept_in_memory_while_a_snapshot_is_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored = Stored("large-changelogs", tmp_path)
+    rest = stored.lineages[0].changelogs[SNAPSHOT:]
+    for nbytes, ahead in (rest[0].file.size - 1, 0), (rest[0].file.size, 1), (1 << 20, len(rest)):
+        monkeypatch.setattr(changelog_reads, "AHEAD_BYTES", nbytes)
+        with ChangelogReads(stored.storage, rest, 4) as reads:
+            assert len(reads._under_way) == ahead
+            assert [ref for ref, _ in reads] == list(rest)
+
+
+def test_loads_that_go_on_together_read_each_object_once(tmp_path: Path) -> None:
+    stored = Stored("read-once", tmp_path)
+    shared = stored.storage.shared = SharedObjects(lambda nbytes, drop: object())
+    before = stored.gets()
+    with ExitStack() as loads:
+        for _ in range(ALONE + 1):
+            loads.enter_context(shared.loading())
+        for p in range(PARTITIONS):
+            stored.load("second", p)
+    assert stored.gets() - before == 1 + PARTITIONS * (LAST - SNAPSHOT)
