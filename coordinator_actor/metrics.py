@@ -112,7 +112,7 @@ METRICS: Mapping[str, Metric] = {
             "statestore_batch_seconds",
             GAUGE,
             COORDINATOR,
-            "How long the batch that runs has been running; 0 between batches.",
+            "How long Spark has been at the batch that runs, its source and its sink included; 0 between batches.",
             _QUERY,
         ),
         Metric(
@@ -275,6 +275,20 @@ METRICS: Mapping[str, Metric] = {
             DRIVER,
             "Spark's durationMs of the last batch, by step (triggerExecution, addBatch, walCommit ...).",
             (*_QUERY, "step"),
+        ),
+        Metric(
+            "statestore_largest_partition_keys",
+            GAUGE,
+            DRIVER,
+            "Keys of the partition that has most, in the last batch, however many partitions the operator has.",
+            _OPERATOR,
+        ),
+        Metric(
+            "statestore_median_partition_keys",
+            GAUGE,
+            DRIVER,
+            "Keys of the median partition, in the last batch, however many partitions the operator has.",
+            _OPERATOR,
         ),
         *(
             Metric(f"statestore_operator_{name}", GAUGE, DRIVER, said, _OPERATOR)

@@ -59,8 +59,8 @@ class QueryMetrics:
         sink.set("statestore_query_running", 1, query=query)
         sink.set("statestore_epoch", run.manifests.epoch, query=query)
         sink.set("statestore_completed_version", run.versions.completed, query=query)
-        pending = run.batch.pending
-        sink.set("statestore_batch_seconds", 0 if pending is None else max(0.0, now - pending.started), query=query)
+        began = run.spark.began(run.versions.completed, run.batch.pending)
+        sink.set("statestore_batch_seconds", 0 if began is None else max(0.0, now - began), query=query)
         watermark_ms = run.watermark_ms
         if watermark_ms:
             sink.set("statestore_event_time_lag_seconds", now - watermark_ms / 1000, query=query)
@@ -78,7 +78,8 @@ class QueryMetrics:
         newest = records[-1]
         done = [r.completed_ms / 1000 for r in records[-RECENT:] if r.completed_ms is not None]
         if done:
-            begun = done[-1] if newest.begun_ms is None else newest.begun_ms / 1000
+            opened = done[-1] if newest.begun_ms is None else newest.begun_ms / 1000
+            begun = min(opened, run.spark.began_of(newest.version) or opened)
             sink.set("statestore_last_checkpoint_timestamp_seconds", done[-1], query=query)
             sink.set("statestore_freshness_seconds", max(0.0, now - begun), query=query)
         if len(done) > 2:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
@@ -71,7 +72,7 @@ class SortedPairs:
     def __len__(self) -> int:
         return len(self.keys)
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """The memory of both arrays, in bytes."""
         return int(self.keys.nbytes + self.values.nbytes)

@@ -57,6 +57,7 @@ class Figures:
 def _described(run: QueryState) -> dict[str, Any]:
     registration, versions, pending = run.registration, run.versions, run.batch.pending
     records = run.history.records()
+    began = run.spark.began(versions.completed, pending)
     return {
         "query_id": registration.query_id,
         "last_checkpoint": as_plain(records[-1]) if records else None,
@@ -68,7 +69,7 @@ def _described(run: QueryState) -> dict[str, Any]:
         "completed_version": versions.completed,
         "prepared_version": max(versions.chain, default=0),
         "oldest_version": versions.readable[0],
-        "batch_begun_ms": None if pending is None else int(pending.started * 1000),
+        "batch_begun_ms": None if began is None else int(began * 1000),
         "pending_partitions": 0 if pending is None else pending.num_not_yet_acknowledged,
         "checkpoints": run.stats.counts(),
         "retired_by": run.retired_by,

@@ -153,7 +153,7 @@ class Queries:
             self._registries.needed()
         return run is not None or self._runs.is_over_for_good(run_id)
 
-    def driver_heartbeat(self, run_id: str, *, is_stopping: bool = False) -> bool:
+    def driver_heartbeat(self, run_id: str, *, is_stopping: bool = False, is_at_work: bool = False) -> bool:
         """See ``CoordinatorPort``."""
         with self._registries.lock:
             run = self._runs.find(run_id)
@@ -161,10 +161,13 @@ class Queries:
         if run is None or run.ended:
             return known
         with run.lock:
-            # The progress event of a batch may have met a coordinator that was being restarted.
-            catch_up(self._runs, run)
-            if not is_stopping:
-                run.release_recorded_hold()
+            try:
+                # The progress event of a batch may have met a coordinator that was being restarted.
+                catch_up(self._runs, run)
+                if not is_stopping:
+                    run.release_recorded_hold()
+            finally:  # storage that fails is no reason to show no batch
+                run.spark.heard(is_at_work, run.versions.completed, self._registries.clock())
         return True
 
     def batch_committed(self, run_id: str, batch_id: int, *, by_driver: bool = False) -> bool:

@@ -36,6 +36,7 @@ from coordinator_actor.query.query_versions import QueryVersions, tasks_of
 from coordinator_actor.query.recovery import StoredChanges, incomplete_message, stored_changes
 from coordinator_actor.query.rewriting_hold import RewritingHold
 from coordinator_actor.query.running_batch import NO_DURATIONS, NO_STAGES, RunningBatch
+from coordinator_actor.query.spark_at_work import SparkAtWork
 
 log = logging.getLogger(__name__)
 
@@ -85,6 +86,7 @@ class QueryState:
         self.files_in_use = FilesInUse()
         self.files = KnownFiles()
         self.rewriting = RewritingHold()
+        self.spark = SparkAtWork()
         self.looked_up = LookedUpVersions(LookupRecords(manifests.storage), self.versions)
         self.history = CheckpointHistory(
             CheckpointRecords(RecordFiles(manifests.storage)),

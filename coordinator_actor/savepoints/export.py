@@ -225,11 +225,15 @@ def copy_spark_files(
 
     Raises ``SavepointError`` if the batch is not committed, or if the sources keep changing; ``StorageError``.
     """
-    copied = [_copy(spark_storage, target_storage, path, below) for path in _logged(spark_storage, batch_id)]
+    copied = [_copy(spark_storage, target_storage, path, below) for path in spark_log_files(spark_storage, batch_id)]
     return copied + _copy_sources(spark_storage, target_storage, below)
 
 
-def _logged(storage: CheckpointStorage, batch_id: int) -> list[str]:
+def spark_log_files(storage: CheckpointStorage, batch_id: int) -> list[str]:
+    """Return which of Spark's ``offsets`` and ``commits`` a query needs to go on behind a batch.
+
+    Raises ``SavepointError`` if the batch is not committed, or if Spark does not keep its offsets any more.
+    """
     needed = [f"offsets/{b}" for b in (batch_id - 1, batch_id) if b >= 0] + [f"commits/{batch_id}"]
     absent = [path for path in needed if not storage.exists(path)]
     if absent:

@@ -6,6 +6,9 @@ Spark's ``metadata`` with that id. Before ``metadata`` exists, Spark gives the q
 coordinator refuses the query because ``query.json`` names another id. So whoever dies half-way never leaves a
 checkpoint that starts with only a part of the state. (With a manifest but without ``offsets`` and ``commits`` the query
 would be refused as well: Spark would begin with batch 0.)
+
+The place is taken by a file that only one can create: ``query.json`` where the state lies in the checkpoint, else a
+file of its own in the checkpoint, for then each caller has a state of its own.
 """
 
 from __future__ import annotations
@@ -23,11 +26,14 @@ from backends.formats.manifest import Manifest, OperatorEntry
 from backends.formats.sealed import seal
 from backends.storage.checkpoint_storage import CheckpointStorage, OpenStorage
 from coordinator_actor.checkpoints.checkpoint_id import CheckpointIDCounter
+from coordinator_actor.durable.checkpoint_place import is_inside
 from coordinator_actor.durable.manifests import QUERY_FILE, ManifestLog, QueryFile
 from coordinator_actor.durable.spark_commits import METADATA
 from coordinator_actor.exceptions import SavepointError
 from coordinator_actor.savepoints.partition_builder import STORE
 
+CLAIM = "statestore-claim"
+"""Whoever creates this file makes the checkpoint, whose state lies elsewhere."""
 _SPARKS_OWN = ("offsets", "commits", "sources", "state", "statestore")
 
 
@@ -85,7 +91,7 @@ class NewCheckpoint:
                 f"{self.checkpoint.location} lies in the {what} {source.location}: choose a directory outside of it."
             )
         held = [name for name in _SPARKS_OWN if self.checkpoint.list(name)]
-        held += [name for name in (METADATA, f".{METADATA}.crc") if self.checkpoint.exists(name)]
+        held += [name for name in (METADATA, f".{METADATA}.crc", CLAIM) if self.checkpoint.exists(name)]
         if held or self.state.list():
             raise SavepointError(
                 f"The state needs a new checkpoint location, and in {self.checkpoint.location} there is "
@@ -94,11 +100,22 @@ class NewCheckpoint:
             )
 
     def claim(self) -> None:
-        """Take the place. Raises ``SavepointError`` if somebody else has just taken it."""
+        """Take the place. Raises ``SavepointError`` if somebody else has just taken it, and leaves nothing there."""
+        storage, path = (self.state, QUERY_FILE) if self._has_state_inside else (self.checkpoint, CLAIM)
+        query = seal(QueryFile(self.query_id, self.key_groups))
         try:
-            self.state.put_new(QUERY_FILE, seal(QueryFile(self.query_id, self.key_groups)))
+            storage.put_new(path, query)
         except FileExistsInStorageError as error:
-            raise SavepointError(f"Somebody else is making a checkpoint at {self.state.location} now.") from error
+            raise SavepointError(f"Somebody else is making a checkpoint at {storage.location} now.") from error
+        if not self._has_state_inside:
+            if self.checkpoint.exists(METADATA):  # whoever has finished meanwhile has given the claim back
+                self.checkpoint.delete(CLAIM)
+                raise SavepointError(f"Somebody else has just made a checkpoint at {self.checkpoint.location}.")
+            self.state.put_new(QUERY_FILE, query)
+
+    @property
+    def _has_state_inside(self) -> bool:
+        return is_inside(self.state.location, self.checkpoint.location)
 
     def write_schemas(self, schemas: Iterable[OperatorSchema]) -> None:
         """Write the schemas that the manifest will name."""
@@ -134,13 +151,18 @@ class NewCheckpoint:
     def finish(self) -> None:
         """Write Spark's ``metadata``, as the last file: only with that file the directory is a checkpoint."""
         self.checkpoint.put_new(METADATA, json.dumps({"id": self.query_id}, separators=(",", ":")).encode())
+        if not self._has_state_inside:
+            self.checkpoint.delete(CLAIM)
 
     def remove(self) -> None:
-        """Remove everything that was written here. Only for whoever has claimed the place, before ``finish``."""
+        """Remove everything that was written here. Only for whoever has claimed the place: it was empty before."""
+        self.checkpoint.delete(METADATA)  # first of all: a write that failed may have been done
         self.state.delete_all([path for path, _ in self.state.list() if path != QUERY_FILE])
         for directory in ("offsets", "commits", "sources"):
             self.checkpoint.delete_all([path for path, _ in self.checkpoint.list(directory)])
         self.state.delete(QUERY_FILE)  # last of all: until then the place is taken
+        if not self._has_state_inside:
+            self.checkpoint.delete(CLAIM)
 
 
 def _canonical(storage: CheckpointStorage) -> str:

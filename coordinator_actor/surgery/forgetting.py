@@ -40,6 +40,8 @@ WHAT = "forget_keys"
 HOLD_SECONDS = 20.0
 """So long a query waits for whoever holds its batches and does not say so again."""
 RENEW_SECONDS = 5.0
+MOST_HELD_SECONDS = 60.0
+"""So long batches wait for whoever writes, where the storage hangs: then they go on, and the work begins again."""
 POLL_SECONDS = 0.05
 UNKNOWN_SECONDS = 15.0
 """A query that a coordinator has not heard of for so long has ended."""
@@ -180,6 +182,7 @@ class _Holding:
         self._port = port
         self._query = query
         self._holds_batches = False
+        self._held_since: float | None = None
         self._ended = threading.Event()
         self.held = self._renewed()
         self._renewing = threading.Thread(target=self._renew, name="statestore-hold", daemon=True)
@@ -190,12 +193,13 @@ class _Holding:
 
     def hold_batches(self, say: Callable[[str], None]) -> HeldQuery:
         """Let the batches wait, and return when nothing is under way: copies of the state, then the last batch."""
-        self._holds_batches, told = True, None
+        self._held_since, self._holds_batches, told = None, True, None
         while (held := self._renewed()).waits_for is not None:
             if held.waits_for != told:
                 say(f"waits for {held.waits_for}")
             told = held.waits_for
             time.sleep(POLL_SECONDS)
+        self._held_since = time.monotonic()
         return held
 
     def _renewed(self) -> HeldQuery:
@@ -203,7 +207,12 @@ class _Holding:
 
     def _renew(self) -> None:
         while not self._ended.wait(RENEW_SECONDS):
+            since = self._held_since
             try:
+                if since is not None and time.monotonic() > since + MOST_HELD_SECONDS:
+                    log.warning("%s has waited for %.0f s and goes on", self._query, MOST_HELD_SECONDS)
+                    self._held_since, self._holds_batches = None, False
+                    self._port.hold_query(self._query, self.holder, 0)
                 self._renewed()
             except Exception:  # without the hold, the exchange is refused, and says why
                 log.warning("The hold of %s is not renewed", self._query, exc_info=True)

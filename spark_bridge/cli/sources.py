@@ -10,19 +10,21 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, get_type_hints
 
 import typer
 
 from coordinator_actor.coordinator_conf import COORDINATOR_NAME, NAMESPACE
 from spark_bridge.cli.joined_ray import joined_ray
-from spark_bridge.cli.output import complain
+from spark_bridge.cli.output import complain, errors_explained
 from spark_bridge.cli.storage_options import Option, options_of
+from spark_bridge.cli.tls_options import TlsCa, TlsCertificate, TlsKey, TlsServerName, tls_of
 from spark_bridge.overview.from_storage import overview_of_checkpoint
 from spark_bridge.overview.model import Overview
 from spark_bridge.queryable.client.client import QueryableStateClient
 from spark_bridge.queryable.client.discovery import from_environment
+from spark_bridge.transport.tls import TlsConf
 
 Checkpoint = Annotated[
     str | None,
@@ -45,7 +47,7 @@ CoordinatorName = Annotated[str, typer.Option("--coordinator", help="The name of
 
 @dataclass(frozen=True)
 class Source:
-    """A checkpoint if one is named, else a cluster."""
+    """A checkpoint if one is named, else a cluster. ``tls`` is how its hosts are asked."""
 
     checkpoint: str | None = None
     state_location: str | None = None
@@ -53,6 +55,7 @@ class Source:
     address: str | None = None
     namespace: str = NAMESPACE
     coordinator: str = COORDINATOR_NAME
+    tls: TlsConf | None = None
 
     @property
     def options(self) -> dict[str, str]:
@@ -100,9 +103,9 @@ class Source:
             where = (self.checkpoint, self.state_location, self.options)
             return held.enter_context(client_of_path(*where, progress=complain))
         if from_environment(None, None)[0] is not None:
-            return QueryableStateClient.connect()
+            return QueryableStateClient.connect(tls=self.tls)
         held.enter_context(joined_ray(self.address, self.namespace))
-        return QueryableStateClient.connect(self.namespace, self.coordinator)
+        return QueryableStateClient.connect(self.namespace, self.coordinator, tls=self.tls)
 
 
 def _source(
@@ -116,17 +119,44 @@ def _source(
     return Source(checkpoint, state_location, tuple(storage_option or ()), address, namespace, coordinator)
 
 
+def _source_of_state(
+    checkpoint: Checkpoint = None,
+    state_location: StateLocation = None,
+    storage_option: Option = None,
+    address: Address = None,
+    namespace: Namespace = NAMESPACE,
+    coordinator: CoordinatorName = COORDINATOR_NAME,
+    tls_ca: TlsCa = None,
+    tls_certificate: TlsCertificate = None,
+    tls_key: TlsKey = None,
+    tls_server_name: TlsServerName = None,
+) -> Source:
+    source = _source(checkpoint, state_location, storage_option, address, namespace, coordinator)
+    return replace(source, tls=tls_of(tls_ca, tls_certificate, tls_key, tls_server_name))
+
+
 def with_source(command: Callable[..., None]) -> Callable[..., None]:
     """Return a command whose parameter ``source`` is made of options of its command line."""
-    shared = inspect.signature(_source).parameters
+    return _with(_source, command)
+
+
+def with_state_source(command: Callable[..., None]) -> Callable[..., None]:
+    """Return a command as ``with_source`` does, of one that asks hosts for state, which may use TLS."""
+    return _with(_source_of_state, command)
+
+
+def _with(make: Callable[..., Source], command: Callable[..., None]) -> Callable[..., None]:
+    shared = inspect.signature(make).parameters
     own = [p for name, p in inspect.signature(command).parameters.items() if name != "source"]
 
     @functools.wraps(command)
     def run(**given: Any) -> None:
         named = {name: given.pop(name) for name in shared}
-        command(source=_source(**named), **given)
+        with errors_explained():
+            source = make(**named)
+        command(source=source, **given)
 
-    hints = {**get_type_hints(_source, include_extras=True), **get_type_hints(command, include_extras=True)}
+    hints = {**get_type_hints(make, include_extras=True), **get_type_hints(command, include_extras=True)}
     del hints["source"], hints["return"]
     # A command's own options first, as its help shows them, and --json last among them.
     parameters = [p.replace(kind=p.KEYWORD_ONLY, annotation=hints[p.name]) for p in (*own, *shared.values())]

@@ -98,8 +98,8 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             "none",
             (
                 (
-                    f"{_max('keys', QUERY, 'query, operator')} / quantile by (query, operator) "
-                    f"(0.5, ray_statestore_keys{{{QUERY}}})",
+                    f"{_max('largest_partition_keys', QUERY, 'query, operator')} "
+                    f"/ clamp_min({_max('median_partition_keys', QUERY, 'query, operator')}, 1)",
                     "{{operator}}",
                 ),
             ),

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from backends.tracing import spans, trace_ids
+from backends.tracing.set_up import try_set_up
 from coordinator_actor.durable.lookup_records import LookupRecord
 from coordinator_actor.reading.stored_versions import StatePlace
 from spark_bridge.exceptions import StateStoreRefusedError
 from spark_bridge.lookups.looked_up_state import Batch, LookedUpState, in_cluster, in_storage
-from spark_bridge.task.local_properties import local_endpoints
+from spark_bridge.task.local_properties import RUN_ID, TRACING, local_endpoints
+
+QUERY_ID, BATCH_ID = "sql.streaming.queryId", "streaming.sql.batchId"
+"""Spark's local properties of the jobs of a streaming query."""
 
 
 @dataclass(frozen=True)
@@ -37,12 +43,37 @@ class LookupTask:
 
     def run(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         """Give the rows with the columns of the state behind them."""
-        found: LookedUpState | None = None
-        for batch in batches:
-            if found is None:  # a task without rows asks nobody
+        filled = (batch for batch in batches if batch.num_rows)
+        first = next(filled, None)
+        if first is None:
+            return  # a task without rows asks nobody
+        rows = 0
+        with self._span() as span:
+            with spans.step("lookup.version"):
                 found = self._found()
-            if batch.num_rows:
+            for batch in chain((first,), filled):
+                rows += batch.num_rows
                 yield from self.enriched(batch, found)
+            span.note(num_rows=rows)
+
+    def _span(self) -> spans.Span:
+        """Begin the span of a task: in the trace of its batch, if its query has state, and else in one of its own."""
+        from pyspark import TaskContext
+
+        context = TaskContext.get()
+        assert context is not None, "a task runs in a worker of Spark"
+        try_set_up(context.getLocalProperty(TRACING), {"role": "task"})
+        said = {
+            "operator": self.operator,
+            "looked_up": self.query,
+            "partition": context.partitionId(),
+            "attempt": str(context.taskAttemptId()),
+            "stage": context.stageId(),
+        }
+        run_id, batch_id = context.getLocalProperty(RUN_ID), context.getLocalProperty(BATCH_ID)
+        if run_id is None or not self.is_stream or batch_id is None:
+            return spans.alone("lookup", **said)
+        return spans.span("lookup", trace_ids.batch(run_id, int(batch_id) + 1), **said)
 
     def enriched(self, batch: pa.RecordBatch, found: LookedUpState) -> Iterator[pa.RecordBatch]:
         """Give the rows of one batch. A key with a null has no match, as in SQL."""
@@ -57,7 +88,9 @@ class LookupTask:
         codec = found.view.codec
         # Each key once: rows of one key come together often, and all share the answer.
         once = codec.encode(codec.columns(keys)).dictionary_encode()
-        values = found.view.unexpired(found.values(once.dictionary), found.at_ms)
+        with spans.step("lookup.read", num_keys=len(once.dictionary)):
+            stored = found.values(once.dictionary)
+        values = found.view.unexpired(stored, found.at_ms)
         indices = np.full(batch.num_rows, -1, np.int64)
         indices[is_known] = np.asarray(once.indices)
         taken = pa.array(indices, mask=indices < 0)
@@ -78,7 +111,7 @@ class LookupTask:
         assert context is not None, "a task runs in a worker of Spark"
         batch = None
         if self.is_stream and self.fixed is None:
-            by, number = (context.getLocalProperty(p) for p in ("sql.streaming.queryId", "streaming.sql.batchId"))
+            by, number = (context.getLocalProperty(p) for p in (QUERY_ID, BATCH_ID))
             batch = Batch(str(by), int(str(number)))
         if self.place is not None:
             return in_storage(self.place, self.operator, self.state, batch, self.fixed)

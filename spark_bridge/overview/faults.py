@@ -185,11 +185,21 @@ def _late(overview: Overview, query: Query, subject: str) -> Iterator[Fault]:
             "checkpoint-late",
             subject,
             f"The batch that makes version {query.completed_version + 1} runs for {query.batch_ms / 1000:.0f} s; "
-            f"usually a version comes every {usual / 1000:.1f} s. {query.pending_partitions} partitions have not "
-            "acknowledged it.",
+            f"usually a version comes every {usual / 1000:.1f} s. {_awaited(query)}",
             "Look at Spark's UI for the tasks that are left, and at the faults of hosts here; 'statestore partitions' "
             "says which hosts own them.",
         )
+
+
+def _awaited(query: Query) -> str:
+    """Return what a batch waits for."""
+    if query.pending_partitions:
+        return f"{query.pending_partitions} partitions have not acknowledged it."
+    if query.prepared_version > query.completed_version:
+        return (
+            "Its state is stored, and Spark has not committed it: the sink takes the time, or what is behind the state."
+        )
+    return "No task has opened its state: the source takes the time, or what is before the state."
 
 
 def _of_operator(query: Query, operator: Operator) -> Iterator[Fault]:

@@ -122,7 +122,7 @@ def _operator(name: str, num_partitions: int, held: Sequence[Partition], query: 
         schema_id=used[-1].schema_id if used else None,
         keys=sum(keys) if len(keys) == num_partitions else None,
         memory_bytes=sum(p.memory_bytes or 0 for p in partitions),
-        skew=max(keys) / middle if middle else None,
+        skew=max(keys) / max(middle, 1) if any(keys) else None,
         partitions=partitions,
         variables=variables,
         schemas=tuple(used),

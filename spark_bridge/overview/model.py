@@ -145,7 +145,7 @@ class SchemaUse:
 
 @dataclass(frozen=True)
 class Operator:
-    """One operator of a query. ``skew`` is the keys of the largest partition over those of the median one.
+    """One operator of a query. ``skew`` is the keys of the largest partition over those of the median one, at least 1.
 
     ``schemas`` are those of the versions that storage has, the oldest first.
     """

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Container
+from collections.abc import Callable, Container
 
 from coordinator_actor.messages import QueryRegistration
 from coordinator_actor.port import CoordinatorPort
@@ -43,15 +43,15 @@ class DriverHeartbeats:
         self._thread = threading.Thread(target=self._renew, name="statestore-driver", daemon=True)
         self._thread.start()
 
-    def add(self, registration: QueryRegistration) -> None:
-        """Begin with a run that is registered."""
+    def add(self, registration: QueryRegistration, is_at_work: Callable[[], bool]) -> None:
+        """Begin with a run that is registered. ``is_at_work()``: Spark has rows for a batch, not yet committed."""
         ended = threading.Event()
         with self._lock:
             if self._closed.is_set() or registration.run_id in self._ended:
                 return
             self._ended[registration.run_id] = ended
         name = f"statestore-driver-{registration.run_id[:8]}"
-        threading.Thread(target=self._beat, args=(registration, ended), name=name, daemon=True).start()
+        threading.Thread(target=self._beat, args=(registration, is_at_work, ended), name=name, daemon=True).start()
 
     def remove(self, run_id: str) -> None:
         """End with a run that is over."""
@@ -80,11 +80,12 @@ class DriverHeartbeats:
             except Exception:  # the thread must go on
                 log.warning("The leases of %d runs were not renewed", len(runs), exc_info=True)
 
-    def _beat(self, registration: QueryRegistration, ended: threading.Event) -> None:
+    def _beat(self, registration: QueryRegistration, is_at_work: Callable[[], bool], ended: threading.Event) -> None:
         run_id = registration.run_id
         while not ended.wait(self._interval):
             try:
-                if not self._coordinator.driver_heartbeat(run_id, is_stopping=run_id in self._stopping_runs):
+                is_stopping = run_id in self._stopping_runs
+                if not self._coordinator.driver_heartbeat(run_id, is_stopping=is_stopping, is_at_work=is_at_work()):
                     self._coordinator.register_query(registration)
             except Exception:  # the thread must go on
                 log.warning("The heartbeat of run %s was not taken", run_id, exc_info=True)

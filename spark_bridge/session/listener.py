@@ -13,6 +13,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -50,6 +51,7 @@ from spark_bridge.session.settings import (
     storage_settings,
     unsafe_settings,
 )
+from spark_bridge.session.spark_at_work import is_at_work
 from spark_bridge.session.state_cluster import StateCluster
 from spark_bridge.session.stream_metrics import StreamMetrics
 from spark_bridge.task import local_properties as properties
@@ -159,7 +161,7 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
             self._registrations[registration.run_id] = registration
             self._properties[registration.run_id] = self._spark.sparkContext._jsc.sc().getLocalProperties()
         self._ended.started(registration)
-        self._heartbeats.add(registration)
+        self._heartbeats.add(registration, partial(is_at_work, execution))
         self._metrics.add(registration.run_id, registration.name or registration.query_id)
         self._traces.add(registration, answer.completed_version)
         self._set(properties.RUN_ID, registration.run_id)

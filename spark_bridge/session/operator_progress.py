@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from json import dumps
+from statistics import median
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from spark_bridge.exceptions import HostUnavailableError
@@ -39,6 +40,8 @@ class StateOperatorProgress:
     the hosts use for them now. ``commit_time_ms`` is the sum over the partitions. ``num_state_store_instances`` counts
     the partitions that have reported the batch: fewer than ``num_shuffle_partitions`` if a host was lost since, or if
     the figures are asked for more than three batches later. Of the others ``num_rows_total`` has the pairs of now.
+    ``num_rows_largest_partition`` and ``num_rows_median_partition`` say how evenly these pairs lie: they have no
+    counterpart in Spark.
     """
 
     operator_name: str
@@ -51,6 +54,8 @@ class StateOperatorProgress:
     memory_used_bytes: int = 0
     num_shuffle_partitions: int = 0
     num_state_store_instances: int = 0
+    num_rows_largest_partition: int = 0
+    num_rows_median_partition: float = 0.0
     custom_metrics: dict[str, float] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
@@ -177,6 +182,7 @@ def _sum(operator: str, version: int, num_partitions: int, instances: list[dict[
     own = list({i["partition"]: i for i in ordered}.values())
     told = [i["commits"][version] for i in own if version in i["commits"]]
     then = [i["commits"].get(version, {}).get("keys") for i in own]
+    pairs = [i["keys"] if keys is None else keys for i, keys in zip(own, then, strict=True)]
     custom: dict[str, float] = {}
     for commit in told:
         for name, value in (*commit["custom"].items(), *commit["ms"].items()):
@@ -188,7 +194,7 @@ def _sum(operator: str, version: int, num_partitions: int, instances: list[dict[
     return StateOperatorProgress(
         operator_name=operator,
         batch_id=version - 1,
-        num_rows_total=sum(i["keys"] if keys is None else keys for i, keys in zip(own, then, strict=True)),
+        num_rows_total=sum(pairs),
         num_rows_updated=total("num_rows_updated"),
         num_rows_removed=total("num_rows_removed"),
         num_rows_dropped_by_watermark=total("num_rows_dropped_by_watermark"),
@@ -196,5 +202,7 @@ def _sum(operator: str, version: int, num_partitions: int, instances: list[dict[
         memory_used_bytes=sum(i["memory_bytes"] for i in own),
         num_shuffle_partitions=num_partitions,
         num_state_store_instances=len(told),
+        num_rows_largest_partition=max(pairs, default=0),
+        num_rows_median_partition=float(median(pairs)) if pairs else 0.0,
         custom_metrics=custom,
     )

@@ -30,6 +30,7 @@ class StreamMetrics:
         self._sink = sink
         self._progress_of = progress_of
         self._titles: dict[str, str] = {}
+        self._operators: dict[str, set[str]] = {}
         self._lock = threading.Lock()
         self._closed = threading.Event()
         threading.Thread(target=self._run, name="statestore-stream-metrics", daemon=True).start()
@@ -40,11 +41,13 @@ class StreamMetrics:
             self._titles[run_id] = title
 
     def remove(self, run_id: str) -> None:
-        """End with a run: its rates are 0 from now on."""
+        """End with a run: its rates and the sizes of its partitions are 0 from now on."""
         with self._lock:
             title = self._titles.pop(run_id, None)
             if title is not None and title not in self._titles.values():
                 self._rates(title, 0.0, 0.0)
+                for operator in self._operators.pop(title, ()):
+                    self._sizes(title, operator, 0, 0)
 
     def batch(self, run_id: str, progress: str) -> None:
         """Publish what Spark's progress of a batch, as JSON, says of the whole query."""
@@ -65,6 +68,10 @@ class StreamMetrics:
         self._sink.set("statestore_input_rows_per_second", of_input, query=title)
         self._sink.set("statestore_processed_rows_per_second", processed, query=title)
 
+    def _sizes(self, title: str, operator: str, largest: float, middle: float) -> None:
+        self._sink.set("statestore_largest_partition_keys", largest, query=title, operator=operator)
+        self._sink.set("statestore_median_partition_keys", middle, query=title, operator=operator)
+
     def _run(self) -> None:
         while not self._closed.wait(PUBLISH_SECONDS):
             self.publish_operators()
@@ -80,8 +87,9 @@ class StreamMetrics:
                 log.info("The operators of run %s have no figures now: %s", run_id, error)
                 continue
             with self._lock:
-                for one in found:
-                    self._publish(title, one)
+                if run_id in self._titles:  # otherwise it has ended meanwhile
+                    for one in found:
+                        self._publish(title, one)
 
     def _publish(self, title: str, one: StateOperatorProgress) -> None:
         labels = {"query": title, "operator": one.operator_name}
@@ -90,6 +98,8 @@ class StreamMetrics:
             self._sink.set(f"statestore_operator_{name}", told[name], **labels)
         for name, value in one.custom_metrics.items():
             self._sink.set("statestore_operator_customMetrics", value, **labels, figure=name)
+        self._operators.setdefault(title, set()).add(one.operator_name)
+        self._sizes(title, one.operator_name, one.num_rows_largest_partition, one.num_rows_median_partition)
 
 
 def _number(value: Any) -> float:

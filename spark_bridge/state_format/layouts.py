@@ -83,6 +83,9 @@ IS_LARGE, MAP_ENTRIES = "large", "entries"
 ENTRY_KEY, ENTRY_VALUE = "key", "value"
 """The fields of a small map's entry."""
 
+ALL_ROWS = "all_rows"
+"""The key column of an ``aggregate`` over all rows (``by=[]``), which is true."""
+
 EXPIRIES, EXPIRY = "expiries", "__expiry"
 """When the timers of a grouping key fire, and when one timer fires."""
 

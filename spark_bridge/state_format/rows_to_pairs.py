@@ -36,6 +36,7 @@ from spark_bridge.state_format.layouts import (
     ENTRY_VALUE,
     EXPIRIES,
     LIST,
+    MAP,
     MAP_ENTRIES,
     PRESENT,
     ROWS,
@@ -74,7 +75,9 @@ class PairsOfRows:
         """Return the columns of a row. A field that is not nullable must have a value in every row."""
         names = self.rows.output.names
         fields = [*(self.rows.key.field(i) for i in self.rows.key_order), *self.rows.inner, *self.rows.value]
-        required = [*(self._keys.field(i) for i in self.rows.key_order), *self.rows.inner, *self._values]
+        # A timer has a time, and a session its bounds.
+        inner = [f.with_nullable(self.rows.kind == MAP) for f in self.rows.inner]
+        required = [*(self._keys.field(i) for i in self.rows.key_order), *inner, *self._values]
         nullable = [f.nullable for f in required] + [True] * (len(fields) - len(required))
         return pa.schema([pa.field(n, f.type, can) for n, f, can in zip(names, fields, nullable, strict=False)])
 
@@ -229,6 +232,15 @@ class PairsOfRows:
         yield FamilyPairs(self.rows.main, SortedPairs(stored, schema.encode_values(rows)))
         of_keys = self._key_columns(batch.take(pa.array(firsts)))
         yield self._by_time(ENDS_FAMILY, due, of_keys, key_groups_of(stored))
+
+    def without_length(self, batch: pa.RecordBatch) -> npt.NDArray[np.int64]:
+        """Return the sessions, by position, that have no bounds, or end no later than they begin."""
+        if self.rows.kind != SESSIONS:
+            return np.zeros(0, np.int64)
+        starts, ends = batch.column(len(self._keys)).flatten()
+        is_right = pc.fill_null(pc.less(starts, ends), False)
+        found: npt.NDArray[np.int64] = np.flatnonzero(~np.asarray(is_right))
+        return found
 
     def overlapping(self, batch: pa.RecordBatch, keys: pa.BinaryArray) -> npt.NDArray[np.int64]:
         """Return the sessions, by position, that begin before the session of the same key before them has ended."""

@@ -10,6 +10,7 @@ from backends.encoding.key_groups import DEFAULT_KEY_GROUPS
 from backends.exceptions import InvalidStateStoreArgument
 from spark_bridge.aggregates.aggregator import Aggregator
 from spark_bridge.aggregates.row_groups import group_rows
+from spark_bridge.state_format.layouts import ALL_ROWS
 from spark_bridge.state_format.rows_to_pairs import PairsOfRows
 
 
@@ -23,20 +24,19 @@ class StatesOfRows:
 
     def __call__(self, batch: pa.RecordBatch) -> pa.RecordBatch:
         """Return the state columns. Raises ``InvalidStateStoreArgument`` for missing columns."""
-        needed = [*self._keys.names, *self.aggregator.inputs]
+        keys = _keys(self.pairs)
+        if keys.names == [ALL_ROWS] and ALL_ROWS not in batch.schema.names:
+            batch = batch.append_column(ALL_ROWS, pa.repeat(pa.scalar(True), batch.num_rows))
+        needed = [*keys.names, *self.aggregator.inputs]
         missing = [name for name in needed if name not in batch.schema.names]
         if missing:
             raise InvalidStateStoreArgument(
                 f"The input rows of {self.owner} came without {', '.join(map(repr, missing))}: they need the columns "
                 f"{', '.join(map(repr, dict.fromkeys(needed)))}."
             )
-        groups = group_rows(batch, self._keys, DEFAULT_KEY_GROUPS)
+        groups = group_rows(batch, keys, DEFAULT_KEY_GROUPS)
         states = self.aggregator.partial(groups.ids, len(groups.keys), batch)
         return _rows(self.pairs, groups.columns, states)
-
-    @property
-    def _keys(self) -> pa.Schema:
-        return _keys(self.pairs)
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,6 @@ def _keys(pairs: PairsOfRows) -> pa.Schema:
 
 
 def _rows(pairs: PairsOfRows, keys: pa.RecordBatch, states: pa.RecordBatch) -> pa.RecordBatch:
-    columns = {**dict(zip(keys.schema.names, keys.columns, strict=True))}
+    columns = dict(zip(keys.schema.names, keys.columns, strict=True))
     columns |= dict(zip(states.schema.names, states.columns, strict=True))
     return pa.RecordBatch.from_arrays([columns[name] for name in pairs.columns.names], names=pairs.columns.names)

@@ -12,10 +12,10 @@ from backends.exceptions import InvalidStateStoreArgument
 from backends.ids import DEFAULT_FAMILY
 from coordinator_actor.savepoints.new_checkpoint import NewCheckpoint
 from spark_bridge.session.current import current_spark
-from spark_bridge.state_format.families import CHUNKS_BY_TIME
+from spark_bridge.state_format.families import ENDS_FAMILY
 from spark_bridge.state_format.layouts import SESSIONS, TIMERS
 from spark_bridge.state_surgery.aggregate_states import StatesOfRows
-from spark_bridge.state_surgery.exchange_tasks import Function, Name, ReadJob, Target, target_name
+from spark_bridge.state_surgery.first_stage import Function, Name, ReadJob, Routing, Target, target_name
 from spark_bridge.state_surgery.new_state import (
     NewOperator,
     NewState,
@@ -30,9 +30,11 @@ from spark_bridge.state_surgery.programs import (
     Combining,
     OfProgram,
     Program,
+    combining,
     declared,
     schema_to_write,
     targets_of,
+    written_by_hand,
 )
 from spark_bridge.state_surgery.row_sources import sources_of
 from spark_bridge.state_surgery.workers import RayWorkers, Workers
@@ -69,7 +71,8 @@ def bootstrap_state(
 
     The columns are those of ``state_batches(state_columns=True)``, without ``key_group`` and ``partition_id``: the key,
     and the value's. They are cast where no value changes. With ``as_input``, rows are input rows of an ``aggregate``
-    with the columns that its ``by=`` and functions name, and the state is what the operator would have made of them.
+    with the columns that its ``by=`` and functions name (a window as a struct of ``start`` and ``end``), and the state
+    is what the operator would have made of them.
     ``combine`` is as in ``rewrite_state``, for keys that come several times.
 
     ``key_groups`` is the number of key groups of the query, by default that of the session
@@ -106,8 +109,8 @@ def bootstrap_state(
     def jobs() -> Iterator[ReadJob]:
         for key, source in given.items():
             name = names[key]
-            own = {name: targets[name]}
-            yield from (ReadJob(name, one, functions[name], own, groups) for one in sources_of(source))
+            routing = Routing(name, functions[name], {name: targets[name]}, groups)
+            yield from (ReadJob(one, routing) for one in sources_of(source))
 
     state = NewState(
         new,
@@ -136,26 +139,22 @@ def _operators(
         raise InvalidStateStoreArgument(
             f"num_partitions= names {', '.join(map(repr, unknown))}, and the program has {', '.join(map(repr, specs))}."
         )
+    schemas = {name: schema_to_write(spec, None) for name, (spec, _) in specs.items()}
+    fresh = {name: written_by_hand(schema, schema.in_use) for name, schema in schemas.items()}
+    merged = {
+        (name, v.name): MERGE
+        for name, (_, aggregator) in specs.items()
+        for v in fresh[name]
+        if as_input and aggregator is not None and ENDS_FAMILY not in v.families
+    }
+    combines = combining(combine, [(name, v.name) for name, of in fresh.items() for v in of], merged)
     made = []
     for name, (spec, aggregator) in specs.items():
         given = num_partitions.get(name) if isinstance(num_partitions, Mapping) else num_partitions
         n = check_partitions(name, spec.num_partitions if given is None else given, groups)
-        schema = schema_to_write(spec, None)
-        how: Mapping[Any, Combining] = combine if isinstance(combine, Mapping) else {}
-        whole = None if isinstance(combine, Mapping) else combine
-        if as_input and aggregator is not None and whole is None:
-            whole = MERGE
-        variables = [v for v in schema.in_use if not _is_side(v.families)]
-        chosen = {(name, v.name): how.get((name, v.name), how.get(name, whole)) for v in variables}
-        combines = {key: one for key, one in chosen.items() if one is not None}
-        targets = targets_of(name, schema, variables, n, combines, aggregator)
-        made.append(NewOperator(name, n, backend or spec.backend, schema, targets))
+        targets = targets_of(name, schemas[name], fresh[name], n, combines, aggregator)
+        made.append(NewOperator(name, n, backend or spec.backend, schemas[name], targets))
     return made, {t.name: t for o in made for t in o.targets}
-
-
-def _is_side(families: Mapping[str, Any]) -> bool:
-
-    return any(family.endswith(CHUNKS_BY_TIME) for family in families)
 
 
 def _function(of_program: OfProgram, target: Target) -> Function:

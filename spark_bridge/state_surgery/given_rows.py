@@ -43,13 +43,21 @@ def conformed(given: Any, pairs: PairsOfRows, owner: str) -> pa.RecordBatch:
         )
     arrays = [_column(given, field, owner) for field in columns]
     bare = pa.schema([pa.field(f.name, f.type) for f in columns])
-    return pa.RecordBatch.from_arrays(arrays, schema=bare)
+    rows = pa.RecordBatch.from_arrays(arrays, schema=bare)
+    wrong = pairs.without_length(rows)
+    if len(wrong):
+        raise InvalidStateStoreArgument(
+            f"{len(wrong)} sessions of {owner} do not end behind their beginning, as that of "
+            f"{in_words(rows, pairs, int(wrong[0]))}."
+        )
+    return rows
 
 
 def _column(given: pa.RecordBatch | pa.Table, field: pa.Field, owner: str) -> pa.Array:
     column = given.column(field.name)
     try:
         array = cast_without_loss(column, field.type)
+        _check_same(column, array)
     except CAST_ERRORS as error:
         raise InvalidStateStoreArgument(
             f"Column {field.name!r} of the rows of {owner} is {column.type}, and the state has {field.type}: {error} "
@@ -60,6 +68,19 @@ def _column(given: pa.RecordBatch | pa.Table, field: pa.Field, owner: str) -> pa
             f"Column {field.name!r} of the rows of {owner} has {array.null_count} nulls, and the state has none there."
         )
     return array
+
+
+def _check_same(given: pa.Array | pa.ChunkedArray, made: pa.Array) -> None:
+    """Raise ``ValueError`` if numbers were rounded: what was made is not what was given when it is cast back."""
+    kinds = (given.type, made.type)
+    if kinds[0] == kinds[1] or not any(pa.types.is_floating(k) or pa.types.is_decimal(k) for k in kinds):
+        return
+    back = made.cast(given.type, safe=False)
+    same = pc.equal(back, given)
+    if pa.types.is_floating(given.type):
+        same = pc.or_(same, pc.and_(pc.is_nan(back), pc.is_nan(given)))
+    if not pc.all(same, min_count=0).as_py():  # nulls count as equal
+        raise ValueError("values would be rounded.")
 
 
 def in_words(rows: pa.RecordBatch, pairs: PairsOfRows, at: int) -> str:

@@ -14,8 +14,8 @@ from backends.ids import DEFAULT_FAMILY
 from spark_bridge.state_format.families import ENDS_FAMILY, EXPIRY_FAMILY
 from spark_bridge.state_format.layouts import LIST, MAP, ROWS, TIMERS, TTL_COLUMN, VALUE, list_families, map_families
 from spark_bridge.state_format.layouts import value_families as families_of_value
+from spark_bridge.state_format.rows_to_pairs import PairsOfRows
 from spark_bridge.state_format.stored_rows import VariableRows
-from spark_bridge.state_format.user_columns import TTL
 from spark_bridge.state_format.windowed_keys import window_of
 from spark_bridge.state_surgery.given_rows import DERIVED
 
@@ -34,7 +34,8 @@ def inferred_variable(
         raise InvalidStateStoreArgument(
             f"The rows of {owner} are kept by time as well: give program=, the DataFrame of the query that goes on."
         )
-    columns = {f.name: f for f in made if f.name not in DERIVED}
+    shown = _shown(source)
+    columns = {f.name: f for f in made if f.name not in DERIVED or f.name in shown or f.name in key_columns}
     missing = [name for name in key_columns if name not in columns]
     if missing:
         raise InvalidStateStoreArgument(
@@ -50,14 +51,28 @@ def inferred_variable(
     elif window is not None:  # first in stored keys, so that the keys of a window lie together
         keys.sort(key=lambda f: f.name != stored[window])
     key = pa.schema(keys)
-    has_ttl = columns.pop(TTL, None) is not None and source.has_ttl
-    inner = [_field(columns.pop(f.name), source.inner) for f in source.inner if f.name in columns]
+    has_ttl = source.has_ttl and columns.pop(source.value.names[-1], None) is not None
+    inner = [_named(columns.pop(s), o, key) for s, o in shown.items() if s in columns and o in source.inner.names]
+    inner = [_field(f, source.inner) for f in inner]
     before = pa.schema([f for f in source.stored_value if f.name != TTL_COLUMN])
-    value = [_field(f, before) for f in columns.values()]
+    taken = pa.schema([*key, *inner])
+    value = [_field(_named(f, shown.get(s, s), taken), before) for s, f in columns.items()]
     families = _families(variable.kind, name, key, inner, value, has_ttl=has_ttl)
     made_variable = StateVariable(name, variable.kind, families, variable.ttl_ms if has_ttl else None)
     in_order = tuple(key.names) == tuple(key_columns)
     return made_variable, () if in_order and variable.kind == ROWS else tuple(key_columns)
+
+
+def _shown(source: VariableRows) -> dict[str, str]:
+    """Return the names that rows show of the columns behind the key, with the names that they have in the state."""
+    own = [f.name for f in (*source.inner, *source.stored_value) if f.name != TTL_COLUMN]
+    names = PairsOfRows(source).columns.names[len(source.key) :]
+    return dict(zip(names, own, strict=False))
+
+
+def _named(field: pa.Field, own: str, taken: pa.Schema) -> pa.Field:
+    """Return a field under its own name if rows show it under another: where a column before has that name."""
+    return field.with_name(own) if own in taken.names else field
 
 
 def _families(

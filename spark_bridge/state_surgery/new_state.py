@@ -19,11 +19,12 @@ from backends.formats.manifest import OperatorEntry
 from backends.storage.checkpoint_storage import CheckpointStorage
 from coordinator_actor.durable.audit_log import AuditLog, AuditRecord, caller
 from coordinator_actor.reading.stored_versions import StatePlace
-from coordinator_actor.savepoints.export import copy_spark_files
+from coordinator_actor.savepoints.export import copy_spark_files, spark_log_files
 from coordinator_actor.savepoints.new_checkpoint import NewCheckpoint
 from spark_bridge.session.current import current_spark
 from spark_bridge.session.settings import STATE_LOCATION_CONF, storage_settings
-from spark_bridge.state_surgery.exchange_tasks import CopiedState, Name, NewPartition, ReadJob, RowCounts, Target
+from spark_bridge.state_surgery.first_stage import Name, ReadJob, RowCounts, Target
+from spark_bridge.state_surgery.second_stage import CopiedState, NewPartition
 from spark_bridge.state_surgery.workers import Workers
 
 log = logging.getLogger(__name__)
@@ -97,16 +98,23 @@ class NewState:
         dry_run: bool = False,
         clock: Callable[[], float] = time.time,
     ) -> NewStateReport:
-        """Run both stages, and write everything unless ``dry_run``. Whatever fails leaves nothing at the place."""
+        """Run both stages, and write everything unless ``dry_run``. Whatever fails leaves nothing at the place.
+
+        Spark's files are copied first of all: the old query may go on meanwhile, and remove its own.
+        """
         new, conf = self.new, StateStoreConf(storage_options=dict(self.options))
         for operator in self.operators:
             backend_of(_with(conf, operator.backend))  # raises before anything is written if there is no such backend
-        cut = workers.cut(self.jobs, say)
+        if self.spark_files is not None:
+            spark_log_files(self.spark_files, new.version - 1)  # raises as well
         if not dry_run:
             new.claim()
         try:
             if not dry_run:
                 new.write_schemas(o.schema for o in self.operators)
+                if self.spark_files is not None:
+                    copy_spark_files(self.spark_files, new.checkpoint, new.version - 1, below="")
+            cut = workers.cut(self.jobs, say)
             place = None if dry_run else StatePlace(new.checkpoint.location, new.state.location, self.options)
             partitions = [p for o in self.operators for p in self._partitions(o, place, conf)]
             built = workers.build(partitions, cut, say)
@@ -130,8 +138,6 @@ class NewState:
             now_ms = round(clock() * 1000)
             self._note(report, now_ms)
             new.append(entries, now_ms)
-            if self.spark_files is not None:
-                copy_spark_files(self.spark_files, new.checkpoint, new.version - 1, below="")
             new.finish()
         except BaseException:
             if not dry_run:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias, Union
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, Union
 
 from backends.encoding.operator_schema import OperatorSchema, StateVariable, evolved
 from backends.exceptions import IncompatibleSchemaError, InvalidStateStoreArgument
@@ -12,7 +12,7 @@ from spark_bridge.aggregates.aggregator import Aggregator
 from spark_bridge.state_format.rows_to_pairs import PairsOfRows
 from spark_bridge.state_format.stored_rows import VariableRows
 from spark_bridge.state_surgery.aggregate_states import MergedStates
-from spark_bridge.state_surgery.exchange_tasks import Combine, Name, Target
+from spark_bridge.state_surgery.first_stage import Combine, Name, Target
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -62,6 +62,42 @@ def schema_to_write(spec: OperatorSpec, stored: OperatorSchema | None) -> Operat
         ) from error
 
 
+def written_by_hand(schema: OperatorSchema, variables: Sequence[StateVariable]) -> list[StateVariable]:
+    """Return the variables that can get rows: all but the sides of ``join``, which wait by times of the program."""
+    return [v for v in variables if not PairsOfRows(VariableRows(schema, v, raw=True)).is_by_time_of_program]
+
+
+def check_written_by_hand(operator: str, schema: OperatorSchema, variable: StateVariable) -> None:
+    """Raise ``InvalidStateStoreArgument`` for the rows of a side of ``join``."""
+    if not written_by_hand(schema, [variable]):
+        raise InvalidStateStoreArgument(
+            f"The rows of {variable.name!r} of operator {operator!r} wait by times that only join(...) can tell: they "
+            "cannot be written by hand. Give None as their function, so that the join begins anew, from sources that "
+            "reach back as far as within=."
+        )
+
+
+def combining(
+    given: Combining | Mapping[Any, Combining] | None, names: Sequence[Name], default: Mapping[Name, Combining]
+) -> dict[Name, Combining]:
+    """Return how the rows of each variable are combined: as given, for all or by operator or variable, or by default.
+
+    Raises ``InvalidStateStoreArgument`` for a mapping that names something else.
+    """
+    if given is None:
+        return dict(default)
+    if not isinstance(given, Mapping):
+        return dict.fromkeys(names, given)
+    found = dict(default)
+    for target, how in given.items():
+        of_target = [n for n in names if target in (n, n[0])]
+        if not of_target:
+            known = ", ".join(map(repr, names))
+            raise InvalidStateStoreArgument(f"combine= names {target!r}, which gets no rows: there are {known}.")
+        found.update(dict.fromkeys(of_target, how))
+    return found
+
+
 def targets_of(
     operator: str,
     schema: OperatorSchema,
@@ -70,18 +106,13 @@ def targets_of(
     combine: Mapping[Name, Combining],
     aggregator: Aggregator | None = None,
 ) -> tuple[Target, ...]:
-    """Return where the rows of some variables of an operator go.
+    """Return where the rows of some variables of an operator go: not the sides of ``join``.
 
-    Raises ``InvalidStateStoreArgument`` for the rows of ``join``, and for states that cannot be merged.
+    Raises ``InvalidStateStoreArgument`` for states that cannot be merged.
     """
     targets = []
-    for variable in variables:
+    for variable in written_by_hand(schema, variables):
         pairs = PairsOfRows(VariableRows(schema, variable, raw=True))
-        if pairs.is_by_time_of_program:
-            raise InvalidStateStoreArgument(
-                f"The rows of {variable.name!r} of operator {operator!r} wait by times that only join(...) can tell: "
-                "they cannot be written by hand. Start the join anew, from sources that reach back as far as within=."
-            )
         name = (operator, variable.name)
         how = combine.get(name)
         if isinstance(how, str):

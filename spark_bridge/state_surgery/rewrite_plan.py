@@ -10,17 +10,26 @@ import pyarrow as pa
 
 from backends.encoding.operator_schema import OperatorSchema, StateVariable, evolved
 from backends.exceptions import IncompatibleSchemaError, InvalidStateStoreArgument
-from backends.ids import DEFAULT_FAMILY
+from backends.ids import DEFAULT_FAMILY, check_name
 from coordinator_actor.reading.stored_versions import Piece, Reading, StateVersions
 from spark_bridge.state_data.packed_pieces import packed_pieces, unpacked
 from spark_bridge.state_data.state_sources import StateSource
 from spark_bridge.state_format.layouts import TIMERS
 from spark_bridge.state_format.rows_to_pairs import PairsOfRows
 from spark_bridge.state_format.stored_rows import VariableRows
-from spark_bridge.state_surgery.exchange_tasks import CopiedState, Function, Name, ReadJob, Target
+from spark_bridge.state_surgery.first_stage import Columns, Function, Name, ReadJob, Routing, Target
 from spark_bridge.state_surgery.inferred_schema import inferred_operator, inferred_variable
 from spark_bridge.state_surgery.new_state import NewOperator, check_partitions
-from spark_bridge.state_surgery.programs import Combining, Program, declared, schema_to_write, targets_of
+from spark_bridge.state_surgery.programs import (
+    Combining,
+    Program,
+    check_written_by_hand,
+    combining,
+    declared,
+    schema_to_write,
+    targets_of,
+)
+from spark_bridge.state_surgery.second_stage import CopiedState
 
 Functions: TypeAlias = Function | Mapping[Any, Any] | None
 """A function, or one for each state variable; where several operators are rewritten, for each operator."""
@@ -39,10 +48,11 @@ class PartitionRows:
         for batch in self.source.batches(unpacked(self.packed)):
             yield batch.select(list(self.columns))
 
-    def no_rows(self) -> pa.RecordBatch:
-        """See ``RowSource``."""
-        schema = pa.schema([self.source.schema.field(name) for name in self.columns])
-        return pa.RecordBatch.from_arrays([pa.array([], f.type) for f in schema], schema=schema)
+
+def no_rows(rows: VariableRows) -> pa.RecordBatch:
+    """Return a batch without rows, in the columns that a function gets."""
+    columns = PairsOfRows(rows).columns
+    return pa.RecordBatch.from_arrays([pa.array([], f.type) for f in columns], schema=columns)
 
 
 @dataclass(frozen=True)
@@ -54,8 +64,9 @@ class RewrittenOperator:
 
     @property
     def copied(self) -> tuple[StateVariable, ...]:
-        """Return the variables that stay as they are."""
-        return tuple(v for v in self.reading.schema.in_use if v.name not in self.functions)
+        """Return the variables that stay as they are, timers that a user's variable hides among them."""
+        named = {self.reading.schema.variable(name).identity for name in self.functions}
+        return tuple(v for v in self.reading.schema.variables if not v.deleted and v.identity not in named)
 
     def rows(self, variable: str) -> VariableRows:
         """Return how the rows of a variable are read."""
@@ -67,16 +78,11 @@ class RewrittenOperator:
         for name, function in self.functions.items():
             if function is not None and variable in (None, name):
                 rows = self.rows(name)
+                routing = Routing((self.reading.operator, name), function, targets, self.reading.key_groups)
                 columns = tuple(PairsOfRows(rows).columns.names)
                 source = StateSource(replace(self.reading, pieces=()), rows)
                 for packed in packed_pieces(self.reading.pieces):
-                    yield ReadJob(
-                        (self.reading.operator, name),
-                        PartitionRows(source, packed, columns),
-                        function,
-                        targets,
-                        self.reading.key_groups,
-                    )
+                    yield ReadJob(PartitionRows(source, packed, columns), routing)
 
 
 @dataclass(frozen=True)
@@ -121,27 +127,29 @@ def _functions(reading: Reading, given: Any) -> dict[str, Function | None]:
     there = reading.schema.in_use
     if isinstance(given, Mapping):
         for name, function in given.items():
-            reading.schema.variable(name)  # raises
-            _check_function(reading.operator, function)
+            _check_function(reading, reading.schema.variable(name), function)
         if not given:
             raise InvalidStateStoreArgument(f"function= names no state variable of operator {reading.operator!r}.")
         return dict(given)
-    _check_function(reading.operator, given)
     own = [v for v in there if v.name == DEFAULT_FAMILY] or [v for v in there if v.kind != TIMERS]
     if len(own) != 1:
         raise InvalidStateStoreArgument(
             f"Operator {reading.operator!r} has the state variables {', '.join(repr(v.name) for v in there)}: give a "
             "function for each that is to be rewritten, as function={'name': function}."
         )
+    _check_function(reading, own[0], given)
     return {own[0].name: given}
 
 
-def _check_function(operator: str, function: Any) -> None:
-    if function is not None and not callable(function):
+def _check_function(reading: Reading, variable: StateVariable, function: Any) -> None:
+    if function is None:
+        return
+    if not callable(function):
         raise InvalidStateStoreArgument(
-            f"The function of operator {operator!r} is {function!r}: it must be a function of a pa.RecordBatch, or "
-            "None to leave the rows out."
+            f"The function of operator {reading.operator!r} is {function!r}: it must be a function of a "
+            "pa.RecordBatch, or None to leave the rows out."
         )
+    check_written_by_hand(reading.operator, reading.schema, variable)
 
 
 def planned(
@@ -154,7 +162,7 @@ def planned(
     combine: Combining | Mapping[Any, Combining] | None,
     num_partitions: int | Mapping[str, int] | None,
     backend: str | None,
-    sample: Callable[[RewrittenOperator, str], Mapping[Any, pa.Schema]],
+    sample: Callable[[RewrittenOperator, str], Columns | None],
 ) -> RewritePlan:
     """Return what to do. ``sample`` gives the columns that a variable's function makes, by target, for its first rows.
 
@@ -169,24 +177,24 @@ def planned(
         schemas.update(_inferred(rewritten, key, sample))
         kept = [name for name in stored if name not in rewritten]
     else:
-        lost = [name for name in stored if name not in rewritten and name not in specs]
+        staying = [name for name in stored if name not in rewritten or rewritten[name].copied]
+        lost = [name for name in staying if name not in specs]
         if lost:
             raise InvalidStateStoreArgument(
                 f"The state has the operators {', '.join(map(repr, lost))}, which the program has not: name them in "
-                "operator=, with None as their function to leave them out."
+                "operator=, with None as the function of each of their state variables to leave them out."
             )
         kept = [name for name in specs if name in stored and name not in rewritten]
         for name, (spec, _) in specs.items():
             if name not in kept:
-                old = rewritten.get(name)
-                staying = _staying(old)
-                schema = schema_to_write(spec, staying)
-                copied = {v.name for v in staying.variables} if staying else set()
-                fresh = tuple(v for v in schema.in_use if v.name not in copied)
+                held = _staying(rewritten.get(name))
+                schema = schema_to_write(spec, held)
+                copied = {v.identity for v in held.variables} if held else set()
+                fresh = tuple(v for v in schema.in_use if v.identity not in copied)
                 schemas[name] = schema, fresh, spec.num_partitions, spec.backend
     operators = [_unchanged(versions, version, name, None if specs is None else specs[name].spec) for name in kept]
     names = [(operator, v.name) for operator, (_, fresh, _, _) in schemas.items() for v in fresh]
-    combines = _combines(combine, names)
+    combines = combining(combine, names, {})
     for name, (schema, fresh, usual, engine) in schemas.items():
         given = num_partitions.get(name) if isinstance(num_partitions, Mapping) else num_partitions
         n = check_partitions(name, usual if given is None else given, versions.key_groups)
@@ -245,7 +253,7 @@ def _unchanged(versions: StateVersions, version: int, name: str, spec: Any) -> N
 def _inferred(
     rewritten: Mapping[str, RewrittenOperator],
     key: Sequence[str] | Mapping[str, Sequence[str]] | None,
-    sample: Callable[[RewrittenOperator, str], Mapping[Any, pa.Schema]],
+    sample: Callable[[RewrittenOperator, str], Columns | None],
 ) -> dict[str, tuple[OperatorSchema, tuple[StateVariable, ...], int, str]]:
     """Return the schemas of operators by the rows that functions make of the first rows."""
     variables: dict[str, dict[str, tuple[StateVariable, tuple[str, ...], RewrittenOperator]]] = {}
@@ -254,14 +262,16 @@ def _inferred(
         for variable, function in old.functions.items():
             if function is None:
                 continue
-            made_columns = sample(old, variable)
+            made_columns = sample(old, variable) or Routing((operator, variable), function, {}, 1).columns(
+                iter([no_rows(old.rows(variable))])
+            )
             if not made_columns:
                 raise InvalidStateStoreArgument(
                     f"The function made no rows of {variable!r} of operator {operator!r}, so nothing says which "
                     "columns new rows have: give program=, or None as the function to leave all rows out."
                 )
             for target, columns in made_columns.items():
-                name = target if isinstance(target, tuple) else (target, variable)
+                name = _checked_name(target, variable)
                 rows = old.rows(variable)
                 given = key.get(name[0]) if isinstance(key, Mapping) else key
                 by = [rows.key.field(i).name for i in rows.key_order] if given is None else list(given)
@@ -295,6 +305,17 @@ def _inferred(
     return found
 
 
+def _checked_name(target: Any, variable: str) -> Name:
+    """Return the operator and variable that a function gave rows to, or raise ``InvalidStateStoreArgument``."""
+    name = target if isinstance(target, tuple) else (target, variable)
+    if len(name) != 2 or not all(isinstance(part, str) for part in name):
+        raise InvalidStateStoreArgument(
+            f"A function gave rows to {target!r}: name an operator, or an operator and its state variable."
+        )
+    check_name("an operator", name[0])
+    return name[0], name[1]
+
+
 def _check_same_key(operator: str, fresh: Sequence[StateVariable], copied: Sequence[StateVariable]) -> None:
     """Raise ``InvalidStateStoreArgument`` if variables that stay have another key than those that are rewritten."""
     keys = {v.name: next(iter(v.families.values())).key for v in (*fresh, *copied) if v.kind != TIMERS}
@@ -311,18 +332,3 @@ def _check_same_key(operator: str, fresh: Sequence[StateVariable], copied: Seque
 
 def _in_words(schema: pa.Schema) -> str:
     return ", ".join(f"{f.name}: {f.type}" for f in schema)
-
-
-def _combines(given: Combining | Mapping[Any, Combining] | None, names: Sequence[Name]) -> dict[Name, Combining]:
-    if given is None:
-        return {}
-    if not isinstance(given, Mapping):
-        return dict.fromkeys(names, given)
-    found = {}
-    for target, function in given.items():
-        of_target = [n for n in names if n == target or n[0] == target]
-        if not of_target:
-            known = ", ".join(map(repr, names))
-            raise InvalidStateStoreArgument(f"combine= names {target!r}, which is not rewritten: there are {known}.")
-        found.update(dict.fromkeys(of_target, function))
-    return found

@@ -79,7 +79,8 @@ def rewrite_state(
     step.
 
     Reads each partition of the operators once, and writes each new one once. Tasks hold some 64 MiB of rows, or the
-    rows of one key group; the rest is in Ray's object store, and on disk where that is full.
+    rows of one key group, and with the backend ``file`` a partition; the rest is in Ray's object store, and on disk
+    where that is full.
 
     Raises, with nothing left at the new place, ``MissingFileError``, ``VersionNotFoundError``, ``SavepointError`` (the
     new place is not empty), ``InvalidStateStoreArgument`` (no such operator or variable; rows that do not have the

@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 
 from backends.exceptions import InvalidStateStoreArgument
-from spark_bridge.state_surgery.exchange_tasks import RowSource, Run
+from spark_bridge.state_surgery.first_stage import PackedRows, RowSource, packed, unpacked
 
 SOURCE_BYTES = 64 << 20
 """A task of the first stage gets about so many bytes of a table."""
@@ -18,18 +18,15 @@ BATCH_ROWS = 1 << 16
 
 
 @dataclass(frozen=True)
-class PackedRows:
-    """Rows as the bytes of an IPC stream."""
+class GivenRows:
+    """Rows as bytes."""
 
-    run: Run
+    parts: tuple[PackedRows, ...]
 
     def batches(self) -> Iterator[pa.RecordBatch]:
         """See ``RowSource``."""
-        yield from pa.ipc.open_stream(pa.py_buffer(self.run))
-
-    def no_rows(self) -> pa.RecordBatch:
-        """See ``RowSource``."""
-        return next(self.batches()).slice(0, 0)
+        for part in self.parts:
+            yield from unpacked(part)
 
 
 @dataclass(frozen=True)
@@ -44,10 +41,6 @@ class BlockRows:
 
         yield from ray.get(self.ref).to_batches(max_chunksize=BATCH_ROWS)
 
-    def no_rows(self) -> pa.RecordBatch:
-        """See ``RowSource``."""
-        return next(self.batches()).slice(0, 0)
-
 
 def sources_of(rows: Any) -> Iterator[RowSource]:
     """Yield the sources of the rows that a user gave. Raises ``InvalidStateStoreArgument`` for what has no rows."""
@@ -56,7 +49,7 @@ def sources_of(rows: Any) -> Iterator[RowSource]:
     if isinstance(rows, pa.Table):
         yield from _of_table(rows)
     elif isinstance(rows, pa.RecordBatchReader):
-        yield from (PackedRows(_packed(batch.schema, [batch])) for batch in rows)
+        yield from _together(packed(batch.schema, [batch]) for batch in rows)
     elif hasattr(rows, "to_arrow_refs"):
         yield from (BlockRows(ref) for ref in rows.to_arrow_refs())
     elif hasattr(rows, "_jdf"):
@@ -64,7 +57,7 @@ def sources_of(rows: Any) -> Iterator[RowSource]:
             raise InvalidStateStoreArgument(
                 "The rows are a streaming DataFrame: state is made of a batch of rows, as spark.read gives them."
             )
-        yield from (PackedRows(np.frombuffer(row[0], np.uint8)) for row in _of_frame(rows))
+        yield from _together(np.frombuffer(row[0], np.uint8) for row in _of_frame(rows))
     elif type(rows).__module__.partition(".")[0] == "pandas":
         yield from _of_table(pa.Table.from_pandas(rows, preserve_index=False))
     else:
@@ -74,11 +67,25 @@ def sources_of(rows: Any) -> Iterator[RowSource]:
         )
 
 
-def _of_table(table: pa.Table) -> Iterator[PackedRows]:
+def _together(parts: Iterable[PackedRows]) -> Iterator[GivenRows]:
+    """Yield sources of ``SOURCE_BYTES`` at least, but for the last one."""
+    held: list[PackedRows] = []
+    size = 0
+    for part in parts:
+        held.append(part)
+        size += len(part)
+        if size >= SOURCE_BYTES:
+            yield GivenRows(tuple(held))
+            held, size = [], 0
+    if held:
+        yield GivenRows(tuple(held))
+
+
+def _of_table(table: pa.Table) -> Iterator[GivenRows]:
     step = max(1, min(table.num_rows, table.num_rows * SOURCE_BYTES // max(1, table.nbytes)))
     for first in range(0, max(1, table.num_rows), step):
         part = table.slice(first, step)
-        yield PackedRows(_packed(part.schema, part.to_batches(max_chunksize=BATCH_ROWS)))
+        yield GivenRows((packed(part.schema, part.to_batches(max_chunksize=BATCH_ROWS)),))
 
 
 def _of_frame(frame: Any) -> Iterator[Any]:
@@ -92,11 +99,3 @@ def _of_frame(frame: Any) -> Iterator[Any]:
             yield pa.RecordBatch.from_arrays([pa.array([sink.getvalue().to_pybytes()], pa.binary())], names=["rows"])
 
     return iter(frame.mapInArrow(packed, "rows binary").toLocalIterator(prefetchPartitions=True))
-
-
-def _packed(schema: pa.Schema, batches: Iterable[pa.RecordBatch]) -> Run:
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, schema) as writer:
-        for batch in batches:
-            writer.write_batch(batch)
-    return np.frombuffer(sink.getvalue(), np.uint8)

@@ -1,8 +1,8 @@
 """Runs the tasks of both stages on Ray.
 
-A task of the first stage is a generator: what it has cut by partition goes to Ray's object store while it reads on,
-and to disk where the store is full. The driver has references only, and the counts of the tasks. Ray runs a task again
-if its worker dies, and if its objects are lost: so the functions of users must give the same rows for the same rows.
+A task of the first stage is a generator: what it has cut goes to Ray's object store while it reads on, and to disk
+where the store is full. The driver has references, and the counts of the tasks. Ray runs a task again if its worker
+dies, and if its objects are lost: so the functions of users must give the same rows for the same rows.
 """
 
 from __future__ import annotations
@@ -10,40 +10,50 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias
-
-import pyarrow as pa
+from typing import Any, Protocol
 
 from backends.exceptions import InvalidStateStoreArgument
-from spark_bridge.state_surgery.exchange_tasks import BuiltPartition, Name, NewPartition, ReadJob, RowCounts
+from spark_bridge.state_surgery.first_stage import Columns, Name, ReadJob, Routing, RowCounts, RowSource, RunName
+from spark_bridge.state_surgery.second_stage import BuiltPartition, NewPartition
 
 WAIT_SECONDS = 10.0
 """So often the progress is told while no task ends."""
-NO_LIMIT = 1 << 31
 CANCEL_SECONDS = 30.0
-"""So long cancelled tasks are waited for."""
+"""So long cancelled tasks are waited for, before their workers are ended."""
+TASKS_PER_CPU = 2
+"""So many tasks are given to Ray at once: rows that a driver still has to make are not made long before."""
+FEWEST_TASKS = 8
 
 
 @dataclass
 class CutRows:
-    """What the first stage has made: runs of rows by target and partition, in the order of the jobs, and counts.
+    """What the first stage has made: runs of rows by variable, in the order of the jobs, and counts.
 
     A run is a reference, or whatever else the workers that made it take for one.
     """
 
-    runs: dict[tuple[Name, int], list[Any]] = field(default_factory=dict)
+    runs: dict[Name, list[tuple[RunName, Any]]] = field(default_factory=dict)
     counts: RowCounts = field(default_factory=RowCounts)
 
+    def add(self, name: RunName, run: Any) -> None:
+        """Add a run."""
+        self.runs.setdefault(name.name, []).append((name, run))
 
-Columns: TypeAlias = Mapping[Any, pa.Schema]
-"""The columns of new rows, by target."""
+    def of(self, partition: NewPartition) -> dict[Name, list[Any]]:
+        """Return the runs that have rows of a partition. Those that no later partition needs are held no more."""
+        number, found = partition.meta.partition, {}
+        for target in partition.targets:
+            runs = self.runs.get(target.name, [])
+            found[target.name] = [run for name, run in runs if name.first <= number <= name.last]
+            self.runs[target.name] = [(name, run) for name, run in runs if name.last > number]
+        return found
 
 
 class Workers(Protocol):
     """Where tasks run."""
 
-    def columns_of(self, jobs: Sequence[ReadJob], say: Callable[[str], None]) -> Columns:
-        """Return ``first_columns`` of the jobs, of which there is one at least."""
+    def columns_of(self, jobs: Sequence[ReadJob], say: Callable[[str], None]) -> Columns | None:
+        """Return what the function of the jobs makes of the first rows; None if it makes none."""
         ...
 
     def cut(self, jobs: Iterable[ReadJob], say: Callable[[str], None]) -> CutRows:
@@ -53,22 +63,8 @@ class Workers(Protocol):
     def build(
         self, partitions: Sequence[NewPartition], cut: CutRows, say: Callable[[str], None]
     ) -> list[BuiltPartition]:
-        """Run the second stage, in the order of ``partitions``. Raises what a task raises."""
+        """Run the second stage, in the order of ``partitions``; those of an operator ascend. Raises as ``cut``."""
         ...
-
-
-def first_columns(jobs: Sequence[ReadJob], ask: Callable[[ReadJob, bool], Columns | None]) -> Columns:
-    """Return what ``columns`` of the first job says whose rows the function makes rows of, else of no rows at all."""
-    for job in jobs:
-        if (found := ask(job, False)) is not None:
-            return found
-    return ask(jobs[0], True) or {}
-
-
-def run_of(partition: NewPartition, cut: CutRows) -> dict[Name, list[Any]]:
-    """Return the runs of a partition, which are its own from now on: whoever holds them no more frees them."""
-    number = partition.meta.partition
-    return {t.name: cut.runs.pop((t.name, number), []) for t in partition.targets}
 
 
 class RayWorkers:
@@ -81,31 +77,37 @@ class RayWorkers:
         if concurrency is not None and concurrency < 1:
             raise InvalidStateStoreArgument(f"concurrency={concurrency} must be 1 or more.")
         self._args = {"num_cpus": 1, **(remote_args or {})}
-        self._most = concurrency or NO_LIMIT
+        self._concurrency = concurrency
 
-    def columns_of(self, jobs: Sequence[ReadJob], say: Callable[[str], None]) -> Columns:
+    def columns_of(self, jobs: Sequence[ReadJob], say: Callable[[str], None]) -> Columns | None:
         """See ``Workers``."""
         import ray
 
         task = ray.remote(_columns).options(**self._args)
-        say(f"reading the first rows of operator {jobs[0].name[0]!r}")
-        return first_columns(jobs, lambda job, of_no_rows: _result(task.remote(job, of_no_rows)))
+        say(f"reading the first rows of operator {jobs[0].routing.name[0]!r}")
+        for job in jobs:
+            found: Columns | None = _result(task.remote(job.source, job.routing))
+            if found is not None:
+                return found
+        return None
 
     def cut(self, jobs: Iterable[ReadJob], say: Callable[[str], None]) -> CutRows:
         """See ``Workers``."""
         import ray
 
         task = ray.remote(_cut).options(num_returns="streaming", **self._args)
-        cut, running, number = CutRows(), deque[Any](), 0
+        cut, running, number, most, is_full = CutRows(), deque[Any](), 0, self._most(), _has_no_cpu()
+        put: dict[int, tuple[Routing, Any]] = {}  # a function may hold much: once for all its tasks
+        left = iter(jobs)
         try:
-            for job in jobs:
-                while len(running) >= self._most:
-                    self._take(running[0], cut, say, f"read {number} sources")
-                    running.popleft()
-                    number += 1
-                running.append(task.remote(job))
-            while running:
-                self._take(running[0], cut, say, f"read {number} sources")
+            while True:
+                while len(running) < most and (job := next(left, None)) is not None:
+                    if id(job.routing) not in put:
+                        put[id(job.routing)] = job.routing, ray.put(job.routing)
+                    running.append(task.remote(job.source, put[id(job.routing)][1]))
+                if not running:
+                    break
+                self._take(running[0], cut, say, f"read {number} sources{_CPU if is_full and not number else ''}")
                 running.popleft()
                 number += 1
         except BaseException:
@@ -115,20 +117,28 @@ class RayWorkers:
         say(f"read {number} sources: {sum(cut.counts.read.values())} rows")
         return cut
 
+    def _most(self) -> int:
+        import ray
+
+        if self._concurrency is not None:
+            return self._concurrency
+        cpus = ray.cluster_resources().get("CPU", 1) if ray.is_initialized() else 1
+        return max(FEWEST_TASKS, int(TASKS_PER_CPU * cpus))
+
     def _take(self, stream: Any, cut: CutRows, say: Callable[[str], None], done: str) -> None:
         """Take the references that one task gives: to the names of runs, then to the runs; to its counts at last."""
-        names: list[tuple[Name, int]] = []
+        names: deque[RunName] = deque()
         last = None
         for ref in self._references(stream, say, done):
             if names:
-                cut.runs.setdefault(names.pop(0), []).append(ref)
+                cut.add(names.popleft(), ref)
                 last = ref
                 continue
             given = _result(ref)
             if isinstance(given, RowCounts):
                 cut.counts.add(given)
                 return
-            names = given
+            names.extend(given)
         _result(last)  # what was taken for a run is what the task has raised
         raise RuntimeError(f"A task of the first stage ended before its counts, behind {last}.")
 
@@ -138,7 +148,7 @@ class RayWorkers:
         while True:
             ready, _ = ray.wait([stream], timeout=WAIT_SECONDS, fetch_local=False)
             if not ready:
-                say(f"{done}{_no_cpu()}")
+                say(done)
                 continue
             try:
                 ref = next(stream)
@@ -155,38 +165,47 @@ class RayWorkers:
         task = ray.remote(_build).options(**self._args)
         built: dict[int, BuiltPartition] = {}
         running: dict[Any, int] = {}
-        left, told = deque(enumerate(partitions)), 0
+        left, told, most, is_full = deque(enumerate(partitions)), 0, self._most(), _has_no_cpu()
         try:
             while left or running:
-                while left and len(running) < self._most:
+                while left and len(running) < most:
                     number, partition = left.popleft()
-                    running[task.remote(partition, run_of(partition, cut))] = number
+                    running[task.remote(partition, cut.of(partition))] = number
                 ready, _ = ray.wait(list(running), timeout=WAIT_SECONDS, fetch_local=False)
                 for ref in ready:
                     built[running[ref]] = _result(ref)
                     del running[ref]
                 if not ready or len(built) * 10 // len(partitions) > told * 10 // len(partitions):
-                    say(f"built {len(built)} of {len(partitions)} partitions{'' if ready else _no_cpu()}")
+                    why = _CPU if is_full and not built else ""
+                    say(f"built {len(built)} of {len(partitions)} partitions{why}")
                     told = len(built)
         except BaseException:
-            for ref in running:
-                ray.cancel(ref, force=False)
-            if running:
-                ray.wait(list(running), num_returns=len(running), timeout=CANCEL_SECONDS, fetch_local=False)
-            raise  # nobody writes any more, so that the caller can remove what was written
+            _end(list(running))
+            raise
         return [built[number] for number in range(len(partitions))]
 
 
-def _columns(job: ReadJob, of_no_rows: bool) -> Columns | None:
-    return job.columns(of_no_rows)
+def _end(running: list[Any]) -> None:
+    """End tasks that write, so that the caller can remove what was written."""
+    import ray
+
+    for is_forced in (False, True):
+        for ref in running:
+            ray.cancel(ref, force=is_forced)
+        if running:
+            _, running = ray.wait(running, num_returns=len(running), timeout=CANCEL_SECONDS, fetch_local=False)
 
 
-def _cut(job: ReadJob) -> Iterator[Any]:
+def _columns(source: RowSource, routing: Routing) -> Columns | None:
+    return routing.columns(source.batches())
+
+
+def _cut(source: RowSource, routing: Routing) -> Iterator[Any]:
     """Give, for each flush, the names of its runs and then the runs; at last the counts."""
     counts = RowCounts()
-    for routed in job.run(counts):
-        yield list(routed)
-        for run in routed.values():  # noqa: UP028 - Ray sends values, which ``yield from`` passes on to an iterator
+    for runs in routing.cut(source.batches(), counts):
+        yield list(runs)
+        for run in runs.values():  # noqa: UP028 - Ray sends values, which ``yield from`` passes on to an iterator
             yield run
     yield counts
 
@@ -210,14 +229,14 @@ def _result(ref: Any) -> Any:
         raise
 
 
-def _no_cpu() -> str:
-    """Return what to do where no task can run, or nothing."""
+_CPU = (
+    "; no CPU of the Ray cluster is free: where Spark's executors have them all, wait, add a machine, or give "
+    'ray_remote_args={"num_cpus": 0} and concurrency='
+)
+
+
+def _has_no_cpu() -> bool:
+    """Return whether others have all CPUs of the cluster, before any task of this call runs."""
     import ray
 
-    free = ray.available_resources().get("CPU", 0)
-    if free >= 1:
-        return ""
-    return (
-        "; no CPU of the Ray cluster is free: where Spark's executors have them all, wait, add a machine, or give "
-        'ray_remote_args={"num_cpus": 0}'
-    )
+    return bool(ray.is_initialized() and ray.available_resources().get("CPU", 0) < 1)

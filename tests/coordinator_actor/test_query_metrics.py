@@ -105,6 +105,37 @@ def test_gauges_say_how_old_the_newest_version_is_and_what_is_usual(world: World
     assert sink.of("statestore_event_time_lag_seconds") == {}, "there is no watermark"
 
 
+def test_a_batch_counts_from_where_its_driver_is_at_work_until_spark_has_committed_it(world: World) -> None:
+    sink, metrics = made(world)
+    c = begin(world, name="totals")
+
+    def batch_seconds(is_at_work: bool = True) -> float:
+        assert c.driver_heartbeat("run1", is_at_work=is_at_work)
+        described = c.describe()["queries"][0]["batch_begun_ms"]
+        seconds = published(sink, metrics, c).get("statestore_batch_seconds", query="totals")
+        assert seconds == (0 if described is None else world.now - described / 1000)
+        return seconds
+
+    assert batch_seconds(is_at_work=False) == 0, "the stream looks for rows"
+    batch_seconds()
+    world.now += 40.0
+    assert batch_seconds() == 40.0, "no task has opened the state yet"
+    world.plan_spark(0)
+    tasks = [staged(world, c, 0, p, CommitFigures()) for p in range(2)]
+    world.now += 1.0
+    assert batch_seconds() == 41.0
+    for task in tasks:
+        acknowledge(c, task)
+    world.now += 9.0
+    assert batch_seconds() == 50.0, "all is stored, and the sink takes its time"
+    world.commit_spark(0)
+    assert batch_seconds() == 0, "this is the next batch"
+    assert sink.get("statestore_freshness_seconds", query="totals") == 50.0, "since it began to read"
+    world.now += 2.0
+    assert batch_seconds() == 2.0
+    assert batch_seconds(is_at_work=False) == 0
+
+
 def test_a_query_that_has_ended_runs_no_more_and_a_restarted_one_does(world: World) -> None:
     sink, metrics = made(world)
     c = begin(world, name="totals")

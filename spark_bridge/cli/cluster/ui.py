@@ -18,6 +18,7 @@ from spark_bridge.cli.output import complain, errors_explained
 from spark_bridge.cli.prices import PricesOption
 from spark_bridge.cli.sources import Address, Checkpoint, CoordinatorName, Namespace, StateLocation
 from spark_bridge.cli.storage_options import Option, options_of
+from spark_bridge.cli.tls_options import TlsCa, TlsCertificate, TlsKey, TlsServerName, tls_of
 from spark_bridge.exceptions import EnvironmentProblemError
 from spark_bridge.transport.tls import TlsConf
 
@@ -46,13 +47,10 @@ def ui(
     ),
     port: Annotated[int, typer.Option(min=0, max=65535, help="The port to listen at; 0 chooses one.")] = PORT,
     prices: PricesOption = "",
-    tls_ca: Annotated[str | None, typer.Option(help="The authorities of the hosts' certificates, if they use TLS.")] = (
-        None
-    ),
-    tls_certificate: Annotated[
-        str | None, typer.Option(help="The certificate of this process, if hosts ask for one.")
-    ] = None,
-    tls_key: Annotated[str | None, typer.Option(help="The key of that certificate.")] = None,
+    tls_ca: TlsCa = None,
+    tls_certificate: TlsCertificate = None,
+    tls_key: TlsKey = None,
+    tls_server_name: TlsServerName = None,
 ) -> None:
     """Serve the page: what is wrong and what to do, where time goes, hosts, keys, SQL, savepoints.
 
@@ -66,7 +64,7 @@ def ui(
         if checkpoint is not None:
             _serve_checkpoint(checkpoint, state_location, options_of(storage_option), place)
         else:
-            tls = None if tls_ca is None else TlsConf(tls_ca, tls_certificate, tls_key)
+            tls = tls_of(tls_ca, tls_certificate, tls_key, tls_server_name)
             with joined_ray(address, namespace):
                 _serve_cluster(namespace, coordinator, options_of(storage_option), tls, place)
 

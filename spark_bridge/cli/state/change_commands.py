@@ -12,7 +12,7 @@ import typer
 from spark_bridge.cli.keys import key_of
 from spark_bridge.cli.output import FOUND, AsJson, complain, encoded, errors_explained, printer
 from spark_bridge.cli.rows import Form, cell, print_rows
-from spark_bridge.cli.sources import Source, with_source
+from spark_bridge.cli.sources import Source, with_state_source
 from spark_bridge.cli.state.state_commands import KEY_HELP, FormOption, OperatorArgument, QueryName, StateName
 from spark_bridge.exceptions import QueryEndedError
 from spark_bridge.queryable.client.json_values import rows_to_json
@@ -21,7 +21,7 @@ from spark_bridge.state_format.changed_rows import AFTER, BEFORE, CHANGE_TYPE
 WHAT = {"insert": "added", "update": "changed", "delete": "removed"}
 
 
-@with_source
+@with_state_source
 def watch(
     source: Source,
     operator: OperatorArgument,
@@ -75,7 +75,7 @@ def _line(row: dict[str, Any]) -> str:
     return f"version {version}  {WHAT[kind]}  {key}  {', '.join(values)}".rstrip()
 
 
-@with_source
+@with_state_source
 def diff(
     source: Source,
     operator: OperatorArgument,

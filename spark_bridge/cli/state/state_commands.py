@@ -13,7 +13,7 @@ import typer
 from spark_bridge.cli.keys import bound_of, condition_of, key_of
 from spark_bridge.cli.output import FOUND, AsJson, complain, encoded, errors_explained, printer
 from spark_bridge.cli.rows import Form, cell, print_rows
-from spark_bridge.cli.sources import Source, with_source
+from spark_bridge.cli.sources import Source, with_state_source
 from spark_bridge.exceptions import RequestError
 from spark_bridge.queryable.client.json_values import bound_of_json, to_json, window_of
 from spark_bridge.queryable.sql.duckdb_connections import import_duckdb
@@ -30,7 +30,7 @@ FormOption = Annotated[Form, typer.Option("--format", help="How rows are printed
 KEY_HELP = "column=value for each column; or the values in order; or JSON."
 
 
-@with_source
+@with_state_source
 def get(
     source: Source,
     operator: OperatorArgument,
@@ -71,7 +71,7 @@ def _lines(value: Any) -> list[str]:
     return [cell(one) for one in value] if isinstance(value, list) else [cell(value)]
 
 
-@with_source
+@with_state_source
 def scan(
     source: Source,
     operator: OperatorArgument,
@@ -135,7 +135,7 @@ class _Limited:
         return taken
 
 
-@with_source
+@with_state_source
 def sql(
     source: Source,
     statement: Annotated[str, typer.Argument(metavar="STATEMENT", help="One statement that reads; - reads stdin.")],

@@ -31,13 +31,11 @@ from spark_bridge.operators.spark_types import arrow_type, spark_struct
 from spark_bridge.operators.ticks import with_ticks
 from spark_bridge.operators.watermark_columns import event_time_of, session_event_time, watermark_columns
 from spark_bridge.operators.windows import microseconds, window_column
-from spark_bridge.state_format.layouts import session_schema
+from spark_bridge.state_format.layouts import ALL_ROWS, session_schema
 from spark_bridge.task.state_task import StateTask
 
 OUTPUT_MODES = ("update", "append", "complete")
 GroupingKey: TypeAlias = str | Window | SessionWindow
-ALL_ROWS = "all_rows"
-"""The key column of an aggregate over all rows (``by=[]``): stored state has a key, so this one is always true."""
 
 
 def aggregate(

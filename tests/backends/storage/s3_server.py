@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
 
 Fault = str
 """``503``, ``500``, ``drop`` (before the server sees it), ``lose answer`` (after), ``cut`` (the answer)."""
@@ -37,6 +39,36 @@ class FaultyS3:
     def fail_always(self, fault: Fault, method: str = "") -> None:
         """All requests (of a method) fail."""
         self.fault = lambda seen, path: fault if method in ("", seen) else None
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """The settings of Spark with which this server is found."""
+        return {
+            "spark.hadoop.fs.s3a.endpoint": self.endpoint,
+            "spark.hadoop.fs.s3a.path.style.access": "true",
+            "spark.hadoop.fs.s3a.access.key": "key",
+            "spark.hadoop.fs.s3a.secret.key": "secret",
+        }
+
+    def client(self) -> Any:
+        """A client of the server itself, for which nothing fails."""
+        import boto3
+
+        return boto3.client(
+            "s3",
+            endpoint_url=f"http://{self.backend[0]}:{self.backend[1]}",
+            aws_access_key_id="key",
+            aws_secret_access_key="secret",
+            region_name="us-east-1",
+        )
+
+    def put_all(self, bucket: str, prefix: str, root: Path) -> None:
+        """Make a bucket with all files of a directory."""
+        made = self.client()
+        made.create_bucket(Bucket=bucket)
+        for path in root.rglob("*"):
+            if path.is_file():
+                made.put_object(Bucket=bucket, Key=f"{prefix}/{path.relative_to(root)}", Body=path.read_bytes())
 
     def heal(self) -> None:
         """Nothing fails any more."""

@@ -290,7 +290,7 @@ def test_a_target_in_use_is_refused(made: Savepoint, tmp_path: Path, held: str) 
     file = tmp_path / "new" / held
     file.parent.mkdir(parents=True)
     file.write_text("x")
-    with pytest.raises(SavepointError, match="new checkpoint location, but in"):
+    with pytest.raises(SavepointError, match="new checkpoint location, and in"):
         restore(made, tmp_path / "new")
     assert tree(tmp_path / "new") == {held}
 

@@ -10,7 +10,9 @@ from typing import Any
 import msgspec
 import pyarrow as pa
 import pytest
+from pyspark import TaskContext
 
+from backends.tracing import trace_ids
 from coordinator_actor.durable.lookup_records import LookupRecord
 from coordinator_actor.reading.stored_versions import find_state
 from spark_bridge.exceptions import StateVersionError
@@ -18,7 +20,10 @@ from spark_bridge.lookups import looked_up_state
 from spark_bridge.lookups.looked_up_state import Batch, LookedUpState, in_cluster, in_storage
 from spark_bridge.lookups.lookup_task import LookupTask
 from spark_bridge.task.endpoints import Endpoints
+from spark_bridge.task.local_properties import ADDRESSES, RUN_ID
+from spark_bridge.task.local_properties import TOKEN as TASK_TOKEN
 from tests.patience import PATIENCE
+from tests.recorded_spans import recorded_spans
 from tests.spark_bridge.queryable.client_world import TOKEN, Cluster
 
 ROWS = pa.schema([("id", pa.int64()), ("who", pa.int32()), ("text", pa.string())])
@@ -128,3 +133,36 @@ def test_no_rows_no_known_keys_and_a_version_that_is_fixed(cluster: Cluster, end
         in_storage(find_state(str(cluster.root / "ck")), "totals", None, None, LookupRecord(9, "", 0)).values(
             pa.array([b"x"], pa.binary())
         )
+
+
+class Context:
+    """The context of a task in a worker of Spark; ``run_id`` is there where the query has state of its own."""
+
+    def __init__(self, run_id: str | None) -> None:
+        given = {"sql.streaming.queryId": "other", "streaming.sql.batchId": "6", RUN_ID: run_id}
+        self.getLocalProperty = {**given, ADDRESSES: '["grpc://h:1"]', TASK_TOKEN: TOKEN}.get
+        self.partitionId = self.stageId = self.taskAttemptId = lambda: 3
+
+
+@pytest.mark.parametrize("run_id", ["run-of-other", None])
+def test_a_task_is_a_span_in_the_trace_of_its_batch_or_in_one_of_its_own(
+    cluster: Cluster, endpoints: Endpoints, monkeypatch: pytest.MonkeyPatch, run_id: str | None
+) -> None:
+    monkeypatch.setattr(TaskContext, "get", lambda: Context(run_id))
+    batches = [rows(random.Random(6), n) for n in (0, 40, 2)]
+    with recorded_spans(role="task") as recorded:
+        assert sum(part.num_rows for part in task().run(iter(batches))) == 42
+        assert list(task().run(iter(batches[:1]))) == [], "a task without rows has no span"
+    whole = recorded.one("lookup")
+    assert {recorded.path(s)[0] for s in recorded.all()} == {"lookup"}
+    assert recorded.path(recorded.one("lookup.version"))[:2] == ["lookup", "lookup.version"]
+    assert len(recorded.named("lookup.read")) == 2
+    assert whole.attributes is not None and whole.context is not None
+    said = {name.removeprefix("statestore."): value for name, value in whole.attributes.items()}
+    assert (said["operator"], said["looked_up"], said["partition"], said["num_rows"]) == ("totals", "q", 3, 42)
+    of_batch, root = trace_ids.batch("run-of-other", 7).ids
+    if run_id is None:
+        assert whole.context.trace_id != of_batch and whole.parent is None
+    else:
+        assert whole.context.trace_id == of_batch
+        assert whole.parent is not None and whole.parent.span_id == root

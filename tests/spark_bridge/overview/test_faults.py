@@ -97,6 +97,19 @@ def test_a_fault_is_found_and_says_what_to_do(overview: Overview, kind: str, sev
 
 
 @pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"pending_partitions": 3}, "3 partitions"),
+        ({"prepared_version": QUERY.completed_version + 1}, "the sink"),
+        ({}, "the source"),
+    ],
+)
+def test_a_late_batch_says_what_it_waits_for(changes: dict[str, int], said: str) -> None:
+    (fault,) = faults_of(query(**{"batch_ms": 90_000, "pending_partitions": 0, **changes}))
+    assert said in fault.what
+
+
+@pytest.mark.parametrize(
     "overview",
     [
         query(batch_ms=59_000),

@@ -119,6 +119,17 @@ def test_a_partition_that_two_hosts_hold_counts_once(stream: Make) -> None:
         assert operator.keys == len(s.at[2])
 
 
+def test_the_skew_is_known_when_the_median_partition_is_empty(stream: Make) -> None:
+    s = stream(hosts=1, n=3)
+    coordinator = {**s.c.describe(), "namespace": "statestore"}
+    s.heartbeat()
+    (host,) = (h.describe() for h in s.hosts.values())
+    for sizes, skew in (((0, 0, 20_000), 20_000.0), ((10, 4, 20), 2.0), ((0, 0, 0), None)):
+        held = [{**i, "keys": sizes[i["partition"]]} for i in host["instances"]]
+        (operator,) = overview_of_cluster(coordinator, [{**host, "instances": held}], now_ms=0).query(None).operators
+        assert operator.skew == skew
+
+
 def test_no_coordinator_is_an_empty_overview() -> None:
     assert overview_of_cluster(None, (), now_ms=1) == Overview("cluster", 1)
 

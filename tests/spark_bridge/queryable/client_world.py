@@ -29,6 +29,7 @@ from spark_bridge.queryable.server.client_proxy import KvStateClientProxy
 from spark_bridge.queryable.server.request_limits import RequestLimits
 from spark_bridge.queryable.server.token_verifier import ClusterTokens
 from spark_bridge.transport.protocol import TaskIdentity
+from spark_bridge.transport.tls import TlsConf
 from tests.coordinator_actor.coordinator_world import World
 from tests.patience import PATIENCE
 from tests.spark_bridge.state_flows import Query
@@ -51,7 +52,11 @@ class Port:
 
 
 def proxy_of(
-    host: Any, port: Any, limits: RequestLimits | None = None, send_buffer: int | None = None
+    host: Any,
+    port: Any,
+    limits: RequestLimits | None = None,
+    send_buffer: int | None = None,
+    tls: TlsConf | None = None,
 ) -> KvStateClientProxy:
     """The server of a host, which is first asked for when somebody asks it."""
     proxy = KvStateClientProxy(
@@ -61,6 +66,8 @@ def proxy_of(
         token=TOKEN,
         ip="127.0.0.1",
         limits=limits or RequestLimits(),
+        tls=None if tls is None else tls.server_context(),
+        client_tls=None if tls is None else tls.client_context(),
     )
     if send_buffer is not None:
         listener = proxy._listener
@@ -74,7 +81,7 @@ class QueryHost:
     """A host and its proxy."""
 
     def __init__(self, cluster: Cluster, i: int, incarnation: str = "a", limits: RequestLimits | None = None) -> None:
-        self.proxy = proxy_of(lambda: self.host, cluster.port, limits, cluster.send_buffer)
+        self.proxy = proxy_of(lambda: self.host, cluster.port, limits, cluster.send_buffer, cluster.tls)
         self.address = self.proxy.server_address
         info: HostInfo = msgspec.structs.replace(cluster.world.host(i, incarnation), query_address=self.address)
         local = cluster.root / f"local{i}{incarnation}"
@@ -103,10 +110,12 @@ class Cluster:
         partitions: int = 4,
         limits: RequestLimits | None = None,
         send_buffer: int | None = None,
+        tls: TlsConf | None = None,
         **registration: Any,
     ) -> None:
         self.root = root
         self.send_buffer = send_buffer
+        self.tls = tls
         self.limits = limits
         self.registration = registration
         self.world = World(root)

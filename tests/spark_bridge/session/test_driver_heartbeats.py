@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from py4j.protocol import Py4JNetworkError
 
 from coordinator_actor.coordinator import Coordinator
 from coordinator_actor.coordinator_conf import CoordinatorConf
 from coordinator_actor.messages import HostReport, QueryRegistration
 from coordinator_actor.port import CoordinatorPort
 from spark_bridge.session.driver_heartbeats import DriverHeartbeats
+from spark_bridge.session.spark_at_work import is_at_work
 from tests.coordinator_actor.coordinator_world import World
 from tests.coordinator_actor.coordinators import acknowledge
 from tests.coordinator_actor.hanging_storage import HangingStorage
@@ -68,13 +70,15 @@ def heartbeats(port: Port) -> Iterator[DriverHeartbeats]:
     made.close()
 
 
-def registered(world: World, port: Port, heartbeats: DriverHeartbeats, number: int) -> QueryRegistration:
+def registered(
+    world: World, port: Port, heartbeats: DriverHeartbeats, number: int, is_at_work: bool = True
+) -> QueryRegistration:
     root = world.root / f"ck{number}"
     registration = world.registration(
         f"run{number}", query_id=f"q{number}", checkpoint_location=str(root), state_location=f"{root}/statestore"
     )
     assert port.coordinator.register_query(registration).refusal is None
-    heartbeats.add(registration)
+    heartbeats.add(registration, lambda: is_at_work)
     return registration
 
 
@@ -110,5 +114,24 @@ def test_a_run_that_the_coordinator_has_lost_is_registered_again_and_one_that_ha
     assert port.coordinator.renew_leases(["run1", "run2"]) == ["run1", "run2"]
     port.wait_for("driver_heartbeat", "run1")
     assert runs(port) == ["run1"]
+
     port.coordinator.deactivate_instances("run1")
     assert port.coordinator.renew_leases(["run1"]) == []
+
+
+@pytest.mark.parametrize("is_at_work", [True, False])
+def test_the_coordinator_hears_whether_spark_is_at_a_batch(
+    world: World, port: Port, heartbeats: DriverHeartbeats, is_at_work: bool
+) -> None:
+    registered(world, port, heartbeats, 1, is_at_work)
+    port.wait_for("driver_heartbeat", "run1")
+    (query,) = port.coordinator.describe()["queries"]
+    assert (query["batch_begun_ms"] is not None) == is_at_work
+
+
+def test_spark_that_does_not_answer_is_at_no_batch() -> None:
+    class Gone:
+        def status(self) -> object:
+            raise Py4JNetworkError("the gateway is closed")
+
+    assert is_at_work(Gone()) is False

@@ -40,6 +40,16 @@ def test_a_partition_held_twice_counts_once() -> None:
     assert progress.custom_metrics == {"changelog_ms": 4.0, "acknowledge_ms": 2.0}
 
 
+def test_the_largest_and_the_median_partition_are_those_of_any_number_of_partitions() -> None:
+    sizes = [*range(1, 500), 100_000]
+    cluster: Any = Cluster(*([instance(p, keys, 3) for p, keys in enumerate(sizes) if p % 3 == h] for h in range(3)))
+    (progress,) = newest_progress(cluster, "r", 2)
+    assert (progress.num_rows_largest_partition, progress.num_rows_median_partition) == (100_000, 250.5)
+    moved: Any = Cluster([instance(0, 5, 2), instance(1, 7, 3)], [instance(0, 50, 3)])
+    (progress,) = newest_progress(moved, "r", 2)
+    assert (progress.num_rows_largest_partition, progress.num_rows_median_partition) == (50, 28.5), "held twice"
+
+
 def test_a_version_that_is_shown_but_not_yet_applied_is_waited_for() -> None:
     applied, early = instance(0, 5, 3), instance(1, 0, 3)
     del early["commits"][3]["keys"]

@@ -13,7 +13,7 @@ from spark_bridge.session.operator_progress import StateOperatorProgress
 from spark_bridge.session.stream_metrics import StreamMetrics
 from tests.metric_sink import KeptMetrics
 
-PROGRESS = StateOperatorProgress("op", 4, 100, 7, 1, 2, 12.5, 5000, 4, 4, {"numDroppedDuplicateRows": 3.0})
+PROGRESS = StateOperatorProgress("op", 4, 100, 7, 1, 2, 12.5, 5000, 4, 4, 70, 10.0, {"numDroppedDuplicateRows": 3.0})
 
 
 @pytest.fixture
@@ -66,3 +66,13 @@ def test_operators_have_sparks_names_and_one_without_figures_keeps_no_other(
     assert sink.get("statestore_operator_commitTimeMs", query="totals", operator="op") == 12.5
     custom = {"query": "totals", "operator": "op", "figure": "numDroppedDuplicateRows"}
     assert sink.get("statestore_operator_customMetrics", **custom) == 3.0
+
+
+def test_how_evenly_keys_lie_is_said_until_the_query_ends(sink: KeptMetrics, metrics: StreamMetrics) -> None:
+    metrics.add("run1", "totals")
+    metrics.publish_operators()
+    sizes = ("statestore_largest_partition_keys", "statestore_median_partition_keys")
+    assert [sink.of(name) for name in sizes] == [{("op", "totals"): 70}, {("op", "totals"): 10.0}]
+    metrics.remove("run1")
+    metrics.publish_operators()
+    assert [sink.of(name) for name in sizes] == [{("op", "totals"): 0}] * 2

@@ -13,8 +13,10 @@ from pyspark.sql import SparkSession
 
 from spark_bridge import aggregate, read_state, read_state_changes
 from spark_bridge import functions as S
+from tests.backends.storage.s3_server import faulty_s3
 from tests.patience import HANG
 from tests.spark_bridge.conftest import Stream
+from tests.spark_bridge.state_data.format_fixtures import Stored
 
 pytestmark = [
     pytest.mark.spark,
@@ -99,3 +101,18 @@ def test_state_is_a_table_and_the_source_of_a_stream(spark: SparkSession, stream
         state[row.k] = row.after.n
     assert sorted(state.items()) == sorted((r.k, r.n) for r in read_state(spark, stream.checkpoint, "counts").collect())
     assert len(follow()) == len(spark.read.parquet(sink).collect())
+
+
+@pytest.mark.thorough
+def test_state_on_s3_is_a_table(spark: SparkSession) -> None:
+    """Workers read objects, with the settings that are given to the reader."""
+    from pyspark_ray_statestore import DefaultSource
+
+    spark.dataSource.register(DefaultSource)
+    stored = Path(Stored("rocksdb").checkpoint)
+    with faulty_s3() as server:
+        server.put_all("bucket", "ck", stored)
+        there = sorted(map(repr, read_state(spark, str(stored), "totals").collect()))
+        settings = {f"storage.{name}": value for name, value in server.settings.items()}
+        found = spark.read.format(FORMAT).options(operator="totals", **settings).load("s3a://bucket/ck")
+        assert sorted(map(repr, found.collect())) == there

@@ -4,25 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from spark_bridge.state_surgery.exchange_tasks import BuiltPartition, NewPartition, ReadJob
-from spark_bridge.state_surgery.workers import Columns, CutRows, first_columns, run_of
+from spark_bridge.state_surgery.first_stage import Columns, ReadJob
+from spark_bridge.state_surgery.second_stage import BuiltPartition, NewPartition
+from spark_bridge.state_surgery.workers import CutRows
 
 
 class OwnWorkers:
     """``Workers`` without Ray."""
 
-    def columns_of(self, jobs: Sequence[ReadJob], say: Callable[[str], None]) -> Columns:
-        return first_columns(jobs, lambda job, of_no_rows: job.columns(of_no_rows))
+    def columns_of(self, jobs: Sequence[ReadJob], say: Callable[[str], None]) -> Columns | None:
+        found = (routing.columns(source.batches()) for source, routing in jobs)
+        return next((columns for columns in found if columns is not None), None)
 
     def cut(self, jobs: Iterable[ReadJob], say: Callable[[str], None]) -> CutRows:
         cut = CutRows()
-        for job in jobs:
-            for routed in job.run(cut.counts):
-                for name, run in routed.items():
-                    cut.runs.setdefault(name, []).append(run)
+        for source, routing in jobs:
+            for runs in routing.cut(source.batches(), cut.counts):
+                for name, run in runs.items():
+                    cut.add(name, run)
         return cut
 
     def build(
         self, partitions: Sequence[NewPartition], cut: CutRows, say: Callable[[str], None]
     ) -> list[BuiltPartition]:
-        return [partition.build(run_of(partition, cut)) for partition in partitions]
+        return [partition.build(cut.of(partition)) for partition in partitions]

@@ -29,6 +29,7 @@ from spark_bridge.state_surgery.aggregate_states import MergedStates, StatesOfRo
 from spark_bridge.state_surgery.bootstrap_state import bootstrap_state
 from spark_bridge.state_surgery.new_state import NewStateReport
 from tests.coordinator_actor.coordinator_world import World
+from tests.effort import only_thorough
 from tests.spark_bridge.state_data.format_fixtures import Stored
 from tests.spark_bridge.state_surgery.own_workers import OwnWorkers
 from tests.spark_bridge.state_surgery.test_rewrite_state import program_of, rows, tree, variables
@@ -77,7 +78,7 @@ def test_rows_come_as_people_have_them(given: Any, tmp_path: Path, monkeypatch: 
     assert set(table["partition_id"].to_pylist()) <= {0, 1, 2} and len(set(table["partition_id"].to_pylist())) > 1
 
 
-@pytest.mark.parametrize("backend", ["rocksdb", "file"])
+@pytest.mark.parametrize("backend", ["file", only_thorough("rocksdb")])
 def test_every_kind_of_state_can_be_given(backend: str, tmp_path: Path) -> None:
     old = Stored(backend).checkpoint
     given = {
@@ -125,6 +126,7 @@ def test_bad_rows_are_refused_and_nothing_is_left(tmp_path: Path) -> None:
         (GIVEN.append_column("more", GIVEN["user"]), {}, "unknown 'more'"),
         (twice, {}, "come several times, as user=2.*combine="),
         (twice, {"combine": "merge"}, "program= has to say how"),
+        (GIVEN, {"combine": {"totlas": "merge"}}, "combine= names 'totlas'"),
         (twice, {"combine": "add"}, "must be a function, or 'merge'"),
         (GIVEN.set_column(1, "n.count.count", pa.array([1, 2, None, 4])), {}, "'n.count.count'.* 1 nulls"),
         (GIVEN.set_column(0, "user", pa.array(["1", "2", "3", "4"])), {}, "'user'.*string.*int64"),

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
-import boto3
 import pytest
 
 from spark_bridge.state_data.state_tables import state_table
@@ -27,24 +25,8 @@ def test_no_object_has_a_forgotten_key(tmp_path: Path) -> None:
             upload.result()
     flow.stop()
     with faulty_s3() as server:
-        made: Any = boto3.client(
-            "s3",
-            endpoint_url=f"http://{server.backend[0]}:{server.backend[1]}",
-            aws_access_key_id="key",
-            aws_secret_access_key="secret",
-            region_name="us-east-1",
-        )
-        made.create_bucket(Bucket="bucket")
-        root = Path(flow.location)
-        for path in root.rglob("*"):
-            if path.is_file():
-                made.put_object(Bucket="bucket", Key=f"ck/{path.relative_to(root)}", Body=path.read_bytes())
-        options = {
-            "spark.hadoop.fs.s3a.endpoint": server.endpoint,
-            "spark.hadoop.fs.s3a.path.style.access": "true",
-            "spark.hadoop.fs.s3a.access.key": "key",
-            "spark.hadoop.fs.s3a.secret.key": "secret",
-        }
+        server.put_all("bucket", "ck", Path(flow.location))
+        made, options = server.client(), server.settings
 
         def objects_with(name: str) -> list[str]:
             keys = [one["Key"] for one in made.list_objects_v2(Bucket="bucket", Prefix="ck/")["Contents"]]

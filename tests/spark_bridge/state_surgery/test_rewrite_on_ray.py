@@ -93,12 +93,14 @@ def test_tasks_of_ray_rewrite_state(local_ray: None, tmp_path: Path) -> None:
     assert dry.rows_written == {("totals", "default"): 13} and tree(tmp_path) == left
 
 
+@pytest.mark.thorough
 def test_a_dataset_of_ray_becomes_state(local_ray: None, tmp_path: Path) -> None:
     dataset = ray.data.from_arrow(GIVEN).repartition(3).map_batches(lambda t: t, batch_format="pyarrow")
     bootstrap_state(dataset, str(tmp_path / "ck"), PROGRAM)
     assert rows(str(tmp_path / "ck"), "totals") == sorted(GIVEN.to_pylist(), key=repr)
 
 
+@pytest.mark.thorough
 def test_who_waits_for_a_cpu_is_told_so(local_ray: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from spark_bridge.state_surgery import workers
 

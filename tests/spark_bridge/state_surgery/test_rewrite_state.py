@@ -24,12 +24,19 @@ from coordinator_actor.exceptions import SavepointError
 from coordinator_actor.messages import OperatorSpec
 from coordinator_actor.reading.stored_versions import StateVersions, find_state
 from coordinator_actor.reading.verification import verify_version
+from coordinator_actor.savepoints.new_checkpoint import NewCheckpoint
 from spark_bridge.state_data.state_tables import state_table
-from spark_bridge.state_surgery import exchange_tasks
-from spark_bridge.state_surgery.new_state import NewStateReport
+from spark_bridge.state_format.layouts import join_schema
+from spark_bridge.state_format.rows_to_pairs import PairsOfRows
+from spark_bridge.state_format.stored_rows import VariableRows
+from spark_bridge.state_surgery import first_stage, second_stage
+from spark_bridge.state_surgery import rewrite_state as rewrite_state_module
+from spark_bridge.state_surgery.given_rows import conformed
+from spark_bridge.state_surgery.new_state import NewStateReport, new_query_id
 from spark_bridge.state_surgery.rewrite_state import rewrite_state
-from tests.effort import effort
-from tests.spark_bridge.state_data.format_fixtures import Stored
+from tests.effort import effort, only_thorough
+from tests.spark_bridge.state_data.format_fixtures import Stored, copied
+from tests.spark_bridge.state_flows import Flow
 from tests.spark_bridge.state_surgery.own_workers import OwnWorkers
 
 DERIVED = ("key_group", "partition_id")
@@ -43,8 +50,9 @@ def old() -> str:
 @pytest.fixture(autouse=True)
 def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs and steps of a few rows, so that each partition is made of many."""
-    monkeypatch.setattr(exchange_tasks, "FLUSH_BYTES", 300)
-    monkeypatch.setattr(exchange_tasks, "CHUNK_BYTES", 2_000)
+    monkeypatch.setattr(first_stage, "FLUSH_BYTES", 300)
+    monkeypatch.setattr(first_stage, "RUN_BYTES", 100)
+    monkeypatch.setattr(second_stage, "CHUNK_BYTES", 2_000)
 
 
 def rewritten(old: str, operator: Any, function: Any, new: Path, **options: Any) -> NewStateReport:
@@ -99,7 +107,9 @@ def program_of(location: str, **changed: OperatorSpec) -> list[OperatorSpec]:
     return list({**specs, **changed}.values())
 
 
-@pytest.mark.parametrize(("backend", "n"), [("file", 5), ("rocksdb", 1), *effort([], [("file", 1), ("rocksdb", 5)])])
+@pytest.mark.parametrize(
+    ("backend", "n"), [("rocksdb", 5), *(only_thorough(*of) for of in (("rocksdb", 1), ("file", 1), ("file", 5)))]
+)
 def test_every_kind_of_state_is_read_and_written(backend: str, n: int, tmp_path: Path) -> None:
     old, other = Stored(backend).checkpoint, {"rocksdb": "file", "file": "rocksdb"}[backend]
     report = rewritten(old, list(ALL), ALL, tmp_path / "new", program=program_of(old), num_partitions=n, backend=other)
@@ -267,6 +277,7 @@ def test_a_dry_run_counts_and_shows_and_writes_nothing(old: str, tmp_path: Path)
     report = rewritten(old, "totals", by_k, tmp_path / "new", key=["k"], combine=added_up, dry_run=True)
     assert report.dry_run and not tree(tmp_path)
     real = rewritten(old, "totals", by_k, tmp_path / "new", key=["k"], combine=added_up)
+    assert report.operators == real.operators
     assert (report.rows_read, report.rows_made, report.rows_written) == (
         real.rows_read,
         real.rows_made,
@@ -293,8 +304,10 @@ def test_bad_calls_are_refused_with_the_remedy(old: str, tmp_path: Path) -> None
         (lambda: rewritten(old, "totals", same, new, num_partitions={"windows": 2}), "'totals' are rewritten"),
         (lambda: rewritten(old, "totals", same, new, backend="paper"), "paper"),
         (lambda: rewritten(old, "totals", same, new, key=["x"]), "without the key columns 'x'.*key="),
-        (lambda: rewritten(old, "totals", same, new, combine={"windows": added_up}), "'windows', which is not"),
+        (lambda: rewritten(old, "totals", same, new, combine={"windows": added_up}), "'windows', which gets no rows"),
         (lambda: rewritten(old, "totals", lambda b: None, new), "made no rows.*program="),
+        (lambda: rewritten(old, "totals", lambda b: {"../x": b}, new), r"'../x'"),
+        (lambda: rewritten(old, "totals", lambda b: {5: b}, new), "gave rows to 5"),
         (lambda: rewritten(old, "firsts", same, new), "by time as well: give program="),
         (lambda: rewritten(old, "totals", same, new, program=[]), "has none"),
         (lambda: rewritten(old, "totals", same, new, program=program_of(old), key=["k"]), "key= and program="),
@@ -342,7 +355,7 @@ def test_a_state_of_its_own_for_a_new_query(old: str, tmp_path: Path) -> None:
     assert rows(str(tmp_path / "new"), "totals") == rows(old, "totals")
 
 
-@pytest.mark.parametrize("backend", ["rocksdb", "file"])
+@pytest.mark.parametrize("backend", ["file", only_thorough("rocksdb")])
 def test_a_write_that_fails_leaves_nothing(backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     old, left = Stored(backend).checkpoint, 0
 
@@ -372,3 +385,123 @@ def test_a_write_that_fails_leaves_nothing(backend: str, tmp_path: Path, monkeyp
         writes += effort(5, 1)
     assert writes > 20
     assert rows(str(tmp_path / "new"), "totals") == rows(old, "totals")
+
+
+def test_batches_whose_offsets_are_gone_are_refused_before_anything_is_done(old: str, tmp_path: Path) -> None:
+    ck = copied(old, tmp_path / "ck")
+    (tmp_path / "ck" / "offsets" / "2").unlink()
+    for dry_run in (True, False):
+        with pytest.raises(SavepointError, match="offsets/2 does not exist"):
+            rewritten(ck, "totals", same, tmp_path / "new", version=4, dry_run=dry_run)
+    assert not (tmp_path / "new").exists() or not tree(tmp_path / "new")
+
+
+def test_two_who_make_one_checkpoint_with_state_elsewhere(tmp_path: Path) -> None:
+    """One makes it; the other, who has looked before that, leaves it alone."""
+
+    def new() -> NewCheckpoint:
+        made = NewCheckpoint.at(
+            str(tmp_path / "ck"),
+            str(tmp_path / "states"),
+            {},
+            query_id=new_query_id(),
+            key_groups=16,
+            version=0,
+            how="rewritten",
+        )
+        made.check_place()
+        return made
+
+    first, second, third = new(), new(), new()
+    first.claim()
+    with pytest.raises(SavepointError, match="Somebody else is making a checkpoint"):
+        second.claim()
+    first.checkpoint.put_new("offsets/0", b"v1")
+    first.finish()
+    held = tree(tmp_path)
+    with pytest.raises(SavepointError, match="Somebody else has just made"):
+        third.claim()
+    assert tree(tmp_path) == held and "ck/offsets/0" in held and not any("claim" in path for path in held)
+    first.remove()
+    assert not tree(tmp_path)
+
+
+class Named:
+    """A query whose value has a column that is named as one of the key."""
+
+    def init(self, handle: Any) -> None:
+        self.last = handle.getValueState("last", "user STRING, n LONG")
+        self.timers = handle.getListState("timers", "n LONG")
+        self.handle = handle
+
+
+@pytest.fixture
+def named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Flow:
+    monkeypatch.setattr(rewrite_state_module, "new_query_id", lambda: "q")
+    flow = Flow(tmp_path / "old", processor=Named)
+
+    def both(of: Any) -> None:
+        of.last.update(("someone", 5))
+        of.timers.put([(1,), (2,)])
+        of.handle.registerTimer(10**12)
+
+    flow.batch({(user, 0): both for user in "abc"})
+    flow.stop()
+    return flow
+
+
+def test_a_value_named_as_a_key_keeps_its_name_and_hidden_timers_stay(named: Flow, tmp_path: Path) -> None:
+    rewritten(named.location, "op", {"last": same}, tmp_path / "new" / "ck")
+    found = rows(str(tmp_path / "new" / "ck"), "op", "last")
+    assert found == rows(named.location, "op", "last") and {row["user__value"] for row in found} == {"someone"}
+    again = Flow(tmp_path / "new", processor=Named, run="run2")
+    seen: list[Any] = []
+    again.batch(
+        {("a", 0): lambda of: seen.extend([of.last.get(), list(of.timers.get()), list(of.handle.listTimers())])}
+    )
+    again.stop()
+    assert seen == [("someone", 5), [(1,), (2,)], [10**12]]
+
+
+def test_variables_that_stay_need_a_place_in_the_program(named: Flow, tmp_path: Path) -> None:
+    program = [OperatorSpec("other", 1, program_of(Stored("file").checkpoint)[0].schema)]
+    with pytest.raises(InvalidStateStoreArgument, match="'op', which the program has not"):
+        rewritten(named.location, "op", {"last": None}, tmp_path / "new", program=program)
+
+
+def test_a_new_join_begins_empty(old: str, tmp_path: Path) -> None:
+    side = [pa.field("n", pa.int64())]
+    schema = join_schema(pa.schema([("k", pa.string())]), ("k",), {"left": side, "right": side}, ("left",), {})
+    join = OperatorSpec("joined", 2, schema.to_json())
+    rewritten(old, "totals", same, tmp_path / "new", program=[*program_of(old), join])
+    assert rows(str(tmp_path / "new"), "joined", "left") == []
+
+
+def test_numbers_are_not_rounded_and_times_are_there(old: str, tmp_path: Path) -> None:
+    def timeless(batch: pa.RecordBatch) -> pa.RecordBatch:
+        at = batch.schema.get_field_index("expiration_timestamp_ms")
+        return batch.set_column(at, "expiration_timestamp_ms", pa.array([None] * batch.num_rows, pa.int64()))
+
+    def rounded(batch: pa.RecordBatch) -> pa.RecordBatch:
+        at = batch.schema.get_field_index("n.count.count")
+        return batch.set_column(at, "n.count.count", pa.array([0.5] * batch.num_rows))
+
+    def endless(batch: pa.RecordBatch) -> pa.RecordBatch:
+        at = batch.schema.get_field_index("session_window")
+        starts, _ = batch.column(at).flatten()
+        both = pa.StructArray.from_arrays([starts, starts], names=["start", "end"])
+        return batch.set_column(at, "session_window", both)
+
+    for operator, function, said in (
+        ("reminders", {"timers": timeless}, "'expiration_timestamp_ms'.* nulls"),
+        ("totals", rounded, "'n.count.count'.*double"),
+        ("sessions", endless, "do not end behind their beginning"),
+    ):
+        with pytest.raises(InvalidStateStoreArgument, match=said):
+            rewritten(old, operator, function, tmp_path / "new", program=program_of(old))
+    single = StateSchema(pa.schema([("user", pa.int64())]), pa.schema([("x", pa.float32())]))
+    pairs = PairsOfRows(VariableRows(schema := OperatorSchema.of_rows(single), schema.in_use[0], raw=True))
+    exact = conformed(pa.table({"user": [1, 2, 3], "x": [0.5, None, float("nan")]}), pairs, "rows")
+    assert exact["x"].to_pylist()[:2] == [0.5, None]
+    with pytest.raises(InvalidStateStoreArgument, match="values would be rounded"):
+        conformed(pa.table({"user": [1], "x": [0.1]}), pairs, "rows")

@@ -14,6 +14,7 @@ import pytest
 
 from backends.exceptions import StorageError
 from backends.formats.changelog import Changes
+from backends.storage.checkpoint_storage import CheckpointStorage
 from coordinator_actor.durable.manifests import ManifestLog
 from coordinator_actor.durable.rewritten_files import RewrittenFiles
 from coordinator_actor.exceptions import BatchHeldError, FencedError, InvalidRequestError
@@ -232,6 +233,45 @@ def test_a_holder_that_dies_holds_nobody_up_for_long_and_changes_nothing(cluster
     with pytest.raises(InvalidRequestError, match="has gone on"):
         cluster.c.adopt_rewritten("run1", "somebody", holder.epoch, written_record(cluster))
     assert cluster.client().get("totals", 1)["n"] == 5
+
+
+def test_storage_that_hangs_holds_nobody_up_for_long(cluster, monkeypatch):
+    """The caller stands still in its last write; the query goes on, and is exchanged when the storage answers."""
+    worked(cluster)
+    monkeypatch.setattr(forgetting, "MOST_HELD_SECONDS", 0.2)
+    monkeypatch.setattr(forgetting, "RENEW_SECONDS", 0.05)
+    stuck, free = threading.Event(), threading.Event()
+    real = CheckpointStorage.put_new
+
+    def put_new(self: CheckpointStorage, path: str, data: bytes) -> Any:
+        if path.startswith("rewritten/") and not free.is_set():
+            stuck.set()
+            assert free.wait(PATIENCE)
+        return real(self, path, data)
+
+    monkeypatch.setattr(CheckpointStorage, "put_new", put_new)
+    steps: list[str] = []
+    thread = threading.Thread(target=forget, args=(cluster,), kwargs={"progress": steps.append})
+    thread.start()
+    assert stuck.wait(PATIENCE)
+    assert cluster.client().get("totals", 2)["n"] == 6
+    batch = cluster.version
+    cluster.world.plan_spark(batch)
+
+    def goes_on() -> bool:
+        try:
+            cluster.hosts[0].host.open(TaskIdentity("run1", "totals", 0, batch, "b", "t"))
+        except BatchHeldError:
+            return False
+        return True
+
+    eventually(goes_on)
+    cluster.batch({2: (7, OTHER)})
+    free.set()
+    thread.join(PATIENCE)
+    assert not thread.is_alive() and any(step.startswith("begins again") for step in steps)
+    check_forgotten(cluster)
+    cluster.batch({2: (8, OTHER)})
 
 
 def written_record(cluster: Cluster) -> str:

@@ -13,7 +13,6 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from trustme import CA, LeafCert
 
 from backends.storage.checkpoint_storage import CheckpointStorage
 from coordinator_actor.coordinator import Coordinator
@@ -34,35 +33,11 @@ from spark_bridge.transport.flight_client import HostClient
 from spark_bridge.transport.tls import TlsConf
 from tests.coordinator_actor.coordinator_world import World
 from tests.patience import PATIENCE
+from tests.spark_bridge.certificates import Files
 from tests.spark_bridge.host.host_steps import make_host, reg, task
 from tests.spark_bridge.queryable.memory_reads import MemoryReads
 
 SECRET = "5ec4e7" * 8
-
-
-class Files:
-    """Certificates in files: of an authority, of hosts and clients that it signed, and of a stranger."""
-
-    def __init__(self, root: Path) -> None:
-        self.root = root
-        self.authority, self.stranger = CA(), CA()
-        self.ca = self.written("ca.pem", self.authority)
-        self.other_ca = self.written("other-ca.pem", self.stranger)
-        self.by_ip = self.leaf("by-ip", self.authority.issue_cert("127.0.0.1"))
-        self.by_name = self.leaf("by-name", self.authority.issue_cert("hosts.example"))
-        self.client = self.leaf("client", self.authority.issue_cert("reader@example.org"))
-        self.foreign = self.leaf("foreign", self.stranger.issue_cert("127.0.0.1"))
-
-    def written(self, name: str, authority: CA) -> str:
-        path = self.root / name
-        authority.cert_pem.write_to_path(str(path))
-        return str(path)
-
-    def leaf(self, name: str, cert: LeafCert) -> dict[str, str]:
-        certificate, key = self.root / f"{name}.pem", self.root / f"{name}.key"
-        certificate.write_bytes(b"".join(blob.bytes() for blob in cert.cert_chain_pems))
-        cert.private_key_pem.write_to_path(str(key))
-        return {"certificate": str(certificate), "key": str(key)}
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,82 @@
+"""A real Prometheus for tests, which scrapes the nodes of the running Ray cluster once a second."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import yaml
+
+from tests.patience import PATIENCE
+
+needs_prometheus = pytest.mark.skipif(
+    shutil.which("prometheus") is None, reason="There is no prometheus here: install Debian's package of that name."
+)
+
+
+class Prometheus:
+    """Asks the API at ``address``."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+
+    def ask(self, path: str, **given: str) -> Any:
+        """Return the data of an answer of the API."""
+        url = f"http://{self._address}/api/v1/{path}?{urllib.parse.urlencode(given)}"
+        with urllib.request.urlopen(url) as answer:
+            return json.loads(answer.read())["data"]
+
+    def query(self, expression: str) -> list[Any]:
+        """Return the series of an expression now, without those that are no number."""
+        return [one for one in self.ask("query", query=expression)["result"] if one["value"][1] != "NaN"]
+
+    def answers(self) -> bool:
+        """Whether the process takes requests by now."""
+        try:
+            return bool(self.ask("status/buildinfo"))
+        except (urllib.error.URLError, ConnectionError):
+            return False
+
+
+@contextmanager
+def running_prometheus(directory: Path, rules: Path) -> Iterator[Prometheus]:
+    """Run a Prometheus with a file of rules, which it evaluates once a second; its own files are in ``directory``."""
+    nodes = [f"{n['NodeManagerAddress']}:{n['MetricsExportPort']}" for n in ray.nodes() if n["Alive"]]
+    conf = {
+        "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
+        "rule_files": [str(rules)],
+        "scrape_configs": [{"job_name": "ray", "static_configs": [{"targets": nodes}]}],
+    }
+    (directory / "prometheus.yml").write_text(yaml.safe_dump(conf))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    command = [
+        "prometheus",
+        f"--config.file={directory}/prometheus.yml",
+        f"--storage.tsdb.path={directory}/data",
+        f"--web.listen-address={address}",
+    ]
+    made = Prometheus(address)
+    with (directory / "log").open("wb") as log, subprocess.Popen(command, stderr=log) as process:
+        try:
+            deadline = time.monotonic() + PATIENCE
+            while not made.answers():
+                said = (directory / "log").read_text()[-2000:]
+                assert process.poll() is None and time.monotonic() < deadline, f"Prometheus does not answer: {said}"
+                time.sleep(0.05)
+            yield made
+        finally:
+            process.terminate()

@@ -1,0 +1,264 @@
+"""Each alert fires when its fault is there, alone, and none fires while all is well.
+
+The faults are real ones, injected where they arise: in the source's rows, in tasks, in processes, and in the network
+before an S3 server. A real Prometheus scrapes the cluster, with the project's rules made quick (``scaled_rules.py``).
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pyspark import cloudpickle
+from pyspark.sql import DataFrame, SparkSession
+
+from spark_bridge import StatefulProcessor, aggregate, transform_with_state
+from spark_bridge import functions as S
+from spark_bridge.session.current import current_cluster
+from spark_bridge.session.settings import STATE_LOCATION_CONF
+from tests.backends.storage.s3_faults import Fault, FaultProxy, fault_proxy, s3_server
+from tests.patience import HANG
+from tests.prometheus import Prometheus, needs_prometheus
+from tests.spark_bridge.alerts.conftest import Alerts, Start
+from tests.spark_bridge.conftest import settle, wait_until
+
+pytestmark = [pytest.mark.spark, pytest.mark.thorough, needs_prometheus]
+# The workers cannot import the tests: what is in this module travels with the query.
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+SCHEMA = "k long, v double, t timestamp"
+OUTPUT = "k long, n long"
+
+
+def rows(n: int) -> list[tuple[Any, ...]]:
+    now = datetime.now(timezone.utc)
+    return [(k, float(n), now) for k in range(20)]
+
+
+def counts(name: str, num_partitions: int = 2) -> Callable[[DataFrame], DataFrame]:
+    """Count by key."""
+    return lambda df: aggregate(df, by="k", operator=name, num_partitions=num_partitions, n=S.count())
+
+
+def slowed(held: Path) -> Callable[[Iterator[Any]], Iterator[Any]]:
+    """A function for mapInArrow that holds rows for so many seconds as the file ``held`` says, while it is there."""
+
+    def seconds() -> float:
+        try:
+            return float(held.read_text())
+        except FileNotFoundError:
+            return 0.0
+
+    def run(batches: Iterator[Any]) -> Iterator[Any]:
+        for batch in batches:
+            begun = time.monotonic()
+            while time.monotonic() - begun < seconds():
+                time.sleep(0.1)
+            yield batch
+
+    return run
+
+
+def failing_once(flag: Path) -> Callable[[Iterator[Any]], Iterator[Any]]:
+    """A function for mapInArrow whose first attempt fails in each task, while the file ``flag`` is there."""
+
+    def run(batches: Iterator[Any]) -> Iterator[Any]:
+        from pyspark import TaskContext
+
+        context = TaskContext.get()
+        for batch in batches:
+            if context is not None and context.attemptNumber() == 0 and flag.exists():
+                raise RuntimeError("this attempt fails behind its commit")
+            yield batch
+
+    return run
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a file as a whole, for tasks that read it meanwhile."""
+    draft = path.with_suffix(".draft")
+    draft.write_text(text)
+    draft.rename(path)
+
+
+def test_an_hour_without_faults_raises_no_alert(feed: Start, alerts: Alerts) -> None:
+    with feed("healthy", SCHEMA, rows, counts("healthy")) as stream:
+        stream.well(alerts, 180.0)  # an hour of the quick rules
+
+
+def test_a_source_that_stalls_in_the_midst_of_a_batch(feed: Start, alerts: Alerts, tmp_path: Path) -> None:
+    held = tmp_path / "held"
+    with feed("stalls", SCHEMA, rows, lambda df: counts("stalls")(df.mapInArrow(slowed(held), SCHEMA))) as stream:
+        stream.well(alerts)
+        replace_text(held, str(HANG))
+        try:
+            # Not for long: a batch that hangs for five minutes, here one, makes the state old as well.
+            alerts.exactly(("StatestoreCheckpointLate", "stalls"), seconds=5.0)
+        finally:
+            held.unlink()
+
+
+def test_a_source_that_is_slower_than_its_rows_come(feed: Start, alerts: Alerts, tmp_path: Path) -> None:
+    slow = tmp_path / "slow"
+    replace_text(slow, "15")
+    with feed("slow", SCHEMA, rows, lambda df: counts("slow")(df.mapInArrow(slowed(slow), SCHEMA))) as stream:
+        stream.well(alerts, batches=3)
+        replace_text(slow, "40")  # no batch takes three usual intervals
+        try:
+            alerts.exactly(("StatestoreNotFresh", "slow"))
+        finally:
+            slow.unlink()
+
+
+def test_a_source_whose_rows_are_old(feed: Start, alerts: Alerts) -> None:
+    def old(n: int) -> list[tuple[Any, ...]]:
+        return [(k, v, t - timedelta(hours=2)) for k, v, t in rows(n)]
+
+    def by_minute(name: str) -> Callable[[DataFrame], DataFrame]:
+        return lambda df: aggregate(
+            df.withWatermark("t", "10 seconds"),
+            by=["k", S.window("t", "1 minute")],
+            operator=name,
+            num_partitions=2,
+            n=S.count(),
+        )
+
+    with feed("timely", SCHEMA, rows, by_minute("timely")) as timely:
+        timely.well(alerts)
+        with feed("backlog", SCHEMA, old, by_minute("backlog")):
+            alerts.exactly(("StatestoreNotFresh", "backlog"))
+
+
+def test_tasks_that_fail(feed: Start, alerts: Alerts, tmp_path: Path) -> None:
+    flag = tmp_path / "failing"
+    with feed(
+        "fails", SCHEMA, rows, lambda df: counts("fails", 8)(df).mapInArrow(failing_once(flag), OUTPUT)
+    ) as stream:
+        stream.well(alerts)
+        flag.touch()
+        try:
+            alerts.exactly(("StatestoreTasksRetried", "fails"))
+        finally:
+            flag.unlink()
+
+
+def test_state_that_grows_without_end(feed: Start, alerts: Alerts) -> None:
+    grows = []
+
+    def keys(n: int) -> list[tuple[Any, ...]]:
+        # Of random bytes, which no compression makes small.
+        more = [(n << 20 | k, os.urandom(2000).hex()) for k in range(200)] if grows else []
+        return [*((k, "") for k in range(20)), *more]
+
+    def newest(df: DataFrame) -> DataFrame:
+        return aggregate(df, by="k", operator="grows", num_partitions=2, n=S.max("v"))
+
+    with feed("grows", "k long, v string", keys, newest) as stream:
+        stream.well(alerts, 60.0)  # a day of the quick rules
+        grows.append(True)
+        alerts.exactly(("StatestoreStateGrows", "grows"))
+
+
+class Pages(StatefulProcessor):
+    """Counts the visits of a user by page: the state of one user is many keys."""
+
+    def init(self, handle: Any) -> None:
+        self.pages = handle.getMapState("pages", "page long", "n long")
+
+    def handleInputRows(self, key: Any, rows: Any, timerValues: Any) -> Iterator[Any]:
+        for row in rows:
+            self.pages.updateValue((row.page,), (1,))
+        yield from ()
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_key_with_most_of_the_state_in_more_than_a_hundred_partitions(feed: Start, alerts: Alerts) -> None:
+    hot = []
+
+    def visits(n: int) -> list[tuple[Any, ...]]:
+        many = [(0, page) for page in range(11_000)] if hot and not hot.clear() else []
+        return [*((user, n) for user in range(400)), *many]
+
+    def pages(df: DataFrame) -> DataFrame:
+        return transform_with_state(df, "k", Pages(), OUTPUT, operator="pages", num_partitions=101)
+
+    with feed("skewed", "k long, page long", visits, pages, mode="update") as stream:
+        stream.well(alerts)
+        hot.append(True)
+        alerts.exactly(("StatestoreSkew", "skewed"))
+
+
+@pytest.fixture
+def s3(spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultProxy]:
+    """Queries that start have their state behind the proxy."""
+    cluster = current_cluster()
+    with s3_server() as server, fault_proxy(server) as proxy:
+        server.make_bucket("alerts")
+        options = {
+            "endpoint": proxy.endpoint,
+            "endpoint.region": "us-east-1",
+            "path.style.access": "true",
+            "connection.ssl.enabled": "false",
+            "access.key": server.account.access_key,
+            "secret.key": server.account.secret_key,
+        }
+        given = {f"spark.hadoop.fs.s3a.{name}": value for name, value in options.items()}
+        monkeypatch.setattr(cluster, "conf", replace(cluster.conf, storage_options=given))
+        spark.conf.set(STATE_LOCATION_CONF, "s3://alerts/state")
+        try:
+            yield proxy
+        finally:
+            spark.conf.unset(STATE_LOCATION_CONF)
+
+
+def test_storage_that_answers_with_errors(feed: Start, alerts: Alerts, s3: FaultProxy) -> None:
+    with feed("refused", SCHEMA, rows, counts("refused")) as stream:
+        stream.well(alerts)
+        s3.plan.append(Fault("answer", status=500, times=10**9, skip=2, recurs=True))
+        alerts.exactly(("StatestoreStorage", current_cluster().options.namespace))
+        s3.plan.clear()
+
+
+def test_storage_that_is_slow(feed: Start, alerts: Alerts, s3: FaultProxy) -> None:
+    with feed("delayed", SCHEMA, rows, counts("delayed")) as stream:
+        stream.well(alerts)
+        s3.plan.append(Fault("delay", "PUT", "/manifests/", seconds=7.0, times=10**9))
+        alerts.exactly(("StatestoreStorage", current_cluster().options.namespace))
+        s3.plan.clear()
+
+
+def test_storage_that_takes_no_snapshots(feed: Start, alerts: Alerts, s3: FaultProxy) -> None:
+    """Such storage is a fault of its own: an upload that is refused is a failed request, one that hangs a slow one."""
+    with feed("no-snapshots", SCHEMA, rows, counts("lags")) as stream:
+        stream.well(alerts)
+        s3.plan.append(Fault("answer", "PUT", "snapshot", status=403, times=10**9))
+        storage = ("StatestoreStorage", current_cluster().options.namespace)
+        alerts.exactly(("StatestoreSnapshotsLag", "no-snapshots"), storage)
+        s3.plan.clear()
+
+
+def test_a_host_that_is_killed_again_and_again(feed: Start, alerts: Alerts, prometheus: Prometheus) -> None:
+    with feed("killed", SCHEMA, rows, counts("killed")) as stream:
+        stream.well(alerts)
+        host = str(current_cluster().describe_hosts()[0]["host_id"])
+        restarts = f'max(ray_statestore_host_restarts{{host="{host}"}})'
+        known = float(prometheus.query(restarts)[0]["value"][1])
+        for n in range(1, 4):
+            stream.paused.set()
+            settle(stream.query)
+            os.kill(
+                next(int(h["pid"]) for h in current_cluster().describe_hosts() if h["host_id"] == host), signal.SIGKILL
+            )
+            wait_until(lambda n=n: float(prometheus.query(restarts)[0]["value"][1]) >= known + n)
+            stream.paused.clear()
+        alerts.exactly(("StatestoreRestartLoop", host))
