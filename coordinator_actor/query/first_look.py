@@ -35,7 +35,7 @@ def first_look(
     registration: QueryRegistration,
     manifests: ManifestLog,
     commits: SparkCommits,
-    prove: Callable[[CheckpointStorage], None] = lambda storage: None,
+    prove: Callable[[CheckpointStorage], None],
 ) -> FirstLook:
     """Read what decides about a registration, and all manifests. Raises what reading raises.
 
