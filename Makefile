@@ -120,5 +120,5 @@ $(BENCH_STAMP): $(STAMP)
 
 .PHONY: clean
 clean: ## Remove the environments, caches and build products
-	rm -rf $(VENV) $(VENV42) .venv3* .venv-quix docs/_build build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VENV42) .venv3* .venv-quix benchmarks/.environments docs/_build build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,6 +1,6 @@
 """What metrics cost, as a share of a batch.
 
-    python benchmarks/metrics_overhead.py                      2 hosts with 4, 100 and 1,000 partitions, 9 turns
+    python benchmarks/metrics_overhead.py                      2 hosts with 4, 100 and 500 partitions, 7 turns
     python benchmarks/metrics_overhead.py --turns 3 --partitions 4 100
 
 A real coordinator and real hosts run batches on a local disk, without Spark, so that a batch takes no longer than it
@@ -44,7 +44,7 @@ from spark_bridge.session.operator_progress import StateOperatorProgress
 from spark_bridge.session.stream_metrics import PUBLISH_SECONDS as DRIVER_SECONDS
 from spark_bridge.session.stream_metrics import StreamMetrics
 
-BATCHES = 10
+BATCHES = 5
 """Batches of a turn; the least number behind which all is published once."""
 PROGRESS = json.dumps(
     {
@@ -100,7 +100,7 @@ class Published:
             "coordinator": _seconds(self._coordinator_look),  # with the figures of all batches of the turn
             "coordinator, nothing new": _seconds(self._coordinator_look),
             "hosts": _seconds(self._hosts_look),
-            "driver": _seconds(self.driver.publish_operators),
+            "driver": _seconds(self.driver.publish),
         }
         checkpoint = max(0.0, looks["coordinator"] - looks["coordinator, nothing new"]) / BATCHES
         # Each host sends its acknowledgements in one message, or in few.
@@ -174,8 +174,8 @@ def report(sizes: Sequence[Published]) -> Table:
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--partitions", type=int, nargs="+", default=[4, 100, 1000])
-    parser.add_argument("--turns", type=int, default=9)
+    parser.add_argument("--partitions", type=int, nargs="+", default=[4, 100, 500])
+    parser.add_argument("--turns", type=int, default=7)
     given = parser.parse_args()
     Console().print(report(measure(given.partitions, given.turns)))
 

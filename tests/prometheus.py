@@ -1,4 +1,4 @@
-"""A real Prometheus for tests, which scrapes the nodes of the running Ray cluster once a second."""
+"""A real Prometheus for tests, which scrapes the nodes of the running Ray cluster every two seconds."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def running_prometheus(directory: Path, rules: Path) -> Iterator[Prometheus]:
     """Run a Prometheus with a file of rules, which it evaluates once a second; its own files are in ``directory``."""
     nodes = [f"{n['NodeManagerAddress']}:{n['MetricsExportPort']}" for n in ray.nodes() if n["Alive"]]
     conf = {
-        "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
+        "global": {"scrape_interval": "2s", "scrape_timeout": "2s", "evaluation_interval": "1s"},
         "rule_files": [str(rules)],
         "scrape_configs": [{"job_name": "ray", "static_configs": [{"targets": nodes}]}],
     }

@@ -9,6 +9,7 @@ from nexmark import comparison as nexmark
 from suite.comparison import Comparison
 
 from comparisons import (
+    alternatives,
     coordinators,
     enrichment,
     growth,
@@ -35,5 +36,6 @@ MODULES = (
     providers,
     object_storage,
     coordinators,
+    alternatives,
 )
 COMPARISONS: dict[str, Comparison] = {c.name: c for module in MODULES for c in module.COMPARISONS}

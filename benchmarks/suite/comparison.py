@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from suite.model import Case, Contestant, Size
+from suite.model import Case, Contestant, Part, Size
 from suite.progress import Steps
 from suite.ratios import Target
 
@@ -25,6 +25,14 @@ class Measured:
 
 
 @dataclass(frozen=True)
+class Table:
+    """A table of a comparison's own, in place of one line for each case and contestant: its heading, and its lines."""
+
+    heading: Sequence[str]
+    lines: Callable[[Part], Sequence[Sequence[str]]]
+
+
+@dataclass(frozen=True)
 class Comparison:
     """One comparison of the suite.
 
@@ -34,7 +42,9 @@ class Comparison:
 
     ``sizes`` has the quantities of a smoke run and of a full one; each can be given on the command line. ``minutes`` is
     how long a run may take. ``in_smoke``: whether ``make bench-smoke`` runs it, in the first of its environments.
-    ``picture`` is how the cases are drawn: "bars", "lines" (along ``Case.x``), or not at all.
+    ``picture`` is how the cases are drawn: "bars", "lines" (along ``Case.x``), or not at all. ``table`` shows
+    the cases in a way of the comparison's own; a page of the docs can take the table from ``RESULTS.md`` by the marks
+    around it.
     """
 
     name: str
@@ -49,6 +59,7 @@ class Comparison:
     picture: Literal["bars", "lines", ""] = ""
     x_label: str = ""
     command: str = ""
+    table: Table | None = None
 
     def runs_in(self, kind: Kind, wanted: str | None) -> list[str]:
         """Return the environments of a run: the wanted one if it has it; else all, or in a smoke run the first."""

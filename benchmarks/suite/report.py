@@ -106,12 +106,13 @@ def _section(comparison: Comparison, result: Result | None) -> list[str]:
     lines = [f"## {comparison.name}\n", f"{comparison.title}. {comparison.about}\n"]
     parts = _parts(comparison, result)
     if not parts:
-        return [*lines, "Not measured yet.\n"]
+        return [*lines, *_marked(comparison, "Not measured yet.")]
     for part in parts:
         if len(comparison.environments) > 1:
             lines.append(f"### {comparison.name} on {ENVIRONMENTS[part.environment]}\n")
         if part.failure is not None:
-            lines.append(f"**Failed** on {part.day} after {part.seconds:.0f} s: {_cell(part.failure)}\n")
+            failure = f"**Failed** on {part.day} after {part.seconds:.0f} s: {_cell(part.failure)}"
+            lines += _marked(comparison, failure)
         else:
             lines += _measured(comparison, part)
         lines += _circumstances(comparison, part)
@@ -122,6 +123,23 @@ def _measured(comparison: Comparison, part: Part) -> list[str]:
     lines = []
     if _picture(comparison, part):
         lines.append(f"![{comparison.title}](results/{_plot_name(comparison, part)})\n")
+    return [*lines, *_figures(comparison, part), *_notes(part), _settings(part.contestants), ""]
+
+
+def _notes(part: Part) -> list[str]:
+    return [*(f"- {note}" for note in part.notes), *([""] if part.notes else [])]
+
+
+def _marked(comparison: Comparison, text: str) -> list[str]:
+    """Return text; between marks where a page of the docs takes it from, if the comparison has a table of its own."""
+    if comparison.table is None:
+        return [f"{text}\n"]
+    return [f"<!-- table of {comparison.name} -->\n", text, f"\n<!-- end of the table of {comparison.name} -->\n"]
+
+
+def _figures(comparison: Comparison, part: Part) -> list[str]:
+    if comparison.table is not None:
+        return _marked(comparison, _table(comparison.table.heading, comparison.table.lines(part)))
     others = [name for name, c in part.contestants.items() if not c.is_ours and _has_ours(part, name)]
     heading = ("case", "contestant", "median", "min to max", "turns", *(f"times as fast as {n}" for n in others))
     rows = []
@@ -139,11 +157,7 @@ def _measured(comparison: Comparison, part: Part) -> list[str]:
                     *(_against(part, case, name, other) for other in others),
                 )
             )
-    lines += [_table(heading, rows), ""]
-    lines += [f"- {note}" for note in part.notes]
-    if part.notes:
-        lines.append("")
-    return [*lines, _settings(part.contestants), ""]
+    return [_table(heading, rows), ""]
 
 
 def _has_ours(part: Part, other: str) -> bool:

@@ -6,6 +6,7 @@ import json
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from backends.exceptions import StateStoreError
@@ -20,6 +21,15 @@ PUBLISH_SECONDS = 10.0
 """Seconds between two looks at the operators. A look asks each host once for each query, beside the batches."""
 
 
+@dataclass(frozen=True)
+class _Batch:
+    """What Spark says of a batch: rows a second, and milliseconds by step."""
+
+    of_input: float
+    processed: float
+    duration_ms: Mapping[str, float]
+
+
 class StreamMetrics:
     """Publishes for the queries of one driver. ``_lock`` guards the sink and the table of runs.
 
@@ -31,6 +41,7 @@ class StreamMetrics:
         self._progress_of = progress_of
         self._titles: dict[str, str] = {}
         self._operators: dict[str, set[str]] = {}
+        self._batches: dict[str, _Batch] = {}
         self._lock = threading.Lock()
         self._closed = threading.Event()
         threading.Thread(target=self._run, name="statestore-stream-metrics", daemon=True).start()
@@ -44,6 +55,7 @@ class StreamMetrics:
         """End with a run: its rates and the sizes of its partitions are 0 from now on."""
         with self._lock:
             title = self._titles.pop(run_id, None)
+            self._batches.pop(run_id, None)
             if title is not None and title not in self._titles.values():
                 self._rates(title, 0.0, 0.0)
                 for operator in self._operators.pop(title, ()):
@@ -56,13 +68,18 @@ class StreamMetrics:
             title = self._titles.get(run_id)
             if title is None:
                 return
-            self._rates(title, _number(told.get("inputRowsPerSecond")), _number(told.get("processedRowsPerSecond")))
-            for step, ms in (told.get("durationMs") or {}).items():
-                self._sink.set("statestore_spark_duration_seconds", ms / 1000, query=title, step=step)
+            rates = _number(told.get("inputRowsPerSecond")), _number(told.get("processedRowsPerSecond"))
+            made = self._batches[run_id] = _Batch(*rates, told.get("durationMs") or {})
+            self._publish_batch(title, made)
 
     def close(self) -> None:
         """Publish no more."""
         self._closed.set()
+
+    def _publish_batch(self, title: str, batch: _Batch) -> None:
+        self._rates(title, batch.of_input, batch.processed)
+        for step, ms in batch.duration_ms.items():
+            self._sink.set("statestore_spark_duration_seconds", ms / 1000, query=title, step=step)
 
     def _rates(self, title: str, of_input: float, processed: float) -> None:
         self._sink.set("statestore_input_rows_per_second", of_input, query=title)
@@ -74,12 +91,17 @@ class StreamMetrics:
 
     def _run(self) -> None:
         while not self._closed.wait(PUBLISH_SECONDS):
-            self.publish_operators()
+            self.publish()
 
-    def publish_operators(self) -> None:
-        """Publish the newest figures of all operators."""
+    def publish(self) -> None:
+        """Publish the newest figures of all operators, and those of the last batches again.
+
+        Ray forgets a gauge that is not set for 20 s, and a batch may take longer.
+        """
         with self._lock:
             titles = dict(self._titles)
+            for run_id, batch in self._batches.items():
+                self._publish_batch(titles[run_id], batch)
         for run_id, title in titles.items():
             try:
                 found = self._progress_of(run_id)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pyarrow as pa
 
-from backends.encoding.operator_schema import OperatorSchema, StateVariable
+from backends.encoding.operator_schema import StateVariable
 from backends.encoding.schema import StateSchema
 from backends.encoding.spark_types import normalized_type
 from backends.exceptions import InvalidStateStoreArgument
@@ -94,10 +94,3 @@ def _field(given: pa.Field, before: pa.Schema) -> pa.Field:
     if at >= 0 and before.field(at).type == kind:
         return before.field(at)
     return pa.field(given.name, kind)
-
-
-def inferred_operator(
-    source: OperatorSchema, variables: Sequence[StateVariable], key_columns: tuple[str, ...]
-) -> OperatorSchema:
-    """Return the schema of an operator with these variables; settings are those of the operator that they come from."""
-    return OperatorSchema(tuple(variables), key_columns, source.settings)

@@ -54,10 +54,9 @@ class WrittenOperator(Struct, frozen=True):
 class NewStateReport(Struct, frozen=True):
     """What was written to ``checkpoint_location``, or with ``dry_run`` would be: the query goes on from ``version``.
 
-    ``batch_id`` is the last batch that Spark takes as committed; None if a new query begins with the state. ``rows``
-    are the rows of each variable, as (operator, variable): those that were read, those that the function made, and
-    those that were written, which are fewer where rows were combined. ``samples`` are the first rows of each variable
-    before and after, as tables.
+    ``batch_id`` is the last batch that Spark takes as committed; None if a new query begins with the state. By
+    variable, as (operator, variable): ``rows_read``, ``rows_made`` by the function, and ``rows_written``, which are
+    fewer where rows were combined; ``samples_before`` and ``samples_after`` are the first rows, as tables.
     """
 
     checkpoint_location: str

@@ -20,7 +20,8 @@ from spark_bridge.state_surgery.new_state import (
     session_state_location,
 )
 from spark_bridge.state_surgery.programs import Combining, Program
-from spark_bridge.state_surgery.rewrite_plan import Functions, planned, rewritten_operators
+from spark_bridge.state_surgery.rewrite_plan import planned
+from spark_bridge.state_surgery.rewritten_operators import Functions, rewritten_operators
 from spark_bridge.state_surgery.workers import RayWorkers, Workers
 
 log = logging.getLogger(__name__)

@@ -23,6 +23,8 @@ from tests.spark_bridge.conftest import Stream, wait_until
 RULES = Path(__file__).parents[3] / "deploy/prometheus/statestore.rules.yml"
 LONGEST_FOR = 15.0
 """So long a condition must hold in the quick rules before its alert fires, in seconds, at most."""
+QUIET_SECONDS = 20
+"""So long Prometheus must have known of no alert before a test begins."""
 FEED_SECONDS = 0.5
 
 
@@ -34,9 +36,11 @@ class Alerts:
     since: float = 0.0
 
     def begin(self) -> None:
-        """Wait until nothing of earlier tests is left, and look from now on."""
-        wait_until(lambda: not self.prometheus.ask("alerts")["alerts"], PATIENCE)
-        time.sleep(2.0)  # samples of the last evaluation with one are in no window of whole seconds from here on
+        """Wait until nothing of earlier tests is left, and look from now on.
+
+        One look is not enough: where a scrape fails on a busy machine, all series are gone for a moment.
+        """
+        wait_until(lambda: not self.prometheus.query(f"max_over_time(ALERTS[{QUIET_SECONDS}s])"), PATIENCE)
         self.since = time.time()
 
     def fired(self) -> set[tuple[str, str]]:

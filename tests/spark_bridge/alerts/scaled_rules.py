@@ -3,7 +3,7 @@
 Two things change, and nothing else:
 
 - Each duration of a rule (``for:``, the windows in brackets with their steps, and ``offset``) is divided by ``FACTOR``,
-  or by the rule's own in ``FACTORS``. None becomes shorter than a second, in which Prometheus scrapes and evaluates.
+  or by the rule's own in ``FACTORS``. None becomes shorter than a second, in which Prometheus evaluates.
 - The limits in ``LIMITS`` are lowered, where the fault would take minutes, or much disk, to reach them.
 """
 

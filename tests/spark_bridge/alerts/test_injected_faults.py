@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import datetime, timedelta, timezone
@@ -24,7 +25,7 @@ from spark_bridge import StatefulProcessor, aggregate, transform_with_state
 from spark_bridge import functions as S
 from spark_bridge.session.current import current_cluster
 from spark_bridge.session.settings import STATE_LOCATION_CONF
-from tests.backends.storage.s3_faults import Fault, FaultProxy, fault_proxy, s3_server
+from tests.backends.storage.s3_faults import Fault, FaultProxy, S3Server
 from tests.patience import HANG
 from tests.prometheus import Prometheus, needs_prometheus
 from tests.spark_bridge.alerts.conftest import Alerts, Start
@@ -199,26 +200,29 @@ def test_a_key_with_most_of_the_state_in_more_than_a_hundred_partitions(feed: St
 
 
 @pytest.fixture
-def s3(spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultProxy]:
-    """Queries that start have their state behind the proxy."""
-    cluster = current_cluster()
-    with s3_server() as server, fault_proxy(server) as proxy:
-        server.make_bucket("alerts")
-        options = {
-            "endpoint": proxy.endpoint,
-            "endpoint.region": "us-east-1",
-            "path.style.access": "true",
-            "connection.ssl.enabled": "false",
-            "access.key": server.account.access_key,
-            "secret.key": server.account.secret_key,
-        }
-        given = {f"spark.hadoop.fs.s3a.{name}": value for name, value in options.items()}
-        monkeypatch.setattr(cluster, "conf", replace(cluster.conf, storage_options=given))
-        spark.conf.set(STATE_LOCATION_CONF, "s3://alerts/state")
-        try:
-            yield proxy
-        finally:
-            spark.conf.unset(STATE_LOCATION_CONF)
+def s3(
+    spark: SparkSession, servers: tuple[S3Server, FaultProxy], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[FaultProxy]:
+    """Queries that start have their state behind the proxy, which outlives them: hosts go on asking for a while."""
+    cluster, (server, proxy) = current_cluster(), servers
+    bucket = f"alerts-{uuid.uuid4().hex[:8]}"
+    server.make_bucket(bucket)
+    options = {
+        "endpoint": proxy.endpoint,
+        "endpoint.region": "us-east-1",
+        "path.style.access": "true",
+        "connection.ssl.enabled": "false",
+        "access.key": server.account.access_key,
+        "secret.key": server.account.secret_key,
+    }
+    given = {f"spark.hadoop.fs.s3a.{name}": value for name, value in options.items()}
+    monkeypatch.setattr(cluster, "conf", replace(cluster.conf, storage_options=given))
+    spark.conf.set(STATE_LOCATION_CONF, f"s3://{bucket}/state")
+    try:
+        yield proxy
+    finally:
+        proxy.plan.clear()
+        spark.conf.unset(STATE_LOCATION_CONF)
 
 
 def test_storage_that_answers_with_errors(feed: Start, alerts: Alerts, s3: FaultProxy) -> None:
@@ -226,7 +230,6 @@ def test_storage_that_answers_with_errors(feed: Start, alerts: Alerts, s3: Fault
         stream.well(alerts)
         s3.plan.append(Fault("answer", status=500, times=10**9, skip=2, recurs=True))
         alerts.exactly(("StatestoreStorage", current_cluster().options.namespace))
-        s3.plan.clear()
 
 
 def test_storage_that_is_slow(feed: Start, alerts: Alerts, s3: FaultProxy) -> None:
@@ -234,7 +237,6 @@ def test_storage_that_is_slow(feed: Start, alerts: Alerts, s3: FaultProxy) -> No
         stream.well(alerts)
         s3.plan.append(Fault("delay", "PUT", "/manifests/", seconds=7.0, times=10**9))
         alerts.exactly(("StatestoreStorage", current_cluster().options.namespace))
-        s3.plan.clear()
 
 
 def test_storage_that_takes_no_snapshots(feed: Start, alerts: Alerts, s3: FaultProxy) -> None:
@@ -244,14 +246,13 @@ def test_storage_that_takes_no_snapshots(feed: Start, alerts: Alerts, s3: FaultP
         s3.plan.append(Fault("answer", "PUT", "snapshot", status=403, times=10**9))
         storage = ("StatestoreStorage", current_cluster().options.namespace)
         alerts.exactly(("StatestoreSnapshotsLag", "no-snapshots"), storage)
-        s3.plan.clear()
 
 
 def test_a_host_that_is_killed_again_and_again(feed: Start, alerts: Alerts, prometheus: Prometheus) -> None:
     with feed("killed", SCHEMA, rows, counts("killed")) as stream:
         stream.well(alerts)
         host = str(current_cluster().describe_hosts()[0]["host_id"])
-        restarts = f'max(ray_statestore_host_restarts{{host="{host}"}})'
+        restarts = f'max(max_over_time(ray_statestore_host_restarts{{host="{host}"}}[20s]))'
         known = float(prometheus.query(restarts)[0]["value"][1])
         for n in range(1, 4):
             stream.paused.set()

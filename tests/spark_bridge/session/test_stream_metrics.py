@@ -43,7 +43,12 @@ def test_rates_and_durations_are_those_of_the_last_batch(sink: KeptMetrics, metr
     assert sink.of("statestore_input_rows_per_second") == {("totals",): 50.0}
     assert sink.of("statestore_processed_rows_per_second") == {("totals",): 80.0}
     assert sink.of("statestore_spark_duration_seconds") == {("totals", "addBatch"): 1.5}
+    sink.values.clear()
+    metrics.publish()
+    assert sink.of("statestore_input_rows_per_second") == {("totals",): 50.0}, "Ray forgets what is not set again"
+    assert sink.of("statestore_spark_duration_seconds") == {("totals", "addBatch"): 1.5}
     metrics.remove("run1")
+    metrics.publish()
     assert sink.of("statestore_input_rows_per_second") == {("totals",): 0.0}
     metrics.batch("run1", progress())
     assert sink.of("statestore_input_rows_per_second") == {("totals",): 0.0}, "it has ended"
@@ -61,7 +66,7 @@ def test_operators_have_sparks_names_and_one_without_figures_keeps_no_other(
 ) -> None:
     metrics.add("gone", "lost")
     metrics.add("run1", "totals")
-    metrics.publish_operators()
+    metrics.publish()
     assert sink.get("statestore_operator_numRowsTotal", query="totals", operator="op") == 100
     assert sink.get("statestore_operator_commitTimeMs", query="totals", operator="op") == 12.5
     custom = {"query": "totals", "operator": "op", "figure": "numDroppedDuplicateRows"}
@@ -70,9 +75,9 @@ def test_operators_have_sparks_names_and_one_without_figures_keeps_no_other(
 
 def test_how_evenly_keys_lie_is_said_until_the_query_ends(sink: KeptMetrics, metrics: StreamMetrics) -> None:
     metrics.add("run1", "totals")
-    metrics.publish_operators()
+    metrics.publish()
     sizes = ("statestore_largest_partition_keys", "statestore_median_partition_keys")
     assert [sink.of(name) for name in sizes] == [{("op", "totals"): 70}, {("op", "totals"): 10.0}]
     metrics.remove("run1")
-    metrics.publish_operators()
+    metrics.publish()
     assert [sink.of(name) for name in sizes] == [{("op", "totals"): 0}] * 2

@@ -31,15 +31,9 @@ from spark_bridge.state_surgery.new_state import NewStateReport
 from tests.coordinator_actor.coordinator_world import World
 from tests.effort import only_thorough
 from tests.spark_bridge.state_data.format_fixtures import Stored
+from tests.spark_bridge.state_surgery.checkpoints import program_of, rows, tree, variables
 from tests.spark_bridge.state_surgery.own_workers import OwnWorkers
-from tests.spark_bridge.state_surgery.test_rewrite_state import program_of, rows, tree, variables
-
-KEYS = pa.schema([pa.field("user", pa.int64())])
-TOTALS = StateSchema(
-    KEYS, pa.schema([pa.field("n.count.count", pa.int64(), nullable=False), ("x.sum.sum", pa.float64())])
-)
-PROGRAM = [OperatorSpec("totals", 3, OperatorSchema.of_rows(TOTALS).to_json(), "file")]
-GIVEN = pa.table({"user": [1, 2, 3, None], "n.count.count": [5, 6, 7, 8], "x.sum.sum": [0.5, None, 2.0, 1.0]})
+from tests.spark_bridge.state_surgery.totals_to_begin_with import GIVEN, KEYS, PROGRAM
 
 
 def made(given: Any, at: Path, program: Any = PROGRAM, **options: Any) -> NewStateReport:

@@ -18,8 +18,8 @@ from spark_bridge import bootstrap_state, rewrite_state
 from tests.patience import PATIENCE
 from tests.scratch import SCRATCH
 from tests.spark_bridge.state_data.format_fixtures import Stored
-from tests.spark_bridge.state_surgery.test_bootstrap_state import GIVEN, PROGRAM
-from tests.spark_bridge.state_surgery.test_rewrite_state import program_of, rows, tree, variables
+from tests.spark_bridge.state_surgery.checkpoints import program_of, rows, tree, variables
+from tests.spark_bridge.state_surgery.totals_to_begin_with import GIVEN, PROGRAM
 
 pytestmark = pytest.mark.ray
 

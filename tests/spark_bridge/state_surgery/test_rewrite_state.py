@@ -22,7 +22,6 @@ from backends.storage.checkpoint_storage import CheckpointStorage
 from coordinator_actor.durable.audit_log import AuditLog
 from coordinator_actor.exceptions import SavepointError
 from coordinator_actor.messages import OperatorSpec
-from coordinator_actor.reading.stored_versions import StateVersions, find_state
 from coordinator_actor.reading.verification import verify_version
 from coordinator_actor.savepoints.new_checkpoint import NewCheckpoint
 from spark_bridge.state_data.state_tables import state_table
@@ -37,9 +36,8 @@ from spark_bridge.state_surgery.rewrite_state import rewrite_state
 from tests.effort import effort, only_thorough
 from tests.spark_bridge.state_data.format_fixtures import Stored, copied
 from tests.spark_bridge.state_flows import Flow
+from tests.spark_bridge.state_surgery.checkpoints import program_of, rows, tree, variables, versions_of
 from tests.spark_bridge.state_surgery.own_workers import OwnWorkers
-
-DERIVED = ("key_group", "partition_id")
 
 
 @pytest.fixture
@@ -59,29 +57,6 @@ def rewritten(old: str, operator: Any, function: Any, new: Path, **options: Any)
     return rewrite_state(old, operator, function, str(new), workers=OwnWorkers(), **options)
 
 
-def versions_of(location: str) -> StateVersions:
-    return StateVersions.look(find_state(location))
-
-
-def variables(location: str) -> list[tuple[str, str]]:
-    versions = versions_of(location)
-    return [
-        (name, v.name)
-        for name, entry in sorted(versions.operators(versions.completed).items())
-        for v in versions.schema(entry).in_use
-    ]
-
-
-def rows(location: str, operator: str, state: str | None = None, *, sort: bool = True) -> list[dict[str, Any]]:
-    table = state_table(location, operator, state, state_columns=True).drop_columns(list(DERIVED))
-    found: list[dict[str, Any]] = table.to_pylist()
-    return sorted(found, key=repr) if sort else found
-
-
-def tree(path: Path) -> list[str]:
-    return sorted(str(p.relative_to(path)) for p in path.rglob("*") if p.is_file())
-
-
 def same(batch: pa.RecordBatch) -> pa.RecordBatch:
     return batch
 
@@ -94,17 +69,6 @@ ALL: Mapping[str, Any] = {
     "visits": dict.fromkeys(("last", "seen", "pages", "recent", "tags", "timers"), same),
     "windows": same,
 }
-
-
-def program_of(location: str, **changed: OperatorSpec) -> list[OperatorSpec]:
-    """What a program would declare that has just this state."""
-    versions = versions_of(location)
-    operators = versions.operators(versions.completed)
-    specs = {
-        name: OperatorSpec(name, e.num_partitions, versions.schema(e).compacted().to_json(), e.backend)
-        for name, e in operators.items()
-    }
-    return list({**specs, **changed}.values())
 
 
 @pytest.mark.parametrize(
@@ -308,6 +272,7 @@ def test_bad_calls_are_refused_with_the_remedy(old: str, tmp_path: Path) -> None
         (lambda: rewritten(old, "totals", lambda b: None, new), "made no rows.*program="),
         (lambda: rewritten(old, "totals", lambda b: {"../x": b}, new), r"'../x'"),
         (lambda: rewritten(old, "totals", lambda b: {5: b}, new), "gave rows to 5"),
+        (lambda: rewritten(old, "totals", lambda b: {"windows": b}, new), "'windows', which stays as it is"),
         (lambda: rewritten(old, "firsts", same, new), "by time as well: give program="),
         (lambda: rewritten(old, "totals", same, new, program=[]), "has none"),
         (lambda: rewritten(old, "totals", same, new, program=program_of(old), key=["k"]), "key= and program="),

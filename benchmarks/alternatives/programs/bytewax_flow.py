@@ -1,0 +1,122 @@
+"""The dataflow of ``bytewax_program``, as ``python -m bytewax.run`` imports it; the environment says where it works."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+from typing import Any
+
+import bytewax.operators as op
+import protocol
+from bytewax.dataflow import Dataflow
+from bytewax.inputs import FixedPartitionedSource, StatefulSourcePartition
+from bytewax.outputs import DynamicSink, StatelessSinkPartition
+
+STOP = "stop"
+PARTS = 2
+LINES = 1000
+"""Rows a batch, as in Bytewax' own file source."""
+LOOK_FOR_FILES = timedelta(milliseconds=10)
+
+
+class Part(StatefulSourcePartition):
+    """Every second file of the input, in order. The position is the last file, and how many bytes of it are read."""
+
+    def __init__(self, directory: Path, part: str, resume_state: tuple[str, int] | None) -> None:
+        self._directory, self._part = directory, int(part)
+        self._read, self._at = resume_state or ("", 0)
+        self._file: Any = None
+        if self._at:
+            self._file = (directory / "input" / self._read).open("rb")
+            self._file.seek(self._at)
+        self._sleeps = False
+
+    def next_batch(self) -> list[bytes]:
+        self._sleeps = False
+        if self._file is None and not self._open_next():
+            if (self._directory / STOP).exists():
+                raise StopIteration
+            self._sleeps = True
+            return []
+        lines = [line for _, line in zip(range(LINES), self._file, strict=False)]
+        self._at = self._file.tell() if lines else 0
+        if not lines:
+            self._file.close()
+            self._file = None
+        return lines
+
+    def _open_next(self) -> bool:
+        names = sorted(path.name for path in (self._directory / "input").glob("*.json"))
+        mine = (name for name in names if name > self._read and int(name[: -len(".json")]) % PARTS == self._part)
+        name = next(mine, None)
+        if name is None:
+            return False
+        self._read, self._file = name, (self._directory / "input" / name).open("rb")
+        return True
+
+    def next_awake(self) -> datetime | None:
+        return datetime.now(timezone.utc) + LOOK_FOR_FILES if self._sleeps else None
+
+    def snapshot(self) -> tuple[str, int]:
+        return self._read, self._at
+
+
+class Source(FixedPartitionedSource):
+    """The input in two parts, one for each worker."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def list_parts(self) -> list[str]:
+        return [str(i) for i in range(PARTS)]
+
+    def build_part(self, step_id: str, for_part: str, resume_state: tuple[str, int] | None) -> Part:
+        return Part(self._directory, for_part, resume_state)
+
+
+class Counted(StatelessSinkPartition):
+    """Counts results where ``bytewax_program`` can read the count, and writes them if they are wanted."""
+
+    def __init__(self, directory: Path | None) -> None:
+        with Path(os.environ["COUNT"]).open("r+b") as file:
+            self._count = mmap.mmap(file.fileno(), 8)
+        self._results = None if directory is None else protocol.Results(directory)
+        self._rows = 0
+
+    def write_batch(self, items: list[tuple[str, tuple[int, int]]]) -> None:
+        if self._results is not None:
+            for user, (n, spent) in items:
+                self._results.write(int(user), n, spent)
+        self._rows += len(items)
+        self._count[:] = self._rows.to_bytes(8, "little")
+
+
+class Sink(DynamicSink):
+    def __init__(self, directory: Path | None) -> None:
+        self._directory = directory
+
+    def build(self, step_id: str, worker_index: int, worker_count: int) -> Counted:
+        return Counted(self._directory)
+
+
+def keyed(line: bytes) -> tuple[str, int]:
+    """Return the key, which Bytewax wants as text, and the amount."""
+    row = json.loads(line)
+    return str(row["user"]), row["amount"]
+
+
+def add(total: tuple[int, int] | None, amount: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    n, spent = total or (0, 0)
+    total = (n + 1, spent + amount)
+    return total, total
+
+
+if "DIRECTORY" in os.environ:
+    where = Path(os.environ["DIRECTORY"])
+    flow = Dataflow("running_totals")
+    rows = op.map("keyed", op.input("input", flow, Source(where)), keyed)
+    totals = op.stateful_map("totals", rows, add)
+    op.output("output", totals, Sink(where / "results" if os.environ["COLLECT"] else None))

@@ -1,0 +1,126 @@
+"""Updates a second and core of stateful Python: ours, Spark's own, Flink, Bytewax and Pathway."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from alternatives.contestants import ALTERNATIVES, Alternative
+from alternatives.table import HEADING, PER_CORE, PER_SECOND, TO_QUERY, TO_RESULT, rows
+from suite.comparison import Comparison, Measured, Table
+from suite.model import Case, Contestant, Size
+from suite.progress import Steps
+
+from comparisons.streams import directory
+
+if TYPE_CHECKING:
+    from alternatives.turns import Course
+
+UNITS = {PER_CORE: "updates/CPU s", PER_SECOND: "updates/s", TO_RESULT: "ms", TO_QUERY: "ms"}
+RATES = (PER_CORE, PER_SECOND)
+
+
+def chosen(names: list[str]) -> list[Alternative]:
+    """Return contestants by name. Raises ``ValueError`` for an unknown one."""
+    if unknown := [name for name in names if name not in ALTERNATIVES]:
+        raise ValueError(f"There is no contestant {', '.join(unknown)}; there are {', '.join(ALTERNATIVES)}.")
+    return [ALTERNATIVES[name] for name in names]
+
+
+def run(size: Size, steps: Steps) -> Measured:
+    """Give all contestants the same rows, in turns; compare the whole state of each, then give the figures."""
+    from alternatives import given, turns
+    from alternatives.courses import Courses
+
+    wanted = chosen(size["contestants"])
+    sizes = turns.Sizes(size["turns"], size["events"], size["checkpoint_seconds"], size["share"])
+    steps.expect(len(wanted) * (sizes.turns + 1))
+    pythons, versions, left_out = _environments(wanted, steps)
+    with directory() as root:
+        steps.now("making the input")
+        slices = max(turns.slices_of(a.pace, sizes.share)[0] for a in wanted) * sizes.turns
+        made = given.make(root / "given", size["rows"] // given.SLICES, size["keys"], slices)
+        runner = Courses(root, pythons, made, sizes, steps, left_out)
+        courses = runner.run([a for a in wanted if a.name not in left_out])
+    described = {
+        c.alternative.name: _described(c.alternative, versions[c.alternative.group.environment]) for c in courses
+    }
+    notes = [
+        "The whole state of each was compared at the end: counts and sums of all users were equal to what numpy "
+        f"computes of the same rows. Each was started {sizes.turns + 1} times, from its own state.",
+        "An update is a row that is counted. Per core: of a second of CPU time of all processes of the contestant, "
+        "which are bound to two cores.",
+        *(f"`{name}` is left out: {why}" for name, why in left_out.items()),
+    ]
+    return Measured(described, _cases(courses), notes)
+
+
+def _environments(wanted: list[Alternative], steps: Steps) -> tuple[dict[str, Path], dict[str, str], dict[str, str]]:
+    """Return Pythons and versions by environment, and by contestant why one that has none is left out."""
+    from alternatives import environments
+
+    pythons, versions, left_out = dict[str, Path](), dict[str, str](), dict[str, str]()
+    for group in dict.fromkeys(a.group for a in wanted):
+        steps.now(f"making the environment of {group.name}")
+        try:
+            pythons[group.environment] = environments.python_of(group.environment)
+            versions[group.environment] = environments.version_of(group.package, pythons[group.environment])
+        except RuntimeError as error:
+            steps.say(f"{group.name} is left out: {error}")
+            left_out |= {a.name: str(error) for a in wanted if a.group == group}
+    return pythons, versions, left_out
+
+
+def _described(alternative: Alternative, version: str) -> Contestant:
+    settings = {alternative.group.package: version, **alternative.settings, alternative.durable: ""}
+    return Contestant(alternative.label, settings, alternative.is_ours)
+
+
+def _cases(courses: list[Course]) -> list[Case]:
+    figures = {
+        PER_CORE: {c.alternative.name: c.per_core for c in courses},
+        PER_SECOND: {c.alternative.name: c.per_second for c in courses},
+        TO_RESULT: {c.alternative.name: c.to_result for c in courses},
+        TO_QUERY: {c.alternative.name: c.to_query for c in courses if c.to_query},
+    }
+    return [
+        Case(case, UNITS[case], {name: [[v] for v in values] for name, values in of_all.items()}, case in RATES)
+        for case, of_all in figures.items()
+        if of_all
+    ]
+
+
+COMPARISONS = (
+    Comparison(
+        name="alternatives",
+        title="What people would pick instead",
+        about="A running count and sum by user, durable and restarted from its state between turns: this project, "
+        "PySpark's own ways, PyFlink, Bytewax and Pathway, each set up as its documentation says. "
+        "`docs/explanation/alternatives.md` says how.",
+        run=run,
+        sizes={
+            "full": {
+                "contestants": list(ALTERNATIVES),
+                "rows": 500_000,
+                "keys": 20_000,
+                "turns": 2,
+                "events": 5,
+                "checkpoint_seconds": 1.0,
+                "share": 1.0,
+            },
+            "smoke": {
+                "contestants": ["aggregate-3.5", "spark-native-3.5", "bytewax"],
+                "rows": 40_000,
+                "keys": 4_000,
+                "turns": 2,
+                "events": 2,
+                "checkpoint_seconds": 1.0,
+                "share": 0.25,
+            },
+        },
+        minutes={"full": 60, "smoke": 6},
+        in_smoke=False,
+        picture="bars",
+        table=Table(HEADING, rows),
+    ),
+)
