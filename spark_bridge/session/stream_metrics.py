@@ -36,8 +36,14 @@ class StreamMetrics:
     ``progress_of(run_id)`` returns the progress of a run's operators in its newest batch, and may take long.
     """
 
-    def __init__(self, sink: MetricSink, progress_of: Callable[[str], Sequence[StateOperatorProgress]]) -> None:
+    def __init__(
+        self,
+        sink: MetricSink,
+        progress_of: Callable[[str], Sequence[StateOperatorProgress]],
+        seconds: float = PUBLISH_SECONDS,
+    ) -> None:
         self._sink = sink
+        self._seconds = seconds
         self._progress_of = progress_of
         self._titles: dict[str, str] = {}
         self._operators: dict[str, set[str]] = {}
@@ -90,8 +96,11 @@ class StreamMetrics:
         self._sink.set("statestore_median_partition_keys", middle, query=title, operator=operator)
 
     def _run(self) -> None:
-        while not self._closed.wait(PUBLISH_SECONDS):
-            self.publish()
+        while not self._closed.wait(self._seconds):
+            try:
+                self.publish()
+            except Exception:  # the thread must go on
+                log.warning("The figures of the operators were not published", exc_info=True)
 
     def publish(self) -> None:
         """Publish the newest figures of all operators, and those of the last batches again.

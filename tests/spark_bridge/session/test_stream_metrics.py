@@ -12,6 +12,7 @@ from spark_bridge.exceptions import HostUnavailableError
 from spark_bridge.session.operator_progress import StateOperatorProgress
 from spark_bridge.session.stream_metrics import StreamMetrics
 from tests.metric_sink import KeptMetrics
+from tests.spark_bridge.queryable.memory_reads import eventually
 
 PROGRESS = StateOperatorProgress("op", 4, 100, 7, 1, 2, 12.5, 5000, 4, 4, 70, 10.0, {"numDroppedDuplicateRows": 3.0})
 
@@ -81,3 +82,17 @@ def test_how_evenly_keys_lie_is_said_until_the_query_ends(sink: KeptMetrics, met
     metrics.remove("run1")
     metrics.publish()
     assert [sink.of(name) for name in sizes] == [{("op", "totals"): 0}] * 2
+
+
+def test_the_thread_outlives_whatever_a_look_raises(sink: KeptMetrics) -> None:
+    failures = [RuntimeError("of Ray, while its coordinator is restarted")]
+
+    def progress_of(run_id: str) -> list[StateOperatorProgress]:
+        if failures:
+            raise failures.pop()
+        return [PROGRESS]
+
+    metrics = StreamMetrics(sink, progress_of, seconds=0.01)
+    metrics.add("run1", "totals")
+    eventually(lambda: bool(sink.of("statestore_largest_partition_keys")))
+    metrics.close()
