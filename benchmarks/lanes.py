@@ -53,7 +53,12 @@ def available() -> list[str]:
 
 @contextmanager
 def session(
-    partitions: int, *, provider: str = "rocksdb", configs: Mapping[str, str] | None = None, memory: str = "1500m"
+    partitions: int,
+    *,
+    provider: str = "rocksdb",
+    configs: Mapping[str, str] | None = None,
+    memory: str = "1500m",
+    object_store_memory: int = 200 << 20,
 ) -> Iterator[SparkSession]:
     """Give a session on RayDP with two executors of one core, two hosts, and the settings of all contestants."""
     from backends import StateStoreConf
@@ -61,7 +66,7 @@ def session(
 
     for module in (stateful_queries, workloads):  # executors do not have this directory on their path
         cloudpickle.register_pickle_by_value(module)
-    with own_ray(EXECUTORS + 1):
+    with own_ray(EXECUTORS + 1, object_store_memory):
         try:
             spark = init_spark(
                 "benchmark",

@@ -10,8 +10,11 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def own_ray(cpus: int) -> Iterator[None]:
-    """Start Ray on this machine alone, for ``init_spark`` to join; all of it ends afterwards."""
+def own_ray(cpus: int, object_store_memory: int = 200 << 20) -> Iterator[None]:
+    """Start Ray on this machine alone, for ``init_spark`` to join; all of it ends afterwards.
+
+    ``object_store_memory`` is in bytes: little, for streams have no objects; by itself, Ray takes 30 % of the memory.
+    """
     import ray
 
     directory = tempfile.mkdtemp(prefix="rs-", dir="/tmp")  # short: Ray's sockets live below it
@@ -23,7 +26,7 @@ def own_ray(cpus: int) -> Iterator[None]:
             log_to_driver=False,
             logging_level=logging.WARNING,
             include_dashboard=False,
-            object_store_memory=200 << 20,
+            object_store_memory=object_store_memory,
             _temp_dir=directory,
             # Executors and hosts run as they do without Ray, not with its niceness of 15.
             _system_config={"worker_niceness": 0},

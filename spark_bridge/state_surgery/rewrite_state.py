@@ -125,7 +125,7 @@ def rewrite_state(
         combine=combine,
         num_partitions=num_partitions,
         backend=backend,
-        sample=lambda one, variable: run.columns_of(list(one.jobs({}, variable)), say),
+        sample=lambda one, variable: run.columns_of(one.first_rows(variable), say),
     )
     say(f"rewriting {', '.join(map(repr, rewritten))} of {place.checkpoint_location} at version {at}")
     state = NewState(

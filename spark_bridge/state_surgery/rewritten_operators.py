@@ -7,9 +7,11 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import pyarrow as pa
+from msgspec import structs
 
 from backends.encoding.operator_schema import OperatorSchema, StateVariable
 from backends.exceptions import InvalidStateStoreArgument
+from backends.formats.manifest import Lineage
 from backends.ids import DEFAULT_FAMILY
 from coordinator_actor.reading.stored_versions import Piece, Reading, StateVersions
 from spark_bridge.state_data.packed_pieces import packed_pieces, unpacked
@@ -74,16 +76,35 @@ class RewrittenOperator:
         schema = self.reading.schema
         return VariableRows(schema, schema.variable(variable), raw=True)
 
-    def jobs(self, targets: Mapping[Name, Target], variable: str | None = None) -> Iterator[ReadJob]:
-        """Yield a job for each partition of each variable that has a function, or of one variable."""
-        for name, function in self.functions.items():
-            if function is not None and variable in (None, name):
-                rows = self.rows(name)
-                routing = Routing((self.reading.operator, name), function, targets, self.reading.key_groups)
-                columns = tuple(PairsOfRows(rows).columns.names)
-                source = StateSource(replace(self.reading, pieces=()), rows)
-                for packed in packed_pieces(self.reading.pieces):
-                    yield ReadJob(PartitionRows(source, packed, columns), routing)
+    def jobs(self, targets: Mapping[Name, Target]) -> Iterator[ReadJob]:
+        """Yield a job for each partition of each variable that has a function."""
+        for name in self.functions:
+            yield from self._jobs(name, targets, self.reading.pieces)
+
+    def first_rows(self, variable: str) -> list[ReadJob]:
+        """Return a job for each partition of a variable, as it is in its newest snapshot: no changes are replayed."""
+        return list(self._jobs(variable, {}, [_of_snapshot(piece) for piece in self.reading.pieces]))
+
+    def _jobs(self, name: str, targets: Mapping[Name, Target], pieces: Sequence[Piece]) -> Iterator[ReadJob]:
+        function = self.functions[name]
+        if function is None:
+            return
+        rows = self.rows(name)
+        routing = Routing((self.reading.operator, name), function, targets, self.reading.key_groups)
+        columns = tuple(PairsOfRows(rows).columns.names)
+        source = StateSource(replace(self.reading, pieces=()), rows)
+        for packed in packed_pieces(pieces):
+            yield ReadJob(PartitionRows(source, packed, columns), routing)
+
+
+def _of_snapshot(piece: Piece) -> Piece:
+    """Return a partition at the version of its newest snapshot, or as it is if it has none."""
+    whole = piece.lineage
+    if not whole.snapshots:
+        return piece
+    version = max(ref.version for ref in whole.snapshots)
+    changelogs = tuple(ref for ref in whole.changelogs if ref.version <= version)
+    return structs.replace(piece, lineage=Lineage(version, changelogs, whole.snapshots, whole.rescaled))
 
 
 def in_order(pieces: Sequence[Piece]) -> tuple[Piece, ...]:
