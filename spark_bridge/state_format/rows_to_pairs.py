@@ -114,16 +114,15 @@ class PairsOfRows:
         """Return bytes by whose order rows are to come: the stored key, and what tells the rows of one key apart."""
         columns = self._key_columns(batch)
         keys = encode_keys(columns, key_groups(columns, num_groups))
-        inner = self._part(batch, len(self._keys), self.rows.inner)
-        return with_more(keys, columns_of_key(inner)) if len(self.rows.inner) else keys
+        if not len(self.rows.inner):
+            return keys
+        return with_more(keys, columns_of_key(self._part(batch, len(self._keys), self.rows.inner)))
 
     def _key_columns(self, batch: pa.RecordBatch) -> pa.RecordBatch:
         places = np.argsort(self.rows.key_order).tolist()
         return pa.RecordBatch.from_arrays([batch.column(i) for i in places], schema=_nullable(self.rows.key))
 
     def _part(self, batch: pa.RecordBatch, first: int, schema: pa.Schema) -> pa.RecordBatch:
-        if not len(schema):
-            return pa.RecordBatch.from_struct_array(pa.array([{}] * batch.num_rows, pa.struct([])))
         return pa.RecordBatch.from_arrays(batch.columns[first : first + len(schema)], schema=_nullable(schema))
 
     # -- pairs ---------------------------------------------------------------------------------

@@ -229,11 +229,19 @@ def one_batch(batches: Sequence[pa.RecordBatch], owner: str) -> pa.RecordBatch:
 
 def packed(schema: pa.Schema, batches: Sequence[pa.RecordBatch]) -> PackedRows:
     """Return rows as bytes."""
-    sink = pa.BufferOutputStream()
+    # Once without bytes: a buffer that grows would be copied each time.
+    counted = pa.MockOutputStream()
+    _write(counted, schema, batches)
+    made = pa.allocate_buffer(counted.size())
+    with pa.FixedSizeBufferWriter(made) as sink:
+        _write(sink, schema, batches)
+    return np.frombuffer(made, np.uint8)
+
+
+def _write(sink: pa.NativeFile, schema: pa.Schema, batches: Sequence[pa.RecordBatch]) -> None:
     with pa.ipc.new_stream(sink, schema) as writer:
         for batch in batches:
             writer.write_batch(batch)
-    return np.frombuffer(sink.getvalue(), np.uint8)
 
 
 def unpacked(rows: PackedRows) -> pa.RecordBatchReader:
