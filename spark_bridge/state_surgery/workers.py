@@ -7,6 +7,7 @@ dies, and if its objects are lost: so the functions of users must give the same 
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,10 +17,12 @@ from backends.exceptions import InvalidStateStoreArgument
 from spark_bridge.state_surgery.first_stage import Columns, Name, ReadJob, Routing, RowCounts, RowSource, RunName
 from spark_bridge.state_surgery.second_stage import BuiltPartition, NewPartition
 
+log = logging.getLogger(__name__)
+
 WAIT_SECONDS = 10.0
 """So often the progress is told while no task ends."""
-CANCEL_SECONDS = 30.0
-"""So long cancelled tasks are waited for, before their workers are ended."""
+END_SECONDS = 600.0
+"""So long tasks are waited for that still write when another one has failed."""
 TASKS_PER_CPU = 2
 """So many tasks are given to Ray at once: rows that a driver still has to make are not made long before."""
 FEWEST_TASKS = 8
@@ -99,21 +102,16 @@ class RayWorkers:
         cut, running, number, most, is_full = CutRows(), deque[Any](), 0, self._most(), _has_no_cpu()
         put: dict[int, tuple[Routing, Any]] = {}  # a function may hold much: once for all its tasks
         left = iter(jobs)
-        try:
-            while True:
-                while len(running) < most and (job := next(left, None)) is not None:
-                    if id(job.routing) not in put:
-                        put[id(job.routing)] = job.routing, ray.put(job.routing)
-                    running.append(task.remote(job.source, put[id(job.routing)][1]))
-                if not running:
-                    break
-                self._take(running[0], cut, say, f"read {number} sources{_CPU if is_full and not number else ''}")
-                running.popleft()
-                number += 1
-        except BaseException:
-            for stream in running:
-                ray.cancel(stream, force=False)
-            raise
+        while True:
+            while len(running) < most and (job := next(left, None)) is not None:
+                if id(job.routing) not in put:
+                    put[id(job.routing)] = job.routing, ray.put(job.routing)
+                running.append(task.remote(job.source, put[id(job.routing)][1]))
+            if not running:
+                break
+            self._take(running[0], cut, say, f"read {number} sources{_CPU if is_full and not number else ''}")
+            running.popleft()
+            number += 1
         say(f"read {number} sources: {sum(cut.counts.read.values())} rows")
         return cut
 
@@ -180,20 +178,23 @@ class RayWorkers:
                     say(f"built {len(built)} of {len(partitions)} partitions{why}")
                     told = len(built)
         except BaseException:
-            _end(list(running))
+            _await_end(list(running), say)
             raise
         return [built[number] for number in range(len(partitions))]
 
 
-def _end(running: list[Any]) -> None:
-    """End tasks that write, so that the caller can remove what was written."""
+def _await_end(running: list[Any], say: Callable[[str], None]) -> None:
+    """Wait for tasks that write, so that the caller can remove what was written.
+
+    They are not cancelled: of a task that ends just then, Ray 2.60 ends the process that cancels.
+    """
     import ray
 
-    for is_forced in (False, True):
-        for ref in running:
-            ray.cancel(ref, force=is_forced)
-        if running:
-            _, running = ray.wait(running, num_returns=len(running), timeout=CANCEL_SECONDS, fetch_local=False)
+    if running:
+        say(f"waiting for {len(running)} tasks to end")
+        _, left = ray.wait(running, num_returns=len(running), timeout=END_SECONDS, fetch_local=False)
+        if left:
+            log.warning("%d tasks go on: files that they write from now on have to be removed by hand", len(left))
 
 
 def _columns(source: RowSource, routing: Routing) -> Columns | None:
