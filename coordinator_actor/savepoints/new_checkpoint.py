@@ -1,11 +1,12 @@
 """A new checkpoint with state that another query or nobody has made: of a savepoint, of rewritten or of given rows.
 
-Everything is checked before anything is written. Then these are written, in this order: ``query.json`` with the id of
-the new query, the snapshots of all partitions, the manifest, Spark's ``sources``, ``offsets`` and ``commits``, and
-Spark's ``metadata`` with that id. Before ``metadata`` exists, Spark gives the query an id of its own, and the
-coordinator refuses the query because ``query.json`` names another id. So whoever dies half-way never leaves a
-checkpoint that starts with only a part of the state. (With a manifest but without ``offsets`` and ``commits`` the query
-would be refused as well: Spark would begin with batch 0.)
+Everything is checked before anything is written. ``query.json`` with the id of the new query is written first, then the
+snapshots of all partitions and the manifest; Spark's ``sources``, ``offsets`` and ``commits`` before or behind these;
+and Spark's ``metadata`` with that id last. Before ``metadata`` exists, Spark gives the query an id of its own, and the
+coordinator refuses the query: ``query.json`` names another id, or, where the state lies elsewhere, there is no state of
+Spark's id at the version that ``commits`` ask for. So whoever dies half-way never leaves a checkpoint that starts with
+only a part of the state. (With a manifest but without ``offsets`` and ``commits`` the query would be refused as well:
+Spark would begin with batch 0.)
 
 The place is taken by a file that only one can create: ``query.json`` where the state lies in the checkpoint, else a
 file of its own in the checkpoint, for then each caller has a state of its own.
