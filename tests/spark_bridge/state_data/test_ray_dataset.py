@@ -2,38 +2,23 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import ray
 
 from spark_bridge import read_state_dataset, state_table
 from spark_bridge.exceptions import RequestError
-from tests.scratch import SCRATCH
+from tests.spark_bridge.local_ray import ray_of_its_own
 from tests.spark_bridge.queryable.client_world import Cluster
 
 pytestmark = pytest.mark.ray
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def local_ray() -> Iterator[None]:
-    """A Ray of its own."""
-    ray_dir = tempfile.mkdtemp(prefix="rs-", dir=SCRATCH)
-    ray.init(
-        address="local",
-        num_cpus=2,
-        log_to_driver=False,
-        logging_level="WARNING",
-        include_dashboard=False,
-        _temp_dir=ray_dir,
-        object_store_memory=100 << 20,
-    )
-    yield
-    ray.shutdown()
-    shutil.rmtree(ray_dir, ignore_errors=True)
+    with ray_of_its_own():
+        yield
 
 
 def test_tasks_read_what_is_wanted(tmp_path: Path, local_ray: None) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,7 @@ import ray
 from backends.exceptions import InvalidStateStoreArgument
 from spark_bridge import bootstrap_state, rewrite_state
 from tests.patience import PATIENCE
-from tests.scratch import SCRATCH
+from tests.spark_bridge.local_ray import ray_of_its_own
 from tests.spark_bridge.state_data.format_fixtures import Stored
 from tests.spark_bridge.state_surgery.checkpoints import program_of, rows, tree, variables
 from tests.spark_bridge.state_surgery.totals_to_begin_with import GIVEN, PROGRAM
@@ -26,20 +24,8 @@ pytestmark = pytest.mark.ray
 
 @pytest.fixture(scope="module")
 def local_ray() -> Iterator[None]:
-    """A Ray of its own."""
-    ray_dir = tempfile.mkdtemp(prefix="rs-", dir=SCRATCH)
-    ray.init(
-        address="local",
-        num_cpus=2,
-        log_to_driver=False,
-        logging_level="WARNING",
-        include_dashboard=False,
-        _temp_dir=ray_dir,
-        object_store_memory=100 << 20,
-    )
-    yield
-    ray.shutdown()
-    shutil.rmtree(ray_dir, ignore_errors=True)
+    with ray_of_its_own():
+        yield
 
 
 def dying_once(marker: str) -> Callable[[pa.RecordBatch], pa.RecordBatch]:
