@@ -72,11 +72,11 @@ def test_reads_are_those_of_a_dict(seed: int, backend: str, tmp_path: Path, monk
     monkeypatch.setattr(sorted_map, "SCAN_ROWS", 3)
     conf = StateStoreConf(provider=backend, fsync=False)
     model = Model(BufferedEngine(tmp_path / "engine", conf), rng)
-    for step in range(effort(25, 60)):
+    for step in range(effort(40, 100)):
         what = rng.random()
-        if what < 0.7:
+        if what < 0.5:
             model.change()
-        elif what < 0.9:
+        elif what < 0.8:
             model.check()
         elif what < 0.97 and model.version:
             (captured := tmp_path / f"captured {step}").mkdir()
