@@ -3,9 +3,9 @@
 ``python -m tests.run --pythons .venv310 .venv312`` runs the part without clusters, and the demo, in other environments.
 
 What tests the product and needs neither cluster nor browser comes first and alone, so that simple mistakes show within
-a minute. The two lines of Spark run side by side, since they wait most of their time, and beside them what is left. Each part has the files of its tests and of Ray in
-a directory of its own, which goes with the part; what it prints begins with its name. What differs between the lines of
-Spark is tested on both; other tests of clusters are shared out.
+a minute. The two lines of Spark run side by side, since they wait most of their time, and beside them what is left.
+Each part has the files of its tests and of Ray in a directory of its own, which goes with the part; what it prints
+begins with its name. What differs between the lines of Spark is tested on both; other tests of clusters are shared out.
 
 A thorough run does what the usual one leaves: each test of clusters on the other line, the tests that are marked
 ``thorough`` on both, and the part without clusters with many times as much random work. Unless it is given arguments of
@@ -125,7 +125,7 @@ SIMULATED_STEPS = 10**7
 NO_CLUSTER = ("-m", "not ray and not spark")
 NO_BROWSER = ("-m", "not ray and not spark and not browser")
 """A browser takes a core for half a minute: a usual run has it beside the clusters, where simple mistakes are found."""
-_STATE = ["tests/backends", "tests/benchmarks", "tests/spark_bridge/state_surgery"]
+_STATE = ["tests/backends", "tests/spark_bridge/state_surgery"]
 _QUERIES = ["tests/spark_bridge/queryable", "tests/spark_bridge/cli", "tests/spark_bridge/state_data"]
 _PROTOCOL = ["tests/simulation", "tests/coordinator_actor", "tests/spark_bridge/host", "tests/spark_bridge/ui"]
 _ABOUT = ["tests/benchmarks", "tests/deploy", "tests/docs", "tests/test_public_names.py", "tests/test_run.py"]

@@ -136,6 +136,6 @@ def test_other_pythons_run_the_part_without_clusters_and_the_demo() -> None:
     assert [[p.name for p in parts] for parts in steps] == [
         [f"{venv} {name}" for name in names]
         for venv in ("venv310", "venv312")
-        for names in (run.WITHOUT_CLUSTERS | run.AROUND, ["demo"])
+        for names in ([*run.WITHOUT_CLUSTERS, *run.AROUND], ["demo"])
     ]
     assert all(p.command[0].startswith(f".{p.name.split()[0]}/bin/") for parts in steps for p in parts)
