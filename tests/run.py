@@ -181,7 +181,7 @@ def steps_of_pythons(venvs: Sequence[str]) -> list[list[Part]]:
         step
         for venv in venvs
         for step in (
-            [part(venv, name, *of, *NO_CLUSTER) for name, of in WITHOUT_CLUSTERS | AROUND.items()],
+            [part(venv, name, *of, *NO_CLUSTER) for name, of in (WITHOUT_CLUSTERS | AROUND).items()],
             [part(venv, "demo", "tests/spark_bridge/demo/test_demo.py")],
         )
     ]
@@ -197,7 +197,7 @@ def main(arguments: Sequence[str]) -> int:
     begun = time.monotonic()
     steps = steps_of_pythons(given.pythons) if given.pythons else steps_of(given.thorough, rest)
     if given.without_clusters:
-        steps = [[p for p in step if p.name in WITHOUT_CLUSTERS | AROUND] for step in steps]
+        steps = [[p for p in step if p.name in (WITHOUT_CLUSTERS | AROUND)] for step in steps]
     bound = None if given.thorough or given.pythons or given.without_clusters else 600.0
     outcomes = run_steps(steps, sys.stdout)
     print(f"\n{report(outcomes, time.monotonic() - begun, bound)}")
