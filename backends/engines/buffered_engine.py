@@ -20,8 +20,10 @@ from backends.engines.backend import backend_of
 from backends.engines.engine import StateEngine
 from backends.engines.file import SortedMapScan
 from backends.engines.sorted_map import SortedMap
+from backends.exceptions import HostMemoryError
 from backends.formats.changelog import Changes
 from backends.formats.local_state import LocalState
+from backends.host_memory import SCANS, Claim, host_memory
 from backends.ids import DEFAULT_FAMILY
 
 BUFFER_BYTES = 128 << 20
@@ -29,10 +31,16 @@ BUFFER_BYTES = 128 << 20
 
 
 class BufferedEngine:
-    """The engine of the backend that ``conf`` names, with changes over it; see ``StateEngine``."""
+    """The engine of the backend that ``conf`` names, with changes over it; see ``StateEngine``.
 
-    def __init__(self, path: Path, conf: StateStoreConf) -> None:
+    Of changes, only those of keys from ``start`` (included) to ``end`` (not included) are held: others are not read.
+    Changes are counted as memory of scans. Where ``host_memory`` has no room, they go into the engine below.
+    """
+
+    def __init__(self, path: Path, conf: StateStoreConf, start: bytes | None = None, end: bytes | None = None) -> None:
         self._below: StateEngine = backend_of(conf).engine(path, conf)
+        self._memory = host_memory(conf)
+        self._range = (start, end)
         self._merging = threading.Lock()
         self._scans: weakref.WeakSet[SortedMapScan] = weakref.WeakSet()
         self._unmerged: list[Changes] = []
@@ -41,7 +49,7 @@ class BufferedEngine:
 
     def _begin_with(self, state: LocalState) -> None:
         self.state = state
-        self._unmerged, self._maps, self._nbytes = [], {}, 0
+        self._unmerged, self._maps, self._claims = [], {}, list[Claim]()
         self._is_over_pairs = state != LocalState()
         """Whether the engine below may have pairs. If not, keys that are removed need not be remembered."""
 
@@ -97,11 +105,28 @@ class BufferedEngine:
         return lambda state: self._hold(changes, state)
 
     def _hold(self, changes: Changes, state: LocalState) -> None:
-        if self._nbytes and self._nbytes + changes.nbytes > BUFFER_BYTES:
+        held = Changes({family: self._of_range(pairs) for family, pairs in changes.families.items()})
+        if self._claims and self._nbytes + held.nbytes > BUFFER_BYTES:
             self._write_below()
-        self._unmerged.append(changes)
-        self._nbytes += changes.nbytes
+        try:
+            self._claims.append(self._memory.claim(SCANS, held.nbytes, "Changes of a copy"))
+        except HostMemoryError:
+            self._write_below()
+            self._below.prepare(held)(state)
+            self._begin_with(state)
+            return
+        self._unmerged.append(held)
         self.state = state
+
+    def _of_range(self, pairs: SortedPairs) -> SortedPairs:
+        if self._range == (None, None):
+            return pairs
+        cut = pairs.between(*self._range)
+        return cut if len(cut) == len(pairs) else cut.compact()  # a slice would hold the whole changelog
+
+    @property
+    def _nbytes(self) -> int:
+        return sum(claim.nbytes for claim in self._claims)
 
     def _write_below(self) -> None:
         """Have the engine below hold all."""

@@ -108,11 +108,7 @@ def _cut(pairs: SortedPairs) -> list[SortedPairs]:
         return [pairs]
     bounds = np.linspace(0, len(pairs), len(pairs) // per_chunk + 1).astype(int).tolist()
     # Copied, so that a chunk does not keep all of what it was cut from.
-    return [_compact(pairs.slice(a, b - a)) for a, b in pairwise(bounds)]
-
-
-def _compact(pairs: SortedPairs) -> SortedPairs:
-    return SortedPairs(pa.concat_arrays([pairs.keys]), pa.concat_arrays([pairs.values]))
+    return [pairs.slice(a, b - a).compact() for a, b in pairwise(bounds)]
 
 
 def _joined(chunks: list[SortedPairs]) -> list[SortedPairs]:
