@@ -112,8 +112,11 @@ def test_reads_are_those_of_a_dict(seed: int, backend: str, tmp_path: Path, monk
 def test_of_changes_only_a_range_is_held(room: int, tmp_path: Path) -> None:
     conf = with_room(room)
     engine = BufferedEngine(tmp_path / "engine", conf, b"20", b"40")
+    before = pa.total_allocated_bytes()
     changes = SortedPairs.from_dict(dict.fromkeys(KEYS, b"x" * 100))
     engine.prepare(Changes({"default": changes, "other": changes.slice(0, 3)}))(LocalState(1, "head", None))
+    del changes
+    assert pa.total_allocated_bytes() - before < 30 * 100, "nothing keeps the other keys"
     memory = host_memory(conf).held()["scans"]
     assert memory == 0 if room == ROOM else 20 * 100 < memory < 20 * 200
     assert [row["key"] for batch in engine.scan(b"20", b"40") for row in batch.to_pylist()] == KEYS[20:40]
