@@ -545,7 +545,7 @@ FAULTS: Sequence[PlantedFault] = (
         "greedy-retention",
         "Maintenance removes the snapshot with which the oldest kept version begins: one too many.",
         greedy_retention,
-        range(111, 211),
+        range(122, 222),
     ),
     PlantedFault(
         "last-speaker",
