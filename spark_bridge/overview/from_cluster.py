@@ -15,8 +15,7 @@ from spark_bridge.overview.model import (
     RETIRED,
     RUNNING,
     Checkpoint,
-    CoordinatorInfo,
-    Host,
+    GivenUp,
     Operator,
     Overview,
     Partition,
@@ -24,6 +23,7 @@ from spark_bridge.overview.model import (
     SchemaUse,
     Step,
 )
+from spark_bridge.overview.processes import CoordinatorInfo, Host, StorageTrouble
 from spark_bridge.overview.state_variables import variables_of
 
 Description = Mapping[str, Any]
@@ -58,6 +58,9 @@ def overview_of_cluster(
             coordinator.get("pid"),
             dict(coordinator.get("storage_requests", {})),
             tuple(coordinator["problems"]),
+            coordinator.get("restarts", 0),
+            _ms(coordinator.get("up_seconds")),
+            _trouble(coordinator),
         ),
         tuple(_query(query, held, (stats or {}).get(query["run_id"], {}), now_ms) for query in coordinator["queries"]),
         tuple(_hosts(coordinator, hosts)),
@@ -69,13 +72,15 @@ def _query(
     query: Description, held: Mapping[tuple[str, str], Sequence[Partition]], stats: Description, now_ms: int
 ) -> Query:
     run_id, completed = query["run_id"], query["completed_version"]
-    begun = query.get("batch_begun_ms")
+    status = RETIRED if query["retired_by"] is not None else RUNNING if query["ended_at"] is None else ENDED
+    # The batch at which a query was stopped is under way no more.
+    begun = query.get("batch_begun_ms") if status == RUNNING else None
     times = query.get("batch_times") or {}
     return Query(
         query_id=query["query_id"],
         run_id=run_id,
         name=query["name"],
-        status=RETIRED if query["retired_by"] is not None else RUNNING if query["ended_at"] is None else ENDED,
+        status=status,
         checkpoint_location=query["checkpoint_location"],
         state_location=query["state_location"],
         epoch=query["epoch"],
@@ -86,12 +91,18 @@ def _query(
             _operator(name, n, held.get((run_id, name), ()), query) for name, n in query["operators"].items()
         ),
         checkpoints=tuple(_checkpoint(record, query) for record in stats.get("history", ())),
-        pending_partitions=query["pending_partitions"],
+        pending_partitions=query["pending_partitions"] if status == RUNNING else 0,
         batch_ms=None if begun is None else max(0, now_ms - begun),
         replaced_by=query["retired_by"],
         counts=dict(query["checkpoints"]),
         watermark_ms=times.get("watermark_ms") or None,
         batch_time_ms=times.get("timestamp_ms") or None,
+        ended_ms=_ms(query["ended_at"]),
+        failure=query.get("failure", ""),
+        given_up=tuple(
+            GivenUp(failed["id"], _ms(failed["trigger_timestamp"]) or 0, failed["reason"])
+            for failed in stats.get("checkpoints", {}).get("failures", ())
+        ),
     )
 
 
@@ -164,6 +175,9 @@ def _hosts(coordinator: Description, hosts: Sequence[Description]) -> list[Host]
             storage_requests=dict(host.get("storage_requests", {})),
             requests=dict(host.get("requests", {})),
             loading=tuple(host.get("loading", ())),
+            restarts=host.get("restarts", 0),
+            up_ms=_ms(host.get("up_seconds")),
+            storage_trouble=_trouble(host),
         )
         for host in hosts
     ]
@@ -177,4 +191,23 @@ def _hosts(coordinator: Description, hosts: Sequence[Description]) -> list[Host]
 
 
 def _heartbeat(lease: Description | None) -> int | None:
-    return None if lease is None else int(lease["seconds_since_heartbeat"] * 1000)
+    return None if lease is None else _ms(lease["seconds_since_heartbeat"])
+
+
+def _ms(seconds: float | None) -> int | None:
+    return None if seconds is None else int(seconds * 1000)
+
+
+def _trouble(process: Description) -> tuple[StorageTrouble, ...]:
+    return tuple(
+        StorageTrouble(
+            told["location"],
+            told["failures"],
+            told["error"],
+            int(told["failed_seconds"] * 1000),
+            told["answered_since"],
+            told["waiting"],
+            int(told["waiting_seconds"] * 1000),
+        )
+        for told in process.get("storage_trouble", ())
+    )

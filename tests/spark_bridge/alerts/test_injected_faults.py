@@ -8,88 +8,36 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
-import time
-import uuid
-from collections.abc import Callable, Iterator
-from dataclasses import replace
-from datetime import datetime, timedelta, timezone
+from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
-from pyspark import cloudpickle
-from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import DataFrame
 
-from spark_bridge import StatefulProcessor, aggregate, transform_with_state
+from spark_bridge import aggregate, transform_with_state
 from spark_bridge import functions as S
 from spark_bridge.session.current import current_cluster
-from spark_bridge.session.settings import STATE_LOCATION_CONF
-from tests.backends.storage.s3_faults import Fault, FaultProxy, S3Server
+from tests.backends.storage.s3_faults import Fault, FaultProxy
 from tests.patience import HANG
 from tests.prometheus import Prometheus, needs_prometheus, panel_query
 from tests.spark_bridge.alerts.conftest import Alerts, Start
+from tests.spark_bridge.alerts.faulty_streams import (
+    OUTPUT,
+    SCHEMA,
+    Pages,
+    counts,
+    failing_once,
+    replace_text,
+    rows,
+    slowed,
+)
 from tests.spark_bridge.conftest import Stream, settle, wait_until
 
 pytestmark = [pytest.mark.spark, pytest.mark.thorough, needs_prometheus]
-# The workers cannot import the tests: what is in this module travels with the query.
-cloudpickle.register_pickle_by_value(sys.modules[__name__])
-
-SCHEMA = "k long, v double, t timestamp"
-OUTPUT = "k long, n long"
 RETRIED = "Tasks tried again, checkpoints given up"
 """A panel that has data only where something goes wrong."""
-
-
-def rows(n: int) -> list[tuple[Any, ...]]:
-    now = datetime.now(timezone.utc)
-    return [(k, float(n), now) for k in range(20)]
-
-
-def counts(name: str, num_partitions: int = 2) -> Callable[[DataFrame], DataFrame]:
-    """Count by key."""
-    return lambda df: aggregate(df, by="k", operator=name, num_partitions=num_partitions, n=S.count())
-
-
-def slowed(held: Path) -> Callable[[Iterator[Any]], Iterator[Any]]:
-    """A function for mapInArrow that holds rows for so many seconds as the file ``held`` says, while it is there."""
-
-    def seconds() -> float:
-        try:
-            return float(held.read_text())
-        except FileNotFoundError:
-            return 0.0
-
-    def run(batches: Iterator[Any]) -> Iterator[Any]:
-        for batch in batches:
-            begun = time.monotonic()
-            while time.monotonic() - begun < seconds():
-                time.sleep(0.1)
-            yield batch
-
-    return run
-
-
-def failing_once(flag: Path) -> Callable[[Iterator[Any]], Iterator[Any]]:
-    """A function for mapInArrow whose first attempt fails in each task, while the file ``flag`` is there."""
-
-    def run(batches: Iterator[Any]) -> Iterator[Any]:
-        from pyspark import TaskContext
-
-        context = TaskContext.get()
-        for batch in batches:
-            if context is not None and context.attemptNumber() == 0 and flag.exists():
-                raise RuntimeError("this attempt fails behind its commit")
-            yield batch
-
-    return run
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Write a file as a whole, for tasks that read it meanwhile."""
-    draft = path.with_suffix(".draft")
-    draft.write_text(text)
-    draft.rename(path)
 
 
 def test_an_hour_without_faults_raises_no_alert(feed: Start, alerts: Alerts) -> None:
@@ -171,21 +119,6 @@ def test_state_that_grows_without_end(feed: Start, alerts: Alerts) -> None:
         alerts.exactly(("StatestoreStateGrows", "grows"))
 
 
-class Pages(StatefulProcessor):
-    """Counts the visits of a user by page: the state of one user is many keys."""
-
-    def init(self, handle: Any) -> None:
-        self.pages = handle.getMapState("pages", "page long", "n long")
-
-    def handleInputRows(self, key: Any, rows: Any, timerValues: Any) -> Iterator[Any]:
-        for row in rows:
-            self.pages.updateValue((row.page,), (1,))
-        yield from ()
-
-    def close(self) -> None:
-        pass
-
-
 def test_a_key_with_most_of_the_state_in_more_than_a_hundred_partitions(feed: Start, alerts: Alerts) -> None:
     hot = []
 
@@ -200,32 +133,6 @@ def test_a_key_with_most_of_the_state_in_more_than_a_hundred_partitions(feed: St
         stream.well(alerts)
         hot.append(True)
         alerts.exactly(("StatestoreSkew", "skewed"))
-
-
-@pytest.fixture
-def s3(
-    spark: SparkSession, servers: tuple[S3Server, FaultProxy], monkeypatch: pytest.MonkeyPatch
-) -> Iterator[FaultProxy]:
-    """Queries that start have their state behind the proxy, which outlives them: hosts go on asking for a while."""
-    cluster, (server, proxy) = current_cluster(), servers
-    bucket = f"alerts-{uuid.uuid4().hex[:8]}"
-    server.make_bucket(bucket)
-    options = {
-        "endpoint": proxy.endpoint,
-        "endpoint.region": "us-east-1",
-        "path.style.access": "true",
-        "connection.ssl.enabled": "false",
-        "access.key": server.account.access_key,
-        "secret.key": server.account.secret_key,
-    }
-    given = {f"spark.hadoop.fs.s3a.{name}": value for name, value in options.items()}
-    monkeypatch.setattr(cluster, "conf", replace(cluster.conf, storage_options=given))
-    spark.conf.set(STATE_LOCATION_CONF, f"s3://{bucket}/state")
-    try:
-        yield proxy
-    finally:
-        proxy.plan.clear()
-        spark.conf.unset(STATE_LOCATION_CONF)
 
 
 def test_storage_that_answers_with_errors(feed: Start, alerts: Alerts, prometheus: Prometheus, s3: FaultProxy) -> None:

@@ -15,18 +15,8 @@ from coordinator_actor.savepoints.savepoint_format import SavepointInfo
 from spark_bridge.exceptions import AccessDeniedError, RequestError
 from spark_bridge.overview.faults import faults_of
 from spark_bridge.overview.from_cluster import overview_of_cluster
-from spark_bridge.overview.model import (
-    Checkpoint,
-    CoordinatorInfo,
-    Host,
-    Operator,
-    Overview,
-    Partition,
-    Query,
-    SchemaUse,
-    Step,
-    Variable,
-)
+from spark_bridge.overview.model import Checkpoint, Operator, Overview, Partition, Query, SchemaUse, Step, Variable
+from spark_bridge.overview.processes import CoordinatorInfo, Host
 from spark_bridge.queryable.server.token_verifier import Grant
 from spark_bridge.ui.live import LiveSystem
 from tests.spark_bridge.queryable.client_world import Cluster

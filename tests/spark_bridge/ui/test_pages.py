@@ -101,7 +101,9 @@ def test_a_query_says_where_time_went(look: Look) -> None:
     text = look(ModelSystem(in_trouble())).get("/query?query=q-orders").text
     assert "Where the time of batches went" in text and "changelog_ms" in text
     assert text.count("<g><title>batch") == 60
-    assert "waits for 4 partitions" in text and "45.0 s behind now" in text and "tasks were retried" in text
+    assert (
+        "4 partitions have not acknowledged it" in text and "45.0 s behind now" in text and "tasks were retried" in text
+    )
     assert "rows expire after 24 h" in text
     assert "can be read" in text and "2 tasks retried" in text
     assert "1 to 25 of 300" in text and "26 to 50 of 300" in (
