@@ -13,7 +13,8 @@ from backends.exceptions import MissingFileError
 from coordinator_actor.query.checkpoint_history import WRITE_SECONDS
 from spark_bridge.overview.from_cluster import overview_of_cluster
 from spark_bridge.overview.from_storage import overview_of_checkpoint
-from spark_bridge.overview.model import FORMAT_VERSION, Overview, to_plain
+from spark_bridge.overview.model import FORMAT_VERSION, GivenUp, Overview, to_plain
+from spark_bridge.overview.processes import StorageTrouble
 from tests.coordinator_actor.savepoints.savepoint_streams import Stream
 
 Make = Callable[..., Stream]
@@ -142,6 +143,40 @@ def test_it_is_json_and_back(stream: Make) -> None:
         plain: Any = msgspec.json.encode(to_plain(found))
         assert b'"format_version":%d' % FORMAT_VERSION in plain
         assert convert(to_plain(found), Overview) == found
+
+
+def test_what_processes_say_of_themselves_and_what_was_given_up(stream: Make) -> None:
+    s = stream(hosts=1)
+    (host,) = (h.describe() for h in s.hosts.values())
+    host["storage_trouble"] = [
+        {
+            "location": "/ck",
+            "failures": 3,
+            "error": "put: no",
+            "failed_seconds": 1.5,
+            "answered_since": True,
+            "waiting": 1,
+            "waiting_seconds": 7.0,
+        }
+    ]
+    assert host["restarts"] == 0 and host["up_seconds"] >= 0
+    coordinator = {**s.c.describe(), "namespace": "statestore", "restarts": 2, "up_seconds": 9.0}
+    failed = {"id": 3, "trigger_timestamp": 12.5, "reason": "failed: it is full"}
+    found = overview_of_cluster(coordinator, [host], {"run1": {"checkpoints": {"failures": [failed]}}}, now_ms=0)
+    assert found.hosts[0].storage_trouble == (StorageTrouble("/ck", 3, "put: no", 1_500, True, 1, 7_000),)
+    assert found.coordinator is not None
+    assert (found.coordinator.restarts, found.coordinator.up_ms) == (2, 9_000)
+    assert found.query(None).given_up == (GivenUp(3, 12_500, "failed: it is full"),)
+
+
+def test_a_query_that_has_ended_in_the_midst_of_a_batch_is_at_none(stream: Make) -> None:
+    s = stream(batches=2)
+    s.c.driver_heartbeat("run1", is_at_work=True)
+    assert of_cluster(s).query(None).batch_ms is not None
+    s.c.serve_ended(s.registration, "ValueError: no")
+    found = of_cluster(s).query(None)
+    assert (found.status, found.pending_partitions, found.batch_ms) == ("ended", 0, None)
+    assert found.failure == "ValueError: no" and found.ended_ms is not None
 
 
 def test_savepoints_are_listed(stream: Make) -> None:

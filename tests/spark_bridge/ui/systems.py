@@ -12,7 +12,7 @@ from typing import Any
 
 from coordinator_actor.messages import SavepointStatus
 from coordinator_actor.savepoints.savepoint_format import SavepointInfo
-from spark_bridge.exceptions import AccessDeniedError, RequestError
+from spark_bridge.exceptions import AccessDeniedError, EnvironmentProblemError, RequestError
 from spark_bridge.overview.faults import faults_of
 from spark_bridge.overview.from_cluster import overview_of_cluster
 from spark_bridge.overview.model import Checkpoint, Operator, Overview, Partition, Query, SchemaUse, Step, Variable
@@ -51,8 +51,11 @@ class ModelSystem:
     place: str = "namespace statestore"
     status: SavepointStatus = field(default_factory=lambda: SavepointStatus(known=True))
     triggered: list[tuple[str, str | None]] = field(default_factory=list)
+    problem: str | None = None
 
     def overview(self) -> Overview:
+        if self.problem is not None:
+            raise EnvironmentProblemError(self.problem)
         return self.shown
 
     def client(self) -> Any:
