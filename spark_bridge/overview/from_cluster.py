@@ -27,6 +27,7 @@ from spark_bridge.overview.processes import CoordinatorInfo, Host, StorageTroubl
 from spark_bridge.overview.state_variables import variables_of
 
 Description = Mapping[str, Any]
+_RECORDED = tuple(Checkpoint.__dataclass_fields__)
 _COUNTERS = ("opens", "commits", "keys_written", "keys_read", "loads", "snapshots")
 
 
@@ -107,8 +108,7 @@ def _query(
 
 
 def _checkpoint(record: Description, query: Description) -> Checkpoint:
-    names = Checkpoint.__dataclass_fields__.keys() & record.keys()
-    plain = {name: record[name] for name in names}
+    plain = {name: record[name] for name in _RECORDED if name in record}
     plain["steps"] = {name: Step(**step) for name, step in record["steps"].items()}
     return Checkpoint(**plain, is_kept=query["oldest_version"] <= record["version"] <= query["completed_version"])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -15,7 +16,7 @@ from spark_bridge.exceptions import EnvironmentProblemError
 from spark_bridge.overview.model import Overview, Partition
 from spark_bridge.ui.app import create_ui
 from spark_bridge.ui.charts import MOST_CELLS, heat_map, steps, strip, timeline
-from spark_bridge.ui.overviews import OLD_SECONDS, SharedOverview
+from spark_bridge.ui.overviews import OLD_SECONDS, RECENT_SECONDS, RECENT_WAIT_SECONDS, SharedOverview
 from tests.patience import PATIENCE
 from tests.spark_bridge.ui.conftest import Look
 from tests.spark_bridge.ui.hostile import HOSTILE, Forms
@@ -182,7 +183,7 @@ def test_ten_thousand_partitions_and_fifty_queries_take_less_than_200_ms_a_page(
                 client.get(path)
                 times.append(time.process_time() - begun)
             took[f"{path} of {len(system.queries)}"] = min(times)
-    assert max(took.values()) < 0.2, took
+    assert max(took.values()) + RECENT_WAIT_SECONDS < 0.2, took
 
 
 # -- charts ------------------------------------------------------------------------------------
@@ -261,6 +262,22 @@ def test_an_overview_that_fails_leaves_the_last_one_and_says_why(error: Exceptio
 
     text = look(Failing(healthy())).get("/").text
     assert "This is not up to date" in text and "secret" not in text
+
+
+def test_a_page_waits_for_a_newer_overview_only_if_the_last_one_is_not_recent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So pages stay under 200 ms where the overview of thousands of partitions takes longer than that to be made."""
+    held = threading.Event()
+    asked: Any = Asked()
+    shared = asked.shared()
+    shared.get()
+    monkeypatch.setattr("spark_bridge.ui.overviews.WAIT_SECONDS", PATIENCE)
+    ask = shared._ask
+    monkeypatch.setattr(shared, "_ask", lambda: held.wait(PATIENCE) and ask())
+    asked.now = RECENT_SECONDS - 0.1
+    assert shared.get().overview.taken_ms == 1
+    asked.now = RECENT_SECONDS + 0.1
+    threading.Timer(0.3, held.set).start()
+    assert shared.get().overview.taken_ms == 2
 
 
 def test_an_overview_that_takes_long_is_shown_with_its_age(monkeypatch: pytest.MonkeyPatch) -> None:
