@@ -199,6 +199,7 @@ def host(i: int, **changes: Any) -> Host:
             "a",
             4_100 + i,
             heartbeat_ms=600 + i,
+            up_ms=93_600_000 + i,
             partitions=8,
             memory={
                 "host_memory": 2_048 * mib,
@@ -257,7 +258,7 @@ def in_trouble() -> Overview:
         batch_ms=94_000,
     )
     silent = host(2, answered=False, heartbeat_ms=14_000, memory={}, counters={}, requests={}, partitions=0)
-    there = (*made.hosts[:2], silent, made.hosts[3])
+    there = (made.hosts[0], replace(made.hosts[1], restarts=1, up_ms=95_000), silent, made.hosts[3])
     return with_faults(replace(made, queries=(clicks, orders, made.queries[2]), hosts=there, faults=()))
 
 
