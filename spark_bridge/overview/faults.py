@@ -37,8 +37,8 @@ MOST_TIME_SKEW = 5.0
 LEAST_SKEWED_MS = 1_000
 """A partition whose batch takes less slows nothing down."""
 SLOW_STORAGE_MS = 1_000
-"""Storage is slow if the slowest changelog of a usual batch takes so long, and half of the batch."""
-CHANGELOG_STEP = "changelog_ms"
+"""Storage is slow if the slowest changelog of a usual batch and its manifest take so long, and half of the batch."""
+CHANGELOG_STEP, MANIFEST_PHASE = "changelog_ms", "manifest"
 RECENT = 20
 """So many of the last checkpoints are looked at."""
 AT_WORK = (RUNNING, STORED)
@@ -121,19 +121,21 @@ def _of_query(overview: Overview, query: Query) -> Iterator[Fault]:
 
 def _slow_storage(recent: Sequence[Checkpoint], subject: str) -> Iterator[Fault]:
     known = [
-        (c.steps[CHANGELOG_STEP].max_ms, c.duration_ms) for c in recent if c.duration_ms and CHANGELOG_STEP in c.steps
+        (c.steps[CHANGELOG_STEP].max_ms, c.phases.get(MANIFEST_PHASE, 0), c.duration_ms)
+        for c in recent
+        if c.duration_ms and CHANGELOG_STEP in c.steps
     ]
     if len(known) < 3:
         return
-    usual = median(ms for ms, _ in known)
-    share = median(ms / duration for ms, duration in known)
-    if usual > SLOW_STORAGE_MS and share > 0.5:
+    changelog, manifest = median(c for c, _, _ in known), median(m for _, m, _ in known)
+    share = median((c + m) / whole for c, m, whole in known)
+    if changelog + manifest > SLOW_STORAGE_MS and share > 0.5:
         yield Fault(
             WARNING,
             "slow-storage",
             subject,
-            f"The slowest changelog of a batch takes {usual / 1000:.1f} s to become durable, {min(share, 1):.0%} of "
-            "the batch.",
+            f"Storage takes {min(share, 1):.0%} of a batch: its slowest changelog {changelog / 1000:.1f} s to become "
+            f"durable, its manifest {manifest / 1000:.1f} s.",
             "The storage of the checkpoint location is slow: look at its disk (is it full, shared, failing?) or at the "
             "object store's latency and throttling, and at the hosts' networks.",
         )

@@ -66,10 +66,10 @@ def timed(slowest: float, usual: float = 200.0, step: str = "merge_ms") -> Overv
     return query(operators=(replace(QUERY.operators[0], partitions=times),))
 
 
-def stored_in(changelog_ms: float, duration_ms: int, n: int = 5) -> Overview:
-    """In the last n checkpoints the slowest changelog takes so long."""
-    steps = {"changelog_ms": Step(9_000.0, changelog_ms)}
-    last = tuple(replace(c, steps=steps, duration_ms=duration_ms) for c in QUERY.checkpoints[-n:])
+def stored_in(changelog_ms: float, duration_ms: int, n: int = 5, manifest_ms: int = 0) -> Overview:
+    """In the last n checkpoints the slowest changelog and the manifest take so long."""
+    steps, phases = {"changelog_ms": Step(9_000.0, changelog_ms)}, {"manifest": manifest_ms}
+    last = tuple(replace(c, steps=steps, phases=phases, duration_ms=duration_ms) for c in QUERY.checkpoints[-n:])
     return query(checkpoints=(*QUERY.checkpoints[:-n], *last))
 
 
@@ -107,6 +107,7 @@ def test_a_healthy_system_has_no_fault() -> None:
         (partitions(3, owner=None), "not-loaded", "warning"),
         (timed(1_600.0), "slow-partition", "warning"),
         (stored_in(1_200.0, 2_000), "slow-storage", "warning"),
+        (stored_in(2_000.0, 4_100, manifest_ms=2_000), "slow-storage", "warning"),
     ],
 )
 def test_a_fault_is_found_and_says_what_to_do(overview: Overview, kind: str, severity: str) -> None:
@@ -152,6 +153,7 @@ def test_a_late_batch_says_what_it_waits_for(changes: dict[str, int], said: str)
         timed(1_600.0, step="input_wait"),
         stored_in(900.0, 1_000),
         stored_in(1_200.0, 3_000),
+        stored_in(1_200.0, 9_000, manifest_ms=2_000),
         stored_in(1_200.0, 2_000, n=2),
     ],
 )
