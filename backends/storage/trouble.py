@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import re
 import threading
 import time
 from collections import deque
@@ -12,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from backends.bounded_dict import BoundedDict
-from backends.storage.failures import first_line
+from backends.storage.failures import first_line, for_people
 
 REMEMBERED_SECONDS = 60.0
 """A failure is told of for so long."""
@@ -21,9 +20,6 @@ WAITING_SECONDS = 5.0
 MOST_LOCATIONS = 1_000
 MOST_FAILURES = 100
 LONGEST_TEXT = 300
-
-_PARAMETERS = re.compile(r"\?\S*")
-"""Of an address, which may have a signature in them."""
 
 
 @dataclass
@@ -57,7 +53,7 @@ class StorageTrouble:
 
     def ended(self, number: int, error: BaseException | None) -> None:
         """Take note that a request was answered, or failed."""
-        text = "" if error is None else _PARAMETERS.sub("?...", first_line(error))[:LONGEST_TEXT]
+        text = "" if error is None else for_people(first_line(error), LONGEST_TEXT)
         with self._lock:
             kind, location, _ = self._under_way.pop(number)
             if error is None:

@@ -16,7 +16,7 @@ from coordinator_actor.query.query_state import QueryState
 from coordinator_actor.savepoints.run_savepoints import RunSavepoints
 
 REMEMBERED_ENTRIES = 1000
-LONGEST_FAILURE = 500
+LONGEST_FAILURE = 600
 LEASE_OVER = "its driver was not heard of"
 STOPPED = "its query ended"
 

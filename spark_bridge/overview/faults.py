@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from statistics import median
 
+from backends.storage.failures import for_people
 from spark_bridge.overview.formats import duration
 from spark_bridge.overview.model import (
     ENDED,
@@ -113,7 +114,7 @@ def _of_query(overview: Overview, query: Query) -> Iterator[Fault]:
             "failed-checkpoints",
             subject,
             f"{len(given_up)} checkpoints that have begun within the last ten minutes were given up, and made again. "
-            f"The last: {given_up[-1].reason[:LONGEST_REASON]}.",
+            f"The last: {for_people(given_up[-1].reason, LONGEST_REASON)}.",
             "Nothing is lost, and batches go on once what has failed succeeds: look at the storage of the checkpoint "
             "location, and at the coordinator's log ('statestore logs').",
         )

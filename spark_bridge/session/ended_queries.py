@@ -14,7 +14,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from backends.exceptions import StateStoreError
+from backends.storage.failures import for_people
 from coordinator_actor.exceptions import CoordinatorError, SparkBridgeError
+from coordinator_actor.handlers.run_registry import LONGEST_FAILURE
 from coordinator_actor.messages import QueryRegistration
 from coordinator_actor.port import CoordinatorPort
 from spark_bridge.session.driver_heartbeats import DRIVER_HEARTBEAT_SECONDS
@@ -33,6 +35,10 @@ def failure_of(exception: str | None) -> str:
 
     Spark's text has the errors of Java around that of Python, and all stacks: the innermost error of Python counts.
     """
+    return for_people(_innermost(exception), LONGEST_FAILURE)
+
+
+def _innermost(exception: str | None) -> str:
     lines = (exception or "").splitlines()
     told = [line.strip() for line in lines if _ERROR.match(line.strip()) and not line.lstrip().startswith("org.apache")]
     return told[-1] if told else next((line.strip() for line in lines if line.strip()), "")

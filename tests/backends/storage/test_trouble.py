@@ -73,9 +73,10 @@ def test_requests_without_an_answer_are_told_with_the_longest_wait() -> None:
 
 def test_a_text_is_bounded_and_has_no_signature() -> None:
     trouble = StorageTrouble(Clock())
-    fails(trouble, text=f"url (https://a.blob/c?sv=1&sig=secret) {'x' * 1000}\nmore")
+    fails(trouble, text=f"url (https://a.blob/c?sv=1&sig=secret) {'x' * 1000} why?\nmore")
     error = trouble.read()[0]["error"]
     assert error.startswith("put: url (https://a.blob/c?...") and "secret" not in error and "more" not in error
+    assert error.endswith("xxx why?")  # what storage says was wrong stands at the end
     assert len(error) <= LONGEST_TEXT + len("put: ")
 
 

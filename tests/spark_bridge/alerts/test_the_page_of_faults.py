@@ -133,7 +133,7 @@ def test_storage_that_refuses(feed: Start, front: Front, s3: FaultProxy) -> None
     with feed("refused", SCHEMA, rows, counts("refused")) as stream:
         runs(stream)
         s3.plan.append(Fault("answer", "PUT", status=403, times=10**9))
-        front.says("refused", "403")
+        front.says("query refused", "query-failed", "privileges")
 
 
 def test_a_source_that_stalls(feed: Start, front: Front, tmp_path: Path) -> None:
