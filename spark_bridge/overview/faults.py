@@ -149,26 +149,40 @@ def _late(overview: Overview, query: Query, subject: str) -> Iterator[Fault]:
     usual = median(later - earlier for earlier, later in pairwise(done))
     limit = max(LEAST_LATE_MS, LATE_INTERVALS * usual)
     if query.batch_ms > limit:
+        waits_for, remedy = _awaited(query)
         yield Fault(
             ERROR,
             "checkpoint-late",
             subject,
             f"The batch that makes version {query.completed_version + 1} runs for {query.batch_ms / 1000:.0f} s; "
-            f"usually a version comes every {usual / 1000:.1f} s. {awaited(query)}",
-            "Look at Spark's UI for the tasks that are left, and at the faults of hosts here; 'statestore partitions' "
-            "says which hosts own them.",
+            f"usually a version comes every {usual / 1000:.1f} s. {waits_for}",
+            remedy,
         )
 
 
 def awaited(query: Query) -> str:
     """Return what a batch waits for."""
+    return _awaited(query)[0]
+
+
+def _awaited(query: Query) -> tuple[str, str]:
+    """Return what a batch waits for, and what to do if that takes long."""
     if query.pending_partitions:
-        return f"{query.pending_partitions} partitions have not acknowledged it."
+        return (
+            f"{query.pending_partitions} partitions have not acknowledged it.",
+            "Look at Spark's UI for the tasks that are left, and at the faults of hosts and storage here; 'statestore "
+            "partitions' says which hosts own them.",
+        )
     if query.prepared_version > query.completed_version:
         return (
-            "Its state is stored, and Spark has not committed it: the sink takes the time, or what is behind the state."
+            "Its state is stored, and Spark has not committed it: the sink takes the time, or what is behind state.",
+            "Look at what the stream writes to: does it answer, is it slow, is it locked? Spark's UI shows the stage.",
         )
-    return "No task has opened its state: the source takes the time, or what is before the state."
+    return (
+        "No task has opened its state: the source takes the time, or what is before the state.",
+        "Look at what the stream reads from: does it answer, is it slow? Spark's UI shows the stage, and whether its "
+        "tasks have executors.",
+    )
 
 
 def _of_operator(query: Query, operator: Operator) -> Iterator[Fault]:

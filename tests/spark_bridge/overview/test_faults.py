@@ -117,16 +117,16 @@ def test_a_fault_is_found_and_says_what_to_do(overview: Overview, kind: str, sev
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "said", "remedy"),
     [
-        ({"pending_partitions": 3}, "3 partitions"),
-        ({"prepared_version": QUERY.completed_version + 1}, "the sink"),
-        ({}, "the source"),
+        ({"pending_partitions": 3}, "3 partitions", "statestore partitions"),
+        ({"prepared_version": QUERY.completed_version + 1}, "the sink", "writes to"),
+        ({}, "the source", "reads from"),
     ],
 )
-def test_a_late_batch_says_what_it_waits_for(changes: dict[str, int], said: str) -> None:
+def test_a_late_batch_says_what_it_waits_for(changes: dict[str, int], said: str, remedy: str) -> None:
     (fault,) = faults_of(query(**{"batch_ms": 90_000, "pending_partitions": 0, **changes}))
-    assert said in fault.what
+    assert said in fault.what and remedy in fault.remedy
 
 
 @pytest.mark.parametrize(
