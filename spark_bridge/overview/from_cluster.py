@@ -36,12 +36,14 @@ def overview_of_cluster(
     hosts: Sequence[Description],
     stats: Mapping[str, Description] | None = None,
     *,
+    silent: Sequence[Description] = (),
     now_ms: int,
 ) -> Overview:
     """Return the overview.
 
     ``coordinator`` and ``hosts`` are the answers to ``describe``, without the hosts that have not answered; no
     coordinator means that no stream with state has run. ``stats`` are the answers to ``checkpoint_stats`` by run id.
+    ``silent`` is what Ray knows of the actors of hosts that have not answered.
     """
     if coordinator is None:
         return Overview(CLUSTER, now_ms)
@@ -64,7 +66,7 @@ def overview_of_cluster(
             _trouble(coordinator),
         ),
         tuple(_query(query, held, (stats or {}).get(query["run_id"], {}), now_ms) for query in coordinator["queries"]),
-        tuple(_hosts(coordinator, hosts)),
+        tuple(_hosts(coordinator, hosts, silent)),
     )
     return replace(made, faults=faults_of(made))
 
@@ -157,7 +159,7 @@ def _partition(host: Description, instance: Description) -> Partition:
     )
 
 
-def _hosts(coordinator: Description, hosts: Sequence[Description]) -> list[Host]:
+def _hosts(coordinator: Description, hosts: Sequence[Description], silent: Sequence[Description]) -> list[Host]:
     leases = {lease["host_id"]: lease for lease in coordinator["hosts"]}
     found = [
         Host(
@@ -181,12 +183,21 @@ def _hosts(coordinator: Description, hosts: Sequence[Description]) -> list[Host]
         )
         for host in hosts
     ]
-    answered = {host.host_id for host in found}
-    found += [
-        Host(i, lease["address"], lease["node_id"], answered=False, heartbeat_ms=_heartbeat(lease))
-        for i, lease in leases.items()
-        if i not in answered
-    ]
+    actors = {actor["host_id"]: actor for actor in silent}
+    for host_id in sorted({*leases, *actors} - {host.host_id for host in found}):
+        lease, actor = leases.get(host_id), actors.get(host_id, {})
+        found.append(
+            Host(
+                host_id,
+                f"grpc://{actor.get('node_ip', '')}:0" if lease is None else lease["address"],
+                actor.get("node_id") if lease is None else lease["node_id"],
+                pid=actor.get("pid") or None,
+                answered=False,
+                heartbeat_ms=_heartbeat(lease),
+                restarts=actor.get("restarts", 0),
+                actor_state=actor.get("state"),
+            )
+        )
     return sorted(found, key=lambda host: (host.machine, host.host_id))
 
 

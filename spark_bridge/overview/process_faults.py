@@ -19,6 +19,8 @@ LEAST_WAITING_MS = 10_000
 HANGING_MS = 30_000
 """Storage that gives no answer for so long holds up batches."""
 COORDINATOR = "coordinator"
+ALIVE = "ALIVE"
+"""Ray's word for an actor whose process runs."""
 
 
 def process_faults(overview: Overview) -> Iterator[Fault]:
@@ -57,6 +59,8 @@ def _of_host(host: Host) -> Iterator[Fault]:
             f"The coordinator has heard nothing of it for {host.heartbeat_ms / 1000:.0f} s.",
             f"Look at its machine ({host.machine}) and at its actor's log; its partitions move when its lease is over.",
         )
+    elif not host.answered and host.heartbeat_ms is None:
+        yield _lost(host, subject)
     elif not host.answered:
         yield Fault(
             WARNING,
@@ -83,6 +87,27 @@ def _of_host(host: Host) -> Iterator[Fault]:
             f"It holds {held:,} bytes of its {budget:,}.",
             "Give hosts more memory (host_memory), or spread the partitions over more hosts.",
         )
+
+
+def _lost(host: Host, subject: str) -> Fault:
+    if host.actor_state != ALIVE:
+        return Fault(
+            WARNING,
+            "host-starting",
+            subject,
+            f"Its process has ended, and Ray has not started it again yet (state: {host.actor_state or 'unknown'}).",
+            "Other hosts have its partitions meanwhile. If it stays so, Ray finds no place for it: 'ray status' shows "
+            "what is asked for and what there is.",
+        )
+    return Fault(
+        ERROR,
+        "host-lost",
+        subject,
+        f"Its process (pid {host.pid} on {host.machine}) runs and does not answer. The coordinator has given it up: its "
+        "partitions go to other hosts.",
+        "It hangs, or its machine is cut off: look at the machine. A process that hangs may be killed: Ray starts it "
+        "again, and nothing is lost.",
+    )
 
 
 def _restarted(subject: str, process: Host | CoordinatorInfo, goes_on: str) -> Iterator[Fault]:

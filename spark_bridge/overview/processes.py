@@ -30,6 +30,9 @@ class StorageTrouble:
 class Host:
     """One StateStoreHost. ``answered``: False if it did not answer in time, and only the coordinator's word is known.
 
+    Without a heartbeat the coordinator does not know the host. ``actor_state`` is what Ray says of its actor, where it
+    has not answered: ALIVE, RESTARTING and so on.
+
     ``memory`` is in bytes by what holds it, with the budget as ``host_memory``; ``counters`` count since it started.
     ``row_cache`` has the keys that its row caches were ``asked`` for, and the ``hits`` among them. Ray has started its
     process again ``restarts`` times, and this one ``up_ms`` ago.
@@ -53,6 +56,7 @@ class Host:
     restarts: int = 0
     up_ms: int | None = None
     storage_trouble: tuple[StorageTrouble, ...] = ()
+    actor_state: str | None = None
 
     @property
     def cache_hits(self) -> float | None:

@@ -45,7 +45,7 @@ def hosts(call: Call) -> Response:
     there = call.overview.hosts
     first = call.number("from", 0)
     shown = there[first : first + HOSTS_AT_ONCE]
-    kinds = sorted({name for host in there for name in host.memory if name != BUDGET})
+    kinds = sorted({name for host in there for name, nbytes in host.memory.items() if name != BUDGET and nbytes})
     rows = [_row(host, kinds) for host in shown]
     requests = [request for host in shown for request in _requests(host)]
     requests.sort(key=lambda r: (-r.figures.get("failures", 0), -r.figures["requests"]))

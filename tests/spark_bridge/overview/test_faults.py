@@ -86,6 +86,8 @@ def test_a_healthy_system_has_no_fault() -> None:
         (host(answered=False), "host-not-answering", "warning"),
         (host(heartbeat_ms=None), "host-unknown", "warning"),
         (host(memory={"host_memory": 100, "cache": 99, "rows": 2}), "host-memory", "warning"),
+        (host(answered=False, heartbeat_ms=None, actor_state="ALIVE"), "host-lost", "error"),
+        (host(answered=False, heartbeat_ms=None, actor_state="RESTARTING"), "host-starting", "warning"),
         (host(restarts=1, up_ms=30_000), "process-restarted", "warning"),
         (coordinator(restarts=3, up_ms=30_000), "process-restarted", "warning"),
         (host(storage_trouble=(FAILS,)), "storage-fails", "error"),

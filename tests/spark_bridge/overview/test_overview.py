@@ -108,6 +108,26 @@ def test_hosts_with_and_without_an_answer(stream: Make) -> None:
     assert not hosts["h1"].answered and hosts["h1"].address == "grpc://127.0.0.1:1"
 
 
+def test_a_host_that_the_coordinator_has_given_up_is_there_as_ray_says(stream: Make) -> None:
+    s = stream(hosts=1)
+    coordinator = {**s.c.describe(), "namespace": "statestore"}
+    (host,) = (h.describe() for h in s.hosts.values())
+    known = {"state": "ALIVE", "pid": 17, "restarts": 2, "node_ip": "192.0.2.7", "node_id": "n7"}
+    silent = [{"host_id": "h7", **known}, {"host_id": "h8"}]
+    lost, ended = (h for h in overview_of_cluster(coordinator, [host], silent=silent, now_ms=0).hosts if not h.answered)
+    if lost.host_id != "h7":
+        lost, ended = ended, lost
+    assert (lost.machine, lost.node_id, lost.pid, lost.restarts) == ("192.0.2.7", "n7", 17, 2)
+    assert (lost.actor_state, lost.heartbeat_ms) == ("ALIVE", None)
+    assert (ended.host_id, ended.machine, ended.actor_state, ended.pid) == ("h8", "", None, None)
+    (held,) = (h for h in overview_of_cluster(coordinator, [], silent=[{**known, "host_id": "h0"}], now_ms=0).hosts)
+    assert (held.address, held.pid, held.actor_state) == (
+        host["address"],
+        17,
+        "ALIVE",
+    ) and held.heartbeat_ms is not None
+
+
 def test_a_partition_that_two_hosts_hold_counts_once(stream: Make) -> None:
     s = stream(hosts=1)
     coordinator = {**s.c.describe(), "namespace": "statestore"}
