@@ -103,8 +103,8 @@ def _lost(host: Host, subject: str) -> Fault:
         ERROR,
         "host-lost",
         subject,
-        f"Its process (pid {host.pid} on {host.machine}) runs and does not answer. The coordinator has given it up: its "
-        "partitions go to other hosts.",
+        f"Its process (pid {host.pid} on {host.machine}) runs and does not answer. The coordinator has given it up: "
+        "its partitions go to other hosts.",
         "It hangs, or its machine is cut off: look at the machine. A process that hangs may be killed: Ray starts it "
         "again, and nothing is lost.",
     )
