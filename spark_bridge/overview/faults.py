@@ -42,13 +42,13 @@ SLOW_STORAGE_MS = 1_000
 CHANGELOG_STEP, MANIFEST_PHASE = "changelog_ms", "manifest"
 RECENT = 20
 """So many of the last checkpoints are looked at."""
+RECENT_STORED = 5
+"""Of so many, whether storage is slow: that is to be told within a few batches."""
 AT_WORK = (RUNNING, STORED)
 """How the batches of a query that has ended went need not be looked at any more."""
 RECENT_MS = 600_000
 """A checkpoint that was given up is told of for so long."""
 LONGEST_REASON = 300
-RECENT_STORED = 5
-"""The same where storage may be slow, which is to be told within a few batches."""
 
 
 def faults_of(overview: Overview) -> tuple[Fault, ...]:

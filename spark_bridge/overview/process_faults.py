@@ -178,7 +178,7 @@ def _processes(overview: Overview) -> Iterator[tuple[str, Sequence[StorageTroubl
 
 
 def _told(seen: _Seen) -> Iterator[str]:
-    yield f"{seen.location} does not do its work."
+    yield f"Requests to {seen.location} fail or get no answer."
     if seen.failures:
         last = min((t for t in seen.troubles if t.failures), key=lambda t: t.failed_ms)
         yield (

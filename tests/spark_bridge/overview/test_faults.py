@@ -169,8 +169,9 @@ def test_what_all_processes_meet_at_a_location_is_one_fault_of_its_query() -> No
     (fault,) = faults_of(replace(both, hosts=hosts))
     assert fault.subject == "query clicks"
     assert fault.what == (
-        "/ck/statestore does not do its work. 17 requests failed within the last minute, the last 2.0 s ago: head: no. "
-        "2 requests without an answer so far, the longest for 7.0 s. Those who ask: the coordinator, h0, h1 and 2 more."
+        "Requests to /ck/statestore fail or get no answer. 17 requests failed within the last minute, the last 2.0 s "
+        "ago: head: no. 2 requests without an answer so far, the longest for 7.0 s. Those who ask: the coordinator, "
+        "h0, h1 and 2 more."
     )
     (elsewhere,) = faults_of(host(storage_trouble=(replace(FAILS, location="s3://b/savepoints"),)))
     assert elsewhere.subject == "storage s3://b/savepoints"
