@@ -182,6 +182,13 @@ def test_storage_that_one_process_reaches_again_does_not_stand_still() -> None:
     assert [f.severity for f in faults_of(replace(HEALTHY, hosts=hosts))] == ["warning"]
 
 
+def test_storage_that_has_become_slow_is_told_within_a_few_batches() -> None:
+    quick, slow = stored_in(10.0, 1_000, n=20).queries[0].checkpoints, stored_in(2_000.0, 2_100, n=3).queries[0]
+    assert kinds(replace(HEALTHY, queries=(replace(slow, checkpoints=(*quick[:-3], *slow.checkpoints[-3:])),))) == [
+        "slow-storage"
+    ]
+
+
 def test_few_keys_are_not_skewed() -> None:
     few = tuple(replace(one, keys=9_000 if one.partition == 3 else 1) for one in PARTITIONS)
     assert kinds(query(operators=(replace(QUERY.operators[0], partitions=few, skew=9_000.0),))) == []

@@ -82,6 +82,15 @@ def test_a_healthy_system_says_so(look: Look) -> None:
     assert "Nothing is wrong" in text and "What to do" not in text
 
 
+def test_what_has_ended_counts_in_no_sum_and_stands_behind_what_runs(look: Look) -> None:
+    ended = replace(healthy().queries[0], status="ended")
+    text = look(ModelSystem(replace(healthy(), queries=(ended, *healthy().queries[1:])))).get("/").text
+    only = look(ModelSystem(replace(healthy(), queries=healthy().queries[1:]))).get("/").text
+    tiles = [of.partition('id="tiles"')[2].partition("</dl>")[0] for of in (text, only)]
+    assert tiles[0] == tiles[1]
+    assert text.index("query=q-orders") < text.index("query=q-devices") < text.index("query=q-clicks")
+
+
 def test_nothing_runs(look: Look) -> None:
     client = look(ModelSystem(Overview("cluster", 0)))
     assert "No query runs" in client.get("/").text
