@@ -15,7 +15,8 @@ _CODE = re.compile(r"<Code>(\w+)</Code>")
 _OUT_OF_RANGE = re.compile(r"status code: 416|StartTooLarge")
 _REFUSED = re.compile(r"request failed for key .*\(code: (\w+)\)")
 """S3's answer to a bulk removal says 200, and names those that it has not removed."""
-_PARAMETERS = re.compile(r"(\w+://[^\s?]*)\?\S*")
+_PARAMETERS = re.compile(r"(\b[a-zA-Z][\w+.-]{0,20}://[^\s?]*)\?\S*")
+"""The scheme is bounded: a search for it takes as long as the text, whatever is in it."""
 _THROTTLING = {"SlowDown", "ServiceUnavailable", "ServerBusy"}
 _PASSING = {"InternalError", *_THROTTLING}
 _EXPIRED = {"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired"}
