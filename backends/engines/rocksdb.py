@@ -19,7 +19,6 @@ from typing import Any
 import msgspec
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 from rocksdict import (
     BlockBasedOptions,
     Cache,
@@ -36,6 +35,7 @@ from rocksdict import (
 from backends import fault_points
 from backends.conf import StateStoreConf
 from backends.decoders import json_decoder
+from backends.encoding.key_order import key_order
 from backends.encoding.sorted_pairs import SortedPairs, is_strictly_sorted, to_bytes_list
 from backends.engines.full_disk import disk_full, is_full_disk
 from backends.engines.key_hashes import KeyHashes, hash_keys
@@ -225,7 +225,7 @@ class LocalRocksDB:
     def _read(self, family: _Family, keys: pa.BinaryArray) -> pa.BinaryArray:
         if is_strictly_sorted(keys):
             return self._get_sorted(family, keys)
-        order = np.asarray(pc.sort_indices(keys))
+        order = np.asarray(key_order(keys))
         back = np.empty(len(order), np.int64)
         back[order] = np.arange(len(order))
         return self._get_sorted(family, keys.take(pa.array(order))).take(pa.array(back))
