@@ -6,17 +6,15 @@ Nothing is kept on local disk: a restart loads the last snapshot and the changel
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import msgspec
-import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from backends.conf import StateStoreConf
 from backends.decoders import json_decoder
-from backends.encoding.sorted_pairs import PAIRS_SCHEMA, SortedPairs, is_strictly_sorted
+from backends.encoding.sorted_pairs import PAIRS_SCHEMA, SortedPairs
 from backends.engines.sorted_map import SortedMap
 from backends.exceptions import DamagedFileError, StoreClosedError
 from backends.formats.changelog import Changes
@@ -83,12 +81,7 @@ class SortedMapEngine:
             return pa.nulls(len(keys), pa.binary())
         if len(keys) <= _FEW_ROWS:
             return pa.array([held.get(key) for key in keys.to_pylist()], pa.binary())
-        if is_strictly_sorted(keys):
-            return held.get_many(keys)
-        order = np.asarray(pc.sort_indices(keys))
-        back = np.empty(len(order), np.int64)
-        back[order] = np.arange(len(order))
-        return held.get_many(keys.take(pa.array(order))).take(pa.array(back))
+        return held.get_many(keys)
 
     def get_one(self, key: bytes, column_family: str = DEFAULT_FAMILY) -> bytes | None:
         """Return the value of one key; None if the key has none."""
@@ -114,6 +107,27 @@ class SortedMapEngine:
         changed = {n: self._maps.get(n, SortedMap()).with_changes(pairs) for n, pairs in changes.families.items()}
         self._maps = {**self._maps, **changed}
         self.state = state
+
+    def load_sorted(self, parts: Iterable[tuple[str, SortedPairs]], unfinished: LocalState) -> None:
+        """Make maps of pairs; those that come in key order are in no need of a merge."""
+        self._check_open()
+        ascending: dict[str, list[SortedPairs]] = {}
+        self.state = unfinished
+        for family, pairs in parts:
+            held = ascending.setdefault(family, [])
+            if held and len(pairs) and not held[-1].keys[-1].as_py() < pairs.keys[0].as_py():
+                self._add(family, held)
+                held = ascending[family] = []
+            if len(pairs):
+                held.append(pairs)
+        for family, held in ascending.items():
+            self._add(family, held)
+
+    def _add(self, family: str, parts: list[SortedPairs]) -> None:
+        of_parts = SortedMap.of_sorted(parts)
+        held = self._maps.get(family, SortedMap())
+        merged = held.with_changes(of_parts.between(None, None)) if held.runs else of_parts
+        self._maps = {**self._maps, family: merged}
 
     def capture(self, directory: Path) -> Callable[[], None]:
         """Remember the maps; they are written to ``directory`` when the returned function is called."""
