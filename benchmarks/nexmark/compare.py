@@ -27,17 +27,26 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyspark
 
-from . import arrow_processors, expected, generator, pandas_functions, processors, queries
+from . import arrow_processors, events, expected, generator, joins, pandas_functions, processors, queries
+from .events import CLOSES_BY_WATERMARK, OUTPUTS, WATERMARK_DELAY_MS
 from .generator import NexmarkConf
 from .lanes import Check, Lane, check_of
-from .queries import CLOSES_BY_WATERMARK, CONTESTANTS, OUTPUTS, WATERMARK_DELAY_MS, contestants_of
+from .queries import CONTESTANTS, contestants_of
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 FILES = 2
 SPARK_4 = 4
-_SENT_TO_EXECUTORS: tuple[ModuleType, ...] = (arrow_processors, generator, pandas_functions, processors, queries)
+_SENT_TO_EXECUTORS: tuple[ModuleType, ...] = (
+    arrow_processors,
+    events,
+    generator,
+    joins,
+    pandas_functions,
+    processors,
+    queries,
+)
 
 
 @dataclass(frozen=True)
@@ -178,7 +187,7 @@ def _make_input(root: Path, query: str, conf: NexmarkConf, events_per_batch: int
         made.append(generator.closing_events(conf, events_per_batch * count))
     directories, watermarks = list[Path](), list[int]()
     # Of a join, the watermark is that of the side which is further behind.
-    latest = dict.fromkeys((generator.AUCTION, generator.BID) if query == "q9" else (generator.BID,), 0)
+    latest = dict.fromkeys((generator.AUCTION, generator.BID) if query in ("q4", "q9") else (generator.BID,), 0)
     for i, batch in enumerate(made):
         directories.append(root / f"{i:06}")
         generator.write_batch(batch, directories[-1], i, FILES)
@@ -205,7 +214,7 @@ def expected_batches(query: str, batches: Sequence[pa.RecordBatch], times_ms: Se
     }
     if query in each:
         return list(each[query](batches))
-    return [{"q9": expected.winning_bids, "q11": expected.sessions}[query](batches)]
+    return [{"q4": expected.winning_prices, "q9": expected.winning_bids, "q11": expected.sessions}[query](batches)]
 
 
 def _check(lane: Lane, given: _Input) -> int:

@@ -1,8 +1,9 @@
 """One contestant's running query: its batches, the time that each took, and a check of its whole output.
 
-The time of a batch is Spark's ``triggerExecution``. Where a query emits what the watermark has closed, a batch without
-data follows, with the new watermark, and does a part of the work; its time is added to that of the batch before.
-Batches with neither data nor a new watermark are idle and do not count.
+The time of a batch is Spark's ``triggerExecution``. Behind a batch that has moved the watermark, Spark runs one without
+data, which emits and removes what the watermark has closed; its time is added to that of the batch before. A turn ends
+when the query has nothing left to do, so that this batch does not run in the turn of the next contestant. Batches with
+neither data nor a new watermark are idle and do not count.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ from .queries import NexmarkContestant
 CHECK = "check"
 HASH_SHIFT = 24
 LOOK_EVERY = 0.05
+WAITS = "Waiting for data to arrive"
+"""What Spark says of a query that has nothing to do, also not for a watermark that has moved."""
 
 
 @dataclass(frozen=True)
@@ -133,6 +136,8 @@ class Lane:
     def run(self, directories: Sequence[Path], watermark_ms: int = -1) -> list[float]:
         """Give these batches at once, wait for them and for what the watermark then closes, return the seconds of each.
 
+        A query that runs a batch a second, data or not, is waited for by ``watermark_ms``; -1: until Spark says that it
+        waits.
         Raises ``RuntimeError`` if the query fails, ``TimeoutError`` if a batch takes too long.
         """
         first = len(self.executed)
@@ -153,6 +158,7 @@ class Lane:
                 )
             time.sleep(LOOK_EVERY)
             self._look()
+        self._look()
         return seconds_by_batch(self.executed, first)
 
     @property
@@ -184,9 +190,11 @@ class Lane:
         shutil.rmtree(self.root, ignore_errors=True)
 
     def _is_through(self, watermark_ms: int) -> bool:
-        return len(self.data_batches) >= self.given and (
-            watermark_ms < 0 or any(batch.watermark_ms >= watermark_ms for batch in self.executed[-1:])
-        )
+        if len(self.data_batches) < self.given:
+            return False
+        if watermark_ms < 0:
+            return bool(self.query.status["message"] == WAITS)
+        return any(batch.watermark_ms >= watermark_ms for batch in self.executed[-1:])
 
     def _look(self) -> None:
         last = self.query._jsq.lastProgress()
