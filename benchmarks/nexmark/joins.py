@@ -16,8 +16,6 @@ from pyspark.sql import types as T
 from .events import OUTPUTS, Q20_CATEGORY, WINDOW, auctions, bids, timed
 from .generator import AUCTION_TYPE, PERSON, NexmarkConf
 
-CLOSES = "closes"
-"""The time up to which an auction can have bids at the latest, as far as the joins know."""
 _AUCTION = [f.name for f in AUCTION_TYPE if f.name != "id"] + ["date_time"]
 _BID = ["bidder", "price", "bid_date_time", "bid_extra"]
 _BEST = ["low", "bid_date_time", "bidder", "bid_extra"]
@@ -46,18 +44,20 @@ def _columns(table: pa.Table) -> dict[str, pa.ChunkedArray]:
 
 
 def _matched(events: DataFrame, conf: NexmarkConf, of_auction: list[str], of_bid: list[str]) -> DataFrame:
-    """Return auctions with the best of the bids that were found together, and the time when they close."""
+    """Return auctions with the best of the bids that were found together."""
     from spark_bridge import join
 
-    longest = f"{longest_auction_ms(conf)} milliseconds"
-    auction = auctions(timed(events)).select("id", *of_auction)
-    auction = auction.withColumn(CLOSES, F.col("date_time") + F.expr(f"interval {longest}"))
-    bid = _bids_by_id(events).select("id", *of_bid)
-    output = T.StructType([*auction.schema.fields, T.StructField("low", T.LongType()), *bid.schema.fields[1:]])
-    within = ("0 seconds", longest)
-    matched = join(auction, bid, on="id", within=within, operator="matched", apply=best_bids, output=output)
-    # No bid comes behind this time: the watermark of the events says when it is reached.
-    return matched.withWatermark(CLOSES, "0 seconds")
+    auction, bid = auctions(timed(events)).select("id", *of_auction), _bids_by_id(events).select("id", *of_bid)
+    return join(
+        auction,
+        bid,
+        on="id",
+        within=("0 seconds", f"{longest_auction_ms(conf)} milliseconds"),
+        operator="matched",
+        apply=best_bids,
+        output=T.StructType([*auction.schema.fields, T.StructField("low", T.LongType()), *bid.schema.fields[1:]]),
+        event_time_column="date_time",
+    )
 
 
 def _bids_by_id(events: DataFrame) -> DataFrame:
@@ -90,15 +90,12 @@ def q4_join(events: DataFrame, conf: NexmarkConf) -> DataFrame:
     from spark_bridge import functions as S
 
     matched = _matched(events, conf, ["category", "date_time", "expires"], ["price", "bid_date_time"])
-    keys = ["id", "category", CLOSES]
+    keys = ["id", "category", "date_time"]
     won = aggregate(matched, by=keys, operator="winning_prices", output_mode="append", low=S.min("low"))
-    delay = f"{longest_auction_ms(conf)} milliseconds"
-    window = S.window(CLOSES, WINDOW, start_time=delay).alias("window")
-    sums = aggregate(
-        won, by=["category", window], operator="prices", output_mode="append", auctions=S.count(), total=S.sum("low")
-    )
-    start, end = (F.col(f"window.{name}") - F.expr(f"interval {delay}") for name in ("start", "end"))
-    return _q4(sums.select("category", start.alias("start_time"), end.alias("end_time"), "auctions", -F.col("total")))
+    by = ["category", S.window("date_time", WINDOW).alias("w")]
+    outputs = {"auctions": S.count(), "total": S.sum("low")}
+    sums = aggregate(won, by=by, operator="prices", output_mode="append", **outputs)
+    return _q4(sums.select("category", "w.start", "w.end", "auctions", -F.col("total")))
 
 
 def q4_native(events: DataFrame, conf: NexmarkConf) -> DataFrame:
@@ -121,10 +118,10 @@ def q9_join(events: DataFrame, conf: NexmarkConf) -> DataFrame:
     from spark_bridge import aggregate
     from spark_bridge import functions as S
 
-    matched = _matched(events, conf, _AUCTION, _BID)
-    rows = matched.select("id", CLOSES, F.struct(*_BEST, *_AUCTION).alias("bid"))
-    best = aggregate(rows, by=["id", CLOSES], operator="winning_bids", output_mode="append", best=S.min("bid"))
-    return q9_columns(best.select("id", "best.*").withColumn("price", -F.col("low")))
+    bid = F.struct(*_BEST, *(c for c in _AUCTION if c != "date_time")).alias("bid")
+    rows = _matched(events, conf, _AUCTION, _BID).select("id", "date_time", bid)
+    best = aggregate(rows, by=["id", "date_time"], operator="winning_bids", output_mode="append", best=S.min("bid"))
+    return q9_columns(best.select("id", "date_time", "best.*").withColumn("price", -F.col("low")))
 
 
 def q9_native(events: DataFrame, conf: NexmarkConf) -> DataFrame:

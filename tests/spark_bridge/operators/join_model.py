@@ -246,6 +246,14 @@ def shared_rows(logic: JoinLogic, left: Sequence[Row], right: Sequence[Row]) -> 
     return pa.record_batch(columns)
 
 
+def check_event_time(emitted: Iterable[Pair], waits_ms: tuple[int | None, int | None], late_watermark_ms: int) -> None:
+    """No row is older than operators behind the join allow for."""
+    for pair in emitted:
+        for row, waits in zip(pair, waits_ms, strict=True):
+            if row is not None and row[1] is not None and waits is not None:
+                assert row[1] * 1000 > max(0, late_watermark_ms - waits)
+
+
 def random_rows(random: np.random.Generator, count: int, until: int, keys: Sequence[Any], side: str) -> list[Row]:
     """Rows with times around ``until`` and values that tell them apart; some keys and times are null."""
     rows = []
