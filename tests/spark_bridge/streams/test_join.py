@@ -18,7 +18,8 @@ from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 from pyspark.sql.streaming import StreamingQuery
 
-from spark_bridge import QueryableStateClient, join, join_asof, restore_savepoint, trigger_savepoint
+from spark_bridge import QueryableStateClient, aggregate, join, join_asof, restore_savepoint, trigger_savepoint
+from spark_bridge import functions as S
 from spark_bridge.exceptions import InvalidOperatorError
 from tests.effort import only_thorough
 from tests.patience import PATIENCE
@@ -120,6 +121,21 @@ def test_rows_are_those_of_sparks_own_join(sides: Sides, how: str) -> None:
     sides.add(FILES)
     sides.end()
     same(begin(sides, sides.ours(how), "ours"), begin(sides, sides.native(how), "native"))
+
+
+@pytest.mark.spark42
+def test_an_aggregate_behind_a_join_gives_what_sparks_own_gives(sides: Sides) -> None:
+    """Rows that have waited are not late behind the join, and windows come when no more rows can."""
+    sides.add(FILES)
+    sides.end()
+    window = F.window("lt", "1 minute").alias("w")
+    native = sides.native("inner").drop("rt").groupBy("k", window).agg(F.count("b"))
+    joined = sides.ours("inner", event_time_column="lt")
+    by = ["k", S.window("lt", "1 minute").alias("w")]
+    ours = aggregate(joined, by=by, operator="counts", output_mode="append", n=S.count())
+    flat_window = ("k", "w.start", "w.end")
+    columns = (*flat_window, "count(b)"), (*flat_window, "n")
+    same(begin(sides, ours.select(*columns[1]), "ours"), begin(sides, native.select(*columns[0]), "native"))
 
 
 def on_time(sides: Sides, side: int) -> list[dict[str, Any]]:
