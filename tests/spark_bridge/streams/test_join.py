@@ -23,7 +23,7 @@ from spark_bridge import functions as S
 from spark_bridge.exceptions import InvalidOperatorError
 from tests.effort import only_thorough
 from tests.patience import PATIENCE
-from tests.spark_bridge.conftest import Stream, settle
+from tests.spark_bridge.conftest import Stream, settle, wait_until
 from tests.spark_bridge.streams.flow import backend, kept_by
 from tests.spark_bridge.streams.running import Running, flat, start
 
@@ -61,6 +61,16 @@ class Sides:
         key = None if self.random.random() < 0.05 else int(self.random.integers(0, 12))
         time, value = START + dt.timedelta(seconds=at), int(self.random.integers(1 << 40))
         return (key, time, value) if side == 0 else (key, str(value), time)
+
+    def all_planned(self, checkpoint: str, query: StreamingQuery) -> bool:
+        """Whether the last files of both sides are in a batch before the last one that is done."""
+        done = (query.lastProgress or {}).get("batchId", -1)
+        logs = [Path(checkpoint, "sources", str(side)) for side in (0, 1)]
+        entries = [int(p.name) for log in logs for p in log.glob("[0-9]*") if p.name.isdigit()]
+        if len(entries) < 2 or max(entries) >= done:
+            return False
+        text = "".join(p.read_text() for log in logs for p in log.iterdir() if not p.name.startswith("."))
+        return text.count(".parquet") >= sum(stream.files for stream in self.streams)
 
     def end(self) -> None:
         """Add rows far ahead, which nothing matches."""
@@ -172,39 +182,49 @@ def check_waiting(sides: Sides, client: QueryableStateClient, query: StreamingQu
     assert client.get("joined", 4711, name, "left") in (None, [])
 
 
-def go_on(sides: Sides, checkpoint: str, partitions: int, provider: str, found: list[Any]) -> StreamingQuery:
+def go_on(sides: Sides, how: str, checkpoint: str, partitions: int, provider: str, found: list[Any]) -> StreamingQuery:
     """Start on a checkpoint, with these partitions and this backend, and process all files."""
 
     def keep(batch: DataFrame, _: int) -> None:
         found.extend(tuple(r) for r in batch.collect())
 
     with backend(provider):
-        writer = sides.ours("inner", num_partitions=partitions).writeStream.foreachBatch(keep)
+        writer = sides.ours(how, num_partitions=partitions).writeStream.foreachBatch(keep)
         query = writer.option("checkpointLocation", checkpoint).start()
-    settle(query)
+    if how in ("inner", "left_semi"):
+        settle(query)
+    else:  # a batch a second, so that there is always something available
+        wait_until(lambda: query.exception() or sides.all_planned(checkpoint, query))
     assert kept_by(checkpoint) == {provider}
     return query
 
 
 @pytest.mark.spark42_only
-def test_rescaled_restarted_saved_and_queried(sides: Sides, tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["inner", *map(only_thorough, ("full", "left_semi", "left_anti"))])
+def test_rescaled_restarted_saved_and_queried(sides: Sides, tmp_path: Path, how: str) -> None:
     client = QueryableStateClient.connect()
     checkpoint = str(tmp_path / "ck")
     found: list[Any] = []
     sides.add(2)
-    go_on(sides, checkpoint, 2, "rocksdb", found).stop()
+    go_on(sides, how, checkpoint, 2, "rocksdb", found).stop()
     sides.add()
-    query = go_on(sides, checkpoint, 3, "file", found)
-    check_waiting(sides, client, query)
+    query = go_on(sides, how, checkpoint, 3, "file", found)
+    if how == "inner":
+        check_waiting(sides, client, query)
     saved = trigger_savepoint(query, str(tmp_path / "savepoints")).result(PATIENCE)
     query.stop()
     restored = str(tmp_path / "restored")
     restore_savepoint(saved, restored, num_partitions=1, backend="rocksdb")
     sides.add()
-    query = go_on(sides, restored, 1, "rocksdb", found)
-    check_waiting(sides, client, query)
+    query = go_on(sides, how, restored, 1, "rocksdb", found)
+    if how == "inner":
+        check_waiting(sides, client, query)
     query.stop()
-    expected = flat(begin(sides, sides.native("inner"), "native").finish())
+    sides.end()
+    expected = flat(begin(sides, sides.native(how), "native").finish())
+    query = go_on(sides, how, restored, 4, "file", found)
+    wait_until(lambda: query.exception() or len(found) >= sum(expected.values()))
+    query.stop()
     assert Counter(found) == expected
     assert sum(expected.values()) > 30
 
