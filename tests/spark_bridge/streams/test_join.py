@@ -62,15 +62,10 @@ class Sides:
         time, value = START + dt.timedelta(seconds=at), int(self.random.integers(1 << 40))
         return (key, time, value) if side == 0 else (key, str(value), time)
 
-    def all_planned(self, checkpoint: str, query: StreamingQuery) -> bool:
-        """Whether the last files of both sides are in a batch before the last one that is done."""
-        done = (query.lastProgress or {}).get("batchId", -1)
-        logs = [Path(checkpoint, "sources", str(side)) for side in (0, 1)]
-        entries = [int(p.name) for log in logs for p in log.glob("[0-9]*") if p.name.isdigit()]
-        if len(entries) < 2 or max(entries) >= done:
-            return False
-        text = "".join(p.read_text() for log in logs for p in log.iterdir() if not p.name.startswith("."))
-        return text.count(".parquet") >= sum(stream.files for stream in self.streams)
+    def all_planned(self, checkpoint: str) -> bool:
+        """Whether all files of both sides are in some batch."""
+        logs = [path for side in (0, 1) for path in Path(checkpoint, "sources", str(side)).glob("[0-9]*")]
+        return sum(log.read_text().count(".parquet") for log in logs) >= sum(s.files for s in self.streams)
 
     def end(self) -> None:
         """Add rows far ahead, which nothing matches."""
@@ -182,6 +177,11 @@ def check_waiting(sides: Sides, client: QueryableStateClient, query: StreamingQu
     assert client.get("joined", 4711, name, "left") in (None, [])
 
 
+def last_batch(query: StreamingQuery) -> int:
+    """The number of the last batch that has ended."""
+    return int((query.lastProgress or {"batchId": -1})["batchId"])
+
+
 def go_on(sides: Sides, how: str, checkpoint: str, partitions: int, provider: str, found: list[Any]) -> StreamingQuery:
     """Start on a checkpoint, with these partitions and this backend, and process all files."""
 
@@ -194,7 +194,9 @@ def go_on(sides: Sides, how: str, checkpoint: str, partitions: int, provider: st
     if how in ("inner", "left_semi"):
         settle(query)
     else:  # a batch a second, so that there is always something available
-        wait_until(lambda: query.exception() or sides.all_planned(checkpoint, query))
+        wait_until(lambda: query.exception() or sides.all_planned(checkpoint))
+        planned = last_batch(query)
+        wait_until(lambda: query.exception() or last_batch(query) > planned + 1)
     assert kept_by(checkpoint) == {provider}
     return query
 
