@@ -52,7 +52,6 @@ class Buffered:
 
         from coordinator_actor.messages import BatchTimes
         from spark_bridge.operators.join.sides import LEFT_ROW, SIDE, slot_name
-        from spark_bridge.task.local_state import LocalStateAccess
         from spark_bridge.task.step_timer import StepTimer
 
         numbers = np.arange(self.held, self.held + new)
@@ -68,11 +67,23 @@ class Buffered:
         times = BatchTimes(0, last, self.watermark_ms)
         self.watermark_ms = last
         started = time.perf_counter()
-        store = LocalStateAccess(self.provider, self.logic.schema, times, (0, GROUPS), GROUPS)
+        store = _as_hosts(self.provider, self.logic.schema, times)
         found = sum(b.num_rows for b in self.logic.process([rows] if new else [], store, StepTimer()))
         seconds = time.perf_counter() - started
         assert abs(found - leaves) <= 2 * 1000 // ROW_US, f"{found:,} rows came, not about {leaves:,}"
         return seconds
+
+
+def _as_hosts(provider: Any, schema: Any, times: Any) -> Any:
+    """Return the state of a batch, whose ranges are scanned as hosts scan them."""
+    from spark_bridge.task.local_state import LocalStateAccess
+
+    class Store(LocalStateAccess):
+        def scan(self, ranges: Any, column_family: str = "default", limit: int | None = None) -> Any:
+            assert limit is None
+            return provider.main.scan_in_turn(ranges, self.batch_id, column_family) if self.batch_id else iter(())
+
+    return Store(provider, schema, times, (0, GROUPS), GROUPS)
 
 
 def run(size: Size, steps: Steps) -> Measured:
