@@ -2,10 +2,10 @@
 
 ``python -m tests.run --pythons .venv310 .venv312`` runs the part without clusters, and the demo, in other environments.
 
-What needs neither cluster nor browser comes first and alone, so that simple mistakes show within a minute. The two
-lines of Spark run side by side, since they wait most of their time. Each part has the files of its tests and of Ray in
-a directory of its own, which goes with the part; what it prints begins with its name. What differs between the lines of
-Spark is tested on both; other tests of clusters are shared out.
+What tests the product and needs neither cluster nor browser comes first and alone, so that simple mistakes show within
+a minute. The two lines of Spark run side by side, since they wait most of their time, and beside them what is left.
+Each part has the files of its tests and of Ray in a directory of its own, which goes with the part; what it prints
+begins with its name. What differs between the lines of Spark is tested on both; other tests of clusters are shared out.
 
 A thorough run does what the usual one leaves: each test of clusters on the other line, the tests that are marked
 ``thorough`` on both, and the part without clusters with many times as much random work. Unless it is given arguments of
@@ -20,13 +20,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TextIO
 
 from tests.scratch import SCRATCH
 
+ROOT = Path(__file__).parents[1]
 NOTHING_COLLECTED = 5
 """The status of pytest where its arguments have chosen no test of a part."""
 
@@ -89,7 +91,7 @@ def run_steps(steps: Sequence[Sequence[Part]], out: TextIO) -> list[Outcome]:
     """Run step after step, the parts of a step side by side; end behind a step in which something failed."""
     outcomes: list[Outcome] = []
     for step in steps:
-        with ThreadPoolExecutor(len(step)) as threads:
+        with ThreadPoolExecutor(len(step) or 1) as threads:
             running = [threads.submit(run_part, p, out, f"{p.name} | " if len(step) > 1 else "") for p in step]
             outcomes += [one.result() for one in running]
         if not all(outcome.is_right for outcome in outcomes):
@@ -123,18 +125,24 @@ SIMULATED_STEPS = 10**7
 NO_CLUSTER = ("-m", "not ray and not spark")
 NO_BROWSER = ("-m", "not ray and not spark and not browser")
 """A browser takes a core for half a minute: a usual run has it beside the clusters, where simple mistakes are found."""
-_STATE = ["tests/backends", "tests/benchmarks", "tests/spark_bridge/state_surgery"]
+_STATE = ["tests/backends", "tests/spark_bridge/state_surgery"]
 _QUERIES = ["tests/spark_bridge/queryable", "tests/spark_bridge/cli", "tests/spark_bridge/state_data"]
 _PROTOCOL = ["tests/simulation", "tests/coordinator_actor", "tests/spark_bridge/host", "tests/spark_bridge/ui"]
+_ABOUT = ["tests/benchmarks", "tests/deploy", "tests/docs", "tests/test_public_names.py", "tests/test_run.py"]
 WITHOUT_CLUSTERS = {
     "state": _STATE,
     "queries": _QUERIES,
     "protocol": _PROTOCOL,
-    "the rest": ["tests", *(f"--ignore={path}" for path in (*_STATE, *_QUERIES, *_PROTOCOL))],
+    "the rest": ["tests", *(f"--ignore={path}" for path in (*_STATE, *_QUERIES, *_PROTOCOL, *_ABOUT))],
 }
 """The tests without clusters, in parts of about the same length: each process collects and imports its own alone.
 
 They are twice as many as cores, since the tests of a part wait about half of their time.
+"""
+AROUND = {"around it": _ABOUT}
+"""The tests without clusters of what is around the product: benchmarks, deployment, documentation, the suite.
+
+They start many processes. A usual run has them beside the clusters, so that mistakes in the product show sooner.
 """
 
 
@@ -146,16 +154,18 @@ def steps_of(is_thorough: bool, arguments: Sequence[str]) -> list[list[Part]]:
         command = [f"{venv}/bin/python", "-m", "pytest", *options, *arguments]
         return Part(name, command, None if is_thorough else bound, given)
 
+    def without_clusters(parts: Mapping[str, Sequence[str]], bound: float | None = None) -> list[Part]:
+        marks = NO_CLUSTER if is_thorough else NO_BROWSER
+        return [part(name, ".venv", *of, *marks, bound=bound) for name, of in parts.items()]
+
     search = [".venv/bin/python", "-m", "tests.simulation", "--fresh", "--steps", str(SIMULATED_STEPS)]
     return [
-        [
-            part(name, ".venv", *of, *(NO_CLUSTER if is_thorough else NO_BROWSER), bound=60)
-            for name, of in WITHOUT_CLUSTERS.items()
-        ],
+        without_clusters(WITHOUT_CLUSTERS | AROUND if is_thorough else WITHOUT_CLUSTERS, bound=60),
         *([[Part("simulation", search)]] if is_thorough and not arguments else []),
         [
             part("Spark 3.5", ".venv", "-m", LINES_AND_THEIR_REST[0][is_thorough]),
             part("Spark 4.2", ".venv42", "-m", LINES_AND_THEIR_REST[1][is_thorough]),
+            *([] if is_thorough else without_clusters(AROUND)),
             *([] if is_thorough else [part("the page", ".venv", "tests/spark_bridge/ui", "-m", "browser")]),
         ],
     ]
@@ -171,7 +181,7 @@ def steps_of_pythons(venvs: Sequence[str]) -> list[list[Part]]:
         step
         for venv in venvs
         for step in (
-            [part(venv, name, *of, *NO_CLUSTER) for name, of in WITHOUT_CLUSTERS.items()],
+            [part(venv, name, *of, *NO_CLUSTER) for name, of in (WITHOUT_CLUSTERS | AROUND).items()],
             [part(venv, "demo", "tests/spark_bridge/demo/test_demo.py")],
         )
     ]
@@ -187,7 +197,7 @@ def main(arguments: Sequence[str]) -> int:
     begun = time.monotonic()
     steps = steps_of_pythons(given.pythons) if given.pythons else steps_of(given.thorough, rest)
     if given.without_clusters:
-        steps = steps[:1]
+        steps = [[p for p in step if p.name in (WITHOUT_CLUSTERS | AROUND)] for step in steps]
     bound = None if given.thorough or given.pythons or given.without_clusters else 600.0
     outcomes = run_steps(steps, sys.stdout)
     print(f"\n{report(outcomes, time.monotonic() - begun, bound)}")

@@ -82,15 +82,28 @@ def test_each_test_of_clusters_runs_on_both_lines_of_spark(line: int, marks: tup
 
 
 @pytest.mark.parametrize("given", [["--without-clusters", "-x"], ["--thorough", "--without-clusters", "-x"]])
-def test_a_run_without_clusters_is_the_first_step(monkeypatch: pytest.MonkeyPatch, given: list[str]) -> None:
-    ran: list[list[Part]] = []
-    monkeypatch.setattr(run, "run_steps", lambda steps, out: ran.extend(steps) or [])
+def test_a_run_without_clusters_has_all_tests_without(monkeypatch: pytest.MonkeyPatch, given: list[str]) -> None:
+    ran: list[Part] = []
+    monkeypatch.setattr(run, "run_steps", lambda steps, out: ran.extend(p for step in steps for p in step) or [])
     assert run.main(given) == 0
-    assert ran == run.steps_of("--thorough" in given, ["-x"])[:1]
+    assert [p.name for p in ran] == [*run.WITHOUT_CLUSTERS, *run.AROUND]
+    assert all("not ray and not spark" in " ".join(p.command) for p in ran)
+
+
+def test_each_file_without_clusters_is_in_one_part() -> None:
+    parts = (run.WITHOUT_CLUSTERS | run.AROUND).values()
+    for path in (run.ROOT / "tests").rglob("test_*.py"):
+        at = [path, *path.parents]
+        given = [
+            any(run.ROOT / place in at for place in of if not place.startswith("--"))
+            and not any(run.ROOT / place.removeprefix("--ignore=") in at for place in of if place.startswith("--"))
+            for of in parts
+        ]
+        assert sum(given) == 1, path
 
 
 def test_each_test_without_clusters_runs_once() -> None:
-    """In a browser or not; a thorough run has both in its first step, which is all that is run without clusters."""
+    """In a browser or not; a thorough run has both in its first step."""
     for is_thorough in (False, True):
         chosen = [
             p.command[p.command.index("-m", 3) + 1]
@@ -123,6 +136,6 @@ def test_other_pythons_run_the_part_without_clusters_and_the_demo() -> None:
     assert [[p.name for p in parts] for parts in steps] == [
         [f"{venv} {name}" for name in names]
         for venv in ("venv310", "venv312")
-        for names in (run.WITHOUT_CLUSTERS, ["demo"])
+        for names in ([*run.WITHOUT_CLUSTERS, *run.AROUND], ["demo"])
     ]
     assert all(p.command[0].startswith(f".{p.name.split()[0]}/bin/") for parts in steps for p in parts)

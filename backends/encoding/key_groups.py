@@ -7,12 +7,9 @@ are Flink's idea.
 
 from __future__ import annotations
 
-from typing import cast
-
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import xxhash
 
 from backends.encoding.columns import (
     binary_values,
@@ -23,7 +20,7 @@ from backends.encoding.columns import (
     normalized_column,
     null_mask,
 )
-from backends.encoding.sorted_pairs import to_bytes_list
+from backends.encoding.xxhash64 import RowHashes, hash_4, hash_8, hash_bytes
 from backends.exceptions import InvalidStateStoreArgument, UnsupportedTypeError
 
 MAX_KEY_GROUPS = 1 << 16
@@ -32,16 +29,6 @@ SEED = 42
 """Spark's seed of the first column's hash."""
 SMALL_DECIMAL = 18
 """Spark hashes decimals of up to so many digits as a long, and others by their bytes."""
-
-RowHashes = npt.NDArray[np.uint64]
-
-_P1 = np.uint64(0x9E3779B185EBCA87)
-_P2 = np.uint64(0xC2B2AE3D27D4EB4F)
-_P3 = np.uint64(0x165667B19E3779F9)
-_P4 = np.uint64(0x85EBCA77C2B2AE63)
-_P5 = np.uint64(0x27D4EB2F165667C5)
-_SEED_4 = _P5 + np.uint64(4)
-_SEED_8 = _P5 + np.uint64(8)
 
 
 def key_groups(batch: pa.RecordBatch, num_groups: int) -> npt.NDArray[np.int32]:
@@ -114,15 +101,15 @@ def _hash_array(name: str, array: pa.Array, seeds: RowHashes) -> RowHashes:
         return _hash_decimals(array, seeds)
     dtype = fixed_dtype(kind)
     if dtype is None:
-        return _hash_bytes(to_bytes_list(binary_values(array)), seeds)
+        return hash_bytes(binary_values(array), seeds)
     values = fixed_values(array, dtype)
     if pa.types.is_floating(kind):
         # Like Spark: -0.0 is 0.0, and every NaN is the same NaN.
         values = np.where(np.isnan(values), np.array(np.nan, dtype), values + dtype.type(0))
-        return _hash_8(values.view(np.uint64), seeds) if dtype.itemsize == 8 else _hash_4(values.view(np.uint32), seeds)
+        return hash_8(values.view(np.uint64), seeds) if dtype.itemsize == 8 else hash_4(values.view(np.uint32), seeds)
     if dtype.itemsize == 8:
-        return _hash_8(values.view(np.uint64), seeds)
-    return _hash_4(values.astype(np.int32).view(np.uint32), seeds)
+        return hash_8(values.view(np.uint64), seeds)
+    return hash_4(values.astype(np.int32).view(np.uint32), seeds)
 
 
 def _hash_lists(name: str, array: pa.Array, seeds: RowHashes) -> RowHashes:
@@ -140,52 +127,12 @@ def _hash_lists(name: str, array: pa.Array, seeds: RowHashes) -> RowHashes:
 def _hash_decimals(array: pa.Array, seeds: RowHashes) -> RowHashes:
     words = fixed_values(array, np.dtype("V16")).copy().view(np.uint64).reshape(-1, 2)
     if array.type.precision <= SMALL_DECIMAL:
-        return _hash_8(words[:, 0], seeds)
+        return hash_8(words[:, 0], seeds)
     unscaled = ((int(high) << 64) | int(low) for low, high in zip(words[:, 0], words[:, 1].view(np.int64), strict=True))
-    return _hash_bytes([java_bytes(u) for u in unscaled], seeds)
+    return hash_bytes(pa.array([java_bytes(u) for u in unscaled], pa.binary()), seeds)
 
 
 def java_bytes(value: int) -> bytes:
     """Return ``java.math.BigInteger.toByteArray``: the shortest two's complement, with room for the sign."""
     magnitude = value if value >= 0 else ~value
     return value.to_bytes(magnitude.bit_length() // 8 + 1, "big", signed=True)
-
-
-def _hash_bytes(values: list[bytes | None] | list[bytes], seeds: RowHashes) -> RowHashes:
-    hash_one = xxhash.xxh64_intdigest
-    pairs = zip(cast("list[bytes]", values), seeds.tolist(), strict=True)
-    hashes: RowHashes = np.fromiter((hash_one(value, seed) for value, seed in pairs), np.uint64, len(values))
-    return hashes
-
-
-def _rotate(values: RowHashes, bits: int) -> RowHashes:
-    """Rotate the bits of each value to the left; ``values`` may be overwritten."""
-    rotated: RowHashes = values << np.uint64(bits)
-    values >>= np.uint64(64 - bits)
-    rotated |= values
-    return rotated
-
-
-def _hash_8(values: RowHashes, seeds: RowHashes) -> RowHashes:
-    hashes: RowHashes = _rotate(values * _P2, 31)
-    hashes *= _P1
-    hashes ^= seeds + _SEED_8
-    hashes = _rotate(hashes, 27)
-    hashes *= _P1
-    hashes += _P4
-    return _avalanche(hashes)
-
-
-def _hash_4(values: npt.NDArray[np.uint32], seeds: RowHashes) -> RowHashes:
-    hashes: RowHashes = seeds + _SEED_4
-    hashes ^= values.astype(np.uint64) * _P1
-    return _avalanche(_rotate(hashes, 23) * _P2 + _P3)
-
-
-def _avalanche(hashes: RowHashes) -> RowHashes:
-    hashes ^= hashes >> np.uint64(33)
-    hashes *= _P2
-    hashes ^= hashes >> np.uint64(29)
-    hashes *= _P3
-    hashes ^= hashes >> np.uint64(32)
-    return hashes

@@ -172,6 +172,10 @@ class SortedPairs:
         """Return ``length`` changes from the position ``offset``; nothing is copied."""
         return SortedPairs(self.keys.slice(offset, length), self.values.slice(offset, length))
 
+    def compact(self) -> SortedPairs:
+        """Return a copy: a slice keeps all of what it was cut from in memory."""
+        return SortedPairs(pa.concat_arrays([self.keys]), pa.concat_arrays([self.values]))
+
     def present(self) -> SortedPairs:
         """Return the changes without the removed keys."""
         if not self.values.null_count:

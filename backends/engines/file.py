@@ -10,14 +10,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
-import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from backends.conf import StateStoreConf
 from backends.decoders import json_decoder
 from backends.encoding.keys import KeyRange
-from backends.encoding.sorted_pairs import PAIRS_SCHEMA, SortedPairs, is_strictly_sorted
+from backends.encoding.sorted_pairs import PAIRS_SCHEMA, SortedPairs
 from backends.engines.sorted_map import SortedMap
 from backends.exceptions import DamagedFileError, StoreClosedError
 from backends.formats.changelog import Changes
@@ -84,12 +82,7 @@ class SortedMapEngine:
             return pa.nulls(len(keys), pa.binary())
         if len(keys) <= _FEW_ROWS:
             return pa.array([held.get(key) for key in keys.to_pylist()], pa.binary())
-        if is_strictly_sorted(keys):
-            return held.get_many(keys)
-        order = np.asarray(pc.sort_indices(keys))
-        back = np.empty(len(order), np.int64)
-        back[order] = np.arange(len(order))
-        return held.get_many(keys.take(pa.array(order))).take(pa.array(back))
+        return held.get_many(keys)
 
     def get_one(self, key: bytes, column_family: str = DEFAULT_FAMILY) -> bytes | None:
         """Return the value of one key; None if the key has none."""

@@ -12,14 +12,15 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from backends.encoding.merged_scan import merged_scan
-from backends.encoding.sorted_pairs import PAIRS_SCHEMA, SortedPairs
+from backends.encoding.sorted_pairs import PAIRS_SCHEMA, SortedPairs, is_strictly_sorted
 
 CHUNK_ROWS = 1 << 16
 CHUNK_BYTES = 16 << 20
@@ -107,11 +108,7 @@ def _cut(pairs: SortedPairs) -> list[SortedPairs]:
         return [pairs]
     bounds = np.linspace(0, len(pairs), len(pairs) // per_chunk + 1).astype(int).tolist()
     # Copied, so that a chunk does not keep all of what it was cut from.
-    return [_compact(pairs.slice(a, b - a)) for a, b in pairwise(bounds)]
-
-
-def _compact(pairs: SortedPairs) -> SortedPairs:
-    return SortedPairs(pa.concat_arrays([pairs.keys]), pa.concat_arrays([pairs.values]))
+    return [pairs.slice(a, b - a).compact() for a, b in pairwise(bounds)]
 
 
 def _joined(chunks: list[SortedPairs]) -> list[SortedPairs]:
@@ -131,9 +128,13 @@ def _joined(chunks: list[SortedPairs]) -> list[SortedPairs]:
 
 @dataclass(frozen=True)
 class SortedMap:
-    """The map; ``runs`` from the oldest to the newest. A null value in a newer run means a removed key."""
+    """The map; ``runs`` from the oldest to the newest. A null value in a newer run means a removed key.
+
+    With ``keeps_removed`` the oldest run has removed keys as well: the map is what changes about other pairs.
+    """
 
     runs: tuple[Run, ...] = ()
+    keeps_removed: bool = False
 
     @classmethod
     def of_sorted(cls, parts: list[SortedPairs]) -> SortedMap:
@@ -144,25 +145,36 @@ class SortedMap:
     def with_changes(self, changes: SortedPairs) -> SortedMap:
         """Return a new map; null values remove keys."""
         runs = list(self.runs)
-        if not runs:
+        if not runs and not self.keeps_removed:
             changes = changes.present()
         run = Run.of(changes)
         if not run.chunks:
             return self
         while runs and len(runs[-1]) < _GROWTH * len(run):
             below = runs.pop()
-            run = below.under(run, is_lowest=not runs)
+            run = below.under(run, is_lowest=not runs and not self.keeps_removed)
             if not run.chunks:
-                return SortedMap(tuple(runs))
-        return SortedMap((*runs, run))
+                return replace(self, runs=tuple(runs))
+        return replace(self, runs=(*runs, run))
 
-    def get_many(self, keys: pa.BinaryArray) -> pa.BinaryArray:
-        """Return the values of sorted ``keys``, null where a key has none."""
-        values = pa.nulls(len(keys), pa.binary())
-        if len(keys):
-            for run in self.runs:
-                values = run.overlay(keys, values)
-        return values
+    def get_many(self, keys: pa.BinaryArray, below: pa.BinaryArray | None = None) -> pa.BinaryArray:
+        """Return the values in the order of ``keys``; sorted keys are faster.
+
+        A key that no run has gets its value of ``below``, null by default.
+        """
+        values = pa.nulls(len(keys), pa.binary()) if below is None else below
+        if not self.runs or not len(keys):
+            return values
+        order = None if is_strictly_sorted(keys) else np.asarray(pc.sort_indices(keys))
+        if order is not None:
+            keys, values = keys.take(pa.array(order)), values.take(pa.array(order))
+        for run in self.runs:
+            values = run.overlay(keys, values)
+        if order is None:
+            return values
+        back = np.empty(len(order), np.int64)
+        back[order] = np.arange(len(order))
+        return values.take(pa.array(back))
 
     def get(self, key: bytes) -> bytes | None:
         """Return the value of one key; None if the key has none."""
@@ -181,12 +193,16 @@ class SortedMap:
             for chunk in self.runs[0].between(start, end)
             for part in (chunk.slice(at, SCAN_ROWS) for at in range(0, len(chunk), SCAN_ROWS))
         )
-        changes = SortedPairs.empty()
-        for run in reversed(self.runs[1:]):
+        return merged_scan(batches, replace(self, runs=self.runs[1:]).between(start, end))
+
+    def between(self, start: bytes | None, end: bytes | None) -> SortedPairs:
+        """Return the pairs of a range; those of removed keys, too, that some run has."""
+        pairs = SortedPairs.empty()
+        for run in reversed(self.runs):
             cut = tuple(run.between(start, end))
             if cut:
-                changes = _concatenated(cut).under(changes)
-        return merged_scan(batches, changes)
+                pairs = _concatenated(cut).under(pairs)
+        return pairs
 
     def flat(self) -> Iterator[SortedPairs]:
         """Return all pairs, a part at a time."""

@@ -24,6 +24,7 @@ from backends.encoding.keys import KeyRange
 from backends.encoding.merged_scan import merged_scan
 from backends.encoding.sorted_pairs import SortedPairs, as_binary, is_strictly_sorted
 from backends.engines.backend import backend_of
+from backends.engines.buffered_engine import BufferedEngine
 from backends.engines.engine import StateEngine
 from backends.engines.full_disk import writing_to
 from backends.exceptions import InvalidStateStoreArgument, LineageMismatchError
@@ -492,7 +493,13 @@ class PartitionState:
         self._local.remove()
 
 
-def open_partition(local_dir: Path, storage: CheckpointStorage, directory: str, conf: StateStoreConf) -> PartitionState:
-    """Open the state of one partition with the engine that ``conf`` names. See ``PartitionState``."""
+def open_partition(
+    local_dir: Path, storage: CheckpointStorage, directory: str, conf: StateStoreConf, *, is_copy: bool = False
+) -> PartitionState:
+    """Open the state of one partition with the engine that ``conf`` names. See ``PartitionState``.
+
+    ``is_copy``: it will be read a little and thrown away, so that changes need not get into the engine's own order.
+    """
     backend = backend_of(conf)
-    return PartitionState(local_dir, storage, directory, conf, backend.name, backend.engine)
+    engine = BufferedEngine if is_copy else backend.engine
+    return PartitionState(local_dir, storage, directory, conf, backend.name, engine)

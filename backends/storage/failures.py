@@ -15,6 +15,7 @@ _CODE = re.compile(r"<Code>(\w+)</Code>")
 _OUT_OF_RANGE = re.compile(r"status code: 416|StartTooLarge")
 _REFUSED = re.compile(r"request failed for key .*\(code: (\w+)\)")
 """S3's answer to a bulk removal says 200, and names those that it has not removed."""
+_PARAMETERS = re.compile(r"(\w+://[^\s?]*)\?\S*")
 _THROTTLING = {"SlowDown", "ServiceUnavailable", "ServerBusy"}
 _PASSING = {"InternalError", *_THROTTLING}
 _EXPIRED = {"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired"}
@@ -80,6 +81,16 @@ def first_line(error: BaseException) -> str:
     """Return what an error says, short enough for a message."""
     line = str(error).split("\n", 1)[0].split("<?xml", 1)[0].rstrip(": ")
     return f"{line}: {code(error)}" if code(error) else line
+
+
+def for_people(text: str, most: int) -> str:
+    """Return a text about storage as it may be shown: not longer than ``most``, and addresses without parameters.
+
+    A signature may be among these. What is too long loses its middle: services say at the end what was wrong.
+    """
+    shown = _PARAMETERS.sub(r"\1?...", text)
+    half = (most - 5) // 2
+    return shown if len(shown) <= most else f"{shown[:half]} ... {shown[-half:]}"
 
 
 def _status(error: BaseException) -> str:

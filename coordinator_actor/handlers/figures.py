@@ -38,7 +38,7 @@ class Figures:
         return {
             "coordinator_id": self._coordinator_id,
             "hosts": hosts,
-            "queries": [_described(run) for run in runs],
+            "queries": [{**_described(run), "failure": self._runs.failure(run.run_id)} for run in runs],
             "instances": instances,
             "problems": problems,
         }

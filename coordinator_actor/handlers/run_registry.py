@@ -16,6 +16,7 @@ from coordinator_actor.query.query_state import QueryState
 from coordinator_actor.savepoints.run_savepoints import RunSavepoints
 
 REMEMBERED_ENTRIES = 1000
+LONGEST_FAILURE = 600
 LEASE_OVER = "its driver was not heard of"
 STOPPED = "its query ended"
 
@@ -54,6 +55,7 @@ class RunRegistry:
         self._over: BoundedDict[str, str] = BoundedDict(REMEMBERED_ENTRIES)
         self._ended: BoundedDict[str, EndedQuery] = BoundedDict(REMEMBERED_ENTRIES)
         self._ended_savepoints: BoundedDict[str, Future[str]] = BoundedDict(REMEMBERED_ENTRIES)
+        self._failures: BoundedDict[str, str] = BoundedDict(REMEMBERED_ENTRIES)
 
     # -- finding -------------------------------------------------------------------------------
 
@@ -225,6 +227,17 @@ class RunRegistry:
         with self._lock:
             self._ended[run.run_id] = EndedQuery(run.registration, self._clock(), why)
         self._end_work(run, why)
+
+    def failed(self, run_id: str, failure: str) -> None:
+        """Take note of the error with which the query of a run has ended; "" if it has ended without one."""
+        with self._lock:
+            if failure:
+                self._failures[run_id] = failure[:LONGEST_FAILURE]
+
+    def failure(self, run_id: str) -> str:
+        """Return the error with which the query of a run has ended, or ""."""
+        with self._lock:
+            return self._failures.get(run_id, "")
 
     def _end_work(self, run: QueryState, why: str) -> None:
         with self._lock:

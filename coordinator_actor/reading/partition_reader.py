@@ -52,7 +52,7 @@ def opened_partition(
         max_versions_in_memory=0,
     )
     with TemporaryDirectory(prefix="statestore-read-") as scratch:
-        state = open_partition(Path(scratch) / "state", storage, piece.directory, conf)
+        state = open_partition(Path(scratch) / "state", storage, piece.directory, conf, is_copy=True)
         try:
             load(place, state, piece, piece.lineage.version if version is None else version, open_storage=open_storage)
             yield state

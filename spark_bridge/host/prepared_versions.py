@@ -69,12 +69,18 @@ class PreparedVersions:
         self._completed = completed
         self._open_storage = open_storage
         self._prepared: BoundedDict[str, _Prepared] = BoundedDict(MAX_RUNS)
+        self._taken_under: BoundedDict[str, int] = BoundedDict(MAX_RUNS)
         self._noting = threading.Lock()
         held.on_run_ended(self._forget)
 
-    def accepted(self, registration: QueryRegistration, version: int) -> None:
-        """Take note that the coordinator has accepted changes for a version."""
+    def accepted(self, registration: QueryRegistration, version: int, under: int | None = None) -> None:
+        """Take note that the coordinator has accepted changes for a version.
+
+        ``under`` is the number of the host's registration before it sent changes of its own.
+        """
         with self._noting:
+            if under is not None:
+                self._taken_under[registration.run_id] = under
             known = self._prepared.get(registration.run_id)
             if known is None or known.version < version:
                 self._prepared[registration.run_id] = _Prepared(registration, version)
@@ -83,15 +89,21 @@ class PreparedVersions:
         """Take the next version for prepared if other hosts may have made it without this one knowing.
 
         That is if this host has no lease: behind a cut cable it is asked by clients that still reach it. Or if it gives
-        partitions away. As long as Spark has committed no batch behind the last one that is known here, its answers are
+        partitions away. Or if it has registered again, and has had no part in a version since: others may have made the
+        next one before. As long as Spark has committed no batch behind the last one that is known here, its answers are
         right.
         """
         newest = self._completed.newest(run_id)
         registration = self._held.registrations.get(run_id)
         if newest is None or registration is None:
             return
-        if not self._registration.is_leased or self._gives(run_id):
+        if not self._registration.is_leased or self._gives(run_id) or self._may_be_others(run_id):
             self.accepted(registration, newest.version + 1)
+
+    def _may_be_others(self, run_id: str) -> bool:
+        number = self._registration.number
+        is_again = number > 1 and self._taken_under.get(run_id) != number
+        return is_again and not self._held.has_ended(run_id)  # nobody makes versions of a query that has ended
 
     def is_settled(self, run_id: str) -> bool:
         """Return whether the last version that was prepared here is known to be completed."""
@@ -195,7 +207,8 @@ class PreparedVersions:
 
     def _forget(self, run_id: str | None) -> None:
         with self._noting:
-            if run_id is None:
-                self._prepared.clear()
-            else:
-                self._prepared.pop(run_id, None)
+            for table in (self._prepared, self._taken_under):
+                if run_id is None:
+                    table.clear()
+                else:
+                    table.pop(run_id, None)

@@ -26,8 +26,9 @@ _UNKNOWN = (UnknownRunError, UnknownHostError, StaleOwnerError)
 class HostRegistration:
     """Registers the host at the coordinator, and again whenever the coordinator does not know the host or a run.
 
-    Thread-safe. ``_lock`` guards when the host has registered for a reader last, by ``clock``, in monotonic seconds.
-    ``replaced`` says why this incarnation of the host must end itself, or is None.
+    Thread-safe. ``_lock`` guards ``number``, and when the host has registered for a reader last, by ``clock``, in
+    monotonic seconds. ``replaced`` says why this incarnation of the host must end itself, or is None. ``number`` counts
+    registrations: between two of them the coordinator may have given the host's partitions to others.
     """
 
     def __init__(
@@ -36,6 +37,7 @@ class HostRegistration:
         self.info = info
         self.coordinator = coordinator
         self.replaced: str | None = None
+        self.number = 0
         self._held = held
         self._clock = clock
         self._lock = threading.Lock()
@@ -50,6 +52,8 @@ class HostRegistration:
 
         Raises ``ReplacedHostError`` if another incarnation has taken the place of this one.
         """
+        with self._lock:
+            self.number += 1
         sent = self._registered_at = self._clock()
         try:
             with spans.alone("host.register", restart=self.info.restart):

@@ -98,6 +98,7 @@ class TaskCommits:
             durable = time.perf_counter()
             done_by_task = self._figures(instance, timings, figures or OperatorFigures(), durable - started)
             message = _acknowledgement(info, meta, file, durable - started, task.stage, done_by_task)
+            under = self._registration.number
             try:
                 with spans.step("host.acknowledge"):
                     answer = self._registration.call(lambda: self._acknowledgements.acknowledge(message))
@@ -106,7 +107,7 @@ class TaskCommits:
                 raise
             instance.state.accept(version, task.attempt)
             instance.acknowledged[version] = message
-            self._prepared.accepted(instance.registration, version)
+            self._prepared.accepted(instance.registration, version, under)
         done = time.perf_counter()
         self._counters.add("commits")
         self._counters.add("keys_written", changes.num_changes)

@@ -36,7 +36,7 @@ def executor_cores(spark: SparkSession) -> dict[str, int]:
     for i in range(active.size()):
         executor = active.apply(i)
         if executor.id() != DRIVER:
-            ip = address_of(str(executor.hostPort()).rpartition(":")[0])
+            ip = address_of(machine_of(str(executor.hostPort())))
             cores[ip] = cores.get(ip, 0) + int(executor.totalCores())
     return cores
 
@@ -56,10 +56,17 @@ def await_executors(spark: SparkSession, count: int) -> None:
         time.sleep(POLL_SECONDS)
 
 
+def machine_of(host_port: str) -> str:
+    """Return the machine of what Spark says of an executor, which has no port until the block manager registers."""
+    machine, _, _ = host_port.rpartition(":")
+    return host_port if not machine or host_port.endswith("]") else machine
+
+
 def address_of(machine: str) -> str:
     """Return the IP address of a machine by which Ray knows it; a name that nobody knows stays as it is."""
+    machine = machine.strip("[]")
     try:
-        ip = socket.gethostbyname(machine.strip("[]"))
+        ip = socket.gethostbyname(machine)
     except OSError:
         return machine
     return own_address() if ip.startswith("127.") else ip

@@ -135,7 +135,9 @@ class HostPlacement:
             problems: list[str] = []
             wanted: Mapping[str, int] = standing
             if executors or not self.hosts:  # without executors nothing says where the hosts should be
-                placement = place_hosts(executors, usable, self._num_hosts, standing)
+                placement = place_hosts(
+                    executors, usable, self._num_hosts, standing, {nodes[n] for n in going if n in nodes}
+                )
                 wanted = placement.hosts
                 problems += placement.problems
                 self._start(wanted, standing)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import ray
 
-from spark_bridge.session.executors import DRIVER, address_of, own_address
+from spark_bridge.session.executors import DRIVER, address_of, machine_of, own_address
 from spark_bridge.transport.silent_hosts import silent_places
 
 if TYPE_CHECKING:
@@ -116,8 +116,8 @@ def place_of(host_port: str) -> Place | None:
 
     The place of an executor is that of its block manager, which registers behind the executor itself.
     """
-    machine, _, port = host_port.rpartition(":")
-    return (address_of(machine.strip("[]")), int(port)) if machine and not host_port.endswith("]") else None
+    machine = machine_of(host_port)
+    return None if machine == host_port else (address_of(machine), int(host_port[len(machine) + 1 :]))
 
 
 def is_cut_off(places: Collection[Place], silent: Collection[Place], own: str) -> bool:

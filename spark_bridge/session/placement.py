@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 
@@ -20,19 +20,29 @@ class Placement:
 
 
 def place_hosts(
-    executors: Mapping[str, int], nodes: Mapping[str, str], num_hosts: int | None, standing: Mapping[str, int]
+    executors: Mapping[str, int],
+    nodes: Mapping[str, str],
+    num_hosts: int | None,
+    standing: Mapping[str, int],
+    going: Collection[str] = (),
 ) -> Placement:
     """Return where the hosts of a session are to stand.
 
     ``executors`` has the cores of the executors on each machine, by IP address; ``nodes`` the IP address of each node
     of Ray that can take hosts; ``standing`` how many hosts stand on each node now. Without ``num_hosts`` there is one
-    host per core. Nodes at one address share its cores. Where no node has an executor, all nodes count alike.
+    host per core. Nodes at one address share its cores. Where no node has an executor, all nodes count alike. ``going``
+    are the addresses of machines that are to go, and so take no hosts.
     """
     sharing = Counter(nodes.values())
     cores = {node: executors[ip] / sharing[ip] for node, ip in nodes.items() if executors.get(ip)}
     problems = []
-    missing = sorted(ip for ip in executors if ip not in sharing)
-    if missing:
+    without_node = sorted(ip for ip in executors if ip not in sharing)
+    if drained := [ip for ip in without_node if ip in going]:
+        problems.append(
+            f"{', '.join(drained)}, where executors run, are to go: hosts stand elsewhere, and tasks there reach state "
+            "over the network until their executors end."
+        )
+    if missing := [ip for ip in without_node if ip not in going]:
         problems.append(
             f"No node of Ray that can take hosts is at {', '.join(missing)}, where executors run: their tasks reach "
             "state over the network. Start Ray there."

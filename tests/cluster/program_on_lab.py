@@ -15,13 +15,13 @@ START_SECONDS = 400.0
 
 
 class ProgramOnLab:
-    """A module of ``tests.lab`` on machine 0; ``RAY_ADDRESS`` names the cluster."""
+    """A module of a package on a machine; ``RAY_ADDRESS`` names the cluster."""
 
-    def __init__(self, lab: Lab, module: str, *arguments: str) -> None:
-        argv = [sys.executable, "-m", f"tests.lab.{module}", *arguments]
-        self._log = (lab.directory / f"{module}.log").open("w+", errors="replace")
+    def __init__(self, lab: Lab, module: str, *arguments: str, machine: int = 0, package: str = "tests.lab") -> None:
+        argv = [sys.executable, "-m", f"{package}.{module}", *arguments]
+        self._log = (lab.directory / f"{module}-{machine}.log").open("w+", errors="replace")
         options = {"stdout": self._log, "stderr": subprocess.STDOUT, "start_new_session": True}
-        self._process = lab.popen(0, argv, ray_environment() | {"RAY_ADDRESS": ray_address(lab)}, **options)
+        self._process = lab.popen(machine, argv, ray_environment() | {"RAY_ADDRESS": ray_address(lab)}, **options)
 
     def lines(self, first: str) -> list[list[str]]:
         """The lines so far that begin with a word, in words."""

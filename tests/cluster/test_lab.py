@@ -67,8 +67,8 @@ class Talk:
 
 
 def talk(lab: Lab, k: int, argv: list[str]) -> Talk:
-    options = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "start_new_session": True}
-    return Talk(lab.popen(k, argv, **options))
+    pipe = subprocess.PIPE
+    return Talk(lab.popen(k, argv, stdin=pipe, stdout=pipe, start_new_session=True))
 
 
 @contextmanager
@@ -228,8 +228,8 @@ def test_nothing_is_left(end: signal.Signals | None) -> None:
         " print(lab.directory, *(os.readlink(f'/proc/{lab.machine(k).pid}/ns/pid') for k in (0, 1)), flush=True)\n"
         " sys.stdin.readline()"
     )
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, text=True, **pipes) as makes:
+    pipe, argv = subprocess.PIPE, [sys.executable, "-c", program]
+    with subprocess.Popen(argv, cwd=ROOT, text=True, stdin=pipe, stdout=pipe) as makes:
         assert makes.stdin is not None and makes.stdout is not None
         directory, *namespaces = makes.stdout.readline().split()
         assert all(processes_in(n) for n in namespaces) and Path(directory).is_dir()

@@ -12,7 +12,8 @@ import os
 import random
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,16 +28,18 @@ from tests.lab.lab import Lab
 from tests.lab.ray_nodes import RAY, ray_address, ray_environment, start_ray, start_ray_on
 from tests.spark_bridge.conftest import wait_until
 
-# Otherwise: tests/simulation, and what tests/spark_bridge/streams kills and restarts, on one machine.
+# Otherwise: test_bare_losses.py without Ray and Spark, tests/simulation, and what tests/spark_bridge/streams kills.
 pytestmark = [pytest.mark.cluster, pytest.mark.ray, pytest.mark.spark, pytest.mark.thorough]
 LOSSES = int(os.environ.get("STATESTORE_LOSSES", "300"))
+TOGETHER = 6
+"""So many losses at most between two looks: those of a machine follow one another, two machines lose side by side."""
 CPUS = [0, 2, 2, 2]
 KINDS = ("killed", "without power", "cut off", "cut off in", "cut off out")
 HEAD = 0
-HEADS_SHARE = 0.25
-"""Of the losses in which a machine ends; with the head everything starts again, which takes a minute."""
-SHORT, LONG = 15.0, 90.0
-"""Seconds that a machine is away: mostly less than Ray takes to notice, and at times more."""
+HEADS_SHARE = 0.2
+"""The share of rounds that end with the loss of the head: everything starts again, which takes a minute."""
+SHORT, LONG = 10.0, 40.0
+"""Seconds that a machine is away: mostly less than Ray takes to notice, and in a fifth of the losses up to more."""
 
 
 @dataclass(frozen=True)
@@ -48,26 +51,43 @@ class Loss:
     seconds: float
 
 
-def drawn(seed: int, count: int) -> list[Loss]:
-    """Return losses that follow from a seed; all kinds come in turn, in an order of the seed's."""
+Round = list[list[Loss]]
+"""Losses between two looks, by machine; those of the head, where there is one, begin when the others are over."""
+
+
+def drawn(seed: int, count: int) -> list[Round]:
+    """Return rounds with so many losses in all that follow from a seed; all kinds come in turn, in its order."""
     draws = random.Random(seed)
     kinds: list[str] = []
-    losses = []
-    for _ in range(count):
-        kinds = kinds or draws.sample(KINDS, len(KINDS))
-        away = LONG if draws.random() < 0.25 else SHORT
-        kind, machine = kinds.pop(), draws.randrange(1, len(CPUS))
-        if not kind.startswith("cut off") and draws.random() < HEADS_SHARE:
-            machine = HEAD
-        losses.append(Loss(machine, kind, draws.uniform(0, away)))
-    return losses
+    rounds: list[Round] = []
+    while count > 0:
+        lost = draws.sample(range(1, len(CPUS)), 2)  # one stays, beside which an executor can always start
+        lanes: dict[int, list[Loss]] = {k: [] for k in lost}
+        with_head = count > 1 and draws.random() < HEADS_SHARE
+        for _ in range(min(count - with_head, draws.randint(2, TOGETHER))):
+            kinds = kinds or draws.sample(KINDS, len(KINDS))
+            k, away = draws.choice(lost), LONG if draws.random() < 0.2 else SHORT
+            lanes[k].append(Loss(k, kinds.pop(), draws.uniform(0, away)))
+            count -= 1
+        rounds.append([lane for lane in lanes.values() if lane])
+        if with_head:
+            rounds[-1].append([Loss(HEAD, draws.choice(KINDS[:2]), draws.uniform(0, SHORT))])
+            count -= 1
+    return rounds
 
 
 class MachinesUnderLoss:
-    """The machines of a lab, one of which is lost at a time. Who looks after them starts Ray where it has ended."""
+    """The machines of a lab. Who looks after them starts Ray where it has ended."""
 
     def __init__(self, lab: Lab) -> None:
         self._lab = lab
+
+    def lose_each(self, lane: Sequence[Loss]) -> None:
+        """Take a machine away and bring it back, with Ray on it, as often as there are losses."""
+        for loss in lane:
+            self.lose(loss)
+            if loss.machine != HEAD:
+                self.start_ray_on(loss.machine)
 
     def lose(self, loss: Loss) -> None:
         """Take a machine away, and bring it back after the seconds of the loss."""
@@ -90,9 +110,13 @@ class MachinesUnderLoss:
     def start_ray_again(self) -> None:
         """Start Ray where it does not run, as units of systemd do: a node that was declared dead ends itself."""
         for k in range(1, len(CPUS)):
-            if self._lab.run(k, ["pgrep", "-x", "raylet"], check=False).returncode:
-                self._lab.run(k, [RAY, "stop", "--force"], ray_environment(), check=False)
-                start_ray_on(self._lab, k, CPUS[k])
+            self.start_ray_on(k)
+
+    def start_ray_on(self, k: int) -> None:
+        """Start Ray on a machine if it does not run there."""
+        if self._lab.run(k, ["pgrep", "-x", "raylet"], check=False).returncode:
+            self._lab.run(k, [RAY, "stop", "--force"], ray_environment(), check=False)
+            start_ray_on(self._lab, k, CPUS[k])
 
     def start_cluster_again(self) -> None:
         """Start Ray anew on all machines: a head that has kept nothing does not know the nodes of the old one."""
@@ -134,6 +158,17 @@ class BankUnderLoss:
             self._programs.popitem()[1].end()
 
 
+def lose_side_by_side(machines: MachinesUnderLoss, bank: BankUnderLoss, lanes: Round) -> None:
+    """Lose machines side by side; the head behind the others, and the bank is started again then."""
+    with ThreadPoolExecutor(len(lanes)) as threads:
+        for lost in [threads.submit(machines.lose_each, lane) for lane in lanes if lane[0].machine != HEAD]:
+            lost.result()
+    for lane in (lane for lane in lanes if lane[0].machine == HEAD):
+        machines.lose_each(lane)
+        machines.start_cluster_again()
+        bank.start()
+
+
 def test_no_money_is_lost_with_machines(make_lab: Callable[[int], Lab]) -> None:
     seed = int(os.environ.get("STATESTORE_LOSSES_SEED") or random.SystemRandom().randrange(1 << 32))
     print(f"STATESTORE_LOSSES_SEED={seed}", file=sys.stderr)
@@ -142,14 +177,13 @@ def test_no_money_is_lost_with_machines(make_lab: Callable[[int], Lab]) -> None:
     machines, bank = MachinesUnderLoss(lab), BankUnderLoss(lab)
     try:
         bank.start()
-        for i, loss in enumerate(drawn(seed, LOSSES)):
-            print(f"{i}: {loss}", file=sys.stderr)
+        seen = 0
+        for i, lanes in enumerate(drawn(seed, LOSSES)):
+            seen += sum(map(len, lanes))
+            print(f"round {i}, {seen} of {LOSSES} losses: {lanes}", file=sys.stderr)
             before = committed(bank.checkpoint)
             try:
-                machines.lose(loss)
-                if loss.machine == HEAD:
-                    machines.start_cluster_again()
-                    bank.start()
+                lose_side_by_side(machines, bank, lanes)
                 batches, answers = bank.seen()
 
                 def goes_on(batches: int = batches + 2, answers: int = answers + 2) -> bool:
@@ -159,9 +193,9 @@ def test_no_money_is_lost_with_machines(make_lab: Callable[[int], Lab]) -> None:
 
                 wait_until(goes_on, timeout=START_SECONDS)
             except AssertionError as error:
-                raise AssertionError(f"seed {seed}, {i}: {loss}\n{bank.log()}") from error
-            assert bank.wrong() == [], f"seed {seed}, {i}: {loss}"
-            assert committed(bank.checkpoint) > before, f"seed {seed}, {i}: {loss}: committed batches are gone"
+                raise AssertionError(f"seed {seed}, round {i}: {lanes}\n{bank.log()}") from error
+            assert bank.wrong() == [], f"seed {seed}, round {i}: {lanes}"
+            assert committed(bank.checkpoint) > before, f"seed {seed}, round {i}: {lanes}: committed batches are gone"
     finally:
         bank.end()
     version = committed(bank.checkpoint)

@@ -12,10 +12,14 @@ from spark_bridge.session.java import ensure_java
 from tests.lab.lab import Lab
 
 PORT = 6379
+JOBS_PORT = 8265
 START_SECONDS = 300.0
 START_ATTEMPTS = 3
 RAY = str(Path(sys.executable).with_name("ray"))
 OBJECT_STORE = 80 << 20
+NO_DASHBOARD = ("--include-dashboard=false",)
+WITH_JOBS = ("--include-dashboard=true", "--dashboard-host=0.0.0.0", f"--dashboard-port={JOBS_PORT}")
+"""Options of the head: whether it takes jobs."""
 
 
 def ray_address(lab: Lab) -> str:
@@ -34,20 +38,27 @@ def ray_environment() -> dict[str, str]:
     }
 
 
-def start_ray(lab: Lab, cpus: Sequence[int], environment: Mapping[str, str] | None = None) -> None:
+def start_ray(
+    lab: Lab,
+    cpus: Sequence[int],
+    environment: Mapping[str, str] | None = None,
+    head: Sequence[str] = NO_DASHBOARD,
+) -> None:
     """Start Ray on all machines, machine k with ``cpus[k]`` slots: first the head, then the others side by side."""
-    start_ray_on(lab, 0, cpus[0], environment)
+    start_ray_on(lab, 0, cpus[0], environment, head)
     with ThreadPoolExecutor(max(1, len(cpus) - 1)) as threads:
         for started in [threads.submit(start_ray_on, lab, k, cpus[k], environment) for k in range(1, len(cpus))]:
             started.result()
 
 
-def start_ray_on(lab: Lab, k: int, cpus: int, environment: Mapping[str, str] | None = None) -> None:
+def start_ray_on(
+    lab: Lab, k: int, cpus: int, environment: Mapping[str, str] | None = None, head: Sequence[str] = NO_DASHBOARD
+) -> None:
     """Start Ray on one machine: the head on machine 0, on others a node that joins it.
 
     On a busy computer Ray may give its own start up; a unit of systemd tries again, and so does this.
     """
-    role = ["--head", f"--port={PORT}", "--include-dashboard=false"] if k == 0 else [f"--address={ray_address(lab)}"]
+    role = ["--head", f"--port={PORT}", *head] if k == 0 else [f"--address={ray_address(lab)}"]
     node = [f"--node-ip-address={lab.addresses[k]}", f"--num-cpus={cpus}", f"--object-store-memory={OBJECT_STORE}"]
     argv = [RAY, "start", *role, *node]
     for attempt in range(START_ATTEMPTS):

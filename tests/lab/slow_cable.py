@@ -42,7 +42,7 @@ def main(one: str, other: str, seconds: float, loss: float) -> None:
         ready, _, _ = select.select([sys.stdin, *ways], [], [], wait)
         if sys.stdin in ready:
             return
-        for source in ready:
+        for source in (found for found in sockets if found in ready):
             packet = source.recv(LARGEST)
             if drawn.random() >= loss:
                 held.append((time.monotonic() + seconds, ways[source], packet))

@@ -1,6 +1,7 @@
 """Key groups must be Spark's, bit for bit: rows are shuffled by Spark's hash and stored by ours."""
 
 import datetime as dt
+import random
 import struct
 from decimal import Decimal
 from itertools import pairwise
@@ -12,6 +13,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
+from backends.encoding import xxhash64
 from backends.encoding.key_groups import key_groups, partition_of, partition_range, spark_xxhash64
 from backends.exceptions import InvalidStateStoreArgument, UnsupportedTypeError
 
@@ -89,6 +91,21 @@ def test_long_hashes_are_xxh64_with_seed_42(values, num_groups):
     assert spark_xxhash64(batch).view(np.uint64).tolist() == expected
     signed = [h - 2**64 if h >= 2**63 else h for h in expected]
     assert key_groups(batch, num_groups).tolist() == [h % num_groups for h in signed]
+
+
+@pytest.mark.parametrize("number", [1, 100, 101, 3000])
+@pytest.mark.parametrize("most", [0, 3, 31, 40, 200, 700])
+def test_hashes_of_strings_are_xxh64_with_the_hash_before_as_seed(number, most):
+    rng = random.Random(number + most)
+    lengths = [rng.randint(0, most) for _ in range(number)] if number != 3000 else [most] * number
+    strings = [rng.randbytes(length) for length in lengths]
+    ids = [rng.getrandbits(63) for _ in strings]
+    batch = pa.record_batch({"i": pa.array(ids, pa.int64()), "s": pa.array([b"before", *strings], pa.binary())[1:]})
+    seeds = [xxhash.xxh64_intdigest(struct.pack("<q", i), seed=42) for i in ids]
+    expected = [xxhash.xxh64_intdigest(s, seed=seed) for s, seed in zip(strings, seeds, strict=True)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(xxhash64, "STEP_ROWS", 1024)
+        assert spark_xxhash64(batch).view(np.uint64).tolist() == expected
 
 
 def test_a_map_is_refused_by_name_even_when_nested():

@@ -12,6 +12,7 @@ import pytest
 from backends import StateStoreConf
 from backends.encoding.sorted_pairs import SortedPairs
 from backends.engines import rocksdb_scan
+from backends.engines.buffered_engine import BufferedEngine
 from backends.engines.engine import StateEngine
 from backends.engines.file import SortedMapEngine
 from backends.engines.rocksdb import LocalRocksDB
@@ -19,7 +20,11 @@ from backends.exceptions import StoreClosedError
 from backends.formats.changelog import Changes
 from backends.formats.local_state import LocalState
 
-MADE: dict[str, Callable[[Path, StateStoreConf], StateEngine]] = {"rocksdb": LocalRocksDB, "file": SortedMapEngine}
+MADE: dict[str, Callable[[Path, StateStoreConf], StateEngine]] = {
+    "rocksdb": LocalRocksDB,
+    "file": SortedMapEngine,
+    "buffered": BufferedEngine,
+}
 PAIRS = {b"%04d" % n: b"value %d" % n for n in range(0, 1000, 2)}
 
 

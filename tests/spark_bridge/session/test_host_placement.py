@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import ray
+from ray._raylet import GcsClient
 from ray.cluster_utils import Cluster
+from ray.core.generated import autoscaler_pb2
 
 from coordinator_actor.coordinator_conf import CoordinatorConf
 from coordinator_actor.exceptions import InvalidRequestError
@@ -62,6 +65,14 @@ def nodes() -> Iterator[Callable[[str], Any]]:
 def node_of(actor: Any) -> str:
     """The node on which an actor runs, as Ray says."""
     return str(ray._private.state.actors(actor._actor_id.hex())["Address"]["NodeID"])
+
+
+def drain_by_ray(node_id: str) -> None:
+    """Let Ray drain a node, as its autoscaler and notices of preemption do: it ends when nothing runs there."""
+    gcs = GcsClient(address=ray.get_runtime_context().gcs_address)
+    reason, in_an_hour = autoscaler_pb2.DRAIN_NODE_REASON_PREEMPTION, int((time.time() + 3600) * 1000)
+    accepted, why = gcs.drain_node(node_id, reason, "the machine is wanted elsewhere", in_an_hour)
+    assert accepted, why
 
 
 def come_to_stand(cluster: StateCluster, wanted: dict[str, int]) -> None:
@@ -123,6 +134,8 @@ def test_hosts_follow_executors_that_go_drained_nodes_and_scaling(
         come_to_stand(cluster, {two.node_id: 3})
         store.keep(four.node_id)
         come_to_stand(cluster, {two.node_id: 2, four.node_id: 1})
+        drain_by_ray(four.node_id)
+        come_to_stand(cluster, {two.node_id: 3})
         executors = {"127.0.0.2": 2}
         come_to_stand(cluster, {two.node_id: 2})
         ports = [host.port_number for host in cluster.placement.hosts]

@@ -10,6 +10,7 @@ import socket
 
 import pytest
 
+from spark_bridge.session.executors import machine_of
 from spark_bridge.session.lost_executors import is_cut_off, place_of
 from spark_bridge.session.raydp_settings import INSTANCES, MasterSettings, master_on_head
 from spark_bridge.transport import silent_hosts
@@ -54,6 +55,8 @@ def test_a_machine_that_refuses_a_connection_is_there(monkeypatch: pytest.Monkey
 )
 def test_an_executor_is_at_a_place_once_its_port_is_known(said: str, place: tuple[str, int] | None) -> None:
     assert place_of(said) == place
+    machine = said if place is None else said[: said.rindex(":")]
+    assert machine_of(said) == machine, "an executor counts on its machine before its port is known, and nowhere else"
 
 
 def test_raydp_starts_executors_in_the_place_of_others_without_end() -> None:

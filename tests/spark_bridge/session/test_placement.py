@@ -66,3 +66,11 @@ def test_machines_that_ray_does_not_know_are_named() -> None:
     placed = place_hosts({"x": 1, "y": 5}, {"a": "x"}, None, {})
     assert placed.hosts == {"a": 6}
     assert "is at y, where executors run" in placed.problems[0]
+
+
+def test_of_machines_that_are_to_go_nobody_is_told_to_start_ray_there() -> None:
+    placed = place_hosts({"x": 1, "y": 1, "z": 1}, {"a": "x"}, None, {}, going={"y"})
+    said_of_y, said_of_z = placed.problems
+    assert said_of_y.startswith("y, where executors run, are to go") and "Start Ray" not in said_of_y
+    assert "is at z, where executors run" in said_of_z and "Start Ray there" in said_of_z
+    assert placed.hosts == {"a": 3}

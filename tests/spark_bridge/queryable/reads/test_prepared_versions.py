@@ -200,6 +200,52 @@ def test_a_host_that_was_given_up_meanwhile_is_not_behind_spark(make):
         w.one(key)
 
 
+@pytest.mark.parametrize("heartbeats", [1, 2, 3])
+def test_a_host_that_was_given_up_and_is_known_again_is_not_behind_spark(make, heartbeats):
+    """Others have made a version meanwhile, and the coordinator has not heard yet that Spark has committed it."""
+    w = make(hosts=2, n=4)
+    w.batch(filled(1))
+    lost, other = w.hosts
+    here = next(p for p in range(4) if w.instance(p) is not None)
+    for _ in range(2):  # only the other one is heard of
+        w.ahead += 6
+        w.world.now += 6
+        other.heartbeat()
+        w.c.expire()
+    w.hosts.remove(lost)
+    w.write(filled(2))
+    w.world.commit_spark(w.version)
+    for _ in range(heartbeats):
+        lost.heartbeat()
+    key = next(k for k, p in zip(KEYS, partitions_of(KEYS, 4), strict=True) if p == here)
+    with pytest.raises(NotOwnerError, match="locate it again"):
+        w.one(key)  # by the reads of the host that was lost
+    lost.close()
+
+
+def test_a_host_that_is_known_again_is_sure_once_it_has_a_part_in_a_version(make):
+    w = make()
+    w.batch(filled(1))
+    paths = looked(w)
+    w.hosts[0].register()
+    assert w.one(3) == (1, 1)
+    assert paths == ["commits/1"], "another host may have made the next version"
+    w.batch(filled(2))
+    del paths[:]
+    assert w.one(3) == (2, 2)
+    assert paths == []
+
+
+def test_of_a_query_that_has_ended_nobody_makes_a_version(make):
+    w = make()
+    w.batch(filled(1))
+    w.hosts[0].held.note_ended([w.run])
+    w.hosts[0].register()
+    paths = looked(w)
+    assert w.one(3) == (1, 1)
+    assert paths == []
+
+
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("is_first", [False, True])
 def test_a_host_that_a_duplicate_attempt_has_opened_is_not_behind_spark(make, n, is_first):

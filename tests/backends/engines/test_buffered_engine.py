@@ -1,0 +1,147 @@
+"""A copy that is read is what a dict would be, whether its changes are in memory or in the engine below."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+from backends import StateStoreConf
+from backends.encoding.sorted_pairs import SortedPairs
+from backends.engines import buffered_engine, sorted_map
+from backends.engines.buffered_engine import BufferedEngine
+from backends.exceptions import StoreClosedError
+from backends.formats.changelog import Changes
+from backends.formats.local_state import LocalState
+from backends.host_memory import host_memory
+from tests.effort import effort, only_thorough
+
+FAMILIES = ("default", "other", "later")
+KEYS = [b"%02d" % n for n in range(60)]
+ROOM = 400
+"""Bytes of ``host_memory`` for changes: few fit."""
+
+
+def with_room(room: int, backend: str = "file") -> StateStoreConf:
+    """So much memory is left beside the caches, and what open databases take."""
+    caches = 8 << 20
+    return StateStoreConf(
+        provider=backend,
+        fsync=False,
+        host_memory=2 * caches + room,
+        rocksdb_row_cache_bytes=0,
+        rocksdb_block_cache_bytes=caches,
+        rocksdb_write_buffer_bytes=caches,
+    )
+
+
+class Model:
+    """An engine, and dicts of what it must hold."""
+
+    def __init__(self, engine: BufferedEngine, rng: random.Random) -> None:
+        self.engine, self.rng = engine, rng
+        self.held: dict[str, dict[bytes, bytes]] = {}
+        self.version = 0
+
+    def change(self) -> None:
+        self.version += 1
+        changes: dict[str, SortedPairs] = {}
+        for family in self.rng.sample(FAMILIES, self.rng.randint(1, 3)):
+            of = {
+                k: self.rng.choice([None, self.rng.randbytes(5)])
+                for k in self.rng.sample(KEYS, self.rng.randint(0, 20))
+            }
+            changes[family] = SortedPairs.from_dict(of)
+            held = {**self.held.get(family, {}), **of}
+            self.held[family] = {k: v for k, v in held.items() if v is not None}
+        self.engine.prepare(Changes(changes))(LocalState(self.version, f"head {self.version}", None))
+
+    def check(self) -> None:
+        assert self.engine.column_families == {"default", *self.held}
+        assert self.engine.state.version == self.version
+        for family in FAMILIES:
+            held = self.held.get(family, {})
+            for asked in (sorted(KEYS), self.rng.choices(KEYS, k=80)):
+                found = self.engine.get_many(pa.array(asked, pa.binary()), family)
+                assert found.to_pylist() == [held.get(key) for key in asked]
+            key = self.rng.choice(KEYS)
+            assert self.engine.get_one(key, family) == held.get(key)
+            bounds = self.rng.sample([None, *KEYS], 2)
+            for start, end in ((None, None), bounds):
+                rows = [tuple(r.values()) for b in self.engine.scan(start, end, family) for r in b.to_pylist()]
+                assert rows == [
+                    (k, v)
+                    for k, v in sorted(held.items())
+                    if (start is None or k >= start) and (end is None or k < end)
+                ]
+        assert self.engine.num_keys() >= (sum(map(len, self.held.values())) > 0)
+
+
+@pytest.mark.parametrize("backend", ["rocksdb", "file"])
+@pytest.mark.parametrize("seed", [0, 1, 2, *map(only_thorough, range(3, 40))])
+def test_reads_are_those_of_a_dict(seed: int, backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = random.Random(seed)
+    monkeypatch.setattr(buffered_engine, "BUFFER_BYTES", rng.choice([300, 1 << 20]))
+    monkeypatch.setattr(sorted_map, "CHUNK_ROWS", 8)
+    monkeypatch.setattr(sorted_map, "SCAN_ROWS", 3)
+    conf = with_room(ROOM if backend == "file" and rng.random() < 0.5 else 4 << 20, backend)
+    model = Model(BufferedEngine(tmp_path / "engine", conf), rng)
+    for step in range(effort(40, 100)):
+        what = rng.random()
+        if what < 0.5:
+            model.change()
+        elif what < 0.8:
+            model.check()
+        elif what < 0.97 and model.version:
+            (captured := tmp_path / f"captured {step}").mkdir()
+            model.engine.capture(captured)()
+            version, held = model.version, dict(model.held)
+            model.change()
+            model.engine.restore(captured)
+            model.version, model.held = version, held
+        else:
+            model.engine.clear()
+            model.version, model.held = 0, {}
+    model.check()
+    model.engine.close()
+
+
+@pytest.mark.parametrize("room", [ROOM, 1 << 20])
+def test_of_changes_only_a_range_is_held(room: int, tmp_path: Path) -> None:
+    conf = with_room(room)
+    engine = BufferedEngine(tmp_path / "engine", conf, b"20", b"40")
+    before = pa.total_allocated_bytes()
+    changes = SortedPairs.from_dict(dict.fromkeys(KEYS, b"x" * 100))
+    engine.prepare(Changes({"default": changes, "other": changes.slice(0, 3)}))(LocalState(1, "head", None))
+    del changes
+    assert pa.total_allocated_bytes() - before < 30 * 100, "nothing keeps the other keys"
+    memory = host_memory(conf).held()["scans"]
+    assert memory == 0 if room == ROOM else 20 * 100 < memory < 20 * 200
+    assert [row["key"] for batch in engine.scan(b"20", b"40") for row in batch.to_pylist()] == KEYS[20:40]
+    assert engine.column_families == {"default", "other"}
+    engine.close()
+    assert host_memory(conf).held()["scans"] == 0
+
+
+def test_a_scan_shows_what_was_there_when_it_began_and_ends_with_the_engine(tmp_path: Path) -> None:
+    engine = BufferedEngine(tmp_path / "engine", StateStoreConf(fsync=False))
+    engine.prepare(Changes({"default": SortedPairs.from_dict({b"a": b"1"})}))(LocalState(1, "head", None))
+    scan, later = engine.scan(None, None), engine.scan(None, None)
+    engine.prepare(Changes({"default": SortedPairs.from_dict({b"a": b"2"})}))(LocalState(2, "next", None))
+    assert [batch.to_pylist() for batch in scan] == [[{"key": b"a", "value": b"1"}]]
+    engine.close()
+    with pytest.raises(StoreClosedError):
+        next(later)
+    with pytest.raises(StoreClosedError):
+        engine.get_one(b"a")
+
+
+def test_what_begins_with_changes_needs_no_database(tmp_path: Path) -> None:
+    """To open one takes longer than to read a small state."""
+    engine = BufferedEngine(tmp_path / "engine", StateStoreConf(fsync=False))
+    engine.prepare(Changes({"default": SortedPairs.from_dict({b"a": b"1", b"b": None})}))(LocalState(1, "head", None))
+    assert [batch.to_pylist() for batch in engine.scan(None, None)] == [[{"key": b"a", "value": b"1"}]]
+    assert not (tmp_path / "engine").exists()
+    engine.close()
