@@ -187,14 +187,7 @@ class JoinRun:
         rows = shared_rows(self.logic, left, right)
         if order is not None:
             rows = rows.take(pa.array(order, pa.int64()))
-        return [self._pair(e) for e in self.run.batch(rows, times, cuts)]
-
-    def _pair(self, emitted: dict[str, Any]) -> tuple[Row | None, Row | None]:
-        given = {name: seconds(value) for name, value in emitted.items()}
-        key = given["k"]
-        left: Row | None = (key, given.get("lt", given.get("t")), given["a"])
-        right: Row | None = (key, given.get("rt", given.get("t")), given.get("b"))
-        return left if given["a"] is not None else None, right if given.get("b") is not None else None
+        return [pair_of(e) for e in self.run.batch(rows, times, cuts)]
 
     def num_waiting(self) -> tuple[int, int]:
         """How many rows of both sides are stored, as the heads of the lists say; each head is checked."""
@@ -227,6 +220,15 @@ class JoinRun:
                 if family in store.column_families:
                     yield from ((p.column(0), p.column(1)) for p in store.scan(b"", None, family))
                 store.abort()
+
+
+def pair_of(emitted: dict[str, Any]) -> Pair:
+    """A row of the output as ``Model`` gives it."""
+    given = {name: seconds(value) for name, value in emitted.items()}
+    key = given["k"]
+    left: Row | None = (key, given.get("lt", given.get("t")), given["a"])
+    right: Row | None = (key, given.get("rt", given.get("t")), given.get("b"))
+    return left if given["a"] is not None else None, right if given.get("b") is not None else None
 
 
 def shared_rows(logic: JoinLogic, left: Sequence[Row], right: Sequence[Row]) -> pa.RecordBatch:
