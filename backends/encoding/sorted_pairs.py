@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import pairwise
 
@@ -124,6 +124,18 @@ class SortedPairs:
         first = 0 if start is None else self.lower_bound(start)
         last = len(self) if end is None else self.lower_bound(end)
         return self.slice(first, max(0, last - first))
+
+    def within(self, ranges: Sequence[tuple[bytes, bytes | None]]) -> SortedPairs:
+        """Return the changes of keys in ascending ranges, of which no two overlap; only the last may have no end."""
+        if not len(self) or not ranges:
+            return SortedPairs.empty()
+        ends = [end for _, end in ranges if end is not None]
+        at, _ = self._search(pa.array([*(start for start, _ in ranges), *ends], pa.binary()))
+        steps = np.zeros(len(self) + 1, np.int64)
+        np.add.at(steps, at[: len(ranges)], 1)
+        np.add.at(steps, at[len(ranges) :], -1)
+        chosen = pa.array(np.cumsum(steps[:-1]) > 0)
+        return SortedPairs(self.keys.filter(chosen), self.values.filter(chosen))
 
     def lower_bound(self, key: bytes) -> int:
         """Return the number of keys below ``key``."""

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 
 import pyarrow as pa
 
 from backends.conf import StateStoreConf
+from backends.encoding.keys import KeyRange
 from backends.encoding.merged_scan import merged_scan
 from backends.encoding.sorted_pairs import SortedPairs
 from backends.engines.backend import backend_of
@@ -81,6 +83,11 @@ class BufferedEngine:
         scan = SortedMapScan(merged_scan(below, changes.between(start, end)) if is_over else changes.scan(start, end))
         self._scans.add(scan)
         return scan
+
+    def scan_ranges(self, ranges: Sequence[KeyRange], column_family: str = DEFAULT_FAMILY) -> Iterator[pa.RecordBatch]:
+        """Return the pairs of ascending ranges, one behind the other, as they are now."""
+        scans = [self.scan(start, end, column_family) for start, end in ranges]
+        return chain.from_iterable(scans)
 
     def _changes(self, column_family: str) -> SortedMap:
         """Return the changes of a family, merged."""

@@ -6,13 +6,14 @@ shared. A new backend is an engine and a provider class that names the engine; s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
 import pyarrow as pa
 
 from backends.conf import StateStoreConf
+from backends.encoding.keys import KeyRange
 from backends.encoding.sorted_pairs import SortedPairs
 from backends.formats.changelog import Changes
 from backends.formats.local_state import LocalState
@@ -47,6 +48,12 @@ class StateEngine(Protocol):
 
     def scan(self, start: bytes | None, end: bytes | None, column_family: str) -> Iterator[pa.RecordBatch]:
         """Return batches of ``key`` and ``value`` from ``start`` (included) to ``end`` (not included), in key order."""
+
+    def scan_ranges(self, ranges: Sequence[KeyRange], column_family: str) -> Iterator[pa.RecordBatch]:
+        """Return the pairs of ascending ranges, of which no two overlap, one range behind the other. See ``scan``.
+
+        There may be thousands of ranges with few pairs each, or none: a batch has those of many of them.
+        """
 
     def prepare(self, changes: Changes) -> Callable[[LocalState], None]:
         """Get changes ready, in any thread and beside reads and writes; return the function that writes them all.

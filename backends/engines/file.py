@@ -6,7 +6,7 @@ Nothing is kept on local disk: a restart loads the last snapshot and the changel
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -14,6 +14,7 @@ import pyarrow as pa
 
 from backends.conf import StateStoreConf
 from backends.decoders import json_decoder
+from backends.encoding.keys import KeyRange
 from backends.encoding.sorted_pairs import PAIRS_SCHEMA, SortedPairs
 from backends.engines.sorted_map import SortedMap
 from backends.exceptions import DamagedFileError, StoreClosedError
@@ -95,6 +96,14 @@ class SortedMapEngine:
         """Return the pairs of a range in key order, as they are now."""
         self._check_open()
         scan = SortedMapScan(self._maps.get(column_family, SortedMap()).scan(start, end))
+        self._scans.add(scan)
+        return scan
+
+    def scan_ranges(self, ranges: Sequence[KeyRange], column_family: str = DEFAULT_FAMILY) -> Iterator[pa.RecordBatch]:
+        """Return the pairs of ascending ranges, one behind the other, as they are now."""
+        self._check_open()
+        held = self._maps.get(column_family, SortedMap())
+        scan = SortedMapScan(batch for start, end in ranges for batch in held.scan(start, end))
         self._scans.add(scan)
         return scan
 

@@ -36,10 +36,11 @@ from backends import fault_points
 from backends.conf import StateStoreConf
 from backends.decoders import json_decoder
 from backends.encoding.key_order import key_order
+from backends.encoding.keys import KeyRange
 from backends.encoding.sorted_pairs import SortedPairs, is_strictly_sorted, to_bytes_list
 from backends.engines.full_disk import disk_full, is_full_disk
 from backends.engines.key_hashes import KeyHashes, hash_keys
-from backends.engines.rocksdb_scan import RocksDBScan
+from backends.engines.rocksdb_scan import RocksDBRangesScan, RocksDBScan
 from backends.engines.row_cache import CacheBudget, RowCache
 from backends.engines.sorted_files import write_sorted_files
 from backends.exceptions import ConcurrentCommitError, LocalStateDamagedError, StateStoreError, StoreClosedError
@@ -108,7 +109,7 @@ class LocalRocksDB:
     def __init__(self, path: Path, conf: StateStoreConf) -> None:
         self._path = path
         self._conf = conf
-        self._scans: weakref.WeakSet[RocksDBScan] = weakref.WeakSet()
+        self._scans: weakref.WeakSet[RocksDBScan | RocksDBRangesScan] = weakref.WeakSet()
         self._families: dict[str, _Family] = {}
         self._closed = False
         self._damage: str | None = None
@@ -382,6 +383,16 @@ class LocalRocksDB:
         if family is None:
             return iter(())
         scan = RocksDBScan(family.db, start, end, self._failure)
+        self._scans.add(scan)
+        return scan
+
+    def scan_ranges(self, ranges: Sequence[KeyRange], column_family: str = DEFAULT_FAMILY) -> Iterator[pa.RecordBatch]:
+        """Return the pairs of ascending ranges, one behind the other, as they are now."""
+        self._check_open()
+        family = self._families.get(column_family)
+        if family is None or not ranges:
+            return iter(())
+        scan = RocksDBRangesScan(family.db, ranges, self._failure)
         self._scans.add(scan)
         return scan
 

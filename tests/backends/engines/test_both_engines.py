@@ -13,12 +13,12 @@ import pytest
 
 from backends import StateStoreConf
 from backends.encoding.sorted_pairs import SortedPairs
-from backends.engines import sorted_files
+from backends.engines import rocksdb_scan, sorted_files
 from backends.engines.buffered_engine import BufferedEngine
 from backends.engines.engine import StateEngine
 from backends.engines.file import SortedMapEngine
 from backends.engines.rocksdb import LocalRocksDB
-from backends.exceptions import LocalStateDamagedError
+from backends.exceptions import LocalStateDamagedError, StoreClosedError
 from backends.formats.changelog import Changes
 from backends.formats.local_state import LocalState
 
@@ -67,6 +67,40 @@ def test_ranges_come_in_order(engine, family, start, end):
         for k, v in sorted(expected(family).items())
         if (start is None or k >= start) and (end is None or k < end)
     ]
+
+
+def random_ranges(seed):
+    """Ascending ranges that do not overlap, some without pairs, some one behind the other, the last without an end."""
+    draw = random.Random(seed)
+    cuts = sorted(draw.sample(range(1100), 2 * draw.randint(1, 60)))
+    ranges = [(b"%04d" % a, b"%04d" % b) for a, b in zip(cuts[::2], cuts[1::2], strict=True)]
+    if draw.random() < 0.5:
+        ranges = [
+            (start, ranges[i + 1][0] if draw.random() < 0.5 else end) for i, (start, end) in enumerate(ranges[:-1])
+        ]
+        ranges.append((b"%04d" % cuts[-2], None))
+    return ranges
+
+
+@pytest.mark.parametrize("family", ["default", "other"])
+def test_ascending_ranges_come_one_behind_the_other(engine, family, monkeypatch):
+    for seed in range(60):
+        monkeypatch.setattr(rocksdb_scan, "_SCAN_STEP", random.Random(seed).choice([1, 3, 512]))
+        monkeypatch.setattr(rocksdb_scan, "SCAN_ROWS", random.Random(seed).choice([4, 1 << 14]))
+        ranges = random_ranges(seed)
+        rows = [(r["key"], r["value"]) for b in engine.scan_ranges(ranges, family) for r in b.to_pylist()]
+        inside = [(k, v) for s, e in ranges for k, v in sorted(expected(family).items()) if k >= s and (not e or k < e)]
+        assert rows == inside, ranges
+    assert list(engine.scan_ranges([], family)) == list(engine.scan_ranges([(b"", None)], "absent")) == []
+
+
+def test_ranges_show_the_pairs_of_the_call(engine):
+    scan = engine.scan_ranges([(b"0000", b"0500"), (b"0500", None)], "default")
+    engine.prepare(Changes({"default": SortedPairs.from_dict({b"0900": None, b"0901": b"new"})}))(LocalState(3))
+    assert [k for b in scan for k in b.column(0).to_pylist()] == list(PAIRS)
+    engine.close()
+    with pytest.raises(StoreClosedError):
+        engine.scan_ranges([(b"", None)], "default")
 
 
 def test_a_family_that_is_not_there_is_empty(engine):
