@@ -89,7 +89,9 @@ def summary(stream: RunningStream, kind: str, began: float, lost: float, dead: f
     after = [b["at"] for b in stream.of("batch", lost)]
     again = after[1]
     answers = [a["seconds"] for a in within(stream.of("answer"), lost, again + 1)]
-    executors = [e["at"] for e in stream.of("places", lost) if len(e["executors"]) == EXECUTORS]
+    counts = [(e["at"], len(e["executors"])) for e in stream.of("places", lost)]
+    fewer = next((at for at, count in counts if count < EXECUTORS), time.time())
+    replaced = next((at for at, count in counts if at > fewer and count == EXECUTORS), None)
     return {
         "kind": kind,
         "load": round(os.getloadavg()[0], 1),
@@ -98,7 +100,7 @@ def summary(stream: RunningStream, kind: str, began: float, lost: float, dead: f
         "ray_seconds": round(dead - lost, 2),
         "beyond_ray_seconds": round(again - dead - usual, 2),
         "later_gap_seconds": round(max(b - a for a, b in pairwise(after[1:])) - usual, 2),
-        "executors_seconds": round(executors[-1] - lost, 2) if executors else None,
+        "new_executor_seconds": None if replaced is None else round(replaced - lost, 2),
         "slowest_answer_seconds": round(max(answers, default=again - lost), 2),
     }
 
