@@ -74,7 +74,7 @@ def test_hosts_follow_the_executors_that_sparks_dynamic_allocation_asks_for(make
     start_ray(lab, [0, 1, 1])
     of = "spark.dynamicAllocation."
     configs = {f"{of}enabled": "true", f"{of}shuffleTracking.enabled": "true", f"{of}minExecutors": "1"}
-    configs |= {f"{of}maxExecutors": "2", f"{of}schedulerBacklogTimeout": "100ms"}
+    configs |= {f"{of}maxExecutors": "2"}  # asked for when tasks have waited a second
     arguments = (ray_address(lab), str(lab.shared / "ck"), "1", json.dumps({"configs": configs}))
     bank = ProgramOnLab(lab, "bank", *arguments)
     try:
