@@ -41,6 +41,12 @@ class BatchTimes(Struct, frozen=True):
     watermark_ms: int = 0
     late_watermark_ms: int = 0
 
+    def behind(self, lag_ms: int) -> BatchTimes:
+        """Return the times for rows that may be so far behind the watermark; watermarks do not go below 0."""
+        return BatchTimes(
+            self.timestamp_ms, max(0, self.watermark_ms - lag_ms), max(0, self.late_watermark_ms - lag_ms)
+        )
+
 
 class OperatorFigures(Struct, frozen=True):
     """What one task has done to the state of its partition (Spark: ``StateOperatorProgress``).

@@ -176,12 +176,13 @@ class CoordinatorPort:
         """End a run: its instances are inactive, and hosts unload them."""
 
     @message(Group.QUERIES)
-    def serve_ended(self, registration: QueryRegistration) -> RegisteredQuery:
+    def serve_ended(self, registration: QueryRegistration, failure: str = "") -> RegisteredQuery:
         """Report that the query of a run has ended. Hosts go on answering from its last completed version.
 
-        That lasts as long as its driver renews the lease, until ``deactivate_instances``, or until the query runs
-        again. A coordinator that does not know the run reads its manifests, and writes nothing. The answer has a
-        refusal where the run was replaced, or its state is not there any more.
+        ``failure`` is the error with which it has ended, for people. Hosts answer as long as its driver renews the
+        lease, until ``deactivate_instances``, or until the query runs again. A coordinator that does not know the run
+        reads its manifests, and writes nothing. The answer has a refusal where the run was replaced, or its state is
+        not there any more.
         """
 
     @message(Group.QUERIES)

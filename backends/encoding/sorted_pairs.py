@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import pairwise
 
@@ -11,6 +11,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from backends.encoding.key_order import key_order
 from backends.exceptions import InvalidStateStoreArgument
 
 _HAS_SEARCH = hasattr(pc, "search_sorted")  # pyarrow 26, which needs Python 3.11
@@ -38,7 +39,7 @@ class SortedPairs:
         if keys.null_count:
             raise InvalidStateStoreArgument(f"{keys.null_count} of {len(keys)} keys are null; a key cannot be null.")
         if not is_strictly_sorted(keys):
-            order = pc.sort_indices(keys)
+            order = key_order(keys)
             keys, values = keys.take(order), values.take(order)
             if not is_strictly_sorted(keys):
                 raise InvalidStateStoreArgument("A key was given twice in one set of changes; give each key once.")
@@ -49,7 +50,7 @@ class SortedPairs:
         """Sort pairs that are given in the order in which they were written. Of equal keys the last one counts."""
         if is_strictly_sorted(keys):
             return cls(keys, values)
-        order = pc.sort_indices(keys)  # stable
+        order = key_order(keys)
         keys, values = keys.take(order), values.take(order)
         if len(keys) > 1:
             is_last = pc.not_equal(keys.slice(1), keys.slice(0, len(keys) - 1))
@@ -124,6 +125,18 @@ class SortedPairs:
         last = len(self) if end is None else self.lower_bound(end)
         return self.slice(first, max(0, last - first))
 
+    def within(self, ranges: Sequence[tuple[bytes, bytes | None]]) -> SortedPairs:
+        """Return the changes of keys in ascending ranges, of which no two overlap; only the last may have no end."""
+        if not len(self) or not ranges:
+            return SortedPairs.empty()
+        ends = [end for _, end in ranges if end is not None]
+        at, _ = self._search(pa.array([*(start for start, _ in ranges), *ends], pa.binary()))
+        steps = np.zeros(len(self) + 1, np.int64)
+        np.add.at(steps, at[: len(ranges)], 1)
+        np.add.at(steps, at[len(ranges) :], -1)
+        chosen = pa.array(np.cumsum(steps[:-1]) > 0)
+        return SortedPairs(self.keys.filter(chosen), self.values.filter(chosen))
+
     def lower_bound(self, key: bytes) -> int:
         """Return the number of keys below ``key``."""
         low, high = 0, len(self)
@@ -159,6 +172,10 @@ class SortedPairs:
     def slice(self, offset: int, length: int | None = None) -> SortedPairs:
         """Return ``length`` changes from the position ``offset``; nothing is copied."""
         return SortedPairs(self.keys.slice(offset, length), self.values.slice(offset, length))
+
+    def compact(self) -> SortedPairs:
+        """Return a copy: a slice keeps all of what it was cut from in memory."""
+        return SortedPairs(pa.concat_arrays([self.keys]), pa.concat_arrays([self.values]))
 
     def present(self) -> SortedPairs:
         """Return the changes without the removed keys."""

@@ -36,12 +36,12 @@ _HALF = np.dtype("<u4")
 
 def hash_8(values: RowHashes, seeds: RowHashes) -> RowHashes:
     """Return the hash of eight bytes, a little-endian integer, per row."""
-    return avalanche(_with_word(seeds + _SEED_8, values))
+    return _avalanche(_with_word(seeds + _SEED_8, values))
 
 
 def hash_4(values: npt.NDArray[np.uint32], seeds: RowHashes) -> RowHashes:
     """Return the hash of four bytes, a little-endian integer, per row."""
-    return avalanche(_with_half(seeds + _SEED_4, values))
+    return _avalanche(_with_half(seeds + _SEED_4, values))
 
 
 def hash_bytes(values: pa.BinaryArray, seeds: RowHashes) -> RowHashes:
@@ -103,7 +103,7 @@ def _in_order(content: Bytes, starts: Offsets, lengths: Offsets, seeds: RowHashe
         hashes[rows] = _rotated(hashes[rows] ^ content[at[rows]].astype(np.uint64) * _P5, 11) * _P1
         at[rows] += 1
         left[rows] -= 1
-    return avalanche(hashes)
+    return _avalanche(hashes)
 
 
 def _stripes(content: Bytes, starts: Offsets, lengths: Offsets, seeds: RowHashes) -> RowHashes:
@@ -156,7 +156,7 @@ def _rotated(values: RowHashes, bits: int) -> RowHashes:
     return rotated
 
 
-def avalanche(hashes: RowHashes) -> RowHashes:
+def _avalanche(hashes: RowHashes) -> RowHashes:
     """Return hashes with the bits mixed; they are overwritten."""
     hashes ^= hashes >> np.uint64(33)
     hashes *= _P2

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 
 import pyarrow as pa
 
 from backends.conf import StateStoreConf
+from backends.encoding.keys import KeyRange
 from backends.encoding.merged_scan import merged_scan
 from backends.encoding.sorted_pairs import SortedPairs
 from backends.engines.backend import backend_of
@@ -22,17 +24,24 @@ from backends.engines.file import SortedMapScan
 from backends.engines.sorted_map import SortedMap
 from backends.formats.changelog import Changes
 from backends.formats.local_state import LocalState
+from backends.host_memory import Claim, host_memory
 from backends.ids import DEFAULT_FAMILY
 
 BUFFER_BYTES = 128 << 20
-"""More changes than that go into the engine below. While they are merged, they are in memory three times."""
+"""More changes than that go into the engine below."""
 
 
 class BufferedEngine:
-    """The engine of the backend that ``conf`` names, with changes over it; see ``StateEngine``."""
+    """The engine of the backend that ``conf`` names, with changes over it; see ``StateEngine``.
 
-    def __init__(self, path: Path, conf: StateStoreConf) -> None:
+    Of changes, only those of keys from ``start`` (included) to ``end`` (not included) are held: others are not read.
+    Where ``host_memory`` has no room for more changes of copies, they go into the engine below.
+    """
+
+    def __init__(self, path: Path, conf: StateStoreConf, start: bytes | None = None, end: bytes | None = None) -> None:
         self._below: StateEngine = backend_of(conf).engine(path, conf)
+        self._memory = host_memory(conf)
+        self._range = (start, end)
         self._merging = threading.Lock()
         self._scans: weakref.WeakSet[SortedMapScan] = weakref.WeakSet()
         self._unmerged: list[Changes] = []
@@ -41,7 +50,7 @@ class BufferedEngine:
 
     def _begin_with(self, state: LocalState) -> None:
         self.state = state
-        self._unmerged, self._maps, self._nbytes = [], {}, 0
+        self._unmerged, self._maps, self._claims, self._nbytes = [], {}, list[Claim](), 0
         self._is_over_pairs = state != LocalState()
         """Whether the engine below may have pairs. If not, keys that are removed need not be remembered."""
 
@@ -75,6 +84,11 @@ class BufferedEngine:
         self._scans.add(scan)
         return scan
 
+    def scan_ranges(self, ranges: Sequence[KeyRange], column_family: str = DEFAULT_FAMILY) -> Iterator[pa.RecordBatch]:
+        """Return the pairs of ascending ranges, one behind the other, as they are now."""
+        scans = [self.scan(start, end, column_family) for start, end in ranges]
+        return chain.from_iterable(scans)
+
     def _changes(self, column_family: str) -> SortedMap:
         """Return the changes of a family, merged."""
         with self._merging:
@@ -97,19 +111,38 @@ class BufferedEngine:
         return lambda state: self._hold(changes, state)
 
     def _hold(self, changes: Changes, state: LocalState) -> None:
-        if self._nbytes and self._nbytes + changes.nbytes > BUFFER_BYTES:
+        held = Changes({family: self._of_range(pairs) for family, pairs in changes.families.items()})
+        if self._nbytes + held.nbytes > BUFFER_BYTES:
             self._write_below()
-        self._unmerged.append(changes)
-        self._nbytes += changes.nbytes
+        claim = self._memory.claim_copy(held.nbytes)
+        if claim is None:
+            self._write_below()
+            self._below.prepare(held)(state)
+            self._begin_with(state)
+            return
+        self._claims.append(claim)
+        self._nbytes += held.nbytes
+        self._unmerged.append(held)
         self.state = state
+
+    def _of_range(self, pairs: SortedPairs) -> SortedPairs:
+        if self._range == (None, None):
+            return pairs
+        cut = pairs.between(*self._range)
+        return cut if len(cut) == len(pairs) else cut.compact()  # a slice would hold the whole changelog
 
     def _write_below(self) -> None:
         """Have the engine below hold all."""
-        if self._below.state == self.state:
+        if not (self._unmerged or self._maps):
             return
         self._changes(DEFAULT_FAMILY)
         self._below.prepare(Changes({f: held.between(None, None) for f, held in self._maps.items()}))(self.state)
         self._begin_with(self.state)
+
+    def load_sorted(self, parts: Iterable[tuple[str, SortedPairs]], unfinished: LocalState) -> None:
+        """Take pairs into the engine below."""
+        self._below.load_sorted(parts, unfinished)
+        self._begin_with(unfinished)
 
     def capture(self, directory: Path) -> Callable[[], None]:
         """Begin a snapshot by the engine below."""

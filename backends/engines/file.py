@@ -6,7 +6,7 @@ Nothing is kept on local disk: a restart loads the last snapshot and the changel
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -14,6 +14,7 @@ import pyarrow as pa
 
 from backends.conf import StateStoreConf
 from backends.decoders import json_decoder
+from backends.encoding.keys import KeyRange
 from backends.encoding.sorted_pairs import PAIRS_SCHEMA, SortedPairs
 from backends.engines.sorted_map import SortedMap
 from backends.exceptions import DamagedFileError, StoreClosedError
@@ -98,6 +99,14 @@ class SortedMapEngine:
         self._scans.add(scan)
         return scan
 
+    def scan_ranges(self, ranges: Sequence[KeyRange], column_family: str = DEFAULT_FAMILY) -> Iterator[pa.RecordBatch]:
+        """Return the pairs of ascending ranges, one behind the other, as they are now."""
+        self._check_open()
+        held = self._maps.get(column_family, SortedMap())
+        scan = SortedMapScan(batch for start, end in ranges for batch in held.scan(start, end))
+        self._scans.add(scan)
+        return scan
+
     def prepare(self, changes: Changes) -> Callable[[LocalState], None]:
         """Return a function that makes new maps, which share with the old ones what has not changed."""
         return lambda state: self._apply(changes, state)
@@ -107,6 +116,27 @@ class SortedMapEngine:
         changed = {n: self._maps.get(n, SortedMap()).with_changes(pairs) for n, pairs in changes.families.items()}
         self._maps = {**self._maps, **changed}
         self.state = state
+
+    def load_sorted(self, parts: Iterable[tuple[str, SortedPairs]], unfinished: LocalState) -> None:
+        """Make maps of pairs; those that come in key order are in no need of a merge."""
+        self._check_open()
+        ascending: dict[str, list[SortedPairs]] = {}
+        self.state = unfinished
+        for family, pairs in parts:
+            held = ascending.setdefault(family, [])
+            if held and len(pairs) and not held[-1].keys[-1].as_py() < pairs.keys[0].as_py():
+                self._add(family, held)
+                held = ascending[family] = []
+            if len(pairs):
+                held.append(pairs)
+        for family, held in ascending.items():
+            self._add(family, held)
+
+    def _add(self, family: str, parts: list[SortedPairs]) -> None:
+        of_parts = SortedMap.of_sorted(parts)
+        held = self._maps.get(family, SortedMap())
+        merged = held.with_changes(of_parts.between(None, None)) if held.runs else of_parts
+        self._maps = {**self._maps, family: merged}
 
     def capture(self, directory: Path) -> Callable[[], None]:
         """Remember the maps; they are written to ``directory`` when the returned function is called."""

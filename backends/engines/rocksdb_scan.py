@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 
 import pyarrow as pa
 from rocksdict import Rdict, ReadOptions
 
+from backends.encoding.keys import KeyRange
 from backends.encoding.sorted_pairs import PAIRS_SCHEMA
 from backends.exceptions import StateStoreError, StoreClosedError
 
@@ -54,8 +56,7 @@ class RocksDBScan(Iterator[pa.RecordBatch]):
                 break
         if not parts:
             raise StopIteration
-        keys, values = (pa.concat_arrays([part.field(i) for part in parts]) for i in (0, 1))
-        return pa.RecordBatch.from_arrays([keys, values], schema=PAIRS_SCHEMA)
+        return _batch(parts)
 
     def _check_end(self) -> None:
         """Raise if the scan has ended at a damaged block.
@@ -79,3 +80,81 @@ class RocksDBScan(Iterator[pa.RecordBatch]):
         """Release the iterator: RocksDB cannot close while one lives."""
         with self._reading:
             self._items = self._db = None
+
+
+class RocksDBRangesScan(Iterator[pa.RecordBatch]):
+    """Sorted pairs of ascending ranges of a column family, as they were when the scan began.
+
+    One cursor goes through all of them. From a key behind a range it goes to the first range that ends behind the key,
+    so that ranges without pairs cost nothing each.
+    """
+
+    def __init__(self, db: Rdict, ranges: Sequence[KeyRange], failure: OnFailure) -> None:
+        self._ranges = ranges
+        # Only the last range can be without an end.
+        self._ends = [end for _, end in ranges if end is not None]
+        self._options = ReadOptions()
+        if len(self._ends) == len(ranges):
+            self._options.set_iterate_upper_bound(self._ends[-1])
+        self._cursor = db.iter(self._options)
+        self._at = 0
+        self._is_inside = False
+        self._failure = failure
+        self._reading = threading.Lock()
+
+    def __next__(self) -> pa.RecordBatch:
+        with self._reading:  # another thread may close the store
+            if self._cursor is None:
+                raise StoreClosedError("The store was closed while it was scanned.")
+            parts: list[pa.StructArray] = []
+            while len(parts) * _SCAN_STEP < SCAN_ROWS:
+                rows = self._rows()
+                if rows:
+                    parts.append(pa.array(rows, _PAIR))
+                if len(rows) < _SCAN_STEP:
+                    break
+            if not parts:
+                raise StopIteration
+            return _batch(parts)
+
+    def _rows(self) -> list[tuple[bytes, bytes]]:
+        """Return the next pairs, ``_SCAN_STEP`` unless there are fewer left."""
+        cursor, rows = self._cursor, list[tuple[bytes, bytes]]()
+        while self._at < len(self._ranges):
+            start, end = self._ranges[self._at]
+            if not self._is_inside:
+                cursor.seek(start)
+                self._is_inside = True
+            key = b""
+            while cursor.valid():
+                key = cursor.key()
+                if end is not None and key >= end:
+                    break
+                rows.append((key, cursor.value()))
+                cursor.next()
+                if len(rows) == _SCAN_STEP:
+                    return rows
+            else:
+                self._check_end()
+                self._at = len(self._ranges)
+                break
+            self._at = bisect_right(self._ends, key)
+            self._is_inside = self._at < len(self._ranges) and key >= self._ranges[self._at][0]
+        return rows
+
+    def _check_end(self) -> None:
+        """Raise if the cursor has ended at a damaged block, where rocksdict says that nothing comes behind it."""
+        try:
+            self._cursor.status()
+        except Exception as error:  # rocksdict raises plain Exception
+            raise self._failure("read", error) from error
+
+    def close(self) -> None:
+        """Release the cursor: RocksDB cannot close while one lives."""
+        with self._reading:
+            self._cursor = None
+
+
+def _batch(parts: list[pa.StructArray]) -> pa.RecordBatch:
+    keys, values = (pa.concat_arrays([part.field(i) for part in parts]) for i in (0, 1))
+    return pa.RecordBatch.from_arrays([keys, values], schema=PAIRS_SCHEMA)

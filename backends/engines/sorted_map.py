@@ -17,8 +17,8 @@ from itertools import pairwise
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
+from backends.encoding.key_order import key_order
 from backends.encoding.merged_scan import merged_scan
 from backends.encoding.sorted_pairs import PAIRS_SCHEMA, SortedPairs, is_strictly_sorted
 
@@ -108,11 +108,7 @@ def _cut(pairs: SortedPairs) -> list[SortedPairs]:
         return [pairs]
     bounds = np.linspace(0, len(pairs), len(pairs) // per_chunk + 1).astype(int).tolist()
     # Copied, so that a chunk does not keep all of what it was cut from.
-    return [_compact(pairs.slice(a, b - a)) for a, b in pairwise(bounds)]
-
-
-def _compact(pairs: SortedPairs) -> SortedPairs:
-    return SortedPairs(pa.concat_arrays([pairs.keys]), pa.concat_arrays([pairs.values]))
+    return [pairs.slice(a, b - a).compact() for a, b in pairwise(bounds)]
 
 
 def _joined(chunks: list[SortedPairs]) -> list[SortedPairs]:
@@ -169,7 +165,7 @@ class SortedMap:
         values = pa.nulls(len(keys), pa.binary()) if below is None else below
         if not self.runs or not len(keys):
             return values
-        order = None if is_strictly_sorted(keys) else np.asarray(pc.sort_indices(keys))
+        order = None if is_strictly_sorted(keys) else np.asarray(key_order(keys))
         if order is not None:
             keys, values = keys.take(pa.array(order)), values.take(pa.array(order))
         for run in self.runs:

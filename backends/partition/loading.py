@@ -10,9 +10,11 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 from backends import fault_points
 from backends.engines.backend import backend_of
+from backends.engines.buffered_engine import BufferedEngine
 from backends.engines.engine import StateEngine
 from backends.exceptions import DamagedFileError, LocalDiskFullError, LocalStateDamagedError, MissingFileError
 from backends.formats import snapshot
@@ -149,18 +151,22 @@ class Loading:
         self._engine.clear()
         self.version, self.head = unfinished.version, unfinished.head
         counts_keys = self._context.conf.track_total_number_of_rows
-        rescaling.take_over(rescaled, self._engine, self._loaded, self._watch.step, counts_keys=counts_keys)
+        loaded = partial(self._loaded, start=rescaled.start, end=rescaled.end)
+        rescaling.take_over(rescaled, self._engine, loaded, self._watch.step, counts_keys=counts_keys)
         self.version, self.head = rescaled.version, rescaled.head
 
     @contextmanager
-    def _loaded(self, source: SourcePartition) -> Iterator[StateEngine]:
-        """Load a partition of an earlier layout into an engine of its own, for as long as the block lasts."""
+    def _loaded(self, source: SourcePartition, *, start: bytes | None, end: bytes | None) -> Iterator[StateEngine]:
+        """Load a partition of an earlier layout into an engine of its own, for as long as the block lasts.
+
+        Of its changelogs, the engine need not hold more than the keys from ``start`` to ``end``.
+        """
         context = self._context
         # Keys are counted when they are taken over: to count them in a replay, each would have to be looked up.
         conf = replace(context.conf, provider=source.backend, track_total_number_of_rows=False)
         backend = backend_of(conf)
         with context.scratch.directory() as directory:
-            engine = backend.engine(directory / "engine", conf)
+            engine = BufferedEngine(directory / "engine", conf, start, end)
             try:
                 scratch = Scratch(context.scratch.kept(source.directory))
                 held = PartitionContext(engine, backend.name, context.storage, source.directory, conf, scratch)

@@ -20,6 +20,7 @@ import pyarrow as pa
 
 from backends import fault_points
 from backends.conf import StateStoreConf
+from backends.encoding.keys import KeyRange
 from backends.encoding.merged_scan import merged_scan
 from backends.encoding.sorted_pairs import SortedPairs, as_binary, is_strictly_sorted
 from backends.engines.backend import backend_of
@@ -357,6 +358,29 @@ class PartitionState:
             counted_scan(merged_scan(base, changes.between(*bounds) if len(changes) else changes), memory, claim)
             for base, bounds in zip(bases, ranges, strict=True)
         ]
+
+    def scan_in_turn(
+        self,
+        ranges: Sequence[KeyRange],
+        version: int | None = None,
+        column_family: str = DEFAULT_FAMILY,
+        *,
+        head: str | None = None,
+    ) -> Iterator[pa.RecordBatch]:
+        """Scan ascending ranges, of which no two overlap, one behind the other; a batch may have pairs of many ranges.
+
+        See ``scan``.
+        """
+        with self._versions.reading(version, head) as view:
+            self._check_family(column_family, view)
+            base = self._engine.scan_ranges(ranges, column_family)
+        changes = SortedPairs.empty()
+        for layer in view.layers:
+            if column_family in layer.changes.families:
+                changes = changes.under(layer.changes.families[column_family].within(ranges))
+        memory = self._memory
+        claim = memory.claim(SCANS, changes.nbytes, f"A scan of {self._directory}") if len(changes) else None
+        return counted_scan(merged_scan(base, changes), memory, claim)
 
     def num_keys(self, version: int | None = None, *, head: str | None = None) -> int | None:
         """Return the exact number of keys of all column families at a version; None if it is not at hand.

@@ -399,14 +399,20 @@ class CheckpointStorage:
 
     def exists(self, path: str) -> bool:
         """Return whether a file of that name exists."""
+        return self.modified_ms(path) is not None
+
+    def modified_ms(self, path: str) -> int | None:
+        """Return when a file was written, in ms since 1970 by the clock of the storage; None if there is none.
+
+        Object storage says the second.
+        """
         key = self._key(path)
 
-        def head() -> bool:
+        def head() -> int | None:
             try:
-                obstore.head(self._store, key)
+                return int(obstore.head(self._store, key)["last_modified"].timestamp() * 1000)
             except FileNotFoundError:
-                return False
-            return True
+                return None
 
         return self._sender.send("look up", path, head)
 

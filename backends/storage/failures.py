@@ -15,6 +15,7 @@ _CODE = re.compile(r"<Code>(\w+)</Code>")
 _OUT_OF_RANGE = re.compile(r"status code: 416|StartTooLarge")
 _REFUSED = re.compile(r"request failed for key .*\(code: (\w+)\)")
 """S3's answer to a bulk removal says 200, and names those that it has not removed."""
+_WORD = re.compile(r"\S+")
 _THROTTLING = {"SlowDown", "ServiceUnavailable", "ServerBusy"}
 _PASSING = {"InternalError", *_THROTTLING}
 _EXPIRED = {"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired"}
@@ -80,6 +81,22 @@ def first_line(error: BaseException) -> str:
     """Return what an error says, short enough for a message."""
     line = str(error).split("\n", 1)[0].split("<?xml", 1)[0].rstrip(": ")
     return f"{line}: {code(error)}" if code(error) else line
+
+
+def for_people(text: str, most: int) -> str:
+    """Return a text about storage as it may be shown: not longer than ``most``, and addresses without parameters.
+
+    A signature may be among these. What is too long loses its middle: services say at the end what was wrong.
+    """
+    shown = _WORD.sub(lambda word: _without_parameters(word[0]), text)
+    half = (most - 5) // 2
+    return shown if len(shown) <= most else f"{shown[:half]} ... {shown[-half:]}"
+
+
+def _without_parameters(word: str) -> str:
+    address = word.find("://")
+    at = word.find("?", address)
+    return word if -1 in (address, at) else f"{word[:at]}?..."
 
 
 def _status(error: BaseException) -> str:

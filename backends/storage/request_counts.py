@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 from backends.bounded_dict import BoundedDict
 from backends.buckets import BucketCounts, Buckets
+from backends.storage.trouble import StorageTrouble
 
 KINDS = {"write": "put", "read": "get", "look up": "head", "list": "list", "delete": "delete"}
 """The kind of request by what ``CheckpointStorage`` calls it in its errors."""
@@ -22,9 +23,11 @@ class RequestCounts:
     """Requests since the process began, each attempt that was repeated as well. Many threads may share one.
 
     The parts of a large file count each, and so do the pages of a listing; parts that obstore repeats do not.
+    ``trouble`` knows those that fail and those that get no answer.
     """
 
     def __init__(self) -> None:
+        self.trouble = StorageTrouble()
         self._counts = Counter(dict.fromkeys(KINDS.values(), 0))
         self._failures = Counter(dict.fromkeys(KINDS.values(), 0))
         self._durations = {kind: BucketCounts(DURATIONS) for kind in KINDS.values()}

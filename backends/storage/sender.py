@@ -126,16 +126,19 @@ class RequestSender:
 
         def attempt() -> T:
             self._counts.note(verb, self._location)
-            asked, failed = self._clock(), False
+            asked = self._clock()
+            failure: Exception | None = None
+            number = self._counts.trouble.began(KINDS[verb], self._location)
             try:
                 answer = call()
             except FileExistsError:
                 raise
-            except (BaseError, OSError):
-                failed = True
+            except (BaseError, OSError) as error:
+                failure = error
                 raise
             finally:
-                self._counts.took(verb, self._clock() - asked, failed)
+                self._counts.took(verb, self._clock() - asked, failure is not None)
+                self._counts.trouble.ended(number, failure)
             if hedges is not None:
                 hedges.took(verb, self._clock() - asked)
             return answer

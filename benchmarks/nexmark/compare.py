@@ -27,17 +27,26 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyspark
 
-from . import arrow_processors, expected, generator, pandas_functions, processors, queries
+from . import arrow_processors, events, expected, generator, joins, pandas_functions, processors, queries
+from .events import CLOSES_BY_WATERMARK, OUTPUTS, WATERMARK_DELAY_MS
 from .generator import NexmarkConf
 from .lanes import Check, Lane, check_of
-from .queries import CLOSES_BY_WATERMARK, CONTESTANTS, OUTPUTS, WATERMARK_DELAY_MS, contestants_of
+from .queries import CONTESTANTS, contestants_of
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 FILES = 2
 SPARK_4 = 4
-_SENT_TO_EXECUTORS: tuple[ModuleType, ...] = (arrow_processors, generator, pandas_functions, processors, queries)
+_SENT_TO_EXECUTORS: tuple[ModuleType, ...] = (
+    arrow_processors,
+    events,
+    generator,
+    joins,
+    pandas_functions,
+    processors,
+    queries,
+)
 
 
 @dataclass(frozen=True)
@@ -85,7 +94,8 @@ def run(
 ) -> list[Measurement]:
     """Measure the contestants of a query (None: all that this Spark has): ``batches`` batches after ``warm_up`` ones.
 
-    ``turn`` batches are given at once. Without ``spark``, a session is started. ``report`` is called with each step.
+    ``turn`` batches are given at once, behind one that does not count, as queries may have been stopped meanwhile.
+    Without ``spark``, a session is started. ``report`` is called with each step.
     Raises ``ValueError`` for an unknown query or contestant, ``AssertionError`` for a contestant with wrong output.
     """
     if events_per_batch < 1 or batches < 1 or warm_up < 0 or turn < 1:
@@ -118,8 +128,8 @@ def run(
     turns = -(-batches // turn)
     with tempfile.TemporaryDirectory(prefix="statestore-nexmark-") as temporary:
         root = Path(temporary)
-        report(f"{query}: making {warm_up + turns * turn} batches of {events_per_batch:,} events")
-        given = _make_input(root / "batches", query, conf, events_per_batch, warm_up + turns * turn)
+        report(f"{query}: making {warm_up + turns * (turn + 1)} batches of {events_per_batch:,} events")
+        given = _make_input(root / "batches", query, conf, events_per_batch, warm_up + turns * (turn + 1))
         lanes: list[Lane] = []
         measured: list[Measurement] = []
         try:
@@ -129,16 +139,22 @@ def run(
                 lanes.append(lane)
                 for i in range(warm_up):
                     lane.run(given.directories[i : i + 1], given.watermarks_ms[i])
+                lane.pause()
             seconds: dict[str, list[list[float]]] = {c.name: [] for c in chosen}
             for i in range(turns):
-                first, end = warm_up + i * turn, warm_up + (i + 1) * turn
+                first = warm_up + i * (turn + 1)
+                end = first + turn + 1
                 begins = i % len(lanes)
                 for lane in (*lanes[begins:], *lanes[:begins]):
                     report(f"{query}: turn {i + 1} of {turns}: {lane.contestant.name}")
-                    taken = lane.run(given.directories[first:end], given.watermarks_ms[end - 1])
+                    lane.resume()
+                    lane.run(given.directories[first : first + 1], given.watermarks_ms[first])
+                    taken = lane.run(given.directories[first + 1 : end], given.watermarks_ms[end - 1])
+                    lane.pause()
                     seconds[lane.contestant.name].append(taken)
             report(f"{query}: checking results")
             for lane in lanes:
+                lane.resume()
                 if query in CLOSES_BY_WATERMARK:
                     lane.run(given.directories[-1:], given.watermarks_ms[-1])
                 output_rows = _check(lane, given)
@@ -178,7 +194,7 @@ def _make_input(root: Path, query: str, conf: NexmarkConf, events_per_batch: int
         made.append(generator.closing_events(conf, events_per_batch * count))
     directories, watermarks = list[Path](), list[int]()
     # Of a join, the watermark is that of the side which is further behind.
-    latest = dict.fromkeys((generator.AUCTION, generator.BID) if query == "q9" else (generator.BID,), 0)
+    latest = dict.fromkeys((generator.AUCTION, generator.BID) if query in ("q4", "q9") else (generator.BID,), 0)
     for i, batch in enumerate(made):
         directories.append(root / f"{i:06}")
         generator.write_batch(batch, directories[-1], i, FILES)
@@ -205,7 +221,7 @@ def expected_batches(query: str, batches: Sequence[pa.RecordBatch], times_ms: Se
     }
     if query in each:
         return list(each[query](batches))
-    return [{"q9": expected.winning_bids, "q11": expected.sessions}[query](batches)]
+    return [{"q4": expected.winning_prices, "q9": expected.winning_bids, "q11": expected.sessions}[query](batches)]
 
 
 def _check(lane: Lane, given: _Input) -> int:

@@ -10,13 +10,14 @@ LABELS = {
     "aggregate": "`aggregate`",
     "arrow": "`transform_with_state_in_arrow`",
     "rows": "`transform_with_state`",
-    "join": "`join`",
-    "native": "Spark's own aggregation (q9: a join and an aggregation; q8, q20: a join)",
+    "join": "`join` (q4, q9: and `aggregate`)",
+    "native": "Spark's own aggregation (q4, q9: behind a join; q8, q20: a join)",
     "spark_rows": "Spark `transformWithState`",
     "spark_pandas": "Spark `applyInPandasWithState`",
 }
 OURS = frozenset({"aggregate", "arrow", "rows", "join"})
 TITLES = {
+    "q4": "q4, average winning prices per category and 10 s in which auctions opened",
     "q8": "q8, people who open an auction within the 10 s in which they register",
     "q9": "q9, auctions with their winning bid",
     "q11": "q11, bids per bidder and session",
@@ -45,7 +46,8 @@ def run(size: Size, steps: Steps) -> Measured:
         notes=[
             "Of every query the number of rows and a sum of their hashes, over all batches, were equal to what pandas "
             "computes from the same events; of q12 from the times that the batches had.",
-            "In q9 and q11 the batch without data that closes windows or auctions counts with the batch before.",
+            "A batch without data that closes windows or auctions, or removes rows of a join, counts with the batch "
+            "before. No contestant runs in another's turn; the first batch of a turn does not count.",
             "Spark 3.5 has no `max_by` of several rows, with which Spark's own aggregation writes q19.",
         ],
     )

@@ -1,6 +1,6 @@
 """The expected output of the queries, computed from the same events with pandas, without Spark and this project.
 
-Each function returns Arrow tables with the columns of ``queries.OUTPUTS`` in their order; see there for what comes
+Each function returns Arrow tables with the columns of ``events.OUTPUTS`` in their order; see ``queries`` for what comes
 first among equals.
 """
 
@@ -12,11 +12,12 @@ from collections.abc import Iterator, Sequence
 import pandas as pd
 import pyarrow as pa
 
+from .events import OUTPUTS, Q20_CATEGORY, WINDOW_MS
 from .generator import TIME, auctions_of, bids_of, people_of
-from .queries import OUTPUTS, Q20_CATEGORY, WINDOW_MS
 
 TOP = 10
 SESSION_GAP = pd.Timedelta(seconds=10)
+_WIDTH = pd.Timedelta(milliseconds=WINDOW_MS)
 _TYPES = {
     "name": pa.string(),
     "item_name": pa.string(),
@@ -116,19 +117,27 @@ def winning_bids(batches: Sequence[pa.RecordBatch]) -> pa.Table:
     return _table("q9", auctions.merge(best, on="id"))
 
 
+def winning_prices(batches: Sequence[pa.RecordBatch]) -> pa.Table:
+    """Return q4: all categories and windows with a winning bid."""
+    won = winning_bids(batches).to_pandas()[["category", "date_time", "price"]]
+    won["start_time"] = won["date_time"].dt.floor(_WIDTH)
+    found = won.groupby(["category", "start_time"])["price"].agg(auctions="size", total="sum").reset_index()
+    found = found.assign(average_price=found["total"] // found["auctions"], end_time=found["start_time"] + _WIDTH)
+    return _table("q4", found)
+
+
 def new_sellers(batches: Sequence[pa.RecordBatch]) -> Iterator[pa.Table]:
     """Return q8, batch by batch: people and their window, with the first auction of theirs in it."""
     people, sellers = pd.DataFrame(), pd.DataFrame()
-    width = pd.Timedelta(milliseconds=WINDOW_MS)
     for number, batch in enumerate(batches):
         new = people_of(batch).to_pandas()[["id", "name", "date_time"]]
         opened = auctions_of(batch).to_pandas()[["seller", "date_time"]].rename(columns={"seller": "id"})
-        new, opened = (f.assign(start_time=f.pop("date_time").dt.floor(width), batch=number) for f in (new, opened))
+        new, opened = (f.assign(start_time=f.pop("date_time").dt.floor(_WIDTH), batch=number) for f in (new, opened))
         people = pd.concat([people, new])
         sellers = pd.concat([sellers, opened]).drop_duplicates(["id", "start_time"])
         both = people.merge(sellers, on=["id", "start_time"])
         found = both[both[["batch_x", "batch_y"]].max(axis=1) == number]
-        yield _table("q8", found.assign(end_time=found["start_time"] + width))
+        yield _table("q8", found.assign(end_time=found["start_time"] + _WIDTH))
 
 
 def bids_of_category(batches: Sequence[pa.RecordBatch]) -> Iterator[pa.Table]:

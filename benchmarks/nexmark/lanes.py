@@ -1,8 +1,10 @@
 """One contestant's running query: its batches, the time that each took, and a check of its whole output.
 
-The time of a batch is Spark's ``triggerExecution``. Where a query emits what the watermark has closed, a batch without
-data follows, with the new watermark, and does a part of the work; its time is added to that of the batch before.
-Batches with neither data nor a new watermark are idle and do not count.
+The time of a batch is Spark's ``triggerExecution``. Behind a batch that has moved the watermark, Spark runs one without
+data, which emits and removes what the watermark has closed; its time is added to that of the batch before. A turn ends
+when the query has nothing left to do, so that this batch does not run in the turn of the next contestant. A query that
+runs a batch a second, data or not, is stopped between its turns. Batches with neither data nor a new watermark are idle
+and do not count.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -30,6 +32,10 @@ from .queries import NexmarkContestant
 CHECK = "check"
 HASH_SHIFT = 24
 LOOK_EVERY = 0.05
+TICKS = "RateStream"
+"""In the description of the source by which a query runs a batch a second."""
+WAITS = "Waiting for data to arrive"
+"""What Spark says of a query that has nothing to do, also not for a watermark that has moved."""
 
 
 @dataclass(frozen=True)
@@ -104,6 +110,7 @@ class Lane:
     query: Any
     root: Path
     timeout: float
+    begin: Callable[[], Any]
     executed: list[Batch] = field(default_factory=list)
     given: int = 0
 
@@ -120,19 +127,20 @@ class Lane:
         """Start a query that waits for input, ``files`` files a batch."""
         (root / "input").mkdir(parents=True)
         events = spark.readStream.schema(SPARK_SCHEMA).option("maxFilesPerTrigger", files).parquet(f"{root}/input/*")
-        query = (
+        writer = (
             observed(contestant.make(events, conf))
             .writeStream.queryName(f"{contestant.query}_{contestant.name}")
             .outputMode(contestant.output_mode)
             .option("checkpointLocation", str(root / "checkpoint"))
             .format("noop")
-            .start()
         )
-        return cls(contestant, query, root, timeout)
+        return cls(contestant, writer.start(), root, timeout, writer.start)
 
     def run(self, directories: Sequence[Path], watermark_ms: int = -1) -> list[float]:
         """Give these batches at once, wait for them and for what the watermark then closes, return the seconds of each.
 
+        A query that runs a batch a second, data or not, is waited for by ``watermark_ms``; -1: until Spark says that it
+        waits.
         Raises ``RuntimeError`` if the query fails, ``TimeoutError`` if a batch takes too long.
         """
         first = len(self.executed)
@@ -153,7 +161,20 @@ class Lane:
                 )
             time.sleep(LOOK_EVERY)
             self._look()
+        self._look()
         return seconds_by_batch(self.executed, first)
+
+    def pause(self) -> None:
+        """End the query until ``resume``, if it has a source that always has rows."""
+        last = self.query._jsq.lastProgress()
+        if last is not None and TICKS in last.json():
+            self.query.stop()
+            self._look()
+
+    def resume(self) -> None:
+        """Go on where the query was ended."""
+        if not self.query.isActive and self.query.exception() is None:
+            self.query = self.begin()
 
     @property
     def name(self) -> str:
@@ -184,9 +205,11 @@ class Lane:
         shutil.rmtree(self.root, ignore_errors=True)
 
     def _is_through(self, watermark_ms: int) -> bool:
-        return len(self.data_batches) >= self.given and (
-            watermark_ms < 0 or any(batch.watermark_ms >= watermark_ms for batch in self.executed[-1:])
-        )
+        if len(self.data_batches) < self.given:
+            return False
+        if watermark_ms < 0:
+            return bool(self.query.status["message"] == WAITS)
+        return any(batch.watermark_ms >= watermark_ms for batch in self.executed[-1:])
 
     def _look(self) -> None:
         last = self.query._jsq.lastProgress()

@@ -10,6 +10,8 @@ queries, which leave open what comes first among equals, these are the readings 
   has one time, that in its entry in ``offsets/``. What never changes is the sum over the windows of a bidder.
 - q9, auctions with their winning bid: the highest one from date_time to expires, both included, then the earliest, then
   the lowest (bidder, extra); emitted when the watermark has reached expires. Auctions without such a bid are left out.
+- q4, the average winning price per category and 10 seconds in which the auctions opened, rounded down, with the number
+  of auctions; emitted when the watermark is so far that none of them can get a bid any more.
 - q8, people who open an auction within the 10 seconds of event time in which they register: a semi join, each of them
   once, with the batch of their first auction.
 - q20, bids with their auctions, of auctions of one category. No watermark: all bids and auctions are kept.
@@ -23,63 +25,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 
 from . import arrow_processors, pandas_functions, processors
-from .generator import AUCTION, BID, PERSON, NexmarkConf
-
-WATERMARK_DELAY = "4 seconds"
-WATERMARK_DELAY_MS = 4000
-SESSION_GAP = WINDOW = "10 seconds"
-WINDOW_MS = 10_000
-
-OUTPUTS = {
-    "q8": ["id", "name", "start_time", "end_time"],
-    "q9": [
-        "id",
-        "item_name",
-        "description",
-        "initial_bid",
-        "reserve",
-        "date_time",
-        "expires",
-        "seller",
-        "category",
-        "extra",
-        "auction",
-        "bidder",
-        "price",
-        "bid_date_time",
-        "bid_extra",
-    ],
-    "q11": ["bidder", "bid_count", "start_time", "end_time"],
-    "q12": ["bidder", "bid_count", "start_time", "end_time"],
-    "q18": ["auction", "bidder", "price", "channel", "url", "date_time", "extra"],
-    "q19": ["auction", "bidder", "price", "channel", "url", "date_time", "extra", "rank_number"],
-    "q20": [
-        "auction",
-        "bidder",
-        "price",
-        "channel",
-        "url",
-        "bid_date_time",
-        "bid_extra",
-        "item_name",
-        "description",
-        "initial_bid",
-        "reserve",
-        "date_time",
-        "expires",
-        "seller",
-        "category",
-        "extra",
-    ],
-}
-Q20_CATEGORY = 10
-CLOSES_BY_WATERMARK = frozenset({"q9", "q11"})
-"""Queries that emit what the watermark has closed; the others emit what each batch has changed."""
+from .events import OUTPUTS, SESSION_GAP, WINDOW, bids, timed
+from .generator import AUCTION, BID, NexmarkConf
+from .joins import q4_join, q4_native, q8_join, q8_native, q9_columns, q9_join, q9_native, q20_join, q20_native
 
 Make = Callable[[DataFrame, NexmarkConf], DataFrame]
 
@@ -100,21 +52,6 @@ class NexmarkContestant:
     output_mode: str = "append"
     needs_spark_4: bool = False
     is_slow: bool = False
-
-
-def bids(events: DataFrame) -> DataFrame:
-    """Return the bids among the events."""
-    return events.where(F.col("event_type") == BID).select("bid.*", "date_time")
-
-
-def auctions(events: DataFrame) -> DataFrame:
-    """Return the auctions among the events."""
-    return events.where(F.col("event_type") == AUCTION).select("auction.*", "date_time")
-
-
-def timed(events: DataFrame) -> DataFrame:
-    """Return the events with Nexmark's watermark."""
-    return events.withWatermark("date_time", WATERMARK_DELAY)
 
 
 # q18: last bids
@@ -277,7 +214,7 @@ def q9_arrow(events: DataFrame, conf: NexmarkConf) -> DataFrame:
 
     processor = arrow_processors.WinningBids()
     rows = _auctions_and_bids(events)
-    return _q9(
+    return q9_columns(
         transform_with_state_in_arrow(
             rows,
             "id",
@@ -328,89 +265,6 @@ def q9_spark_pandas(events: DataFrame, conf: NexmarkConf) -> DataFrame:
     )
 
 
-def q9_native(events: DataFrame, conf: NexmarkConf) -> DataFrame:
-    """Join and then aggregate, in one query. Spark drops bids only if it knows how long auctions last at most."""
-    left = auctions(timed(events)).alias("a")
-    right = bids(timed(events)).select(
-        "auction", "bidder", "price", F.col("date_time").alias("bid_date_time"), F.col("extra").alias("bid_extra")
-    )
-    longest_ms = int(_longest_auction_ms(conf))
-    joined = left.join(
-        right,
-        F.expr(
-            "id = auction and bid_date_time >= date_time and bid_date_time <= expires "
-            f"and bid_date_time <= date_time + interval {longest_ms} milliseconds"
-        ),
-    )
-    # Only one column may keep its watermark.
-    best = F.struct((-F.col("price")).alias("low"), F.col("bid_us"), F.col("bidder"), F.col("bid_extra"))
-    rows = joined.withColumn("bid_us", F.expr("unix_micros(bid_date_time)")).drop("bid_date_time")
-    others = [c for c in OUTPUTS["q9"][: OUTPUTS["q9"].index("auction")] if c not in ("id", "date_time")]
-    found = rows.groupBy("id", "date_time").agg(F.min(best).alias("best"), *(F.first(c).alias(c) for c in others))
-    return _q9(
-        found.select(
-            "id",
-            "date_time",
-            *others,
-            F.col("best.bidder").alias("bidder"),
-            (-F.col("best.low")).alias("price"),
-            F.timestamp_micros("best.bid_us").alias("bid_date_time"),
-            F.col("best.bid_extra").alias("bid_extra"),
-        )
-    )
-
-
-# q8: people and their auctions
-
-
-def q8_join(events: DataFrame, conf: NexmarkConf) -> DataFrame:
-    from spark_bridge import join
-
-    people, sellers = _people_and_sellers(events)
-    return _q8(join(people, sellers, on=["id", "w"], how="left_semi", operator="new_sellers"))
-
-
-def q8_native(events: DataFrame, conf: NexmarkConf) -> DataFrame:
-    people, sellers = _people_and_sellers(events)
-    return _q8(people.join(sellers, ["id", "w"], "left_semi"))
-
-
-def _people_and_sellers(events: DataFrame) -> tuple[DataFrame, DataFrame]:
-    of_window = F.window("date_time", WINDOW).alias("w")
-    people = timed(events).where(F.col("event_type") == PERSON).select("person.id", of_window, "person.name")
-    return people, auctions(timed(events)).select(F.col("seller").alias("id"), of_window)
-
-
-def _q8(df: DataFrame) -> DataFrame:
-    return df.select("id", "name", F.col("w.start").alias("start_time"), F.col("w.end").alias("end_time"))
-
-
-# q20: bids with their auctions
-
-
-def q20_join(events: DataFrame, conf: NexmarkConf) -> DataFrame:
-    from spark_bridge import join
-
-    return join(*_bids_and_auctions(events), on="auction", operator="bids_of_category").select(*OUTPUTS["q20"])
-
-
-def q20_native(events: DataFrame, conf: NexmarkConf) -> DataFrame:
-    of_bids, of_auctions = _bids_and_auctions(events)
-    return of_bids.join(of_auctions, "auction").select(*OUTPUTS["q20"])
-
-
-def _bids_and_auctions(events: DataFrame) -> tuple[DataFrame, DataFrame]:
-    of_bids = bids(events).withColumnRenamed("date_time", "bid_date_time").withColumnRenamed("extra", "bid_extra")
-    of_auctions = auctions(events).where(F.col("category") == Q20_CATEGORY).withColumnRenamed("id", "auction")
-    return of_bids, of_auctions
-
-
-def _longest_auction_ms(conf: NexmarkConf) -> int:
-    events_ahead = conf.num_in_flight_auctions * conf.total_proportion // conf.auction_proportion
-    start, end = conf.times(np.array([0, events_ahead], np.int64))
-    return int((end - start) // 1000 + 1) * 2
-
-
 def _auctions_and_bids(events: DataFrame) -> DataFrame:
     """Return auctions and bids by the auction's id; a row without ``expires`` is a bid."""
     return (
@@ -427,10 +281,6 @@ def _auctions_and_bids(events: DataFrame) -> DataFrame:
     )
 
 
-def _q9(df: DataFrame) -> DataFrame:
-    return df.withColumn("auction", F.col("id")).select(*OUTPUTS["q9"])
-
-
 def _in_us(df: DataFrame) -> DataFrame:
     """Return times as microseconds since 1970; the event time stays besides, for its watermark."""
     df = df.withColumn("us", F.expr("unix_micros(date_time)"))
@@ -445,15 +295,18 @@ def _of_us(query: str, df: DataFrame) -> DataFrame:
         if column in df.columns:
             df = df.withColumn(name, F.timestamp_micros(column))
     if query == "q9":
-        return _q9(df)
+        return q9_columns(df)
     return df.select(*OUTPUTS[query])
 
 
 _SPARK_ROWS = "Spark transformWithState"
 _SPARK_PANDAS = "Spark applyInPandasWithState"
 CONTESTANTS = (
+    NexmarkContestant("q4", "join", "join and aggregate", q4_join),
+    NexmarkContestant("q4", "native", "Spark join and groupBy().agg()", q4_native),
     NexmarkContestant("q8", "join", "join", q8_join),
     NexmarkContestant("q8", "native", "Spark join", q8_native),
+    NexmarkContestant("q9", "join", "join and aggregate", q9_join),
     NexmarkContestant("q9", "arrow", "transform_with_state_in_arrow", q9_arrow),
     NexmarkContestant("q9", "rows", "transform_with_state", q9_rows),
     NexmarkContestant("q9", "native", "Spark join and groupBy().agg()", q9_native),

@@ -71,6 +71,10 @@ class SparkCommits:
         """Return whether a batch is committed."""
         return self._storage.exists(f"commits/{batch_id}")
 
+    def committed_ms(self, batch_id: int) -> int | None:
+        """Return when a batch was committed, in ms since 1970 by the clock of the storage; None if it is not."""
+        return self._storage.modified_ms(f"commits/{batch_id}")
+
     def times(self, batch_id: int) -> BatchTimes:
         """Return the times of a batch that Spark has planned.
 

@@ -199,9 +199,10 @@ class Queries:
             self._runs.end(run, why)
         return True
 
-    def serve_ended(self, registration: QueryRegistration) -> RegisteredQuery:
+    def serve_ended(self, registration: QueryRegistration, failure: str = "") -> RegisteredQuery:
         """See ``CoordinatorPort``."""
         with self._registries.lock:
+            self._runs.failed(registration.run_id, failure)
             registering = self._registering.setdefault(registration.state_location, threading.Lock())
         with registering:
             run = self._runs.find(registration.run_id)

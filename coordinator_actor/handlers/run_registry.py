@@ -16,17 +16,22 @@ from coordinator_actor.query.query_state import QueryState
 from coordinator_actor.savepoints.run_savepoints import RunSavepoints
 
 REMEMBERED_ENTRIES = 1000
+LONGEST_FAILURE = 600
 LEASE_OVER = "its driver was not heard of"
 STOPPED = "its query ended"
 
 
 @dataclass(frozen=True)
 class EndedQuery:
-    """A run that is over, for clients that still ask for its state. ``at`` is in seconds since 1970."""
+    """A run that is over, for clients that still ask for its state, and for people.
+
+    ``at`` is in seconds since 1970. ``was_running``: its query had not ended, as far as its driver has said.
+    """
 
     registration: QueryRegistration
     at: float
     why: str
+    was_running: bool = False
 
     def has(self, operator: str, query: str | None) -> bool:
         """Return whether the run had that operator, and that name, query id or run id."""
@@ -54,6 +59,7 @@ class RunRegistry:
         self._over: BoundedDict[str, str] = BoundedDict(REMEMBERED_ENTRIES)
         self._ended: BoundedDict[str, EndedQuery] = BoundedDict(REMEMBERED_ENTRIES)
         self._ended_savepoints: BoundedDict[str, Future[str]] = BoundedDict(REMEMBERED_ENTRIES)
+        self._failures: BoundedDict[str, str] = BoundedDict(REMEMBERED_ENTRIES)
 
     # -- finding -------------------------------------------------------------------------------
 
@@ -156,6 +162,13 @@ class RunRegistry:
         with self._lock:
             return list(self._ended.values())
 
+    def lost(self) -> list[EndedQuery]:
+        """Return the runs whose drivers were lost while their queries ran, and which nobody has started again since."""
+        with self._lock:
+            there = {run.registration.state_location for run in self.by_id.values()}
+            found = {e.registration.state_location: e for e in self._ended.values()}  # of a place, the last one
+        return [e for at, e in found.items() if e.why == LEASE_OVER and e.was_running and at not in there]
+
     def on(self, state_location: str) -> list[QueryState]:
         """Return the registered runs whose state is there."""
         with self._lock:
@@ -221,10 +234,22 @@ class RunRegistry:
 
     def end(self, run: QueryState, why: str) -> None:
         """End a run: nothing of it is active or pending any more, and nobody reads it."""
+        was_running = run.is_current
         run.end()
         with self._lock:
-            self._ended[run.run_id] = EndedQuery(run.registration, self._clock(), why)
+            self._ended[run.run_id] = EndedQuery(run.registration, self._clock(), why, was_running)
         self._end_work(run, why)
+
+    def failed(self, run_id: str, failure: str) -> None:
+        """Take note of the error with which the query of a run has ended; "" if it has ended without one."""
+        with self._lock:
+            if failure:
+                self._failures[run_id] = failure[:LONGEST_FAILURE]
+
+    def failure(self, run_id: str) -> str:
+        """Return the error with which the query of a run has ended, or ""."""
+        with self._lock:
+            return self._failures.get(run_id, "")
 
     def _end_work(self, run: QueryState, why: str) -> None:
         with self._lock:

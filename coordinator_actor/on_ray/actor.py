@@ -29,6 +29,7 @@ from coordinator_actor.messages import Acknowledged, Refused
 from coordinator_actor.on_ray.cluster_store import ClusterStore
 from coordinator_actor.on_ray.node_watch import NodeWatch
 from coordinator_actor.on_ray.ray_metrics import RayMetrics
+from coordinator_actor.on_ray.restarts import restarts_of_this_actor
 from coordinator_actor.port import GROUPS, MESSAGES, CoordinatorPort, Group
 from coordinator_actor.priority import take_ordinary_priority
 from coordinator_actor.query_metrics import QueryMetrics
@@ -73,6 +74,7 @@ class StateStoreCoordinator:
         queries = QueryThreads()
         nodes = NodeWatch()
         self._requests = RequestCounts()
+        self._restarts, self._began = restarts_of_this_actor(), time.monotonic()
         clock = steady_clock()
         self._metrics = RayMetrics({"namespace": namespace})
         self._query_metrics = QueryMetrics(self._metrics, clock)
@@ -112,9 +114,20 @@ class StateStoreCoordinator:
         if method == "acknowledge_many":
             self._acknowledged(answer, time.perf_counter() - started)
         elif method == "describe":
-            place = {"namespace": self._namespace, "node_ip": self._node_ip, "pid": os.getpid()}
-            answer = {**answer, **place, "storage_requests": self._requests.read()}
+            answer = {**answer, **self._own_description()}
         return answer
+
+    def _own_description(self) -> dict[str, Any]:
+        """Return what this process adds to the coordinator's description."""
+        return {
+            "namespace": self._namespace,
+            "node_ip": self._node_ip,
+            "pid": os.getpid(),
+            "restarts": self._restarts,
+            "up_seconds": round(time.monotonic() - self._began, 1),
+            "storage_requests": self._requests.read(),
+            "storage_trouble": self._requests.trouble.read(),
+        }
 
     def _acknowledged(self, answers: Sequence[Acknowledged | Refused], seconds: float) -> None:
         """Publish how long a message took, with its time in the queue, and whether a version is prepared."""

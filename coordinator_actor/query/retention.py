@@ -31,8 +31,9 @@ def remove_garbage(run: QueryState, now: float) -> list[str]:
     storage, versions, files = run.manifests.storage, run.versions, run.files
     if run.rewriting.at(now) is not None:
         return []
-    if files.is_listing_due:
-        run.looked_up.look(now, run.lock)
+    # Before each plan: readers of storage record what they look up without telling the coordinator. The version of a
+    # record is the newest completed one, which no plan gives up that was begun before the record was there.
+    run.looked_up.look(now, run.lock)
     files.look(storage, versions.completed)
     with run.lock:
         run.require_current()

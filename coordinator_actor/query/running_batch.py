@@ -157,8 +157,9 @@ class RunningBatch:
             # Repeated changes first: with the last missing one the checkpoint is complete.
             for task, entry in sorted(entries.items(), key=lambda named: batch.lacks(named[0])):
                 self._receive(batch, task, entry, durations.get(task, 0.0))
-        except BaseException:
-            self._start(version, {**{t: e for t, e in batch.states.items() if t not in entries}, **before})
+        except BaseException as error:
+            kept = {**{t: e for t, e in batch.states.items() if t not in entries}, **before}
+            self._start(version, kept, f"it could not be completed: {error}")
             raise
         if batch.is_discarded and batch.completed is None:
             # The lease of the driver has run out meanwhile, which waits for nobody.
@@ -219,8 +220,8 @@ class RunningBatch:
                 raise InvalidRequestError(
                     f"Checkpoint {batch.id} of run {self._run_id} was given up; the run has ended."
                 )
-        except BaseException:
-            self.checkpoints.cancel_checkpoint(batch.id, "its manifest could not be written")
+        except BaseException as error:
+            self.checkpoints.cancel_checkpoint(batch.id, f"its manifest could not be written: {error}")
             raise
         self._repeated = {}
 
@@ -242,9 +243,10 @@ class RunningBatch:
             self._stages.update(earlier)
             raise
 
-    def _start(self, version: int, states: Mapping[TaskKey, PartitionEntry]) -> PendingCheckpoint:
+    def _start(self, version: int, states: Mapping[TaskKey, PartitionEntry], why: str = "") -> PendingCheckpoint:
+        """Begin a checkpoint. One that is pending is given up: ``why``, or because of the batch that has begun."""
         if self.pending is not None:
-            self.checkpoints.cancel_checkpoint(self.pending.id, f"batch {version - 1} has begun")
+            self.checkpoints.cancel_checkpoint(self.pending.id, why or f"batch {version - 1} has begun")
         self.pending = self.checkpoints.trigger_checkpoint(states=states, properties={"version": version})
         return self.pending
 

@@ -5,8 +5,14 @@ from __future__ import annotations
 from bisect import bisect_right
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from functools import cached_property
 
 from backends.exceptions import InvalidStateStoreArgument, VersionNotFoundError
+from backends.formats.manifest import Manifest
+from backends.storage.checkpoint_storage import CheckpointStorage
+from coordinator_actor.durable.checkpoint_records import CheckpointRecords
+from coordinator_actor.durable.record_files import RecordFiles
+from coordinator_actor.durable.spark_commits import SparkCommits
 from coordinator_actor.reading.stored_versions import StateVersions
 
 
@@ -15,8 +21,8 @@ class VersionTimes:
     """The versions that can be read, ascending, and when each was completed, in ms since 1970.
 
     The next version's manifest says when a version was completed. Of the last version, and of one behind which the
-    coordinator was replaced, the time counts at which its manifest was written: a moment before. The empty version 0
-    was always there.
+    coordinator was replaced, the history of checkpoints does, 10 s later at most. Where neither does, the time counts
+    at which Spark committed the batch, a moment before. The empty version 0 was always there.
     """
 
     location: str
@@ -25,12 +31,13 @@ class VersionTimes:
 
     @classmethod
     def of(cls, versions: StateVersions) -> VersionTimes:
-        """Return the times of the versions that storage shows."""
+        """Return the times of the versions that storage shows. Raises ``StorageError``."""
         found, times = [], list[int]()
+        others = _OtherTimes(versions)
         for version in versions.readable:
             following, manifest = versions.chain.get(version + 1), versions.chain.get(version)
             known = None if following is None else following.parent_completed_ms
-            at = known if known is not None else 0 if manifest is None else manifest.created_ms
+            at = known if known is not None else 0 if manifest is None else others.completed_ms(manifest)
             found.append(version)
             times.append(max(at, times[-1] if times else at))
         return cls(versions.place.checkpoint_location, tuple(found), tuple(times))
@@ -54,6 +61,30 @@ class VersionTimes:
             f"Nobody knows what the state at {self.location} was at {_in_words(ms)}: the first version that is kept is "
             f"{first}. More are kept with a higher min_versions_to_retain (StateStoreConf)."
         )
+
+
+class _OtherTimes:
+    """When versions were completed whose successor does not say so; reads one file, and one name for each of them."""
+
+    def __init__(self, versions: StateVersions) -> None:
+        self._place = versions.place
+
+    @cached_property
+    def _in_history(self) -> dict[int, int]:
+        """By the id of the manifest."""
+        storage = CheckpointStorage.open(self._place.state_location, self._place.options)
+        records = CheckpointRecords(RecordFiles(storage)).load()
+        return {record.id: record.completed_ms for record in records if record.completed_ms is not None}
+
+    @cached_property
+    def _commits(self) -> SparkCommits:
+        return SparkCommits(CheckpointStorage.open(self._place.checkpoint_location, self._place.options))
+
+    def completed_ms(self, manifest: Manifest) -> int:
+        known = self._in_history.get(manifest.id)
+        if known is None:
+            known = self._commits.committed_ms(manifest.version - 1)
+        return manifest.created_ms if known is None else max(known, manifest.created_ms)
 
 
 def ms_of(time: str | datetime) -> int:

@@ -82,6 +82,7 @@ class Host:
         self.info = info
         self.coordinator = coordinator
         self._clock = clock
+        self._began = clock()
         self._revoked_tokens: frozenset[str] = frozenset()
         self._revoked_until = -math.inf
         self._orders = RunOrders()
@@ -235,11 +236,14 @@ class Host:
             "incarnation": self.info.incarnation,
             "address": self.info.address,
             "node_id": self.info.node_id,
+            "restarts": self.info.restart,
+            "up_seconds": round(self._clock() - self._began, 1),
             **self.counters.read(),
             "memory": {"host_memory": self.memory.limit, **self.memory.held()},
             "row_cache": self.memory.row_cache_counts(),
             "waiting_commits": self.memory.num_waiting,
             "storage_requests": self.files.requests.read(),
+            "storage_trouble": self.files.requests.trouble.read(),
             "instances": described,
             "loading": self.loading.loads_under_way() + self.copy_loading.loads_under_way(),
         }

@@ -86,15 +86,16 @@ class PartitionReads:
         left = command.limit
         try:
             is_there = command.column_family in instance.state.column_families(version)
-            for start, end in ranges if is_there else ():
-                for batch in instance.state.scan(version, start, end, command.column_family):
-                    pairs = batch if left is None else batch.slice(0, left)
-                    if left is not None:
-                        left -= pairs.num_rows
-                    if pairs.num_rows:
-                        yield pairs
-                    if left == 0:
-                        return
+            if not is_there:
+                return
+            for batch in instance.state.scan_in_turn(ranges, version, command.column_family):
+                pairs = batch if left is None else batch.slice(0, left)
+                if left is not None:
+                    left -= pairs.num_rows
+                if pairs.num_rows:
+                    yield pairs
+                if left == 0:
+                    return
         except (VersionNotFoundError, StoreClosedError) as error:
             raise self._not_open(run_id, operator, partition, version) from error
 

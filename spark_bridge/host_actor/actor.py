@@ -27,6 +27,7 @@ from coordinator_actor.messages import (
 )
 from coordinator_actor.on_ray.ray_metrics import RayMetrics
 from coordinator_actor.on_ray.ray_port import RayCoordinatorPort
+from coordinator_actor.on_ray.restarts import restarts_of_this_actor
 from coordinator_actor.priority import take_ordinary_priority
 from spark_bridge.host.host import Host
 from spark_bridge.host_actor.flight_server import HostFlightServer
@@ -220,13 +221,6 @@ class StateStoreHost:
         tasks, queries = info.address.rpartition(":")[2], info.query_address.rpartition(":")[2]
         served = f"tasks at port {tasks}, queries at port {queries}"
         return f"StateStoreHost({self._namespace}/{info.host_id} on {self._node_ip}, {served})"
-
-
-def restarts_of_this_actor() -> int:
-    """Return how many times Ray had started this process's actor before: of two incarnations, the higher one counts."""
-    actor_id = ray.get_runtime_context().get_actor_id()
-    assert actor_id is not None, "only an actor has restarts"
-    return int(ray._private.state.actors(actor_id)["NumRestarts"])
 
 
 def host_files_dir(session_dir: Path, options: SessionOptions) -> Path:

@@ -3,16 +3,46 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from pyspark.sql import types as T
 
 from spark_bridge.exceptions import InvalidOperatorError
 from spark_bridge.task.watermark import WATERMARK_METADATA, EventTime
 
+LAG_METADATA = "statestore.watermarkLagMs"
+"""Where a column of rows that have waited has how far, in ms, they may be behind the watermark of the query.
+
+Operators of this project take the watermark so much earlier (``StateTask.watermark_lag_ms``). Spark's own, which would
+take such rows for late, find no watermark on the column.
+"""
+
 
 def watermark_columns(schema: T.StructType) -> list[str]:
     """Return the columns that have a watermark: event times, and windows of event times."""
-    return [f.name for f in schema.fields if WATERMARK_METADATA in (f.metadata or {})]
+    return [f.name for f in schema.fields if _event_time_metadata(f)]
+
+
+def watermark_lag_ms(schema: T.StructType, event_time: EventTime | None) -> int:
+    """Return how far behind the watermark of the query rows may be by their event time, in ms."""
+    return 0 if event_time is None else _event_time_metadata(schema[event_time.column]).get(LAG_METADATA, 0)
+
+
+def with_event_time(field: T.StructField, source: T.StructField, lag_ms: int) -> T.StructField:
+    """Return an output column as event time by the watermark of ``source``; rows may be ``lag_ms`` behind that."""
+    own = {LAG_METADATA: lag_ms} if lag_ms else _event_time_metadata(source)
+    return T.StructField(field.name, field.dataType, field.nullable, {**without_event_time(field).metadata, **own})
+
+
+def without_event_time(field: T.StructField) -> T.StructField:
+    """Return a column without a watermark."""
+    marks = _event_time_metadata(field)
+    metadata = {k: v for k, v in (field.metadata or {}).items() if k not in marks}
+    return T.StructField(field.name, field.dataType, field.nullable, metadata)
+
+
+def _event_time_metadata(field: T.StructField) -> dict[str, Any]:
+    return {k: v for k, v in (field.metadata or {}).items() if k in (WATERMARK_METADATA, LAG_METADATA)}
 
 
 def event_time_of(schema: T.StructType, columns: Sequence[str]) -> EventTime | None:

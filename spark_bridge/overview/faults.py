@@ -9,25 +9,26 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from statistics import median
 
+from backends.storage.failures import for_people
+from spark_bridge.overview.formats import duration
 from spark_bridge.overview.model import (
-    CLUSTER,
+    ENDED,
     ERROR,
     RUNNING,
+    STORED,
     WARNING,
     Checkpoint,
     Fault,
-    Host,
     Operator,
     Overview,
     Query,
 )
+from spark_bridge.overview.process_faults import process_faults
 
 LATE_INTERVALS = 3
 """A checkpoint is late after so many of the usual intervals between two."""
 LEAST_LATE_MS = 60_000
 """No checkpoint is late before: short intervals vary."""
-SILENT_HOST_MS = 5_000
-"""A host's heartbeats come every second, and its lease ends after ten."""
 MOST_SKEW = 5.0
 LEAST_SKEWED_KEYS = 10_000
 """Fewer keys in a partition slow nothing down."""
@@ -37,83 +38,44 @@ MOST_TIME_SKEW = 5.0
 LEAST_SKEWED_MS = 1_000
 """A partition whose batch takes less slows nothing down."""
 SLOW_STORAGE_MS = 1_000
-"""Storage is slow if the slowest changelog of a usual batch takes so long, and half of the batch."""
-CHANGELOG_STEP = "changelog_ms"
+"""Storage is slow if the slowest changelog of a usual batch and its manifest take so long, and half of the batch."""
+CHANGELOG_STEP, MANIFEST_PHASE = "changelog_ms", "manifest"
 RECENT = 20
 """So many of the last checkpoints are looked at."""
+RECENT_STORED = 5
+"""Of so many, whether storage is slow: that is to be told within a few batches."""
+AT_WORK = (RUNNING, STORED)
+"""How the batches of a query that has ended went need not be looked at any more."""
+RECENT_MS = 600_000
+"""A checkpoint that was given up is told of for so long."""
+LONGEST_REASON = 300
 
 
 def faults_of(overview: Overview) -> tuple[Fault, ...]:
     """Return the faults of a system, errors first."""
-    found = [*_of_hosts(overview)]
+    found = [*process_faults(overview)]
     for query in overview.queries:
         found += _of_query(overview, query)
-        for operator in query.operators:
-            found += _of_operator(query, operator)
+        if query.status in AT_WORK:
+            for operator in query.operators:
+                found += _of_operator(query, operator)
     return tuple(sorted(found, key=lambda fault: fault.severity != ERROR))
-
-
-def _of_hosts(overview: Overview) -> Iterator[Fault]:
-    if overview.source == CLUSTER and overview.queries and not overview.hosts:
-        yield Fault(
-            ERROR,
-            "no-hosts",
-            "hosts",
-            "No host is registered with the coordinator: no batch can go on.",
-            "Look at the driver: hosts are started by init_spark and attach, and end with it.",
-        )
-    for problem in () if overview.coordinator is None else overview.coordinator.problems:
-        yield Fault(
-            WARNING,
-            "placement",
-            "hosts",
-            problem,
-            "Batches go on, and data goes further than it must until hosts stand beside executors again.",
-        )
-    for host in overview.hosts:
-        yield from _of_host(host)
-
-
-def _of_host(host: Host) -> Iterator[Fault]:
-    if host.heartbeat_ms is not None and host.heartbeat_ms > SILENT_HOST_MS:
-        yield Fault(
-            ERROR,
-            "host-silent",
-            f"host {host.host_id}",
-            f"The coordinator has heard nothing of it for {host.heartbeat_ms / 1000:.0f} s.",
-            f"Look at its machine ({host.address}) and at its actor's log; its partitions move when its lease is over.",
-        )
-    elif not host.answered:
-        yield Fault(
-            WARNING,
-            "host-not-answering",
-            f"host {host.host_id}",
-            "It sends heartbeats and has not described itself in time.",
-            "It may be loading state or be starved of CPU: look at its machine, and try again.",
-        )
-    elif host.heartbeat_ms is None:
-        yield Fault(
-            WARNING,
-            "host-unknown",
-            f"host {host.host_id}",
-            "It is there, and the coordinator does not know it (yet).",
-            "A host registers within seconds; if it stays so, look at its actor's log.",
-        )
-    budget, held = host.memory.get("host_memory"), sum(n for name, n in host.memory.items() if name != "host_memory")
-    if budget and held > budget:
-        yield Fault(
-            WARNING,
-            "host-memory",
-            f"host {host.host_id}",
-            f"It holds {held:,} bytes of its {budget:,}.",
-            "Give hosts more memory (host_memory), or spread the partitions over more hosts.",
-        )
 
 
 def _of_query(overview: Overview, query: Query) -> Iterator[Fault]:
     subject = f"query {query.title}"
     if query.status == RUNNING:
         yield from _late(overview, query, subject)
+    if query.status == ENDED and query.failure:
+        ago = "" if query.ended_ms is None else f" {duration(max(0, overview.taken_ms - query.ended_ms))} ago"
+        yield Fault(
+            ERROR,
+            "query-failed",
+            subject,
+            f"The query has ended{ago} with an error: {query.failure}",
+            "Mend what the error says, and start the query again: it goes on behind version "
+            f"{query.completed_version}, and nothing is lost. Until then its last version is answered from.",
+        )
     if query.status != RUNNING and query.replaced_by is not None:
         yield Fault(
             WARNING,
@@ -130,6 +92,8 @@ def _of_query(overview: Overview, query: Query) -> Iterator[Fault]:
             f"Spark has committed version {query.completed_version}, and no manifest in storage has it.",
             "Start the query: it recovers what its hosts have stored, or says what is missing.",
         )
+    if query.status not in AT_WORK:
+        return
     recent = query.checkpoints[-RECENT:]
     retried = [c for c in recent if c.retried]
     if retried:
@@ -142,32 +106,37 @@ def _of_query(overview: Overview, query: Query) -> Iterator[Fault]:
             + ", ".join(str(c.version - 1) for c in retried[-3:])
             + ".",
         )
-    yield from _slow_storage(recent, subject)
-    if failed := query.counts.get("failed", 0):
+    yield from _slow_storage(recent[-RECENT_STORED:], subject)
+    given_up = [g for g in query.given_up if overview.taken_ms - g.begun_ms < RECENT_MS]
+    if query.status == RUNNING and given_up:
         yield Fault(
             WARNING,
             "failed-checkpoints",
             subject,
-            f"{failed} checkpoints of this run were given up, and tried again.",
-            "Look at the coordinator's log for storage errors and lost hosts.",
+            f"{len(given_up)} checkpoints that have begun within the last ten minutes were given up, and made again. "
+            f"The last: {for_people(given_up[-1].reason, LONGEST_REASON)}.",
+            "Nothing is lost, and batches go on once what has failed succeeds: look at the storage of the checkpoint "
+            "location, and at the coordinator's log ('statestore logs').",
         )
 
 
 def _slow_storage(recent: Sequence[Checkpoint], subject: str) -> Iterator[Fault]:
     known = [
-        (c.steps[CHANGELOG_STEP].max_ms, c.duration_ms) for c in recent if c.duration_ms and CHANGELOG_STEP in c.steps
+        (c.steps[CHANGELOG_STEP].max_ms, c.phases.get(MANIFEST_PHASE, 0), c.duration_ms)
+        for c in recent
+        if c.duration_ms and CHANGELOG_STEP in c.steps
     ]
     if len(known) < 3:
         return
-    usual = median(ms for ms, _ in known)
-    share = median(ms / duration for ms, duration in known)
-    if usual > SLOW_STORAGE_MS and share > 0.5:
+    changelog, manifest = median(c for c, _, _ in known), median(m for _, m, _ in known)
+    share = median((c + m) / whole for c, m, whole in known)
+    if changelog + manifest > SLOW_STORAGE_MS and share > 0.5:
         yield Fault(
             WARNING,
             "slow-storage",
             subject,
-            f"The slowest changelog of a batch takes {usual / 1000:.1f} s to become durable, {min(share, 1):.0%} of "
-            "the batch.",
+            f"Storage takes {min(share, 1):.0%} of a batch: its slowest changelog {changelog / 1000:.1f} s to become "
+            f"durable, its manifest {manifest / 1000:.1f} s.",
             "The storage of the checkpoint location is slow: look at its disk (is it full, shared, failing?) or at the "
             "object store's latency and throttling, and at the hosts' networks.",
         )
@@ -180,26 +149,40 @@ def _late(overview: Overview, query: Query, subject: str) -> Iterator[Fault]:
     usual = median(later - earlier for earlier, later in pairwise(done))
     limit = max(LEAST_LATE_MS, LATE_INTERVALS * usual)
     if query.batch_ms > limit:
+        waits_for, remedy = _awaited(query)
         yield Fault(
             ERROR,
             "checkpoint-late",
             subject,
             f"The batch that makes version {query.completed_version + 1} runs for {query.batch_ms / 1000:.0f} s; "
-            f"usually a version comes every {usual / 1000:.1f} s. {_awaited(query)}",
-            "Look at Spark's UI for the tasks that are left, and at the faults of hosts here; 'statestore partitions' "
-            "says which hosts own them.",
+            f"usually a version comes every {usual / 1000:.1f} s. {waits_for}",
+            remedy,
         )
 
 
-def _awaited(query: Query) -> str:
+def awaited(query: Query) -> str:
     """Return what a batch waits for."""
+    return _awaited(query)[0]
+
+
+def _awaited(query: Query) -> tuple[str, str]:
+    """Return what a batch waits for, and what to do if that takes long."""
     if query.pending_partitions:
-        return f"{query.pending_partitions} partitions have not acknowledged it."
+        return (
+            f"{query.pending_partitions} partitions have not acknowledged it.",
+            "Look at Spark's UI for the tasks that are left, and at the faults of hosts and storage here; 'statestore "
+            "partitions' says which hosts own them.",
+        )
     if query.prepared_version > query.completed_version:
         return (
-            "Its state is stored, and Spark has not committed it: the sink takes the time, or what is behind the state."
+            "Its state is stored, and Spark has not committed it: the sink takes the time, or what is behind state.",
+            "Look at what the stream writes to: does it answer, is it slow, is it locked? Spark's UI shows the stage.",
         )
-    return "No task has opened its state: the source takes the time, or what is before the state."
+    return (
+        "No task has opened its state: the source takes the time, or what is before the state.",
+        "Look at what the stream reads from: does it answer, is it slow? Spark's UI shows the stage, and whether its "
+        "tasks have executors.",
+    )
 
 
 def _of_operator(query: Query, operator: Operator) -> Iterator[Fault]:
@@ -211,8 +194,10 @@ def _of_operator(query: Query, operator: Operator) -> Iterator[Fault]:
             WARNING,
             "skew",
             subject,
-            f"Partition {hottest.partition} has {largest:,} keys, {operator.skew:.1f} times those of the median one.",
-            "Take more partitions, or a key that spreads better; for one hot key partial_aggregation=True helps.",
+            f"Partition {hottest.partition} has {largest:,} keys, {operator.skew:,.0f} times those of the median one.",
+            "Look at the hottest keys of this operator: if one key has most, its state must become smaller, or the key "
+            "finer; partial_aggregation=True helps where the key only has most rows. If many keys are there, take more "
+            "partitions.",
         )
     yield from _slow_partition(operator, subject)
     lagging = [p for p in operator.partitions if (p.snapshot_lag or 0) > MOST_SNAPSHOT_LAG]

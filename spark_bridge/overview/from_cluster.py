@@ -15,8 +15,7 @@ from spark_bridge.overview.model import (
     RETIRED,
     RUNNING,
     Checkpoint,
-    CoordinatorInfo,
-    Host,
+    GivenUp,
     Operator,
     Overview,
     Partition,
@@ -24,9 +23,11 @@ from spark_bridge.overview.model import (
     SchemaUse,
     Step,
 )
+from spark_bridge.overview.processes import CoordinatorInfo, Host, LostDriver, StorageTrouble
 from spark_bridge.overview.state_variables import variables_of
 
 Description = Mapping[str, Any]
+_RECORDED = tuple(Checkpoint.__dataclass_fields__)
 _COUNTERS = ("opens", "commits", "keys_written", "keys_read", "loads", "snapshots")
 
 
@@ -35,12 +36,14 @@ def overview_of_cluster(
     hosts: Sequence[Description],
     stats: Mapping[str, Description] | None = None,
     *,
+    silent: Sequence[Description] = (),
     now_ms: int,
 ) -> Overview:
     """Return the overview.
 
     ``coordinator`` and ``hosts`` are the answers to ``describe``, without the hosts that have not answered; no
     coordinator means that no stream with state has run. ``stats`` are the answers to ``checkpoint_stats`` by run id.
+    ``silent`` is what Ray knows of the actors of hosts that have not answered.
     """
     if coordinator is None:
         return Overview(CLUSTER, now_ms)
@@ -58,9 +61,16 @@ def overview_of_cluster(
             coordinator.get("pid"),
             dict(coordinator.get("storage_requests", {})),
             tuple(coordinator["problems"]),
+            coordinator.get("restarts", 0),
+            _ms(coordinator.get("up_seconds")),
+            _trouble(coordinator),
+            tuple(
+                LostDriver(lost["query"], lost["run_id"], lost["checkpoint_location"], _ms(lost["at"]) or 0)
+                for lost in coordinator.get("lost", ())
+            ),
         ),
         tuple(_query(query, held, (stats or {}).get(query["run_id"], {}), now_ms) for query in coordinator["queries"]),
-        tuple(_hosts(coordinator, hosts)),
+        tuple(_hosts(coordinator, hosts, silent)),
     )
     return replace(made, faults=faults_of(made))
 
@@ -69,13 +79,15 @@ def _query(
     query: Description, held: Mapping[tuple[str, str], Sequence[Partition]], stats: Description, now_ms: int
 ) -> Query:
     run_id, completed = query["run_id"], query["completed_version"]
-    begun = query.get("batch_begun_ms")
+    status = RETIRED if query["retired_by"] is not None else RUNNING if query["ended_at"] is None else ENDED
+    # The batch at which a query was stopped is under way no more.
+    begun = query.get("batch_begun_ms") if status == RUNNING else None
     times = query.get("batch_times") or {}
     return Query(
         query_id=query["query_id"],
         run_id=run_id,
         name=query["name"],
-        status=RETIRED if query["retired_by"] is not None else RUNNING if query["ended_at"] is None else ENDED,
+        status=status,
         checkpoint_location=query["checkpoint_location"],
         state_location=query["state_location"],
         epoch=query["epoch"],
@@ -86,18 +98,23 @@ def _query(
             _operator(name, n, held.get((run_id, name), ()), query) for name, n in query["operators"].items()
         ),
         checkpoints=tuple(_checkpoint(record, query) for record in stats.get("history", ())),
-        pending_partitions=query["pending_partitions"],
+        pending_partitions=query["pending_partitions"] if status == RUNNING else 0,
         batch_ms=None if begun is None else max(0, now_ms - begun),
         replaced_by=query["retired_by"],
         counts=dict(query["checkpoints"]),
         watermark_ms=times.get("watermark_ms") or None,
         batch_time_ms=times.get("timestamp_ms") or None,
+        ended_ms=_ms(query["ended_at"]),
+        failure=query.get("failure", ""),
+        given_up=tuple(
+            GivenUp(failed["id"], _ms(failed["trigger_timestamp"]) or 0, failed["reason"])
+            for failed in stats.get("checkpoints", {}).get("failures", ())
+        ),
     )
 
 
 def _checkpoint(record: Description, query: Description) -> Checkpoint:
-    names = Checkpoint.__dataclass_fields__.keys() & record.keys()
-    plain = {name: record[name] for name in names}
+    plain = {name: record[name] for name in _RECORDED if name in record}
     plain["steps"] = {name: Step(**step) for name, step in record["steps"].items()}
     return Checkpoint(**plain, is_kept=query["oldest_version"] <= record["version"] <= query["completed_version"])
 
@@ -146,7 +163,7 @@ def _partition(host: Description, instance: Description) -> Partition:
     )
 
 
-def _hosts(coordinator: Description, hosts: Sequence[Description]) -> list[Host]:
+def _hosts(coordinator: Description, hosts: Sequence[Description], silent: Sequence[Description]) -> list[Host]:
     leases = {lease["host_id"]: lease for lease in coordinator["hosts"]}
     found = [
         Host(
@@ -164,17 +181,48 @@ def _hosts(coordinator: Description, hosts: Sequence[Description]) -> list[Host]
             storage_requests=dict(host.get("storage_requests", {})),
             requests=dict(host.get("requests", {})),
             loading=tuple(host.get("loading", ())),
+            restarts=host.get("restarts", 0),
+            up_ms=_ms(host.get("up_seconds")),
+            storage_trouble=_trouble(host),
         )
         for host in hosts
     ]
-    answered = {host.host_id for host in found}
-    found += [
-        Host(i, lease["address"], lease["node_id"], answered=False, heartbeat_ms=_heartbeat(lease))
-        for i, lease in leases.items()
-        if i not in answered
-    ]
+    actors = {actor["host_id"]: actor for actor in silent}
+    for host_id in sorted({*leases, *actors} - {host.host_id for host in found}):
+        lease, actor = leases.get(host_id), actors.get(host_id, {})
+        found.append(
+            Host(
+                host_id,
+                f"grpc://{actor.get('node_ip', '')}:0" if lease is None else lease["address"],
+                actor.get("node_id") if lease is None else lease["node_id"],
+                pid=actor.get("pid") or None,
+                answered=False,
+                heartbeat_ms=_heartbeat(lease),
+                restarts=actor.get("restarts", 0),
+                actor_state=actor.get("state"),
+            )
+        )
     return sorted(found, key=lambda host: (host.machine, host.host_id))
 
 
 def _heartbeat(lease: Description | None) -> int | None:
-    return None if lease is None else int(lease["seconds_since_heartbeat"] * 1000)
+    return None if lease is None else _ms(lease["seconds_since_heartbeat"])
+
+
+def _ms(seconds: float | None) -> int | None:
+    return None if seconds is None else int(seconds * 1000)
+
+
+def _trouble(process: Description) -> tuple[StorageTrouble, ...]:
+    return tuple(
+        StorageTrouble(
+            told["location"],
+            told["failures"],
+            told["error"],
+            int(told["failed_seconds"] * 1000),
+            told["answered_since"],
+            told["waiting"],
+            int(told["waiting_seconds"] * 1000),
+        )
+        for told in process.get("storage_trouble", ())
+    )

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from backends.storage.request_counts import KINDS
+from spark_bridge.overview.processes import CoordinatorInfo, Host
 
 FORMAT_VERSION = 1
 """Grows when a field changes its meaning or goes. New fields do not change it."""
@@ -163,6 +164,15 @@ class Operator:
 
 
 @dataclass(frozen=True)
+class GivenUp:
+    """A checkpoint that was given up, and why."""
+
+    id: int
+    begun_ms: int
+    reason: str
+
+
+@dataclass(frozen=True)
 class Savepoint:
     """A savepoint that was begun. Whether it was finished, its own directory says (``statestore savepoint list``)."""
 
@@ -178,9 +188,11 @@ class Savepoint:
 class Query:
     """One query. Versions ``oldest_version`` to ``completed_version`` can be read.
 
-    ``pending_partitions`` of the running batch have not acknowledged it, ``batch_ms`` after its begin. ``watermark_ms``
-    and ``batch_time_ms`` are the event time up to which the last batch expects no more rows, and its processing time,
-    as Spark has logged them; None without a watermark. A coordinator knows them where an operator needs times.
+    ``pending_partitions`` of the running batch have not acknowledged it, ``batch_ms`` after its begin. ``given_up`` are
+    the last checkpoints of this run that were. A query that has ended did so at ``ended_ms``, and with the error
+    ``failure`` if with one. ``watermark_ms`` and ``batch_time_ms`` are the event time up to which the last batch
+    expects no more rows, and its processing time, as Spark has logged them; None without a watermark. A coordinator
+    knows them where an operator needs times.
     """
 
     query_id: str
@@ -202,59 +214,14 @@ class Query:
     counts: dict[str, int] = field(default_factory=dict)
     watermark_ms: int | None = None
     batch_time_ms: int | None = None
+    given_up: tuple[GivenUp, ...] = ()
+    ended_ms: int | None = None
+    failure: str = ""
 
     @property
     def title(self) -> str:
         """Return what people call the query."""
         return self.name or self.query_id
-
-
-@dataclass(frozen=True)
-class Host:
-    """One StateStoreHost. ``answered``: False if it did not answer in time, and only the coordinator's word is known.
-
-    ``memory`` is in bytes by what holds it, with the budget as ``host_memory``; ``counters`` count since it started.
-    ``row_cache`` has the keys that its row caches were ``asked`` for, and the ``hits`` among them.
-    """
-
-    host_id: str
-    address: str
-    node_id: str | None = None
-    query_address: str | None = None
-    incarnation: str | None = None
-    pid: int | None = None
-    answered: bool = True
-    heartbeat_ms: int | None = None
-    partitions: int = 0
-    memory: dict[str, int] = field(default_factory=dict)
-    counters: dict[str, int] = field(default_factory=dict)
-    row_cache: dict[str, int] = field(default_factory=dict)
-    storage_requests: dict[str, int] = field(default_factory=dict)
-    requests: dict[str, Any] = field(default_factory=dict)
-    loading: tuple[dict[str, Any], ...] = ()
-
-    @property
-    def cache_hits(self) -> float | None:
-        """Return the share of keys that row caches had, 0 to 1; None if nothing was asked for."""
-        asked = self.row_cache.get("asked", 0)
-        return self.row_cache.get("hits", 0) / asked if asked else None
-
-    @property
-    def machine(self) -> str:
-        """Return the IP address of its machine."""
-        return self.address.rpartition("//")[2].rpartition(":")[0]
-
-
-@dataclass(frozen=True)
-class CoordinatorInfo:
-    """The coordinator of a namespace. ``problems`` say where hosts stand that should stand elsewhere."""
-
-    id: str
-    namespace: str
-    node_ip: str | None = None
-    pid: int | None = None
-    storage_requests: dict[str, int] = field(default_factory=dict)
-    problems: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from typing import Any
 
 import ray
@@ -14,7 +15,10 @@ from spark_bridge.overview.from_cluster import overview_of_cluster
 from spark_bridge.overview.model import Overview
 
 HOST_NAME_PREFIX = "StateStoreHost-"
+"""``start_host`` names an actor so, and its host ``host-`` with the same session and number."""
 ANSWER_SECONDS = 10.0
+MOST_SILENT = 50
+"""Of so many hosts that do not answer Ray is asked what it knows."""
 
 
 def cluster_overview(
@@ -31,24 +35,39 @@ def cluster_overview(
     if coordinator_name not in names:
         return overview_of_cluster(None, (), now_ms=_now())
     actor = ray.get_actor(coordinator_name, namespace=namespace)
-    hosts = sorted(name for name in names if name.startswith(HOST_NAME_PREFIX))
-    asked = [actor.describe.remote()]
-    for name in hosts:
-        try:
-            asked.append(ray.get_actor(name, namespace=namespace).describe.remote())
-        except ValueError:
-            continue  # it has ended meanwhile
-    described = _answers(asked, deadline)
-    coordinator = described.pop(asked[0], None)
+    asked = actor.describe.remote()
+    of_hosts: dict[str, Any] = {}
+    for name in sorted(name for name in names if name.startswith(HOST_NAME_PREFIX)):
+        with suppress(ValueError):  # it has ended meanwhile
+            of_hosts[name] = ray.get_actor(name, namespace=namespace).describe.remote()
+    coordinator = _answers([asked], deadline).get(asked)
     if coordinator is None:
         raise EnvironmentProblemError(
             f"The coordinator {coordinator_name!r} (namespace {namespace!r}) did not answer within {timeout:.0f} s; it "
             "may be restarting, so try again."
         )
+    # Asked for before hosts are waited for: one that hangs takes all the time there is.
     of_runs = {q["run_id"]: actor.checkpoint_stats.remote(q["run_id"]) for q in coordinator["queries"]}
-    told = _answers(list(of_runs.values()), deadline)
-    stats = {run_id: told[answer] for run_id, answer in of_runs.items() if answer in told}
-    return overview_of_cluster(coordinator, list(described.values()), stats, now_ms=_now())
+    told = _answers([*of_runs.values(), *of_hosts.values()], deadline)
+    silent = [name for name, answer in of_hosts.items() if answer not in told]
+    return overview_of_cluster(
+        coordinator,
+        [told[answer] for answer in of_hosts.values() if answer in told],
+        {run_id: told[answer] for run_id, answer in of_runs.items() if answer in told},
+        silent=[_actor(name, namespace) for name in silent[:MOST_SILENT]],
+        now_ms=_now(),
+    )
+
+
+def _actor(name: str, namespace: str) -> dict[str, Any]:
+    """Return what Ray knows of a host that has not answered."""
+    known: dict[str, Any] = {"host_id": f"host-{name.removeprefix(HOST_NAME_PREFIX)}"}
+    with suppress(ValueError, KeyError):  # it has ended meanwhile
+        found = ray._private.state.actors(ray.get_actor(name, namespace=namespace)._actor_id.hex())
+        address = found["Address"]
+        known |= {"state": found["State"], "pid": found["Pid"], "restarts": int(found["NumRestarts"])}
+        known |= {"node_ip": address["IPAddress"], "node_id": address["NodeID"]}
+    return known
 
 
 def _answers(asked: list[Any], deadline: float) -> dict[Any, Any]:

@@ -7,13 +7,16 @@ lease of its last run, and hosts go on answering from the last completed version
 from __future__ import annotations
 
 import logging
+import re
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from backends.exceptions import StateStoreError
+from backends.storage.failures import for_people
 from coordinator_actor.exceptions import CoordinatorError, SparkBridgeError
+from coordinator_actor.handlers.run_registry import LONGEST_FAILURE
 from coordinator_actor.messages import QueryRegistration
 from coordinator_actor.port import CoordinatorPort
 from spark_bridge.session.driver_heartbeats import DRIVER_HEARTBEAT_SECONDS
@@ -24,9 +27,27 @@ MAX_ENDED = 100
 """The last so many ended queries of a session are read on."""
 
 
+_ERROR = re.compile(r"^[\w.]*(?:Error|Exception)\b: .+")
+
+
+def failure_of(exception: str | None) -> str:
+    """Return what a person must read of the error with which Spark says that a query has ended; "" for none.
+
+    Spark's text has the errors of Java around that of Python, and all stacks: the innermost error of Python counts.
+    """
+    return for_people(_innermost(exception), LONGEST_FAILURE)
+
+
+def _innermost(exception: str | None) -> str:
+    lines = (exception or "").splitlines()
+    told = [line.strip() for line in lines if _ERROR.match(line.strip()) and not line.lstrip().startswith("org.apache")]
+    return told[-1] if told else next((line.strip() for line in lines if line.strip()), "")
+
+
 @dataclass(eq=False)
 class _Ended:
     registration: QueryRegistration
+    failure: str
     until: float
     """A time of the clock; infinity for as long as the session lives."""
     is_told: bool = False
@@ -63,13 +84,16 @@ class EndedQueries:
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def ended(self, registration: QueryRegistration) -> None:
-        """Report that a run has ended. Raises what the coordinator raises; then it is told again, if it is to serve."""
+    def ended(self, registration: QueryRegistration, failure: str = "") -> None:
+        """Report that a run has ended, with which error, if with one.
+
+        Raises what the coordinator raises; then it is told again, if it is to serve.
+        """
         if self._keep_serving == 0:
             self._coordinator.deactivate_instances(registration.run_id)
             return
         until = float("inf") if self._keep_serving is None else self._clock() + self._keep_serving
-        ended = _Ended(registration, until)
+        ended = _Ended(registration, failure, until)
         with self._lock:
             self._ended[registration.state_location] = ended
             if self._thread is None and not self._closed.is_set():
@@ -134,7 +158,7 @@ class EndedQueries:
 
     def _tell(self, ended: _Ended) -> None:
         registration = ended.registration
-        refusal = self._coordinator.serve_ended(registration).refusal
+        refusal = self._coordinator.serve_ended(registration, ended.failure).refusal
         ended.is_told = True
         if refusal is not None:
             log.info("Run %s is not read on: %s", registration.run_id, refusal)

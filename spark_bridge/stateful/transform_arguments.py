@@ -14,18 +14,21 @@ from spark_bridge.exceptions import InvalidOperatorError
 from spark_bridge.operators.declared_operators import check_operator_name
 from spark_bridge.operators.key_columns import check_keys
 from spark_bridge.operators.spark_types import arrow_type
-from spark_bridge.operators.watermark_columns import event_time_of
+from spark_bridge.operators.watermark_columns import event_time_of, watermark_lag_ms, with_event_time
 from spark_bridge.stateful.tasks.task_input import TaskInput
 from spark_bridge.stateful.values.ddl import struct_of
 from spark_bridge.stateful.variables.handle import EVENT_TIME, TIME_MODES
-from spark_bridge.task.watermark import WATERMARK_METADATA, EventTime
+from spark_bridge.task.watermark import EventTime
 
 OUTPUT_MODES = ("update", "append")
 
 
 @dataclass(frozen=True)
 class TransformArguments:
-    """The checked arguments; ``time_mode`` is in lower case, and ``initial_rows`` are a batch DataFrame."""
+    """The checked arguments; ``time_mode`` is in lower case, and ``initial_rows`` are a batch DataFrame.
+
+    ``lag_ms`` is how far behind the watermark of the query rows may be by their event time.
+    """
 
     df: DataFrame
     operator: str
@@ -34,6 +37,7 @@ class TransformArguments:
     output: T.StructType
     event_time: EventTime | None
     initial_rows: DataFrame | None
+    lag_ms: int
 
 
 def checked_arguments(
@@ -85,6 +89,7 @@ def checked_arguments(
         output,
         event_time,
         _initial_rows(initial_state, df.schema, keys),
+        watermark_lag_ms(df.schema, marked),
     )
 
 
@@ -127,15 +132,8 @@ def _with_event_time(output: T.StructType, column: str, given: T.StructType, mar
             f"event_time_column={column!r} has type {output[column].dataType.simpleString()}; event time is a "
             "timestamp."
         )
-    delay = given[marked.column].metadata[WATERMARK_METADATA]
-    return T.StructType(
-        [
-            T.StructField(f.name, f.dataType, f.nullable, {**f.metadata, WATERMARK_METADATA: delay})
-            if f.name == column
-            else f
-            for f in output.fields
-        ]
-    )
+    source, lag_ms = given[marked.column], watermark_lag_ms(given, marked)
+    return T.StructType([with_event_time(f, source, lag_ms) if f.name == column else f for f in output.fields])
 
 
 def _initial_rows(

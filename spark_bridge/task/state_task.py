@@ -44,7 +44,8 @@ class StateTask:
     """The function for ``mapInArrow`` of one operator: ``num_partitions`` partitions of ``num_key_groups`` key groups.
 
     ``keys`` are the key columns of its rows, in the order in which they are stored. ``uses_time``: the logic asks for
-    the times of the batch, as the operator's ``OperatorSpec`` says.
+    the times of the batch, as the operator's ``OperatorSpec`` says. ``watermark_lag_ms``: rows that have waited in an
+    operator before this one may be so far behind the watermark; it counts so much later for them.
     """
 
     operator: str
@@ -53,6 +54,7 @@ class StateTask:
     keys: tuple[str, ...]
     logic: Logic
     uses_time: bool
+    watermark_lag_ms: int = 0
 
     def run(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         """Process one partition of one micro-batch: batches of rows in, batches of output out.
@@ -79,7 +81,7 @@ class StateTask:
             stage=context.stageId(),
         )
         timer = StepTimer()
-        store = TaskStore(task, self.num_partitions, self.num_key_groups, endpoints)
+        store = TaskStore(task, self.num_partitions, self.num_key_groups, endpoints, self.watermark_lag_ms)
         try:
             with task_span(task) as span:
                 if self.uses_time or not store.knows_owner:

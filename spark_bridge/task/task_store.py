@@ -62,10 +62,20 @@ class TaskStore:
     When a host dies, a call waits for the new owner and goes on there, so that the query does not fail. After
     ``endpoints.timeout`` seconds the call raises ``HostUnavailableError`` naming the last failure. While the owner
     loads the partition, the seconds count from the last progress of that.
+
+    ``watermark_lag_ms`` is how far behind the watermark of the query the rows of the task may be.
     """
 
-    def __init__(self, task: TaskIdentity, num_partitions: int, num_key_groups: int, endpoints: Endpoints) -> None:
+    def __init__(
+        self,
+        task: TaskIdentity,
+        num_partitions: int,
+        num_key_groups: int,
+        endpoints: Endpoints,
+        watermark_lag_ms: int = 0,
+    ) -> None:
         self.num_key_groups = num_key_groups
+        self._watermark_lag_ms = watermark_lag_ms
         self._task = task
         self._num_partitions = num_partitions
         self._endpoints = endpoints
@@ -106,7 +116,7 @@ class TaskStore:
         times = self._told().times
         if times is None:
             raise HostUnavailableError(f"The times of batch {self.batch_id} are not known for {self._task.operator!r}.")
-        return times
+        return times.behind(self._watermark_lag_ms) if self._watermark_lag_ms else times
 
     @property
     def schema(self) -> OperatorSchema:

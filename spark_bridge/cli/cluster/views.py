@@ -12,7 +12,8 @@ from backends.storage.prices import MONTH_SECONDS, STANDARD, Prices
 from backends.storage.request_counts import KINDS, RECEIVED, SENT
 from spark_bridge.cli.output import add_row, filled, table
 from spark_bridge.overview.formats import duration, moment, number, size
-from spark_bridge.overview.model import CLUSTER, ERROR, RUNNING, Checkpoint, Fault, Host, Overview, Query
+from spark_bridge.overview.model import CLUSTER, ERROR, RUNNING, Checkpoint, Fault, Overview, Query
+from spark_bridge.overview.processes import Host
 
 
 def status_view(overview: Overview) -> RenderableType:
@@ -73,6 +74,7 @@ def hosts_view(hosts: Iterable[Host]) -> Table:
         "commits",
         "loading",
         "heartbeat",
+        "runs for",
         title="Hosts",
     )
     for host in hosts:
@@ -89,6 +91,7 @@ def hosts_view(hosts: Iterable[Host]) -> Table:
             number(host.counters.get("commits")),
             len(host.loading) or "",
             "" if host.heartbeat_ms is None else f"{duration(host.heartbeat_ms)} ago",
+            duration(host.up_ms) + (f", restart {host.restarts}" if host.restarts else ""),
         )
     return made
 

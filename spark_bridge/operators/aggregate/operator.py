@@ -29,7 +29,12 @@ from spark_bridge.operators.map_in_arrow import map_in_arrow
 from spark_bridge.operators.partitioning import quote, routed
 from spark_bridge.operators.spark_types import arrow_type, spark_struct
 from spark_bridge.operators.ticks import with_ticks
-from spark_bridge.operators.watermark_columns import event_time_of, session_event_time, watermark_columns
+from spark_bridge.operators.watermark_columns import (
+    event_time_of,
+    session_event_time,
+    watermark_columns,
+    watermark_lag_ms,
+)
 from spark_bridge.operators.windows import microseconds, window_column
 from spark_bridge.state_format.layouts import ALL_ROWS, session_schema
 from spark_bridge.task.state_task import StateTask
@@ -108,7 +113,7 @@ def aggregate(
             )
         prepared = aggregated_ahead(prepared, logic)
         logic = replace(logic, is_partial=True)
-    task = StateTask(operator, partitions, key_groups, tuple(stored), logic, declared.uses_time)
+    task = StateTask(operator, partitions, key_groups, tuple(stored), logic, declared.uses_time, declared.lag_ms)
     output = T.StructType(
         [*(rows.schema[k] for k in keys.emitted), *spark_struct(pa.schema(aggregator.result_fields)).fields]
     )
@@ -138,13 +143,17 @@ class _Keys:
 
 @dataclass(frozen=True)
 class _Declared:
-    """What the operator keeps: its kind, its schema, the key columns in stored order, and the logic of its tasks."""
+    """What the operator keeps: its kind, its schema, the key columns in stored order, and the logic of its tasks.
+
+    ``lag_ms`` is how far behind the watermark of the query rows may be.
+    """
 
     kind: str
     schema: OperatorSchema
     stored: list[str]
     logic: AggregateLogic | SessionLogic
     uses_time: bool
+    lag_ms: int
 
 
 def _keys_of(by: GroupingKey | Sequence[GroupingKey]) -> _Keys:
@@ -240,7 +249,8 @@ def _declared(rows: DataFrame, keys: _Keys, aggregator: Aggregator, output_mode:
         schema = session_schema(by_key, types[window].field(0).type, aggregator.state_schema)
         event_time = session_event_time(rows.schema, keys.names, window, output_mode)
         logic = SessionLogic(schema, aggregator, output, window, output_mode, event_time is not None)
-        return _Declared("session_aggregate", schema, keys.columns, logic, event_time is not None)
+        lag_ms = watermark_lag_ms(rows.schema, event_time)
+        return _Declared("session_aggregate", schema, keys.columns, logic, event_time is not None, lag_ms)
     if event_time is not None and isinstance(keys.window, Window) and event_time.column == keys.window.name:
         event_time = replace(event_time, window_us=microseconds(rows.sparkSession, keys.window.duration))
     stored = sorted(keys.names, key=lambda n: event_time is None or n != event_time.column)
@@ -250,4 +260,5 @@ def _declared(rows: DataFrame, keys: _Keys, aggregator: Aggregator, output_mode:
     # The functions of a user's own aggregate need not know what to make of no rows.
     is_global = keys.is_global and not any(o.user for o in aggregator.outputs)
     rows_logic = AggregateLogic(state, aggregator, output, output_mode, event_time, is_global=is_global)
-    return _Declared("aggregate", operator_schema, stored, rows_logic, uses_time)
+    lag_ms = watermark_lag_ms(rows.schema, event_time)
+    return _Declared("aggregate", operator_schema, stored, rows_logic, uses_time, lag_ms)

@@ -17,7 +17,7 @@ from spark_bridge.operators.key_columns import check_keys
 from spark_bridge.operators.map_in_arrow import map_in_arrow
 from spark_bridge.operators.partitioning import routed
 from spark_bridge.operators.spark_types import arrow_type, is_ordered
-from spark_bridge.operators.watermark_columns import event_time_of
+from spark_bridge.operators.watermark_columns import event_time_of, watermark_lag_ms
 from spark_bridge.operators.windows import microseconds
 from spark_bridge.state_format.layouts import deduplicate_schema
 from spark_bridge.task.state_task import StateTask
@@ -84,5 +84,6 @@ def deduplicate(
     spec = OperatorSpec(operator, partitions, schema.to_json(), kind="deduplicate", uses_time=uses_time)
     compared = tuple(f.name for f in df.schema.fields if f.name not in keys and is_ordered(f.dataType))
     logic = DeduplicateLogic(schema, tuple(df.columns), compared, event_time, key_time, within_us)
-    task = StateTask(operator, partitions, key_groups, tuple(stored), logic, uses_time)
+    lag_ms = watermark_lag_ms(df.schema, event_time)
+    task = StateTask(operator, partitions, key_groups, tuple(stored), logic, uses_time, lag_ms)
     return map_in_arrow(routed(df, stored, partitions, key_groups), task, declare(spec), df.schema)

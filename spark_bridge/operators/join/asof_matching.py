@@ -36,6 +36,17 @@ class Asof:
     tolerance_us: int | None = None
     allow_exact: bool = True
 
+    @property
+    def waits_ms(self) -> tuple[int | None, int | None]:
+        """Return for both sides how far the watermark may be behind a row's time when the row comes, None for any.
+
+        Backward, a left row waits for the watermark alone; else up to the tolerance, for a right row behind it.
+        """
+        tolerance = None if self.tolerance_us is None else -(-self.tolerance_us // 1000)
+        left = 0 if self.direction == BACKWARD else tolerance
+        right = left if self.direction == FORWARD else None if tolerance is None or left is None else left + tolerance
+        return left, right
+
 
 class SortedRows:
     """Rows of the right side by key and time. ``numbers`` are their numbers in the order given."""

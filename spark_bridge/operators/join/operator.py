@@ -2,50 +2,36 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-import pyarrow as pa
-from pyspark.sql import Column, DataFrame
-from pyspark.sql import functions as F
+from pyspark.sql import DataFrame
 from pyspark.sql import types as T
 
 from backends.exceptions import StateStoreError
-from coordinator_actor.messages import OperatorSpec
 from spark_bridge.exceptions import InvalidOperatorError
-from spark_bridge.operators.conf import key_group_count, partition_count
-from spark_bridge.operators.declared_operators import check_operator_name, declare
 from spark_bridge.operators.join.asof_matching import BACKWARD, DIRECTIONS, Asof
 from spark_bridge.operators.join.asof_task import asof_logic
-from spark_bridge.operators.join.join_task import Apply, JoinLogic, join_logic
-from spark_bridge.operators.join.sides import (
-    ANTI,
-    FULL,
-    HOWS,
-    INNER,
-    LEFT_OUTER,
-    LEFT_ROW,
-    RIGHT_OUTER,
-    RIGHT_ROW,
-    SEMI,
-    SIDE,
-    Bounds,
-    slot_name,
+from spark_bridge.operators.join.join_task import Apply, join_logic
+from spark_bridge.operators.join.output_time import asof_times, side_times, timed_output
+from spark_bridge.operators.join.sides import ANTI, INNER, LEFT_OUTER, SEMI, Bounds
+from spark_bridge.operators.join.streams import (
+    ONLY,
+    arrow_schema,
+    bounds_of,
+    check_columns,
+    check_frames,
+    event_times,
+    joined,
+    lag_of,
+    other_fields,
+    output_struct,
+    placing_of,
+    refuse_or_warn,
+    struct_of,
+    times_of_both,
 )
-from spark_bridge.operators.key_columns import check_keys
-from spark_bridge.operators.map_in_arrow import map_in_arrow
-from spark_bridge.operators.partitioning import quote, routed
-from spark_bridge.operators.spark_types import arrow_type, column_type
-from spark_bridge.operators.ticks import with_ticks
-from spark_bridge.operators.watermark_columns import event_time_of, watermark_columns
 from spark_bridge.operators.windows import microseconds
 from spark_bridge.state_format.layouts import LEFT, RIGHT
-from spark_bridge.task.state_task import StateTask
-from spark_bridge.task.watermark import EventTime
-
-_ONLY = T.StructField("present", T.BooleanType())
-"""The column that is stored of a side that has nothing but the key."""
 
 
 def join(
@@ -60,13 +46,13 @@ def join(
     right_time: str | None = None,
     apply: Apply | None = None,
     output: str | T.StructType | None = None,
+    event_time_column: str | None = None,
     num_partitions: int | None = None,
 ) -> DataFrame:
     """Join the rows of two streams that have the same key and lie close enough in time.
 
     The counterpart in Spark is ``left.join(right, condition, how)`` with both sides streams. The result is an ordinary
-    streaming DataFrame with the keys, the other columns of the left side and those of the right side. It has no
-    watermark; put ``withWatermark`` on it if an operator behind it needs one.
+    streaming DataFrame with the keys, the other columns of the left side and those of the right side.
 
     Arguments:
 
@@ -88,38 +74,49 @@ def join(
       rows with the columns ``output``. It runs in the tasks, may be called several times in a batch, and must give the
       same for the same rows.
     - ``output``: the columns that ``apply`` gives, as a ``StructType`` or in DDL.
+    - ``event_time_column``: the output column that is the event time of this project's operators behind the join, one
+      of the times of the sides; or a column that ``apply`` makes, with times not before those of the rows that it was
+      given. Rows of the output are as old as rows wait, which such operators allow for. Without it, the output has no
+      watermark.
     - ``num_partitions``: the number of state partitions, by default the session's ``spark.sql.shuffle.partitions``. The
       number stays with the checkpoint.
 
     Raises ``InvalidOperatorError`` for everything that the DataFrames and the arguments show to be wrong.
     """
     keys = [on] if isinstance(on, str) else list(on)
-    _check_frames(left, right, how, apply, output)
-    _check_columns(left, right, keys, how)
-    placing = _placing(left, right, operator, num_partitions)
-    bounds = _bounds(left, right, keys, within, left_time, right_time)
+    check_frames(left, right, how, apply, output)
+    check_columns(left, right, keys, how)
+    placing = placing_of(left, right, operator, num_partitions)
+    bounds = bounds_of(left, right, keys, within, left_time, right_time)
     for name, after in zip((LEFT, RIGHT), bounds.expires_after_us, strict=True):
         if after is None:
-            _refuse_or_warn(name, operator, how)
+            refuse_or_warn(name, operator, how)
 
-    others = _other_fields(left, right, keys)
+    others = other_fields(left, right, keys)
     if how in (SEMI, ANTI):
         times = [t.column for t in (bounds.right, bounds.right_late) if t is not None]
-        others[1] = [f for f in others[1] if f.name in times] or [_ONLY]
-    given = _output_struct(left, right, keys, how) if output is None else _struct(output)
+        others[1] = [f for f in others[1] if f.name in times] or [ONLY]
+    given = output_struct(left, right, keys, how) if output is None else struct_of(output)
+    given = timed_output(
+        given,
+        event_time_column,
+        side_times(left, right, bounds),
+        lag_of(left, right, bounds),
+        made_by_apply=apply is not None,
+    )
     try:
         logic = join_logic(
-            _arrow_schema([left.schema[key] for key in keys]),
-            (_arrow_schema(others[0]), _arrow_schema(others[1])),
+            arrow_schema([left.schema[key] for key in keys]),
+            (arrow_schema(others[0]), arrow_schema(others[1])),
             how,
             bounds,
-            _arrow_schema(given.fields),
+            arrow_schema(given.fields),
             apply,
             (tuple(left.columns), tuple(right.columns)),
         )
     except StateStoreError as error:
         raise InvalidOperatorError(f"Operator {operator!r}: {error}") from error
-    return _joined(left, right, keys, others, logic, given, placing)
+    return joined(left, right, keys, others, logic, given, placing)
 
 
 def join_asof(
@@ -133,6 +130,7 @@ def join_asof(
     direction: str = BACKWARD,
     tolerance: str | None = None,
     allow_exact_matches: bool = True,
+    event_time_column: str | None = None,
     num_partitions: int | None = None,
 ) -> DataFrame:
     """Give each row of a stream the row of another stream that has the same key and is nearest in time.
@@ -155,271 +153,42 @@ def join_asof(
       each key of the right side for good ("backward", "nearest"), and a left row waits until a right row comes behind
       it ("forward", "nearest").
     - ``allow_exact_matches``: whether a right row at the same time counts.
+    - ``event_time_column``: the output column that is the event time of this project's operators behind the join, one
+      of the times of the sides. Rows of the output are as old as rows wait, which such operators allow for. Without it,
+      the output has no watermark.
     - ``num_partitions``: the number of state partitions, by default the session's ``spark.sql.shuffle.partitions``. The
       number stays with the checkpoint.
 
     Raises ``InvalidOperatorError`` for everything that the DataFrames and the arguments show to be wrong.
     """
     keys = [on] if isinstance(on, str) else list(on)
-    _check_frames(left, right, LEFT_OUTER, None, None)
+    check_frames(left, right, LEFT_OUTER, None, None)
     if direction not in DIRECTIONS:
         raise InvalidOperatorError(f"direction={direction!r} is none of {', '.join(map(repr, DIRECTIONS))}.")
-    _check_columns(left, right, keys, LEFT_OUTER)
-    placing = _placing(left, right, operator, num_partitions)
+    check_columns(left, right, keys, LEFT_OUTER)
+    placing = placing_of(left, right, operator, num_partitions)
     tolerance_us = None if tolerance is None else microseconds(left.sparkSession, tolerance)
     if tolerance_us is not None and tolerance_us < 0:
         raise InvalidOperatorError(f"tolerance={tolerance!r} is less than nothing; give a duration such as '1 minute'.")
-    late = _event_times(left, right, left_time, right_time)
+    late = event_times(left, right, left_time, right_time)
     for time in late:
         if time is not None and time.column in keys:
             raise InvalidOperatorError(
                 f"The key {time.column!r} has the watermark: rows of one key would have one time. Leave it out of on=."
             )
-    of_left, of_right = _times_of_both(left, right, late, "join_asof")
-    others = _other_fields(left, right, keys)
-    given = _output_struct(left, right, keys, LEFT_OUTER)
+    of_left, of_right = times_of_both(left, right, late, "join_asof")
+    others = other_fields(left, right, keys)
+    given = output_struct(left, right, keys, LEFT_OUTER)
+    bounds, asof = Bounds(of_left, of_right, of_left, of_right), Asof(direction, tolerance_us, allow_exact_matches)
+    given = timed_output(given, event_time_column, asof_times(left, right, bounds, asof), lag_of(left, right, bounds))
     try:
         logic = asof_logic(
-            _arrow_schema([left.schema[key] for key in keys]),
-            (_arrow_schema(others[0]), _arrow_schema(others[1])),
-            Bounds(of_left, of_right, of_left, of_right),
-            _arrow_schema(given.fields),
-            Asof(direction, tolerance_us, allow_exact_matches),
+            arrow_schema([left.schema[key] for key in keys]),
+            (arrow_schema(others[0]), arrow_schema(others[1])),
+            bounds,
+            arrow_schema(given.fields),
+            asof,
         )
     except StateStoreError as error:
         raise InvalidOperatorError(f"Operator {operator!r}: {error}") from error
-    return _joined(left, right, keys, others, logic, given, placing)
-
-
-@dataclass(frozen=True)
-class _Placing:
-    """The name of the operator, and the numbers of its partitions and key groups."""
-
-    operator: str
-    partitions: int
-    key_groups: int
-
-
-def _placing(left: DataFrame, right: DataFrame, operator: str, num_partitions: int | None) -> _Placing:
-    check_operator_name(operator, left)
-    check_operator_name(operator, right)
-    key_groups = key_group_count(left)
-    return _Placing(operator, partition_count(left, num_partitions, key_groups), key_groups)
-
-
-def _joined(
-    left: DataFrame,
-    right: DataFrame,
-    keys: list[str],
-    others: list[list[T.StructField]],
-    logic: JoinLogic,
-    given: T.StructType,
-    placing: _Placing,
-) -> DataFrame:
-    uses_time = logic.bounds.uses_time
-    spec = OperatorSpec(placing.operator, placing.partitions, logic.schema.to_json(), kind="join", uses_time=uses_time)
-    both = _both(left, right, keys, others, logic)
-    if any(side.keeps_unmatched for side in logic.sides):
-        both = with_ticks(both)
-    task = StateTask(placing.operator, placing.partitions, placing.key_groups, tuple(keys), logic, uses_time)
-    return map_in_arrow(routed(both, keys, placing.partitions, placing.key_groups), task, declare(spec), given)
-
-
-# -- what is refused ---------------------------------------------------------------------------
-
-
-def _check_frames(left: DataFrame, right: DataFrame, how: str, apply: Apply | None, output: object) -> None:
-    for name, df in ((LEFT, left), (RIGHT, right)):
-        if not df.isStreaming:
-            raise InvalidOperatorError(
-                f"{name}= is a batch DataFrame; join takes two streaming DataFrames (spark.readStream). A stream is "
-                "joined with a batch DataFrame by Spark's own df.join(...), which needs no state."
-            )
-        if len(set(df.columns)) != len(df.columns):
-            raise InvalidOperatorError(f"{name}= has two columns of one name: {', '.join(df.columns)}.")
-    if how not in HOWS:
-        raise InvalidOperatorError(f"how={how!r} is none of join's: {', '.join(map(repr, HOWS))}.")
-    if (apply is None) != (output is None):
-        raise InvalidOperatorError(
-            "apply= and output= go together: apply gives rows, and output says which columns they have, such as "
-            'output="user long, amount double".'
-        )
-    if apply is not None and how in (SEMI, ANTI):
-        raise InvalidOperatorError(
-            f"apply= takes matching rows, and how={how!r} gives rows of the left side alone: use mapInArrow behind it."
-        )
-
-
-def _check_columns(left: DataFrame, right: DataFrame, keys: list[str], how: str) -> None:
-    for name, df in ((LEFT, left), (RIGHT, right)):
-        try:
-            check_keys(df.schema, keys)
-        except InvalidOperatorError as error:
-            raise InvalidOperatorError(f"on={keys!r}, {name}=: {error}") from error
-    for key in keys:
-        of_left, of_right = left.schema[key].dataType, right.schema[key].dataType
-        if of_left != of_right:
-            raise InvalidOperatorError(
-                f"Key column {key!r} has type {of_left.simpleString()} on the left side and {of_right.simpleString()} "
-                "on the right side: cast one of them."
-            )
-    if how in (SEMI, ANTI):
-        return
-    of_left = {c.casefold(): c for c in left.columns if c not in keys}
-    both = [c for c in right.columns if c not in keys and c.casefold() in of_left]
-    both += [c for c in right.columns if c not in keys and c.casefold() in {k.casefold() for k in keys}]
-    if both:
-        raise InvalidOperatorError(
-            f"Both sides have columns named {', '.join(both)} that are no keys: rename them on one side "
-            "(withColumnRenamed), or drop them."
-        )
-
-
-def _refuse_or_warn(side: str, operator: str, how: str) -> None:
-    """Refuse a join whose rows without a match would never come; warn of a side that keeps all rows."""
-    needed = {LEFT: (LEFT_OUTER, FULL, SEMI, ANTI), RIGHT: (RIGHT_OUTER, FULL)}[side]
-    bound = {LEFT: "upper", RIGHT: "lower"}[side]
-    if how in needed:
-        raise InvalidOperatorError(
-            f"how={how!r} needs to know when a row of the {side} side can find no match any more: put withWatermark on "
-            f'both sides, and give within= with its {bound} bound, such as within=("0 seconds", "1 hour"); or put the '
-            "watermark on a key column, such as a window."
-        )
-    warnings.warn(
-        f"join {operator!r} keeps all rows of the {side} side for good, so that its state grows without end. Put "
-        'withWatermark on both sides and give within= with both bounds, such as within=("0 seconds", "1 hour").',
-        stacklevel=3,
-    )
-
-
-# -- time --------------------------------------------------------------------------------------
-
-
-def _bounds(
-    left: DataFrame,
-    right: DataFrame,
-    keys: list[str],
-    within: tuple[str | None, str | None] | None,
-    left_time: str | None,
-    right_time: str | None,
-) -> Bounds:
-    late = _event_times(left, right, left_time, right_time)
-    in_key = next((t for t in late if t is not None and t.column in keys), None)
-    if within is None:
-        if left_time is not None or right_time is not None:
-            raise InvalidOperatorError("left_time= and right_time= are what within= is about: give within= as well.")
-        if in_key is None:
-            return Bounds(None, None, late[0], late[1])
-        # The times of matching rows are equal.
-        return Bounds(in_key, in_key, late[0], late[1], in_key=True)
-    if in_key is not None:
-        raise InvalidOperatorError(
-            f"The key {in_key.column!r} has the watermark, so that rows match at equal times only, and within= says "
-            f"nothing more: leave one of them out."
-        )
-    lower, upper = _durations(left, within)
-    of_left, of_right = _times_of_both(left, right, late, f"within={within!r}")
-    return Bounds(of_left, of_right, of_left, of_right, lower, upper)
-
-
-def _event_times(
-    left: DataFrame, right: DataFrame, left_time: str | None, right_time: str | None
-) -> list[EventTime | None]:
-    return [_event_time(df, name, time) for df, name, time in ((left, LEFT, left_time), (right, RIGHT, right_time))]
-
-
-def _times_of_both(
-    left: DataFrame, right: DataFrame, late: list[EventTime | None], needing: str
-) -> tuple[EventTime, EventTime]:
-    """Return the columns of time of both sides; raises if there is none, or if they cannot be compared."""
-    times = []
-    for time, name, df in ((late[0], LEFT, left), (late[1], RIGHT, right)):
-        if time is None or time.is_window:
-            raise InvalidOperatorError(
-                f"{needing} needs a watermark on a time column of the {name} side: put "
-                f'{name}.withWatermark("...", "10 minutes") on it. Its columns are {", ".join(df.columns)}.'
-            )
-        times.append(time)
-    kinds = [df.schema[time.column].dataType for df, time in zip((left, right), times, strict=True)]
-    if kinds[0] != kinds[1]:
-        raise InvalidOperatorError(
-            f"{times[0].column!r} is a {kinds[0].simpleString()} and {times[1].column!r} a {kinds[1].simpleString()}: "
-            "cast one of them, then put withWatermark on it."
-        )
-    return times[0], times[1]
-
-
-def _event_time(df: DataFrame, side: str, given: str | None) -> EventTime | None:
-    """Return the column of a side that has the watermark: the given one of several."""
-    if given is None:
-        return event_time_of(df.schema, df.columns)
-    column_type(df.schema, given, f"{side}_time=")
-    if given not in watermark_columns(df.schema):
-        raise InvalidOperatorError(
-            f"{side}_time={given!r} has no watermark, so that no row would ever leave the state: put "
-            f'{side}.withWatermark("{given}", "10 minutes") on it.'
-        )
-    return event_time_of(df.schema, [given])
-
-
-def _durations(df: DataFrame, within: tuple[str | None, str | None]) -> tuple[int | None, int | None]:
-    wrong = (
-        f"within={within!r} must be two durations, from which to which the right row may be later than the left row, "
-        'such as ("0 seconds", "1 hour"); one of them may be None.'
-    )
-    if isinstance(within, str) or len(within) != 2 or all(d is None for d in within):
-        raise InvalidOperatorError(wrong)
-    lower, upper = (None if d is None else microseconds(df.sparkSession, d) for d in within)
-    if lower is not None and upper is not None and lower > upper:
-        raise InvalidOperatorError(f"{wrong} The first is greater than the second, so that nothing would match.")
-    return lower, upper
-
-
-# -- columns -----------------------------------------------------------------------------------
-
-
-def _other_fields(left: DataFrame, right: DataFrame, keys: list[str]) -> list[list[T.StructField]]:
-    """Return the columns of both sides that are no keys."""
-    return [[f for f in df.schema.fields if f.name not in keys] or [_ONLY] for df in (left, right)]
-
-
-def _both(
-    left: DataFrame, right: DataFrame, keys: list[str], others: list[list[T.StructField]], logic: JoinLogic
-) -> DataFrame:
-    """Return the rows of both sides in shared columns: the side, the keys, and a column for each slot."""
-    types: dict[int, T.DataType] = {}
-    for fields, side in zip(others, logic.sides, strict=True):
-        types.update((slot, f.dataType) for f, slot in zip(fields, side.slots, strict=True) if slot not in types)
-    frames = []
-    for df, code, fields, side in zip((left, right), (LEFT_ROW, RIGHT_ROW), others, logic.sides, strict=True):
-        own: dict[int, Column] = {
-            slot: F.lit(True) if f is _ONLY else F.col(quote(f.name))
-            for f, slot in zip(fields, side.slots, strict=True)
-        }
-        columns = [own.get(i, F.lit(None).cast(types[i])).alias(slot_name(i)) for i in range(len(types))]
-        frames.append(df.select(F.lit(code).cast("byte").alias(SIDE), *(F.col(quote(k)) for k in keys), *columns))
-    return frames[0].union(frames[1])
-
-
-def _arrow_schema(fields: Sequence[T.StructField]) -> pa.Schema:
-    return pa.schema([pa.field(f.name, arrow_type(f.dataType)) for f in fields])
-
-
-def _output_struct(left: DataFrame, right: DataFrame, keys: list[str], how: str) -> T.StructType:
-    """Return the columns of the output, all nullable, and without the watermarks of the sides."""
-    fields = [left.schema[k] for k in keys] + [f for f in left.schema.fields if f.name not in keys]
-    if how not in (SEMI, ANTI):
-        fields += [f for f in right.schema.fields if f.name not in keys]
-    return T.StructType([T.StructField(f.name, f.dataType) for f in fields])
-
-
-def _struct(output: str | T.StructType) -> T.StructType:
-    if isinstance(output, T.StructType):
-        return output
-    try:
-        parsed = T._parse_datatype_string(output)
-    except Exception as error:
-        raise InvalidOperatorError(f'output={output!r} is no schema; give one such as "user long, n int".') from error
-    if not isinstance(parsed, T.StructType):
-        raise InvalidOperatorError(f'output={output!r} has no names; give a schema such as "user long, n int".')
-    return parsed
+    return joined(left, right, keys, others, logic, given, placing)

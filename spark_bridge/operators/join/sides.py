@@ -120,6 +120,12 @@ class Bounds:
         return left, right
 
     @property
+    def waits_ms(self) -> tuple[int | None, int | None]:
+        """Return for both sides how far the watermark may be behind a row's time when the row comes, None for any."""
+        left, right = (None if us is None else max(0, us // 1000) for us in self.expires_after_us)
+        return left, right
+
+    @property
     def in_words(self) -> str:
         """Return what must not change while there is state."""
         if self.left is None or self.right is None:

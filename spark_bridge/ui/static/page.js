@@ -13,16 +13,30 @@ function replace(old, fresh) {
   [...old.querySelectorAll(".scroll")].forEach((e, i) => { e.scrollLeft = scrolled[i] || 0; });
 }
 
+const parts = (of) => [...of.querySelectorAll("main [data-live][id]")].map((e) => e.id).join(" ");
+
 async function refresh() {
   const answer = await fetch(location.href, { headers: { Accept: "text/html" }, credentials: "same-origin" });
   if (answer.status === 401) { location.reload(); return; }
-  if (!answer.ok) return;
+  if (!answer.ok && answer.status !== 404) throw new Error(answer.statusText);
   const fresh = new DOMParser().parseFromString(await answer.text(), "text/html");
   document.title = fresh.title;
+  // What there was not, such as the first query, has no place yet.
+  if (parts(document) !== parts(fresh)) replace(document.getElementById("main"), fresh.getElementById("main"));
   for (const old of live()) {
     const other = fresh.getElementById(old.id);
     if (other) replace(old, other);
   }
+}
+
+function noAnswer() {
+  const stale = document.getElementById("stale");
+  if (stale.querySelector(".no-answer")) return;
+  const said = document.createElement("div");
+  said.className = "fault error no-answer";
+  said.textContent = `The server of this page has not answered since ${new Date().toLocaleTimeString()}. ` +
+    "What follows is what was known then; it is asked again and again.";
+  stale.replaceChildren(said);
 }
 
 async function keepUp() {
@@ -31,10 +45,10 @@ async function keepUp() {
     if (paused || document.hidden) continue;
     try {
       await refresh();
-      pause.classList.remove("failing");
       if (!paused) pause.textContent = "Pause updates";
     } catch {
       pause.textContent = "No answer; trying again";
+      noAnswer();
     }
   }
 }

@@ -8,7 +8,8 @@ from typing import Any
 
 from starlette.responses import Response
 
-from spark_bridge.overview.model import Host
+from spark_bridge.overview.process_faults import COORDINATOR
+from spark_bridge.overview.processes import Host
 from spark_bridge.ui.charts import Part, strip
 from spark_bridge.ui.requests import Call
 from spark_bridge.ui.views.system import BUDGET
@@ -44,11 +45,11 @@ def hosts(call: Call) -> Response:
     there = call.overview.hosts
     first = call.number("from", 0)
     shown = there[first : first + HOSTS_AT_ONCE]
-    kinds = sorted({name for host in there for name in host.memory if name != BUDGET})
+    kinds = sorted({name for host in there for name, nbytes in host.memory.items() if name != BUDGET and nbytes})
     rows = [_row(host, kinds) for host in shown]
     requests = [request for host in shown for request in _requests(host)]
     requests.sort(key=lambda r: (-r.figures.get("failures", 0), -r.figures["requests"]))
-    subjects = {"hosts", *(f"host {host.host_id}" for host in there)}
+    subjects = {"hosts", COORDINATOR, *(f"host {host.host_id}" for host in there)}
     return call.render(
         "hosts.html",
         faults=[fault for fault in call.overview.faults if fault.subject in subjects],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from starlette.responses import Response
 
+from spark_bridge.overview.faults import awaited
 from spark_bridge.state_format.layouts import TIMERS
 from spark_bridge.ui.charts import MOST_BARS, PHASES, pace, steps, timeline
 from spark_bridge.ui.requests import Call, faults_about
@@ -25,6 +26,7 @@ def query(call: Call) -> Response:
         "query.html",
         query=of,
         faults=faults_about(call.overview.faults, *about),
+        awaited=awaited(of),
         pace=pace(call.overview, of.checkpoints, of.watermark_ms),
         timeline=timeline(of.checkpoints),
         phases=PHASES,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from starlette.responses import Response
 
+from spark_bridge.overview.faults import AT_WORK
 from spark_bridge.overview.model import ERROR, RUNNING, Query
 from spark_bridge.ui.charts import pace, sparkline, strip
 from spark_bridge.ui.requests import Call
@@ -19,11 +20,16 @@ def overview(call: Call) -> Response:
     paces = [(q, pace(of, q.checkpoints, q.watermark_ms), sparkline(q.checkpoints)) for q in of.queries]
     faulty = {fault.subject for fault in of.faults}
     first = call.number("from", 0)
-    # What is wrong stands first, and the slowest of the others.
-    ordered = sorted(paces, key=lambda one: (not _is_faulty(one[0], faulty), -(one[0].pending_partitions > 0)))
+    # What is wrong stands first, then what runs, and of that what is at a batch.
+    ordered = sorted(
+        paces,
+        key=lambda one: (not _is_faulty(one[0], faulty), one[0].status != RUNNING, not one[0].pending_partitions),
+    )
+    # From a checkpoint nobody knows whether the query runs.
+    at_work = [(q, p) for q, p, _ in paces if q.status in AT_WORK]
     held = sum(_held(host.memory) for host in of.hosts)
     budget = sum(host.memory.get(BUDGET, 0) for host in of.hosts)
-    rates = [p.rows_per_second for _, p, _ in paces if p.rows_per_second is not None]
+    rates = [p.rows_per_second for _, p in at_work if p.rows_per_second is not None]
     return call.render(
         "overview.html",
         errors=sum(fault.severity == ERROR for fault in of.faults),
@@ -34,10 +40,10 @@ def overview(call: Call) -> Response:
         first=first,
         at_once=QUERIES_AT_ONCE,
         running=sum(q.status == RUNNING for q in of.queries),
-        partitions=sum(o.num_partitions for q in of.queries for o in q.operators),
+        partitions=sum(o.num_partitions for q, _ in at_work for o in q.operators),
         behind=sum(q.pending_partitions > 0 for q in of.queries),
         rows_per_second=sum(rates) if rates else None,
-        oldest=max((p.age_ms for q, p, _ in paces if p.age_ms is not None), default=None),
+        oldest=max((p.age_ms for _, p in at_work if p.age_ms is not None), default=None),
         silent=sum(not host.answered for host in of.hosts),
         held=held,
         budget=budget,

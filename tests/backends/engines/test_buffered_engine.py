@@ -15,10 +15,26 @@ from backends.engines.buffered_engine import BufferedEngine
 from backends.exceptions import StoreClosedError
 from backends.formats.changelog import Changes
 from backends.formats.local_state import LocalState
+from backends.host_memory import host_memory
 from tests.effort import effort, only_thorough
 
 FAMILIES = ("default", "other", "later")
 KEYS = [b"%02d" % n for n in range(60)]
+ROOM = 400
+"""Bytes of ``host_memory`` for changes: few fit."""
+
+
+def with_room(room: int, backend: str = "file") -> StateStoreConf:
+    """So much memory is left beside the caches, and what open databases take."""
+    caches = 8 << 20
+    return StateStoreConf(
+        provider=backend,
+        fsync=False,
+        host_memory=2 * caches + room,
+        rocksdb_row_cache_bytes=0,
+        rocksdb_block_cache_bytes=caches,
+        rocksdb_write_buffer_bytes=caches,
+    )
 
 
 class Model:
@@ -30,7 +46,8 @@ class Model:
         self.version = 0
 
     def change(self) -> None:
-        self.version += 1
+        if not self.version or self.rng.random() < 0.7:  # a partition that takes over keys is at one state all the time
+            self.version += 1
         changes: dict[str, SortedPairs] = {}
         for family in self.rng.sample(FAMILIES, self.rng.randint(1, 3)):
             of = {
@@ -70,7 +87,7 @@ def test_reads_are_those_of_a_dict(seed: int, backend: str, tmp_path: Path, monk
     monkeypatch.setattr(buffered_engine, "BUFFER_BYTES", rng.choice([300, 1 << 20]))
     monkeypatch.setattr(sorted_map, "CHUNK_ROWS", 8)
     monkeypatch.setattr(sorted_map, "SCAN_ROWS", 3)
-    conf = StateStoreConf(provider=backend, fsync=False)
+    conf = with_room(ROOM if backend == "file" and rng.random() < 0.5 else 4 << 20, backend)
     model = Model(BufferedEngine(tmp_path / "engine", conf), rng)
     for step in range(effort(40, 100)):
         what = rng.random()
@@ -90,6 +107,23 @@ def test_reads_are_those_of_a_dict(seed: int, backend: str, tmp_path: Path, monk
             model.version, model.held = 0, {}
     model.check()
     model.engine.close()
+
+
+@pytest.mark.parametrize("room", [ROOM, 1 << 20])
+def test_of_changes_only_a_range_is_held(room: int, tmp_path: Path) -> None:
+    conf = with_room(room)
+    engine = BufferedEngine(tmp_path / "engine", conf, b"20", b"40")
+    before = pa.total_allocated_bytes()
+    changes = SortedPairs.from_dict(dict.fromkeys(KEYS, b"x" * 100))
+    engine.prepare(Changes({"default": changes, "other": changes.slice(0, 3)}))(LocalState(1, "head", None))
+    del changes
+    assert pa.total_allocated_bytes() - before < 30 * 100, "nothing keeps the other keys"
+    memory = host_memory(conf).held()["copies"]
+    assert memory == 0 if room == ROOM else 3 * 20 * 100 < memory < 3 * 20 * 200
+    assert [row["key"] for batch in engine.scan(b"20", b"40") for row in batch.to_pylist()] == KEYS[20:40]
+    assert engine.column_families == {"default", "other"}
+    engine.close()
+    assert host_memory(conf).held()["copies"] == 0
 
 
 def test_a_scan_shows_what_was_there_when_it_began_and_ends_with_the_engine(tmp_path: Path) -> None:

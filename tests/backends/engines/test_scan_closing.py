@@ -18,19 +18,23 @@ from backends.formats.local_state import LocalState
 from tests.patience import HANG, PATIENCE
 
 
-def test_closing_waits_for_the_batch_that_is_being_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", [rocksdb_scan.RocksDBScan, rocksdb_scan.RocksDBRangesScan])
+def test_closing_waits_for_the_batch_that_is_being_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[Any]
+) -> None:
     engine = rocksdb.LocalRocksDB(tmp_path / "db", StateStoreConf())
     engine.prepare(Changes.of(pa.array([b"a", b"b"]), pa.array([b"1", b"2"])))(LocalState(1, "head", 2))
-    scan: Any = engine.scan(None, None)
+    one = kind is rocksdb_scan.RocksDBScan
+    scan: Any = engine.scan(None, None) if one else engine.scan_ranges([(b"", None)], "default")
     reading, go_on = threading.Event(), threading.Event()
-    check: Callable[[Any], None] = rocksdb_scan.RocksDBScan._check_end
+    check: Callable[[Any], None] = kind._check_end
 
     def slow(self: Any) -> None:
         reading.set()
         assert go_on.wait(HANG)
         check(self)
 
-    monkeypatch.setattr(rocksdb_scan.RocksDBScan, "_check_end", slow)
+    monkeypatch.setattr(kind, "_check_end", slow)
     batches: list[Any] = []
     reader = threading.Thread(target=lambda: batches.append(next(scan)))
     reader.start()

@@ -172,6 +172,23 @@ def test_scans_cut_and_merge_in_key_order(state):
         assert found == {k: expected[k] for k in inside}
 
 
+def test_ranges_in_turn_are_cut_and_merged(state):
+    """Changes between two ranges are of neither, and those behind the last pair of a range come in their place."""
+    commit(state, {bytes([i]): b"old" for i in range(0, 200, 2)})
+    stage(state, {bytes([i]): b"new" if i % 3 else None for i in range(0, 250, 5)})
+    state.accept(2, "a")
+    for ranges in (
+        [(b"\x05", b"\x64")],
+        [(b"\x00", b"\x06"), (b"\x0a", b"\x0b"), (b"\x0b", b"\x10"), (b"\x62", b"\x6f")],
+        [(b"\x00", b"\x01"), (b"\xc6", b"\xcd"), (b"\xf0", None)],
+        [],
+    ):
+        for version in (1, 2):
+            alone = {k: v for s, e in ranges for k, v in everything(state, version, start=s, end=e).items()}
+            found = [(r["key"], r["value"]) for b in state.scan_in_turn(ranges, version) for r in b.to_pylist()]
+            assert found == list(alone.items())
+
+
 def test_scans_of_more_than_one_batch(state):
     keys = [i.to_bytes(4, "big") for i in range(40_000)]
     commit(state, dict.fromkeys(keys, b"v"))

@@ -1,4 +1,4 @@
-"""A third backend in one file: a dict. It passes the suite of ``test_provider_behaviour.py``; it has no other merit."""
+"""A third backend in one file: a dict. It passes ``test_provider_*.py``; it has no other merit."""
 
 from __future__ import annotations
 

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from backends.exceptions import InvalidStateStoreArgument, VersionNotFoundError
+from backends.storage.checkpoint_storage import CheckpointStorage
 from coordinator_actor.coordinator import Coordinator
-from coordinator_actor.durable.lookup_records import LookupRecord
+from coordinator_actor.durable.lookup_records import LookupRecord, LookupRecords
 from coordinator_actor.exceptions import QueryEndedError
 from coordinator_actor.messages import LookedUp
 from coordinator_actor.query.known_files import LISTED_EVERY
@@ -123,6 +124,16 @@ def test_what_may_be_read_again_is_kept_and_no_more(world: World, c: Coordinator
     assert look_up(c, 2).version > look_up(c, 1).version == later
     with pytest.raises(VersionNotFoundError, match=r"Batch 0 of query other has looked up version.*Remove lookups/"):
         look_up(c, 0)
+
+
+def test_what_a_reader_of_storage_has_recorded_is_kept(world: World, c: Coordinator) -> None:
+    """It tells the coordinator nothing; there is no moment at which a record does not hold its version."""
+    batch(world, c)
+    go_on(world, c, LISTED_EVERY + 1)
+    looked_up = c.registries.runs.get("run1").versions.completed
+    made = LookupRecord(looked_up, "run1", int(world.now * 1000))
+    LookupRecords(CheckpointStorage.open(str(world.root / "ck/statestore"))).make("reader", 0, made)
+    assert go_on(world, c, 3 * KEEP) == looked_up
 
 
 def test_a_coordinator_that_starts_anew_keeps_it_too(world: World, c: Coordinator) -> None:

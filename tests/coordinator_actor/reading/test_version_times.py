@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 import pytest
 
 from backends.exceptions import InvalidStateStoreArgument, VersionNotFoundError
+from backends.storage.checkpoint_storage import CheckpointStorage
+from coordinator_actor.durable.checkpoint_records import CheckpointRecord, CheckpointRecords
+from coordinator_actor.durable.record_files import RecordFiles
 from coordinator_actor.reading.stored_versions import StateVersions, find_state
 from coordinator_actor.reading.version_times import VersionTimes, ms_of
 from spark_bridge.state_data.state_tables import state_table
@@ -29,8 +33,14 @@ def cluster(tmp_path: Path) -> Cluster:
             h.host.register()
         made.complete()
         made.world.now += 50
+        commit_at(tmp_path, n - 1, int(made.world.now) * 1000 - 50_500)
     made.close()
     return made
+
+
+def commit_at(root: Path, batch: int, ms: int) -> None:
+    """Spark has committed a batch at that time of the world's clock."""
+    os.utime(root / "ck/commits" / str(batch), (ms / 1000, ms / 1000))
 
 
 def times(cluster: Cluster) -> VersionTimes:
@@ -41,11 +51,25 @@ def test_a_version_is_there_from_its_completion_on(cluster: Cluster) -> None:
     found = times(cluster)
     at = [int(START * 1000) + 10_000 + 60_000 * n for n in range(4)]
     assert found.versions == (0, 1, 2, 3, 4)
-    assert found.completed_ms == (0, at[0], at[1], at[2], at[3] - 10_000), "of the last one: when it was prepared"
+    assert found.completed_ms == (0, at[0], at[1], at[2], at[3] - 500), "of the last one: when Spark committed it"
     for version, ms in enumerate(at[:3], 1):
         assert found.version_at(ms - 1) == version - 1
         assert found.version_at(ms) == found.version_at(ms + 40_000) == version
     assert found.version_at(at[3] + 10**9) == 4
+
+
+def test_the_history_says_when_the_last_version_was_completed(cluster: Cluster) -> None:
+    """A row between preparation and completion gets what clients were answered then: the version before."""
+    versions = StateVersions.look(find_state(str(cluster.root / "ck")))
+    storage = CheckpointStorage.open(versions.place.state_location)
+    at = int(START * 1000) + 190_000
+    manifest = versions.chain[4]
+    other = CheckpointRecord(manifest.id - 1, 4, 1, "of another attempt", completed_ms=at - 5000)
+    own = CheckpointRecord(manifest.id, 4, manifest.epoch, manifest.run_id, completed_ms=at)
+    CheckpointRecords(RecordFiles(storage)).write((other, own))
+    found = times(cluster)
+    assert manifest.created_ms < at - 1
+    assert [found.version_at(ms) for ms in (manifest.created_ms, at - 1, at)] == [3, 3, 4]
 
 
 def test_tables_as_of_a_time_say_what_was_answered_then(cluster: Cluster) -> None:
@@ -82,5 +106,7 @@ def test_a_coordinator_that_was_replaced_has_not_seen_the_completion(tmp_path: P
     cluster.batch({1: (2, "a")})
     cluster.world.now += 60
     cluster.batch({1: (3, "a")})
+    for n in range(3):
+        commit_at(tmp_path, n, int(START * 1000) + 60_000 * n)
     assert times(cluster).completed_ms[1:] == tuple(int(START * 1000) + 60_000 * n for n in range(3))
     cluster.close()

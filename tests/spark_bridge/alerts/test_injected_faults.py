@@ -8,86 +8,36 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
-import time
-import uuid
-from collections.abc import Callable, Iterator
-from dataclasses import replace
-from datetime import datetime, timedelta, timezone
+from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
-from pyspark import cloudpickle
-from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import DataFrame
 
-from spark_bridge import StatefulProcessor, aggregate, transform_with_state
+from spark_bridge import aggregate, transform_with_state
 from spark_bridge import functions as S
 from spark_bridge.session.current import current_cluster
-from spark_bridge.session.settings import STATE_LOCATION_CONF
-from tests.backends.storage.s3_faults import Fault, FaultProxy, S3Server
+from tests.backends.storage.s3_faults import Fault, FaultProxy
 from tests.patience import HANG
-from tests.prometheus import Prometheus, needs_prometheus
+from tests.prometheus import Prometheus, needs_prometheus, panel_query
 from tests.spark_bridge.alerts.conftest import Alerts, Start
-from tests.spark_bridge.conftest import settle, wait_until
+from tests.spark_bridge.alerts.faulty_streams import (
+    OUTPUT,
+    SCHEMA,
+    Pages,
+    counts,
+    failing_once,
+    replace_text,
+    rows,
+    slowed,
+)
+from tests.spark_bridge.conftest import Stream, settle, wait_until
 
 pytestmark = [pytest.mark.spark, pytest.mark.thorough, needs_prometheus]
-# The workers cannot import the tests: what is in this module travels with the query.
-cloudpickle.register_pickle_by_value(sys.modules[__name__])
-
-SCHEMA = "k long, v double, t timestamp"
-OUTPUT = "k long, n long"
-
-
-def rows(n: int) -> list[tuple[Any, ...]]:
-    now = datetime.now(timezone.utc)
-    return [(k, float(n), now) for k in range(20)]
-
-
-def counts(name: str, num_partitions: int = 2) -> Callable[[DataFrame], DataFrame]:
-    """Count by key."""
-    return lambda df: aggregate(df, by="k", operator=name, num_partitions=num_partitions, n=S.count())
-
-
-def slowed(held: Path) -> Callable[[Iterator[Any]], Iterator[Any]]:
-    """A function for mapInArrow that holds rows for so many seconds as the file ``held`` says, while it is there."""
-
-    def seconds() -> float:
-        try:
-            return float(held.read_text())
-        except FileNotFoundError:
-            return 0.0
-
-    def run(batches: Iterator[Any]) -> Iterator[Any]:
-        for batch in batches:
-            begun = time.monotonic()
-            while time.monotonic() - begun < seconds():
-                time.sleep(0.1)
-            yield batch
-
-    return run
-
-
-def failing_once(flag: Path) -> Callable[[Iterator[Any]], Iterator[Any]]:
-    """A function for mapInArrow whose first attempt fails in each task, while the file ``flag`` is there."""
-
-    def run(batches: Iterator[Any]) -> Iterator[Any]:
-        from pyspark import TaskContext
-
-        context = TaskContext.get()
-        for batch in batches:
-            if context is not None and context.attemptNumber() == 0 and flag.exists():
-                raise RuntimeError("this attempt fails behind its commit")
-            yield batch
-
-    return run
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Write a file as a whole, for tasks that read it meanwhile."""
-    draft = path.with_suffix(".draft")
-    draft.write_text(text)
-    draft.rename(path)
+RETRIED = "Tasks tried again, checkpoints given up"
+"""A panel that has data only where something goes wrong."""
 
 
 def test_an_hour_without_faults_raises_no_alert(feed: Start, alerts: Alerts) -> None:
@@ -138,7 +88,7 @@ def test_a_source_whose_rows_are_old(feed: Start, alerts: Alerts) -> None:
             alerts.exactly(("StatestoreNotFresh", "backlog"))
 
 
-def test_tasks_that_fail(feed: Start, alerts: Alerts, tmp_path: Path) -> None:
+def test_tasks_that_fail(feed: Start, alerts: Alerts, prometheus: Prometheus, tmp_path: Path) -> None:
     flag = tmp_path / "failing"
     with feed(
         "fails", SCHEMA, rows, lambda df: counts("fails", 8)(df).mapInArrow(failing_once(flag), OUTPUT)
@@ -147,6 +97,7 @@ def test_tasks_that_fail(feed: Start, alerts: Alerts, tmp_path: Path) -> None:
         flag.touch()
         try:
             alerts.exactly(("StatestoreTasksRetried", "fails"))
+            assert prometheus.query(panel_query(RETRIED, 0, "fails"))
         finally:
             flag.unlink()
 
@@ -168,21 +119,6 @@ def test_state_that_grows_without_end(feed: Start, alerts: Alerts) -> None:
         alerts.exactly(("StatestoreStateGrows", "grows"))
 
 
-class Pages(StatefulProcessor):
-    """Counts the visits of a user by page: the state of one user is many keys."""
-
-    def init(self, handle: Any) -> None:
-        self.pages = handle.getMapState("pages", "page long", "n long")
-
-    def handleInputRows(self, key: Any, rows: Any, timerValues: Any) -> Iterator[Any]:
-        for row in rows:
-            self.pages.updateValue((row.page,), (1,))
-        yield from ()
-
-    def close(self) -> None:
-        pass
-
-
 def test_a_key_with_most_of_the_state_in_more_than_a_hundred_partitions(feed: Start, alerts: Alerts) -> None:
     hot = []
 
@@ -199,37 +135,12 @@ def test_a_key_with_most_of_the_state_in_more_than_a_hundred_partitions(feed: St
         alerts.exactly(("StatestoreSkew", "skewed"))
 
 
-@pytest.fixture
-def s3(
-    spark: SparkSession, servers: tuple[S3Server, FaultProxy], monkeypatch: pytest.MonkeyPatch
-) -> Iterator[FaultProxy]:
-    """Queries that start have their state behind the proxy, which outlives them: hosts go on asking for a while."""
-    cluster, (server, proxy) = current_cluster(), servers
-    bucket = f"alerts-{uuid.uuid4().hex[:8]}"
-    server.make_bucket(bucket)
-    options = {
-        "endpoint": proxy.endpoint,
-        "endpoint.region": "us-east-1",
-        "path.style.access": "true",
-        "connection.ssl.enabled": "false",
-        "access.key": server.account.access_key,
-        "secret.key": server.account.secret_key,
-    }
-    given = {f"spark.hadoop.fs.s3a.{name}": value for name, value in options.items()}
-    monkeypatch.setattr(cluster, "conf", replace(cluster.conf, storage_options=given))
-    spark.conf.set(STATE_LOCATION_CONF, f"s3://{bucket}/state")
-    try:
-        yield proxy
-    finally:
-        proxy.plan.clear()
-        spark.conf.unset(STATE_LOCATION_CONF)
-
-
-def test_storage_that_answers_with_errors(feed: Start, alerts: Alerts, s3: FaultProxy) -> None:
+def test_storage_that_answers_with_errors(feed: Start, alerts: Alerts, prometheus: Prometheus, s3: FaultProxy) -> None:
     with feed("refused", SCHEMA, rows, counts("refused")) as stream:
         stream.well(alerts)
         s3.plan.append(Fault("answer", status=500, times=10**9, skip=2, recurs=True))
         alerts.exactly(("StatestoreStorage", current_cluster().options.namespace))
+        assert prometheus.query(panel_query("Requests that failed"))
 
 
 def test_storage_that_is_slow(feed: Start, alerts: Alerts, s3: FaultProxy) -> None:
@@ -239,6 +150,20 @@ def test_storage_that_is_slow(feed: Start, alerts: Alerts, s3: FaultProxy) -> No
         alerts.exactly(("StatestoreStorage", current_cluster().options.namespace))
 
 
+def test_a_checkpoint_that_is_given_up(feed: Start, alerts: Alerts, prometheus: Prometheus, s3: FaultProxy) -> None:
+    """One refused manifest is no rate of failures. Without its last condition the alert would not tell of it."""
+    with feed("given-up", SCHEMA, rows, counts("given-up")) as stream:
+        stream.well(alerts)
+        s3.plan.append(Fault("answer", "PUT", "/manifests/", status=403))
+        storage = ("StatestoreStorage", current_cluster().options.namespace)
+        alerts.exactly(storage)
+        assert prometheus.query(panel_query(RETRIED, 1, "given-up"))
+        # The rate of failures has gone by, and the query has gone on.
+        wait_until(lambda: not prometheus.query("rate(ray_statestore_storage_failures_total[15s]) > 0.05"))
+        known = stream.batches()
+        wait_until(lambda: stream.batches() > known + 2)
+
+
 def test_storage_that_takes_no_snapshots(feed: Start, alerts: Alerts, s3: FaultProxy) -> None:
     """Such storage is a fault of its own: an upload that is refused is a failed request, one that hangs a slow one."""
     with feed("no-snapshots", SCHEMA, rows, counts("lags")) as stream:
@@ -246,6 +171,61 @@ def test_storage_that_takes_no_snapshots(feed: Start, alerts: Alerts, s3: FaultP
         s3.plan.append(Fault("answer", "PUT", "snapshot", status=403, times=10**9))
         storage = ("StatestoreStorage", current_cluster().options.namespace)
         alerts.exactly(("StatestoreSnapshotsLag", "no-snapshots"), storage)
+
+
+def test_a_coordinator_that_is_killed_again_and_again(feed: Start, alerts: Alerts, prometheus: Prometheus) -> None:
+    with feed("goes-on", SCHEMA, rows, counts("goes-on")) as stream:
+        stream.well(alerts)
+        began = "max(max_over_time(ray_statestore_coordinator_start_timestamp_seconds[20s]))"
+        for _ in range(3):
+            known = float(prometheus.query(began)[0]["value"][1])
+            stream.paused.set()
+            settle(stream.query)
+            os.kill(int(current_cluster().coordinator.call("describe")["pid"]), signal.SIGKILL)
+            wait_until(lambda known=known: float(prometheus.query(began)[0]["value"][1]) > known)
+            stream.paused.clear()
+        alerts.exactly(("StatestoreRestartLoop", current_cluster().options.namespace))
+
+
+def test_a_coordinator_that_hangs(feed: Start, alerts: Alerts) -> None:
+    with feed("waits", SCHEMA, rows, counts("waits")) as stream:
+        stream.well(alerts)
+        pid = int(current_cluster().coordinator.call("describe")["pid"])
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            alerts.exactly(("StatestoreCoordinatorSilent", current_cluster().options.namespace))
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        known = stream.batches()
+        wait_until(lambda: stream.batches() > known + 2)
+
+
+def test_a_query_that_is_started_again_and_again(
+    feed: Start, alerts: Alerts, prometheus: Prometheus, make_stream: Callable[..., Stream]
+) -> None:
+    """As by a supervisor whose program ends again and again."""
+    with feed("well", SCHEMA, rows, counts("well")) as well:
+        well.well(alerts)
+        stream = make_stream(SCHEMA)
+        epoch = 'max(max_over_time(ray_statestore_epoch{query="again"}[20s]))'
+
+        def newest() -> float:
+            return max((float(found["value"][1]) for found in prometheus.query(epoch)), default=0.0)
+
+        for n in range(5):
+            known = newest()
+            stream.add(rows(n))
+            query = (
+                counts("again")(stream.read())
+                .writeStream.queryName("again")
+                .option("checkpointLocation", stream.checkpoint)
+                .format("noop")
+                .start()
+            )
+            query.processAllAvailable()
+            wait_until(lambda known=known: newest() > known)
+            query.stop()
+        alerts.exactly(("StatestoreRestartLoop", "again"))
 
 
 def test_a_host_that_is_killed_again_and_again(feed: Start, alerts: Alerts, prometheus: Prometheus) -> None:

@@ -6,16 +6,8 @@ import io
 
 from rich.console import Console, RenderableType
 
-from spark_bridge.overview.model import (
-    Checkpoint,
-    CoordinatorInfo,
-    Fault,
-    Host,
-    Operator,
-    Overview,
-    Partition,
-    Query,
-)
+from spark_bridge.overview.model import Checkpoint, Fault, Operator, Overview, Partition, Query
+from spark_bridge.overview.processes import CoordinatorInfo, Host
 
 PARTITIONS = (
     Partition("aircraft", 0, 7, "host-a-0", 2_022, 3 << 20, 5, 2, commit_ms={"get_ms": 5.0, "changelog_ms": 7.4}),

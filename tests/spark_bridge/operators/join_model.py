@@ -187,14 +187,7 @@ class JoinRun:
         rows = shared_rows(self.logic, left, right)
         if order is not None:
             rows = rows.take(pa.array(order, pa.int64()))
-        return [self._pair(e) for e in self.run.batch(rows, times, cuts)]
-
-    def _pair(self, emitted: dict[str, Any]) -> tuple[Row | None, Row | None]:
-        given = {name: seconds(value) for name, value in emitted.items()}
-        key = given["k"]
-        left: Row | None = (key, given.get("lt", given.get("t")), given["a"])
-        right: Row | None = (key, given.get("rt", given.get("t")), given.get("b"))
-        return left if given["a"] is not None else None, right if given.get("b") is not None else None
+        return [pair_of(e) for e in self.run.batch(rows, times, cuts)]
 
     def num_waiting(self) -> tuple[int, int]:
         """How many rows of both sides are stored, as the heads of the lists say; each head is checked."""
@@ -229,6 +222,15 @@ class JoinRun:
                 store.abort()
 
 
+def pair_of(emitted: dict[str, Any]) -> Pair:
+    """A row of the output as ``Model`` gives it."""
+    given = {name: seconds(value) for name, value in emitted.items()}
+    key = given["k"]
+    left: Row | None = (key, given.get("lt", given.get("t")), given["a"])
+    right: Row | None = (key, given.get("rt", given.get("t")), given.get("b"))
+    return left if given["a"] is not None else None, right if given.get("b") is not None else None
+
+
 def shared_rows(logic: JoinLogic, left: Sequence[Row], right: Sequence[Row]) -> pa.RecordBatch:
     """Rows of both sides as the operator's plan gives them to its tasks."""
     rows = [*left, *right]
@@ -244,6 +246,14 @@ def shared_rows(logic: JoinLogic, left: Sequence[Row], right: Sequence[Row]) -> 
             of_slots[slot][first : first + len(given)] = [r[1] if field.type == TS else r[2] for r in given]
     columns.update({slot_name(i): column(of_slots[i], kind) for i, kind in enumerate(logic.slots)})
     return pa.record_batch(columns)
+
+
+def check_event_time(emitted: Iterable[Pair], waits_ms: tuple[int | None, int | None], late_watermark_ms: int) -> None:
+    """No row is older than operators behind the join allow for."""
+    for pair in emitted:
+        for row, waits in zip(pair, waits_ms, strict=True):
+            if row is not None and row[1] is not None and waits is not None:
+                assert row[1] * 1000 > max(0, late_watermark_ms - waits)
 
 
 def random_rows(random: np.random.Generator, count: int, until: int, keys: Sequence[Any], side: str) -> list[Row]:

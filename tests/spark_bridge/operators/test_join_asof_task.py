@@ -16,7 +16,16 @@ from spark_bridge.operators.join.asof_task import asof_logic
 from spark_bridge.operators.join.sides import Bounds
 from spark_bridge.task.watermark import EventTime
 from tests.effort import effort
-from tests.spark_bridge.operators.join_model import COLUMNS, KEY, Case, JoinRun, Pair, Row, random_rows
+from tests.spark_bridge.operators.join_model import (
+    COLUMNS,
+    KEY,
+    Case,
+    JoinRun,
+    Pair,
+    Row,
+    check_event_time,
+    random_rows,
+)
 from tests.spark_bridge.operators.operator_runs import SECOND, OperatorRun, Watermark
 
 
@@ -78,7 +87,9 @@ def check(run: AsofRun, asof: Asof, seed: int, batches: int, most: int) -> None:
         left = random_rows(random, int(random.integers(most)), until, keys, "left")
         right = random_rows(random, int(random.integers(most)), until, keys, "right")
         times = watermark.times()
-        found += run.batch(left, right, times, random.integers(0, most, 2).tolist())
+        emitted = run.batch(left, right, times, random.integers(0, most, 2).tolist())
+        check_event_time(emitted, asof.waits_ms, times.late_watermark_ms)
+        found += emitted
         for rows, every in ((left, all_left), (right, all_right)):
             every += [r for r in rows if r[1] is None or r[1] * 1000 > times.late_watermark_ms]
         watermark.advance(row[1] for row in (*left, *right))

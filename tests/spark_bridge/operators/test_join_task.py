@@ -15,7 +15,7 @@ from spark_bridge.operators.join.sides import HOWS
 from spark_bridge.task.external_sort import Limits
 from spark_bridge.task.local_state import LocalStateAccess
 from tests.effort import effort, only_thorough
-from tests.spark_bridge.operators.join_model import Case, JoinRun, Model, random_rows
+from tests.spark_bridge.operators.join_model import Case, JoinRun, Model, check_event_time, random_rows
 from tests.spark_bridge.operators.operator_runs import Watermark
 
 SMALL = Limits(memory=1500, step_rows=3, step_bytes=500, fan_in=2)
@@ -44,7 +44,7 @@ def check(run: JoinRun, model: Model, seed: int, batches: int, most: int, delay:
             for side in ("left", "right")
         )
         if i == batches:
-            watermark.advance([until + 200])
+            watermark.now_s = until + 200
         times = watermark.times() if model.case.timed else BatchTimes()
         order = random.permutation(len(left) + len(right)).tolist()
         cuts = random.integers(0, most, 2).tolist()
@@ -52,6 +52,7 @@ def check(run: JoinRun, model: Model, seed: int, batches: int, most: int, delay:
         expected = model.batch(left, right, times)
         assert sorted(emitted, key=repr) == sorted(expected, key=repr), f"batch {i} of seed {seed}"
         assert run.run.figures.num_rows_dropped_by_watermark == model.late
+        check_event_time(emitted, model.case.bounds.waits_ms, times.late_watermark_ms)
         check_state(run, model)
         watermark.advance(row[1] for row in (*left, *right))
         if random.random() < 0.2:

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from spark_bridge.overview.faults import faults_of
-from spark_bridge.overview.model import Checkpoint, CoordinatorInfo, Host, Operator, Overview, Partition, Query, Step
+from spark_bridge.overview.model import Checkpoint, GivenUp, Operator, Overview, Partition, Query, Step
+from spark_bridge.overview.processes import CoordinatorInfo, Host, LostDriver, StorageTrouble
 
 PARTITIONS = tuple(Partition("op", p, 30, "h0", 20_000, 1, 28, 2) for p in range(5))
 QUERY = Query(
@@ -52,16 +53,23 @@ def host(**changes: Any) -> Overview:
     return replace(HEALTHY, hosts=(replace(HOST, **changes),))
 
 
+def coordinator(**changes: Any) -> Overview:
+    return replace(HEALTHY, coordinator=CoordinatorInfo("c", "statestore", **changes))
+
+
+FAILS = StorageTrouble("/ck/statestore", 4, "put: no room is left", 2_000)
+
+
 def timed(slowest: float, usual: float = 200.0, step: str = "merge_ms") -> Overview:
     """Partition 3 takes longer than the others."""
     times = tuple(replace(p, commit_ms={step: slowest if p.partition == 3 else usual}) for p in PARTITIONS)
     return query(operators=(replace(QUERY.operators[0], partitions=times),))
 
 
-def stored_in(changelog_ms: float, duration_ms: int, n: int = 5) -> Overview:
-    """In the last n checkpoints the slowest changelog takes so long."""
-    steps = {"changelog_ms": Step(9_000.0, changelog_ms)}
-    last = tuple(replace(c, steps=steps, duration_ms=duration_ms) for c in QUERY.checkpoints[-n:])
+def stored_in(changelog_ms: float, duration_ms: int, n: int = 5, manifest_ms: int = 0) -> Overview:
+    """In the last n checkpoints the slowest changelog and the manifest take so long."""
+    steps, phases = {"changelog_ms": Step(9_000.0, changelog_ms)}, {"manifest": manifest_ms}
+    last = tuple(replace(c, steps=steps, phases=phases, duration_ms=duration_ms) for c in QUERY.checkpoints[-n:])
     return query(checkpoints=(*QUERY.checkpoints[:-n], *last))
 
 
@@ -78,16 +86,31 @@ def test_a_healthy_system_has_no_fault() -> None:
         (host(answered=False), "host-not-answering", "warning"),
         (host(heartbeat_ms=None), "host-unknown", "warning"),
         (host(memory={"host_memory": 100, "cache": 99, "rows": 2}), "host-memory", "warning"),
+        (host(answered=False, heartbeat_ms=None, actor_state="ALIVE"), "host-lost", "error"),
+        (host(answered=False, heartbeat_ms=None, actor_state="RESTARTING"), "host-starting", "warning"),
+        (host(restarts=1, up_ms=30_000), "process-restarted", "warning"),
+        (coordinator(restarts=3, up_ms=30_000), "process-restarted", "warning"),
+        (coordinator(lost=(LostDriver("orders", "r3", "s3://b/ck", -90_000),)), "driver-lost", "error"),
+        (host(storage_trouble=(FAILS,)), "storage-fails", "error"),
+        (host(storage_trouble=(replace(FAILS, is_over=True),)), "storage-fails", "warning"),
+        (
+            coordinator(storage_trouble=(StorageTrouble("/ck", waiting=1, waiting_ms=12_000),)),
+            "storage-hangs",
+            "warning",
+        ),
+        (coordinator(storage_trouble=(StorageTrouble("/ck", waiting=1, waiting_ms=31_000),)), "storage-hangs", "error"),
         (query(batch_ms=61_000), "checkpoint-late", "error"),
         (query(status="replaced", replaced_by="r2"), "run-replaced", "warning"),
+        (query(status="ended", ended_ms=-60_000, failure="ValueError: no."), "query-failed", "error"),
         (query(prepared_version=29), "version-missing", "error"),
-        (query(counts={"failed": 2}), "failed-checkpoints", "warning"),
+        (query(given_up=(GivenUp(31, -599_000, "failed: it is full"),)), "failed-checkpoints", "warning"),
         (checkpoint(retried=3), "retried-tasks", "warning"),
         (partitions(3, keys=120_000), "skew", "warning"),
         (partitions(3, snapshot_lag=51), "snapshots-lag", "warning"),
         (partitions(3, owner=None), "not-loaded", "warning"),
         (timed(1_600.0), "slow-partition", "warning"),
         (stored_in(1_200.0, 2_000), "slow-storage", "warning"),
+        (stored_in(2_000.0, 4_100, manifest_ms=2_000), "slow-storage", "warning"),
     ],
 )
 def test_a_fault_is_found_and_says_what_to_do(overview: Overview, kind: str, severity: str) -> None:
@@ -97,38 +120,74 @@ def test_a_fault_is_found_and_says_what_to_do(overview: Overview, kind: str, sev
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "said", "remedy"),
     [
-        ({"pending_partitions": 3}, "3 partitions"),
-        ({"prepared_version": QUERY.completed_version + 1}, "the sink"),
-        ({}, "the source"),
+        ({"pending_partitions": 3}, "3 partitions", "statestore partitions"),
+        ({"prepared_version": QUERY.completed_version + 1}, "the sink", "writes to"),
+        ({}, "the source", "reads from"),
     ],
 )
-def test_a_late_batch_says_what_it_waits_for(changes: dict[str, int], said: str) -> None:
+def test_a_late_batch_says_what_it_waits_for(changes: dict[str, int], said: str, remedy: str) -> None:
     (fault,) = faults_of(query(**{"batch_ms": 90_000, "pending_partitions": 0, **changes}))
-    assert said in fault.what
+    assert said in fault.what and remedy in fault.remedy
 
 
 @pytest.mark.parametrize(
     "overview",
     [
         query(batch_ms=59_000),
+        query(given_up=(GivenUp(31, -600_000, "failed: it is full"),)),
+        query(given_up=(GivenUp(31, -1_000, "stopped: the query has ended"),), status="ended"),
+        replace(stored_in(1_200.0, 2_000), queries=(replace(stored_in(1_200.0, 2_000).queries[0], status="ended"),)),
+        replace(timed(1_600.0), queries=(replace(timed(1_600.0).queries[0], status="ended"),)),
+        query(status="ended", ended_ms=0),
         query(batch_ms=None),  # a quiet stream
         query(batch_ms=90_000, checkpoints=QUERY.checkpoints[:2]),  # nothing is usual yet
         query(status="stored", batch_ms=61_000),
         partitions(3, keys=90_000),
         partitions(3, snapshot_lag=50),
         host(heartbeat_ms=5_000),
+        host(restarts=1, up_ms=601_000),
+        host(restarts=0, up_ms=1_000),
+        host(storage_trouble=(replace(FAILS, failures=2),)),
+        host(storage_trouble=(StorageTrouble("/ck", waiting=9, waiting_ms=9_000),)),
         timed(900.0),
         timed(1_600.0, usual=400.0),
         timed(1_600.0, step="input_wait"),
         stored_in(900.0, 1_000),
         stored_in(1_200.0, 3_000),
+        stored_in(1_200.0, 9_000, manifest_ms=2_000),
         stored_in(1_200.0, 2_000, n=2),
     ],
 )
 def test_what_is_no_fault(overview: Overview) -> None:
     assert kinds(overview) == []
+
+
+def test_what_all_processes_meet_at_a_location_is_one_fault_of_its_query() -> None:
+    hosts = tuple(replace(HOST, host_id=f"h{i}", storage_trouble=(replace(FAILS, failed_ms=9_000),)) for i in range(4))
+    both = coordinator(storage_trouble=(replace(FAILS, failures=1, error="head: no", waiting=2, waiting_ms=7_000),))
+    (fault,) = faults_of(replace(both, hosts=hosts))
+    assert fault.subject == "query clicks"
+    assert fault.what == (
+        "Requests to /ck/statestore fail or get no answer. 17 requests failed within the last minute, the last 2.0 s "
+        "ago: head: no. 2 requests without an answer so far, the longest for 7.0 s. Those who ask: the coordinator, "
+        "h0, h1 and 2 more."
+    )
+    (elsewhere,) = faults_of(host(storage_trouble=(replace(FAILS, location="s3://b/savepoints"),)))
+    assert elsewhere.subject == "storage s3://b/savepoints"
+
+
+def test_storage_that_one_process_reaches_again_does_not_stand_still() -> None:
+    hosts = (replace(HOST, storage_trouble=(FAILS, replace(FAILS, is_over=True))),)
+    assert [f.severity for f in faults_of(replace(HEALTHY, hosts=hosts))] == ["warning"]
+
+
+def test_storage_that_has_become_slow_is_told_within_a_few_batches() -> None:
+    quick, slow = stored_in(10.0, 1_000, n=20).queries[0].checkpoints, stored_in(2_000.0, 2_100, n=3).queries[0]
+    assert kinds(replace(HEALTHY, queries=(replace(slow, checkpoints=(*quick[:-3], *slow.checkpoints[-3:])),))) == [
+        "slow-storage"
+    ]
 
 
 def test_few_keys_are_not_skewed() -> None:

@@ -8,12 +8,14 @@ from typing import Any
 
 import msgspec
 import pytest
+from msgspec import structs
 
 from backends.exceptions import MissingFileError
 from coordinator_actor.query.checkpoint_history import WRITE_SECONDS
 from spark_bridge.overview.from_cluster import overview_of_cluster
 from spark_bridge.overview.from_storage import overview_of_checkpoint
-from spark_bridge.overview.model import FORMAT_VERSION, Overview, to_plain
+from spark_bridge.overview.model import FORMAT_VERSION, GivenUp, Overview, to_plain
+from spark_bridge.overview.processes import StorageTrouble
 from tests.coordinator_actor.savepoints.savepoint_streams import Stream
 
 Make = Callable[..., Stream]
@@ -107,6 +109,26 @@ def test_hosts_with_and_without_an_answer(stream: Make) -> None:
     assert not hosts["h1"].answered and hosts["h1"].address == "grpc://127.0.0.1:1"
 
 
+def test_a_host_that_the_coordinator_has_given_up_is_there_as_ray_says(stream: Make) -> None:
+    s = stream(hosts=1)
+    coordinator = {**s.c.describe(), "namespace": "statestore"}
+    (host,) = (h.describe() for h in s.hosts.values())
+    known = {"state": "ALIVE", "pid": 17, "restarts": 2, "node_ip": "192.0.2.7", "node_id": "n7"}
+    silent = [{"host_id": "h7", **known}, {"host_id": "h8"}]
+    lost, ended = (h for h in overview_of_cluster(coordinator, [host], silent=silent, now_ms=0).hosts if not h.answered)
+    if lost.host_id != "h7":
+        lost, ended = ended, lost
+    assert (lost.machine, lost.node_id, lost.pid, lost.restarts) == ("192.0.2.7", "n7", 17, 2)
+    assert (lost.actor_state, lost.heartbeat_ms) == ("ALIVE", None)
+    assert (ended.host_id, ended.machine, ended.actor_state, ended.pid) == ("h8", "", None, None)
+    (held,) = (h for h in overview_of_cluster(coordinator, [], silent=[{**known, "host_id": "h0"}], now_ms=0).hosts)
+    assert (held.address, held.pid, held.actor_state) == (
+        host["address"],
+        17,
+        "ALIVE",
+    ) and held.heartbeat_ms is not None
+
+
 def test_a_partition_that_two_hosts_hold_counts_once(stream: Make) -> None:
     s = stream(hosts=1)
     coordinator = {**s.c.describe(), "namespace": "statestore"}
@@ -142,6 +164,64 @@ def test_it_is_json_and_back(stream: Make) -> None:
         plain: Any = msgspec.json.encode(to_plain(found))
         assert b'"format_version":%d' % FORMAT_VERSION in plain
         assert convert(to_plain(found), Overview) == found
+
+
+def test_what_processes_say_of_themselves_and_what_was_given_up(stream: Make) -> None:
+    s = stream(hosts=1)
+    (host,) = (h.describe() for h in s.hosts.values())
+    host["storage_trouble"] = [
+        {
+            "location": "/ck",
+            "failures": 3,
+            "error": "put: no",
+            "failed_seconds": 1.5,
+            "answered_since": True,
+            "waiting": 1,
+            "waiting_seconds": 7.0,
+        }
+    ]
+    assert host["restarts"] == 0 and host["up_seconds"] >= 0
+    coordinator = {**s.c.describe(), "namespace": "statestore", "restarts": 2, "up_seconds": 9.0}
+    failed = {"id": 3, "trigger_timestamp": 12.5, "reason": "failed: it is full"}
+    found = overview_of_cluster(coordinator, [host], {"run1": {"checkpoints": {"failures": [failed]}}}, now_ms=0)
+    assert found.hosts[0].storage_trouble == (StorageTrouble("/ck", 3, "put: no", 1_500, True, 1, 7_000),)
+    assert found.coordinator is not None
+    assert (found.coordinator.restarts, found.coordinator.up_ms) == (2, 9_000)
+    assert found.query(None).given_up == (GivenUp(3, 12_500, "failed: it is full"),)
+
+
+def test_a_query_that_has_ended_in_the_midst_of_a_batch_is_at_none(stream: Make) -> None:
+    s = stream(batches=2)
+    s.c.driver_heartbeat("run1", is_at_work=True)
+    assert of_cluster(s).query(None).batch_ms is not None
+    s.c.serve_ended(s.registration, "ValueError: no")
+    coordinator = {**s.c.describe(), "namespace": "statestore"}
+    coordinator["queries"][0]["pending_partitions"] = 2  # its tasks were ended in the midst
+    found = overview_of_cluster(coordinator, [], now_ms=0).query(None)
+    assert (found.status, found.pending_partitions, found.batch_ms) == ("ended", 0, None)
+    assert found.failure == "ValueError: no" and found.ended_ms is not None
+
+
+def test_a_query_whose_driver_is_lost_is_told_of_until_it_runs_again(stream: Make) -> None:
+    s = stream(batches=2)
+
+    def lost() -> list[tuple[str, str, int]]:
+        coordinator = of_cluster(s).coordinator
+        assert coordinator is not None
+        return [(one.query, one.run_id, one.lost_ms) for one in coordinator.lost]
+
+    s.world.now += 30
+    s.c.expire()
+    assert lost() == [] and len(of_cluster(s).queries) == 1
+    s.world.now += 31
+    s.c.expire()
+    assert of_cluster(s).queries == () and lost() == [("name", "run1", int(s.world.now * 1000))]
+    assert s.c.register_query(structs.replace(s.registration, run_id="run2")).refusal is None
+    assert lost() == []
+    s.c.serve_ended(structs.replace(s.registration, run_id="run2"))
+    s.world.now += 61
+    s.c.expire()
+    assert of_cluster(s).queries == () and lost() == [], "its query had ended before"
 
 
 def test_savepoints_are_listed(stream: Make) -> None:

@@ -11,9 +11,10 @@ import pytest
 from coordinator_actor.coordinator import Coordinator
 from coordinator_actor.coordinator_conf import CoordinatorConf
 from coordinator_actor.exceptions import HostUnavailableError, QueryEndedError, UnknownOperatorError
+from coordinator_actor.handlers.run_registry import LONGEST_FAILURE
 from coordinator_actor.messages import HostReport, QueryRegistration
 from coordinator_actor.port import CoordinatorPort
-from spark_bridge.session.ended_queries import EndedQueries
+from spark_bridge.session.ended_queries import EndedQueries, failure_of
 from tests.coordinator_actor.coordinator_world import World
 from tests.coordinator_actor.coordinators import acknowledge
 from tests.coordinator_actor.hanging_storage import HangingStorage
@@ -109,6 +110,51 @@ def test_as_long_as_the_session_lives(world: World, port: Port, queries: Callabl
     world.now += 100
     port.c.expire()
     assert not is_read(port, 1), "its driver was not heard of"
+
+
+def test_with_which_error_a_query_has_ended(world: World, port: Port, queries: Callable[..., EndedQueries]) -> None:
+    def failures() -> dict[str, str]:
+        assert port.c is not None
+        return {q["run_id"]: q["failure"] for q in port.c.describe()["queries"]}
+
+    ended = queries()
+    first = run_of(world, port, 1)
+    assert failures() == {"run1": ""}
+    ended.ended(first, "ValueError: no " + "x" * 1000)
+    ended.ended(run_of(world, port, 2))
+    assert failures() == {"run1": ("ValueError: no " + "x" * 1000)[:LONGEST_FAILURE], "run2": ""}
+    port.replace()  # a coordinator that is started anew is told again
+    assert failures() == {}
+    ended.renew()
+    eventually(lambda: failures().keys() == {"run1", "run2"})
+    assert failures()["run1"].startswith("ValueError: no")
+
+
+@pytest.mark.parametrize(
+    ("exception", "read"),
+    [
+        (None, ""),
+        ("", ""),
+        (
+            "org.apache.spark.SparkException: Job aborted.\n\tat a.b.c\n",
+            "org.apache.spark.SparkException: Job aborted.",
+        ),
+        (
+            "org.apache.spark.sql.streaming.StreamingQueryException: Job aborted due to stage failure: Task 0 failed.\n"
+            "Traceback (most recent call last):\n"
+            '  File "worker.py", line 1, in main\n'
+            "backends.exceptions.StorageError: Could not write s3://b/c: 403\n\n"
+            "The above exception was the direct cause of the following exception:\n"
+            "Traceback (most recent call last):\n"
+            "spark_bridge.exceptions.CommitError: Partition 1 of 'totals' was not committed: 403\n\n"
+            "\tat org.apache.spark.api.python.BasePythonRunner$ReaderIterator.handle(PythonRunner.scala:572)\n"
+            "Caused by: java.io.IOException: gone\n",
+            "spark_bridge.exceptions.CommitError: Partition 1 of 'totals' was not committed: 403",
+        ),
+    ],
+)
+def test_what_a_person_must_read_of_sparks_error(exception: str | None, read: str) -> None:
+    assert failure_of(exception) == read
 
 
 def test_for_as_many_seconds_as_were_asked_for(world: World, port: Port, queries: Callable[..., EndedQueries]) -> None:

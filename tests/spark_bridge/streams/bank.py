@@ -34,7 +34,7 @@ OPERATOR = "balances"
 ACCOUNTS = 60
 OPENING = 1_000
 TRANSFERS = 25
-# Few of them see a mixed answer in every second run only; test_router.py sees what mixes answers in each run.
+# Few of them see a mixed answer in every second run only; test_routed_versions.py sees what mixes answers in each run.
 TELLERS = effort(2, 4)
 PAUSE = 0.3
 """Seconds between two blows."""

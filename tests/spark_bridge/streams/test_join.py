@@ -18,11 +18,12 @@ from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 from pyspark.sql.streaming import StreamingQuery
 
-from spark_bridge import QueryableStateClient, join, join_asof, restore_savepoint, trigger_savepoint
+from spark_bridge import QueryableStateClient, aggregate, join, join_asof, restore_savepoint, trigger_savepoint
+from spark_bridge import functions as S
 from spark_bridge.exceptions import InvalidOperatorError
 from tests.effort import only_thorough
 from tests.patience import PATIENCE
-from tests.spark_bridge.conftest import Stream, settle
+from tests.spark_bridge.conftest import Stream, settle, wait_until
 from tests.spark_bridge.streams.flow import backend, kept_by
 from tests.spark_bridge.streams.running import Running, flat, start
 
@@ -60,6 +61,11 @@ class Sides:
         key = None if self.random.random() < 0.05 else int(self.random.integers(0, 12))
         time, value = START + dt.timedelta(seconds=at), int(self.random.integers(1 << 40))
         return (key, time, value) if side == 0 else (key, str(value), time)
+
+    def all_planned(self, checkpoint: str) -> bool:
+        """Whether all files of both sides are in some batch."""
+        logs = [path for side in (0, 1) for path in Path(checkpoint, "sources", str(side)).glob("[0-9]*")]
+        return sum(log.read_text().count(".parquet") for log in logs) >= sum(s.files for s in self.streams)
 
     def end(self) -> None:
         """Add rows far ahead, which nothing matches."""
@@ -122,6 +128,21 @@ def test_rows_are_those_of_sparks_own_join(sides: Sides, how: str) -> None:
     same(begin(sides, sides.ours(how), "ours"), begin(sides, sides.native(how), "native"))
 
 
+@pytest.mark.spark42
+def test_an_aggregate_behind_a_join_gives_what_sparks_own_gives(sides: Sides) -> None:
+    """Rows that have waited are not late behind the join, and windows come when no more rows can."""
+    sides.add(FILES)
+    sides.end()
+    window = F.window("lt", "1 minute").alias("w")
+    native = sides.native("inner").drop("rt").groupBy("k", window).agg(F.count("b"))
+    joined = sides.ours("inner", event_time_column="lt")
+    by = ["k", S.window("lt", "1 minute").alias("w")]
+    ours = aggregate(joined, by=by, operator="counts", output_mode="append", n=S.count())
+    flat_window = ("k", "w.start", "w.end")
+    columns = (*flat_window, "count(b)"), (*flat_window, "n")
+    same(begin(sides, ours.select(*columns[1]), "ours"), begin(sides, native.select(*columns[0]), "native"))
+
+
 def on_time(sides: Sides, side: int) -> list[dict[str, Any]]:
     """The rows of a side that are not late, and have a key."""
     rows = []
@@ -156,39 +177,56 @@ def check_waiting(sides: Sides, client: QueryableStateClient, query: StreamingQu
     assert client.get("joined", 4711, name, "left") in (None, [])
 
 
-def go_on(sides: Sides, checkpoint: str, partitions: int, provider: str, found: list[Any]) -> StreamingQuery:
+def last_batch(query: StreamingQuery) -> int:
+    """The number of the last batch that has ended."""
+    return int((query.lastProgress or {"batchId": -1})["batchId"])
+
+
+def go_on(sides: Sides, how: str, checkpoint: str, partitions: int, provider: str, found: list[Any]) -> StreamingQuery:
     """Start on a checkpoint, with these partitions and this backend, and process all files."""
 
     def keep(batch: DataFrame, _: int) -> None:
         found.extend(tuple(r) for r in batch.collect())
 
     with backend(provider):
-        writer = sides.ours("inner", num_partitions=partitions).writeStream.foreachBatch(keep)
+        writer = sides.ours(how, num_partitions=partitions).writeStream.foreachBatch(keep)
         query = writer.option("checkpointLocation", checkpoint).start()
-    settle(query)
+    if how in ("inner", "left_semi"):
+        settle(query)
+    else:  # a batch a second, so that there is always something available
+        wait_until(lambda: query.exception() or sides.all_planned(checkpoint))
+        planned = last_batch(query)
+        wait_until(lambda: query.exception() or last_batch(query) > planned + 1)
     assert kept_by(checkpoint) == {provider}
     return query
 
 
 @pytest.mark.spark42_only
-def test_rescaled_restarted_saved_and_queried(sides: Sides, tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["inner", *map(only_thorough, ("full", "left_semi", "left_anti"))])
+def test_rescaled_restarted_saved_and_queried(sides: Sides, tmp_path: Path, how: str) -> None:
     client = QueryableStateClient.connect()
     checkpoint = str(tmp_path / "ck")
     found: list[Any] = []
     sides.add(2)
-    go_on(sides, checkpoint, 2, "rocksdb", found).stop()
+    go_on(sides, how, checkpoint, 2, "rocksdb", found).stop()
     sides.add()
-    query = go_on(sides, checkpoint, 3, "file", found)
-    check_waiting(sides, client, query)
+    query = go_on(sides, how, checkpoint, 3, "file", found)
+    if how == "inner":
+        check_waiting(sides, client, query)
     saved = trigger_savepoint(query, str(tmp_path / "savepoints")).result(PATIENCE)
     query.stop()
     restored = str(tmp_path / "restored")
     restore_savepoint(saved, restored, num_partitions=1, backend="rocksdb")
     sides.add()
-    query = go_on(sides, restored, 1, "rocksdb", found)
-    check_waiting(sides, client, query)
+    query = go_on(sides, how, restored, 1, "rocksdb", found)
+    if how == "inner":
+        check_waiting(sides, client, query)
     query.stop()
-    expected = flat(begin(sides, sides.native("inner"), "native").finish())
+    sides.end()
+    expected = flat(begin(sides, sides.native(how), "native").finish())
+    query = go_on(sides, how, restored, 4, "file", found)
+    wait_until(lambda: query.exception() or len(found) >= sum(expected.values()))
+    query.stop()
     assert Counter(found) == expected
     assert sum(expected.values()) > 30
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import psutil
 import pytest
 import ray
 from pyspark.errors import StreamingQueryException
@@ -140,9 +141,35 @@ def test_state_as_of_is_what_a_client_was_answered_then(
     assert {row["n"] for row in then.select("n").distinct().collect()} == {1}
 
 
+EXECUTOR, WORKER = "executor", "worker"
+
+
+def dying(strikes: Path) -> Callable[[Iterator[Any]], Iterator[Any]]:
+    """A function of tasks that kills its executor or its Python worker, once for each file of that name."""
+
+    def run(batches: Iterator[Any]) -> Iterator[Any]:
+        for batch in batches:
+            for name in (EXECUTOR, WORKER):
+                try:
+                    (strikes / name).unlink()
+                except FileNotFoundError:
+                    continue
+                worker = psutil.Process()
+                # The worker's parent is PySpark's daemon, which the executor has started.
+                victim = worker if name == WORKER else worker.parents()[1]
+                victim.kill()
+            yield batch
+
+    return run
+
+
 @pytest.mark.thorough  # the usual run has test_a_batch_reads_its_version_again_though_the_other_query_went_on
-def test_every_attempt_gives_what_the_recorded_version_says_whatever_dies(make_stream: Callable[..., Stream]) -> None:
-    """Sinks fail, hosts and the coordinator are killed, and the query that is looked up goes on meanwhile."""
+def test_every_attempt_gives_what_the_recorded_version_says_whatever_dies(
+    make_stream: Callable[..., Stream], tmp_path: Path
+) -> None:
+    """Sinks fail, hosts, the coordinator, executors and their Python workers are killed, and the query that is looked
+    up goes on meanwhile.
+    """
     rng = random.Random(11)
     looked_up, stream = make_stream(), make_stream("k long, w double")
     looked_up.add([(k, 1.0) for k in range(30)])
@@ -168,6 +195,7 @@ def test_every_attempt_gives_what_the_recorded_version_says_whatever_dies(make_s
                 running.stop()
 
     enriched = lookup(stream.read(), "looked_up", on="k", columns=["n", "total"])
+    enriched = enriched.mapInArrow(dying(tmp_path), enriched.schema)
     writer = enriched.writeStream.foreachBatch(keep).option("checkpointLocation", stream.checkpoint)
     given: list[tuple[int, float]] = []
     for number in range(12):
@@ -176,9 +204,13 @@ def test_every_attempt_gives_what_the_recorded_version_says_whatever_dies(make_s
         stream.add(rows)
         looked_up.add([(rng.randrange(40), 1.0) for _ in range(20)])
         coordinator = ray.get_actor("StateStoreCoordinator", namespace="statestore")
-        victims = [*current_cluster().hosts, coordinator]
-        ray.kill(rng.choice(victims), no_restart=False)
+        strike = (None, EXECUTOR, WORKER)[number % 3]
+        if strike is None:
+            ray.kill(rng.choice([*current_cluster().hosts, coordinator]), no_restart=False)
+        else:
+            (tmp_path / strike).touch()
         process()
+        assert strike is None or not (tmp_path / strike).exists(), "it was killed with rows that it had looked up"
     settle(query)
     query.stop()
     place = Path(looked_up.checkpoint, "statestore/lookups")

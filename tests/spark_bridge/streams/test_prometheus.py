@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from datetime import datetime, timezone
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
 import pytest
+from pyspark.sql import DataFrame
+from pyspark.sql.streaming import StreamingQuery
 
-from spark_bridge import QueryableStateClient, aggregate
+from spark_bridge import QueryableStateClient, aggregate, deduplicate
 from spark_bridge import functions as S
+from spark_bridge.exceptions import StateVersionError
 from spark_bridge.grafana.panels import ROWS
 from tests.patience import PATIENCE
-from tests.prometheus import Prometheus, needs_prometheus, running_prometheus
+from tests.prometheus import Prometheus, needs_prometheus, panel_query, running_prometheus
 from tests.spark_bridge.conftest import Stream, settle, wait_until
 
 pytestmark = [
@@ -23,14 +26,8 @@ pytestmark = [
 ]
 
 RULES = Path(__file__).parents[3] / "deploy/prometheus/statestore.rules.yml"
-WITHOUT_EVENTS = {
-    "Partitions loaded",
-    "Tasks tried again, checkpoints given up",
-    "Requests that failed",
-    "Failures",
-    "Rows dropped as late",
-}
-"""Counters of what has not happened have no series."""
+FAULTS = {"Tasks tried again, checkpoints given up", "Requests that failed"}
+"""Panels of what goes wrong in a stream. The tests of alerts look at them, where it does (``alerts/``)."""
 
 
 @pytest.fixture
@@ -39,43 +36,50 @@ def prometheus(spark: Any, tmp_path: Path) -> Iterator[Prometheus]:
         yield made
 
 
-def test_every_panel_has_data_and_no_alert_fires(make_stream: Callable[..., Stream], prometheus: Prometheus) -> None:
-    stream = make_stream("k long, v double, t timestamp")
-    batch = iter(range(10_000))
-
-    def feed() -> None:
-        n = next(batch)
-        now = datetime.now(timezone.utc)
-        stream.add([(k, float(n), now) for k in range(20)])
-
-    feed()
-    rows = stream.read().withWatermark("t", "10 seconds")
-    totals = aggregate(rows, by=["k", S.window("t", "1 minute")], operator="seen", num_partitions=2, n=S.count())
+def start(stream: Stream, name: str, made: DataFrame) -> StreamingQuery:
     query = (
-        totals.writeStream.queryName("watched")
+        made.writeStream.queryName(name)
         .outputMode("append")
-        .option("checkpointLocation", stream.checkpoint)
+        .option("checkpointLocation", f"{stream.checkpoint}-{name}")
         .format("noop")
         .start()
     )
     settle(query)
+    return query
+
+
+def test_every_panel_has_data_and_no_alert_fires(make_stream: Callable[..., Stream], prometheus: Prometheus) -> None:
+    stream = make_stream("k long, v double, t timestamp")
+
+    def feed() -> None:
+        now = datetime.now(timezone.utc)
+        late = [(0, 0.0, now - timedelta(hours=1))] if stream.files > 1 else []
+        stream.add([*((k, 1.0, now) for k in range(20)), *late])
+
+    feed()
+    rows = stream.read().withWatermark("t", "10 seconds")
+    totals = aggregate(rows, by=["k", S.window("t", "1 minute")], operator="seen", num_partitions=2, n=S.count())
+    once = deduplicate(stream.read(), by="k", operator="once", num_partitions=2)
+    start(stream, "watched", totals).stop()
+    feed()
+    queries = [start(stream, "watched", totals), start(stream, "repeated", once)]  # the first one loads what it has
     client = QueryableStateClient.connect()
 
     def missing() -> set[str]:
         feed()
-        settle(query)
+        for query in queries:
+            settle(query)
         list(client.scan("seen", query="watched"))
-        return {
-            f"{panel.title}: {expr}"
+        with pytest.raises(StateVersionError):
+            client.get("once", 0, version=10**6)
+        asked = {
+            (panel.title, target): panel_query(panel.title, target)
             for row in ROWS.values()
             for panel in row
-            for expr, _ in panel.targets
-            if panel.title not in WITHOUT_EVENTS and not found(expr)
+            for target in range(len(panel.targets))
+            if panel.title not in FAULTS
         }
-
-    def found(expr: str) -> list[Any]:
-        asked = expr.replace("$__rate_interval", "1m").replace("$namespace", ".*").replace("$query", "watched")
-        return prometheus.query(asked)
+        return {f"{title}: {query}" for (title, _), query in asked.items() if not prometheus.query(query)}
 
     left: set[str] = set()
 
@@ -90,4 +94,5 @@ def test_every_panel_has_data_and_no_alert_fires(make_stream: Callable[..., Stre
         print("without data:", sorted(left))
     firing = prometheus.query('ALERTS{alertstate="firing"}')
     assert [(alert["metric"]["alertname"], alert["metric"].get("query")) for alert in firing] == []
-    query.stop()
+    for query in queries:
+        query.stop()

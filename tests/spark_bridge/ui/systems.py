@@ -12,21 +12,11 @@ from typing import Any
 
 from coordinator_actor.messages import SavepointStatus
 from coordinator_actor.savepoints.savepoint_format import SavepointInfo
-from spark_bridge.exceptions import AccessDeniedError, RequestError
+from spark_bridge.exceptions import AccessDeniedError, EnvironmentProblemError, RequestError
 from spark_bridge.overview.faults import faults_of
 from spark_bridge.overview.from_cluster import overview_of_cluster
-from spark_bridge.overview.model import (
-    Checkpoint,
-    CoordinatorInfo,
-    Host,
-    Operator,
-    Overview,
-    Partition,
-    Query,
-    SchemaUse,
-    Step,
-    Variable,
-)
+from spark_bridge.overview.model import Checkpoint, Operator, Overview, Partition, Query, SchemaUse, Step, Variable
+from spark_bridge.overview.processes import CoordinatorInfo, Host
 from spark_bridge.queryable.server.token_verifier import Grant
 from spark_bridge.ui.live import LiveSystem
 from tests.spark_bridge.queryable.client_world import Cluster
@@ -61,8 +51,11 @@ class ModelSystem:
     place: str = "namespace statestore"
     status: SavepointStatus = field(default_factory=lambda: SavepointStatus(known=True))
     triggered: list[tuple[str, str | None]] = field(default_factory=list)
+    problem: str | None = None
 
     def overview(self) -> Overview:
+        if self.problem is not None:
+            raise EnvironmentProblemError(self.problem)
         return self.shown
 
     def client(self) -> Any:
@@ -206,6 +199,7 @@ def host(i: int, **changes: Any) -> Host:
             "a",
             4_100 + i,
             heartbeat_ms=600 + i,
+            up_ms=93_600_000 + i,
             partitions=8,
             memory={
                 "host_memory": 2_048 * mib,
@@ -264,7 +258,7 @@ def in_trouble() -> Overview:
         batch_ms=94_000,
     )
     silent = host(2, answered=False, heartbeat_ms=14_000, memory={}, counters={}, requests={}, partitions=0)
-    there = (*made.hosts[:2], silent, made.hosts[3])
+    there = (made.hosts[0], replace(made.hosts[1], restarts=1, up_ms=95_000), silent, made.hosts[3])
     return with_faults(replace(made, queries=(clicks, orders, made.queries[2]), hosts=there, faults=()))
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from coordinator_actor.messages import SavepointStatus
+from spark_bridge.overview.model import Overview
 from spark_bridge.ui.stored import StoredSystem
 from tests.effort import effort, only_thorough
 from tests.spark_bridge.state_data.format_fixtures import Stored
@@ -184,6 +185,33 @@ def test_a_page_keeps_up_until_it_is_paused(model: ModelSystem, model_page: str,
     assert page.locator(".fault").count() == 0
     page.get_by_role("button", name="Pause updates").click()
     assert page.locator("#pause").get_attribute("aria-pressed") == "true"
+
+
+def test_a_page_that_was_opened_before_anything_ran_shows_what_comes(
+    model: ModelSystem, model_page: str, tab: Open
+) -> None:
+    model.shown = Overview("cluster", 0)
+    opened = tab(model_page).open("/")
+    page = opened.page
+    page.get_by_role("heading", name="No query runs").wait_for()
+    model.shown = healthy()
+    page.get_by_role("heading", name="Nothing is wrong").wait_for()
+    page.get_by_role("link", name="clicks").wait_for()
+    assert opened.violations() == []
+
+
+def test_a_page_that_is_open_says_when_it_is_not_up_to_date(model: ModelSystem, tab: Open) -> None:
+    with served_page(model) as address:
+        opened = tab(address).open("/")
+        page = opened.page
+        model.problem = "The coordinator did not answer."
+        page.get_by_text("This is not up to date. The coordinator did not answer.").wait_for()
+        assert opened.violations() == []
+        model.problem = None
+        page.get_by_text("This is not up to date").wait_for(state="detached")
+    page.get_by_text("The server of this page has not answered since").wait_for()
+    assert page.get_by_role("heading", name="2 errors").count() == 1, "what was known stays"
+    opened.problems.clear()  # the browser notes that nobody answers
 
 
 @BOTH_WIDTHS

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -15,7 +16,7 @@ from spark_bridge.exceptions import EnvironmentProblemError
 from spark_bridge.overview.model import Overview, Partition
 from spark_bridge.ui.app import create_ui
 from spark_bridge.ui.charts import MOST_CELLS, heat_map, steps, strip, timeline
-from spark_bridge.ui.overviews import OLD_SECONDS, SharedOverview
+from spark_bridge.ui.overviews import OLD_SECONDS, RECENT_SECONDS, RECENT_WAIT_SECONDS, SharedOverview
 from tests.patience import PATIENCE
 from tests.spark_bridge.ui.conftest import Look
 from tests.spark_bridge.ui.hostile import HOSTILE, Forms
@@ -81,6 +82,15 @@ def test_a_healthy_system_says_so(look: Look) -> None:
     assert "Nothing is wrong" in text and "What to do" not in text
 
 
+def test_what_has_ended_counts_in_no_sum_and_stands_behind_what_runs(look: Look) -> None:
+    ended = replace(healthy().queries[0], status="ended")
+    text = look(ModelSystem(replace(healthy(), queries=(ended, *healthy().queries[1:])))).get("/").text
+    only = look(ModelSystem(replace(healthy(), queries=healthy().queries[1:]))).get("/").text
+    tiles = [of.partition('id="tiles"')[2].partition("</dl>")[0] for of in (text, only)]
+    assert tiles[0] == tiles[1]
+    assert text.index("query=q-orders") < text.index("query=q-devices") < text.index("query=q-clicks")
+
+
 def test_nothing_runs(look: Look) -> None:
     client = look(ModelSystem(Overview("cluster", 0)))
     assert "No query runs" in client.get("/").text
@@ -101,7 +111,9 @@ def test_a_query_says_where_time_went(look: Look) -> None:
     text = look(ModelSystem(in_trouble())).get("/query?query=q-orders").text
     assert "Where the time of batches went" in text and "changelog_ms" in text
     assert text.count("<g><title>batch") == 60
-    assert "waits for 4 partitions" in text and "45.0 s behind now" in text and "tasks were retried" in text
+    assert (
+        "4 partitions have not acknowledged it" in text and "45.0 s behind now" in text and "tasks were retried" in text
+    )
     assert "rows expire after 24 h" in text
     assert "can be read" in text and "2 tasks retried" in text
     assert "1 to 25 of 300" in text and "26 to 50 of 300" in (
@@ -180,7 +192,7 @@ def test_ten_thousand_partitions_and_fifty_queries_take_less_than_200_ms_a_page(
                 client.get(path)
                 times.append(time.process_time() - begun)
             took[f"{path} of {len(system.queries)}"] = min(times)
-    assert max(took.values()) < 0.2, took
+    assert max(took.values()) + RECENT_WAIT_SECONDS < 0.2, took
 
 
 # -- charts ------------------------------------------------------------------------------------
@@ -259,6 +271,22 @@ def test_an_overview_that_fails_leaves_the_last_one_and_says_why(error: Exceptio
 
     text = look(Failing(healthy())).get("/").text
     assert "This is not up to date" in text and "secret" not in text
+
+
+def test_a_page_waits_for_a_newer_overview_only_if_the_last_one_is_not_recent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So pages stay under 200 ms where the overview of thousands of partitions takes longer than that to be made."""
+    held = threading.Event()
+    asked: Any = Asked()
+    shared = asked.shared()
+    shared.get()
+    monkeypatch.setattr("spark_bridge.ui.overviews.WAIT_SECONDS", PATIENCE)
+    ask = shared._ask
+    monkeypatch.setattr(shared, "_ask", lambda: held.wait(PATIENCE) and ask())
+    asked.now = RECENT_SECONDS - 0.1
+    assert shared.get().overview.taken_ms == 1
+    asked.now = RECENT_SECONDS + 0.1
+    threading.Timer(0.3, held.set).start()
+    assert shared.get().overview.taken_ms == 2
 
 
 def test_an_overview_that_takes_long_is_shown_with_its_age(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,10 +6,8 @@ from dataclasses import replace
 
 from backends.storage.prices import Prices
 from spark_bridge.cli.cluster import views
-from spark_bridge.overview.model import (
-    CoordinatorInfo,
-    Overview,
-)
+from spark_bridge.overview.model import Overview
+from spark_bridge.overview.processes import CoordinatorInfo
 from tests.spark_bridge.cli.overviews import CHECKPOINT, FAULT, OVERVIEW, QUERY, printed
 
 

@@ -16,7 +16,8 @@ from spark_bridge.cli.doctor import cluster, machine
 from spark_bridge.cli.doctor.checks import Check, checked
 from spark_bridge.cli.doctor.storage import storage_checks
 from spark_bridge.cli.main import app
-from spark_bridge.overview.model import CoordinatorInfo, Fault, Host, Overview
+from spark_bridge.overview.model import Fault, Overview
+from spark_bridge.overview.processes import CoordinatorInfo, Host
 from tests.command_line import CliRunner
 
 

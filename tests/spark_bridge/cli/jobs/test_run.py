@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pyarrow as pa
@@ -108,6 +109,12 @@ class Supervised:
         self.await_(lambda: len(list(pids.iterdir())) >= start)
         return int(max(pids.iterdir(), key=lambda file: file.stat().st_mtime_ns).name)
 
+    def statestore(self, *args: str) -> list[Any]:
+        """Run a command on the cluster; return its lines of JSON."""
+        argv = [sys.executable, "-m", "spark_bridge.cli", *args, "--json", "--address", self.head.address]
+        done = subprocess.run(argv, env=self.head.environment(), capture_output=True, text=True, check=True)
+        return [json.loads(line) for line in done.stdout.splitlines()]
+
     def end(self) -> None:
         """Let the stream end by itself, and compare what it has counted."""
         (self.root / "end").touch()
@@ -139,6 +146,9 @@ def test_the_driver_is_killed_and_the_counts_are_exact(supervised: Supervised) -
     supervised.driver(2)
     supervised.await_batches()
     assert "the driver was killed by SIGKILL" in supervised.said()
+    events = supervised.statestore("logs", "--all")
+    assert {"coordinator", "driver"} < {event["source"].split()[0] for event in events}
+    assert [event["time"] for event in events] == sorted(event["time"] for event in events)
     supervised.end()
     assert "RayDP's master" not in supervised.said()  # which ends with the program
 

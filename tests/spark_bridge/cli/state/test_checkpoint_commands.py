@@ -125,6 +125,32 @@ def test_verify_names_a_damaged_manifest(stream: Make) -> None:
     assert run("verify", location(s) + "x", code=2).stderr
 
 
+@pytest.mark.parametrize(
+    "args",
+    [
+        ("status",),
+        ("queries",),
+        ("checkpoints",),
+        ("partitions",),
+        ("top", "--once"),
+        ("get", "op", "1"),
+        ("scan", "op"),
+        ("sql", "select * from op"),
+        ("watch", "op", "--from-version", "1"),
+        ("diff", "op", "1", "2"),
+        ("ui", "--port", "0"),
+    ],
+    ids=lambda args: args[0],
+)
+def test_each_command_names_a_damaged_manifest(stream: Make, args: tuple[str, ...]) -> None:
+    s = stream(batches=3)
+    file = sorted((s.world.root / "ck/statestore/manifests").iterdir())[1]
+    file.write_bytes(file.read_bytes().replace(b"run1", b"ruin"))
+    result = run(*args, "--checkpoint", location(s), code=2)
+    assert file.name in result.stderr.replace("\n", "") and not result.stdout
+    assert file.name in run("files", location(s), code=2).stderr.replace("\n", "")
+
+
 def test_keys_are_forgotten_and_the_audit_log_says_so(tmp_path: Path) -> None:
     flow = Flow(tmp_path)
     flow.batch({(user, 0): lambda of: of.total.update((1, "x")) for user in ("a", "b", "c", "d")})

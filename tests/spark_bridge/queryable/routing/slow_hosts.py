@@ -1,0 +1,97 @@
+"""Hosts that answer late, part by part, or not any more."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pyarrow as pa
+
+from coordinator_actor.messages import HostInfo, OperatorLocation, OperatorSpec
+from spark_bridge.exceptions import (
+    StateVersionError,
+)
+from spark_bridge.queryable.protocol.messages import At, KeyRowsRequest, LookupRequest, ScanRequest
+from spark_bridge.queryable.protocol.state_reads import StateAnswer
+from spark_bridge.queryable.server.request_limits import RequestLimits
+from spark_bridge.queryable.server.server import KvStateServer
+from tests.spark_bridge.queryable.client_world import TOKEN, TOTALS, G
+from tests.spark_bridge.queryable.memory_reads import ROWS, MemoryReads, OneToken
+
+
+class Lagging(MemoryReads):
+    """A host that hears of versions late and holds the last two: the value of every key, and every row, is the
+    version.
+    """
+
+    def __init__(self, coordinator: list[int]) -> None:
+        super().__init__()
+        self.coordinator = coordinator
+        self.version = coordinator[0]
+        self.questions = 0
+
+    def _at(self, at: At) -> int:
+        self.questions += 1
+        version = self.version
+        if at.isolation == "version":
+            self.version = version = max(version, min(at.version, self.coordinator[0]))
+            if not version - 1 <= at.version <= version:
+                raise StateVersionError(f"Version {at.version} is not held; version {version} is.")
+            return at.version
+        if at.version > version:
+            self.version = self.coordinator[0]
+            if self.version < at.version:
+                raise StateVersionError(f"Version {at.version} is not completed.")
+        return self.version
+
+    def lookup(self, request: LookupRequest, keys: pa.BinaryArray) -> tuple[int, pa.BinaryArray]:
+        version = self._at(request.at)
+        return version, pa.array([b"%d" % version] * len(keys))
+
+    def lookup_one(self, request: LookupRequest, key: bytes) -> tuple[int, bytes | None]:
+        version = self._at(request.at)
+        return version, b"%d" % version
+
+    def key_rows(self, request: KeyRowsRequest, keys: pa.BinaryArray) -> StateAnswer:
+        version = self._at(request.at)
+        rows = pa.record_batch(
+            [pa.array(range(len(keys)), pa.int64()), pa.array([str(version)] * len(keys))], ["position", "v"]
+        )
+        return StateAnswer(version, rows.schema, iter([rows]))
+
+    def scan(self, request: ScanRequest) -> StateAnswer:
+        version = self._at(request.at)
+        assert request.partitions is not None
+        rows = [
+            pa.record_batch([pa.array([p] * 10), pa.array([str(version)] * 10)], schema=ROWS)
+            for p in request.partitions
+        ]
+        return StateAnswer(version, ROWS, iter(rows))
+
+    def count(self, request: ScanRequest) -> tuple[int, int]:
+        return self._at(request.at), 10 * len(request.partitions or ())
+
+    def await_completed(self, run_id: str, after: int, seconds: float) -> int:
+        return self.version
+
+
+class Memory:
+    """Servers of what is in memory, one per host, the partitions among them by turns."""
+
+    def __init__(self, reads: Sequence[Any], partitions: int = 6, **limits: Any) -> None:
+        self.reads = reads
+        self.servers = [
+            KvStateServer(r, OneToken({TOKEN}), ip="127.0.0.1", limits=RequestLimits(**limits), host_id=f"h{i}")
+            for i, r in enumerate(reads)
+        ]
+        for server in self.servers:
+            server.start()
+        hosts = [HostInfo(f"h{i}", "a", "", "n", "s", s.server_address) for i, s in enumerate(self.servers)]
+        owners = tuple(hosts[p % len(hosts)] for p in range(partitions))
+        self.location = OperatorLocation(
+            "q", "run", "q", OperatorSpec("totals", partitions, TOTALS.to_json()), G, 0, owners
+        )
+
+    def close(self) -> None:
+        for server in self.servers:
+            server.shutdown()
