@@ -238,6 +238,9 @@ def test_which_query_is_meant(stream: Make) -> None:
         assert found.query(name).query_id == "q"
     with pytest.raises(LookupError, match=r"No single query is named 'other'; there are: name \(q\)"):
         found.query("other")
+    earlier = replace(found.queries[0], run_id="run0", status="replaced")
+    assert replace(found, queries=(earlier, *found.queries)).query("name").run_id == "run1"
+    assert replace(found, queries=(earlier, *found.queries)).query("run0").run_id == "run0"
     two = replace(found, queries=(*found.queries, replace(found.queries[0], query_id="q2", name="second")))
     with pytest.raises(LookupError, match="A query must be named; there are: name"):
         two.query(None)
