@@ -25,7 +25,7 @@ from tests.lab.cable import Direction
 from tests.lab.lab import Lab
 from tests.spark_bridge.conftest import wait_until
 
-pytestmark = [pytest.mark.cluster, pytest.mark.ray]
+pytestmark = [pytest.mark.cluster, pytest.mark.ray, pytest.mark.spark42_only]
 HOSTS = (1, 2)
 LOSSES = effort(5, 100)
 KINDS = ("killed", "without power", "cut off", "cut off in", "cut off out")
