@@ -4,8 +4,9 @@ What is held is counted as long as it lives: who holds something keeps a ``Claim
 the bytes off. So what a reader or a scan still keeps alive counts too. Kinds of memory, and what happens when they do
 not fit:
 
-- needed: changes of running batches, scans, and what each open database takes for itself. Everything else makes room
-  for them. A commit or a scan that does not fit even then is refused.
+- needed: changes of running batches, scans, copies that are read once, and what each open database takes for itself.
+  Everything else makes room for them. A commit or a scan that does not fit even then is refused. Copies have a quarter
+  of the budget at most, and use the disk instead.
 - passing: requests that are being received, and changelogs that are being written. Everything that can be spared makes
   room for them. They are over soon, so nothing is refused for them; a commit waits for its turn (``admitted``).
 - spared: before-images and last reads, a quarter of the budget at most. They never push anything else out; the oldest
@@ -26,7 +27,8 @@ from backends.conf import StateStoreConf
 from backends.exceptions import HostMemoryBusyError, HostMemoryError
 
 STAGED, DELTAS, SCANS, DATABASES = "staged_commits", "deltas", "scans", "open_databases"
-NEEDED = (STAGED, DELTAS, SCANS, DATABASES)
+COPIES = "copies"
+NEEDED = (STAGED, DELTAS, SCANS, COPIES, DATABASES)
 REQUESTS, CHANGELOGS = "requests", "changelogs"
 PASSING = (REQUESTS, CHANGELOGS)
 BEFORE_IMAGES, LAST_READS = "before_images", "last_reads"
@@ -35,6 +37,8 @@ ROW_CACHE, BLOCK_CACHE, WRITE_BUFFERS = "row_cache", "block_cache", "write_buffe
 
 KEPT_OF_COMMIT = 2
 """A commit keeps its changes, and what is prepared for the engine, which is about as large."""
+PEAK_OF_COPY = 3
+"""While changes of a copy are merged, they are there three times."""
 PEAK_OF_COMMIT = 3
 """While it is received, a commit has its changes twice; then it has what it keeps, and its changelog."""
 MAX_WAITING = 1000
@@ -141,6 +145,21 @@ class HostMemory:
             if needed + nbytes > self._working:
                 raise HostMemoryError(self._refusal(what, nbytes, needed))
             claim = self._new(kind, nbytes, None)
+        self._make_room()
+        return claim
+
+    def claim_copy(self, nbytes: int) -> Claim | None:
+        """Count changes of a copy, ``nbytes`` large, with what merging them takes; None if there is no room.
+
+        All copies together have a quarter of the budget at most: loads must not take the room of commits.
+        """
+        peak = PEAK_OF_COPY * nbytes
+        with _lock:
+            self._settle()
+            needed = sum(self._held[k] for k in NEEDED)
+            if self._held[COPIES] + peak > self.limit // 4 or needed + peak > self._working:
+                return None
+            claim = self._new(COPIES, peak, None)
         self._make_room()
         return claim
 

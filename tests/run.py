@@ -194,6 +194,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--without-clusters", action="store_true", help="run only what needs neither Ray nor Spark")
     parser.add_argument("--pythons", nargs="+", metavar="VENV", help="run in these environments: no cluster, the demo")
     given, rest = parser.parse_known_args(arguments)
+    if given.pythons and given.without_clusters:
+        parser.error("--pythons runs the tests without clusters and the demo: leave --without-clusters out.")
     begun = time.monotonic()
     steps = steps_of_pythons(given.pythons) if given.pythons else steps_of(given.thorough, rest)
     if given.without_clusters:

@@ -11,6 +11,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from backends.encoding.key_order import key_order
 from backends.exceptions import InvalidStateStoreArgument
 
 _HAS_SEARCH = hasattr(pc, "search_sorted")  # pyarrow 26, which needs Python 3.11
@@ -38,7 +39,7 @@ class SortedPairs:
         if keys.null_count:
             raise InvalidStateStoreArgument(f"{keys.null_count} of {len(keys)} keys are null; a key cannot be null.")
         if not is_strictly_sorted(keys):
-            order = pc.sort_indices(keys)
+            order = key_order(keys)
             keys, values = keys.take(order), values.take(order)
             if not is_strictly_sorted(keys):
                 raise InvalidStateStoreArgument("A key was given twice in one set of changes; give each key once.")
@@ -49,7 +50,7 @@ class SortedPairs:
         """Sort pairs that are given in the order in which they were written. Of equal keys the last one counts."""
         if is_strictly_sorted(keys):
             return cls(keys, values)
-        order = pc.sort_indices(keys)  # stable
+        order = key_order(keys)
         keys, values = keys.take(order), values.take(order)
         if len(keys) > 1:
             is_last = pc.not_equal(keys.slice(1), keys.slice(0, len(keys) - 1))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 
@@ -22,21 +22,20 @@ from backends.engines.backend import backend_of
 from backends.engines.engine import StateEngine
 from backends.engines.file import SortedMapScan
 from backends.engines.sorted_map import SortedMap
-from backends.exceptions import HostMemoryError
 from backends.formats.changelog import Changes
 from backends.formats.local_state import LocalState
-from backends.host_memory import SCANS, Claim, host_memory
+from backends.host_memory import Claim, host_memory
 from backends.ids import DEFAULT_FAMILY
 
 BUFFER_BYTES = 128 << 20
-"""More changes than that go into the engine below. While they are merged, they are in memory three times."""
+"""More changes than that go into the engine below."""
 
 
 class BufferedEngine:
     """The engine of the backend that ``conf`` names, with changes over it; see ``StateEngine``.
 
     Of changes, only those of keys from ``start`` (included) to ``end`` (not included) are held: others are not read.
-    Changes are counted as memory of scans. Where ``host_memory`` has no room, they go into the engine below.
+    Where ``host_memory`` has no room for more changes of copies, they go into the engine below.
     """
 
     def __init__(self, path: Path, conf: StateStoreConf, start: bytes | None = None, end: bytes | None = None) -> None:
@@ -51,7 +50,7 @@ class BufferedEngine:
 
     def _begin_with(self, state: LocalState) -> None:
         self.state = state
-        self._unmerged, self._maps, self._claims = [], {}, list[Claim]()
+        self._unmerged, self._maps, self._claims, self._nbytes = [], {}, list[Claim](), 0
         self._is_over_pairs = state != LocalState()
         """Whether the engine below may have pairs. If not, keys that are removed need not be remembered."""
 
@@ -113,15 +112,16 @@ class BufferedEngine:
 
     def _hold(self, changes: Changes, state: LocalState) -> None:
         held = Changes({family: self._of_range(pairs) for family, pairs in changes.families.items()})
-        if self._claims and self._nbytes + held.nbytes > BUFFER_BYTES:
+        if self._nbytes + held.nbytes > BUFFER_BYTES:
             self._write_below()
-        try:
-            self._claims.append(self._memory.claim(SCANS, held.nbytes, "Changes of a copy"))
-        except HostMemoryError:
+        claim = self._memory.claim_copy(held.nbytes)
+        if claim is None:
             self._write_below()
             self._below.prepare(held)(state)
             self._begin_with(state)
             return
+        self._claims.append(claim)
+        self._nbytes += held.nbytes
         self._unmerged.append(held)
         self.state = state
 
@@ -131,17 +131,18 @@ class BufferedEngine:
         cut = pairs.between(*self._range)
         return cut if len(cut) == len(pairs) else cut.compact()  # a slice would hold the whole changelog
 
-    @property
-    def _nbytes(self) -> int:
-        return sum(claim.nbytes for claim in self._claims)
-
     def _write_below(self) -> None:
         """Have the engine below hold all."""
-        if self._below.state == self.state:
+        if not (self._unmerged or self._maps):
             return
         self._changes(DEFAULT_FAMILY)
         self._below.prepare(Changes({f: held.between(None, None) for f, held in self._maps.items()}))(self.state)
         self._begin_with(self.state)
+
+    def load_sorted(self, parts: Iterable[tuple[str, SortedPairs]], unfinished: LocalState) -> None:
+        """Take pairs into the engine below."""
+        self._below.load_sorted(parts, unfinished)
+        self._begin_with(unfinished)
 
     def capture(self, directory: Path) -> Callable[[], None]:
         """Begin a snapshot by the engine below."""

@@ -6,7 +6,7 @@ Nothing is kept on local disk: a restart loads the last snapshot and the changel
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -116,6 +116,27 @@ class SortedMapEngine:
         changed = {n: self._maps.get(n, SortedMap()).with_changes(pairs) for n, pairs in changes.families.items()}
         self._maps = {**self._maps, **changed}
         self.state = state
+
+    def load_sorted(self, parts: Iterable[tuple[str, SortedPairs]], unfinished: LocalState) -> None:
+        """Make maps of pairs; those that come in key order are in no need of a merge."""
+        self._check_open()
+        ascending: dict[str, list[SortedPairs]] = {}
+        self.state = unfinished
+        for family, pairs in parts:
+            held = ascending.setdefault(family, [])
+            if held and len(pairs) and not held[-1].keys[-1].as_py() < pairs.keys[0].as_py():
+                self._add(family, held)
+                held = ascending[family] = []
+            if len(pairs):
+                held.append(pairs)
+        for family, held in ascending.items():
+            self._add(family, held)
+
+    def _add(self, family: str, parts: list[SortedPairs]) -> None:
+        of_parts = SortedMap.of_sorted(parts)
+        held = self._maps.get(family, SortedMap())
+        merged = held.with_changes(of_parts.between(None, None)) if held.runs else of_parts
+        self._maps = {**self._maps, family: merged}
 
     def capture(self, directory: Path) -> Callable[[], None]:
         """Remember the maps; they are written to ``directory`` when the returned function is called."""

@@ -17,8 +17,8 @@ from itertools import pairwise
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
+from backends.encoding.key_order import key_order
 from backends.encoding.merged_scan import merged_scan
 from backends.encoding.sorted_pairs import PAIRS_SCHEMA, SortedPairs, is_strictly_sorted
 
@@ -165,7 +165,7 @@ class SortedMap:
         values = pa.nulls(len(keys), pa.binary()) if below is None else below
         if not self.runs or not len(keys):
             return values
-        order = None if is_strictly_sorted(keys) else np.asarray(pc.sort_indices(keys))
+        order = None if is_strictly_sorted(keys) else np.asarray(key_order(keys))
         if order is not None:
             keys, values = keys.take(pa.array(order)), values.take(pa.array(order))
         for run in self.runs:

@@ -6,7 +6,7 @@ The layout of an operator changes when its query comes back with another number 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 
 from backends import fault_points
@@ -34,15 +34,20 @@ def take_over(
     unfinished = LocalState.unfinished(rescaled.head)
     families: set[str] = set()
     num_keys = 0
-    for source in rescaled.sources:
-        with loaded(source) as held:
-            for family in sorted(held.column_families):
-                families.add(family)
-                for batch in held.scan(rescaled.start, rescaled.end, family):
-                    pairs = SortedPairs(batch.column("key"), batch.column("value"))
-                    num_keys += len(pairs)
-                    engine.prepare(Changes({family: pairs}))(unfinished)
-                    step()
-                    fault_points.reached("load:rescaling")
+
+    def taken_over() -> Iterator[tuple[str, SortedPairs]]:
+        nonlocal num_keys
+        for source in rescaled.sources:
+            with loaded(source) as held:
+                for family in sorted(held.column_families):
+                    families.add(family)
+                    for batch in held.scan(rescaled.start, rescaled.end, family):
+                        pairs = SortedPairs(batch.column("key"), batch.column("value"))
+                        num_keys += len(pairs)
+                        yield family, pairs
+                        step()
+                        fault_points.reached("load:rescaling")
+
+    engine.load_sorted(taken_over(), unfinished)
     made = LocalState(rescaled.version, rescaled.head, num_keys if counts_keys else None)
     engine.prepare(Changes({family: SortedPairs.empty() for family in families}))(made)

@@ -15,7 +15,7 @@ _CODE = re.compile(r"<Code>(\w+)</Code>")
 _OUT_OF_RANGE = re.compile(r"status code: 416|StartTooLarge")
 _REFUSED = re.compile(r"request failed for key .*\(code: (\w+)\)")
 """S3's answer to a bulk removal says 200, and names those that it has not removed."""
-_PARAMETERS = re.compile(r"(\w+://[^\s?]*)\?\S*")
+_WORD = re.compile(r"\S+")
 _THROTTLING = {"SlowDown", "ServiceUnavailable", "ServerBusy"}
 _PASSING = {"InternalError", *_THROTTLING}
 _EXPIRED = {"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired"}
@@ -88,9 +88,15 @@ def for_people(text: str, most: int) -> str:
 
     A signature may be among these. What is too long loses its middle: services say at the end what was wrong.
     """
-    shown = _PARAMETERS.sub(r"\1?...", text)
+    shown = _WORD.sub(lambda word: _without_parameters(word[0]), text)
     half = (most - 5) // 2
     return shown if len(shown) <= most else f"{shown[:half]} ... {shown[-half:]}"
+
+
+def _without_parameters(word: str) -> str:
+    address = word.find("://")
+    at = word.find("?", address)
+    return word if -1 in (address, at) else f"{word[:at]}?..."
 
 
 def _status(error: BaseException) -> str:

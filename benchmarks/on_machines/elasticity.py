@@ -204,11 +204,11 @@ def pictures(found: dict[str, Any]) -> dict[str, str]:
     told = f"to 4 machines at {marks['four']:.0f} s, to 1 at {marks['one']:.0f} s"
     across = "seconds since the start"
     times = [line("batches", [(x, y) for x, y in found["batches"]])]
-    times.append(line("slowest answer of each second", [(x, y) for x, y in found["answers"]]))
-    counts = [line(name, steps(i)) for i, name in enumerate(("machines with executors", "hosts", "owners"), 1)]
+    times.append(line("slowest answers", [(x, y) for x, y in found["answers"]]))
+    counts = [line(name, steps(i)) for i, name in enumerate(("with executors", "hosts", "owning partitions"), 1)]
     return {
         "elasticity-times": lines(f"{found['keys']:,} keys, {told}", "seconds", across, times, is_time=True),
-        "elasticity-machines": lines(f"The same: {told}", "", across, counts, is_time=True),
+        "elasticity-machines": lines(f"The same: {told}", "machines; hosts of all", across, counts, is_time=True),
     }
 
 

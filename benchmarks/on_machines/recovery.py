@@ -5,8 +5,9 @@
 
 On the lab of the tests: a stream over a million keys in 8 partitions, on two of three machines beside the head. One of
 them is killed, loses its power, or its cable is cut, in turns; it comes back some time later, and the next one follows.
-The stream stands from the last batch before to the first one behind the longest gap between two batches. A client asks
-all along; every answer is checked, and at the end the whole state.
+The stream has recovered with the second batch that is completed behind the loss: that one began behind it. Later the
+stream may stand a second time, while an executor starts in the place of the lost one. A client asks all along; every
+answer is checked, and at the end the whole state.
 """
 
 from __future__ import annotations
@@ -85,17 +86,22 @@ def summary(stream: RunningStream, kind: str, began: float, lost: float, dead: f
     """Return the figures of one loss."""
     before = [b["at"] for b in within(stream.of("batch"), began, lost)]
     usual = float(np.median([b - a for a, b in pairwise(before)]))
-    after = [before[-1], *(b["at"] for b in stream.of("batch", lost))]
-    stood, again = max((b - a, b) for a, b in pairwise(after))
+    after = [b["at"] for b in stream.of("batch", lost)]
+    again = after[1]
     answers = [a["seconds"] for a in within(stream.of("answer"), lost, again + 1)]
+    counts = [(e["at"], len(e["executors"])) for e in stream.of("places", lost)]
+    fewer = next((at for at, count in counts if count < EXECUTORS), time.time())
+    replaced = next((at for at, count in counts if at > fewer and count == EXECUTORS), None)
     return {
         "kind": kind,
         "load": round(os.getloadavg()[0], 1),
         "usual_seconds": round(usual, 2),
-        "stood_seconds": round(stood - usual, 2),
+        "recovered_seconds": round(again - lost - usual, 2),
         "ray_seconds": round(dead - lost, 2),
         "beyond_ray_seconds": round(again - dead - usual, 2),
-        "slowest_answer_seconds": round(max(answers), 2),
+        "later_gap_seconds": round(max(b - a for a, b in pairwise(after[1:])) - usual, 2),
+        "new_executor_seconds": None if replaced is None else round(replaced - lost, 2),
+        "slowest_answer_seconds": round(max(answers, default=again - lost), 2),
     }
 
 

@@ -11,6 +11,9 @@ from coordinator_actor.durable.schema_history import schema_history
 from coordinator_actor.handlers.registries import Registries
 from coordinator_actor.query.query_state import QueryState
 
+MOST_LOST = 100
+"""So many queries whose drivers were lost are named, the last ones."""
+
 
 class Figures:
     """Describes the coordinator and its queries as plain dicts, lists, numbers and texts."""
@@ -41,6 +44,11 @@ class Figures:
             "queries": [{**_described(run), "failure": self._runs.failure(run.run_id)} for run in runs],
             "instances": instances,
             "problems": problems,
+            "lost": [
+                {"query": e.registration.name or e.registration.query_id, "run_id": e.registration.run_id, "at": e.at}
+                | {"checkpoint_location": e.registration.checkpoint_location}
+                for e in self._runs.lost()[-MOST_LOST:]
+            ],
         }
 
     def checkpoint_stats(self, query: str) -> dict[str, Any]:

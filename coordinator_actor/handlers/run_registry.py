@@ -23,11 +23,15 @@ STOPPED = "its query ended"
 
 @dataclass(frozen=True)
 class EndedQuery:
-    """A run that is over, for clients that still ask for its state. ``at`` is in seconds since 1970."""
+    """A run that is over, for clients that still ask for its state, and for people.
+
+    ``at`` is in seconds since 1970. ``was_running``: its query had not ended, as far as its driver has said.
+    """
 
     registration: QueryRegistration
     at: float
     why: str
+    was_running: bool = False
 
     def has(self, operator: str, query: str | None) -> bool:
         """Return whether the run had that operator, and that name, query id or run id."""
@@ -158,6 +162,13 @@ class RunRegistry:
         with self._lock:
             return list(self._ended.values())
 
+    def lost(self) -> list[EndedQuery]:
+        """Return the runs whose drivers were lost while their queries ran, and which nobody has started again since."""
+        with self._lock:
+            there = {run.registration.state_location for run in self.by_id.values()}
+            found = {e.registration.state_location: e for e in self._ended.values()}  # of a place, the last one
+        return [e for at, e in found.items() if e.why == LEASE_OVER and e.was_running and at not in there]
+
     def on(self, state_location: str) -> list[QueryState]:
         """Return the registered runs whose state is there."""
         with self._lock:
@@ -223,9 +234,10 @@ class RunRegistry:
 
     def end(self, run: QueryState, why: str) -> None:
         """End a run: nothing of it is active or pending any more, and nobody reads it."""
+        was_running = run.is_current
         run.end()
         with self._lock:
-            self._ended[run.run_id] = EndedQuery(run.registration, self._clock(), why)
+            self._ended[run.run_id] = EndedQuery(run.registration, self._clock(), why, was_running)
         self._end_work(run, why)
 
     def failed(self, run_id: str, failure: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -80,11 +80,19 @@ def build_snapshot(
         engine = backend.engine(Path(directory) / "engine", conf)
         try:
             rows = 0
-            for family, batch in pairs:
-                engine.prepare(Changes({family: batch}))(LocalState())
-                rows += len(batch)
-            engine.prepare(empty)(LocalState())
-            if not is_distinct:
+
+            def counted() -> Iterator[tuple[str, SortedPairs]]:
+                nonlocal rows
+                for family, batch in pairs:
+                    rows += len(batch)
+                    yield family, batch
+
+            if is_distinct:
+                engine.load_sorted(counted(), LocalState.unfinished(head))
+            else:
+                for family, batch in pairs:
+                    engine.prepare(Changes({family: batch}))(LocalState())
+                engine.prepare(empty)(LocalState())
                 rows = sum(batch.num_rows for family in families for batch in engine.scan(None, None, family))
             held = LocalState(version, head, rows)
             engine.prepare(empty)(held)

@@ -23,7 +23,7 @@ from spark_bridge.overview.model import (
     SchemaUse,
     Step,
 )
-from spark_bridge.overview.processes import CoordinatorInfo, Host, StorageTrouble
+from spark_bridge.overview.processes import CoordinatorInfo, Host, LostDriver, StorageTrouble
 from spark_bridge.overview.state_variables import variables_of
 
 Description = Mapping[str, Any]
@@ -64,6 +64,10 @@ def overview_of_cluster(
             coordinator.get("restarts", 0),
             _ms(coordinator.get("up_seconds")),
             _trouble(coordinator),
+            tuple(
+                LostDriver(lost["query"], lost["run_id"], lost["checkpoint_location"], _ms(lost["at"]) or 0)
+                for lost in coordinator.get("lost", ())
+            ),
         ),
         tuple(_query(query, held, (stats or {}).get(query["run_id"], {}), now_ms) for query in coordinator["queries"]),
         tuple(_hosts(coordinator, hosts, silent)),

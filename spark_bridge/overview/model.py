@@ -237,8 +237,13 @@ class Overview:
     format_version: int = FORMAT_VERSION
 
     def query(self, named: str | None) -> Query:
-        """Return the query of that name, query id or run id; None stands for the only one. Raises ``LookupError``."""
+        """Return the query of that name, query id or run id; None stands for the only one. Raises ``LookupError``.
+
+        Where several are meant, as earlier runs of a query, and one of them runs, it is that one.
+        """
         found = [q for q in self.queries if named is None or named in (q.name, q.query_id, q.run_id)]
+        running = [q for q in found if q.status == RUNNING]
+        found = running if len(running) == 1 else found
         if len(found) != 1:
             there = ", ".join(f"{q.title} ({q.query_id})" for q in self.queries) or "none"
             asked = "A query must be named" if named is None and found else f"No single query is named {named!r}"

@@ -15,6 +15,7 @@ from spark_bridge.overview.from_cluster import overview_of_cluster
 from spark_bridge.overview.model import Overview
 
 HOST_NAME_PREFIX = "StateStoreHost-"
+"""``start_host`` names an actor so, and its host ``host-`` with the same session and number."""
 ANSWER_SECONDS = 10.0
 MOST_SILENT = 50
 """Of so many hosts that do not answer Ray is asked what it knows."""
@@ -60,7 +61,7 @@ def cluster_overview(
 
 def _actor(name: str, namespace: str) -> dict[str, Any]:
     """Return what Ray knows of a host that has not answered."""
-    known: dict[str, Any] = {"host_id": name.removeprefix(HOST_NAME_PREFIX)}
+    known: dict[str, Any] = {"host_id": f"host-{name.removeprefix(HOST_NAME_PREFIX)}"}
     with suppress(ValueError, KeyError):  # it has ended meanwhile
         found = ray._private.state.actors(ray.get_actor(name, namespace=namespace)._actor_id.hex())
         address = found["Address"]

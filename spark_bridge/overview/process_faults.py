@@ -44,6 +44,16 @@ def process_faults(overview: Overview) -> Iterator[Fault]:
         )
     if coordinator is not None:
         yield from _restarted(COORDINATOR, coordinator, "Queries go on from their manifests")
+        for lost in coordinator.lost:
+            yield Fault(
+                ERROR,
+                "driver-lost",
+                f"query {lost.query}",
+                f"Its driver has not been heard of for {duration(max(0, overview.taken_ms - lost.lost_ms))} and more: "
+                "the query does not run.",
+                "Look for the driver's process and its machine, and start the program again: it goes on from its "
+                f"checkpoint, {lost.checkpoint_location}. 'statestore run' starts programs again by itself.",
+            )
     for host in overview.hosts:
         yield from _of_host(host)
     yield from _of_storage(overview)

@@ -71,10 +71,20 @@ class Host:
 
 
 @dataclass(frozen=True)
+class LostDriver:
+    """A query whose driver was not heard of any more while it ran, since ``lost_ms``; nobody has started it again."""
+
+    query: str
+    run_id: str
+    checkpoint_location: str
+    lost_ms: int
+
+
+@dataclass(frozen=True)
 class CoordinatorInfo:
     """The coordinator of a namespace. ``problems`` say where hosts stand that should stand elsewhere.
 
-    ``restarts`` and ``up_ms`` are those of its process, as of hosts.
+    ``restarts`` and ``up_ms`` are those of its process, as of hosts. ``lost`` are the queries that it has given up.
     """
 
     id: str
@@ -86,3 +96,4 @@ class CoordinatorInfo:
     restarts: int = 0
     up_ms: int | None = None
     storage_trouble: tuple[StorageTrouble, ...] = ()
+    lost: tuple[LostDriver, ...] = ()

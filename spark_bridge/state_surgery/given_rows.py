@@ -7,6 +7,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from backends.encoding.key_order import key_order
 from backends.exceptions import InvalidStateStoreArgument
 from spark_bridge.queryable.client.lossless_casts import CAST_ERRORS, cast_without_loss
 from spark_bridge.state_format.rows_to_pairs import PairsOfRows
@@ -93,5 +94,5 @@ def in_key_order(rows: pa.RecordBatch, keys: pa.BinaryArray) -> tuple[pa.RecordB
     """Return rows and keys sorted by key; equal keys stay in the order in which they came."""
     if len(keys) < 2 or pc.all(pc.greater_equal(keys.slice(1), keys.slice(0, len(keys) - 1))).as_py():
         return rows, keys
-    order = pc.sort_indices(keys)  # stable
+    order = key_order(keys)
     return rows.take(order), keys.take(order)

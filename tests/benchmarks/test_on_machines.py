@@ -84,4 +84,5 @@ def test_machines_and_owners_are_drawn_as_steps() -> None:
         }
     )
     assert set(drawn) == {"elasticity-times", "elasticity-machines"}
-    assert "to 4 machines at 1 s" in drawn["elasticity-times"] and ">owners</text>" in drawn["elasticity-machines"]
+    assert "to 4 machines at 1 s" in drawn["elasticity-times"]
+    assert ">owning partitions</text>" in drawn["elasticity-machines"]

@@ -18,8 +18,8 @@ import pytest
 from spark_bridge import state_table
 from tests.cluster.program_on_lab import ProgramOnLab
 from tests.effort import effort
+from tests.lab.accounts import ACCOUNTS, OPERATOR, postings
 from tests.lab.auditor import committed
-from tests.lab.bank import ACCOUNTS, OPERATOR, postings
 from tests.lab.bare.bank import HOST_SECONDS
 from tests.lab.cable import Direction
 from tests.lab.lab import Lab

@@ -21,8 +21,8 @@ import pytest
 
 from spark_bridge import state_table
 from tests.cluster.program_on_lab import START_SECONDS, ProgramOnLab
+from tests.lab.accounts import ACCOUNTS, OPERATOR, postings
 from tests.lab.auditor import committed
-from tests.lab.bank import ACCOUNTS, OPERATOR, postings
 from tests.lab.cable import Direction
 from tests.lab.lab import Lab
 from tests.lab.ray_nodes import RAY, ray_address, ray_environment, start_ray, start_ray_on

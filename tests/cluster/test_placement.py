@@ -67,29 +67,3 @@ def test_hosts_stand_where_executors_run(make_lab: Callable[[int], Lab]) -> None
         assert drained not in seen(lab)[1]
     finally:
         stream.end()
-
-
-def test_hosts_follow_the_executors_that_sparks_dynamic_allocation_asks_for(make_lab: Callable[[int], Lab]) -> None:
-    lab = make_lab(3)
-    start_ray(lab, [0, 1, 1])
-    of = "spark.dynamicAllocation."
-    configs = {f"{of}enabled": "true", f"{of}shuffleTracking.enabled": "true", f"{of}minExecutors": "1"}
-    configs |= {f"{of}maxExecutors": "2", f"{of}schedulerBacklogTimeout": "100ms"}
-    arguments = (ray_address(lab), str(lab.shared / "ck"), "1", json.dumps({"configs": configs}))
-    bank = ProgramOnLab(lab, "bank", *arguments)
-    try:
-        ((_, *executors),) = wait_until(lambda: bank.lines("executors"), timeout=400)
-        assert len(executors) == 1
-        last: list[Any] = []
-
-        def is_right() -> bool:
-            last[:] = seen(lab)
-            return len(last) == 3 and last[1] == sorted(lab.addresses[1:]) and last[2] == []
-
-        try:
-            wait_until(is_right, timeout=200)
-        except AssertionError as error:
-            raise AssertionError(f"{last}\n{bank.log()[-5000:]}") from error
-        bank.wait_for_more("batch", 2)
-    finally:
-        bank.end()

@@ -9,7 +9,7 @@ import pytest
 from tests.cluster.program_on_lab import START_SECONDS, ProgramOnLab
 from tests.lab import bank
 from tests.lab.auditor import committed
-from tests.lab.lab import Lab
+from tests.lab.lab import ROOT, Lab
 from tests.lab.ray_nodes import JOBS_PORT, RAY, WITH_JOBS, ray_address, ray_environment, start_ray
 from tests.spark_bridge.conftest import wait_until
 
@@ -23,7 +23,7 @@ def test_the_head_loses_its_power_and_the_stream_goes_on(make_lab: Callable[[int
     lab = make_lab(len(CPUS))
     start_ray(lab, CPUS, head=WITH_JOBS)
     checkpoint = str(lab.shared / "ck")
-    options = ("--name", "bank", "--address", f"http://{lab.addresses[0]}:{JOBS_PORT}")
+    options = ("--name", "bank", "--address", f"http://{lab.addresses[0]}:{JOBS_PORT}", "--env", f"PYTHONPATH={ROOT}")
     program = (str(bank.__file__), *options, "--", ray_address(lab), checkpoint, "2")
     run = ProgramOnLab(lab, "cli", "run", *program, machine=SUPERVISOR, package="spark_bridge")
     programs = [run]

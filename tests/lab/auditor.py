@@ -15,7 +15,7 @@ import numpy as np
 
 from spark_bridge import QueryableStateClient
 from spark_bridge.exceptions import QueryableStateError
-from tests.lab.bank import ACCOUNTS, OPERATOR, postings
+from tests.lab.accounts import ACCOUNTS, OPERATOR, postings
 
 PAUSE = 0.2
 

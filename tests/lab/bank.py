@@ -1,8 +1,7 @@
 """A bank for the machines of a lab: each row moves money from one account to another, and no money is made or lost.
 
-``python -m tests.lab.bank ADDRESS CHECKPOINT EXECUTORS [OPTIONS as JSON]``, on machine 0. Batch N has the transfers
-``N * TRANSFERS`` to ``(N + 1) * TRANSFERS``, and each is a function of its number. So what every account has at every
-version is known without the stream: ``balances``. Prints where executors run, and a line for each batch.
+``python -m tests.lab.bank ADDRESS CHECKPOINT EXECUTORS [OPTIONS as JSON]``, on machine 0. What every account has at
+every version is known without the stream (``accounts``). Prints where executors run, and a line for each batch.
 """
 
 from __future__ import annotations
@@ -11,32 +10,13 @@ import json
 import sys
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 from pyspark.sql import DataFrame
 from pyspark.sql.functions import array, col, explode, struct
 
 from spark_bridge import aggregate, init_spark, stop_spark
 from spark_bridge import functions as S
 from spark_bridge.session.executors import executor_cores
-
-ACCOUNTS = 1009
-"""A prime: the two accounts of a transfer are never the same, and all accounts come in turn."""
-TRANSFERS = 2000
-"""Transfers of a batch."""
-OPERATOR = "accounts"
-
-
-def postings(version: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Return the money of each account at a version, in whole units, and how many rows it has seen."""
-    number = np.arange(version * TRANSFERS, dtype=np.int64)
-    amount = number % 97 + 1
-    money = np.zeros(ACCOUNTS, np.int64)
-    rows = np.zeros(ACCOUNTS, np.int64)
-    for account, sign in ((number * 7 % ACCOUNTS, -1), ((number * 7 + 1 + number % 503) % ACCOUNTS, 1)):
-        np.add.at(money, account, sign * amount)
-        np.add.at(rows, account, 1)
-    return money, rows
+from tests.lab.accounts import ACCOUNTS, OPERATOR, TRANSFERS
 
 
 def write(rows: DataFrame, batch: int) -> None:

@@ -16,6 +16,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from backends.encoding.key_order import key_order
 from backends.encoding.keys import decode_keys
 from backends.encoding.operator_schema import OperatorSchema
 from backends.ids import DEFAULT_FAMILY
@@ -135,7 +136,7 @@ class _SessionBatch:
         without = empty(self._columns.schema)
         for pairs in scanned(self._store, ranges, ENDS_FAMILY):
             keys = without_expiry(pairs.column(0))
-            reducer.add(KeyedRows(keys.take(pc.sort_indices(keys)), np.zeros(0, np.int64), without))
+            reducer.add(KeyedRows(keys.take(key_order(keys)), np.zeros(0, np.int64), without))
 
     def merge(self, reducer: RowReducer, spool: Spool) -> None:
         """Merge the new sessions into the state, and put the sessions to emit into the spool."""

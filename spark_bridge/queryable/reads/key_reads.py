@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from backends.encoding.columns import MAX_BYTES, concatenated, content_bytes, list_parts
+from backends.encoding.key_order import key_order
 from backends.encoding.keys import decode_keys
 from backends.ids import DEFAULT_FAMILY
 from spark_bridge.exceptions import RequestLimitError
@@ -106,7 +107,7 @@ def _family(rows: VariableRows) -> str:
 
 
 def _sorted_values(view: PartitionView, keys: pa.BinaryArray, family: str) -> pa.BinaryArray:
-    order = np.asarray(pc.sort_indices(keys))
+    order = np.asarray(key_order(keys))
     back = np.empty(len(order), np.int64)
     back[order] = np.arange(len(order))
     return values_of(view, keys.take(pa.array(order)), family).take(pa.array(back))
@@ -169,7 +170,7 @@ def rows_of_keys(
 
 def _ranks(keys: pa.BinaryArray) -> npt.NDArray[np.int64]:
     ranks = np.empty(len(keys), np.int64)
-    ranks[np.asarray(pc.sort_indices(keys))] = np.arange(len(keys))
+    ranks[np.asarray(key_order(keys))] = np.arange(len(keys))
     return ranks
 
 

@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from backends.encoding.columns import list_array, list_parts
+from backends.encoding.key_order import key_order
 from backends.encoding.operator_schema import StateVariable
 from spark_bridge.state_format.families import TIMERS_BY_EXPIRY, TIMERS_BY_KEY, family_of
 from spark_bridge.state_format.layouts import EXPIRIES, is_present
@@ -64,7 +65,7 @@ class Timers:
         ranges = expired_ranges(self._step.store.key_groups, self.until_ms)
         found = [without_expiry(batch.column(0)) for batch in self._step.store.scan(ranges, self._expiry_family)]
         keys = pc.unique(pa.chunked_array(found, pa.binary()))
-        return keys.take(pc.sort_indices(keys))
+        return keys.take(key_order(keys))
 
     def begin(self) -> None:
         """Forget the keys of the step before."""
@@ -102,7 +103,7 @@ class Timers:
         """Return the stored keys of timers, given as numbers of keys and expiries, sorted as the store writes them."""
         columns = np.array(timers, np.int64).reshape(-1, 2)
         keys = by_expiry(self._step.keys.take(pa.array(columns[:, 0])), columns[:, 1])
-        return keys.take(pc.sort_indices(keys))
+        return keys.take(key_order(keys))
 
     def _changeable(self) -> list[int]:
         """Return the current key's timers, to be changed, and remember what they were."""

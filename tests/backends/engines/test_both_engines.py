@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,12 +13,12 @@ import pytest
 
 from backends import StateStoreConf
 from backends.encoding.sorted_pairs import SortedPairs
-from backends.engines import rocksdb_scan
+from backends.engines import rocksdb_scan, sorted_files
 from backends.engines.buffered_engine import BufferedEngine
 from backends.engines.engine import StateEngine
 from backends.engines.file import SortedMapEngine
 from backends.engines.rocksdb import LocalRocksDB
-from backends.exceptions import StoreClosedError
+from backends.exceptions import LocalStateDamagedError, StoreClosedError
 from backends.formats.changelog import Changes
 from backends.formats.local_state import LocalState
 
@@ -104,3 +106,87 @@ def test_ranges_show_the_pairs_of_the_call(engine):
 def test_a_family_that_is_not_there_is_empty(engine):
     assert engine.get_many(pa.array([b"0002"] * 100, pa.binary()), "absent").null_count == 100
     assert engine.get_one(b"0002", "absent") is None and list(engine.scan(None, None, "absent")) == []
+
+
+@pytest.mark.parametrize("made", MADE.values(), ids=MADE)
+@pytest.mark.parametrize("file_bytes", [1, 1 << 30])
+def test_sorted_pairs_are_taken_in_bulk(made, tmp_path, monkeypatch, file_bytes):
+    """Parts that do not go on behind the last one of their family too, and families without pairs."""
+    monkeypatch.setattr(sorted_files, "FILE_BYTES", file_bytes)
+    pairs = SortedPairs.from_dict(PAIRS)
+    parts = [
+        ("default", pairs.slice(300, 100)),
+        ("other", pairs.slice(0, 0)),
+        ("other", pairs.slice(0, 1)),
+        ("default", pairs.slice(400)),
+        ("default", pairs.slice(0, 300)),
+        ("other", pairs.slice(1, 9)),
+    ]
+    engine = made(tmp_path / "engine", StateStoreConf(fsync=False))
+    engine.load_sorted(iter(parts), LocalState.unfinished("head"))
+    assert engine.state == LocalState.unfinished("head")
+    engine.prepare(Changes({"default": SortedPairs.from_dict({b"0004": None, b"0005": b"new"})}))(
+        LocalState(2, "head", 10)
+    )
+
+    def held(of: StateEngine) -> dict[str, dict[bytes, bytes]]:
+        return {
+            family: {row["key"]: row["value"] for batch in of.scan(None, None, family) for row in batch.to_pylist()}
+            for family in ("default", "other")
+        }
+
+    expected_pairs = {
+        "default": {**{k: v for k, v in PAIRS.items() if k != b"0004"}, b"0005": b"new"},
+        "other": dict(sorted(PAIRS.items())[:10]),
+    }
+    assert held(engine) == expected_pairs
+    assert engine.get_one(b"0006", "default") == PAIRS[b"0006"]
+    (captured := tmp_path / "captured").mkdir()
+    engine.capture(captured)()
+    engine.close()
+    restored = made(tmp_path / "restored", StateStoreConf(fsync=False))
+    restored.restore(captured)
+    assert held(restored) == expected_pairs and restored.state.version == 2
+    restored.close()
+
+
+def test_pairs_that_cannot_be_read_leave_an_empty_engine(tmp_path):
+    def parts():
+        yield "default", SortedPairs.from_dict(PAIRS)
+        raise OSError("the source is gone")
+
+    engine = LocalRocksDB(tmp_path / "engine", StateStoreConf(fsync=False))
+    with pytest.raises(LocalStateDamagedError, match="the source is gone"):
+        engine.load_sorted(parts(), LocalState.unfinished("head"))
+    assert list(engine.scan(None, None)) == [] and not (tmp_path / "engine" / "bulk").exists()
+    engine.close()
+
+
+DYING = """
+import os, sys
+from pathlib import Path
+from backends import StateStoreConf, fault_points
+from backends.encoding.sorted_pairs import SortedPairs
+from backends.engines.rocksdb import LocalRocksDB
+from backends.formats.local_state import LocalState
+
+seen = []
+def hook(point):
+    seen.append(point)
+    if len(seen) == 2:
+        os._exit(9)
+fault_points.set_hook(hook)
+pairs = SortedPairs.from_dict({b"a": b"1"})
+engine = LocalRocksDB(Path(sys.argv[1]), StateStoreConf())
+engine.load_sorted([("default", pairs), ("other", pairs)], LocalState.unfinished("head"))
+"""
+
+
+@pytest.mark.long
+def test_a_process_that_dies_in_a_bulk_load_leaves_no_version(tmp_path):
+    done = subprocess.run([sys.executable, "-c", DYING, str(tmp_path / "engine")], check=False)
+    assert done.returncode == 9 and (tmp_path / "engine" / "bulk").exists()
+    engine = LocalRocksDB(tmp_path / "engine", StateStoreConf())
+    assert engine.state == LocalState.unfinished("head"), "not version 0, though pairs are there"
+    assert not (tmp_path / "engine" / "bulk").exists()
+    engine.close()

@@ -472,14 +472,14 @@ def kill_at(point: str, nth: int) -> list[str]:
     return reached
 
 
-@pytest.mark.parametrize("nth", [1, 3])
+@pytest.mark.parametrize(("point", "nth"), [("load:rescaling", 1), ("load:rescaling", 3), ("load:ingest", 1)])
 @backends
-def test_whoever_dies_half_way_leaves_nothing_that_is_taken_for_the_state(query, backend, nth, tmp_path):
+def test_whoever_dies_half_way_leaves_nothing_that_is_taken_for_the_state(query, backend, point, nth, tmp_path):
     q = query(4, backend).commit(everywhere(b"1", "x"))
-    layout, local = Layout("op", 1, OTHER[backend]), tmp_path / "host"
+    layout, local = Layout("op", 1, "rocksdb" if point == "load:ingest" else OTHER[backend]), tmp_path / "host"
     lineage = q.lineage(0, layout=layout)
     first = q.open(0, local, layout)
-    reached = kill_at("load:rescaling", nth)
+    reached = kill_at(point, nth)
     with pytest.raises(Killed):
         first.load(lineage)
     assert len(reached) == nth

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
 
 from backends.exceptions import StorageError
 from backends.storage.checkpoint_storage import CheckpointStorage
+from backends.storage.failures import for_people
 from backends.storage.request_counts import RequestCounts
 from backends.storage.trouble import LONGEST_TEXT, MOST_FAILURES, MOST_LOCATIONS, StorageTrouble
 
@@ -101,3 +103,13 @@ def test_a_request_that_fails_is_told_with_its_error(tmp_path: Path) -> None:
     (told,) = counts.trouble.read()
     assert told["location"] == storage.location and told["failures"] == 1 and told["error"].startswith("put: ")
     assert told["waiting"] == 0
+
+
+def test_a_long_word_takes_no_long_time() -> None:
+    """An error may have a value of its user in it; a search for addresses must not stop the process at it."""
+    took: list[float] = []
+    for text in ("ab" * 100_000, "x://" * 20_000):
+        begun = time.process_time()
+        assert len(for_people(text, 300)) <= 300
+        took.append(time.process_time() - begun)
+    assert max(took) < 5, took

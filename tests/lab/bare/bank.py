@@ -32,7 +32,7 @@ from spark_bridge.task.endpoints import Endpoints
 from spark_bridge.task.task_store import TaskStore
 from spark_bridge.transport.protocol import TaskIdentity
 from tests.lab import auditor
-from tests.lab.bank import ACCOUNTS, OPERATOR, postings
+from tests.lab.accounts import ACCOUNTS, OPERATOR, postings
 from tests.lab.bare.calls import serve
 from tests.lab.bare.host import QUERY_PORT, TOKEN
 from tests.patience import PATIENCE

@@ -27,7 +27,7 @@ def test_every_duration_is_divided_and_none_is_below_a_second() -> None:
     assert quick["StatestoreStateGrows"]["for"] == "1000ms"
     assert "rate(ray_statestore_storage_failures_total[15000ms])" in quick["StatestoreStorage"]["expr"]
     assert "[90000ms:3000ms]" in quick["StatestoreRestartLoop"]["expr"]
-    assert "offset 30000ms or" in quick["StatestoreTasksRetried"]["expr"]
+    assert "[180000ms] offset 30000ms)" in quick["StatestoreTasksRetried"]["expr"]
     assert "offset 60000ms" in quick["StatestoreStateGrows"]["expr"]
     assert [d for rule in quick.values() for d in re.findall(r"\b\d+[smhd]\b", rule["expr"])] == []
 
@@ -40,6 +40,7 @@ def test_nothing_else_changes() -> None:
         expression = rule["expr"].replace(lowered, usual) if usual else rule["expr"]
         for quick, slow in {
             "86400000ms": "1d",
+            "3600000ms": "1h",
             "900000ms:30000ms": "15m:30s",
             "600000ms": "10m",
             "300000ms": "5m",

@@ -99,9 +99,10 @@ def test_a_skewed_key(feed: Start, front: Front) -> None:
         feed("healthy", SCHEMA, rows, counts("healthy")) as other,
     ):
         runs(stream), runs(other)
-        assert front.faults() == []
+        assert not any("visits" in fault or "healthy" in fault for fault in front.faults())
         hot.append(True)
         front.says("operator pages of query visits", "skew")
+        assert not any("healthy" in fault for fault in front.faults())
         front.tab.page.locator(".fault", has_text="skew").get_by_role("link").click()
         front.picture("operator")
         front.tab.page.get_by_role("link", name="hottest keys").first.click()

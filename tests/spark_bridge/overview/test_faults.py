@@ -9,7 +9,7 @@ import pytest
 
 from spark_bridge.overview.faults import faults_of
 from spark_bridge.overview.model import Checkpoint, GivenUp, Operator, Overview, Partition, Query, Step
-from spark_bridge.overview.processes import CoordinatorInfo, Host, StorageTrouble
+from spark_bridge.overview.processes import CoordinatorInfo, Host, LostDriver, StorageTrouble
 
 PARTITIONS = tuple(Partition("op", p, 30, "h0", 20_000, 1, 28, 2) for p in range(5))
 QUERY = Query(
@@ -90,6 +90,7 @@ def test_a_healthy_system_has_no_fault() -> None:
         (host(answered=False, heartbeat_ms=None, actor_state="RESTARTING"), "host-starting", "warning"),
         (host(restarts=1, up_ms=30_000), "process-restarted", "warning"),
         (coordinator(restarts=3, up_ms=30_000), "process-restarted", "warning"),
+        (coordinator(lost=(LostDriver("orders", "r3", "s3://b/ck", -90_000),)), "driver-lost", "error"),
         (host(storage_trouble=(FAILS,)), "storage-fails", "error"),
         (host(storage_trouble=(replace(FAILS, is_over=True),)), "storage-fails", "warning"),
         (

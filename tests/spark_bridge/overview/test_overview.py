@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from msgspec import structs
 
 from backends.exceptions import MissingFileError
 from coordinator_actor.query.checkpoint_history import WRITE_SECONDS
@@ -201,6 +202,28 @@ def test_a_query_that_has_ended_in_the_midst_of_a_batch_is_at_none(stream: Make)
     assert found.failure == "ValueError: no" and found.ended_ms is not None
 
 
+def test_a_query_whose_driver_is_lost_is_told_of_until_it_runs_again(stream: Make) -> None:
+    s = stream(batches=2)
+
+    def lost() -> list[tuple[str, str, int]]:
+        coordinator = of_cluster(s).coordinator
+        assert coordinator is not None
+        return [(one.query, one.run_id, one.lost_ms) for one in coordinator.lost]
+
+    s.world.now += 30
+    s.c.expire()
+    assert lost() == [] and len(of_cluster(s).queries) == 1
+    s.world.now += 31
+    s.c.expire()
+    assert of_cluster(s).queries == () and lost() == [("name", "run1", int(s.world.now * 1000))]
+    assert s.c.register_query(structs.replace(s.registration, run_id="run2")).refusal is None
+    assert lost() == []
+    s.c.serve_ended(structs.replace(s.registration, run_id="run2"))
+    s.world.now += 61
+    s.c.expire()
+    assert of_cluster(s).queries == () and lost() == [], "its query had ended before"
+
+
 def test_savepoints_are_listed(stream: Make) -> None:
     s = stream()
     s.trigger()
@@ -215,6 +238,9 @@ def test_which_query_is_meant(stream: Make) -> None:
         assert found.query(name).query_id == "q"
     with pytest.raises(LookupError, match=r"No single query is named 'other'; there are: name \(q\)"):
         found.query("other")
+    earlier = replace(found.queries[0], run_id="run0", status="replaced")
+    assert replace(found, queries=(earlier, *found.queries)).query("name").run_id == "run1"
+    assert replace(found, queries=(earlier, *found.queries)).query("run0").run_id == "run0"
     two = replace(found, queries=(*found.queries, replace(found.queries[0], query_id="q2", name="second")))
     with pytest.raises(LookupError, match="A query must be named; there are: name"):
         two.query(None)

@@ -4,10 +4,12 @@ says that it cannot.
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -37,9 +39,21 @@ WIDE = "x" * 4_000
 """So wide that no socket holds all rows: a host still has most of them when the query is restarted."""
 
 
+BUFFER = 1 << 16
+
+
 @pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    made = Cluster(tmp_path, hosts=2, partitions=4, send_buffer=1 << 16)
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+    connect = socket.create_connection
+
+    def connected(*args: Any, **kwargs: Any) -> socket.socket:
+        """A reader that is slow for seconds must not take all rows into its buffer, which Linux lets grow."""
+        made = connect(*args, **kwargs)
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER)
+        return made
+
+    monkeypatch.setattr(socket, "create_connection", connected)
+    made = Cluster(tmp_path, hosts=2, partitions=4, send_buffer=BUFFER)
     made.batch(dict.fromkeys(range(USERS), (1, "narrow")))
     made.batch(dict.fromkeys(range(USERS), (2, WIDE)))
     yield made
