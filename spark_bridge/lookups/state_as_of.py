@@ -55,9 +55,9 @@ def state_as_of(
     no match. The other arguments are those of ``lookup``; ``checkpoint``, ``state_location`` and ``storage_options``
     are those of ``read_state``. Rows are shuffled by version, and come in another order.
 
-    As many versions are there as the query keeps (``min_versions_to_retain``). Of the last one, in the
-    first 10 s, the time counts at which Spark committed the batch, a moment before the version was completed. State
-    with a TTL shows what had not expired at the time of completion.
+    As many versions are there as the query keeps (``min_versions_to_retain``). Of the last one, in its first 10 s, the
+    time counts at which Spark committed the batch, a moment before the version was completed. State with a TTL shows
+    what had not expired at the time of completion.
 
     Raises ``InvalidOperatorError`` for everything that can be seen to be wrong, ``VersionNotFoundError`` if no version
     is completed; an action raises it for a row from before the first version that is kept, naming both times.

@@ -11,6 +11,7 @@ from nexmark import expected
 from nexmark.compare import expected_batches
 from nexmark.events import OUTPUTS
 from nexmark.generator import AUCTION, AUCTION_TYPE, BID, BID_TYPE, PERSON, SCHEMA, NexmarkConf, events
+from nexmark.joins import best_bids
 from nexmark.lanes import Check, check_of
 
 START = dt.datetime(2020, 1, 1, tzinfo=dt.timezone.utc)
@@ -156,6 +157,31 @@ def test_the_winning_bid(given: list[tuple[int, int, float, str]], winner: tuple
         names = ("id", "auction", "bidder", "price", "bid_date_time", "bid_extra", "item_name", "expires")
         must = set() if winner is None else {(1, 1, *winner[:2], at(winner[2]), winner[3], "item_name 1", at(9))}
         assert rows(found, *names) == must
+
+
+def test_average_prices_are_of_the_auctions_that_opened_in_a_window_and_were_sold() -> None:
+    bids = [bid(1, 5, 10, 2), bid(1, 6, 30, 3), bid(1, 7, 99, 12), bid(2, 5, 25, 9), bid(4, 5, 8, 12)]
+    given = [batch(auction(1, 1, 9), auction(2, 8, 30), auction(3, 2, 9)), batch(*bids, auction(4, 10, 20))]
+    names = ("category", "average_price", "auctions", "start_time", "end_time")
+    must = {(7, 27, 2, at(0), at(10)), (7, 8, 1, at(10), at(20))}
+    assert rows(expected.winning_prices(given), *names) == must
+
+
+def test_of_the_bids_that_a_join_has_found_together_the_best_one_counts() -> None:
+    """The earliest of the highest price, then the lowest bidder; bids behind the end of their auction do not count."""
+    auctions = pa.table({"id": [2, 1, 1, 1, 1, 3], "expires": [50, 9, 9, 9, 9, 4], "name": ["b", *"aaaa", "c"]})
+    found = pa.table(
+        {
+            "id": auctions["id"],
+            "price": [3, 20, 30, 30, 99, 7],
+            "bid_date_time": [8, 1, 5, 4, 10, 5],
+            "bidder": [1, 1, 1, 2, 1, 1],
+            "bid_extra": ["", "", "", "x", "", ""],
+        }
+    )
+    best = best_bids(auctions, found).select(["id", "name", "price", "bidder", "bid_extra", "low"]).to_pylist()
+    assert [tuple(row.values()) for row in best] == [(1, "a", 30, 2, "x", -30), (2, "b", 3, 1, "", -3)]
+    assert best_bids(auctions.slice(0, 0), found.slice(0, 0)).num_rows == 0
 
 
 @pytest.mark.parametrize("query", OUTPUTS)
