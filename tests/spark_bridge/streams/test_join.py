@@ -213,8 +213,8 @@ def test_rescaled_restarted_saved_and_queried(sides: Sides, tmp_path: Path, how:
     query = go_on(sides, how, checkpoint, 3, "file", found)
     if how == "inner":
         check_waiting(sides, client, query)
-    saved = trigger_savepoint(query, str(tmp_path / "savepoints")).result(PATIENCE)
-    query.stop()
+    # What a batch behind the savepoint gave out would come again.
+    saved = trigger_savepoint(query, str(tmp_path / "savepoints"), stop=True).result(PATIENCE)
     restored = str(tmp_path / "restored")
     restore_savepoint(saved, restored, num_partitions=1, backend="rocksdb")
     sides.add()
@@ -228,7 +228,7 @@ def test_rescaled_restarted_saved_and_queried(sides: Sides, tmp_path: Path, how:
     wait_until(lambda: query.exception() or len(found) >= sum(expected.values()))
     query.stop()
     assert Counter(found) == expected
-    assert sum(expected.values()) > 30
+    assert sum(expected.values()) > (15 if how == "left_anti" else 30)
 
 
 def delays(left: pa.Table, right: pa.Table) -> pa.Table:
