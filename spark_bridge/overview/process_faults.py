@@ -100,12 +100,20 @@ def _of_host(host: Host) -> Iterator[Fault]:
 
 
 def _lost(host: Host, subject: str) -> Fault:
+    if host.actor_state is None:
+        return Fault(
+            WARNING,
+            "host-lost",
+            subject,
+            "The coordinator has given it up, and Ray does not say how its actor is.",
+            "'ray list actors' shows it. Other hosts have its partitions meanwhile.",
+        )
     if host.actor_state != ALIVE:
         return Fault(
             WARNING,
             "host-starting",
             subject,
-            f"Its process has ended, and Ray has not started it again yet (state: {host.actor_state or 'unknown'}).",
+            f"Its process has ended, and Ray has not started it again yet (state: {host.actor_state}).",
             "Other hosts have its partitions meanwhile. If it stays so, Ray finds no place for it: 'ray status' shows "
             "what is asked for and what there is.",
         )

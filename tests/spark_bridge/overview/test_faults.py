@@ -88,6 +88,7 @@ def test_a_healthy_system_has_no_fault() -> None:
         (host(memory={"host_memory": 100, "cache": 99, "rows": 2}), "host-memory", "warning"),
         (host(answered=False, heartbeat_ms=None, actor_state="ALIVE"), "host-lost", "error"),
         (host(answered=False, heartbeat_ms=None, actor_state="RESTARTING"), "host-starting", "warning"),
+        (host(answered=False, heartbeat_ms=None, actor_state=None), "host-lost", "warning"),
         (host(restarts=1, up_ms=30_000), "process-restarted", "warning"),
         (coordinator(restarts=3, up_ms=30_000), "process-restarted", "warning"),
         (coordinator(lost=(LostDriver("orders", "r3", "s3://b/ck", -90_000),)), "driver-lost", "error"),
