@@ -24,11 +24,13 @@ LONGEST_TEXT = 300
 
 @dataclass
 class _Place:
-    """One location: when its last requests failed and how, and when a request was last answered."""
+    """One location: when its last requests failed and how, and when a request of each kind was last answered."""
 
     failed: deque[float] = field(default_factory=lambda: deque(maxlen=MOST_FAILURES))
     error: str = ""
-    answered: float | None = None
+    kind: str = ""
+    """Of the last request that failed. Storage may refuse writes and answer reads: a full disk, a lost permission."""
+    answered: dict[str, float] = field(default_factory=dict)
 
 
 class StorageTrouble:
@@ -59,18 +61,18 @@ class StorageTrouble:
             if error is None:
                 known = self._places.get(location)
                 if known is not None:
-                    known.answered = self._clock()
+                    known.answered[kind] = self._clock()
                 return
             place = self._places.setdefault(location, _Place())
             place.failed.append(self._clock())
-            place.error = f"{kind}: {text}"
+            place.kind, place.error = kind, f"{kind}: {text}"
 
     def read(self) -> list[dict[str, Any]]:
         """Return what is wrong by location, as JSON types; nothing for storage that answers.
 
         ``failures`` of the last minute (``MOST_FAILURES`` at most), the last with ``error``, ``failed_seconds`` ago;
-        ``answered_since``: a request was answered behind that failure; ``waiting`` requests have had no answer for
-        ``WAITING_SECONDS``, the longest for ``waiting_seconds``.
+        ``answered_since``: a request of its kind was answered behind that failure; ``waiting`` requests have had no
+        answer for ``WAITING_SECONDS``, the longest for ``waiting_seconds``.
         """
         with self._lock:
             now = self._clock()
@@ -89,7 +91,7 @@ class StorageTrouble:
                         "failures": sum(now - at < REMEMBERED_SECONDS for at in place.failed),
                         "error": place.error,
                         "failed_seconds": round(now - last, 1),
-                        "answered_since": place.answered is not None and place.answered > last,
+                        "answered_since": place.answered.get(place.kind, last) > last,
                         "waiting": len(seconds),
                         "waiting_seconds": round(max(seconds, default=0.0), 1),
                     }

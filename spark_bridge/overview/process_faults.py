@@ -163,7 +163,7 @@ class _Seen:
 
     @property
     def stands_still(self) -> bool:
-        """Whether nothing was answered behind the last failure, in any process, or a request hangs."""
+        """Whether no process whose requests fail has had one of the same kind answered since, or a request hangs."""
         failing = [t for t in self.troubles if t.failures]
         return self.waiting_ms > HANGING_MS or (bool(failing) and not any(t.is_over for t in failing))
 

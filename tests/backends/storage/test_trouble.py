@@ -47,7 +47,7 @@ def test_failures_are_told_for_a_minute_and_whether_they_are_over() -> None:
     (told,) = trouble.read()
     assert (told["failures"], told["error"], told["failed_seconds"]) == (2, "put: it is full", 3.0)
     assert not told["answered_since"]
-    trouble.ended(trouble.began("get", "s3://b/ck"), None)
+    trouble.ended(trouble.began("put", "s3://b/ck"), None)
     assert trouble.read()[0]["answered_since"]
     clock.now += 20
     assert trouble.read()[0]["failures"] == 1  # the first is more than a minute old
@@ -80,6 +80,17 @@ def test_a_text_is_bounded_and_has_no_signature() -> None:
     assert error.startswith("put: url (https://a.blob/c?...") and "secret" not in error and "more" not in error
     assert error.endswith("xxx why?")  # what storage says was wrong stands at the end
     assert len(error) <= LONGEST_TEXT + len("put: ")
+
+
+def test_storage_that_refuses_writes_and_answers_reads_has_not_answered() -> None:
+    clock = Clock()
+    trouble = StorageTrouble(clock)
+    fails(trouble, "a")
+    clock.now += 1
+    trouble.ended(trouble.began("get", "a"), None)
+    assert [t["answered_since"] for t in trouble.read()] == [False]
+    trouble.ended(trouble.began("put", "a"), None)
+    assert [t["answered_since"] for t in trouble.read()] == [True]
 
 
 def test_what_is_remembered_is_bounded() -> None:
