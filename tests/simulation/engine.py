@@ -5,13 +5,16 @@ Written as a provider, so that hosts find it by its import path: two of them, wh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 
 import msgspec
 import pyarrow as pa
 
 from backends.conf import StateStoreConf
+from backends.encoding.keys import KeyRange
+from backends.encoding.sorted_pairs import SortedPairs
 from backends.exceptions import StoreClosedError
 from backends.formats.changelog import Changes
 from backends.formats.local_state import LocalState
@@ -63,9 +66,11 @@ class SimulatedEngine:
         return self._pairs.get(key)
 
     def scan(self, start: bytes | None, end: bytes | None, column_family: str) -> Iterator[pa.RecordBatch]:
-        """One batch of the pairs in a range."""
+        """One batch of the pairs in a range, if there are some."""
         self._check_open()
         found = sorted(k for k in self._pairs if (start is None or k >= start) and (end is None or k < end))
+        if not found:
+            return iter(())
         values = [self._pairs[k] for k in found]
         schema = pa.schema([pa.field("key", pa.binary(), nullable=False), pa.field("value", pa.binary())])
         return iter(
@@ -96,6 +101,16 @@ class SimulatedEngine:
 
     def _keep(self, state: LocalState, pairs: dict[bytes, bytes]) -> None:
         self.state, self._pairs = _kept[str(self._path)] = (state, pairs)
+
+    def load_sorted(self, parts: Iterable[tuple[str, SortedPairs]], unfinished: LocalState) -> None:
+        """Take pairs, part by part: the process may be killed in between."""
+        for family, pairs in parts:
+            self.prepare(Changes({family: pairs}))(unfinished)
+        self._keep(unfinished, self._pairs)
+
+    def scan_ranges(self, ranges: Sequence[KeyRange], column_family: str) -> Iterator[pa.RecordBatch]:
+        """One batch of each range."""
+        return chain.from_iterable([self.scan(start, end, column_family) for start, end in ranges])
 
     def capture(self, directory: Path) -> Callable[[], None]:
         """The pairs in two files, so that a later snapshot may share one of them."""

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 
 import pyarrow as pa
 
 from backends.conf import StateStoreConf
-from backends.encoding.sorted_pairs import PAIRS_SCHEMA
+from backends.encoding.keys import KeyRange
+from backends.encoding.sorted_pairs import PAIRS_SCHEMA, SortedPairs
 from backends.exceptions import DamagedFileError, StoreClosedError
 from backends.formats.changelog import Changes
 from backends.formats.local_state import LocalState
@@ -64,6 +66,14 @@ class DictEngine:
             self.state = state
 
         return apply
+
+    def load_sorted(self, parts: Iterable[tuple[str, SortedPairs]], unfinished: LocalState) -> None:
+        for name, pairs in parts:
+            self.prepare(Changes({name: pairs}))(unfinished)
+        self.state = unfinished
+
+    def scan_ranges(self, ranges: Sequence[KeyRange], column_family: str) -> Iterator[pa.RecordBatch]:
+        return chain.from_iterable([self.scan(start, end, column_family) for start, end in ranges])
 
     def capture(self, directory: Path) -> Callable[[], None]:
         families = {n: [(k.hex(), v.hex()) for k, v in f.items()] for n, f in self._families.items()}
