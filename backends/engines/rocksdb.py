@@ -319,8 +319,9 @@ class LocalRocksDB:
         self._made()
         directory = self._path / BULK_DIRECTORY
         directory.mkdir()
+        given = _Given(parts)
         try:
-            files = write_sorted_files(parts, directory, self._options())
+            files = write_sorted_files(given, directory, self._options())
             for name in {name for name, _ in files} - self._families.keys():
                 self._create(name)
             # On the disk before the files are: without the log, a crash would leave pairs in a database of version 0.
@@ -334,6 +335,8 @@ class LocalRocksDB:
         except StateStoreError:
             raise
         except Exception as error:  # rocksdict raises plain Exception
+            if error is given.error:
+                raise
             raise self._failure("load", error) from error
         finally:
             shutil.rmtree(directory, ignore_errors=True)
@@ -462,6 +465,21 @@ class LocalRocksDB:
             f"RocksDB could not {verb} in {self._path}: {error}. If its disk is healthy and has room, "
             "remove the directory: the state is loaded anew from the checkpoint location."
         )
+
+
+class _Given:
+    """Pairs that somebody gives, and the error with which they have ended: it is none of RocksDB's."""
+
+    def __init__(self, parts: Iterable[tuple[str, SortedPairs]]) -> None:
+        self._parts = parts
+        self.error: Exception | None = None
+
+    def __iter__(self) -> Iterator[tuple[str, SortedPairs]]:
+        try:
+            yield from self._parts
+        except Exception as error:
+            self.error = error
+            raise
 
 
 def _own_bytes(num_families: int) -> int:

@@ -1,6 +1,6 @@
 """Sorted pairs as files of RocksDB, which a database takes over as they are.
 
-A key costs less than half of what it costs through a write buffer, which is flushed later.
+A key costs about half of what it costs through a write buffer, which is flushed later.
 """
 
 from __future__ import annotations

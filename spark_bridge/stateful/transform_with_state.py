@@ -185,7 +185,9 @@ def _transformed(
     if initial is not None and given.initial_rows is not None:
         state = InitialState(prepared(given.initial_rows), tuple(keys), key_groups, initial)
     rows = df if given.time_mode == NONE else with_ticks(df)
-    task = StateTask(given.operator, partitions, key_groups, tuple(keys), logic, True, given.lag_ms)
+    task = StateTask(
+        given.operator, partitions, key_groups, tuple(keys), logic, uses_time=True, watermark_lag_ms=given.lag_ms
+    )
     return map_in_arrow(prepared(rows), task, declare(spec, initial=state), given.output)
 
 

@@ -599,7 +599,8 @@ FAULTS: Sequence[PlantedFault] = (
         "no-floor",
         "A client does not say which version it has seen, and takes an older one.",
         no_floor,
-        test="tests/spark_bridge/queryable/routing/test_routed_versions.py::test_at_most_one_more_question_levels_the_versions",
+        test="tests/spark_bridge/queryable/routing/test_routed_versions.py::"
+        "test_at_most_one_more_question_levels_the_versions",
     ),
     PlantedFault(
         "first-attempt-stays",

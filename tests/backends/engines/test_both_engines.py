@@ -18,7 +18,7 @@ from backends.engines.buffered_engine import BufferedEngine
 from backends.engines.engine import StateEngine
 from backends.engines.file import SortedMapEngine
 from backends.engines.rocksdb import LocalRocksDB
-from backends.exceptions import LocalStateDamagedError, StoreClosedError
+from backends.exceptions import StoreClosedError
 from backends.formats.changelog import Changes
 from backends.formats.local_state import LocalState
 
@@ -156,7 +156,7 @@ def test_pairs_that_cannot_be_read_leave_an_empty_engine(tmp_path):
         raise OSError("the source is gone")
 
     engine = LocalRocksDB(tmp_path / "engine", StateStoreConf(fsync=False))
-    with pytest.raises(LocalStateDamagedError, match="the source is gone"):
+    with pytest.raises(OSError, match="the source is gone"):  # a user's function may be among those who give
         engine.load_sorted(parts(), LocalState.unfinished("head"))
     assert list(engine.scan(None, None)) == [] and not (tmp_path / "engine" / "bulk").exists()
     engine.close()
