@@ -52,7 +52,7 @@ def grown(
 
 
 def started(root: Path, bucket: str, earlier: PlayedStream, s3: ProxiedS3) -> tuple[ColdStart, PlayedStream]:
-    """Start a stream anew, which has ended, with other hosts; return what that took, and the stream, which has ended."""
+    """Start a stream that has ended anew, with other hosts. Return what that took, and the new one, which has ended."""
     with played_cluster(root, earlier.shape.hosts) as cluster:
         s3.traffic(bucket)
         began = time.perf_counter()

@@ -123,9 +123,9 @@ def changes(partition: int, batch: int, keys: int) -> Changes:
 
 
 def _binary(data: bytes, width: int) -> pa.BinaryArray:
-    return pa.FixedSizeBinaryArray.from_buffers(
-        pa.binary(width), len(data) // width, [None, pa.py_buffer(data)]
-    ).cast(pa.binary())
+    return pa.FixedSizeBinaryArray.from_buffers(pa.binary(width), len(data) // width, [None, pa.py_buffer(data)]).cast(
+        pa.binary()
+    )
 
 
 # -- a host in a process of its own --------------------------------------------------------------

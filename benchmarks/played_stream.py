@@ -72,7 +72,7 @@ class PlayedCluster:
         earlier: PlayedStream | None = None,
         spark_seconds: float = 0.0,
     ) -> PlayedStream:
-        """Start a query on a checkpoint location; with ``earlier``, which has ended, it goes on there with a new run."""
+        """Start a query on a checkpoint location. With ``earlier``, which has ended, it goes on with a new run."""
         registration = QueryRegistration(
             query_id=str(uuid.uuid4()) if earlier is None else earlier.registration.query_id,
             run_id=str(uuid.uuid4()),
@@ -190,7 +190,7 @@ class PlayedStream:
 def played_cluster(
     root: Path, hosts: int, *, apart: bool = True, conf: StateStoreConf | None = None
 ) -> Iterator[PlayedCluster]:
-    """Start a coordinator, and hosts whose local directories are below ``root``: ``apart`` in processes of their own."""
+    """Start a coordinator and hosts with local directories below ``root``: ``apart`` in processes of their own."""
     # Nobody sends heartbeats while a batch takes long: no lease may end.
     of_coordinator = CoordinatorConf(host_timeout=1e9, driver_timeout=1e9, report_timeout=0.0)
     coordinator = Coordinator(time.time, CheckpointStorage.open, of_coordinator)

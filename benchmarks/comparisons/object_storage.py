@@ -55,7 +55,7 @@ class Row:
                 _ = row.delay
         except ValueError as error:
             raise ValueError(
-                f"--rows takes partitions/hosts/ms, such as 50/2/10, 50/2/50t (a heavy tail) or 50/2/local, not {text!r}."
+                f"--rows takes partitions/hosts/ms, such as 50/2/10, 50/2/50t (heavy tail) or 8/2/local, not {text!r}."
             ) from error
         return row
 
@@ -150,8 +150,8 @@ def run(size: Size, steps: Steps) -> Measured:
             steps.advance()
     slots = f"{size['slots']} tasks of a batch run" if size["slots"] else "all tasks of a batch run"
     measured.notes += [
-        f"{size['operators']} operator(s), {size['keys']} changed keys a partition; {slots} at once. moto serves S3; it "
-        "and a proxy are processes on the same cores as the hosts and the coordinator, and what they take is in the "
+        f"{size['operators']} operator(s), {size['keys']} changed keys a partition; {slots} at once. moto serves S3; "
+        "it and a proxy are processes on the same cores as the hosts and the coordinator, and what they take is in the "
         "times.",
         f"{size['turns']} turns of {size['batches'] // size['turns']} batches behind {size['warm_up']}, contestants "
         "and places in turns; a file a partition has half as many. Snapshots and removal come every 10 batches between "
@@ -164,18 +164,14 @@ def run(size: Size, steps: Steps) -> Measured:
     return measured
 
 
-def _shape(
-    measured: Measured, where: Path, places: Sequence[Row], size: Size, steps: Steps, s3: ProxiedS3
-) -> None:
+def _shape(measured: Measured, where: Path, places: Sequence[Row], size: Size, steps: Steps, s3: ProxiedS3) -> None:
     """Run all rows of one number of partitions and hosts, in turns."""
     from played_stream import Shape, played_cluster
 
     from backends.conf import StateStoreConf
 
     first = places[0]
-    shape = Shape(
-        first.hosts, first.partitions, size["operators"], size["keys"], size["slots"], retain=size["retain"]
-    )
+    shape = Shape(first.hosts, first.partitions, size["operators"], size["keys"], size["slots"], retain=size["retain"])
     with ExitStack() as stack:
         played: list[Played] = []
         for contestant, linger in ((OURS, {}), (APART, {"commit_linger": 0.0})):
@@ -197,7 +193,9 @@ def _shape(
             one.run(size["warm_up"], s3, counts=False)
         for turn in range(size["turns"]):
             for row in places:
-                for one in sorted((p for p in played if p.row == row), key=lambda p: p.contestant, reverse=turn % 2 == 0):
+                for one in sorted(
+                    (p for p in played if p.row == row), key=lambda p: p.contestant, reverse=turn % 2 == 0
+                ):
                     steps.now(f"{row.name}: {one.contestant}, turn {turn + 1}")
                     one.run(size["batches"] // size["turns"] // (1 if one.contestant == OURS else 2), s3, counts=True)
                 if turn == 0:
