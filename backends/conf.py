@@ -37,8 +37,8 @@ class StateStoreConf:
     - ``fsync``: on local disk, sync each file and its directories before a commit is acknowledged. False is faster, and
       loses the last commits at a power cut. A killed process loses nothing either way.
     - ``commit_linger``: for so many seconds at most the first commit of a host waits for those of other partitions in
-      the same batch: their changelogs go into one object. It waits no longer than writes have taken lately, and no
-      longer than 10 ms on a local disk. 0: each changelog is a file of its own.
+      the same batch: their changelogs go into one object. It waits as long as writes have taken lately, on object
+      storage on while others come, and no longer than 10 ms on a local disk. 0: each changelog is a file of its own.
     - ``compression``: of changelogs and of the file provider's snapshots: "none", "lz4" or "zstd".
     - ``min_versions_to_retain``: how many versions before the newest can always be opened (Spark:
       ``spark.sql.streaming.minBatchesToRetain``). Files that only older versions need are removed.
@@ -77,7 +77,7 @@ class StateStoreConf:
     provider: str = "rocksdb"
     storage_options: Mapping[str, str] = field(default_factory=dict, hash=False)
     fsync: bool = True
-    commit_linger: float = 0.1
+    commit_linger: float = 0.2
     compression: str = "lz4"
     min_versions_to_retain: int = 100
     deltas_per_snapshot: int = 10

@@ -4,11 +4,9 @@
     python benchmarks/cold_start.py --local /dev/shm   with the hosts' local files in memory
 
 A played stream (``played_stream.py``) runs ``--batches`` batches with snapshots. Then another coordinator takes the
-query up with other hosts. ``start``: until the query is registered. ``first batch``: from its first task's start to its
-last one's end, so that every partition has been loaded. Requests are those of both, counted by the proxy.
-
-All hosts are in this process. RocksDB is opened with Python's lock held, and syncs files some ten times meanwhile: here
-one host waits for the others' syncs, which hosts with processes of their own do not.
+query up with other hosts, each in a process of its own. ``start``: until the query is registered. ``first batch``: from
+its first task's start to its last one's end, so that every partition has been loaded. Requests are those of both,
+counted by the proxy.
 """
 
 from __future__ import annotations
@@ -16,12 +14,56 @@ from __future__ import annotations
 import argparse
 import tempfile
 import time
+from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 
-from played_stream import Shape, played_stream
-from s3_proxy import proxied_s3
+from played_stream import PlayedStream, Shape, played_cluster
+from s3_proxy import ProxiedS3, proxied_s3
 
-BUCKET = "bench"
+BUCKET = "cold"
+
+
+@dataclass(frozen=True)
+class ColdStart:
+    """What a cold start took, in seconds, and its requests to storage by kind."""
+
+    start: float
+    first_batch: float
+    second_batch: float
+    of_start: Counter[str]
+    of_batch: Counter[str]
+
+    @property
+    def requests(self) -> Counter[str]:
+        """Return all requests until the first batch had ended."""
+        return self.of_start + self.of_batch
+
+
+def grown(
+    root: Path, bucket: str, partitions: int, hosts: int, batches: int, s3: ProxiedS3, slots: int = 0
+) -> PlayedStream:
+    """Return a stream that has run so many batches and has ended."""
+    shape = Shape(hosts, partitions, slots=slots)
+    with played_cluster(root, hosts) as cluster:
+        stream = cluster.start(f"s3://{bucket}/cold", shape, s3.options(), s3.options(s3.direct))
+        stream.run(batches)
+    return stream
+
+
+def started(root: Path, bucket: str, earlier: PlayedStream, s3: ProxiedS3) -> tuple[ColdStart, PlayedStream]:
+    """Start a stream that has ended anew, with other hosts. Return what that took, and the new one, which has ended."""
+    with played_cluster(root, earlier.shape.hosts) as cluster:
+        s3.traffic(bucket)
+        began = time.perf_counter()
+        ways = (earlier.registration.checkpoint_location, earlier.shape, s3.options(), s3.options(s3.direct))
+        stream = cluster.start(*ways, earlier=earlier)
+        start = time.perf_counter() - began
+        of_start = s3.traffic(bucket).requests
+        (first,) = stream.run(1)
+        of_batch = s3.traffic(bucket).requests
+        (second,) = stream.run(1)
+    return ColdStart(start, first, second, of_start, of_batch), stream
 
 
 def main() -> None:
@@ -34,25 +76,16 @@ def main() -> None:
     parser.add_argument("--delay", type=float, default=50.0, help="ms that each request takes longer")
     parser.add_argument("--local", type=Path, help="where the hosts' local files are; by default in the usual place")
     options = parser.parse_args()
-    shape = Shape(options.hosts, options.partitions, slots=options.slots)
-    location = f"s3://{BUCKET}/cold"
-    with tempfile.TemporaryDirectory(prefix="cold-start-", dir=options.local) as directory, proxied_s3(BUCKET) as s3:
-        ways = (s3.options(), s3.options(s3.direct))
-        with played_stream(Path(directory) / "first", location, shape, *ways) as stream:
-            stream.run(options.batches)
-        s3.slow_down(options.delay / 1e3)
-        s3.traffic()
-        began = time.perf_counter()
-        with played_stream(Path(directory) / "second", location, shape, *ways, stream) as again:
-            started = time.perf_counter() - began
-            of_start = s3.traffic().requests
-            (first,) = again.run(1)
-            of_batch = s3.traffic().requests
-            (second,) = again.run(1)
+    with tempfile.TemporaryDirectory(prefix="cold-start-", dir=options.local) as directory, proxied_s3() as s3:
+        s3.make_bucket(BUCKET)
+        given = (options.partitions, options.hosts, options.batches, s3, options.slots)
+        stream = grown(Path(directory) / "first", BUCKET, *given)
+        s3.slow_down(BUCKET, options.delay / 1e3)
+        found, _ = started(Path(directory) / "second", BUCKET, stream, s3)
     print(f"{options.partitions} partitions on {options.hosts} hosts, {options.delay:g} ms a request")
-    print(f"start        {started:6.2f} s  {dict(of_start)}")
-    print(f"first batch  {first:6.2f} s  {dict(of_batch)}")
-    print(f"both         {started + first:6.2f} s, the second batch {second:.2f} s")
+    print(f"start        {found.start:6.2f} s  {dict(found.of_start)}")
+    print(f"first batch  {found.first_batch:6.2f} s  {dict(found.of_batch)}")
+    print(f"both         {found.start + found.first_batch:6.2f} s, the second batch {found.second_batch:.2f} s")
 
 
 if __name__ == "__main__":

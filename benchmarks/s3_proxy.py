@@ -1,8 +1,8 @@
 """An S3-protocol server behind a proxy that makes each request slower and counts requests, each in its own process.
 
 The server is moto's, as in the tests. The proxy adds ``delay`` seconds to a request before the server sees it, and ten
-times as much to one request of 200 with ``tail``. What the server itself takes comes on top, so that figures at no
-delay are those of moto.
+times as much to one request of 200 with ``tail``: each bucket has its own delay, and is counted by itself. What the
+server itself takes comes on top, so that figures at no delay are those of moto.
 
     python benchmarks/s3_proxy.py PORT      the proxy alone, before a server on that port; commands on standard input
 """
@@ -10,14 +10,15 @@ delay are those of moto.
 from __future__ import annotations
 
 import asyncio
+import http.client
 import json
 import random
 import subprocess
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
@@ -44,6 +45,17 @@ class ProxiedS3:
         self._commands = commands
         self._answers = answers
 
+    def make_bucket(self, bucket: str) -> None:
+        """Make a bucket; there must be none of that name."""
+        connection = http.client.HTTPConnection(self.direct.removeprefix("http://"), timeout=30)
+        try:
+            connection.request("PUT", f"/{bucket}", headers={"Authorization": "AWS any:any"})
+            answer = connection.getresponse()
+            if answer.status != 200:
+                raise RuntimeError(f"The bucket {bucket!r} was not made: {answer.status} {answer.read()!r}")
+        finally:
+            connection.close()
+
     def options(self, endpoint: str | None = None) -> dict[str, str]:
         """Return the storage options by which the server is reached, through the proxy unless told otherwise."""
         return {
@@ -53,13 +65,13 @@ class ProxiedS3:
             "fs.s3a.secret.key": "any",
         }
 
-    def slow_down(self, delay: float, tail: bool = False) -> None:
-        """Have each request take ``delay`` seconds longer from now on."""
-        self._tell({"delay": delay, "tail": tail})
+    def slow_down(self, bucket: str, delay: float, tail: bool = False) -> None:
+        """Have each request to a bucket take ``delay`` seconds longer from now on."""
+        self._tell({"bucket": bucket, "delay": delay, "tail": tail})
 
-    def traffic(self) -> Traffic:
-        """Return what has gone through since the last call."""
-        told = self._tell({"count": True})
+    def traffic(self, bucket: str) -> Traffic:
+        """Return what has gone through to a bucket since the last call."""
+        told = self._tell({"bucket": bucket})
         return Traffic(Counter(told["requests"]), told["sent"], told["received"])
 
     def _tell(self, command: Mapping[str, Any]) -> Any:
@@ -69,16 +81,14 @@ class ProxiedS3:
 
 
 @contextmanager
-def proxied_s3(bucket: str) -> Iterator[ProxiedS3]:
-    """Run a server with a bucket, and a proxy before it; both end with the block."""
+def proxied_s3() -> Iterator[ProxiedS3]:
+    """Run a server and a proxy before it; both end with the block."""
     if str(ROOT) not in sys.path:
         sys.path.append(str(ROOT))
     from tests.backends.storage.s3_faults import s3_server
 
-    with s3_server() as server:
-        server.make_bucket(bucket)
-        with proxy_before(server.port) as proxied:
-            yield proxied
+    with s3_server() as server, proxy_before(server.port) as proxied:
+        yield proxied
 
 
 @contextmanager
@@ -100,22 +110,37 @@ def proxy_before(port: int) -> Iterator[ProxiedS3]:
 # -- the proxy's process -------------------------------------------------------------------------
 
 
+@dataclass
+class Bucket:
+    """What is asked of one bucket, and how much longer that takes."""
+
+    delay: float = 0.0
+    tail: bool = False
+    requests: Counter[str] = field(default_factory=Counter)
+    sent: int = 0
+    received: int = 0
+
+    def seconds(self) -> float:
+        """Return how much longer a request takes."""
+        slow = self.tail and random.random() < TAIL_SHARE
+        return self.delay * (TAIL_TIMES if slow else 1)
+
+
 class Proxy:
     """Forwards requests. Memory grows with the requests under way and their bodies."""
 
     def __init__(self, port_behind: int) -> None:
         self._port_behind = port_behind
-        self._delay, self._tail = 0.0, False
-        self._requests: Counter[str] = Counter()
-        self._sent = self._received = 0
+        self._buckets: dict[str, Bucket] = defaultdict(Bucket)
 
     def obey(self, command: Mapping[str, Any]) -> dict[str, Any]:
         """Carry out a command of ``ProxiedS3`` and return the answer."""
+        bucket = self._buckets[command["bucket"]]
         if "delay" in command:
-            self._delay, self._tail = command["delay"], command["tail"]
+            bucket.delay, bucket.tail = command["delay"], command["tail"]
             return {}
-        told = {"requests": self._requests, "sent": self._sent, "received": self._received}
-        self._requests, self._sent, self._received = Counter(), 0, 0
+        told = {"requests": bucket.requests, "sent": bucket.sent, "received": bucket.received}
+        self._buckets[command["bucket"]] = Bucket(bucket.delay, bucket.tail)
         return told
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -126,37 +151,43 @@ class Proxy:
                 line, headers = _parsed(head)
                 body = await reader.readexactly(int(headers.get("content-length", 0)))
                 method, target, _ = line.split(" ", 2)
-                self._requests[kind_of(method, target)] += 1
-                self._sent += len(body)
-                slow = self._tail and random.random() < TAIL_SHARE
-                await asyncio.sleep(self._delay * (TAIL_TIMES if slow else 1))
-                writer.write(await self._forward(method, head, body))
+                name = target.lstrip("/").replace("?", "/").partition("/")[0]
+                bucket = self._buckets[name]
+                bucket.requests[kind_of(method, target)] += 1
+                bucket.sent += len(body)
+                await asyncio.sleep(bucket.seconds())
+                answer, received = await self._forward(method, head, body)
+                self._buckets[name].received += received
+                writer.write(answer)
                 await writer.drain()
         except (asyncio.IncompleteReadError, asyncio.CancelledError, ConnectionError):
             pass  # the client has hung up, or the proxy ends
         finally:
             writer.close()
 
-    async def _forward(self, method: str, head: bytes, body: bytes) -> bytes:
+    async def _forward(self, method: str, head: bytes, body: bytes) -> tuple[bytes, int]:
         reader, writer = await asyncio.open_connection(HOST, self._port_behind)
         try:
             kept = [x for x in head[:-4].split(b"\r\n") if not x.lower().startswith((b"connection:", b"expect:"))]
             writer.write(b"\r\n".join((*kept, b"Connection: close")) + b"\r\n\r\n" + body)
             await writer.drain()
-            answer = await reader.read(-1)
+            top = (await reader.readuntil(b"\r\n\r\n"))[:-4]
+            _, headers = _parsed(top)
+            if "transfer-encoding" in headers:
+                raise ValueError(f"moto answered in chunks, which this proxy does not read: {top!r}")
+            if method == "HEAD":
+                content = b""
+            elif "content-length" in headers:  # moto closes the connection some 10 ms behind the last byte
+                content = await reader.readexactly(int(headers["content-length"]))
+            else:
+                content = await reader.read(-1)
         finally:
             writer.close()
-        top, _, content = answer.partition(b"\r\n\r\n")
-        lines = top.split(b"\r\n")
+        lines = [x for x in top.split(b"\r\n") if not x.lower().startswith(b"connection:")]
         lines[0] = lines[0].replace(b"HTTP/1.0", b"HTTP/1.1")
-        names = {x.split(b":", 1)[0].lower() for x in lines[1:]}
-        if b"transfer-encoding" in names:
-            raise ValueError(f"moto answered in chunks, which this proxy does not read: {lines[0]!r}")
-        lines = [x for x in lines if not x.lower().startswith(b"connection:")]
-        if b"content-length" not in names and method != "HEAD":
+        if "content-length" not in headers and method != "HEAD":
             lines.append(b"Content-Length: %d" % len(content))
-        self._received += len(content)
-        return b"\r\n".join(lines) + b"\r\n\r\n" + content
+        return b"\r\n".join(lines) + b"\r\n\r\n" + content, len(content)
 
 
 def kind_of(method: str, target: str) -> str:

@@ -125,7 +125,7 @@ SIMULATED_STEPS = 10**7
 NO_CLUSTER = ("-m", "not ray and not spark")
 NO_BROWSER = ("-m", "not ray and not spark and not browser")
 """A browser takes a core for half a minute: a usual run has it beside the clusters, where simple mistakes are found."""
-_STATE = ["tests/backends", "tests/spark_bridge/state_surgery"]
+_STATE = ["tests/backends"]
 _QUERIES = ["tests/spark_bridge/queryable", "tests/spark_bridge/cli", "tests/spark_bridge/state_data"]
 _PROTOCOL = ["tests/simulation", "tests/coordinator_actor", "tests/spark_bridge/host", "tests/spark_bridge/ui"]
 _ABOUT = ["tests/benchmarks", "tests/deploy", "tests/docs", "tests/test_public_names.py", "tests/test_run.py"]

@@ -1,80 +1,235 @@
-"""What a batch costs on object storage: requests, bytes, time and money."""
+"""What a batch costs on object storage: requests, bytes, time and money; and how long a cold start takes there."""
 
 from __future__ import annotations
 
 import statistics
 import tempfile
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from suite.comparison import Comparison, Measured
-from suite.model import Case, Contestant, Size
+from suite.comparison import Comparison, Measured, Table
+from suite.model import Case, Contestant, Part, Size
 from suite.progress import Steps
 from suite.ratios import Target
+from suite.svg import amount
 
-OURS = "ray-statestore"
+if TYPE_CHECKING:
+    from played_stream import PlayedStream
+    from s3_proxy import ProxiedS3
+
+OURS, APART = "ray-statestore", "a file a partition"
 BATCHES_A_MONTH = 30 * 24 * 3600
 DOLLARS = {"PUT": 5e-6, "LIST": 5e-6, "GET": 4e-7, "HEAD": 4e-7, "DELETE": 0.0, "bulk DELETE": 0.0}
 """S3's prices in us-east-1 for one request; one that removes costs nothing."""
-BUCKET = "bench"
+LOCAL = "local"
+REQUESTS, P50, P99, MORE = "requests a batch", "batch p50", "batch p99", "more than on a local disk"
+WRITTEN, READ, COST = "written a batch", "read a batch", "requests at a batch a second"
+COLD = "cold start"
+MORE_REQUESTS, MORE_MS, COLD_SECONDS = 4, 130.0, 3.0
+"""The targets: requests a batch beyond a host's one, ms at 50 ms a request beyond a local disk, seconds of a start."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of the table, as it is given: ``partitions/hosts/where``.
+
+    ``where`` is ``local``, or the ms that each request takes longer, with a ``t`` behind for a heavy tail.
+    """
+
+    partitions: int
+    hosts: int
+    where: str
+
+    @classmethod
+    def of(cls, text: str) -> Row:
+        """Read a row. Raises ``ValueError``."""
+        try:
+            partitions, hosts, where = text.split("/")
+            row = cls(int(partitions), int(hosts), where)
+            if where != LOCAL:
+                _ = row.delay
+        except ValueError as error:
+            raise ValueError(
+                f"--rows takes partitions/hosts/ms, such as 50/2/10, 50/2/50t (heavy tail) or 8/2/local, not {text!r}."
+            ) from error
+        return row
+
+    @property
+    def delay(self) -> float:
+        """Return the seconds that each request takes longer."""
+        return float(self.where.removesuffix("t")) / 1e3
+
+    @property
+    def has_tail(self) -> bool:
+        """Return whether one request of 200 takes ten times as long."""
+        return self.where.endswith("t")
+
+    @property
+    def storage(self) -> str:
+        """Return where the state is, in words."""
+        if self.where == LOCAL:
+            return "local disk"
+        return f"S3 + {self.where.removesuffix('t')} ms" + (", heavy tail" if self.has_tail else "")
+
+    @property
+    def name(self) -> str:
+        """Return the name of the row."""
+        return f"{self.partitions} partitions, {self.hosts} hosts, {self.storage}"
+
+
+@dataclass
+class Played:
+    """One stream of a contestant in one row, and what has been measured of it."""
+
+    row: Row
+    contestant: str
+    stream: PlayedStream
+    bucket: str
+    batches: int = 0
+    seconds: list[list[float]] = field(default_factory=list)
+    requests: Counter[str] = field(default_factory=Counter)
+    sent: int = 0
+    received: int = 0
+
+    def run(self, batches: int, s3: ProxiedS3, *, counts: bool) -> None:
+        """Run batches; they count, or only warm up."""
+        if self.bucket:
+            s3.traffic(self.bucket)
+        taken = self.stream.run(batches)
+        if counts:
+            self.batches += batches
+            self.seconds.append(taken)
+            if self.bucket:
+                traffic = s3.traffic(self.bucket)
+                self.requests += traffic.requests
+                self.sent += traffic.sent
+                self.received += traffic.received
+
+    def figures(self, local: Played) -> Iterator[tuple[str, str, list[list[float]]]]:
+        """Yield what is measured, its unit, and its figures of each turn. ``local`` ran on a local disk."""
+        turns = [sorted(s * 1e3 for s in turn) for turn in self.seconds]
+        yield P50, "ms", [[statistics.median(turn)] for turn in turns]
+        yield P99, "ms", [[_p99([ms for turn in turns for ms in turn])]]
+        if self.bucket:
+            more = zip(self.seconds, local.seconds, strict=True)
+            yield MORE, "ms", [[(statistics.median(a) - statistics.median(b)) * 1e3] for a, b in more]
+            a_batch = {kind: count / self.batches for kind, count in self.requests.items()}
+            yield REQUESTS, "requests", [[sum(a_batch.values())]]
+            yield WRITTEN, "KiB", [[self.sent / self.batches / 1024]]
+            yield READ, "KiB", [[self.received / self.batches / 1024]]
+            yield COST, "dollars a month", [[dollars_a_month(a_batch)]]
 
 
 def run(size: Size, steps: Steps) -> Measured:
-    """Run the same batches on a local disk and on S3 at each delay, for each number of partitions."""
-    from played_stream import Shape
+    """Run the same batches on a local disk and on S3, with changelogs stored together and with a file a partition."""
     from s3_proxy import proxied_s3
 
-    measured = Measured({OURS: Contestant("hosts and coordinator in one process, tasks played by threads", {}, True)})
-    steps.expect(len(size["partitions"]) * (len(size["delays"]) + 1))
-    with tempfile.TemporaryDirectory(prefix="object-storage-") as directory, proxied_s3(BUCKET) as s3:
-        for partitions in size["partitions"]:
-            shape = Shape(
-                size["hosts"], partitions, size["operators"], size["keys"], size["slots"], retain=size["retain"]
-            )
-            for delay in (None, *size["delays"]):
-                name = f"{partitions} partitions, " + ("local disk" if delay is None else f"S3 + {delay:g} ms")
-                steps.now(name)
-                _one(measured, name, Path(directory) / f"{partitions}-{delay}", shape, size, s3, delay)
-                steps.advance()
+    measured = Measured(
+        {
+            OURS: Contestant("hosts in processes of their own, tasks played by threads beside them", {}, True),
+            APART: Contestant(
+                "the same, but each partition's changes go to storage by themselves", {"commit_linger": "0"}, True
+            ),
+        }
+    )
+    rows = [Row.of(text) for text in size["rows"]]
+    steps.expect(len(rows) + len({(row.partitions, row.hosts) for row in rows}) + len(size["cold"]))
+    with tempfile.TemporaryDirectory(prefix="object-storage-") as directory, proxied_s3() as s3:
+        for (partitions, hosts), of_shape in groupby(rows, lambda row: (row.partitions, row.hosts)):
+            places = [Row(partitions, hosts, LOCAL), *(row for row in of_shape if row.where != LOCAL)]
+            _shape(measured, Path(directory) / f"{partitions}-{hosts}", places, size, steps, s3)
+        for text in size["cold"]:
+            row = Row.of(text)
+            steps.now(f"{COLD}: {row.name}")
+            _cold(measured, Path(directory) / f"cold-{text.replace('/', '-')}", row, size, s3)
+            steps.advance()
+    slots = f"{size['slots']} tasks of a batch run" if size["slots"] else "all tasks of a batch run"
     measured.notes += [
-        f"{size['hosts']} hosts, {size['operators']} operator(s), {size['keys']} changed keys a partition; "
-        f"{size['slots'] or 'all'} tasks of a batch run at once. moto serves S3; it and a proxy are processes on the "
-        "same cores as the hosts, and what they take is in the times.",
-        f"{size['batches']} batches a turn behind {size['warm_up']}; snapshots and removal come every 10 batches "
-        "between batches: their requests are in the figures, their time is not.",
+        f"{size['operators']} operator(s), {size['keys']} changed keys a partition; {slots} at once. moto serves S3; "
+        "it and a proxy are processes on the same cores as the hosts and the coordinator, and what they take is in the "
+        "times.",
+        f"{size['turns']} turns of {size['batches'] // size['turns']} batches behind {size['warm_up']}, contestants "
+        "and places in turns; a file a partition has half as many. Snapshots and removal come every 10 batches between "
+        "batches: their requests are in the figures, their time is not.",
         "Dollars are for requests alone, at a batch a second for 30 days, at S3's prices in us-east-1 ($5 for a "
         "million PUT or LIST, $0.40 for a million GET or HEAD).",
+        f"{COLD}: another coordinator takes the query up with hosts that hold nothing; from its first request until "
+        "every partition has committed a batch, so that all have been loaded.",
     ]
     return measured
 
 
-def _one(measured: Measured, name: str, where: Path, shape: Any, size: Size, s3: Any, delay: float | None) -> None:
-    from played_stream import played_stream
+def _shape(measured: Measured, where: Path, places: Sequence[Row], size: Size, steps: Steps, s3: ProxiedS3) -> None:
+    """Run all rows of one number of partitions and hosts, in turns."""
+    from played_stream import Shape, played_cluster
 
-    n = size["batches"]
-    if delay is None:
-        with played_stream(where, str(where / "ck"), shape) as stream:
-            stream.run(size["warm_up"])
-            _times(measured, name, stream.run(n))
-        return
-    s3.slow_down(delay / 1e3, size["tail"])
-    with played_stream(where, f"s3://{BUCKET}/{where.name}", shape, s3.options(), s3.options(s3.direct)) as stream:
-        stream.run(size["warm_up"])
-        s3.traffic()
-        taken = stream.run(n)
-        traffic = s3.traffic()
-    _times(measured, name, taken)
-    a_batch = {kind: count / n for kind, count in traffic.requests.items()}
-    for what, value, unit in (
-        ("requests a batch", sum(a_batch.values()), "requests"),
-        ("written a batch", traffic.sent / n / 1024, "KiB"),
-        ("read a batch", traffic.received / n / 1024, "KiB"),
-        ("requests at a batch a second", dollars_a_month(a_batch), "dollars a month"),
-    ):
-        measured.cases.append(Case(f"{name}: {what}", unit, {OURS: [[value]]}))
-    kinds = ", ".join(f"{kind} {count:.1f}" for kind, count in sorted(a_batch.items()))
-    measured.notes.append(f"{name}, requests a batch by kind: {kinds}.")
+    from backends.conf import StateStoreConf
+
+    first = places[0]
+    shape = Shape(first.hosts, first.partitions, size["operators"], size["keys"], size["slots"], retain=size["retain"])
+    with ExitStack() as stack:
+        played: list[Played] = []
+        for contestant, linger in ((OURS, {}), (APART, {"commit_linger": 0.0})):
+            directory = where / contestant.replace(" ", "-")
+            conf = StateStoreConf(host_memory=512 << 20, **linger)
+            cluster = stack.enter_context(played_cluster(directory, first.hosts, conf=conf))
+            for row in places:
+                bucket = "" if row.where == LOCAL else f"{where.name}-{row.where}-{len(played)}"
+                if bucket:
+                    s3.make_bucket(bucket)
+                    s3.slow_down(bucket, row.delay, row.has_tail)
+                    ways = (f"s3://{bucket}/ck", shape, s3.options(), s3.options(s3.direct))
+                    stream = cluster.start(*ways, spark_seconds=row.delay)
+                else:
+                    stream = cluster.start(str(directory / "ck"), shape)
+                played.append(Played(row, contestant, stream, bucket))
+        for one in played:
+            steps.now(f"{one.row.name}: warming up {one.contestant}")
+            one.run(size["warm_up"], s3, counts=False)
+        for turn in range(size["turns"]):
+            for row in places:
+                for one in sorted(
+                    (p for p in played if p.row == row), key=lambda p: p.contestant, reverse=turn % 2 == 0
+                ):
+                    steps.now(f"{row.name}: {one.contestant}, turn {turn + 1}")
+                    one.run(size["batches"] // size["turns"] // (1 if one.contestant == OURS else 2), s3, counts=True)
+                if turn == 0:
+                    steps.advance()
+    for row in places:
+        cases: dict[str, Case] = {}
+        for one in (p for p in played if p.row == row):
+            local = next(p for p in played if p.row.where == LOCAL and p.contestant == one.contestant)
+            for what, unit, turns in one.figures(local):
+                name = f"{row.name}: {what}"
+                cases.setdefault(name, Case(name, unit, {})).turns[one.contestant] = turns
+            if one.bucket and one.contestant == OURS:
+                kinds = (f"{kind} {count / one.batches:.1f}" for kind, count in sorted(one.requests.items()))
+                measured.notes.append(f"{row.name}, requests a batch by kind: {', '.join(kinds)}.")
+        measured.cases += cases.values()
+
+
+def _cold(measured: Measured, where: Path, row: Row, size: Size, s3: ProxiedS3) -> None:
+    """Start a query anew with hosts that hold nothing, several times."""
+    from cold_start import grown, started
+
+    bucket = where.name
+    s3.make_bucket(bucket)
+    stream = grown(where / "first", bucket, row.partitions, row.hosts, size["cold_batches"], s3)
+    s3.slow_down(bucket, row.delay, row.has_tail)
+    seconds, requests = [], []
+    for turn in range(size["cold_turns"]):
+        found, stream = started(where / f"again-{turn}", bucket, stream, s3)
+        seconds.append([found.start + found.first_batch])
+        requests.append([float(found.requests.total())])
+    measured.cases += [
+        Case(f"{row.name}: {COLD}", "s", {OURS: seconds}),
+        Case(f"{row.name}: requests of a {COLD}", "requests", {OURS: requests}),
+    ]
 
 
 def dollars_a_month(a_batch: Mapping[str, float]) -> float:
@@ -82,17 +237,129 @@ def dollars_a_month(a_batch: Mapping[str, float]) -> float:
     return sum(DOLLARS[kind] * count for kind, count in a_batch.items()) * BATCHES_A_MONTH
 
 
-def _times(measured: Measured, name: str, seconds: list[float]) -> None:
-    ordered = sorted(s * 1e3 for s in seconds)
-    measured.cases += [
-        Case(f"{name}: batch p50", "ms", {OURS: [[statistics.median(ordered)]]}),
-        Case(f"{name}: batch p99", "ms", {OURS: [[ordered[min(len(ordered) - 1, int(len(ordered) * 0.99))]]]}),
-    ]
+def _p99(values: Sequence[float]) -> float:
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(len(ordered) * 0.99))]
 
 
-def _target(partitions: int) -> Target:
-    what = f"{partitions} partitions on 2 hosts: requests a batch, snapshots and removal included"
-    return Target(what, f"{partitions} partitions, S3 + 50 ms: requests a batch", OURS, 6, kind="value")
+# -- the table -----------------------------------------------------------------------------------
+
+HEADING = (
+    "partitions",
+    "hosts",
+    "storage",
+    "requests a batch",
+    "at most",
+    "batch p50",
+    "p99",
+    "p50 more than on a local disk",
+    "KiB written, read a batch",
+    "dollars a month",
+    "targets",
+    "a file a partition: requests",
+    "p50",
+    "dollars a month",
+)
+
+
+def lines(part: Part) -> list[list[str]]:
+    """Return a line for each row that was measured, and for each cold start."""
+    found = []
+    for text in _rows(part):
+        row = Row.of(text)
+        names = (REQUESTS, P50, P99, MORE, WRITTEN, READ, COST)
+        ours, apart = ({what: _of(part, row, what, who) for what in names} for who in (OURS, APART))
+        is_local = row.where == LOCAL
+        judged = _judged(row, ours)
+        found.append(
+            [
+                str(row.partitions),
+                str(row.hosts),
+                row.storage,
+                "" if is_local else ours[REQUESTS],
+                "" if is_local else str(row.hosts + MORE_REQUESTS),
+                f"{ours[P50]} ms",
+                f"{ours[P99]} ms",
+                "" if is_local else f"{ours[MORE]} ms" + (f" (at most {MORE_MS:g})" if _has_time(row) else ""),
+                "" if is_local else f"{ours[WRITTEN]}, {ours[READ]}",
+                ours[COST],
+                "" if is_local else "reached" if judged else "**not reached**",
+                apart[REQUESTS],
+                f"{apart[P50]} ms",
+                apart[COST],
+            ]
+        )
+    for text in part.size["cold"]:
+        row = Row.of(text)
+        seconds, requests = _median(part, f"{row.name}: {COLD}"), _median(part, f"{row.name}: requests of a {COLD}")
+        verdict = "reached" if seconds <= COLD_SECONDS else "**not reached**"
+        what = f"{COLD}: {amount(seconds)} s (at most {COLD_SECONDS:g}), {amount(requests)} requests"
+        found.append([str(row.partitions), str(row.hosts), row.storage, what, *[""] * 6, verdict, "", "", ""])
+    return found
+
+
+def _rows(part: Part) -> list[str]:
+    """Return the rows of a part, with a local disk before the others of the same partitions and hosts."""
+    found: list[str] = []
+    for text in part.size["rows"]:
+        row = Row.of(text)
+        found += [f"{row.partitions}/{row.hosts}/{LOCAL}", text]
+    return list(dict.fromkeys(found))
+
+
+def _has_time(row: Row) -> bool:
+    return row.where == "50"
+
+
+def _judged(row: Row, ours: Mapping[str, str]) -> bool:
+    if row.where == LOCAL:
+        return True
+    requests, more = float(ours[REQUESTS]), float(ours[MORE].replace(",", ""))
+    return requests <= row.hosts + MORE_REQUESTS and (not _has_time(row) or more <= MORE_MS)
+
+
+def _of(part: Part, row: Row, what: str, contestant: str) -> str:
+    case = part.case(f"{row.name}: {what}")
+    return "" if case is None else amount(statistics.median(case.figures(contestant)))
+
+
+def _median(part: Part, name: str) -> float:
+    case = part.case(name)
+    if case is None:
+        raise KeyError(f"{name} was not measured.")
+    return statistics.median(case.figures(OURS))
+
+
+# -- targets -------------------------------------------------------------------------------------
+
+ROWS = [
+    *(f"8/2/{where}" for where in ("0", "10", "50", "100", "50t")),
+    *(f"50/2/{where}" for where in ("10", "50")),
+    *(f"200/4/{where}" for where in ("50", "100")),
+    "200/8/50",
+]
+COLD_ROWS = ["200/4/50"]
+
+
+def _targets() -> Iterator[Target]:
+    for text in ROWS:
+        row = Row.of(text)
+        most = row.hosts + MORE_REQUESTS
+        name = f"{row.name}: {REQUESTS}"
+        yield Target(f"{name}, snapshots and removal included", name, OURS, most, kind="value")
+        if _has_time(row):
+            yield Target(f"{row.name}: {P50}, {MORE}", f"{row.name}: {MORE}", OURS, MORE_MS, kind="value", unit="ms")
+    for partitions, hosts in dict.fromkeys((Row.of(t).partitions, Row.of(t).hosts) for t in ROWS):
+        name = f"{Row(partitions, hosts, LOCAL).name}: {P50}"
+        yield Target(f"{name}, beside {APART}", name, OURS, 1.0, against=APART, at_least=True)
+    for text in COLD_ROWS:
+        name = f"{Row.of(text).name}: {COLD}"
+        yield Target(name, name, OURS, COLD_SECONDS, kind="value", unit="s")
+
+
+def _size(**other: Any) -> Size:
+    usual = {"operators": 1, "keys": 100, "slots": 0, "retain": 10, "cold_batches": 25}
+    return {**other, **usual}
 
 
 COMPARISONS = (
@@ -100,37 +367,16 @@ COMPARISONS = (
         name="object-storage",
         title="Object storage",
         about="What a batch costs where each file is a request. A server that speaks S3 stands behind a proxy that "
-        "counts the requests and makes each of them slower. Real hosts and a real coordinator run the batches, "
-        "without Spark.",
+        "counts the requests and makes each of them slower. Real hosts, each in a process of its own, and a real "
+        "coordinator run the batches, without Spark.",
         run=run,
         sizes={
-            "full": {
-                "hosts": 2,
-                "partitions": [8, 50],
-                "operators": 1,
-                "keys": 100,
-                "slots": 0,
-                "delays": [0.0, 10.0, 50.0, 100.0],
-                "tail": False,
-                "warm_up": 40,
-                "batches": 100,
-                "retain": 10,
-            },
-            "smoke": {
-                "hosts": 2,
-                "partitions": [8],
-                "operators": 1,
-                "keys": 100,
-                "slots": 0,
-                "delays": [10.0],
-                "tail": False,
-                "warm_up": 40,
-                "batches": 20,
-                "retain": 10,
-            },
+            "full": _size(rows=ROWS, cold=COLD_ROWS, warm_up=20, batches=100, turns=2, cold_turns=3),
+            "smoke": _size(rows=["8/2/10"], cold=["8/2/10"], warm_up=20, batches=20, turns=1, cold_turns=1),
         },
         minutes={"full": 60, "smoke": 10},
-        targets=(_target(8), _target(50)),
+        targets=tuple(_targets()),
         in_smoke=False,
+        table=Table(HEADING, lines),
     ),
 )

@@ -54,6 +54,7 @@ class Batches:
     def _open_batch(self, request: OpenBatch) -> BatchGrant:
         run = self._runs.awaited(request.run_id)
         batch_id = request.batch_id
+        run.look_ahead(batch_id)
         with run.lock:
             run.require_current()
             self._require_host(request.host_id, request.incarnation)

@@ -31,6 +31,7 @@ from coordinator_actor.query.current_assignment import RunAssignment
 from coordinator_actor.query.files_in_use import FilesInUse
 from coordinator_actor.query.known_files import KnownFiles
 from coordinator_actor.query.looked_up_versions import LookedUpVersions
+from coordinator_actor.query.looks_at_spark import LooksAtSpark
 from coordinator_actor.query.manifest_writer import ManifestWriter
 from coordinator_actor.query.query_versions import QueryVersions, tasks_of
 from coordinator_actor.query.recovery import StoredChanges, incomplete_message, stored_changes
@@ -56,7 +57,7 @@ class QueryState:
     the run's storage is asked, so messages that must not wait for storage do not take it. They read values that are
     only ever replaced as a whole: the chain and the completed version, the registration, what is announced to hosts,
     and the lifetime of the run (``driver_seen``, ``stopped_at``, ``ended``, ``retired_by``), which they also write.
-    ``assignment`` and the checkpoints have locks of their own.
+    ``assignment``, the checkpoints and ``looks`` have locks of their own.
 
     ``driver_seen`` is when the driver was heard of last, in seconds by the coordinator's clock. ``stopped_at`` is when
     the query ended: from then on the run changes nothing, and hosts go on answering from its last version, until it is
@@ -75,6 +76,7 @@ class QueryState:
         self.lock = threading.RLock()
         self.manifests = manifests
         self.commits = commits
+        self.looks = LooksAtSpark(commits)
         self.counter = CheckpointIDCounter()
         operators = registration.operators
         layouts = {o.name: Layout(o.name, o.num_partitions, o.backend) for o in operators}
@@ -320,11 +322,22 @@ class QueryState:
 
     def times(self, batch_id: int) -> BatchTimes | None:
         """Return the times of a batch, as Spark has logged them; None if no operator uses them."""
-        if not any(o.uses_time for o in self.registration.operators):
+        if not self._uses_time:
             return None
         if self._times is None or self._times[0] != batch_id:
-            self._times = (batch_id, self.commits.times(batch_id))
+            self._times = (batch_id, self.looks.times(batch_id))
         return self._times[1]
+
+    @property
+    def _uses_time(self) -> bool:
+        return any(o.uses_time for o in self.registration.operators)
+
+    def look_ahead(self, batch_id: int) -> None:
+        """Ask Spark's files for what opening a batch needs. To be called without the lock, before it is opened."""
+        completed, times = self.versions.completed, self._times
+        needs_times = self._uses_time and (times is None or times[0] != batch_id)
+        if self.is_current and completed in (batch_id - 1, batch_id):
+            self.looks.ahead(batch_id, is_before_open=completed < batch_id, uses_time=needs_times)
 
     @property
     def watermark_ms(self) -> int:

@@ -6,7 +6,7 @@ A host knows which of its partitions have opened the batch and have not committe
 time. On object storage it also waits for as many as were at work at once in the batch before (``tasks_at_work.py``):
 tasks that start together open one after the other. On a local disk it waits for groups of some members only: few tasks
 at once sync files of their own as fast. To wait pays only as long as a write takes, so nobody waits longer than writes
-have taken lately. The format is in ``backends/formats/changelog_group.py``.
+have taken lately, or than ``OBJECT_SECONDS``. The format is in ``backends/formats/changelog_group.py``.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ GROUP_BYTES = 16 << 20
 """A group that has come to so many bytes waits for no more."""
 LOCAL_SECONDS = 0.01
 """Nobody waits longer on a local disk, however slow it is lately: there a write costs nothing but its time."""
+OBJECT_SECONDS = 0.03
+"""So long a wait pays on object storage however fast it is lately: there each write costs money."""
 LOCAL_MEMBERS = 4
 """On a local disk nobody waits for a smaller group: few tasks at once sync their own files as fast as one for all."""
 FIRST_WRITE_SECONDS = 0.01
@@ -127,7 +129,7 @@ class GroupCommits:
                 pass
             elif number == 0:
                 with spans.step("host.group_commit.wait"):
-                    self._wait(batch, group, LOCAL_SECONDS if storage.is_local else self._linger)
+                    self._wait(batch, group, is_local=storage.is_local)
                 self._close(group, meta)
             else:
                 with spans.step("host.group_commit.join"):  # the first member's span has the write for all
@@ -146,11 +148,17 @@ class GroupCommits:
                 with self._changed:
                     batch.at_work.answered(meta.operator, meta.partition)
 
-    def _wait(self, batch: _Batch, group: GroupCommit, most: float) -> None:
-        """Wait for other members, as long as it pays, and for ``most`` seconds at most."""
-        members = len(group.members)
-        only_starts = not batch.about_to_commit
-        self._changed.wait_for(lambda: group.is_closed, min(self._linger, most, batch.write_seconds))
+    def _wait(self, batch: _Batch, group: GroupCommit, *, is_local: bool) -> None:
+        """Wait for other members: as long as a write takes, and again while some have come, for ``linger`` at most."""
+        members, only_starts = len(group.members), not batch.about_to_commit
+        until = self._clock() + (min(self._linger, LOCAL_SECONDS) if is_local else self._linger)
+        came = 0
+        while not group.is_closed and len(group.members) > came:
+            came = len(group.members)
+            pays = batch.write_seconds if is_local else max(batch.write_seconds, OBJECT_SECONDS)
+            self._changed.wait_for(lambda: group.is_closed, min(pays, max(0.0, until - self._clock())))
+            if is_local or self._clock() >= until:
+                break
         if only_starts and not group.is_closed:
             batch.at_work.waited(in_vain=len(group.members) == members)
 

@@ -31,7 +31,7 @@ def place_hosts(
     ``executors`` has the cores of the executors on each machine, by IP address; ``nodes`` the IP address of each node
     of Ray that can take hosts; ``standing`` how many hosts stand on each node now. Without ``num_hosts`` there is one
     host per core. Nodes at one address share its cores. Where no node has an executor, all nodes count alike. ``going``
-    are the addresses of machines that are to go, and so take no hosts.
+    are the addresses of machines that are to go, and so take no hosts: their cores ask for none elsewhere.
     """
     sharing = Counter(nodes.values())
     cores = {node: executors[ip] / sharing[ip] for node, ip in nodes.items() if executors.get(ip)}
@@ -47,7 +47,7 @@ def place_hosts(
             f"No node of Ray that can take hosts is at {', '.join(missing)}, where executors run: their tasks reach "
             "state over the network. Start Ray there."
         )
-    total = max(1, num_hosts or sum(executors.values()))
+    total = max(1, num_hosts or sum(n for ip, n in executors.items() if ip in sharing or ip not in going))
     hosts = spread(total, cores or dict.fromkeys(nodes, 1.0), standing)
     if not executors:
         problems.append("No executor is there, so that the hosts stand on any nodes.")

@@ -219,7 +219,7 @@ class HostClient:
         return json_decoder(Acknowledged).decode(answer.to_pybytes())
 
     def close(self) -> None:
-        """Close the connection."""
+        """Close the connection. No other thread may be using it: see ``forget_client``."""
         self._client.close()
 
 
@@ -237,8 +237,10 @@ def client_for(address: str, token: str, tls: TlsConf | None = None) -> HostClie
 
 
 def forget_client(address: str, token: str) -> None:
-    """Close and drop the connection to a host that did not answer."""
+    """Drop the connection to a host that did not answer; it is closed when nobody uses it any more.
+
+    It must not be closed here: to close it while another thread begins a call ends the process (gRPC reads what has
+    been freed).
+    """
     with _clients_lock:
-        client = _clients.pop((address, token), None)
-    if client is not None:
-        client.close()
+        _clients.pop((address, token), None)

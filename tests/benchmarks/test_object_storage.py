@@ -46,10 +46,13 @@ def test_the_proxy_counts_what_passes_and_starts_anew_after_a_look(servers: tupl
         with pytest.raises(MissingFileError):
             through.get("b")
         through.delete("a")
-        counted = s3.traffic()
+        counted = s3.traffic("counted-by-kind")
         assert counted.requests == {"PUT": 1, "GET": 2, "HEAD": 1, "LIST": 1, "bulk DELETE": 1}
         assert counted.sent > 5 and counted.received > 5  # a removal sends the names as XML
-        assert not s3.traffic().requests
+        assert not s3.traffic("counted-by-kind").requests
+        s3.make_bucket("other")
+        CheckpointStorage.open("s3://other/ck", s3.options()).put_new("a", b"x")
+        assert s3.traffic("other").requests == {"PUT": 1} and not s3.traffic("counted-by-kind").requests
 
 
 @pytest.mark.thorough  # otherwise: make bench-smoke, which plays the same stream

@@ -19,18 +19,19 @@ class ProgramOnLab:
 
     def __init__(self, lab: Lab, module: str, *arguments: str, machine: int = 0, package: str = "tests.lab") -> None:
         argv = [sys.executable, "-m", f"{package}.{module}", *arguments]
-        self._log = (lab.directory / f"{module}-{machine}.log").open("w+", errors="replace")
-        options = {"stdout": self._log, "stderr": subprocess.STDOUT, "start_new_session": True}
-        self._process = lab.popen(machine, argv, ray_environment() | {"RAY_ADDRESS": ray_address(lab)}, **options)
+        self._log = lab.directory / f"{module}-{machine}.log"
+        with self._log.open("w") as log:
+            options = {"stdout": log, "stderr": subprocess.STDOUT, "start_new_session": True}
+            self._process = lab.popen(machine, argv, ray_environment() | {"RAY_ADDRESS": ray_address(lab)}, **options)
 
     def lines(self, first: str) -> list[list[str]]:
         """The lines so far that begin with a word, in words."""
-        assert self._process.poll() is None, self.log()
+        assert self._process.poll() is None, f"ended with status {self._process.returncode}:\n{self.log()[-5000:]}"
         return [line.split() for line in self.log().splitlines() if line.split()[:1] == [first]]
 
     def log(self) -> str:
-        self._log.seek(0)
-        return self._log.read()
+        # By a file of its own: what is read by the program's own would move the place at which the program writes.
+        return self._log.read_text(errors="replace")
 
     def wait_for_more(self, first: str, count: int) -> None:
         """Wait for so many more lines that begin with a word."""
@@ -42,4 +43,3 @@ class ProgramOnLab:
         if self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
-        self._log.close()

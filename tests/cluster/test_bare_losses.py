@@ -1,7 +1,7 @@
 """A bank without Ray and Spark on machines that are killed and cut off: no answer is ever wrong, and no money is lost.
 
 What ``test_losses.py`` shows with Ray and Spark, in seconds: the real coordinator, hosts, tasks' way to the hosts,
-client and storage. ``STATESTORE_LOSSES_SEED`` repeats a run's draws.
+client and storage. ``STATESTORE_LOSSES_SEED`` repeats a run's draws, ``STATESTORE_LOSSES`` makes more or fewer of them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from tests.spark_bridge.conftest import wait_until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.ray, pytest.mark.spark42_only]
 HOSTS = (1, 2)
-LOSSES = effort(5, 100)
+LOSSES = int(os.environ.get("STATESTORE_LOSSES") or effort(5, 276))
+"""A thorough run makes 300: these, and 12 on each line of Spark in ``test_losses.py``."""
 KINDS = ("killed", "without power", "cut off", "cut off in", "cut off out")
 AWAY_SECONDS = 2 * HOST_SECONDS
 """A machine is away for up to so long: about as often shorter as longer than the coordinator waits for a host."""
@@ -95,7 +96,7 @@ def test_no_money_is_lost_with_machines(make_lab: Callable[[int], Lab]) -> None:
             kinds = kinds or draws.sample(KINDS, len(KINDS))
             loss = (draws.choice(HOSTS), kinds.pop(), draws.uniform(0, AWAY_SECONDS))
             before = len(bank.bank.lines("batch")), len(bank.bank.lines("answer"))
-            print(f"{i}: {loss}", file=sys.stderr)
+            begun = time.monotonic()
             lose(lab, bank, *loss)
 
             def goes_on(before: tuple[int, int] = before) -> bool:
@@ -107,6 +108,7 @@ def test_no_money_is_lost_with_machines(make_lab: Callable[[int], Lab]) -> None:
                 assert bank.bank.lines("wrong") == []
             except AssertionError as error:
                 raise AssertionError(f"seed {seed}, {i}: {loss}\n{bank.log()}") from error
+            print(f"{i}: {loss}, goes on {time.monotonic() - begun - loss[2]:.1f} s behind it", file=sys.stderr)
     finally:
         bank.end()
     version = committed(bank.checkpoint)

@@ -30,14 +30,18 @@ from tests.spark_bridge.conftest import wait_until
 
 # Otherwise: test_bare_losses.py without Ray and Spark, tests/simulation, and what tests/spark_bridge/streams kills.
 pytestmark = [pytest.mark.cluster, pytest.mark.ray, pytest.mark.spark, pytest.mark.thorough]
-LOSSES = int(os.environ.get("STATESTORE_LOSSES", "300"))
+LOSSES = int(os.environ.get("STATESTORE_LOSSES", "12"))
+"""On each line of Spark: with those of ``test_bare_losses.py``, 300 of a thorough run."""
 TOGETHER = 6
 """So many losses at most between two looks: those of a machine follow one another, two machines lose side by side."""
 CPUS = [0, 2, 2, 2]
 KINDS = ("killed", "without power", "cut off", "cut off in", "cut off out")
 HEAD = 0
 HEADS_SHARE = 0.2
-"""The share of rounds that end with the loss of the head: everything starts again, which takes a minute."""
+"""The share of rounds behind the first one, which always does, that end with the loss of the head.
+
+Everything starts again then, which takes a minute.
+"""
 SHORT, LONG = 10.0, 40.0
 """Seconds that a machine is away: mostly less than Ray takes to notice, and in a fifth of the losses up to more."""
 
@@ -63,7 +67,7 @@ def drawn(seed: int, count: int) -> list[Round]:
     while count > 0:
         lost = draws.sample(range(1, len(CPUS)), 2)  # one stays, beside which an executor can always start
         lanes: dict[int, list[Loss]] = {k: [] for k in lost}
-        with_head = count > 1 and draws.random() < HEADS_SHARE
+        with_head = count > 1 and (not rounds or draws.random() < HEADS_SHARE)
         for _ in range(min(count - with_head, draws.randint(2, TOGETHER))):
             kinds = kinds or draws.sample(KINDS, len(KINDS))
             k, away = draws.choice(lost), LONG if draws.random() < 0.2 else SHORT

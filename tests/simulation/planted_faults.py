@@ -490,7 +490,7 @@ FAULTS: Sequence[PlantedFault] = (
         "hasty-commit",
         "A commit is answered though its changelog was not written.",
         hasty_commit,
-        range(6, 106),
+        range(2, 102),
         prepare=on_failing_storage,
     ),
     PlantedFault(
@@ -545,7 +545,7 @@ FAULTS: Sequence[PlantedFault] = (
         "greedy-retention",
         "Maintenance removes the snapshot with which the oldest kept version begins: one too many.",
         greedy_retention,
-        range(122, 222),
+        range(52, 152),
     ),
     PlantedFault(
         "last-speaker",
@@ -565,7 +565,7 @@ FAULTS: Sequence[PlantedFault] = (
         "prepared-is-completed",
         "Behind a restart of the coordinator a prepared version is completed without Spark's commit.",
         prepared_is_completed,
-        range(10, 310),
+        range(16, 316),
         test="tests/coordinator_actor/handlers/test_repeated_batches.py::"
         "test_a_coordinator_that_restarts_in_a_repeat_goes_on_with_it",
     ),

@@ -140,7 +140,7 @@ def faulty_s3() -> Iterator[FaultyS3]:
     state = FaultyS3(backend=(host, port))
     proxy = ThreadingHTTPServer(("127.0.0.1", 0), _handler(state))
     state.endpoint = f"http://127.0.0.1:{proxy.server_address[1]}"
-    thread = threading.Thread(target=proxy.serve_forever, daemon=True)
+    thread = threading.Thread(target=proxy.serve_forever, args=(0.01,), daemon=True)
     thread.start()
     try:
         yield state

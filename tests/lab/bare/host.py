@@ -16,7 +16,7 @@ import msgspec
 
 from backends.conf import StateStoreConf
 from backends.exceptions import StateStoreError
-from coordinator_actor.exceptions import CoordinatorError
+from coordinator_actor.exceptions import CoordinatorError, HostUnavailableError
 from coordinator_actor.messages import HostInfo
 from spark_bridge.host.host import Host
 from spark_bridge.host_actor.flight_server import HostFlightServer
@@ -75,7 +75,7 @@ def main(coordinator_address: str, address: str, number: str, host_files: str) -
             beats += 1
             if beats % BEATS_TO_MAINTENANCE == 0:
                 host.maintenance.do_maintenance()
-        except (CoordinatorError, StateStoreError):
+        except (CoordinatorError, HostUnavailableError, StateStoreError):
             logging.exception("a heartbeat of %s failed", address)
     os._exit(1)
 

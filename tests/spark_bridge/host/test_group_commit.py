@@ -324,6 +324,62 @@ def test_nobody_waits_longer_than_a_write_has_taken_lately(
     assert host.groups._batches["run1"].write_seconds < FOR_EVER / 2
 
 
+class TimesOut(threading.Condition):
+    """Waits that are bounded end, as if their time were up, when ``groups`` has a group of so many members."""
+
+    def __init__(self, groups: GroupCommits, *members: int) -> None:
+        super().__init__()
+        self.groups, self.members = groups, list(members)
+
+    def wait_for(self, predicate: Callable[[], bool], timeout: float | None = None) -> bool:
+        if timeout is None:
+            return super().wait_for(predicate)
+        wanted = self.members.pop(0)
+
+        def are_there() -> bool:
+            group = self.groups._batches["run1"].group
+            return group is not None and len(group.members) >= wanted
+
+        while not (predicate() or are_there()):
+            self.wait(SOON)
+        return predicate()
+
+
+def test_on_object_storage_a_group_waits_on_while_others_come(made: Callable[..., Committing]) -> None:
+    host = made(FOR_EVER)
+    host.is_remote()
+    host.groups._changed = TimesOut(host.groups, 2, 3)
+    host.open(0, 1, 2, 3)
+    first = host.commit(0)
+    host.wait_for_members(1)
+    second = host.commit(1)  # the time is up, but one has come meanwhile
+    wait_until(lambda: host.groups._changed.members == [3], "the group does not wait on")  # type: ignore[attr-defined]
+    host.commit(2)
+    wait_until(lambda: not host.groups._changed.members, "the group does not wait on")  # type: ignore[attr-defined]
+    third = host.commit(3)
+    assert len({ref.within for ref in results([first, second, third])} - {None}) == 1
+
+
+def test_on_object_storage_nobody_waits_on_for_whom_nobody_has_come(made: Callable[..., Committing]) -> None:
+    host = made(FOR_EVER)
+    host.is_remote()
+    host.groups._changed = TimesOut(host.groups, 1)
+    host.open(0, 1)
+    assert results([host.commit(0)])[0].within is None
+    assert not host.groups._changed.members  # type: ignore[attr-defined]
+
+
+def test_on_object_storage_a_wait_pays_however_fast_writes_are(
+    made: Callable[..., Committing], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(group_commit, "FIRST_WRITE_SECONDS", 0.0)
+    monkeypatch.setattr(group_commit, "OBJECT_SECONDS", FOR_EVER)
+    host = made(FOR_EVER)
+    host.is_remote()
+    host.open(0, 1)
+    assert len({ref.within for ref in results([host.commit(p) for p in (0, 1)])} - {None}) == 1
+
+
 def test_a_run_that_ends_keeps_nobody_waiting_and_is_forgotten(made: Callable[..., Committing]) -> None:
     host = made(SOON)
     host.open(0, 1)

@@ -131,15 +131,17 @@ def test_hosts_follow_executors_that_go_drained_nodes_and_scaling(
         come_to_stand(cluster, {two.node_id: 2, four.node_id: 1})
         store = ClusterStore("statestore", "StateStoreCoordinator")
         store.drain(four.node_id)
-        come_to_stand(cluster, {two.node_id: 3})
+        come_to_stand(cluster, {two.node_id: 2})
+        (said,) = wait_until(lambda: cluster.coordinator.describe()["problems"])
+        assert said.startswith("127.0.0.4, where executors run, are to go")
         store.keep(four.node_id)
         come_to_stand(cluster, {two.node_id: 2, four.node_id: 1})
         drain_by_ray(four.node_id)
-        come_to_stand(cluster, {two.node_id: 3})
-        executors = {"127.0.0.2": 2}
         come_to_stand(cluster, {two.node_id: 2})
+        executors = {"127.0.0.2": 3}
+        come_to_stand(cluster, {two.node_id: 3})
         ports = [host.port_number for host in cluster.placement.hosts]
-        assert len(set(ports)) == 2 and max(ports) < 4, "ports come again, so that a range of them is enough"
+        assert len(set(ports)) == 3 and max(ports) < 4, "ports come again, so that a range of them is enough"
     finally:
         cluster.stop()
 

@@ -73,4 +73,11 @@ def test_of_machines_that_are_to_go_nobody_is_told_to_start_ray_there() -> None:
     said_of_y, said_of_z = placed.problems
     assert said_of_y.startswith("y, where executors run, are to go") and "Start Ray" not in said_of_y
     assert "is at z, where executors run" in said_of_z and "Start Ray there" in said_of_z
-    assert placed.hosts == {"a": 3}
+    assert placed.hosts == {"a": 2}, "for the cores at x and z: those at y are to go"
+
+
+def test_where_all_other_machines_are_to_go_the_last_one_gets_no_more_hosts_than_it_has_cores() -> None:
+    executors, drained = dict.fromkeys("wxyz", 1), set("xyz")
+    assert place_hosts(executors, {"a": "w"}, None, {"a": 1}, drained).hosts == {"a": 1}
+    assert place_hosts(executors, {"a": "w"}, 4, {"a": 1}, drained).hosts == {"a": 4}, "four were asked for"
+    assert place_hosts(executors, {"a": "v"}, None, {}, set(executors)).hosts == {"a": 1}, "state must be somewhere"

@@ -114,7 +114,7 @@ def test_no_version_and_no_byte_has_a_forgotten_key_and_the_query_goes_on(clicks
     stream = clicks(backend)
     stream.run(4)
     stream.snapshots()
-    stream.run(13)
+    stream.run(effort(7, 13))
     stream.snapshots()
     stream.run(2)
     stream.flow.stop()

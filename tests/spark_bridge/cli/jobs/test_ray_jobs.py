@@ -49,7 +49,7 @@ def dashboard(monkeypatch: pytest.MonkeyPatch) -> Iterator[Dashboard]:
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     with Dashboard(("127.0.0.1", 0), Handler) as server:
         server.answers = {("GET", "/api/version"): (200, {"ray_version": ray.__version__, "version": "4"})}
-        thread = threading.Thread(target=server.serve_forever)
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         yield server
         server.shutdown()

@@ -236,6 +236,23 @@ def test_a_host_that_is_known_again_is_sure_once_it_has_a_part_in_a_version(make
     assert paths == []
 
 
+def test_a_part_in_a_version_that_was_sent_before_a_host_registered_again_makes_it_sure_of_nothing(make):
+    w = make()
+    w.batch(filled(1))
+    host, taken = w.hosts[0], w.c.acknowledge_many
+
+    def forgotten_meanwhile(*message: Any) -> Any:
+        answer = taken(*message)
+        host.register()
+        return answer
+
+    w.port.acknowledge_many = forgotten_meanwhile
+    w.batch(filled(2))
+    paths = looked(w)
+    assert w.one(3) == (2, 2)
+    assert paths == ["commits/2"], "another host may have made the next version"
+
+
 def test_of_a_query_that_has_ended_nobody_makes_a_version(make):
     w = make()
     w.batch(filled(1))

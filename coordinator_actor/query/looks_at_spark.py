@@ -1,0 +1,94 @@
+"""What Spark's files say of a batch, asked once and beside the messages that need it, without the lock of the run.
+
+A batch waits for two writes, its changes and its manifest. Before them its first task needs to know that the batch
+before is committed, and the times of its own. The driver says that a batch is committed while Spark plans the next one:
+then that is known when the tasks come. Whoever needs an answer that somebody is waiting for waits for the same one.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Generic, TypeVar
+
+from backends.tracing.spans import Pool
+from coordinator_actor.durable.spark_commits import SparkCommits
+from coordinator_actor.messages import BatchTimes
+
+T = TypeVar("T")
+
+
+class _Look(Generic[T]):
+    """The answer of one kind, for the batch that was asked for last. Many threads may share one."""
+
+    def __init__(self, ask: Callable[[int], T]) -> None:
+        self._ask = ask
+        self._lock = threading.Lock()
+        self._batch: int | None = None
+        self._answer: Future[T] = Future()
+
+    def at(self, batch_id: int) -> T:
+        """Return the answer for a batch. What is no (that is, false) or an error is asked for again the next time."""
+        while True:
+            with self._lock:
+                is_ours = self._batch != batch_id
+                if is_ours:
+                    self._batch, self._answer = batch_id, Future()
+                answer = self._answer
+            if is_ours:
+                return self._asked(batch_id, answer)
+            # An error is raised by the one who has asked, and a no may be older than this question: then ask again.
+            if answer.exception() is None and (told := answer.result()):
+                return told
+
+    def _asked(self, batch_id: int, answer: Future[T]) -> T:
+        told: T | None = None
+        try:
+            told = self._ask(batch_id)
+        except BaseException as error:
+            self._forget(answer)
+            answer.set_exception(error if isinstance(error, Exception) else RuntimeError("whoever asked has ended"))
+            raise
+        if not told:
+            self._forget(answer)
+        answer.set_result(told)
+        return told
+
+    def _forget(self, answer: Future[T]) -> None:
+        with self._lock:
+            if self._answer is answer:
+                self._batch = None
+
+
+class LooksAtSpark:
+    """Asks Spark's ``commits/`` and ``offsets/`` for one run. Many threads may share one."""
+
+    def __init__(self, commits: SparkCommits) -> None:
+        self._committed = _Look(commits.has)
+        self._times = _Look(commits.times)
+
+    def has(self, batch_id: int) -> bool:
+        """Return whether Spark has committed a batch. While a run lasts, what is committed stays so."""
+        return self._committed.at(batch_id)
+
+    def times(self, batch_id: int) -> BatchTimes:
+        """Return the times of a batch that Spark has planned. Raises what ``SparkCommits.times`` raises."""
+        return self._times.at(batch_id)
+
+    def ahead(self, batch_id: int, *, is_before_open: bool, uses_time: bool) -> None:
+        """Ask for what opening a batch needs, at the same time: whether the batch before is committed, and the times.
+
+        Raises what asking for them raises.
+        """
+        if not is_before_open:
+            if uses_time:
+                self.times(batch_id)
+            return
+        if not uses_time:
+            self.has(batch_id - 1)
+            return
+        with Pool(1) as pool:
+            times = pool.submit(self.times, batch_id)
+            self.has(batch_id - 1)
+            times.result()

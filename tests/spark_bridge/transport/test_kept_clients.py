@@ -1,0 +1,65 @@
+"""The connections that a process keeps to hosts, while several threads use them and one of them gives a host up."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import psutil
+import pytest
+
+from spark_bridge.host_actor.flight_server import HostFlightServer
+from spark_bridge.transport.flight_client import client_for, forget_client
+from tests.coordinator_actor.coordinator_world import World
+from tests.effort import effort
+from tests.spark_bridge.conftest import wait_until
+from tests.spark_bridge.host.host_steps import make_host
+
+TOKEN = "token"
+CALLERS, CALLS = 3, effort(100, 5_000)
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[HostFlightServer]:
+    world = World(tmp_path)
+    host = make_host(world, world.coordinator(0), 0, tmp_path)
+    made = HostFlightServer(lambda: host, "127.0.0.1", TOKEN, lambda method, args: None)
+    yield made
+    made.shutdown()
+    host.close()
+
+
+def test_a_host_that_one_thread_gives_up_goes_on_answering_the_others(server: HostFlightServer) -> None:
+    address = f"grpc://127.0.0.1:{server.port}"
+
+    def ask(_: int) -> None:
+        for _ in range(CALLS):
+            assert client_for(address, TOKEN).describe()["host_id"] == "h0"
+
+    with ThreadPoolExecutor(CALLERS) as threads:
+        asking = [threads.submit(ask, i) for i in range(CALLERS)]
+        while not all(one.done() for one in asking):
+            forget_client(address, TOKEN)
+        for one in asking:
+            one.result()
+    forget_client(address, TOKEN)
+
+
+def test_a_connection_that_was_given_up_is_closed_when_its_last_call_is_over(server: HostFlightServer) -> None:
+    address = f"grpc://127.0.0.1:{server.port}"
+
+    def is_connected() -> bool:
+        gc.collect()
+        found = psutil.Process().net_connections("tcp")
+        return any(c.raddr and c.raddr.port == server.port and c.status == psutil.CONN_ESTABLISHED for c in found)
+
+    client = client_for(address, TOKEN)
+    forget_client(address, TOKEN)
+    assert client.describe()["host_id"] == "h0", "who has it already may go on"
+    assert client_for(address, TOKEN) is not client
+    forget_client(address, TOKEN)
+    assert is_connected()
+    del client
+    wait_until(lambda: not is_connected())
