@@ -1,4 +1,4 @@
-"""The state over HTTP: routes, values, errors, limits and access, on a client in memory."""
+"""The state over HTTP: routes, errors, the description, on a client in memory."""
 
 from __future__ import annotations
 
@@ -6,24 +6,16 @@ import asyncio
 import base64
 import datetime as dt
 import json
-import math
 import random
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from dataclasses import dataclass, field
-from decimal import Decimal
 from typing import Any
 
 import httpx
 import pyarrow as pa
 import pytest
 from fastapi.testclient import TestClient
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from deploy.state_http.access import token_of
 from deploy.state_http.app import ARROW, create_app
-from deploy.state_http.limits import HttpLimits
 from deploy.state_http.overview import add_overview
 from deploy.state_http.service import StateService
 from spark_bridge.exceptions import (
@@ -40,75 +32,9 @@ from spark_bridge.exceptions import (
     UnknownOperatorError,
 )
 from spark_bridge.overview.model import FORMAT_VERSION, Fault, Overview
-from spark_bridge.queryable.client import json_values as values
-from tests.deploy.memory_client import TOKEN, TOTALS, UTC, MemoryClient, Rows, Tokens
-from tests.effort import examples
-from tests.patience import HANG, PATIENCE
-
-BEARER = {"Authorization": f"Bearer {TOKEN}"}
-PROBLEM = "application/problem+json"
-
-
-def connected(client: MemoryClient) -> Callable[[], Any]:
-    async def connect() -> Any:
-        return client
-
-    return connect
-
-
-class Together:
-    """Holds up whoever waits until so many have come, of whom some perhaps do not wait; for one event loop."""
-
-    def __init__(self, many: int) -> None:
-        self.missing = many
-        self.all = asyncio.Event()
-
-    def come(self) -> None:
-        self.missing -= 1
-        if self.missing <= 0:
-            self.all.set()
-
-    async def wait(self) -> None:
-        self.come()
-        await asyncio.wait_for(self.all.wait(), PATIENCE)
-
-
-@dataclass
-class HeldClient(MemoryClient):
-    """Its keys and the rows of its scans wait for ``together``."""
-
-    together: Together = field(default_factory=lambda: Together(1))
-
-    async def get(self, *args: Any, **options: Any) -> Any:
-        await self.together.wait()
-        return await super().get(*args, **options)
-
-    async def _scan(self, *args: Any) -> Rows:
-        rows = await super()._scan(*args)
-        return HeldRows(rows.table, rows.version, self)
-
-
-class HeldRows(Rows):
-    async def __aiter__(self) -> AsyncIterator[pa.RecordBatch]:
-        assert isinstance(self.owner, HeldClient)
-        await self.owner.together.wait()
-        async for batch in super().__aiter__():
-            yield batch
-
-
-@pytest.fixture
-def memory() -> MemoryClient:
-    return MemoryClient()
-
-
-@pytest.fixture
-def http(memory: MemoryClient) -> Iterator[TestClient]:
-    limits = HttpLimits(max_body_bytes=100_000, max_keys=100, max_rows=20_000, max_scans=2, scan_seconds=PATIENCE)
-    with TestClient(
-        create_app(connected(memory), Tokens(), limits), headers=BEARER, raise_server_exceptions=False
-    ) as made:
-        yield made
-
+from tests.deploy.http_state import BEARER, PROBLEM, HeldClient, Together, connected, raw
+from tests.deploy.memory_client import TOTALS, UTC, MemoryClient, Tokens
+from tests.patience import PATIENCE
 
 # -- routes --------------------------------------------------------------------------------------
 
@@ -403,68 +329,6 @@ def test_no_client_yet_is_503_and_all_wait_for_the_same_attempt(
     assert (asyncio.run(ask()), attempts) == ([200] * 5, 2)
 
 
-# -- access --------------------------------------------------------------------------------------
-
-PATHS = [
-    ("GET", "/"),
-    ("GET", "/openapi.json"),
-    ("GET", "/docs"),
-    ("GET", "/v1/operators"),
-    ("GET", "/v1/operators/users"),
-    ("GET", "/v1/operators/users/keys/1"),
-    ("POST", "/v1/operators/users/lookup"),
-    ("POST", "/v1/operators/users/scan"),
-    ("GET", "/nothing"),
-    ("OPTIONS", "/v1/operators"),
-    ("HEAD", "/"),
-]
-
-
-@pytest.mark.parametrize(
-    "headers",
-    [
-        {},
-        {"Authorization": "Bearer wrong"},
-        {"Authorization": "Bearer"},
-        {"Authorization": f"Digest {TOKEN}"},
-        {"Authorization": "Basic !"},
-        {"Authorization": TOKEN},
-    ],
-)
-def test_no_token_no_answer(memory: MemoryClient, headers: dict[str, str]) -> None:
-    with TestClient(create_app(connected(memory), Tokens())) as http:
-        for method, path in PATHS:
-            answer = http.request(method, path, headers=headers)
-            assert (answer.status_code, answer.headers["content-type"]) == (401, PROBLEM), path
-            assert answer.headers["www-authenticate"].startswith("Basic ")
-    assert memory.asked == []
-
-
-def test_basic_access_with_the_token_as_password(memory: MemoryClient) -> None:
-    with TestClient(create_app(connected(memory), Tokens())) as http:
-        assert http.get("/v1/operators", auth=("anybody", TOKEN)).status_code == 200
-        assert http.get("/v1/operators", auth=(TOKEN, "")).status_code == 401
-        two = [("Authorization", f"Bearer {TOKEN}"), ("Authorization", "Bearer other")]
-        assert http.get("/v1/operators", headers=two).status_code == 401
-
-
-def test_a_token_that_is_revoked_is_refused_at_once(memory: MemoryClient) -> None:
-    tokens = Tokens()
-    with TestClient(create_app(connected(memory), tokens), headers=BEARER) as http:
-        assert http.get("/v1/operators").status_code == 200
-        tokens.valid.clear()
-        assert http.get("/v1/operators").status_code == 401
-
-
-def test_the_token_of_a_header() -> None:
-    assert token_of("bearer  abc ") == "abc"
-    assert token_of("BASIC " + base64.b64encode(b"user:a:b").decode()) == "a:b"
-    assert token_of("") == ""
-    for wrong in ("abc", "Basic é", "Basic " + "A" * 5000, "Bearer " + "a" * 5000):
-        with pytest.raises(AccessDeniedError):
-            token_of(wrong)
-
-
 # -- the page and the description ----------------------------------------------------------------
 
 
@@ -509,241 +373,6 @@ def test_the_description(http: TestClient) -> None:
         for operation in path.values():
             assert {"200", "400", "401", "404", "409", "413", "429", "503", "504"} == set(operation["responses"])
             assert operation["security"] and operation["summary"]
-
-
-# -- limits --------------------------------------------------------------------------------------
-
-
-def test_limits(http: TestClient, memory: MemoryClient) -> None:
-    def status(path: str, **kwargs: Any) -> tuple[int, str]:
-        answer = http.post(f"/v1/operators/users/{path}", **kwargs)
-        return answer.status_code, answer.json()["error"]
-
-    assert status("lookup", json={"keys": list(range(101))}) == (413, "RequestLimitError")
-    assert status("lookup", content=b" " * 100_001) == (413, "RequestLimitError")
-    assert status("lookup", content=(b" " * 10_000 for _ in range(11))) == (413, "RequestLimitError")
-    assert status("scan", json={"limit": 20_001}) == (413, "RequestLimitError")
-    assert http.post("/v1/operators/users/scan", json={"limit": 20_000}).status_code == 200
-    assert memory.open_scans == 0
-
-
-def test_a_large_answer_of_a_lookup_is_refused(memory: MemoryClient) -> None:
-    with TestClient(create_app(connected(memory), Tokens(), HttpLimits(max_lookup_bytes=500)), headers=BEARER) as http:
-        assert http.post("/v1/operators/users/lookup", json={"keys": [1]}).status_code == 200
-        answer = http.post("/v1/operators/users/lookup", json={"keys": list(range(100))})
-    assert (answer.status_code, answer.json()["error"]) == (413, "RequestLimitError")
-
-
-def test_a_body_that_does_not_come_is_not_waited_for(memory: MemoryClient) -> None:
-    app = create_app(connected(memory), Tokens(), HttpLimits(body_seconds=0.2))
-
-    async def slowly() -> AsyncIterator[bytes]:
-        yield b"{"
-        await asyncio.sleep(HANG)
-
-    async def ask() -> httpx.Response:
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x", headers=BEARER) as client:
-            return await asyncio.wait_for(client.post("/v1/operators/users/lookup", content=slowly()), PATIENCE)
-
-    answer = asyncio.run(ask())
-    assert (answer.status_code, answer.headers["content-type"]) == (408, PROBLEM)
-
-
-def test_more_rows_than_allowed_end_a_scan(memory: MemoryClient) -> None:
-    app = create_app(connected(memory), Tokens(), HttpLimits(max_rows=1500))
-    pieces, ended = raw(app, "POST", "/v1/operators/users/scan", b"{}")
-    lines = b"".join(pieces).splitlines()
-    assert json.loads(lines[-1])["problem"]["status"] == 413
-    assert not ended
-    assert len(lines) <= 1501
-
-
-def test_scans_end_after_their_time(memory: MemoryClient) -> None:
-    memory.pause = 0.2
-    app = create_app(connected(memory), Tokens(), HttpLimits(scan_seconds=0.5))
-    pieces, ended = raw(app, "POST", "/v1/operators/users/scan", b"{}")
-    lines = b"".join(pieces).splitlines()
-    assert json.loads(lines[-1])["problem"]["status"] == 504
-    assert not ended
-    assert len(lines) <= 2001, "more batches do not come within the time"
-    assert memory.open_scans == 0
-
-
-def test_too_many_at_once() -> None:
-    memory = HeldClient()
-    app = create_app(connected(memory), Tokens(), HttpLimits(max_requests=5, max_scans=2))
-
-    async def ask() -> tuple[list[int], list[int]]:
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x", headers=BEARER) as client:
-
-            async def statuses(requests: list[Awaitable[httpx.Response]]) -> list[int]:
-                """What is let in is not answered before all others have been refused."""
-                together = memory.together = Together(len(requests))
-
-                async def status(request: Awaitable[httpx.Response]) -> int:
-                    answer = await request
-                    if answer.status_code == 429:
-                        together.come()
-                    return answer.status_code
-
-                return sorted(await asyncio.gather(*map(status, requests)))
-
-            await client.get("/v1/operators/users/keys/1")
-            keys = await statuses([client.get(f"/v1/operators/users/keys/{n}") for n in range(8)])
-            scans = await statuses([client.post("/v1/operators/users/scan", json={"limit": 1}) for _ in range(4)])
-            return keys, scans
-
-    keys, scans = asyncio.run(ask())
-    assert keys == [200] * 5 + [429] * 3
-    assert scans == [200] * 2 + [429] * 2
-    assert asyncio.run(ask()) == (keys, scans)
-
-
-def test_a_caller_that_leaves_ends_its_scan(memory: MemoryClient) -> None:
-    memory.pause = 0.05
-    app = create_app(connected(memory), Tokens())
-    pieces, ended = raw(app, "POST", "/v1/operators/users/scan", b"{}", leave_after=2)
-    assert len(pieces) < 6 and not ended
-    assert memory.open_scans == 0
-
-
-def raw(app: Any, method: str, path: str, body: bytes, leave_after: int | None = None) -> tuple[list[bytes], bool]:
-    """The pieces of an answer, and whether it came to its end; what the application raises is for the server to log."""
-    pieces: list[bytes] = []
-    ended = False
-
-    async def call() -> None:
-        gone = asyncio.Event()
-        messages = iter([{"type": "http.request", "body": body, "more_body": False}])
-
-        async def receive() -> dict[str, Any]:
-            message = next(messages, None)
-            if message is None:
-                await gone.wait()
-                return {"type": "http.disconnect"}
-            return message
-
-        async def send(message: Any) -> None:
-            nonlocal ended
-            if message["type"] == "http.response.body":
-                if message.get("body"):
-                    pieces.append(message["body"])
-                ended = not message.get("more_body", False)
-            if leave_after is not None and len(pieces) >= leave_after:
-                gone.set()
-
-        headers = [
-            (b"authorization", f"Bearer {TOKEN}".encode()),
-            (b"content-type", b"application/json"),
-            (b"content-length", str(len(body)).encode()),
-        ]
-        scope = {
-            "type": "http",
-            "asgi": {"version": "3.0", "spec_version": "2.3"},
-            "http_version": "1.1",
-            "method": method,
-            "path": path,
-            "raw_path": path.encode(),
-            "query_string": b"",
-            "root_path": "",
-            "scheme": "http",
-            "headers": headers,
-            "client": ("127.0.0.1", 1),
-            "server": ("127.0.0.1", 8000),
-        }
-        try:
-            await app(scope, receive, send)
-        finally:
-            # What a caller who has left leaves to be done.
-            if left := asyncio.all_tasks() - {asyncio.current_task()}:
-                await asyncio.wait(left, timeout=PATIENCE)
-
-    try:
-        asyncio.run(call())
-    except Exception:  # noqa: BLE001 - a server logs it, whatever it is
-        assert not ended
-    return pieces, ended
-
-
-# -- values --------------------------------------------------------------------------------------
-
-KINDS: list[tuple[pa.DataType, st.SearchStrategy[Any]]] = [
-    (pa.int64(), st.integers(-(2**63), 2**63 - 1)),
-    (pa.int16(), st.integers(-(2**15), 2**15 - 1)),
-    (pa.float64(), st.floats(allow_nan=False)),
-    (pa.string(), st.text()),
-    (pa.binary(), st.binary()),
-    (pa.bool_(), st.booleans()),
-    (pa.timestamp("us", "UTC"), st.datetimes(timezones=st.just(UTC))),
-    (pa.date32(), st.dates()),
-    (pa.duration("us"), st.timedeltas()),
-    (pa.decimal128(20, 3), st.decimals(-(10**15), 10**15, places=3)),
-    (pa.list_(pa.int64()), st.lists(st.integers(-(2**63), 2**63 - 1), max_size=3)),
-    (
-        pa.struct([("a", pa.string()), ("b", pa.int64())]),
-        st.fixed_dictionaries({"a": st.text(), "b": st.none() | st.integers(-(2**60), 2**60)}),
-    ),
-]
-
-
-@settings(max_examples=examples(150), deadline=None)
-@given(st.data())
-def test_values_go_through_json_and_back(data: st.DataObject) -> None:
-    kind, strategy = data.draw(st.sampled_from(KINDS))
-    value = data.draw(strategy)
-    through = json.loads(values.encoded(values.to_json(value)))
-    assert values.from_json(through, kind, "it") == value
-
-
-def test_durations() -> None:
-    assert values.to_json(dt.timedelta(days=1, hours=2, microseconds=500_000)) == "P1DT2H0.5S"
-    assert values.to_json(-dt.timedelta(seconds=90)) == "-PT1M30S"
-    assert (values.to_json(dt.timedelta(0)), values.to_json(dt.timedelta(days=3))) == ("PT0S", "P3D")
-    table = pa.table({"spent": pa.array([dt.timedelta(seconds=5), None], pa.duration("us"))})
-    assert values.rows_to_json(table) == [{"spent": "PT5S"}, {"spent": None}]
-    for wrong in ("", "P", "PT", "P1DT", "1D", "P1Y", "PT1.S", "P999999999DT999999999H", 5, "PT٣S"):
-        with pytest.raises(UnknownKeyOrNamespaceError):
-            values.from_json(wrong, pa.duration("us"), "it")
-
-
-@settings(max_examples=examples(150), deadline=None)
-@given(st.lists(st.text(), min_size=2, max_size=4))
-def test_keys_in_a_path_go_through_quotes(parts: list[str]) -> None:
-    schema = pa.schema([(str(i), pa.string()) for i in range(len(parts))])
-    text = ",".join('"' + part.replace('"', '""') + '"' for part in parts)
-    assert values.key_of_text(text, schema) == tuple(parts)
-    plain = [part.replace(",", "").replace('"', "") for part in parts]
-    assert values.key_of_text(",".join(plain), schema) == tuple(plain)
-
-
-def test_what_comes_as_columns_is_as_value_by_value() -> None:
-    rows = values.rows_to_json(TOTALS)
-    by_value = [{k: values.to_json(v) for k, v in row.items()} for row in TOTALS.to_pylist()]
-    assert rows == by_value
-    assert rows[0]["n"] == 1 and rows[1]["n"] == str(2**53)
-    assert math.isfinite(values.rows_to_json(TOTALS.slice(0, 1))[0]["mean"])
-    with pytest.raises(TypeError):
-        values.to_json(object())
-
-
-@settings(max_examples=examples(150), deadline=None)
-@given(
-    st.recursive(
-        st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
-        lambda c: st.lists(c) | st.dictionaries(st.text(), c),
-        max_leaves=5,
-    ),
-    st.sampled_from([k for k, _ in KINDS]),
-)
-def test_any_json_is_a_value_or_said_to_be_none(value: Any, kind: pa.DataType) -> None:
-    try:
-        made = values.from_json(value, kind, "it")
-    except UnknownKeyOrNamespaceError as error:
-        assert str(error).startswith("it: ")
-    else:
-        assert made is None or isinstance(
-            made, int | float | str | bytes | bool | dt.date | dt.timedelta | Decimal | list | dict
-        )
 
 
 # -- fuzz ----------------------------------------------------------------------------------------

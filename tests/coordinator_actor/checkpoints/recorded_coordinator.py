@@ -1,0 +1,91 @@
+"""A checkpoint coordinator whose callbacks are remembered, and messages of its tasks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from coordinator_actor.checkpoints.acknowledgements import AcknowledgeCheckpoint, DeclineCheckpoint
+from coordinator_actor.checkpoints.checkpoint_coordinator import CheckpointCoordinator
+from coordinator_actor.checkpoints.completed_checkpoint import CompletedCheckpoint
+from coordinator_actor.checkpoints.pending_checkpoint import PendingCheckpoint
+from coordinator_actor.checkpoints.tasks import TaskKey
+from tests.coordinator_actor.checkpoints.checkpoint_world import World
+
+A, B, C = ("op", 0), ("op", 1), ("other", 0)
+
+
+class Coordinator(CheckpointCoordinator):
+    """Remembers what was completed, and tells of what was cancelled."""
+
+    def __init__(self, *args: Any, on_cancel_checkpoint: Callable[[int], None] | None = None, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.successful: list[CompletedCheckpoint] = []
+        self._on_cancel = on_cancel_checkpoint
+
+    def on_completed_checkpoint(self, completed: CompletedCheckpoint) -> None:
+        self.successful.append(completed)
+
+    def on_cancel_checkpoint(self, pending: PendingCheckpoint, error: Exception | None) -> None:
+        if self._on_cancel is not None:
+            self._on_cancel(pending.id)
+
+
+def coordinator(world: World, tasks: Any = (A, B), **options: Any) -> Coordinator:
+    made = Coordinator("job", tasks, **{"clock": world.clock, **options})
+    world.coordinators.append(made)
+    return made
+
+
+def ack(task: TaskKey, checkpoint_id: int, state: Any = None, **more: Any) -> AcknowledgeCheckpoint:
+    return AcknowledgeCheckpoint(more.pop("job_id", "job"), task, checkpoint_id, state, **more)
+
+
+def decline(task: TaskKey, checkpoint_id: int, reason: str = "busy", job_id: str = "job") -> DeclineCheckpoint:
+    return DeclineCheckpoint(job_id, task, checkpoint_id, reason)
+
+
+class Recorder:
+    """The callbacks of a coordinator, which must come without its lock held."""
+
+    def __init__(self) -> None:
+        self.triggered: list[PendingCheckpoint] = []
+        self.completed: list[CompletedCheckpoint] = []
+        self.cancelled: list[int] = []
+        self.failure: BaseException | None = None
+        self.coordinator: CheckpointCoordinator | None = None
+
+    def options(self) -> dict[str, Any]:
+        return {
+            "trigger": self.trigger,
+            "on_cancel_checkpoint": self.cancel,
+            "on_fully_acknowledged_checkpoint": self.complete,
+        }
+
+    def _check(self) -> None:
+        if self.coordinator is not None:
+            assert self.coordinator._lock.acquire(timeout=1), "called with the lock held"
+            self.coordinator._lock.release()
+
+    def trigger(self, pending: PendingCheckpoint) -> None:
+        self._check()
+        self.triggered.append(pending)
+        if self.failure is not None:
+            raise self.failure
+
+    def complete(self, completed: CompletedCheckpoint) -> None:
+        self._check()
+        self.completed.append(completed)
+        if self.failure is not None:
+            raise self.failure
+
+    def cancel(self, checkpoint_id: int) -> None:
+        self._check()
+        self.cancelled.append(checkpoint_id)
+
+
+def recorded(world: World, tasks: Any = (A, B), **options: Any) -> tuple[Coordinator, Recorder]:
+    recorder = Recorder()
+    made = coordinator(world, tasks, **{**recorder.options(), **options})
+    recorder.coordinator = made
+    return made, recorder

@@ -1,0 +1,209 @@
+"""Completions of checkpoints that fail, hang, are interrupted, or end meanwhile."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from backends.exceptions import StorageError
+from coordinator_actor.checkpoints.acknowledgements import Received
+from coordinator_actor.checkpoints.checkpoint_coordinator import CheckpointCoordinator
+from coordinator_actor.checkpoints.completed_checkpoint import CompletedCheckpoint
+from coordinator_actor.exceptions import (
+    CoordinatorError,
+    InvalidRequestError,
+)
+from tests.coordinator_actor.checkpoints.checkpoint_world import World
+from tests.coordinator_actor.checkpoints.recorded_coordinator import (
+    A,
+    B,
+    ack,
+    coordinator,
+    decline,
+    recorded,
+)
+from tests.patience import HANG, PATIENCE
+
+
+def test_a_completion_that_fails_is_tried_again(world: World) -> None:
+    coord, seen = recorded(world)
+    pending = coord.trigger_checkpoint()
+    coord.receive_acknowledge_message(ack(A, 1, "a"))
+    seen.failure = StorageError("the disk is full")
+    for state in ("b1", "b2"):
+        with pytest.raises(StorageError, match="the disk is full"):
+            coord.receive_acknowledge_message(ack(B, 1, state))
+        assert list(coord.get_pending_checkpoints()) == [1] and not pending.is_discarded
+        assert pending.is_fully_acknowledged and pending.states == {A: "a", B: state}
+        assert coord.successful == [] and seen.cancelled == []
+        assert coord.stats.counts()["failed"] == 0
+    seen.failure = None
+    assert coord.receive_acknowledge_message(ack(B, 1, "b2")) is Received.COMPLETED
+    assert [c.states for c in coord.successful] == [{A: "a", B: "b2"}]
+
+
+def test_a_failed_completion_still_expires_and_can_be_declined(world: World) -> None:
+    for end in ("expire", "decline"):
+        coord, seen = recorded(world, [A], timeout=10)
+        coord.trigger_checkpoint()
+        seen.failure = StorageError("x")
+        with pytest.raises(StorageError):
+            coord.receive_acknowledge_message(ack(A, 1))
+        if end == "expire":
+            world.advance(10)
+        else:
+            assert coord.receive_decline_message(decline(A, 1))
+        assert coord.get_number_of_pending_checkpoints() == 0 and seen.cancelled == [1]
+
+
+def test_an_interrupted_completion_leaves_the_checkpoint_pending(world: World) -> None:
+    coord, seen = recorded(world, [A])
+    coord.trigger_checkpoint()
+    seen.failure = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        coord.receive_acknowledge_message(ack(A, 1))
+    seen.failure = None
+    assert coord.receive_acknowledge_message(ack(A, 1)) is Received.COMPLETED
+
+
+class Hanging:
+    """A completion that takes until it is let go."""
+
+    def __init__(self) -> None:
+        self.begun, self.go_on = threading.Event(), threading.Event()
+        self.failure: Exception | None = None
+        self.seen: list[CompletedCheckpoint] = []
+
+    def __call__(self, completed: CompletedCheckpoint) -> None:
+        self.seen.append(completed)
+        self.begun.set()
+        assert self.go_on.wait(HANG)
+        if self.failure is not None:
+            raise self.failure
+
+
+def test_while_a_completion_hangs_others_wait_and_everything_else_goes_on(world: World) -> None:
+    hang = Hanging()
+    coord = coordinator(world, subsume=False, on_fully_acknowledged_checkpoint=hang)
+    one, two = coord.trigger_checkpoint(), coord.trigger_checkpoint()
+    coord.receive_acknowledge_message(ack(A, one.id, "a"))
+    with ThreadPoolExecutor(3) as pool:
+        last = pool.submit(coord.receive_acknowledge_message, ack(B, one.id, "b"))
+        assert hang.begun.wait(PATIENCE)
+        again = pool.submit(coord.receive_acknowledge_message, ack(A, one.id, "a2"))
+        refused = pool.submit(coord.receive_decline_message, decline(A, one.id))
+        assert coord.receive_acknowledge_message(ack(A, two.id)) is Received.PENDING
+        assert coord.get_number_of_pending_checkpoints() == 2 and not coord.cancel_checkpoint(one.id, "no")
+        assert not again.done() and not refused.done() and not last.done()
+        hang.go_on.set()
+        assert (
+            last.result(PATIENCE) is Received.COMPLETED
+            and again.result(PATIENCE) is Received.LATE
+            and refused.result(PATIENCE)
+        )
+    assert hang.seen[0].states == {A: "a", B: "b"} and one.completed is hang.seen[0]
+    assert not two.is_discarded
+
+
+def test_one_who_waited_for_a_failed_completion_tries_it_with_its_own_state(world: World) -> None:
+    hang = Hanging()
+    hang.failure = StorageError("x")
+    coord = coordinator(world, on_fully_acknowledged_checkpoint=hang)
+    coord.trigger_checkpoint()
+    coord.receive_acknowledge_message(ack(A, 1, "a"))
+    with ThreadPoolExecutor(2) as pool:
+        last = pool.submit(coord.receive_acknowledge_message, ack(B, 1, "b"))
+        assert hang.begun.wait(PATIENCE)
+        again = pool.submit(coord.receive_acknowledge_message, ack(A, 1, "a2"))
+        assert waiting(coord)
+        hang.go_on.set()
+        for tried in (last, again):
+            with pytest.raises(StorageError):
+                tried.result(PATIENCE)
+    assert [c.states for c in hang.seen] == [{A: "a", B: "b"}, {A: "a2", B: "b"}]
+    hang.failure = None
+    assert coord.receive_acknowledge_message(ack(B, 1, "b")) is Received.COMPLETED
+
+
+def waiting(coord: CheckpointCoordinator) -> bool:
+    """Wait until a thread waits for a completion."""
+    deadline = time.monotonic() + PATIENCE
+    while not coord._completion_ended._waiters and time.monotonic() < deadline:  # type: ignore[attr-defined]
+        time.sleep(0.001)
+    return bool(coord._completion_ended._waiters)  # type: ignore[attr-defined]
+
+
+def test_shutdown_frees_those_who_wait_for_a_completion(world: World) -> None:
+    hang = Hanging()
+    coord = coordinator(world, [A], on_fully_acknowledged_checkpoint=hang)
+    coord.trigger_checkpoint()
+    with ThreadPoolExecutor(2) as pool:
+        last = pool.submit(coord.receive_acknowledge_message, ack(A, 1, "a"))
+        assert hang.begun.wait(PATIENCE)
+        again = pool.submit(coord.receive_acknowledge_message, ack(A, 1, "a2"))
+        assert waiting(coord)
+        coord.shutdown()
+        try:
+            assert again.result(PATIENCE) is Received.UNKNOWN and not last.done()
+        finally:
+            hang.go_on.set()
+        assert last.result(PATIENCE) is Received.COMPLETED
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("end", ["expire", "stop", "shutdown", "subsumed"])
+def test_what_ends_during_a_completion_ends_only_if_that_fails(world: World, end: str, fails: bool) -> None:
+    hang = Hanging()
+    cancelled: list[int] = []
+
+    def complete(completed: CompletedCheckpoint) -> None:
+        if completed.id == 1:
+            hang(completed)
+
+    coord = coordinator(
+        world,
+        [A],
+        timeout=10,
+        on_fully_acknowledged_checkpoint=complete,
+        on_cancel_checkpoint=cancelled.append,
+    )
+    pending = coord.trigger_checkpoint()
+    with ThreadPoolExecutor(1) as pool:
+        last = pool.submit(coord.receive_acknowledge_message, ack(A, 1, "a"))
+        assert hang.begun.wait(PATIENCE)
+        if end == "expire":
+            world.now += 10
+            assert coord.expire() == []
+        elif end == "stop":
+            coord.cancel_all("the query has ended")
+        elif end == "shutdown":
+            coord.shutdown()
+        else:
+            coord.trigger_checkpoint()
+            assert coord.receive_acknowledge_message(ack(A, 2)) is Received.COMPLETED
+        assert not pending.is_discarded and cancelled == []
+        hang.failure = StorageError("x") if fails else None
+        hang.go_on.set()
+        if fails:
+            with pytest.raises(StorageError):
+                last.result(PATIENCE)
+        else:
+            assert last.result(PATIENCE) is Received.COMPLETED
+    assert pending.is_discarded and coord.get_number_of_pending_checkpoints() == 0
+    assert (pending.completed is None) == fails and cancelled == ([1] if fails else [])
+
+
+def test_a_callback_may_not_acknowledge_its_own_checkpoint(world: World) -> None:
+    errors: list[CoordinatorError] = []
+
+    def complete(completed: CompletedCheckpoint) -> None:
+        with pytest.raises(InvalidRequestError, match="own callback") as raised:
+            coord.receive_acknowledge_message(ack(A, completed.id))
+        errors.append(raised.value)
+
+    coord = coordinator(world, [A], on_fully_acknowledged_checkpoint=complete)
+    coord.trigger_checkpoint()
+    assert coord.receive_acknowledge_message(ack(A, 1)) is Received.COMPLETED and errors

@@ -1,0 +1,28 @@
+"""The HTTP service over a client in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from fastapi.testclient import TestClient
+
+from deploy.state_http.app import create_app
+from deploy.state_http.limits import HttpLimits
+from tests.deploy.http_state import BEARER, connected
+from tests.deploy.memory_client import MemoryClient, Tokens
+from tests.patience import PATIENCE
+
+
+@pytest.fixture
+def memory() -> MemoryClient:
+    return MemoryClient()
+
+
+@pytest.fixture
+def http(memory: MemoryClient) -> Iterator[TestClient]:
+    limits = HttpLimits(max_body_bytes=100_000, max_keys=100, max_rows=20_000, max_scans=2, scan_seconds=PATIENCE)
+    with TestClient(
+        create_app(connected(memory), Tokens(), limits), headers=BEARER, raise_server_exceptions=False
+    ) as made:
+        yield made

@@ -1,0 +1,121 @@
+"""Parts of tests of the HTTP service: the client in memory behind it, also one that holds its answers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pyarrow as pa
+
+from tests.deploy.memory_client import TOKEN, MemoryClient, Rows
+from tests.patience import PATIENCE
+
+BEARER = {"Authorization": f"Bearer {TOKEN}"}
+PROBLEM = "application/problem+json"
+
+
+def connected(client: MemoryClient) -> Callable[[], Any]:
+    async def connect() -> Any:
+        return client
+
+    return connect
+
+
+class Together:
+    """Holds up whoever waits until so many have come, of whom some perhaps do not wait; for one event loop."""
+
+    def __init__(self, many: int) -> None:
+        self.missing = many
+        self.all = asyncio.Event()
+
+    def come(self) -> None:
+        self.missing -= 1
+        if self.missing <= 0:
+            self.all.set()
+
+    async def wait(self) -> None:
+        self.come()
+        await asyncio.wait_for(self.all.wait(), PATIENCE)
+
+
+@dataclass
+class HeldClient(MemoryClient):
+    """Its keys and the rows of its scans wait for ``together``."""
+
+    together: Together = field(default_factory=lambda: Together(1))
+
+    async def get(self, *args: Any, **options: Any) -> Any:
+        await self.together.wait()
+        return await super().get(*args, **options)
+
+    async def _scan(self, *args: Any) -> Rows:
+        rows = await super()._scan(*args)
+        return HeldRows(rows.table, rows.version, self)
+
+
+class HeldRows(Rows):
+    async def __aiter__(self) -> AsyncIterator[pa.RecordBatch]:
+        assert isinstance(self.owner, HeldClient)
+        await self.owner.together.wait()
+        async for batch in super().__aiter__():
+            yield batch
+
+
+def raw(app: Any, method: str, path: str, body: bytes, leave_after: int | None = None) -> tuple[list[bytes], bool]:
+    """The pieces of an answer, and whether it came to its end; what the application raises is for the server to log."""
+    pieces: list[bytes] = []
+    ended = False
+
+    async def call() -> None:
+        gone = asyncio.Event()
+        messages = iter([{"type": "http.request", "body": body, "more_body": False}])
+
+        async def receive() -> dict[str, Any]:
+            message = next(messages, None)
+            if message is None:
+                await gone.wait()
+                return {"type": "http.disconnect"}
+            return message
+
+        async def send(message: Any) -> None:
+            nonlocal ended
+            if message["type"] == "http.response.body":
+                if message.get("body"):
+                    pieces.append(message["body"])
+                ended = not message.get("more_body", False)
+            if leave_after is not None and len(pieces) >= leave_after:
+                gone.set()
+
+        headers = [
+            (b"authorization", f"Bearer {TOKEN}".encode()),
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(body)).encode()),
+        ]
+        scope = {
+            "type": "http",
+            "asgi": {"version": "3.0", "spec_version": "2.3"},
+            "http_version": "1.1",
+            "method": method,
+            "path": path,
+            "raw_path": path.encode(),
+            "query_string": b"",
+            "root_path": "",
+            "scheme": "http",
+            "headers": headers,
+            "client": ("127.0.0.1", 1),
+            "server": ("127.0.0.1", 8000),
+        }
+        try:
+            await app(scope, receive, send)
+        finally:
+            # What a caller who has left leaves to be done.
+            if left := asyncio.all_tasks() - {asyncio.current_task()}:
+                await asyncio.wait(left, timeout=PATIENCE)
+
+    try:
+        asyncio.run(call())
+    except Exception:  # noqa: BLE001 - a server logs it, whatever it is
+        assert not ended
+    return pieces, ended

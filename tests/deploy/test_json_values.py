@@ -1,0 +1,99 @@
+"""Keys and values of the state as JSON and in paths: there and back, and what is refused."""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+import math
+from decimal import Decimal
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from spark_bridge.exceptions import (
+    UnknownKeyOrNamespaceError,
+)
+from spark_bridge.queryable.client import json_values as values
+from tests.deploy.memory_client import TOTALS, UTC
+from tests.effort import examples
+
+KINDS: list[tuple[pa.DataType, st.SearchStrategy[Any]]] = [
+    (pa.int64(), st.integers(-(2**63), 2**63 - 1)),
+    (pa.int16(), st.integers(-(2**15), 2**15 - 1)),
+    (pa.float64(), st.floats(allow_nan=False)),
+    (pa.string(), st.text()),
+    (pa.binary(), st.binary()),
+    (pa.bool_(), st.booleans()),
+    (pa.timestamp("us", "UTC"), st.datetimes(timezones=st.just(UTC))),
+    (pa.date32(), st.dates()),
+    (pa.duration("us"), st.timedeltas()),
+    (pa.decimal128(20, 3), st.decimals(-(10**15), 10**15, places=3)),
+    (pa.list_(pa.int64()), st.lists(st.integers(-(2**63), 2**63 - 1), max_size=3)),
+    (
+        pa.struct([("a", pa.string()), ("b", pa.int64())]),
+        st.fixed_dictionaries({"a": st.text(), "b": st.none() | st.integers(-(2**60), 2**60)}),
+    ),
+]
+
+
+@settings(max_examples=examples(150), deadline=None)
+@given(st.data())
+def test_values_go_through_json_and_back(data: st.DataObject) -> None:
+    kind, strategy = data.draw(st.sampled_from(KINDS))
+    value = data.draw(strategy)
+    through = json.loads(values.encoded(values.to_json(value)))
+    assert values.from_json(through, kind, "it") == value
+
+
+def test_durations() -> None:
+    assert values.to_json(dt.timedelta(days=1, hours=2, microseconds=500_000)) == "P1DT2H0.5S"
+    assert values.to_json(-dt.timedelta(seconds=90)) == "-PT1M30S"
+    assert (values.to_json(dt.timedelta(0)), values.to_json(dt.timedelta(days=3))) == ("PT0S", "P3D")
+    table = pa.table({"spent": pa.array([dt.timedelta(seconds=5), None], pa.duration("us"))})
+    assert values.rows_to_json(table) == [{"spent": "PT5S"}, {"spent": None}]
+    for wrong in ("", "P", "PT", "P1DT", "1D", "P1Y", "PT1.S", "P999999999DT999999999H", 5, "PT٣S"):
+        with pytest.raises(UnknownKeyOrNamespaceError):
+            values.from_json(wrong, pa.duration("us"), "it")
+
+
+@settings(max_examples=examples(150), deadline=None)
+@given(st.lists(st.text(), min_size=2, max_size=4))
+def test_keys_in_a_path_go_through_quotes(parts: list[str]) -> None:
+    schema = pa.schema([(str(i), pa.string()) for i in range(len(parts))])
+    text = ",".join('"' + part.replace('"', '""') + '"' for part in parts)
+    assert values.key_of_text(text, schema) == tuple(parts)
+    plain = [part.replace(",", "").replace('"', "") for part in parts]
+    assert values.key_of_text(",".join(plain), schema) == tuple(plain)
+
+
+def test_what_comes_as_columns_is_as_value_by_value() -> None:
+    rows = values.rows_to_json(TOTALS)
+    by_value = [{k: values.to_json(v) for k, v in row.items()} for row in TOTALS.to_pylist()]
+    assert rows == by_value
+    assert rows[0]["n"] == 1 and rows[1]["n"] == str(2**53)
+    assert math.isfinite(values.rows_to_json(TOTALS.slice(0, 1))[0]["mean"])
+    with pytest.raises(TypeError):
+        values.to_json(object())
+
+
+@settings(max_examples=examples(150), deadline=None)
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+        lambda c: st.lists(c) | st.dictionaries(st.text(), c),
+        max_leaves=5,
+    ),
+    st.sampled_from([k for k, _ in KINDS]),
+)
+def test_any_json_is_a_value_or_said_to_be_none(value: Any, kind: pa.DataType) -> None:
+    try:
+        made = values.from_json(value, kind, "it")
+    except UnknownKeyOrNamespaceError as error:
+        assert str(error).startswith("it: ")
+    else:
+        assert made is None or isinstance(
+            made, int | float | str | bytes | bool | dt.date | dt.timedelta | Decimal | list | dict
+        )

@@ -1,0 +1,75 @@
+"""Who may ask the HTTP service: tokens of headers, passwords, the page."""
+
+from __future__ import annotations
+
+import base64
+
+import pytest
+from fastapi.testclient import TestClient
+
+from deploy.state_http.access import token_of
+from deploy.state_http.app import create_app
+from spark_bridge.exceptions import (
+    AccessDeniedError,
+)
+from tests.deploy.http_state import BEARER, PROBLEM, connected
+from tests.deploy.memory_client import TOKEN, MemoryClient, Tokens
+
+PATHS = [
+    ("GET", "/"),
+    ("GET", "/openapi.json"),
+    ("GET", "/docs"),
+    ("GET", "/v1/operators"),
+    ("GET", "/v1/operators/users"),
+    ("GET", "/v1/operators/users/keys/1"),
+    ("POST", "/v1/operators/users/lookup"),
+    ("POST", "/v1/operators/users/scan"),
+    ("GET", "/nothing"),
+    ("OPTIONS", "/v1/operators"),
+    ("HEAD", "/"),
+]
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {},
+        {"Authorization": "Bearer wrong"},
+        {"Authorization": "Bearer"},
+        {"Authorization": f"Digest {TOKEN}"},
+        {"Authorization": "Basic !"},
+        {"Authorization": TOKEN},
+    ],
+)
+def test_no_token_no_answer(memory: MemoryClient, headers: dict[str, str]) -> None:
+    with TestClient(create_app(connected(memory), Tokens())) as http:
+        for method, path in PATHS:
+            answer = http.request(method, path, headers=headers)
+            assert (answer.status_code, answer.headers["content-type"]) == (401, PROBLEM), path
+            assert answer.headers["www-authenticate"].startswith("Basic ")
+    assert memory.asked == []
+
+
+def test_basic_access_with_the_token_as_password(memory: MemoryClient) -> None:
+    with TestClient(create_app(connected(memory), Tokens())) as http:
+        assert http.get("/v1/operators", auth=("anybody", TOKEN)).status_code == 200
+        assert http.get("/v1/operators", auth=(TOKEN, "")).status_code == 401
+        two = [("Authorization", f"Bearer {TOKEN}"), ("Authorization", "Bearer other")]
+        assert http.get("/v1/operators", headers=two).status_code == 401
+
+
+def test_a_token_that_is_revoked_is_refused_at_once(memory: MemoryClient) -> None:
+    tokens = Tokens()
+    with TestClient(create_app(connected(memory), tokens), headers=BEARER) as http:
+        assert http.get("/v1/operators").status_code == 200
+        tokens.valid.clear()
+        assert http.get("/v1/operators").status_code == 401
+
+
+def test_the_token_of_a_header() -> None:
+    assert token_of("bearer  abc ") == "abc"
+    assert token_of("BASIC " + base64.b64encode(b"user:a:b").decode()) == "a:b"
+    assert token_of("") == ""
+    for wrong in ("abc", "Basic é", "Basic " + "A" * 5000, "Bearer " + "a" * 5000):
+        with pytest.raises(AccessDeniedError):
+            token_of(wrong)

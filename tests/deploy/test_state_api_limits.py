@@ -1,0 +1,110 @@
+"""What the HTTP service allows: sizes, rows, times, requests at once, and callers that leave."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable
+from typing import Any
+
+import httpx
+from fastapi.testclient import TestClient
+
+from deploy.state_http.app import create_app
+from deploy.state_http.limits import HttpLimits
+from tests.deploy.http_state import BEARER, PROBLEM, HeldClient, Together, connected, raw
+from tests.deploy.memory_client import MemoryClient, Tokens
+from tests.patience import HANG, PATIENCE
+
+
+def test_limits(http: TestClient, memory: MemoryClient) -> None:
+    def status(path: str, **kwargs: Any) -> tuple[int, str]:
+        answer = http.post(f"/v1/operators/users/{path}", **kwargs)
+        return answer.status_code, answer.json()["error"]
+
+    assert status("lookup", json={"keys": list(range(101))}) == (413, "RequestLimitError")
+    assert status("lookup", content=b" " * 100_001) == (413, "RequestLimitError")
+    assert status("lookup", content=(b" " * 10_000 for _ in range(11))) == (413, "RequestLimitError")
+    assert status("scan", json={"limit": 20_001}) == (413, "RequestLimitError")
+    assert http.post("/v1/operators/users/scan", json={"limit": 20_000}).status_code == 200
+    assert memory.open_scans == 0
+
+
+def test_a_large_answer_of_a_lookup_is_refused(memory: MemoryClient) -> None:
+    with TestClient(create_app(connected(memory), Tokens(), HttpLimits(max_lookup_bytes=500)), headers=BEARER) as http:
+        assert http.post("/v1/operators/users/lookup", json={"keys": [1]}).status_code == 200
+        answer = http.post("/v1/operators/users/lookup", json={"keys": list(range(100))})
+    assert (answer.status_code, answer.json()["error"]) == (413, "RequestLimitError")
+
+
+def test_a_body_that_does_not_come_is_not_waited_for(memory: MemoryClient) -> None:
+    app = create_app(connected(memory), Tokens(), HttpLimits(body_seconds=0.2))
+
+    async def slowly() -> AsyncIterator[bytes]:
+        yield b"{"
+        await asyncio.sleep(HANG)
+
+    async def ask() -> httpx.Response:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x", headers=BEARER) as client:
+            return await asyncio.wait_for(client.post("/v1/operators/users/lookup", content=slowly()), PATIENCE)
+
+    answer = asyncio.run(ask())
+    assert (answer.status_code, answer.headers["content-type"]) == (408, PROBLEM)
+
+
+def test_more_rows_than_allowed_end_a_scan(memory: MemoryClient) -> None:
+    app = create_app(connected(memory), Tokens(), HttpLimits(max_rows=1500))
+    pieces, ended = raw(app, "POST", "/v1/operators/users/scan", b"{}")
+    lines = b"".join(pieces).splitlines()
+    assert json.loads(lines[-1])["problem"]["status"] == 413
+    assert not ended
+    assert len(lines) <= 1501
+
+
+def test_scans_end_after_their_time(memory: MemoryClient) -> None:
+    memory.pause = 0.2
+    app = create_app(connected(memory), Tokens(), HttpLimits(scan_seconds=0.5))
+    pieces, ended = raw(app, "POST", "/v1/operators/users/scan", b"{}")
+    lines = b"".join(pieces).splitlines()
+    assert json.loads(lines[-1])["problem"]["status"] == 504
+    assert not ended
+    assert len(lines) <= 2001, "more batches do not come within the time"
+    assert memory.open_scans == 0
+
+
+def test_too_many_at_once() -> None:
+    memory = HeldClient()
+    app = create_app(connected(memory), Tokens(), HttpLimits(max_requests=5, max_scans=2))
+
+    async def ask() -> tuple[list[int], list[int]]:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x", headers=BEARER) as client:
+
+            async def statuses(requests: list[Awaitable[httpx.Response]]) -> list[int]:
+                """What is let in is not answered before all others have been refused."""
+                together = memory.together = Together(len(requests))
+
+                async def status(request: Awaitable[httpx.Response]) -> int:
+                    answer = await request
+                    if answer.status_code == 429:
+                        together.come()
+                    return answer.status_code
+
+                return sorted(await asyncio.gather(*map(status, requests)))
+
+            await client.get("/v1/operators/users/keys/1")
+            keys = await statuses([client.get(f"/v1/operators/users/keys/{n}") for n in range(8)])
+            scans = await statuses([client.post("/v1/operators/users/scan", json={"limit": 1}) for _ in range(4)])
+            return keys, scans
+
+    keys, scans = asyncio.run(ask())
+    assert keys == [200] * 5 + [429] * 3
+    assert scans == [200] * 2 + [429] * 2
+    assert asyncio.run(ask()) == (keys, scans)
+
+
+def test_a_caller_that_leaves_ends_its_scan(memory: MemoryClient) -> None:
+    memory.pause = 0.05
+    app = create_app(connected(memory), Tokens())
+    pieces, ended = raw(app, "POST", "/v1/operators/users/scan", b"{}", leave_after=2)
+    assert len(pieces) < 6 and not ended
+    assert memory.open_scans == 0
