@@ -147,8 +147,10 @@ def _log_files(overview: Overview, namespace: str, coordinator: str, tail: int) 
         files += [LogFile(source, _reader(tail, actor_id=actor.actor_id, suffix=suffix)) for suffix in ("err", "out")]
     for job_id in sorted(drivers):
         job = jobs.get(job_id)
-        if job is not None and job.submission_id:
-            files.append(LogFile("driver", _reader(tail, submission_id=job.submission_id)))
+        if job is not None and job.submission_id and job.driver_info is not None:
+            # Ray takes no submission's id without its node.
+            named = {"submission_id": job.submission_id, "node_ip": job.driver_info.node_ip_address}
+            files.append(LogFile("driver", _reader(tail, **named)))
         elif job is not None and job.status == "RUNNING":
             missing.append(f"The driver (job {job_id}) was not started with 'ray job submit': look where it writes.")
     return files, missing

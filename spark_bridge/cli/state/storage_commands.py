@@ -85,7 +85,7 @@ def verify(
         except (DamagedFileError, MissingFileError) as error:
             # The manifests themselves: without them, nobody can tell which files make a version.
             what = str(error)
-            show(lambda: {"is_sound": False, "error": what}, lambda: Text(what, "red"), as_json=as_json)
+            show(lambda: _unreadable(what), lambda: Text(what, "red"), as_json=as_json)
             raise typer.Exit(FOUND) from error
     show(lambda: {**to_plain(found), "is_sound": found.is_sound}, lambda: _verified_view(found), as_json=as_json)
     if not found.is_sound:
@@ -102,6 +102,12 @@ def _verified(place: StatePlace, version: int | None, rows: bool, as_json: bool)
             status.update(f"Read {done} of {total} files")
 
         return verify_version(StateVersions.look(place), version, reads_rows=rows, progress=progress)
+
+
+def _unreadable(what: str) -> dict[str, Any]:
+    """Return what is told of a state without a version, so that scripts find the damage where they look for others."""
+    damage = {"path": None, "operator": None, "partition": None, "version": None, "what": what}
+    return {"version": None, "damages": [damage], "is_sound": False, "error": what}
 
 
 def _verified_view(found: Verification) -> RenderableType:

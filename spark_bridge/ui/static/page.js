@@ -15,11 +15,15 @@ function replace(old, fresh) {
 
 const parts = (of) => [...of.querySelectorAll("main [data-live][id]")].map((e) => e.id).join(" ");
 
+// Returns what the server answered in place of a page, such as "503 Service Unavailable", or nothing.
 async function refresh() {
   const answer = await fetch(location.href, { headers: { Accept: "text/html" }, credentials: "same-origin" });
-  if (answer.status === 401) { location.reload(); return; }
-  if (!answer.ok && answer.status !== 404) throw new Error(answer.statusText);
+  if (answer.status === 401) { location.reload(); return null; }
   const fresh = new DOMParser().parseFromString(await answer.text(), "text/html");
+  // A 404 is a page of ours where what was shown is gone, and a proxy's where the service is.
+  if (!fresh.getElementById("main") || (!answer.ok && answer.status !== 404)) {
+    return `${answer.status} ${answer.statusText}`.trim();
+  }
   document.title = fresh.title;
   // What there was not, such as the first query, has no place yet.
   if (parts(document) !== parts(fresh)) replace(document.getElementById("main"), fresh.getElementById("main"));
@@ -27,14 +31,17 @@ async function refresh() {
     const other = fresh.getElementById(old.id);
     if (other) replace(old, other);
   }
+  return null;
 }
 
-function noAnswer() {
+function notRenewed(why) {
   const stale = document.getElementById("stale");
-  if (stale.querySelector(".no-answer")) return;
+  const before = stale.querySelector(".not-renewed");
+  if (before && before.dataset.why === why) return;
   const said = document.createElement("div");
-  said.className = "fault error no-answer";
-  said.textContent = `The server of this page has not answered since ${new Date().toLocaleTimeString()}. ` +
+  said.className = "fault error not-renewed";
+  said.dataset.why = why;
+  said.textContent = `The server of this page has ${why} since ${new Date().toLocaleTimeString()}. ` +
     "What follows is what was known then; it is asked again and again.";
   stale.replaceChildren(said);
 }
@@ -44,11 +51,12 @@ async function keepUp() {
     await new Promise((done) => setTimeout(done, EVERY_MS));
     if (paused || document.hidden) continue;
     try {
-      await refresh();
-      if (!paused) pause.textContent = "Pause updates";
+      const error = await refresh();
+      if (error) notRenewed(`answered "${error}"`);
+      if (!paused) pause.textContent = error ? "An error; trying again" : "Pause updates";
     } catch {
       pause.textContent = "No answer; trying again";
-      noAnswer();
+      notRenewed("not answered");
     }
   }
 }

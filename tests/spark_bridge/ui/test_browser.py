@@ -214,6 +214,30 @@ def test_a_page_that_is_open_says_when_it_is_not_up_to_date(model: ModelSystem, 
     opened.problems.clear()  # the browser notes that nobody answers
 
 
+def test_a_page_that_is_open_tells_an_error_of_its_server_as_such(
+    model: ModelSystem, model_page: str, tab: Open
+) -> None:
+    """As while a service restarts, and where a proxy does not know it any more."""
+    opened = tab(model_page).open("/")
+    page = opened.page
+    page.route("**/", lambda route: route.fulfill(status=503, content_type="text/plain", body="Restarting"))
+    page.get_by_text('The server of this page has answered "503 Service Unavailable" since').wait_for()
+    assert opened.violations() == []
+    assert page.get_by_role("heading", name="2 errors").count() == 1, "what was known stays"
+    page.unroute("**/")
+    page.route("**/", lambda route: route.fulfill(status=404, content_type="text/plain", body="No such path"))
+    page.get_by_text('has answered "404 Not Found" since').wait_for()
+    page.unroute("**/")
+    page.route("**/", lambda route: route.abort())
+    page.get_by_text("has not answered since").wait_for()
+    page.unroute("**/")
+    model.shown = healthy()
+    page.get_by_role("heading", name="Nothing is wrong").wait_for()
+    page.get_by_text("The server of this page has").wait_for(state="detached")
+    page.get_by_role("button", name="Pause updates").wait_for()
+    opened.problems.clear()  # the browser notes statuses, and that nobody answers
+
+
 @BOTH_WIDTHS
 def test_a_key_is_looked_up(state_page: str, tab: Open, viewport: dict[str, int]) -> None:
     opened = tab(state_page, viewport=viewport).open("/keys")

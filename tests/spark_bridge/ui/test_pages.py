@@ -270,7 +270,7 @@ def test_an_overview_that_fails_leaves_the_last_one_and_says_why(error: Exceptio
             raise error
 
     text = look(Failing(healthy())).get("/").text
-    assert "This is not up to date" in text and "secret" not in text
+    assert "Nothing can be shown" in text and "secret" not in text
 
 
 def test_a_page_waits_for_a_newer_overview_only_if_the_last_one_is_not_recent(monkeypatch: pytest.MonkeyPatch) -> None:

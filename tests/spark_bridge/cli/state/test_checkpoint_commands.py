@@ -121,7 +121,8 @@ def test_verify_names_a_damaged_manifest(stream: Make) -> None:
     s = stream(batches=3)
     file = sorted((s.world.root / "ck/statestore/manifests").iterdir())[1]
     file.write_bytes(file.read_bytes().replace(b"run1", b"ruin"))
-    assert file.name in as_json("verify", location(s), code=1)["error"]
+    found = as_json("verify", location(s), code=1)
+    assert [file.name in damage["what"] for damage in found["damages"]] == [True] and not found["is_sound"]
     assert run("verify", location(s) + "x", code=2).stderr
 
 

@@ -1,0 +1,26 @@
+"""The page of a checkpoint whose storage is damaged, which is to say what is wrong and what to do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from spark_bridge.ui.stored import StoredSystem
+from tests.spark_bridge.state_data.format_fixtures import Stored, copied
+from tests.spark_bridge.ui.conftest import Look
+
+
+def test_a_damaged_manifest_is_named_with_what_to_do_and_again_fine_when_put_back(look: Look, tmp_path: Path) -> None:
+    checkpoint = copied(Stored("file").checkpoint, tmp_path / "ck")
+    manifest = sorted(Path(checkpoint, "statestore/manifests").iterdir())[1]
+    sound = manifest.read_bytes()
+    manifest.write_bytes(b"rubbish")
+    for path, status in (("/", 200), ("/scan", 200), ("/keys", 200), ("/savepoints", 200), ("/query", 404)):
+        answer = look(StoredSystem(checkpoint)).get(path)
+        assert answer.status_code == status, path
+        said = answer.text
+        assert "Nothing can be shown." in said and manifest.name in said and "statestore verify" in said, path
+        assert "ray status" not in said and "coordinator" not in said, "nothing of it runs on a cluster"
+    front = look(StoredSystem(checkpoint)).get("/").text
+    assert "Nothing is known" in front and "No query runs" not in front and "Nothing is wrong" not in front
+    manifest.write_bytes(sound)
+    assert "Nothing is wrong" in look(StoredSystem(checkpoint)).get("/").text
