@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 class Provider(Protocol[Store_co]):
-    """What is needed of a ``StateStoreProvider``."""
+    """The part of a ``StateStoreProvider`` that is used here."""
 
     def get_store(self, version: int) -> Store_co:
         """Open a version to change it."""
@@ -46,7 +46,7 @@ class Report(Protocol):
 
 
 class CoordinatorReference(Protocol):
-    """What is needed of ``coordinator_actor.StateStoreCoordinatorRef``."""
+    """The part of ``coordinator_actor.StateStoreCoordinatorRef`` that is used here."""
 
     def report_active_instance(
         self,

@@ -1,4 +1,4 @@
-"""Which threads answer which message, so that a query whose storage hangs keeps no other message from its answer.
+"""The threads that answer messages, chosen so that a query whose storage hangs keeps no other message from its answer.
 
 Messages about leases and locations wait for no storage and for no lock that is held over storage: they are answered at
 once, by the thread that takes the messages of their group. Registrations have threads of their own. All others are

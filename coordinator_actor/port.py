@@ -79,7 +79,7 @@ def message(group: Group) -> Callable[[MessageMethod], MessageMethod]:
 
 
 class CoordinatorPort:
-    """What can be asked of the coordinator. A subclass says in ``call`` how a message reaches the coordinator.
+    """The messages that the coordinator answers. A subclass says in ``call`` how a message reaches the coordinator.
 
     Every message may raise a ``CoordinatorError`` or a ``StateStoreError``, besides the errors that it names. Messages
     may arrive twice. Wherever a text is declared, a ``uuid.UUID`` counts as its text; ``arguments.py`` sees to that.

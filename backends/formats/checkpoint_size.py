@@ -1,4 +1,4 @@
-"""How many bytes a version of the state has: what its batch has added, and what it takes to load it."""
+"""The size of a version of the state in bytes: those that its batch has added, and those of a load."""
 
 from __future__ import annotations
 

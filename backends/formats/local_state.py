@@ -1,4 +1,4 @@
-"""Which version an engine holds, and how a write that has not ended is marked."""
+"""The mark that says which version an engine holds, and that a write has not ended."""
 
 from __future__ import annotations
 

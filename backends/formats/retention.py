@@ -1,4 +1,4 @@
-"""What is removed from storage when: the versions, manifests and files that must be kept, and the rest.
+"""The rules of retention: the versions, manifests and files that must be kept, and the files to remove.
 
 Shared by a provider that keeps its own manifests and by the coordinator.
 """

@@ -1,4 +1,4 @@
-"""What the classes of one partition share."""
+"""The objects that the classes of one partition share."""
 
 from __future__ import annotations
 

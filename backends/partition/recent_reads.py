@@ -1,4 +1,4 @@
-"""What the stream has read last: mostly the very pairs that its next commit replaces."""
+"""The pairs that the stream has read last: mostly the very pairs that its next commit replaces."""
 
 from __future__ import annotations
 

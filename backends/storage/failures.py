@@ -1,4 +1,4 @@
-"""What an error of obstore means: whether a request may be repeated, is to slow down, or needs new credentials.
+"""The meaning of obstore's errors: may the request be repeated, must it slow down, does it need new credentials?
 
 obstore gives HTTP statuses and the service's codes only in the texts of its errors.
 """

@@ -1,4 +1,4 @@
-"""How fast a process may send requests to one bucket: slower while the service says that it gets too many.
+"""The rate limit of requests to one bucket: a process slows down while the service says that it gets too many.
 
 S3 answers 503 "slow down" while a prefix gets more requests than it is split for. Whoever backs off alone is replaced
 by the other threads of the process, so all of them share one backoff: nobody sends for a moment, then requests go at

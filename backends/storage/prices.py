@@ -1,4 +1,4 @@
-"""What requests to object storage cost, by a list of prices."""
+"""Costs of requests to object storage, by a list of prices."""
 
 from __future__ import annotations
 

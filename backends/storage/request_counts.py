@@ -1,4 +1,4 @@
-"""What a process has asked of the storage of checkpoints: requests by kind and by location, and their bytes."""
+"""Counts of a process's requests to checkpoint storage, by kind and by location, and their bytes."""
 
 from __future__ import annotations
 

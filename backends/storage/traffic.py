@@ -1,4 +1,4 @@
-"""What all requests of a process to one bucket share: their pace, and what is usual there."""
+"""The state that all requests of a process to one bucket share: their pace, and the usual durations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is wrong with storage, for people: the requests of a process that fail, and those that get no answer."""
+"""Faults of storage, for people: the requests of a process that fail, and those that get no answer."""
 
 from __future__ import annotations
 

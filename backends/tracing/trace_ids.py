@@ -1,4 +1,4 @@
-"""What a trace is about, and the ids that follow from that: every process makes the same ones, and nobody sends them.
+"""Subjects of traces, and the ids that follow from a subject: every process makes the same ones, and nobody sends them.
 
 A trace has a root span, which one process makes, often after the others have made theirs. These name the root as their
 parent, by an id that is a hash as well.

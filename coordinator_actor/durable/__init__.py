@@ -1,1 +1,1 @@
-"""What storage keeps of a query beside its state: manifests, epochs, savepoint records, Spark's own commits."""
+"""Records of a query in storage, beside its state: manifests, epochs, savepoint records, Spark's own commits."""

@@ -1,4 +1,4 @@
-"""Which schema the versions of an operator were written with."""
+"""The schemas with which the versions of an operator were written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What all handlers share: the hosts, runs and instances that a coordinator knows, and the lock that guards them."""
+"""Tables that all handlers share: the hosts, runs and instances that a coordinator knows, and their lock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How often Ray has started this process's actor again."""
+"""The number of times that Ray has started this process's actor again."""
 
 from __future__ import annotations
 

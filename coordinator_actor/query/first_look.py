@@ -1,4 +1,4 @@
-"""What storage says of a query that is to be registered, by requests that are made together where they can be."""
+"""The first reads of a query's records when it is registered: requests that can be made together are."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is removed from storage, and when: only files that the newest manifest, which is durable, no longer keeps.
+"""The removal of files from storage: only files that the newest manifest, which is durable, no longer keeps.
 
 The rules are in ``backends/formats/retention.py``; this file removes by them.
 """

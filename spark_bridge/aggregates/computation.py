@@ -1,4 +1,4 @@
-"""How an aggregate function is computed: which state it keeps, and how state is made of rows, merged and read."""
+"""The computation of an aggregate function: the state that it keeps, and how state is made of rows, merged and read."""
 
 from __future__ import annotations
 

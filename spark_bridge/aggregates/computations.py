@@ -1,4 +1,4 @@
-"""Which computation each aggregate function has."""
+"""The computation of each aggregate function."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How every command answers: tables for people, JSON for programs, errors on stderr, and its exit code.
+"""The output of every command: tables for people, JSON for programs, errors on stderr, and its exit code.
 
 Exit codes: 0: done, and nothing is wrong. 1: looked, and found something: damage, a fault, differences, no such key.
 2: could not look, or was asked wrongly; stderr says why.

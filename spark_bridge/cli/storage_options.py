@@ -1,4 +1,4 @@
-"""What the commands about stored files share: the settings of storage, and errors as messages."""
+"""Parts that the commands about stored files share: the settings of storage, and errors as messages."""
 
 from __future__ import annotations
 

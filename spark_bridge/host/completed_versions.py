@@ -1,4 +1,4 @@
-"""Which versions of each run are completed, as the coordinator has told this host: before any partition applies them.
+"""The completed versions of each run, as the coordinator has told this host: before any partition applies them.
 
 The partitions of a host apply a version one after the other, and a partition with a commit under way later still. The
 versions noted here let readers read all partitions at one version meanwhile: each from its base and accepted changes,

@@ -1,4 +1,4 @@
-"""What a host counts for its description."""
+"""The counters of a host, for its description."""
 
 from __future__ import annotations
 

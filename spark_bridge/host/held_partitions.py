@@ -1,4 +1,4 @@
-"""Which partitions and runs a host holds: tables in memory, without any work on state."""
+"""The partitions and runs that a host holds: tables in memory, without any work on state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the coordinator orders about runs, carried out apart from the heartbeat that brings it.
+"""The coordinator's orders about runs, carried out apart from the heartbeat that brings it.
 
 To unload a partition is to wait for the commit or the load that is under way, and so perhaps for the storage of that
 query. The heartbeat must not: the host would be given up, with the partitions of all other queries.

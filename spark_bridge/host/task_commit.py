@@ -1,4 +1,4 @@
-"""What happens when a task commits: first a durable changelog, then the coordinator's answer, then an accepted version.
+"""The commit of a task: first a durable changelog, then the coordinator's answer, then an accepted version.
 
 A task sends its changes to the owner of its partition (``spark_bridge.task.task_store``), whose Flight server calls
 ``TaskCommits.commit``. The coordinator accepts or refuses (``coordinator_actor.coordinator``: ``acknowledge_many``). An

@@ -1,4 +1,4 @@
-"""Which columns of a DataFrame can be the key of a stateful operator."""
+"""Checks of the columns of a DataFrame that are the key of a stateful operator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is wrong with a system, and what to do: rules over the overview, each with its remedy.
+"""Faults of a system: rules over the overview, each with its remedy.
 
 The limits are those of the alerts that operators of streams usually set.
 """

@@ -1,4 +1,4 @@
-"""What there is to say of the system: queries, operators, partitions, checkpoints, hosts, savepoints, faults.
+"""The model of the system, for people: queries, operators, partitions, checkpoints, hosts, savepoints, faults.
 
 Plain data, the same whether a running cluster or storage alone was asked. What a source cannot know is None. Moments
 are in ms since 1970, times in ms, sizes in bytes.

@@ -1,4 +1,4 @@
-"""How fast queries are, and how far behind: sums over the last checkpoints of an overview."""
+"""Speed and delay of queries: sums over the last checkpoints of an overview."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is wrong with hosts, with the coordinator, and with the storage that both ask: rules, each with its remedy."""
+"""Faults of hosts, of the coordinator, and of the storage that both ask: rules, each with its remedy."""
 
 from __future__ import annotations
 

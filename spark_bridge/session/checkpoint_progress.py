@@ -1,4 +1,4 @@
-"""What the checkpoint of a batch took: time, bytes, requests to storage and what those cost."""
+"""The cost of a batch's checkpoint: time, bytes, requests to storage and what those cost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What RayDP must be told for a session that outlives its machines."""
+"""Settings of RayDP for a session that outlives its machines."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ STATE, EARLIEST, LATEST = "state", "earliest", "latest"
 
 @dataclass(frozen=True)
 class SourceOptions:
-    """What is to be read.
+    """The parts of a state source that are to be read.
 
     - ``path``: the checkpoint location of the query.
     - ``operator``, ``stateVarName``: as ``operator`` and ``state`` of ``state_batches``; ``readRegisteredTimers``

@@ -1,4 +1,4 @@
-"""What single versions have changed, in the order of versions: a change feed from storage alone."""
+"""The changes of single versions, in the order of versions: a change feed from storage alone."""
 
 from __future__ import annotations
 

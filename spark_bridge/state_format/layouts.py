@@ -1,4 +1,4 @@
-"""How each kind of state is kept: the column families, and the columns of their keys and values.
+"""The layout of each kind of state: the column families, and the columns of their keys and values.
 
 The key of a row begins with the columns of the grouping key, unless another column is named first.
 

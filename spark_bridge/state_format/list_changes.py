@@ -1,4 +1,4 @@
-"""What changed in lists between two versions: which elements were deleted, and which were inserted.
+"""Changes of lists between two versions: the elements that were deleted, and those that were inserted.
 
 An element that stays is no change: the elements that the old and the new list have in common at their beginnings, then
 those at their ends, and the elements that stay where others left at the beginning and came at the end, as with a TTL.

@@ -1,4 +1,4 @@
-"""What users of ``transform_with_state_in_arrow`` write: a processor in columns.
+"""The interface for users of ``transform_with_state_in_arrow``: a processor in columns.
 
 The processor is called once per partition and batch, with all rows, their keys, and the state that the keys have.
 """

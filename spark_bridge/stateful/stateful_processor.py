@@ -1,4 +1,4 @@
-"""What users of ``transform_with_state`` write: a processor of rows by key.
+"""The interface for users of ``transform_with_state``: a processor of rows by key.
 
 Names and meaning are those of PySpark 4.2; any supported PySpark will do.
 """

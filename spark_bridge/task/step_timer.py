@@ -1,4 +1,4 @@
-"""How long a task spends on each step, for progress reports."""
+"""Times that a task spends on each step, for progress reports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who may see and who may act: tokens in a header or in a cookie, and the tokens of forms."""
+"""Access to the page: tokens in a header or in a cookie, and the tokens of forms."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ class StateClient(Protocol):
 
 
 class System(Protocol):
-    """What the page shows. All calls block, and may come from several threads."""
+    """The data behind the page. All calls block, and may come from several threads."""
 
     is_live: bool
     """Whether a cluster is asked, where somebody may act."""

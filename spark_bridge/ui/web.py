@@ -1,4 +1,4 @@
-"""What the page needs of HTTP: headers that keep browsers in check, and forms of limited size."""
+"""HTTP for the page: headers that keep browsers in check, and forms of limited size."""
 
 from __future__ import annotations
 

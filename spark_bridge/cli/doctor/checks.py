@@ -1,4 +1,4 @@
-"""What a check says: whether all is well, what was found, and what to do."""
+"""The result of a check: whether all is well, what was found, and what to do."""
 
 from __future__ import annotations
 

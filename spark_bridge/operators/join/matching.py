@@ -1,4 +1,4 @@
-"""Which rows of two sides match: those with one key whose times are within the bounds. No loop per row.
+"""The matching rows of two sides: those with one key whose times are within the bounds. No loop per row.
 
 The rows of one side are sorted by key and time. The matches of a row of the other side then lie together, and are found
 by two binary searches.

@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class ClusterAccess:
-    """What ``QueryableStateClient`` and ``StateWatch`` ask hosts by. For any number of threads.
+    """The way of ``QueryableStateClient`` and ``StateWatch`` to hosts. For any number of threads.
 
     ``timeout``: the seconds of a call that names none. ``on_moved`` is called when the location of an operator has
     perhaps proved wrong. A ``deadline`` is a time of ``time.monotonic``.

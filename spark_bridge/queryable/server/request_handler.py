@@ -59,7 +59,7 @@ _ABSENT_VALUE = b"\x01\x00\x00\x00\xff\xff\xff\xff"
 
 @dataclass(frozen=True)
 class ServerContext:
-    """What the connections of one server share.
+    """The parts that the connections of one server share.
 
     ``describe`` answers a ``DescribeRequest``; ``stopping`` is set when the server stops.
     """

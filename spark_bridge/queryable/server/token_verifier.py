@@ -21,7 +21,7 @@ from spark_bridge.exceptions import AccessDeniedError, HostUnavailableError
 
 @dataclass(frozen=True)
 class Grant:
-    """What a token allows.
+    """The rights of a token.
 
     ``name`` is ``cluster``, or the id of a token as ``statestore token list`` shows it. ``read_only`` is for the
     cluster's ports; ``admin`` may act on the page.

@@ -1,4 +1,4 @@
-"""What the state variables of a processor share: the keys of the step, the current key, the store, and the figures."""
+"""Objects that the state variables of a processor share: the keys of the step, the current key, the store, figures."""
 
 from __future__ import annotations
 
