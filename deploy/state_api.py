@@ -65,6 +65,7 @@ def build_http(settings: Settings) -> FastAPI:
     """Return the application that a replica runs, with a client of this Ray cluster."""
     from coordinator_actor.on_ray.ray_port import RayCoordinatorPort
     from spark_bridge import AsyncQueryableStateClient, QueryableStateClient
+    from spark_bridge.overview.from_cluster import KnownCheckpoints
     from spark_bridge.overview.model import Overview
     from spark_bridge.overview.on_ray import cluster_overview
     from spark_bridge.ui.app import create_ui
@@ -91,8 +92,10 @@ def build_http(settings: Settings) -> FastAPI:
         for client in made:
             await client.close()
 
+    known = KnownCheckpoints()
+
     def overview() -> Overview:
-        return cluster_overview(settings.namespace, settings.coordinator_name, OVERVIEW_SECONDS)
+        return cluster_overview(settings.namespace, settings.coordinator_name, OVERVIEW_SECONDS, known)
 
     def client_of_page() -> QueryableStateClient:
         return QueryableStateClient.connect(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import sys
 from enum import Enum
 from pathlib import Path
 from typing import Annotated
@@ -17,9 +19,12 @@ from spark_bridge.cli.cluster import token as token_cli
 from spark_bridge.cli.cluster import ui as ui_cli
 from spark_bridge.cli.doctor import command as doctor
 from spark_bridge.cli.jobs import run as run_cli
+from spark_bridge.cli.output import FAILED
 from spark_bridge.cli.state import change_commands, state_commands, storage_commands, surgery_commands
 from spark_bridge.cli.state import checkpoint as checkpoint_cli
 from spark_bridge.cli.state import savepoint as savepoint_cli
+
+log = logging.getLogger(__name__)
 
 app = typer.Typer(
     name="statestore",
@@ -122,8 +127,15 @@ def demo(
 
 
 def main() -> None:
-    """Run the program: the entry point of the console script."""
-    app()
+    """Run the program: the entry point of the console script.
+
+    Python ends with 1 for an error that nobody has caught, which would say that something was found.
+    """
+    try:
+        app()
+    except Exception:
+        log.exception("Nobody expected this error; please report it")
+        sys.exit(FAILED)
 
 
 if __name__ == "__main__":

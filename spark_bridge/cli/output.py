@@ -1,7 +1,7 @@
 """The output of every command: tables for people, JSON for programs, errors on stderr, and its exit code.
 
 Exit codes: 0: done, and nothing is wrong. 1: looked, and found something: damage, a fault, differences, no such key.
-2: could not look, or was asked wrongly; stderr says why.
+2: could not look, or was asked wrongly; stderr says why. The reference has them command by command.
 """
 
 from __future__ import annotations

@@ -6,10 +6,8 @@ from collections.abc import Callable
 from typing import Annotated, TypeVar
 
 import typer
-from rich.console import Console
 
-from backends.exceptions import StateStoreError
-from coordinator_actor.exceptions import CoordinatorError
+from spark_bridge.cli.output import errors_explained
 
 T = TypeVar("T")
 
@@ -32,8 +30,5 @@ def options_of(given: list[str] | None) -> dict[str, str]:
 
 def or_exit(call: Callable[[], T]) -> T:
     """Return what the call returns; an error of ours is printed, and ends the program with code 2."""
-    try:
+    with errors_explained():
         return call()
-    except (CoordinatorError, StateStoreError) as error:
-        Console(stderr=True).print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
-        raise typer.Exit(2) from error

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 from statistics import median
 from typing import Any
@@ -31,20 +31,50 @@ _RECORDED = tuple(Checkpoint.__dataclass_fields__)
 _COUNTERS = ("opens", "commits", "keys_written", "keys_read", "loads", "snapshots")
 
 
+class KnownCheckpoints:
+    """The checkpoints of the last overview: one is made again only where what is told of it has changed.
+
+    Each query has hundreds. Whoever looks again and again gives the same object to each look, one after the other.
+    """
+
+    def __init__(self) -> None:
+        self._of_runs: dict[str, dict[tuple[int, int], tuple[Description, Checkpoint]]] = {}
+
+    def of(self, query: Description, history: Sequence[Description]) -> tuple[Checkpoint, ...]:
+        """Return the checkpoints of a run."""
+        before = self._of_runs.get(query["run_id"], {})
+        now: dict[tuple[int, int], tuple[Description, Checkpoint]] = {}
+        for record in history:
+            is_kept = query["oldest_version"] <= record["version"] <= query["completed_version"]
+            place = record["version"], record["id"]
+            known = before.get(place)
+            if known is None or known[0] != record or known[1].is_kept != is_kept:
+                known = record, _checkpoint(record, is_kept)
+            now[place] = known
+        self._of_runs[query["run_id"]] = now
+        return tuple(checkpoint for _, checkpoint in now.values())
+
+    def forget_all_but(self, runs: Container[str]) -> None:
+        """Forget the runs that are not there any more."""
+        self._of_runs = {run: known for run, known in self._of_runs.items() if run in runs}
+
+
 def overview_of_cluster(
     coordinator: Description | None,
     hosts: Sequence[Description],
     stats: Mapping[str, Description] | None = None,
     *,
     silent: Sequence[Description] = (),
+    known: KnownCheckpoints | None = None,
     now_ms: int,
 ) -> Overview:
     """Return the overview.
 
     ``coordinator`` and ``hosts`` are the answers to ``describe``, without the hosts that have not answered; no
     coordinator means that no stream with state has run. ``stats`` are the answers to ``checkpoint_stats`` by run id.
-    ``silent`` is what Ray knows of the actors of hosts that have not answered.
+    ``silent`` is what Ray knows of the actors of hosts that have not answered, ``known`` what the last look has made.
     """
+    known = known or KnownCheckpoints()
     if coordinator is None:
         return Overview(CLUSTER, now_ms)
     held: dict[tuple[str, str], list[Partition]] = {}
@@ -69,14 +99,22 @@ def overview_of_cluster(
                 for lost in coordinator.get("lost", ())
             ),
         ),
-        tuple(_query(query, held, (stats or {}).get(query["run_id"], {}), now_ms) for query in coordinator["queries"]),
+        tuple(
+            _query(query, held, (stats or {}).get(query["run_id"], {}), known, now_ms)
+            for query in coordinator["queries"]
+        ),
         tuple(_hosts(coordinator, hosts, silent)),
     )
+    known.forget_all_but({query.run_id for query in made.queries})
     return replace(made, faults=faults_of(made))
 
 
 def _query(
-    query: Description, held: Mapping[tuple[str, str], Sequence[Partition]], stats: Description, now_ms: int
+    query: Description,
+    held: Mapping[tuple[str, str], Sequence[Partition]],
+    stats: Description,
+    known: KnownCheckpoints,
+    now_ms: int,
 ) -> Query:
     run_id, completed = query["run_id"], query["completed_version"]
     status = RETIRED if query["retired_by"] is not None else RUNNING if query["ended_at"] is None else ENDED
@@ -97,7 +135,7 @@ def _query(
         operators=tuple(
             _operator(name, n, held.get((run_id, name), ()), query) for name, n in query["operators"].items()
         ),
-        checkpoints=tuple(_checkpoint(record, query) for record in stats.get("history", ())),
+        checkpoints=known.of(query, stats.get("history", ())),
         pending_partitions=query["pending_partitions"] if status == RUNNING else 0,
         batch_ms=None if begun is None else max(0, now_ms - begun),
         replaced_by=query["retired_by"],
@@ -113,10 +151,10 @@ def _query(
     )
 
 
-def _checkpoint(record: Description, query: Description) -> Checkpoint:
+def _checkpoint(record: Description, is_kept: bool) -> Checkpoint:
     plain = {name: record[name] for name in _RECORDED if name in record}
     plain["steps"] = {name: Step(**step) for name, step in record["steps"].items()}
-    return Checkpoint(**plain, is_kept=query["oldest_version"] <= record["version"] <= query["completed_version"])
+    return Checkpoint(**plain, is_kept=is_kept)
 
 
 def _operator(name: str, num_partitions: int, held: Sequence[Partition], query: Description) -> Operator:

@@ -11,7 +11,7 @@ from ray.exceptions import RayError
 
 from coordinator_actor.coordinator_conf import COORDINATOR_NAME, NAMESPACE
 from spark_bridge.exceptions import EnvironmentProblemError
-from spark_bridge.overview.from_cluster import overview_of_cluster
+from spark_bridge.overview.from_cluster import KnownCheckpoints, overview_of_cluster
 from spark_bridge.overview.model import Overview
 
 HOST_NAME_PREFIX = "StateStoreHost-"
@@ -22,9 +22,14 @@ MOST_SILENT = 50
 
 
 def cluster_overview(
-    namespace: str = NAMESPACE, coordinator_name: str = COORDINATOR_NAME, timeout: float = ANSWER_SECONDS
+    namespace: str = NAMESPACE,
+    coordinator_name: str = COORDINATOR_NAME,
+    timeout: float = ANSWER_SECONDS,
+    known: KnownCheckpoints | None = None,
 ) -> Overview:
     """Describe the queries and hosts of a namespace. Hosts that do not answer in ``timeout`` seconds are marked so.
+
+    Whoever looks again gives ``known`` to each look, so that only what has changed is made again.
 
     Without a coordinator the overview is empty. Raises ``EnvironmentProblemError`` if the coordinator does not answer.
     """
@@ -55,6 +60,7 @@ def cluster_overview(
         [told[answer] for answer in of_hosts.values() if answer in told],
         {run_id: told[answer] for run_id, answer in of_runs.items() if answer in told},
         silent=[_actor(name, namespace) for name in silent[:MOST_SILENT]],
+        known=known,
         now_ms=_now(),
     )
 

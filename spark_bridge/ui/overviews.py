@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 FRESH_SECONDS = 1.0
 RECENT_SECONDS = 10.0
-RECENT_WAIT_SECONDS = 0.1
+RECENT_WAIT_SECONDS = 0.05
 """A request waits so long for a newer overview than a recent one: pages stay quick where thousands of partitions take
 longer to be described, and where hosts are gone, which takes seconds."""
 WAIT_SECONDS = 1.0

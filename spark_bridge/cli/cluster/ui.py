@@ -93,6 +93,7 @@ def _serve_cluster(
 ) -> None:
     _check_packages()
     from coordinator_actor.on_ray.ray_port import RayCoordinatorPort
+    from spark_bridge.overview.from_cluster import KnownCheckpoints
     from spark_bridge.overview.on_ray import cluster_overview
     from spark_bridge.queryable.client.client import QueryableStateClient
     from spark_bridge.queryable.server.coordinator_tokens import CoordinatorTokens
@@ -102,8 +103,10 @@ def _serve_cluster(
     calls = RayCoordinatorPort(namespace, coordinator, COORDINATOR_SECONDS)
     tokens = CoordinatorTokens(calls.call)
 
+    known = KnownCheckpoints()
+
     def overview() -> Overview:
-        return cluster_overview(namespace, coordinator, OVERVIEW_SECONDS)
+        return cluster_overview(namespace, coordinator, OVERVIEW_SECONDS, known)
 
     def connect() -> QueryableStateClient:
         return QueryableStateClient.connect(namespace, coordinator, tls=tls, timeout=CLIENT_SECONDS)

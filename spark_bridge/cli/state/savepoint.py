@@ -8,8 +8,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from backends.exceptions import DamagedFileError
 from coordinator_actor.savepoints.savepoint_format import SavepointInfo
-from spark_bridge.cli.output import AsJson, encoded
+from spark_bridge.cli.output import FOUND, AsJson, complain, encoded
 from spark_bridge.cli.storage_options import Option, options_of, or_exit
 
 app = typer.Typer(name="savepoint", help="List, describe, restore and delete savepoints.", no_args_is_help=True)
@@ -49,18 +50,27 @@ def describe(
     storage_option: Option = None,
     as_json: AsJson = False,
 ) -> None:
-    """Describe the savepoint at PATH: query, version, rows, operators.
+    """Describe the savepoint at PATH: query, version, rows, operators. The exit code is 1 if it is damaged.
 
     Example: statestore savepoint describe s3://bucket/savepoints/savepoint-clicks-7 --check-files
     """
     from spark_bridge.session.savepoints import describe_savepoint
 
-    info: SavepointInfo = or_exit(lambda: describe_savepoint(path, options_of(storage_option), check_files=check_files))
+    def described() -> SavepointInfo:
+        try:
+            return describe_savepoint(path, options_of(storage_option), check_files=check_files)
+        except DamagedFileError as error:
+            return SavepointInfo(path, None, str(error))
+
+    info = or_exit(described)
     made = info.metadata
-    if made is None:
-        raise typer.Exit(2)
     if as_json:
         typer.echo(encoded(_plain(info)))
+    elif made is None:
+        complain(str(info.damage))
+    if made is None:
+        raise typer.Exit(FOUND)
+    if as_json:
         return
     console = Console()
     console.print(

@@ -38,8 +38,8 @@ class Front:
         self._directory = directory
 
     def faults(self) -> list[str]:
-        """The faults, each as it is written."""
-        return [fault.inner_text() for fault in self.tab.page.locator(".fault").all()]
+        """The faults, each as it is written. All at once: the page renews them meanwhile."""
+        return list(self.tab.page.locator(".fault").all_inner_texts())
 
     def says(self, *words: str) -> float:
         """Wait until one fault has all these words. Return after how many seconds."""

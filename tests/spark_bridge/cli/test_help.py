@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +23,8 @@ def commands(command: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 
 COMMANDS: dict[str, Any] = dict(commands(typer.main.get_command(app), "statestore"))
+
+REFERENCE = Path(__file__).parents[3] / "docs/reference/command-line.md"
 
 GO_ON = ("statestore demo", "statestore run", "statestore serve", "statestore ui")
 """These commands answer nothing: they run something, and say how it goes."""
@@ -45,3 +49,10 @@ def test_completion_names_commands(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COMP_CWORD", "1")
     result = CliRunner().invoke(app, [], prog_name="statestore")
     assert sorted(result.stdout.split()) == ["checkpoint", "checkpoints"]
+
+
+def test_the_reference_has_the_codes_of_each_command() -> None:
+    section = REFERENCE.read_text().partition("## Exit codes")[2].partition("## Commands")[0]
+    named = set(re.findall(r"`([a-z]+(?: [a-z]+)?)`", section))
+    told = [name.removeprefix("statestore ") for name in COMMANDS]
+    assert [name for name in told if name not in named and name.split()[0] not in named | {"run"}] == []

@@ -12,7 +12,7 @@ from msgspec import structs
 
 from backends.exceptions import MissingFileError
 from coordinator_actor.query.checkpoint_history import WRITE_SECONDS
-from spark_bridge.overview.from_cluster import overview_of_cluster
+from spark_bridge.overview.from_cluster import KnownCheckpoints, overview_of_cluster
 from spark_bridge.overview.from_storage import overview_of_checkpoint
 from spark_bridge.overview.model import FORMAT_VERSION, GivenUp, Overview, to_plain
 from spark_bridge.overview.processes import StorageTrouble
@@ -56,6 +56,34 @@ def test_cluster_and_checkpoint_agree(stream: Make) -> None:
     # What only storage knows.
     sizes = [m.operators["op"].partitions.stored.size for m in s.log().manifests.values()]
     assert [p.changelog_bytes for p in theirs.partitions] == [sum(column) for column in zip(*sizes, strict=True)]
+
+
+def test_what_the_last_look_has_made_is_made_again_only_where_it_has_changed(stream: Make) -> None:
+    s = stream(batches=3)
+    known = KnownCheckpoints()
+
+    def look() -> Overview:
+        coordinator = {**s.c.describe(), "namespace": "statestore"}
+        stats = {q["run_id"]: s.c.checkpoint_stats(q["run_id"]) for q in coordinator["queries"]}
+        made = overview_of_cluster(coordinator, [], stats, known=known, now_ms=0)
+        assert made == overview_of_cluster(coordinator, [], stats, now_ms=0)
+        return made
+
+    first, second = look().query(None).checkpoints, look().query(None).checkpoints
+    assert all(a is b for a, b in zip(first, second, strict=True))
+    s.batches(3, 4)
+    later = look().query(None).checkpoints
+    assert any(a is b for a, b in zip(first, later, strict=False))
+    assert [c.version for c in later] == [1, 2, 3, 4]
+    coordinator = {**s.c.describe(), "namespace": "statestore"}
+    stats = {"run1": s.c.checkpoint_stats("run1")}
+    stats["run1"]["history"][1]["retried"] = 7
+    coordinator["queries"][0]["oldest_version"] = 2
+    changed = overview_of_cluster(coordinator, [], stats, known=known, now_ms=0).query(None).checkpoints
+    assert changed[1].retried == 7 and [c.is_kept for c in changed] == [False, True, True, True]
+    assert changed[3] is later[3] and set(known._of_runs) == {"run1"}
+    overview_of_cluster({**s.c.describe(), "namespace": "n", "queries": []}, [], known=known, now_ms=0)
+    assert known._of_runs == {}
 
 
 def test_the_checkpoint_tells_all_when_the_cluster_is_gone(stream: Make) -> None:

@@ -262,12 +262,6 @@ def in_trouble() -> Overview:
     return with_faults(replace(made, queries=(clicks, orders, made.queries[2]), hosts=there, faults=()))
 
 
-def large(queries: int = 50, partitions: int = 200) -> Overview:
-    """Fifty queries with 10,000 partitions in all."""
-    made = tuple(query(f"query {i}", (operator("totals", partitions, 40, i),), i) for i in range(queries))
-    return with_faults(Overview("cluster", NOW, CoordinatorInfo("c", "statestore"), made, hosts(40)))
-
-
 # -- real hosts --------------------------------------------------------------------------------
 
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 import threading
 import time
 from dataclasses import replace
+from functools import partial
 from html.parser import HTMLParser
+from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -16,10 +19,12 @@ from spark_bridge.exceptions import EnvironmentProblemError
 from spark_bridge.overview.model import Overview, Partition
 from spark_bridge.ui.app import create_ui
 from spark_bridge.ui.charts import MOST_CELLS, heat_map, steps, strip, timeline
+from spark_bridge.ui.live import LiveSystem
 from spark_bridge.ui.overviews import OLD_SECONDS, RECENT_SECONDS, RECENT_WAIT_SECONDS, SharedOverview
 from tests.patience import PATIENCE
 from tests.spark_bridge.ui.conftest import Look
 from tests.spark_bridge.ui.hostile import HOSTILE, Forms
+from tests.spark_bridge.ui.large_page import PATHS, LargeCluster
 from tests.spark_bridge.ui.systems import (
     ACT,
     ModelSystem,
@@ -28,7 +33,6 @@ from tests.spark_bridge.ui.systems import (
     healthy,
     host,
     in_trouble,
-    large,
     operator,
     query,
 )
@@ -170,19 +174,23 @@ def test_hostile_names_are_text(name: str, look: Look) -> None:
     assert Forms(front.text).suspect == []
 
 
-def test_ten_thousand_partitions_and_fifty_queries_take_less_than_200_ms_a_page(look: Look) -> None:
-    shown = large()
-    assert sum(o.num_partitions for q in shown.queries for o in q.operators) == 10_000 and len(shown.queries) == 50
-    one = replace(shown, queries=(replace(shown.queries[0], operators=(operator("totals", 10_000, 200, 1),)),))
+def test_ten_thousand_partitions_and_fifty_queries_take_less_than_200_ms_a_page(look: Look, tmp_path: Path) -> None:
+    """In processor time, and with the longest wait for an overview; benchmarks/large_page.py has the times on a clock.
+
+    Behind the pages of keys and rows are real hosts.
+    """
+    large = LargeCluster(tmp_path)
+    shown = large.overview()
+    assert sum(o.num_partitions for q in shown.queries for o in q.operators) >= 10_000 and len(shown.queries) == 50
+    assert {len(q.checkpoints) for q in shown.queries} == {300}
+    of_one = operator("totals", 10_000, 200, 1)
+    one = replace(shown, queries=(query("one", (of_one,), 1),))
     took: dict[str, float] = {}
-    for system, paths in (
-        (
-            shown,
-            ("/", "/query?query=q-query+7", "/operator?query=q-query+7&operator=totals", "/hosts", "/sql", "/keys"),
-        ),
+    for overview, paths in (
+        (shown, PATHS),
         (one, ("/", "/query", "/operator?operator=totals&sort=time", "/operator?operator=totals&by=time&from=9950")),
     ):
-        client = look(ModelSystem(system))
+        client = look(LiveSystem("n", partial(lambda of: of, overview), large.real.client, large.call))
         for path in paths:
             answer = client.get(path)
             assert answer.status_code == 200 and len(answer.content) < 400_000, (path, len(answer.content))
@@ -191,7 +199,8 @@ def test_ten_thousand_partitions_and_fifty_queries_take_less_than_200_ms_a_page(
                 begun = time.process_time()
                 client.get(path)
                 times.append(time.process_time() - begun)
-            took[f"{path} of {len(system.queries)}"] = min(times)
+            took[f"{path} of {len(overview.queries)}"] = median(times)
+    large.real.close()
     assert max(took.values()) + RECENT_WAIT_SECONDS < 0.2, took
 
 

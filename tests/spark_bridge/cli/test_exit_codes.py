@@ -1,0 +1,93 @@
+"""The exit codes that no other test has: old failures, warnings, no cluster, and errors that nobody expected."""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from click.testing import Result
+from msgspec import structs
+
+from spark_bridge.cli import main as program
+from spark_bridge.cli.main import app
+from spark_bridge.cli.sources import Source
+from spark_bridge.overview.from_cluster import overview_of_cluster
+from spark_bridge.overview.model import WARNING, Fault, Overview
+from tests.command_line import CliRunner
+from tests.coordinator_actor.savepoints.savepoint_streams import Stream
+from tests.patience import PATIENCE
+
+Make = Callable[..., Stream]
+
+
+def run(*args: str, code: int = 0) -> Result:
+    result = CliRunner().invoke(app, list(args))
+    assert result.exit_code == code, (result.output, result.exception)
+    return result
+
+
+def overview(s: Stream) -> Overview:
+    described = {**s.c.describe(), "namespace": "statestore"}
+    return overview_of_cluster(described, [h.describe() for h in s.hosts.values()], now_ms=int(s.world.now * 1000))
+
+
+def test_a_failure_is_an_error_until_the_query_runs_again(stream: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    s = stream(batches=2)
+    monkeypatch.setattr(Source, "looked_at", lambda _: overview(s))
+    assert run("status").exit_code == 0
+    s.c.serve_ended(s.registration, "ValueError: no")
+    failed = json.loads(run("status", "--json", code=1).stdout)
+    assert [f["kind"] for f in failed["faults"]] == ["query-failed"]
+    assert s.c.register_query(structs.replace(s.registration, run_id="run2")).refusal is None
+    (query,) = json.loads(run("status", "--json").stdout)["queries"]
+    assert (query["run_id"], query["status"]) == ("run2", "running")
+
+
+def test_warnings_are_no_error(stream: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    warned = replace(overview(stream()), faults=(Fault(WARNING, "skew", "operator op", "It is.", "Spread it."),))
+    monkeypatch.setattr(Source, "looked_at", lambda _: warned)
+    assert "Spread it." in run("status").stdout
+
+
+@pytest.mark.parametrize("args", [("status",), ("get", "op", "1"), ("logs",), ("token", "list"), ("drain", "m")])
+def test_an_address_at_which_nobody_listens_is_said_at_once(args: tuple[str, ...]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as bound:
+        address = f"127.0.0.1:{bound.getsockname()[1]}"
+    began = time.monotonic()
+    result = run(*args, "--address", address, code=2)
+    assert f"No Ray cluster answers at {address}" in result.stderr and not result.stdout
+    assert time.monotonic() - began < PATIENCE / 2, "Ray itself tries for longer"
+
+
+def test_an_error_that_nobody_expected_is_not_something_found(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(_: Source) -> Overview:
+        raise RuntimeError("a fault of the program")
+
+    monkeypatch.setattr(Source, "looked_at", broken)
+    monkeypatch.setattr(sys, "argv", ["statestore", "status"])
+    with pytest.raises(SystemExit) as ended:
+        program.main()
+    assert ended.value.code == 2
+    assert "a fault of the program" in caplog.text, "with its traceback; without a handler, on stderr"
+
+
+def test_a_damaged_savepoint_is_something_found(stream: Make) -> None:
+    s = stream()
+    s.trigger()
+    s.finish()
+    (path,) = (str(made) for made in (s.world.root / "sp").iterdir())
+    assert json.loads(run("savepoint", "describe", path, "--check-files", "--json").stdout)["version"] == 2
+    file = next((s.world.root / "sp").rglob("*.parquet"))
+    file.write_bytes(file.read_bytes()[:-1])
+    assert file.name in run("savepoint", "describe", path, "--check-files", code=1).stderr
+    told = json.loads(run("savepoint", "describe", path, "--check-files", "--json", code=1).stdout)
+    assert file.name in told["damage"]
+    run("savepoint", "describe", path)
+    run("savepoint", "describe", str(s.world.root), code=2)
