@@ -20,8 +20,8 @@ METADATA = "metadata"
 class SparkCommits:
     """Spark's own ``commits/`` and ``offsets/`` of a checkpoint: the batches that are committed, and planned.
 
-    Made anew for each run: while a run lasts, what Spark has planned does not change. ``times`` remembers the times of
-    one batch, and is called by one thread for each (``LooksAtSpark``).
+    Made anew for each run: while a run lasts, what Spark has planned does not change. Several threads may call, since
+    the offsets that ``times`` remembers are replaced as a whole. ``SparkLogs`` shares the answers among threads.
     """
 
     def __init__(self, storage: CheckpointStorage) -> None:

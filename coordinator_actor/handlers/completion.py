@@ -15,7 +15,7 @@ def catch_up(runs: RunRegistry, run: QueryState) -> None:
     """
     completed, chain = run.versions.completed, run.versions.chain
     following = chain.get(completed + 1)
-    if following is not None and following.run_id == run.run_id and run.looks.has(completed):
+    if following is not None and following.run_id == run.run_id and run.spark_logs.has(completed):
         _require_own(run)
         _complete(runs, run, completed + 1)
 
@@ -38,7 +38,7 @@ def advance(runs: RunRegistry, run: QueryState, batch_id: int, *, is_own: bool =
             f"Version {batch_id} of run {run.run_id} cannot be completed: version {completed} is the last completed "
             "one."
         )
-    if not run.looks.has(batch_id - 1):
+    if not run.spark_logs.has(batch_id - 1):
         raise InvalidRequestError(
             f"Version {batch_id} of run {run.run_id} cannot be completed: Spark's commits/{batch_id - 1} does not "
             "exist in "

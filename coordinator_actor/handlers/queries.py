@@ -174,7 +174,7 @@ class Queries:
         """See ``CoordinatorPort``."""
         run = self._runs.awaited(run_id)
         if by_driver and run.is_current and run.versions.completed == batch_id:
-            run.looks.has(batch_id)  # without the lock: the next batch's tasks may come meanwhile
+            run.spark_logs.has(batch_id)  # without the lock: the next batch's tasks may come meanwhile
         with run.lock:
             # Also of a query that has ended: its last batch may be committed without anybody having said so.
             before = run.versions.completed

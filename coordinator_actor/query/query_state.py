@@ -31,13 +31,13 @@ from coordinator_actor.query.current_assignment import RunAssignment
 from coordinator_actor.query.files_in_use import FilesInUse
 from coordinator_actor.query.known_files import KnownFiles
 from coordinator_actor.query.looked_up_versions import LookedUpVersions
-from coordinator_actor.query.looks_at_spark import LooksAtSpark
 from coordinator_actor.query.manifest_writer import ManifestWriter
 from coordinator_actor.query.query_versions import QueryVersions, tasks_of
 from coordinator_actor.query.recovery import StoredChanges, incomplete_message, stored_changes
 from coordinator_actor.query.rewriting_hold import RewritingHold
 from coordinator_actor.query.running_batch import NO_DURATIONS, NO_STAGES, RunningBatch
 from coordinator_actor.query.spark_at_work import SparkAtWork
+from coordinator_actor.query.spark_logs import SparkLogs
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class QueryState:
     the run's storage is asked, so messages that must not wait for storage do not take it. They read values that are
     only ever replaced as a whole: the chain and the completed version, the registration, what is announced to hosts,
     and the lifetime of the run (``driver_seen``, ``stopped_at``, ``ended``, ``retired_by``), which they also write.
-    ``assignment``, the checkpoints and ``looks`` have locks of their own.
+    ``assignment``, the checkpoints and ``spark_logs`` have locks of their own.
 
     ``driver_seen`` is when the driver was heard of last, in seconds by the coordinator's clock. ``stopped_at`` is when
     the query ended: from then on the run changes nothing, and hosts go on answering from its last version, until it is
@@ -76,7 +76,7 @@ class QueryState:
         self.lock = threading.RLock()
         self.manifests = manifests
         self.commits = commits
-        self.looks = LooksAtSpark(commits)
+        self.spark_logs = SparkLogs(commits)
         self.counter = CheckpointIDCounter()
         operators = registration.operators
         layouts = {o.name: Layout(o.name, o.num_partitions, o.backend) for o in operators}
@@ -325,7 +325,7 @@ class QueryState:
         if not self._uses_time:
             return None
         if self._times is None or self._times[0] != batch_id:
-            self._times = (batch_id, self.looks.times(batch_id))
+            self._times = (batch_id, self.spark_logs.times(batch_id))
         return self._times[1]
 
     @property
@@ -333,11 +333,11 @@ class QueryState:
         return any(o.uses_time for o in self.registration.operators)
 
     def look_ahead(self, batch_id: int) -> None:
-        """Ask Spark's files for what opening a batch needs. To be called without the lock, before it is opened."""
+        """Read from Spark's logs what opening a batch needs. Call this without the lock, before the batch is opened."""
         completed, times = self.versions.completed, self._times
         needs_times = self._uses_time and (times is None or times[0] != batch_id)
         if self.is_current and completed in (batch_id - 1, batch_id):
-            self.looks.ahead(batch_id, is_before_open=completed < batch_id, uses_time=needs_times)
+            self.spark_logs.ahead(batch_id, is_before_open=completed < batch_id, uses_time=needs_times)
 
     @property
     def watermark_ms(self) -> int:

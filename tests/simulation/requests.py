@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from obstore.exceptions import AlreadyExistsError, GenericError
@@ -174,11 +175,10 @@ def rivals(seed: int, *, processes: int = 3, threads: int = 4, names: int = 60) 
     with requests(seed, service) as world:
         s = world.scheduler
 
-        def write(storage: CheckpointStorage, me: str, first: int) -> None:
-            for i in range(names):
-                path = f"claims/{(first + i) % names}"
+        def write(storage: CheckpointStorage, me: str) -> None:
+            for path in [f"claims/{i}" for i in range(names)]:
                 try:
-                    world.timed(lambda path=path: storage.put_new(path, me.encode()))  # type: ignore[misc]
+                    world.timed(partial(storage.put_new, path, me.encode()))
                     told.setdefault(path, []).append(me)
                 except FileExistsInStorageError:
                     if service.files.get(f"ck/{path}") in (None, me.encode()):
@@ -199,7 +199,7 @@ def rivals(seed: int, *, processes: int = 3, threads: int = 4, names: int = 60) 
             process, storage = world.process(f"p{p}")
             for t in range(threads):
                 me = f"p{p}-t{t}"
-                writers.append(s.spawn(process, lambda storage=storage, me=me: write(storage, me, 0), me))  # type: ignore[misc]
+                writers.append(s.spawn(process, partial(write, storage, me), me))
         _ended(s, writers)
     for path, creators in told.items():
         if len(creators) > 1 or service.files[f"ck/{path}"] != creators[0].encode():

@@ -1,17 +1,19 @@
-"""The checkpoint coordinator and its id counter, with a clock that tests turn.
+"""The checkpoint coordinator, with a clock that tests turn.
 
 Counterparts of Flink 1.0's tests, and where each is:
 
-CheckpointCoordinatorTest testCheckpointAbortsIfTriggerTasksAreNotExecuted, ...IfTriggerTasksAreFinished,
-...IfAckTasksAreNotExecuted  test_tasks_that_cannot_be_told_abort_the_checkpoint (who runs is known to ``trigger`` alone
-here) testTriggerAndConfirmSimpleCheckpoint                      test_trigger_and_confirm
-testTriggerAndDeclineCheckpointSimple                      test_a_declined_checkpoint_is_given_up
-testMultipleConcurrentCheckpoints                          test_multiple_concurrent_checkpoints
-testSuccessfulCheckpointSubsumesUnsuccessful               test_a_completed_checkpoint_subsumes_those_before_it
-testCheckpointTimeoutIsolated                              test_a_checkpoint_expires
-handleMessagesForNonExistingCheckpoints                    test_messages_that_belong_to_nothing CheckpointIDCounterTest
-testSerialIncrementAndGet, testConcurrentGetAndIncrement, testSetCount
-test_the_counter_... CoordinatorShutdownTest                                      test_shutdown_...
+CheckpointCoordinatorTest, in this file:
+- testCheckpointAbortsIfTriggerTasksAreNotExecuted, ...IfTriggerTasksAreFinished, ...IfAckTasksAreNotExecuted:
+  test_tasks_that_cannot_be_told_abort_the_checkpoint (who runs is known to ``trigger`` alone here)
+- testTriggerAndConfirmSimpleCheckpoint: test_trigger_and_confirm
+- testTriggerAndDeclineCheckpointSimple: test_a_declined_checkpoint_is_given_up
+- testMultipleConcurrentCheckpoints: test_multiple_concurrent_checkpoints
+- testSuccessfulCheckpointSubsumesUnsuccessful: test_a_completed_checkpoint_subsumes_those_before_it
+- testCheckpointTimeoutIsolated: test_a_checkpoint_expires
+- handleMessagesForNonExistingCheckpoints: test_messages_that_belong_to_nothing
+
+CheckpointIDCounterTest (testSerialIncrementAndGet, testConcurrentGetAndIncrement, testSetCount):
+``test_checkpoint_id.py``. CoordinatorShutdownTest: test_shutdown_..., here and in ``test_completion.py``.
 """
 
 from __future__ import annotations

@@ -18,16 +18,16 @@ from backends.encoding.operator_schema import OperatorSchema
 from backends.encoding.schema import StateSchema
 from backends.exceptions import InvalidStateStoreArgument, MissingFileError, VersionNotFoundError
 from spark_bridge.operators.aggregate.aggregate_task import AggregateLogic
-from spark_bridge.operators.aggregate.session_task import SessionLogic
 from spark_bridge.operators.deduplicate.deduplicate_task import DeduplicateLogic
 from spark_bridge.state_data import state_sources
 from spark_bridge.state_data.metadata import state_metadata_table
 from spark_bridge.state_data.state_tables import state_batches, state_changes_batches, state_changes_table, state_table
 from spark_bridge.state_format import partition_rows
-from spark_bridge.state_format.layouts import deduplicate_schema, session_schema
+from spark_bridge.state_format.layouts import deduplicate_schema
 from spark_bridge.task.watermark import EventTime
 from tests.effort import effort
 from tests.spark_bridge.operators.operator_runs import SECOND, TS, WINDOW, batch_of, seconds
+from tests.spark_bridge.operators.session_operator import session_operator
 from tests.spark_bridge.state_flows import KEYS, NAMES, Flow, G, Operation, Query
 from tests.spark_bridge.variable_operations import (
     AGGREGATOR,
@@ -439,11 +439,7 @@ def test_aggregates_show_their_results_or_what_they_keep(tmp_path):
 
 
 def test_sessions_are_rows_of_their_own(tmp_path):
-    by_key = pa.schema([pa.field("k", pa.string())])
-    schema = session_schema(by_key, TS, AGGREGATOR.state_schema)
-    output = pa.schema([*by_key, pa.field("session_window", WINDOW), *AGGREGATOR.result_fields])
-    logic = SessionLogic(schema, AGGREGATOR, output, "session_window", "update")
-    rows = pa.schema([*by_key, pa.field("session_window", WINDOW), pa.field("v", pa.float64())])
+    schema, logic, rows = session_operator()
     q = query(
         tmp_path,
         schema,

@@ -15,15 +15,14 @@ from spark_bridge.exceptions import (
     UnknownKeyOrNamespaceError,
     UnknownKvStateIdError,
 )
-from spark_bridge.operators.aggregate.session_task import SessionLogic
 from spark_bridge.operators.deduplicate.deduplicate_task import DeduplicateLogic
 from spark_bridge.queryable.client.client import QueryableStateClient
-from spark_bridge.state_format.layouts import deduplicate_schema, session_schema
-from tests.spark_bridge.operators.operator_runs import TS, WINDOW
+from spark_bridge.state_format.layouts import deduplicate_schema
+from tests.spark_bridge.operators.operator_runs import WINDOW
+from tests.spark_bridge.operators.session_operator import session_operator
 from tests.spark_bridge.queryable.client.client_rows import MINUTE, NINE, ROWS, bounds, windowed
 from tests.spark_bridge.queryable.client_world import served
 from tests.spark_bridge.state_flows import Flow, Query
-from tests.spark_bridge.variable_operations import AGGREGATOR
 
 # -- lists, maps, timers -----------------------------------------------------------------------
 
@@ -170,11 +169,7 @@ def test_windows_of_several_lengths_need_both_ends(tmp_path: Path) -> None:
 
 
 def test_sessions_and_deduplicated_keys(tmp_path: Path) -> None:
-    by_key = pa.schema([pa.field("k", pa.string())])
-    schema = session_schema(by_key, TS, AGGREGATOR.state_schema)
-    output = pa.schema([*by_key, pa.field("session_window", WINDOW), *AGGREGATOR.result_fields])
-    logic = SessionLogic(schema, AGGREGATOR, output, "session_window", "update")
-    rows = pa.schema([*by_key, pa.field("session_window", WINDOW), pa.field("v", pa.float64())])
+    schema, logic, rows = session_operator()
     query = Query(tmp_path, schema, "session_aggregate")
     given = [("a", bounds(40, 2), 2.0), ("a", bounds(5, 10), 1.0), ("b", bounds(5, 10), 3.0)]
     columns = [pa.array([row[i] for row in given], f.type) for i, f in enumerate(rows)]

@@ -39,7 +39,6 @@ from spark_bridge.queryable.protocol.messages import (
     LookupReply,
     LookupRequest,
     RowsReply,
-    ScanRequest,
     Welcome,
     frame,
 )
@@ -48,9 +47,7 @@ from spark_bridge.queryable.server.server import KvStateServer
 from spark_bridge.queryable.server.server_connection import ServerConnection
 from tests.patience import HANG, PATIENCE
 from tests.spark_bridge.queryable.memory_reads import TOKEN, MemoryReads, eventually, frame_bytes, rows, serving
-
-LOOKUP = LookupRequest("run", "totals")
-SCAN = ScanRequest("run", "totals")
+from tests.spark_bridge.queryable.server.asking import LOOKUP, SCAN
 
 
 @pytest.fixture

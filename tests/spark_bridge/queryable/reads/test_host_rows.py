@@ -14,11 +14,8 @@ from backends.encoding.key_groups import key_groups
 from backends.encoding.keys import encode_keys
 from backends.encoding.operator_schema import OperatorSchema
 from backends.encoding.schema import StateSchema
-from spark_bridge.aggregates.aggregator import Aggregator
-from spark_bridge.aggregates.outputs import Output
 from spark_bridge.exceptions import RequestError, StateVersionError, UnknownKvStateIdError
 from spark_bridge.operators.aggregate.aggregate_task import AggregateLogic
-from spark_bridge.operators.aggregate.session_task import SessionLogic
 from spark_bridge.queryable.protocol.messages import (
     At,
     ChangesRequest,
@@ -30,14 +27,14 @@ from spark_bridge.queryable.protocol.messages import (
 from spark_bridge.queryable.reads import key_reads, previous_values, window_index, windowed_key_reads
 from spark_bridge.queryable.reads.host_reads import HostReads
 from spark_bridge.state_data import state_tables
-from spark_bridge.state_format.layouts import session_schema
 from spark_bridge.task.watermark import EventTime
 from tests.effort import effort
 from tests.patience import PATIENCE
-from tests.spark_bridge.operators.operator_runs import TS, WINDOW, batch_of, seconds
+from tests.spark_bridge.operators.operator_runs import WINDOW, batch_of, seconds
+from tests.spark_bridge.operators.session_operator import session_operator
 from tests.spark_bridge.queryable.host_world import COMPLETED
 from tests.spark_bridge.state_flows import KEYS, NAMES, Flow, G, Query
-from tests.spark_bridge.variable_operations import Expiring, flat, in_order, one_key, random_batch
+from tests.spark_bridge.variable_operations import AGGREGATOR, Expiring, flat, in_order, one_key, random_batch
 
 USERS = [(user, shard) for user in ("é", "zz", "a", "b", "ab", "") for shard in (1, 0)]
 
@@ -317,7 +314,6 @@ def test_what_has_expired_is_no_row(tmp_path):
 
 # -- windows -------------------------------------------------------------------------------------
 
-AGGREGATOR = Aggregator([Output("n", "count", None, None, None), Output("mean", "mean", "v", None, pa.float64())])
 BY_WINDOW = pa.schema([pa.field("window", WINDOW), pa.field("k", pa.string())])
 WINDOW_LAST = pa.schema([pa.field("k", pa.string()), pa.field("window", WINDOW)])
 
@@ -409,11 +405,7 @@ def test_after_a_reload_windows_are_looked_for_anew(tmp_path):
 
 
 def test_the_sessions_of_keys(tmp_path):
-    by_key = pa.schema([pa.field("k", pa.string())])
-    schema = session_schema(by_key, TS, AGGREGATOR.state_schema)
-    output = pa.schema([*by_key, pa.field("session_window", WINDOW), *AGGREGATOR.result_fields])
-    logic = SessionLogic(schema, AGGREGATOR, output, "session_window", "update")
-    rows = pa.schema([*by_key, pa.field("session_window", WINDOW), pa.field("v", pa.float64())])
+    schema, logic, rows = session_operator()
     q = Query(tmp_path, schema, "session_aggregate")
     q.process(logic, ["k"], batch_of(rows, [("a", (5, 15), 1.0), ("a", (40, 50), 2.0), ("b", (5, 15), 3.0)]))
     q.process(logic, ["k"], batch_of(rows, [("a", (12, 22), 5.0), ("b", (60, 70), 1.0)]))

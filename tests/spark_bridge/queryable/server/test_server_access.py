@@ -148,12 +148,20 @@ def test_a_shutdown_ends_a_connection_that_is_just_being_encrypted(monkeypatch):
         return wrapped
 
     monkeypatch.setattr(context, "wrap_socket", wrap_slowly)
+    has_woken, seconds_left, waits = threading.Event(), server_module.seconds_left, []
+
+    def noted(deadline):  # the shutdown waits for the accepting thread, wakes all connections, and waits for each
+        waits.append(deadline)
+        if len(waits) == 2:
+            has_woken.set()
+        return seconds_left(deadline)
+
+    monkeypatch.setattr(server_module, "seconds_left", noted)
     with serving(MemoryReads(), tls=context) as (server, _), RawClient(server.server_address, token=None):
         assert is_wrapped.wait(PATIENCE)
         stopping = threading.Thread(target=server.shutdown)
         stopping.start()
-        eventually(lambda: server._running is None or server._running.stopping.is_set())
-        time.sleep(0.2)  # it has woken whom it knows
+        assert has_woken.wait(PATIENCE)
         may_go_on.set()
         stopping.join(PATIENCE)
         assert not stopping.is_alive(), "nobody waits for the handshake"

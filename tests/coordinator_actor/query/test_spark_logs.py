@@ -1,4 +1,4 @@
-"""What Spark's files say of a batch is asked once, by whoever needs it first, and without the lock of the run."""
+"""Reads of Spark's commit log and offset log are shared by the threads that need them, without the lock of the run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from coordinator_actor.query.looks_at_spark import LooksAtSpark
+from coordinator_actor.query.spark_logs import SparkLogs
 from tests.patience import PATIENCE
 
 
@@ -44,46 +44,46 @@ def commits() -> Commits:
     return Commits()
 
 
-def looks_at(commits: Commits) -> LooksAtSpark:
-    return LooksAtSpark(commits)  # type: ignore[arg-type]
+def logs_of(commits: Commits) -> SparkLogs:
+    return SparkLogs(commits)  # type: ignore[arg-type]
 
 
 def test_many_that_need_an_answer_ask_once(commits: Commits) -> None:
-    looks = looks_at(commits)
+    logs = logs_of(commits)
     with ThreadPoolExecutor(3) as pool:
-        answers = [pool.submit(looks.has, 7) for _ in range(3)]
+        answers = [pool.submit(logs.has, 7) for _ in range(3)]
         commits.wait_for(1)
         commits.gate.set()
         assert [answer.result(PATIENCE) for answer in answers] == [8, 8, 8]
-    assert looks.has(7) == 8 and commits.asked == [("has", 7)]
-    assert looks.has(8) == 9 and commits.asked[1:] == [("has", 8)]
+    assert logs.has(7) == 8 and commits.asked == [("has", 7)]
+    assert logs.has(8) == 9 and commits.asked[1:] == [("has", 8)]
 
 
 def test_what_opening_a_batch_needs_is_asked_at_the_same_time(commits: Commits) -> None:
-    looks = looks_at(commits)
+    logs = logs_of(commits)
     with ThreadPoolExecutor(1) as pool:
-        ahead = pool.submit(looks.ahead, 5, is_before_open=True, uses_time=True)
+        ahead = pool.submit(logs.ahead, 5, is_before_open=True, uses_time=True)
         commits.wait_for(2)  # neither has an answer yet
         commits.gate.set()
         ahead.result(PATIENCE)
     assert sorted(commits.asked) == [("has", 4), ("times", 5)]
-    assert looks.times(5) == 6 and looks.has(4) == 5 and len(commits.asked) == 2
+    assert logs.times(5) == 6 and logs.has(4) == 5 and len(commits.asked) == 2
 
 
 def test_a_no_that_may_be_older_than_the_question_is_asked_again(commits: Commits) -> None:
-    looks = looks_at(commits)
+    logs = logs_of(commits)
     commits.answers = lambda batch: False
     with ThreadPoolExecutor(2) as pool:
-        early = pool.submit(looks.has, 3)
+        early = pool.submit(logs.has, 3)
         commits.wait_for(1)
         commits.answers = lambda batch: True  # committed behind the first question
-        late = pool.submit(looks.has, 3)
+        late = pool.submit(logs.has, 3)
         commits.gate.set()
         assert early.result(PATIENCE) is False and late.result(PATIENCE) is True
 
 
 def test_an_error_is_that_of_the_one_who_asked(commits: Commits) -> None:
-    looks = looks_at(commits)
+    logs = logs_of(commits)
 
     def fails(batch: int) -> Any:
         commits.answers = lambda batch: True
@@ -91,9 +91,9 @@ def test_an_error_is_that_of_the_one_who_asked(commits: Commits) -> None:
 
     commits.answers = fails
     with ThreadPoolExecutor(2) as pool:
-        first = pool.submit(looks.has, 3)
+        first = pool.submit(logs.has, 3)
         commits.wait_for(1)
-        second = pool.submit(looks.has, 3)
+        second = pool.submit(logs.has, 3)
         commits.gate.set()
         with pytest.raises(OSError, match="storage fails"):
             first.result(PATIENCE)

@@ -1,8 +1,8 @@
-"""What Spark's files say of a batch, asked once and beside the messages that need it, without the lock of the run.
+"""Reads of Spark's commit log and offset log: each is made once, beside the messages that need it, without a lock.
 
-A batch waits for two writes, its changes and its manifest. Before them its first task needs to know that the batch
-before is committed, and the times of its own. The driver says that a batch is committed while Spark plans the next one:
-then that is known when the tasks come. Whoever needs an answer that somebody is waiting for waits for the same one.
+A batch waits for two writes, its changes and its manifest. Before them its first task needs two facts: the batch before
+is committed, and the times of its own batch. The driver reports a committed batch while Spark plans the next one, so
+that the first fact is known when the tasks come. Callers that need the same answer at the same time share one request.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from coordinator_actor.messages import BatchTimes
 T = TypeVar("T")
 
 
-class _Look(Generic[T]):
-    """The answer of one kind, for the batch that was asked for last. Many threads may share one."""
+class _SingleFlight(Generic[T]):
+    """One request for all threads that ask for the same batch, and its answer until one asks for another batch."""
 
     def __init__(self, ask: Callable[[int], T]) -> None:
         self._ask = ask
@@ -29,7 +29,7 @@ class _Look(Generic[T]):
         self._answer: Future[T] = Future()
 
     def at(self, batch_id: int) -> T:
-        """Return the answer for a batch. What is no (that is, false) or an error is asked for again the next time."""
+        """Return the answer for a batch. A false answer and an error are not kept: the next caller asks again."""
         while True:
             with self._lock:
                 is_ours = self._batch != batch_id
@@ -38,7 +38,7 @@ class _Look(Generic[T]):
                 answer = self._answer
             if is_ours:
                 return self._asked(batch_id, answer)
-            # An error is raised by the one who has asked, and a no may be older than this question: then ask again.
+            # The thread that asked raises its error, and a no may be older than this call: then ask again.
             if answer.exception() is None and (told := answer.result()):
                 return told
 
@@ -48,7 +48,9 @@ class _Look(Generic[T]):
             told = self._ask(batch_id)
         except BaseException as error:
             self._forget(answer)
-            answer.set_exception(error if isinstance(error, Exception) else RuntimeError("whoever asked has ended"))
+            answer.set_exception(
+                error if isinstance(error, Exception) else RuntimeError("the thread that asked has ended")
+            )
             raise
         if not told:
             self._forget(answer)
@@ -61,12 +63,12 @@ class _Look(Generic[T]):
                 self._batch = None
 
 
-class LooksAtSpark:
-    """Asks Spark's ``commits/`` and ``offsets/`` for one run. Many threads may share one."""
+class SparkLogs:
+    """Spark's ``commits/`` and ``offsets/`` as one run reads them. Many threads may share an object."""
 
     def __init__(self, commits: SparkCommits) -> None:
-        self._committed = _Look(commits.has)
-        self._times = _Look(commits.times)
+        self._committed = _SingleFlight(commits.has)
+        self._times = _SingleFlight(commits.times)
 
     def has(self, batch_id: int) -> bool:
         """Return whether Spark has committed a batch. While a run lasts, what is committed stays so."""
@@ -77,9 +79,9 @@ class LooksAtSpark:
         return self._times.at(batch_id)
 
     def ahead(self, batch_id: int, *, is_before_open: bool, uses_time: bool) -> None:
-        """Ask for what opening a batch needs, at the same time: whether the batch before is committed, and the times.
+        """Read what opening a batch needs, both at the same time: is the batch before committed, and the batch's times.
 
-        Raises what asking for them raises.
+        Raises what ``has`` and ``times`` raise.
         """
         if not is_before_open:
             if uses_time:
