@@ -6,6 +6,8 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
+from msgspec import structs
+
 from backends.encoding.operator_schema import OperatorSchema
 from backends.exceptions import DamagedFileError, MissingFileError
 from backends.formats import manifest_chain as chains
@@ -118,7 +120,7 @@ def checkpoints_of(
                 partitions=sum(len(o.partitions) for o in manifest.operators.values()),
                 delta_bytes=delta_bytes(manifest),
             )
-        found[known.id] = replace(known, is_kept=version in versions.readable)
+        found[known.id] = structs.replace(known, is_kept=version in versions.readable)
     return tuple(found[i] for i in sorted(found))
 
 

@@ -1,7 +1,8 @@
 """The model of the system, for people: queries, operators, partitions, checkpoints, hosts, savepoints, faults.
 
 Plain data, the same whether a running cluster or storage alone was asked. What a source cannot know is None. Moments
-are in ms since 1970, times in ms, sizes in bytes.
+are in ms since 1970, times in ms, sizes in bytes. What there are ten thousands of is made quickly, and is nothing for
+Python's garbage collection, which holds up all threads (``gc=False``).
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
+from msgspec import Struct
 
 from backends.storage.request_counts import KINDS
 from spark_bridge.overview.processes import CoordinatorInfo, Host
@@ -41,16 +43,14 @@ class Fault:
     remedy: str
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(Struct, frozen=True, gc=False):
     """The time of one step of tasks in a checkpoint: over all tasks, and in the slowest one."""
 
     sum_ms: float
     max_ms: float
 
 
-@dataclass(frozen=True)
-class Checkpoint:
+class Checkpoint(Struct, frozen=True, gc=False):
     """One version, from the history, or from its manifest alone: then only id, times, bytes and partitions are known.
 
     For the fields see ``coordinator_actor.durable.checkpoint_records.CheckpointRecord``. ``status`` is "completed", or
@@ -67,8 +67,8 @@ class Checkpoint:
     prepared_ms: int | None = None
     completed_ms: int | None = None
     duration_ms: int | None = None
-    phases: dict[str, int] = field(default_factory=dict)
-    steps: dict[str, Step] = field(default_factory=dict)
+    phases: dict[str, int] = {}
+    steps: dict[str, Step] = {}
     partitions: int = 0
     delta_bytes: int | None = None
     full_bytes: int | None = None
@@ -79,7 +79,7 @@ class Checkpoint:
     late: int | None = None
     duplicates: int | None = None
     requests: int | None = None
-    storage: dict[str, int] = field(default_factory=dict)
+    storage: dict[str, int] = {}
 
     @property
     def requests_by_kind(self) -> str:
@@ -87,8 +87,7 @@ class Checkpoint:
         return ", ".join(f"{self.storage[kind]:,} {kind}" for kind in KINDS.values() if self.storage.get(kind))
 
 
-@dataclass(frozen=True)
-class Partition:
+class Partition(Struct, frozen=True, gc=False):
     """One partition of an operator. ``owner`` is the id of the host that holds its newest version.
 
     ``version`` is that of the host, or the last completed one in storage. ``snapshot_version`` is that of the newest
@@ -105,7 +104,7 @@ class Partition:
     snapshot_version: int | None = None
     snapshot_lag: int | None = None
     changelog_bytes: int | None = None
-    commit_ms: dict[str, float] = field(default_factory=dict)
+    commit_ms: dict[str, float] = {}
     rows: int | None = None
 
     @property

@@ -13,6 +13,7 @@ from typing import Any
 from coordinator_actor.messages import SavepointStatus
 from coordinator_actor.savepoints.savepoint_format import SavepointInfo
 from spark_bridge.exceptions import AccessDeniedError, EnvironmentProblemError, RequestError
+from spark_bridge.host.partition_columns import in_columns
 from spark_bridge.overview.faults import faults_of
 from spark_bridge.overview.from_cluster import overview_of_cluster
 from spark_bridge.overview.model import Checkpoint, Operator, Overview, Partition, Query, SchemaUse, Step, Variable
@@ -283,7 +284,7 @@ def served(root: Path, **options: Any) -> Served:
         c = cluster.c
         described = {**c.describe(), "namespace": "statestore", "node_ip": "192.0.2.1", "pid": 11}
         proxies = [
-            {**h.host.describe(), "query_address": h.address, "requests": h.proxy.statistics.snapshot()}
+            {**in_columns(h.host.describe()), "query_address": h.address, "requests": h.proxy.statistics.snapshot()}
             for h in cluster.hosts
         ]
         stats = {q["run_id"]: c.checkpoint_stats(q["run_id"]) for q in described["queries"]}
