@@ -45,10 +45,11 @@ def overview_of_checkpoint(
 ) -> Overview:
     """Describe the query of a checkpoint, running or not, from storage alone. Nothing is written or locked.
 
-    Raises ``MissingFileError`` if there is no state, ``DamagedFileError`` naming the file, ``StorageError``.
+    Older manifests that are damaged are passed over, and named. Raises ``MissingFileError`` if there is no state,
+    ``DamagedFileError`` naming the file without which nothing is known, ``StorageError``.
     """
     place = find_state(checkpoint_location, state_location, options, open_storage=open_storage)
-    versions = StateVersions.look(place, open_storage=open_storage)
+    versions = StateVersions.look(place, passes_over_damage=True, open_storage=open_storage)
     query = stored_query(place, versions, open_storage)
     taken = int(time.time() * 1000) if now_ms is None else now_ms
     made = Overview(STORAGE, taken, queries=(query,))
@@ -83,6 +84,7 @@ def stored_query(place: StatePlace, versions: StateVersions, open_storage: OpenS
         ),
         watermark_ms=times.watermark_ms or None,
         batch_time_ms=times.timestamp_ms or None,
+        damages=tuple(versions.damages.values()),
     )
 
 

@@ -191,7 +191,8 @@ class Query:
     the last checkpoints of this run that were. A query that has ended did so at ``ended_ms``, and with the error
     ``failure`` if with one. ``watermark_ms`` and ``batch_time_ms`` are the event time up to which the last batch
     expects no more rows, and its processing time, as Spark has logged them; None without a watermark. A coordinator
-    knows them where an operator needs times.
+    knows them where an operator needs times. ``damages`` says what is wrong with manifests that were passed over when
+    storage was looked at.
     """
 
     query_id: str
@@ -216,6 +217,7 @@ class Query:
     given_up: tuple[GivenUp, ...] = ()
     ended_ms: int | None = None
     failure: str = ""
+    damages: tuple[str, ...] = ()
 
     @property
     def title(self) -> str:
