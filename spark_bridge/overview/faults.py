@@ -40,6 +40,8 @@ LEAST_SKEWED_MS = 1_000
 SLOW_STORAGE_MS = 1_000
 """Storage is slow if the slowest changelog of a usual batch and its manifest take so long, and half of the batch."""
 CHANGELOG_STEP, MANIFEST_PHASE = "changelog_ms", "manifest"
+SILENT_DRIVER_MS = 10_000
+"""A driver's heartbeats come every second."""
 RECENT = 20
 """So many of the last checkpoints are looked at."""
 RECENT_STORED = 5
@@ -65,6 +67,7 @@ def faults_of(overview: Overview) -> tuple[Fault, ...]:
 def _of_query(overview: Overview, query: Query) -> Iterator[Fault]:
     subject = f"query {query.title}"
     if query.status == RUNNING:
+        yield from _silent_driver(query, subject)
         yield from _late(overview, query, subject)
     if query.status == ENDED and query.failure:
         ago = "" if query.ended_ms is None else f" {duration(max(0, overview.taken_ms - query.ended_ms))} ago"
@@ -119,6 +122,19 @@ def _of_query(overview: Overview, query: Query) -> Iterator[Fault]:
             f"The last: {for_people(given_up[-1].reason, LONGEST_REASON)}.",
             "Nothing is lost, and batches go on once what has failed succeeds: look at the storage of the checkpoint "
             "location, and at the coordinator's log ('statestore logs').",
+        )
+
+
+def _silent_driver(query: Query, subject: str) -> Iterator[Fault]:
+    if query.driver_ms is not None and query.driver_ms > SILENT_DRIVER_MS:
+        yield Fault(
+            ERROR,
+            "driver-silent",
+            subject,
+            f"Its driver has not been heard of for {duration(query.driver_ms)}. It is given up when driver_timeout is "
+            "over (60 s).",
+            "Look for the driver's process and its machine: was it killed, does it hang, is it cut off? If it has "
+            "ended, start the program again: it goes on from its checkpoint. 'statestore run' does so by itself.",
         )
 
 

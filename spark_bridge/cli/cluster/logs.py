@@ -16,6 +16,7 @@ from spark_bridge.cli.output import AsJson, complain, encoded, errors_explained
 from spark_bridge.cli.sources import Address, CoordinatorName, Namespace
 from spark_bridge.exceptions import EnvironmentProblemError
 from spark_bridge.overview.model import Overview, Query
+from spark_bridge.overview.processes import LostDriver
 
 _MOMENT = re.compile(r'^(?:\{"time": ?")?(\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d[,.]\d+)')
 _LEVEL = re.compile(r"\b(DEBUG|INFO|WARNING|WARN|ERROR|CRITICAL)\b")
@@ -51,8 +52,9 @@ def logs(
 ) -> None:
     """Show what the coordinator, the hosts and the driver have logged about a query, in the order of time.
 
-    The driver's log is read where it was started with ``ray job submit``; else it is where the driver writes it. With
-    --json there is one JSON object a line.
+    The driver's log is read where it was started with ``ray job submit``; else it is where the driver writes it. A
+    query that has ended, or whose driver was lost, is looked for as well, as long as Ray keeps the logs. With --json
+    there is one JSON object a line.
 
     Examples: statestore logs clicks; statestore logs clicks --errors --json; statestore logs clicks --all --tail 500
     """
@@ -60,9 +62,13 @@ def logs(
         from spark_bridge.overview.on_ray import cluster_overview
 
         overview = cluster_overview(namespace, coordinator)
-        of = overview.query(query)
-        files, missing = _log_files(overview, namespace, coordinator, tail)
-        found = events_about(files, () if everything else names_of(of), missing)
+        names, unknown = names_asked(overview, query)
+        files, missing = _log_files(namespace, coordinator, tail)
+        found = events_about(files, () if everything else names, missing)
+        if unknown and not found:
+            raise LookupError(f"{unknown} No log of this namespace names it either.")
+        if unknown:
+            missing.append(unknown)
     for event in found:
         if errors and event.level not in ("WARNING", "WARN", "ERROR", "CRITICAL"):
             continue
@@ -74,9 +80,27 @@ def logs(
         complain(one)
 
 
-def names_of(query: Query) -> tuple[str, ...]:
+def names_asked(overview: Overview, asked: str | None) -> tuple[tuple[str, ...], str]:
+    """Return the texts by which logs name a query, and why nobody knows the query any more, else "".
+
+    Raises ``LookupError`` where none is asked for by its name and there is no single one.
+    """
+    try:
+        return names_of(overview.query(asked)), ""
+    except LookupError as error:
+        lost = () if overview.coordinator is None else overview.coordinator.lost
+        found = [one for one in lost if asked in (None, one.query, one.run_id, one.query_id)]
+        if found and (asked is not None or len(found) == 1):
+            return tuple(dict.fromkeys(name for one in found for name in names_of(one))), ""
+        if asked is None:
+            raise
+        return (asked,), str(error.args[0])
+
+
+def names_of(query: Query | LostDriver) -> tuple[str, ...]:
     """Return the texts by which logs name a query: its ids and places, and its name as a word."""
-    given = (query.run_id, query.query_id, query.name, query.checkpoint_location, query.state_location)
+    name = query.name if isinstance(query, Query) else query.query
+    given = (query.run_id, query.query_id, name, query.checkpoint_location, query.state_location)
     return tuple(name for name in given if name)
 
 
@@ -118,7 +142,7 @@ def _event(source: str, time: str, lines: list[str]) -> Event:
     return Event(source, time, "" if level is None else level[1], "\n".join(lines))
 
 
-def _log_files(overview: Overview, namespace: str, coordinator: str, tail: int) -> tuple[list[LogFile], list[str]]:
+def _log_files(namespace: str, coordinator: str, tail: int) -> tuple[list[LogFile], list[str]]:
     """Return the logs of coordinator, hosts and drivers, and what is not there."""
     from ray.util.state import list_actors, list_jobs
     from ray.util.state.exception import RayStateApiException
