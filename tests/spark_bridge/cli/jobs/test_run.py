@@ -112,7 +112,8 @@ class Supervised:
     def statestore(self, *args: str) -> list[Any]:
         """Run a command on the cluster; return its lines of JSON."""
         argv = [sys.executable, "-m", "spark_bridge.cli", *args, "--json", "--address", self.head.address]
-        done = subprocess.run(argv, env=self.head.environment(), capture_output=True, text=True, check=True)
+        done = subprocess.run(argv, env=self.head.environment(), capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
         return [json.loads(line) for line in done.stdout.splitlines()]
 
     def end(self) -> None:
