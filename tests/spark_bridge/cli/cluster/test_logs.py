@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from spark_bridge.cli.cluster.logs import LogFile, events_about, names_asked, names_of
+from spark_bridge.cli.cluster.log_files import LogFile, is_log_of
+from spark_bridge.cli.cluster.logs import events_about, names_asked, names_of
 from spark_bridge.overview.model import Overview, Query
 from spark_bridge.overview.processes import CoordinatorInfo, LostDriver
 
@@ -65,3 +66,11 @@ def test_a_query_whose_driver_is_lost_or_that_nobody_knows_is_looked_for_in_the_
     assert names_asked(two, "orders")[0] == ("r-2", "orders", "/ck2")
     with pytest.raises(LookupError, match="no query"):
         names_asked(two, None)
+
+
+def test_the_log_of_an_earlier_process_of_an_actor_is_known_by_its_begin() -> None:
+    actor = "StateStoreHost(statestore/host-a1-0 on 192.0.2.2, tasks at port 43019, queries at port 33545)"
+    begin = [":job_id:01000000", ":actor_name:StateStoreHost", f":actor_name:{actor.replace('43019', '40679')}"]
+    assert is_log_of(actor, begin)
+    assert not is_log_of(actor.replace("host-a1-0", "host-a1-01"), begin)
+    assert not is_log_of(actor.replace("statestore/", "other/"), begin) and not is_log_of(actor, begin[:2])
