@@ -17,7 +17,7 @@ import typer
 
 from coordinator_actor.coordinator_conf import COORDINATOR_NAME, NAMESPACE
 from spark_bridge.cli.joined_ray import joined_ray
-from spark_bridge.cli.output import DAMAGED, complain, errors_explained
+from spark_bridge.cli.output import DAMAGED, FAILED, complain, errors_explained
 from spark_bridge.cli.storage_options import Option, options_of
 from spark_bridge.cli.tls_options import TlsCa, TlsCertificate, TlsKey, TlsServerName, tls_of
 from spark_bridge.overview.from_storage import overview_of_checkpoint
@@ -160,13 +160,17 @@ def _with(make: Callable[..., Source], command: Callable[..., None]) -> Callable
         named = {name: given.pop(name) for name in shared}
         with errors_explained():
             source = make(**named)
+        code = 0
         try:
             command(source=source, **given)
-        finally:
+        except typer.Exit as ended:
+            code = ended.exit_code
+        if source.damages and code != FAILED:  # else the error says so
             for what in source.damages:
                 complain(what)
-        if source.damages:
-            raise typer.Exit(DAMAGED)
+            code = code or DAMAGED
+        if code:
+            raise typer.Exit(code)
 
     hints = {**get_type_hints(make, include_extras=True), **get_type_hints(command, include_extras=True)}
     del hints["source"], hints["return"]

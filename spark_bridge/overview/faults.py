@@ -140,18 +140,15 @@ def _silent_driver(query: Query, subject: str) -> Iterator[Fault]:
 
 def _damaged(query: Query, subject: str) -> Fault:
     more = f" And {len(query.damages) - 1} more." if len(query.damages) > 1 else ""
-    whole = (
-        "No version of the state can be read"
-        if query.oldest_version is None or query.oldest_version > query.completed_version
-        else f"Versions {query.oldest_version} to {query.completed_version} of the state can be read"
-    )
+    whole = f"The versions {query.readable} of the state" if query.readable else "No version of the state"
     return Fault(
         ERROR,
         "damaged-manifest",
         subject,
-        f"{query.damages[0]}{more} {whole}, and the query does not start with it.",
+        f"{query.damages[0]}{more} {whole} can be read (last completed: {query.completed_version}), and the query does "
+        "not start.",
         "Put the file back from a copy of the checkpoint; 'statestore verify' reads all files and names all damage. "
-        "Without a copy, rewrite_state makes a new checkpoint of the last version that can be read, and "
+        "Without a copy, rewrite_state(version=...) makes a new checkpoint of a version that can be read, and "
         "restore_savepoint one of a savepoint.",
     )
 
