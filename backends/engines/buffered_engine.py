@@ -27,7 +27,7 @@ from backends.formats.local_state import LocalState
 from backends.host_memory import Claim, host_memory
 from backends.ids import DEFAULT_FAMILY
 
-BUFFER_BYTES = 128 << 20
+BUFFERED_CHANGES_BYTES = 128 << 20
 """More changes than that go into the engine below."""
 
 
@@ -112,7 +112,7 @@ class BufferedEngine:
 
     def _hold(self, changes: Changes, state: LocalState) -> None:
         held = Changes({family: self._of_range(pairs) for family, pairs in changes.families.items()})
-        if self._nbytes + held.nbytes > BUFFER_BYTES:
+        if self._nbytes + held.nbytes > BUFFERED_CHANGES_BYTES:
             self._write_below()
         claim = self._memory.claim_copy(held.nbytes)
         if claim is None:

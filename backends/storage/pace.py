@@ -26,7 +26,7 @@ LONGEST_WAIT_SECONDS = 5.0
 """No request waits longer for its turn, however many wait."""
 
 
-class Pace:
+class AdaptiveRateLimit:
     """The pace of one bucket. Many threads may share one. Memory: a few numbers.
 
     ``draw`` returns random numbers from 0 to 1: hosts that were refused together must not come back together.

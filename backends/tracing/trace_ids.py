@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 
 class Trace(NamedTuple):
-    """What a trace is about: a micro-batch, a savepoint, or the start of a run.
+    """The subject of a trace: a micro-batch, a savepoint, or the start of a run.
 
     ``number`` is the version that the batch makes, the id of the savepoint, or 0.
     """
@@ -27,16 +27,16 @@ class Trace(NamedTuple):
         return int.from_bytes(digest[:16], "big") or 1, int.from_bytes(digest[16:24], "big") or 1
 
 
-def batch(run_id: str, version: int) -> Trace:
+def batch_trace(run_id: str, version: int) -> Trace:
     """Return the trace of the batch that makes a version, with all its attempts."""
     return Trace("batch", run_id, version)
 
 
-def run(run_id: str) -> Trace:
+def run_trace(run_id: str) -> Trace:
     """Return the trace of the start of a run, and of every time that a coordinator takes the run up again."""
     return Trace("run", run_id)
 
 
-def savepoint(run_id: str, savepoint_id: int) -> Trace:
+def savepoint_trace(run_id: str, savepoint_id: int) -> Trace:
     """Return the trace of a savepoint."""
     return Trace("savepoint", run_id, savepoint_id)

@@ -1,4 +1,4 @@
-"""Where state is: the messages of query clients, and of the hosts that ask for them."""
+"""Handles messages that ask where state is: those of query clients, and of hosts that ask for clients."""
 
 from __future__ import annotations
 

@@ -31,11 +31,11 @@ from coordinator_actor.query.current_assignment import RunAssignment
 from coordinator_actor.query.files_in_use import FilesInUse
 from coordinator_actor.query.known_files import KnownFiles
 from coordinator_actor.query.looked_up_versions import LookedUpVersions
-from coordinator_actor.query.manifest_writer import ManifestWriter
+from coordinator_actor.query.manifest_writer import NO_STAGES, ManifestWriter
 from coordinator_actor.query.query_versions import QueryVersions, tasks_of
 from coordinator_actor.query.recovery import StoredChanges, incomplete_message, stored_changes
 from coordinator_actor.query.rewriting_hold import RewritingHold
-from coordinator_actor.query.running_batch import NO_DURATIONS, NO_STAGES, RunningBatch
+from coordinator_actor.query.running_batch import NO_DURATIONS, RunningBatch
 from coordinator_actor.query.spark_at_work import SparkAtWork
 from coordinator_actor.query.spark_logs import SparkLogs
 

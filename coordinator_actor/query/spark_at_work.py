@@ -10,7 +10,7 @@ from coordinator_actor.checkpoints.pending_checkpoint import PendingCheckpoint
 
 
 class SparkAtWork:
-    """What the heartbeats of a run's driver say, one a second. The lock of the run must be held for ``heard`` alone."""
+    """The reports of a run's driver, in a heartbeat a second. The lock of the run must be held for ``heard`` alone."""
 
     def __init__(self) -> None:
         # The completed version, and since when Spark is at the batch behind it;

@@ -69,7 +69,7 @@ class RestoredSavepoint(Struct, frozen=True):
 
 @dataclass(frozen=True)
 class _Target:
-    """What one operator is restored as. ``conf.provider`` is the name of its backend in manifest and program."""
+    """The new form of one restored operator. ``conf.provider`` is the name of its backend in manifest and program."""
 
     operator: SavepointOperator
     num_partitions: int
@@ -77,7 +77,7 @@ class _Target:
 
 
 @spans.traced("savepoint.restore")
-def restore_savepoint(
+def restore_into_checkpoint(
     path: str,
     checkpoint_location: str,
     *,

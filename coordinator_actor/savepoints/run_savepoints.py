@@ -205,7 +205,7 @@ class RunSavepoints:
                 )
 
     def _trace(self, savepoint_id: int) -> trace_ids.Trace:
-        return trace_ids.savepoint(self._run.run_id, savepoint_id)
+        return trace_ids.savepoint_trace(self._run.run_id, savepoint_id)
 
     def _store(self, completed: CompletedCheckpoint) -> str:
         with spans.span("savepoint.metadata", self._trace(completed.id)):
@@ -277,7 +277,7 @@ class RunSavepoints:
         self.coordinator.shutdown()
 
 
-def variables_of(schema: str) -> dict[str, str]:
+def savepoint_families(schema: str) -> dict[str, str]:
     """Return the column families that a savepoint has of an operator, with their schemas and all history."""
     variables = OperatorSchema.from_json(schema).variables
     return {name: s.to_json() for v in variables if not v.deleted for name, s in v.families.items()}

@@ -17,8 +17,8 @@ from backends.storage.file_ref import FileRef
 from backends.tracing.spans import Pool
 from coordinator_actor.exceptions import SavepointError
 from coordinator_actor.savepoints.savepoint_format import (
-    FORMAT_VERSION,
     METADATA_FILE,
+    SAVEPOINT_FORMAT_VERSION,
     SavepointInfo,
     SavepointMetadata,
     check_metadata,
@@ -66,16 +66,16 @@ def read_metadata(storage: CheckpointStorage) -> SavepointMetadata:
         ) from error
     name = storage.full_location(METADATA_FILE)
     found = unseal(data, _Version, name).format_version
-    if found != FORMAT_VERSION:
+    if found != SAVEPOINT_FORMAT_VERSION:
         raise SavepointError(
-            f"{name} has the format {found}; this release reads {FORMAT_VERSION}. Use the newer release."
+            f"{name} has the format {found}; this release reads {SAVEPOINT_FORMAT_VERSION}. Use the newer release."
         )
     metadata = unseal(data, SavepointMetadata, name)
     check_metadata(metadata)
     return metadata
 
 
-def describe_savepoint(
+def read_stored_savepoint(
     path: str, storage_options: Mapping[str, str] | None = None, *, open_storage: OpenStorage = CheckpointStorage.open
 ) -> SavepointInfo:
     """Return what is in a savepoint, from its metadata alone. Raises ``SavepointError`` or ``DamagedFileError``."""
@@ -83,7 +83,7 @@ def describe_savepoint(
     return SavepointInfo(storage.location, read_metadata(storage))
 
 
-def list_savepoints(
+def read_stored_savepoints(
     base_path: str,
     storage_options: Mapping[str, str] | None = None,
     *,
@@ -107,7 +107,7 @@ def list_savepoints(
     return sorted(found, key=lambda info: (info.metadata.created_ms if info.metadata else -1, info.path))
 
 
-def delete_savepoint(
+def remove_stored_savepoint(
     path: str, storage_options: Mapping[str, str] | None = None, *, open_storage: OpenStorage = CheckpointStorage.open
 ) -> None:
     """Remove a savepoint: first its metadata file, so that a half-deleted one is no savepoint, then its other files.
@@ -133,7 +133,7 @@ def _remove_empty(root: Path) -> None:
         root.rmdir()
 
 
-def verify_savepoint(
+def verify_stored_savepoint(
     path: str,
     storage_options: Mapping[str, str] | None = None,
     *,

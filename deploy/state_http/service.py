@@ -48,7 +48,7 @@ class AsyncStateRows(Protocol):
         """End the scan, at the hosts too."""
 
 
-class AsyncSqlRows(Protocol):
+class StatementRows(Protocol):
     """The rows of a statement, once it has begun."""
 
     @property
@@ -137,7 +137,7 @@ class AsyncStateClient(Protocol):
 
     def sql_rows(
         self, query: str, *, query_params: Any = None, version: int | None = None, timeout: float | None = None
-    ) -> AsyncSqlRows:
+    ) -> StatementRows:
         """Return the rows of a statement, which begins when it is awaited."""
 
     def watch(
@@ -168,7 +168,7 @@ class KeyShape:
     def of_text(self, text: str) -> Any:
         """Return the key of a path. Raises ``UnknownKeyOrNamespaceError``."""
         if self.schema.names == [self.window]:
-            return values.window_of(text)
+            return values.window_of_text(text)
         return values.key_of_text(text, self.plain)
 
     def of_json(self, keys: Sequence[Any]) -> list[Any]:
@@ -210,7 +210,7 @@ class StateService:
         client = await self.client()
         shape = await self.shape(operator, named["query"], named["state"])
         key = shape.of_text(text)
-        of_window = None if window is None else values.window_of(window)
+        of_window = None if window is None else values.window_of_text(window)
         found = await client.get(operator, key, window=of_window, timeout=self.limits.timeout, **named)
         if found is None:
             there = "" if window is None else f" in the window {window}"
@@ -231,7 +231,7 @@ class StateService:
             keys,
             request.query,
             request.state,
-            window=None if request.window is None else values.window_of(request.window),
+            window=None if request.window is None else values.window_of_text(request.window),
             isolation=request.isolation.value,
             version=request.version,
             timeout=self.limits.timeout,

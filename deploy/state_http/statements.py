@@ -25,7 +25,7 @@ from deploy.state_http.bodies import (
 )
 from deploy.state_http.limits import HttpLimits
 from deploy.state_http.models import SqlRequest
-from deploy.state_http.service import AsyncSqlRows, AsyncStateClient
+from deploy.state_http.service import AsyncStateClient, StatementRows
 from spark_bridge.exceptions import QueryTimeoutError, RequestError, RequestLimitError, TooManyRequestsError
 
 T = TypeVar("T")
@@ -141,7 +141,7 @@ class Statements:
             )
         return waited.result()
 
-    async def _close(self, rows: AsyncSqlRows) -> None:
+    async def _close(self, rows: StatementRows) -> None:
         """End a statement, even for a caller that has left: that caller's task is cancelled and cannot wait."""
         closing = asyncio.ensure_future(rows.aclose())
         self._closing.add(closing)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 
-from deploy.state_http.access import token_of
+from deploy.state_http.access import token_of_header
 from deploy.state_http.bodies import PIECE_ROWS
 from deploy.state_http.limits import HttpLimits
 from deploy.state_http.models import WatchRequest
@@ -19,7 +19,7 @@ from spark_bridge.queryable.server.token_verifier import TokenVerifier
 EVENT_STREAM = "text/event-stream"
 
 
-class Watches:
+class HttpWatches:
     """The watches of one replica. Each has a thread and a connection."""
 
     def __init__(self, service: StateService, verifier: TokenVerifier, limits: HttpLimits) -> None:
@@ -63,7 +63,7 @@ class Watches:
                 if waited is None:
                     waited = asyncio.ensure_future(changes.__anext__())
                 done, _ = await asyncio.wait([waited], timeout=self._limits.heartbeat_seconds)
-                self._verifier.verify(token_of(authorization))
+                self._verifier.verify(token_of_header(authorization))
                 if not done:
                     # The change of the version at the position itself may be on its way here.
                     known = max(known, (changes.position or 0) - 1)
@@ -118,4 +118,4 @@ def _position(version: int, comment: str) -> bytes:
 
 def _event(name: str, data: object) -> bytes:
     """Return one event: JSON has no line breaks, so that the data is one line."""
-    return f"event: {name}\ndata: ".encode() + values.encoded(data) + b"\n\n"
+    return f"event: {name}\ndata: ".encode() + values.json_bytes(data) + b"\n\n"

@@ -31,7 +31,7 @@ from coordinator_actor.on_ray.restarts import restarts_of_this_actor
 from coordinator_actor.priority import take_ordinary_priority
 from spark_bridge.host.host import Host
 from spark_bridge.host_actor.flight_server import HostFlightServer
-from spark_bridge.host_actor.host_metrics import PUBLISH_SECONDS, HostMetrics, every
+from spark_bridge.host_actor.host_metrics import HOST_METRICS_SECONDS, HostMetrics, every
 from spark_bridge.host_actor.session_options import SessionOptions, require_same_driver
 from spark_bridge.queryable.reads.host_reads import HostReads
 from spark_bridge.queryable.server.client_proxy import KvStateClientProxy
@@ -98,7 +98,7 @@ class StateStoreHost:
         self._reads = HostReads(self._host)
         sink = RayMetrics({"namespace": namespace, "host": host_id})
         self._metrics = HostMetrics(sink, self._queries.statistics, self._host.files.requests, info.restart)
-        self._publish = every(PUBLISH_SECONDS, self._publish_metrics, time.monotonic)
+        self._publish = every(HOST_METRICS_SECONDS, self._publish_metrics, time.monotonic)
         # Before the coordinator, and so any client, hears of the address.
         self._queries.start()
         self._host.register()

@@ -21,10 +21,10 @@ from spark_bridge.overview.model import (
     Partition,
     Query,
     SchemaUse,
-    Step,
+    StepDuration,
 )
-from spark_bridge.overview.processes import CoordinatorInfo, Host, LostDriver, StorageTrouble
-from spark_bridge.overview.state_variables import variables_of
+from spark_bridge.overview.processes import CoordinatorInfo, HostOverview, LocationTrouble, LostDriver
+from spark_bridge.overview.state_variables import variables_in_use
 
 Description = Mapping[str, Any]
 _RECORDED = tuple(Checkpoint.__dataclass_fields__)
@@ -153,7 +153,7 @@ def _query(
 
 def _checkpoint(record: Description, is_kept: bool) -> Checkpoint:
     plain = {name: record[name] for name in _RECORDED if name in record}
-    plain["steps"] = {name: Step(**step) for name, step in record["steps"].items()}
+    plain["steps"] = {name: StepDuration(**step) for name, step in record["steps"].items()}
     return Checkpoint(**plain, is_kept=is_kept)
 
 
@@ -166,7 +166,7 @@ def _operator(name: str, num_partitions: int, held: Sequence[Partition], query: 
     keys = [p.keys for p in partitions if p.keys is not None]
     middle = median(keys) if keys else 0
     schema = query.get("schemas", {}).get(name)
-    variables = () if schema is None else variables_of(OperatorSchema.from_json(schema))
+    variables = () if schema is None else variables_in_use(OperatorSchema.from_json(schema))
     used = [SchemaUse(i, first, last) for i, first, last in query.get("schema_history", {}).get(name, ())]
     if used:
         used[-1] = replace(used[-1], variables=variables)
@@ -201,10 +201,10 @@ def _partition(host: Description, instance: Description) -> Partition:
     )
 
 
-def _hosts(coordinator: Description, hosts: Sequence[Description], silent: Sequence[Description]) -> list[Host]:
+def _hosts(coordinator: Description, hosts: Sequence[Description], silent: Sequence[Description]) -> list[HostOverview]:
     leases = {lease["host_id"]: lease for lease in coordinator["hosts"]}
     found = [
-        Host(
+        HostOverview(
             host["host_id"],
             host["address"],
             host.get("node_id"),
@@ -229,7 +229,7 @@ def _hosts(coordinator: Description, hosts: Sequence[Description], silent: Seque
     for host_id in sorted({*leases, *actors} - {host.host_id for host in found}):
         lease, actor = leases.get(host_id), actors.get(host_id, {})
         found.append(
-            Host(
+            HostOverview(
                 host_id,
                 f"grpc://{actor.get('node_ip', '')}:0" if lease is None else lease["address"],
                 actor.get("node_id") if lease is None else lease["node_id"],
@@ -251,9 +251,9 @@ def _ms(seconds: float | None) -> int | None:
     return None if seconds is None else int(seconds * 1000)
 
 
-def _trouble(process: Description) -> tuple[StorageTrouble, ...]:
+def _trouble(process: Description) -> tuple[LocationTrouble, ...]:
     return tuple(
-        StorageTrouble(
+        LocationTrouble(
             told["location"],
             told["failures"],
             told["error"],

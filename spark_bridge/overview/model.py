@@ -12,9 +12,9 @@ from typing import Any
 import msgspec
 
 from backends.storage.request_counts import KINDS
-from spark_bridge.overview.processes import CoordinatorInfo, Host
+from spark_bridge.overview.processes import CoordinatorInfo, HostOverview
 
-FORMAT_VERSION = 1
+OVERVIEW_FORMAT_VERSION = 1
 """Grows when a field changes its meaning or goes. New fields do not change it."""
 
 RUNNING, ENDED, RETIRED, STORED = "running", "ended", "replaced", "stored"
@@ -42,7 +42,7 @@ class Fault:
 
 
 @dataclass(frozen=True)
-class Step:
+class StepDuration:
     """The time of one step of tasks in a checkpoint: over all tasks, and in the slowest one."""
 
     sum_ms: float
@@ -68,7 +68,7 @@ class Checkpoint:
     completed_ms: int | None = None
     duration_ms: int | None = None
     phases: dict[str, int] = field(default_factory=dict)
-    steps: dict[str, Step] = field(default_factory=dict)
+    steps: dict[str, StepDuration] = field(default_factory=dict)
     partitions: int = 0
     delta_bytes: int | None = None
     full_bytes: int | None = None
@@ -232,9 +232,9 @@ class Overview:
     taken_ms: int
     coordinator: CoordinatorInfo | None = None
     queries: tuple[Query, ...] = ()
-    hosts: tuple[Host, ...] = ()
+    hosts: tuple[HostOverview, ...] = ()
     faults: tuple[Fault, ...] = ()
-    format_version: int = FORMAT_VERSION
+    format_version: int = OVERVIEW_FORMAT_VERSION
 
     def query(self, named: str | None) -> Query:
         """Return the query of that name, query id or run id; None stands for the only one. Raises ``LookupError``.

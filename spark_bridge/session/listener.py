@@ -39,7 +39,7 @@ from spark_bridge.operators.initial_state import InitialEntries, InitialState, m
 from spark_bridge.session.batch_traces import BatchTraces
 from spark_bridge.session.checkpoint_progress import newest_checkpoint, prices_of
 from spark_bridge.session.driver_heartbeats import DriverHeartbeats
-from spark_bridge.session.ended_queries import EndedQueries, failure_of
+from spark_bridge.session.ended_queries import EndedQueries, failure_text
 from spark_bridge.session.events_in_java import EventsInJava
 from spark_bridge.session.operator_progress import has_listeners, newest_progress, progress_of_batch, tell_listeners
 from spark_bridge.session.query_refusal import end_with, sources_refusal
@@ -84,7 +84,7 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
         refusal, execution = None, None
         try:
             execution = self._spark.streams.get(str(event.id))._jsq.streamingQuery()
-            trace = trace_ids.run(str(event.runId))
+            trace = trace_ids.run_trace(str(event.runId))
             with spans.span(trace.kind, trace, is_root=True, query_id=str(event.id), query_name=event.name) as span:
                 refusal = self._register(event, execution)
                 span.note(refused=refusal is not None)
@@ -264,7 +264,7 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
             self._metrics.batch(run_id, progress)
             self._traces.batch(run_id, batch_id, progress)
             try:
-                with spans.span("driver.committed", trace_ids.batch(run_id, batch_id + 1)):
+                with spans.span("driver.committed", trace_ids.batch_trace(run_id, batch_id + 1)):
                     self._cluster.batch_committed(run_id, batch_id)
                 if has_listeners():
                     # Spark tells of a batch when it comes to it: others may have been committed since.
@@ -291,7 +291,7 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
         self._traces.end(run_id, event.exception)
         if known is not None and not self._stopping.is_set():
             try:
-                self._ended.ended(known, failure_of(event.exception))
+                self._ended.ended(known, failure_text(event.exception))
             except (CoordinatorError, StateStoreError, SparkBridgeError) as error:
                 # The lease of the run ends by itself.
                 log.warning("The end of run %s was not reported: %s", run_id, error)

@@ -21,6 +21,9 @@ from backends.encoding.keys import KeyRange, encode_keys
 WATERMARK_METADATA = "spark.watermarkDelayMs"
 """Where Spark notes that a column has a watermark."""
 
+Times = npt.NDArray[np.int64]
+"""Microseconds since 1970."""
+
 _MAX_TIME = np.iinfo(np.int64).max
 
 

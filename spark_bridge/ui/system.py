@@ -14,7 +14,7 @@ from spark_bridge.overview.model import Overview, Query
 from spark_bridge.queryable.client.watch import StateChange
 
 
-class Rows(Protocol):
+class ScannedRows(Protocol):
     """Rows of one version, as they come."""
 
     @property
@@ -41,7 +41,7 @@ class Answer(Protocol):
         """End the statement, from another thread."""
 
 
-class Changes(Protocol):
+class WatchedChanges(Protocol):
     """Changes of some keys, version by version."""
 
     def __iter__(self) -> Iterator[StateChange]: ...
@@ -67,7 +67,7 @@ class StateClient(Protocol):
         query: str | None = None,
         version: int | None = None,
         timeout: float | None = None,
-    ) -> Rows:
+    ) -> ScannedRows:
         """Return the rows of a state variable."""
 
     def key_rows(
@@ -80,7 +80,7 @@ class StateClient(Protocol):
         query: str | None = None,
         version: int | None = None,
         timeout: float | None = None,
-    ) -> Rows:
+    ) -> ScannedRows:
         """Return the rows that some keys have."""
 
     def watch(
@@ -92,7 +92,7 @@ class StateClient(Protocol):
         query: str | None = None,
         from_version: int | None = None,
         timeout: float | None = None,
-    ) -> Changes:
+    ) -> WatchedChanges:
         """Return what each completed version changes."""
 
     def sql(self, query: str, *, timeout: float | None = None) -> Answer:

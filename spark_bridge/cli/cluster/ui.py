@@ -16,7 +16,7 @@ from coordinator_actor.coordinator_conf import COORDINATOR_NAME, NAMESPACE
 from spark_bridge.cli.joined_ray import joined_ray
 from spark_bridge.cli.output import complain, errors_explained
 from spark_bridge.cli.prices import PricesOption
-from spark_bridge.cli.sources import Address, Checkpoint, CoordinatorName, Namespace, StateLocation
+from spark_bridge.cli.sources import Address, CheckpointOption, CoordinatorName, Namespace, StateLocation
 from spark_bridge.cli.storage_options import Option, options_of
 from spark_bridge.cli.tls_options import TlsCa, TlsCertificate, TlsKey, TlsServerName, tls_of
 from spark_bridge.exceptions import EnvironmentProblemError
@@ -29,14 +29,14 @@ if TYPE_CHECKING:
 
 PORT = 8170
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-COORDINATOR_SECONDS = 10.0
-OVERVIEW_SECONDS = 3.0
+UI_COORDINATOR_SECONDS = 10.0
+UI_OVERVIEW_SECONDS = 3.0
 """How long hosts are waited for: one that is gone must not hold up the page."""
 CLIENT_SECONDS = 10.0
 
 
 def ui(
-    checkpoint: Checkpoint = None,
+    checkpoint: CheckpointOption = None,
     state_location: StateLocation = None,
     storage_option: Option = None,
     address: Address = None,
@@ -71,7 +71,7 @@ def ui(
 
 @dataclass(frozen=True)
 class _Place:
-    """Where the page listens, and the prices that the page goes by."""
+    """The address at which the page listens, and the prices of storage that the page shows."""
 
     host: str
     port: int
@@ -100,13 +100,13 @@ def _serve_cluster(
     from spark_bridge.ui.live import LiveSystem
     from spark_bridge.ui.sign_in import OwnToken
 
-    calls = RayCoordinatorPort(namespace, coordinator, COORDINATOR_SECONDS)
+    calls = RayCoordinatorPort(namespace, coordinator, UI_COORDINATOR_SECONDS)
     tokens = CoordinatorTokens(calls.call)
 
     known = KnownCheckpoints()
 
     def overview() -> Overview:
-        return cluster_overview(namespace, coordinator, OVERVIEW_SECONDS, known)
+        return cluster_overview(namespace, coordinator, UI_OVERVIEW_SECONDS, known)
 
     def connect() -> QueryableStateClient:
         return QueryableStateClient.connect(namespace, coordinator, tls=tls, timeout=CLIENT_SECONDS)

@@ -36,7 +36,7 @@ LAST_COLUMNS = 2
 
 @dataclass(frozen=True)
 class StateChange:
-    """What one version changed of the watched state.
+    """The changes of the watched state in one version.
 
     ``batch`` has a row per key, element, entry, window or timer that changed: ``version``, ``change_type`` ("insert",
     "update" or "delete"), the columns of the key and of a map's user key, and the structs ``before`` and ``after`` of

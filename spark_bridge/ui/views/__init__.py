@@ -17,7 +17,7 @@ SEEN = {
     "/savepoints": savepoints.savepoints,
     "/savepoint": savepoints.savepoint,
 }
-SENT = {
+POSTED = {
     "/sql": sql.sql,
     "/sql.csv": sql.sql_csv,
     "/savepoints": savepoints.trigger,

@@ -243,7 +243,7 @@ def test_storage_that_hangs_holds_nobody_up_for_long(cluster, monkeypatch):
     """The caller stands still in its last write; the query goes on, and is exchanged when the storage answers."""
     worked(cluster)
     monkeypatch.setattr(forgetting, "MOST_HELD_SECONDS", 0.2)
-    monkeypatch.setattr(forgetting, "RENEW_SECONDS", 0.05)
+    monkeypatch.setattr(forgetting, "HOLD_RENEW_SECONDS", 0.05)
     stuck, free = threading.Event(), threading.Event()
     real = CheckpointStorage.put_new
 
