@@ -1,7 +1,7 @@
 """The thread that ends leases: it looks at them once a second for as long as the coordinator lives.
 
-Nothing else ends the lease of a lost host or a gone driver. So whatever fails in one look is logged, and the next look
-comes all the same.
+Nothing else ends the lease of a host or driver that is lost. So an error in one look is logged, and the next look comes
+all the same.
 """
 
 from __future__ import annotations

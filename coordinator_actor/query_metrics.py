@@ -1,4 +1,4 @@
-"""The coordinator's metrics, from what it counts anyway. Nothing of a batch waits for them."""
+"""The coordinator's metrics, made of counts that it keeps anyway. No batch waits for metrics."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The engine of a copy that is made to be read once: changes stay in memory, and are merged by one sort.
 
-A database that replays changelogs writes each of them into its own order, to be read from there a moment later. Here
-the first read sorts them together. What is in a snapshot stays in the backend's own engine, below the changes.
+A database that replays changelogs sorts each changelog by itself, for one read a moment later. Here the first read
+sorts all changelogs together. The pairs of a snapshot stay in the backend's own engine, below the changes.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Proves that a storage honours create-if-absent, on which the fencing of writers depends.
 
 Of two coordinators that claim one epoch, or two that write one manifest, exactly one may succeed. Some stores that
-speak S3 ignore ``If-None-Match`` and overwrite. Nobody would notice before state is lost, so it is tried out before the
-first write that counts.
+speak S3 ignore ``If-None-Match`` and overwrite. Nobody would notice before state is lost. So the condition is tried out
+before the first write that counts.
 """
 
 from __future__ import annotations

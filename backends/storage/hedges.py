@@ -1,8 +1,8 @@
-"""A second request for one that takes far longer than its kind usually does: the first answer wins.
+"""Hedged requests: a request that takes far longer than usual is sent a second time, and the first answer wins.
 
 Now and then a request takes ten times as long as others, for it has met a slow server, and the same request made again
-takes the usual time. The idea is that of "The Tail at Scale" (Dean and Barroso, 2013). Only requests that may be
-carried out twice and are small have one: what takes long since it is large would only take longer.
+takes the usual time. The idea is that of "The Tail at Scale" (Dean and Barroso, 2013). Only small requests that may be
+carried out twice have a second one: a large request takes long for its size, and would only take longer.
 """
 
 from __future__ import annotations

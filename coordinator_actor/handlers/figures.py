@@ -1,4 +1,4 @@
-"""The messages for people: what the coordinator knows, and the figures of checkpoints and savepoints."""
+"""Handles messages for people: descriptions of queries and hosts, and the figures of checkpoints and savepoints."""
 
 from __future__ import annotations
 

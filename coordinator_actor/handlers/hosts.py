@@ -1,4 +1,4 @@
-"""Hosts come, send heartbeats and go: the messages of a host about itself, and what they learn of their runs."""
+"""Handles the messages of hosts about themselves: hosts come, send heartbeats, learn of their runs, and go."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Gives the partitions of a run owners among the live hosts. ``query/partition_owners.py`` decides which ones.
 
 A coordinator that was just started knows no owner of the runs that were there before it. For a while it goes by what
-hosts report that they hold, and leaves the other partitions without an owner: the host that reports first must not be
-given what the others hold. Only a partition that a task waits for is given to whoever is there.
+hosts report that they hold, and leaves the other partitions without an owner: the host that reports first must not get
+the partitions that other hosts hold. Only a partition that a task waits for is given to a host that is there.
 
 A partition whose owner is lost has another one at once. One whose owner lives moves warm: the new owner loads a copy
 while the old one goes on (``HostOrders.warm_up``), and takes over between two batches, once its copy is nearly there

@@ -1,4 +1,4 @@
-"""Runs begin, live and end: the messages of a driver about its queries."""
+"""Handles the messages of a driver about its queries: runs begin, live and end."""
 
 from __future__ import annotations
 

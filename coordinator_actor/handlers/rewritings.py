@@ -1,4 +1,4 @@
-"""The messages of who writes files of a running query anew: hold its batches, then exchange the files."""
+"""Handles messages for rewriting files of a running query: hold its batches, then exchange the files."""
 
 from __future__ import annotations
 

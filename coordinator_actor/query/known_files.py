@@ -1,7 +1,7 @@
 """The known files of a run's partitions in storage, so that not every maintenance has to list directories.
 
-A file that dies was needed before, and manifests said so. A listing finds what no manifest has named: litter of dead
-attempts, and what an earlier coordinator has left behind. It also shows snapshots that have lost files.
+Manifests name the files that were needed and are not any more. Only a listing finds files that no manifest has named:
+files of dead attempts and of earlier coordinators. A listing also shows snapshots that have lost files.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One registered run of a query, as the coordinator knows it. It owns all that is known of the run."""
+"""One registered run of a query. ``QueryState`` owns all facts that the coordinator knows of the run."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Since when Spark works on a batch, as its driver says.
+"""The time since which Spark works on a batch, as the driver reports it.
 
-The checkpoint of a batch begins when a task opens the state. Before that Spark plans the batch and reads the source,
-and behind the last acknowledgement the sink writes: whatever takes long there would look as if no batch ran.
+The checkpoint of a batch begins when a task opens the state. Before that Spark plans the batch and reads the source;
+behind the last acknowledgement the sink writes. By the checkpoint alone it would look as if no batch ran meanwhile.
 """
 
 from __future__ import annotations

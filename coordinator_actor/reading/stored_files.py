@@ -1,4 +1,4 @@
-"""Says of every file of a query's state what it is, and what keeps it."""
+"""Lists every file of a query's state with its kind, and with the version or savepoint that keeps the file."""
 
 from __future__ import annotations
 

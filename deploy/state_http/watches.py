@@ -1,4 +1,4 @@
-"""The route of watches: what each version changes, as server-sent events."""
+"""The route of watches: the changes of each version, as server-sent events."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Partitions that move between living hosts: copies that are to become this host's own, and own ones that are to go.
 
-The coordinator says both with each heartbeat (``HostOrders.warm_up`` and ``giving``). What is to become this host's own
-is loaded apart, and again behind each version, while the owner goes on (Kafka Streams: warm-up replicas); the first
-task that opens the partition here goes on from that copy. While own partitions may go, this host takes no version for
-the newest without a look at Spark's log: another host may have made the next one.
+The coordinator names both with each heartbeat (``HostOrders.warm_up`` and ``giving``). A partition that is to become
+this host's own is loaded as a copy, and again behind each version, while the owner goes on (Kafka Streams: warm-up
+replicas). The first task that opens the partition here goes on from that copy. While own partitions may go, this host
+takes no version for the newest without a look at Spark's log: another host may have made the next version.
 """
 
 from __future__ import annotations

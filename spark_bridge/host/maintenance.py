@@ -1,8 +1,8 @@
-"""The maintenance of a host: unload partitions that are another host's by now, or are of an ended query and unread;
-upload snapshots that are due, and have idle partitions give up write buffers.
+"""The maintenance of a host: unload partitions that another host owns by now, or that are of an ended, unread query;
+upload snapshots that are due; flush the write buffers of idle partitions.
 
-RocksDB's write buffers are shared. While they are full, whoever writes writes files, and not who holds most. So without
-this, a busy query beside idle ones that hold the buffers would write small files in each batch.
+All partitions share RocksDB's write buffers. While the buffers are full, the partition that writes must flush its own,
+however little that is. So a busy query would write small files in each batch if idle queries kept the buffers.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Asking Spark's own log whether the version that this host has prepared is completed: no reader is behind Spark.
+"""Asks Spark's own log whether the version that this host has prepared is completed, so that no reader is behind Spark.
 
 Hosts hear of completed versions from the coordinator, and the coordinator from the driver, after Spark has gone on, or
-never if a message is lost. Until then, whoever reads looks for the file ``commits/N`` that Spark has written by the
+never if a message is lost. Until then, a read looks for the file ``commits/N`` that Spark has written by the
 time at which ``awaitTermination`` or ``processAllAvailable`` returns.
 """
 

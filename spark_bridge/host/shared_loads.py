@@ -1,7 +1,7 @@
 """Opening a partition for tasks: an answer within seconds, however long the files take to load.
 
-A load goes on in a thread of its own when the call that began it has been answered, and everybody who asks for the same
-partition waits for the same one. Whoever asks is told how far it has come, and asks again.
+A load goes on in a thread of its own when the call that began it has been answered. All tasks that ask for the same
+partition wait for the same load. A task is told how far the load has come, and asks again.
 """
 
 from __future__ import annotations

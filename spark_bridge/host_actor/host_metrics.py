@@ -1,4 +1,4 @@
-"""A host's metrics, from what it counts anyway; see ``coordinator_actor.metrics`` for the table."""
+"""A host's metrics, made of counts that the host keeps anyway; see ``coordinator_actor.metrics`` for the table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The overview of a running cluster, from what coordinator and hosts say of themselves."""
+"""The overview of a running cluster, made of the descriptions that coordinator and hosts give of themselves."""
 
 from __future__ import annotations
 

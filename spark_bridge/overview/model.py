@@ -1,6 +1,6 @@
 """The model of the system, for people: queries, operators, partitions, checkpoints, hosts, savepoints, faults.
 
-Plain data, the same whether a running cluster or storage alone was asked. What a source cannot know is None. Moments
+Plain data, the same for a running cluster and for storage alone. A field that a source cannot know is None. Moments
 are in ms since 1970, times in ms, sizes in bytes.
 """
 

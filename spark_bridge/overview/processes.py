@@ -1,4 +1,4 @@
-"""The part of the model that is about processes: hosts, the coordinator, and what they meet at storage.
+"""The model of processes: hosts, the coordinator, and the faults of storage that they meet.
 
 As in the rest of the model, times are in ms and sizes in bytes.
 """

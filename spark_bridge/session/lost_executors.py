@@ -1,9 +1,9 @@
-"""Giving up executors whose machine is gone or cut off, and getting others in their place.
+"""Gives up executors whose machine is gone or cut off, and gets others in their place.
 
 A machine that loses its power or its cable sends no reset. Spark waits two minutes for the heartbeat of an executor,
-since it may be collecting garbage, and so long a stream stands. So a thread of the driver connects to the ports of the
-executors, which a machine's kernel answers however busy or stopped the executor is. Of a machine where nobody answers,
-twice, Spark is told that its executors are lost.
+since the executor may be collecting garbage, and the stream stands still meanwhile. So a thread of the driver connects
+to the ports of the executors, which a machine's kernel answers however busy or stopped the executor is. Where nobody
+answers twice, Spark is told that the executors of that machine are lost.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Ray on Spark: a Ray cluster within a Spark application (``ray.util.spark``), and what a state store needs of both.
+"""Ray on Spark: a Ray cluster within a Spark application (``ray.util.spark``), with the settings that state needs.
 
 Each Ray worker is a Spark job of one task that never ends, and keeps the cores of that task. The stream's tasks need
 cores beside them.

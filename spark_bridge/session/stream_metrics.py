@@ -1,4 +1,4 @@
-"""The driver's metrics: what Spark says of a batch, and of each operator under the names of Spark's progress."""
+"""The driver's metrics: Spark's figures of a batch, and those of each operator under the names of Spark's progress."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The first stage in which rows become new state: a task reads one source, and cuts its rows by target partition.
 
 Rows travel as Arrow's IPC streams, sorted by stored key: so by key group, and so by partition. A task flushes when it
-has ``FLUSH_BYTES`` of rows. A run is what a flush has for neighbouring partitions, ``RUN_BYTES`` at least, for Ray
-keeps small objects in the memory of the driver.
+has ``FLUSH_BYTES`` of rows. A run has the rows of a flush for neighbouring partitions. It has ``RUN_BYTES`` at least,
+for Ray keeps small objects in the memory of the driver.
 """
 
 from __future__ import annotations

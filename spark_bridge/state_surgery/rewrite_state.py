@@ -1,4 +1,4 @@
-"""``rewrite_state``: makes a new checkpoint, in which the rows of an operator are what a function makes of them."""
+"""``rewrite_state``: makes a new checkpoint, with rows that a function makes of an operator's old rows."""
 
 from __future__ import annotations
 

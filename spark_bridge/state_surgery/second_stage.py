@@ -1,4 +1,4 @@
-"""The second stage in which rows become new state: a task puts together what came for one partition, and writes it.
+"""The second stage in which rows become new state: a task combines the rows of one partition, and writes the partition.
 
 A task maps the runs that have rows of its partition, and holds the rows of some key groups in memory: about
 ``REWRITE_CHUNK_BYTES``, or one key group if that has more.

@@ -1,9 +1,9 @@
 """The watermark's work: which rows are late, and which keys are done, by the event time of rows and keys.
 
 Spark computes the watermark, and the coordinator reads it from Spark's offset log for each batch (``BatchTimes``,
-``coordinator_actor/durable/spark_commits.py``). A
-timestamp is compared with the watermark itself, a window by its end, as in Spark's ``WatermarkSupport``. A key column
-with event time is stored first, so that the keys that are done lie together in every key group.
+``coordinator_actor/durable/spark_commits.py``). A timestamp is compared with the watermark itself, a window by its end,
+as in Spark's ``WatermarkSupport``. A key column with event time is stored first, so that the keys that are done lie
+together in every key group.
 """
 
 from __future__ import annotations

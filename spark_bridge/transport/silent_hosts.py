@@ -1,4 +1,4 @@
-"""Giving up a host that has fallen silent: a machine that is gone or cut off sends no reset, and a call waits in vain.
+"""Gives up hosts that have fallen silent: a machine that is gone or cut off sends no reset, and a call waits in vain.
 
 A call of Arrow Flight cannot be interrupted. gRPC's own pings are no way: pyarrow's server cannot be told to allow
 them, and closes connections that ping more than three times in five quiet minutes. So one thread of a process watches

@@ -1,4 +1,4 @@
-"""The page as an ASGI application: who may see it, its limits, and its addresses."""
+"""The page as an ASGI application: access, limits, and addresses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The overview that requests share: asked for at most once a second, however many look."""
+"""The overview that requests share: made at most once a second, however many people look."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A request as the views see it, and how they answer."""
+"""A request as the views see it, and the answers of views."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The seam between the page and what the page shows: a running cluster (``live``) or a checkpoint (``stored``)."""
+"""The interface of the page to the system that it shows: a running cluster (``live``) or a checkpoint (``stored``)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``statestore top``: how the queries and hosts do, live in the terminal, or once."""
+"""``statestore top``: speed and delay of queries and hosts, live in the terminal, or once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The result of a check: whether all is well, what was found, and what to do."""
+"""The result of a check: its status, the finding, and the remedy."""
 
 from __future__ import annotations
 

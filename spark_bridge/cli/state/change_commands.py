@@ -1,4 +1,4 @@
-"""``statestore watch`` and ``diff``: what versions change, live or between two of them."""
+"""``statestore watch`` and ``diff``: the changes of each version, live, or the differences of two versions."""
 
 from __future__ import annotations
 

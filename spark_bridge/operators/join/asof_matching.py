@@ -1,7 +1,7 @@
 """Finds the row of the other side that is nearest in time, as pandas' ``merge_asof`` chooses it. No loop per row.
 
-The rows of the right side are sorted by key, time and, where times are equal, by their columns. What a left row asks
-for is then next to the place that a binary search finds.
+The rows of the right side are sorted by key, time and, where times are equal, by their columns. The match of a left row
+is then next to the place that a binary search finds.
 """
 
 from __future__ import annotations

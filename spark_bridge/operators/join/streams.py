@@ -1,4 +1,4 @@
-"""Two streams that are joined: what is refused of them, their times, and their rows in shared columns."""
+"""Checks two streams that are to be joined, finds their event times, and brings their rows into shared columns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``AsyncQueryableStateClient``: the client for programs on an event loop; it gathers concurrent lookups into
+"""``AsyncQueryableStateClient``: the client for programs on an event loop; concurrent lookups go out in
 batches.
 """
 

@@ -1,4 +1,4 @@
-"""``QueryableStateClient``: what is the value for key 42 now? (Flink's client of the same name.)"""
+"""``QueryableStateClient``: lookups, scans, SQL and watches of running queries (Flink's client of the same name)."""
 
 from __future__ import annotations
 

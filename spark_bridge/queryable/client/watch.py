@@ -1,4 +1,4 @@
-"""``client.watch``: what each completed checkpoint changes, as it completes (a change feed)."""
+"""``client.watch``: the changes of each version, as the version completes (a change feed)."""
 
 from __future__ import annotations
 

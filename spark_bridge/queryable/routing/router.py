@@ -1,5 +1,5 @@
-"""``StateRouter``: asks the owners of an operator's partitions, all at once, and puts one answer of one version
-together.
+"""``StateRouter``: asks all owners of an operator's partitions at once, and combines their answers at one
+version.
 """
 
 from __future__ import annotations

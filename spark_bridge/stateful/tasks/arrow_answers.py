@@ -1,4 +1,4 @@
-"""Checks of what a processor in columns answers: tables against schemas, masks against the number of keys."""
+"""Checks of the answers of a processor in columns: tables against schemas, masks against the number of keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pages by their addresses: what is shown, what is sent, and what only administrators may send."""
+"""The pages by their addresses: pages to show, forms that are sent, and forms that only administrators may send."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The hosts: memory by what holds it, what they have done, and how they have answered requests."""
+"""The hosts: memory by its use, counters of their work, and statistics of their answers to requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One operator: how its partitions lie on the hosts, which are the hottest, and its schema."""
+"""One operator: its partitions by host, its hottest partitions, and its schema."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The first page: is the system healthy, what is behind, how fast does it go."""
+"""The first page: the health of the system, and the delay and speed of each query."""
 
 from __future__ import annotations
 
