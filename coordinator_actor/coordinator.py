@@ -186,8 +186,8 @@ class Coordinator(CoordinatorPort):
         """
         now = self._clock()
         for run in self.registries.runs.current():
-            if now - run.maintained >= run.registration.maintenance_interval:
-                run.maintained_at(now)
+            if now - run.lifetime.maintained >= run.registration.maintenance_interval:
+                run.lifetime.maintained_at(now)
                 self._begin_once("maintenance", run, partial(_maintain, run, now))
             if run.history.is_due(now):
                 self._begin_once("history", run, partial(run.history.write, now))

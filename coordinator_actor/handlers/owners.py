@@ -165,7 +165,7 @@ def plan_moves(registries: Registries, run: QueryState) -> None:
         if held.planned and run.lock.acquire(blocking=False):
             try:
                 before = held.current
-                is_idle = run.is_current and run.batch.highest_opened < run.versions.completed
+                is_idle = run.lifetime.is_current and run.batch.highest_opened < run.versions.completed
                 if is_idle and assigned(registries, run, moves=True) is not before:
                     run.announce()
             finally:
@@ -186,7 +186,7 @@ def warm_up(run: QueryState, host_id: str) -> WarmUp | None:
 
 def gives(run: QueryState, host_id: str) -> bool:
     """Return whether partitions of a host are to move, or have moved and the host was not told of a later version."""
-    held, announced = run.assignment, run.announcement(host_id)
+    held, announced = run.assignment, run.announcements.to(host_id)
     with held.lock:
         current = held.current
         if announced is not None and held.given.get(host_id, -1) >= announced.version:

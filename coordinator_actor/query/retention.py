@@ -36,12 +36,12 @@ def remove_garbage(run: QueryState, now: float) -> list[str]:
     run.looked_up.look(now, run.lock)
     files.look(storage, versions.completed)
     with run.lock:
-        run.require_current()
+        run.lifetime.require_current()
         refs = _snapshots(run)
     descriptors = _read_descriptors(run, refs)
     run.manifests.epochs.check()
     with run.lock:
-        run.require_current()
+        run.lifetime.require_current()
         versions.plan_retention(
             run.registration.min_versions_to_retain, lambda s: files.is_whole(s, descriptors.get(s.file.path))
         )
@@ -83,11 +83,11 @@ def tidy_records(run: QueryState) -> None:
     """
     manifests = run.manifests
     with run.lock:
-        run.require_current()
-        folds, held = manifests.folds.due(run.versions.completed_chain), run.held_by_record
+        run.lifetime.require_current()
+        folds, held = manifests.folds.due(run.versions.completed_chain), run.savepoint_hold.record_id
         oldest = min(run.versions.chain, default=0)
     manifests.folds.write(folds)
-    if run.records_are_due:
+    if run.lifetime.records_are_due:
         records = [*manifests.epochs.obsolete(), *manifests.savepoints.obsolete(held)]
         manifests.storage.delete_all([*records, *manifests.obsolete_records(oldest)])
 
