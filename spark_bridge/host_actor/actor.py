@@ -34,7 +34,7 @@ from spark_bridge.host_actor.flight_server import HostFlightServer
 from spark_bridge.host_actor.host_metrics import HOST_METRICS_SECONDS, HostMetrics, every
 from spark_bridge.host_actor.session_options import SessionOptions, require_same_driver
 from spark_bridge.queryable.reads.host_reads import HostReads
-from spark_bridge.queryable.server.client_proxy import KvStateClientProxy
+from spark_bridge.queryable.server.client_proxy import KvStateClientProxy, connections_to_hosts
 from spark_bridge.queryable.server.token_verifier import ClusterTokens
 from spark_bridge.transport.coordinator_calls import checked_call
 from spark_bridge.transport.protocol import HostFile
@@ -77,12 +77,11 @@ class StateStoreHost:
             self._get_reads,
             self._locator,
             ClusterTokens(token, lambda: self._host.revoked_tokens),
-            token=token,
+            connections_to_hosts(token, None if tls is None else tls.client_context()),
             ip=self._node_ip,
             port=query_port,
             limits=options.request_limits,
             tls=None if tls is None else tls.server_context(),
-            client_tls=None if tls is None else tls.client_context(),
             host_id=host_id,
         )
         info = HostInfo(

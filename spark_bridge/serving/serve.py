@@ -85,8 +85,6 @@ def serve_state(
         raise InvalidStateStoreArgument(f"replicas={replicas}: give 1 or more.")
     if not _NAME.fullmatch(name):
         raise InvalidStateStoreArgument(f"name={name!r}: give letters, digits, '-', '_' and '.', at most 100.")
-    if tls is not None:
-        tls.check()
     options = SessionOptions(
         num_hosts=replicas,
         namespace=namespace,
