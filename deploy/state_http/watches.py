@@ -10,9 +10,10 @@ from deploy.state_http.bodies import PIECE_ROWS
 from deploy.state_http.limits import HttpLimits
 from deploy.state_http.models import WatchRequest
 from deploy.state_http.problems import problem_of
-from deploy.state_http.service import AsyncChanges, StateService
+from deploy.state_http.service import StateService
 from spark_bridge.exceptions import AccessDeniedError, RequestError, StateVersionError, TooManyRequestsError
 from spark_bridge.queryable.client import json_values as values
+from spark_bridge.queryable.client.async_results import AsyncStateWatch
 from spark_bridge.queryable.client.watch import StateChange
 from spark_bridge.queryable.server.token_verifier import TokenVerifier
 
@@ -51,7 +52,7 @@ class HttpWatches:
         changes = client.watch(request.operator, keys, state=request.state, query=request.query, from_version=begin)
         return self._events(changes, begin, authorization)
 
-    async def _events(self, changes: AsyncChanges, begin: int, authorization: str) -> AsyncIterator[bytes]:
+    async def _events(self, changes: AsyncStateWatch, begin: int, authorization: str) -> AsyncIterator[bytes]:
         if self._open >= self._limits.max_watches:
             raise TooManyRequestsError(f"{self._open} watches are open, which is the limit; try again later.")
         self._open += 1

@@ -10,8 +10,9 @@ from coordinator_actor.messages import SavepointStatus
 from coordinator_actor.savepoints import savepoint_catalog
 from coordinator_actor.savepoints.savepoint_format import SavepointInfo
 from spark_bridge.overview.model import Overview, Query
+from spark_bridge.queryable.client.client import QueryableStateClient
 from spark_bridge.queryable.client.watch import StateChange
-from spark_bridge.ui.system import StateClient, StateTable
+from spark_bridge.ui.system import StateTable
 
 SAVEPOINTS = "savepoints"
 CHANGES_WAIT_SECONDS = 5.0
@@ -31,7 +32,7 @@ class LiveSystem:
         self,
         namespace: str,
         overview: Callable[[], Overview],
-        connect: Callable[[], StateClient],
+        connect: Callable[[], QueryableStateClient],
         call: Callable[..., Any],
         storage_options: Mapping[str, str] | None = None,
     ) -> None:
@@ -40,14 +41,14 @@ class LiveSystem:
         self._connect = connect
         self._call = call
         self._options = dict(storage_options or {})
-        self._client: StateClient | None = None
+        self._client: QueryableStateClient | None = None
         self._connecting = threading.Lock()
 
     def overview(self) -> Overview:
         """See ``System``."""
         return self._overview()
 
-    def client(self) -> StateClient:
+    def client(self) -> QueryableStateClient:
         """See ``System``. A client that cannot be made now is made by a later call."""
         with self._connecting:
             if self._client is None:

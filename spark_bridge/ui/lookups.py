@@ -11,8 +11,9 @@ from typing import Any
 import pyarrow as pa
 
 from spark_bridge.exceptions import RequestError
+from spark_bridge.queryable.client.state_scan import StateScan
 from spark_bridge.ui.requests import PageCall
-from spark_bridge.ui.system import ScannedRows, StateTable
+from spark_bridge.ui.system import StateTable
 from spark_bridge.ui.typed_values import Input, input_for, parsed
 
 PAGE_READ_SECONDS = 20.0
@@ -86,7 +87,7 @@ def conditions_of(call: PageCall, schema: pa.Schema, most: int) -> list[tuple[An
     return found
 
 
-def take_rows(rows: ScannedRows, most: int, seconds: float = PAGE_READ_SECONDS) -> Found:
+def take_rows(rows: StateScan, most: int, seconds: float = PAGE_READ_SECONDS) -> Found:
     """Return up to ``most`` rows, and end the reading. Raises ``RequestError`` if they do not come in time."""
     with closing(rows):
         table = pa.Table.from_batches(list(_until(rows, most + 1, seconds)), rows.schema)
@@ -102,7 +103,7 @@ def found_in(table: pa.Table, most: int, version: int | None = None) -> Found:
     return Found(version, list(table.schema.names), rows, table.num_rows > most)
 
 
-def _until(rows: ScannedRows, most: int, seconds: float) -> Iterator[pa.RecordBatch]:
+def _until(rows: StateScan, most: int, seconds: float) -> Iterator[pa.RecordBatch]:
     deadline, given = time.monotonic() + seconds, 0
     for batch in rows:
         yield batch.slice(0, most - given)

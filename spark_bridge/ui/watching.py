@@ -13,11 +13,10 @@ from backends.exceptions import StateStoreError
 from coordinator_actor.exceptions import CoordinatorError
 from spark_bridge.exceptions import AccessDeniedError, RequestError, SparkBridgeError
 from spark_bridge.queryable.client.async_results import BlockingCalls
-from spark_bridge.queryable.client.watch import StateChange
+from spark_bridge.queryable.client.watch import StateChange, StateWatch
 from spark_bridge.ui.formats import value
 from spark_bridge.ui.lookups import key_of_call, variable_schema
 from spark_bridge.ui.requests import PageCall
-from spark_bridge.ui.system import WatchedChanges
 
 MOST_WATCHES = 16
 BEAT_SECONDS = 5.0
@@ -50,7 +49,7 @@ class PageWatches:
         headers = {"X-Accel-Buffering": "no"}
         return StreamingResponse(self._events(changes, check), media_type="text/event-stream", headers=headers)
 
-    async def _events(self, changes: WatchedChanges, check: Callable[[], object]) -> AsyncIterator[bytes]:
+    async def _events(self, changes: StateWatch, check: Callable[[], object]) -> AsyncIterator[bytes]:
         self._open += 1
         calls, iterator = BlockingCalls("statestore-page-watch"), iter(changes)
         try:

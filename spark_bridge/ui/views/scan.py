@@ -9,9 +9,10 @@ from starlette.responses import Response
 from backends.exceptions import StateStoreError
 from spark_bridge.exceptions import RequestError, SparkBridgeError
 from spark_bridge.queryable.client.conditions import OPERATORS
+from spark_bridge.queryable.client.state_scan import StateScan
 from spark_bridge.ui.lookups import PAGE_READ_SECONDS, Found, conditions_of, take_rows, variable_schema
 from spark_bridge.ui.requests import PageCall
-from spark_bridge.ui.system import ScannedRows, StateTable, tables_of
+from spark_bridge.ui.system import StateTable, tables_of
 from spark_bridge.ui.views.results import MOST_CSV_ROWS, chart, csv_response
 
 FILTERS = 3
@@ -61,7 +62,7 @@ def scan_csv(call: PageCall) -> Response:
     return csv_response("scan", rows.schema, rows)
 
 
-def _rows(call: PageCall, table: StateTable, where: list[tuple[Any, ...]], limit: int) -> ScannedRows:
+def _rows(call: PageCall, table: StateTable, where: list[tuple[Any, ...]], limit: int) -> StateScan:
     version = call.number("version", -1) if call.given("version") else None
     return call.system.client().scan(
         table.operator,

@@ -12,9 +12,10 @@ from starlette.responses import Response
 from backends.exceptions import StateStoreError
 from spark_bridge.exceptions import RequestError, SparkBridgeError
 from spark_bridge.queryable.sql.duckdb_connections import import_duckdb
+from spark_bridge.queryable.sql.relation import StateRelation
 from spark_bridge.ui.lookups import PAGE_READ_SECONDS, Found, found_in
 from spark_bridge.ui.requests import PageCall
-from spark_bridge.ui.system import Answer, tables_of
+from spark_bridge.ui.system import tables_of
 from spark_bridge.ui.views.results import MOST_CSV_ROWS, chart, csv_response
 
 MOST_SQL_ROWS = 1_000
@@ -54,7 +55,7 @@ def sql_csv(call: PageCall) -> Response:
 
 
 @contextmanager
-def _answered(call: PageCall) -> Iterator[Answer]:
+def _answered(call: PageCall) -> Iterator[StateRelation]:
     """Give the answer of the statement, which ends after ``SQL_SECONDS``. Raises ``RequestError`` for wrong SQL."""
     duckdb = import_duckdb()
     if not _running.acquire(timeout=SQL_SECONDS):
@@ -75,7 +76,7 @@ def _answered(call: PageCall) -> Iterator[Answer]:
         _running.release()
 
 
-def _first(answer: Answer, most: int) -> pa.Table:
+def _first(answer: StateRelation, most: int) -> pa.Table:
     reader = answer.to_arrow_reader(PAGE_BATCH_ROWS)
     batches, given = [], 0
     for batch in reader:
