@@ -371,7 +371,8 @@ class HandOver(Struct, frozen=True):
 
 
 class WarmUp(Struct, frozen=True):
-    """A host is to load copies of partitions that are to become its own, while their owner goes on (Kafka Streams).
+    """A host is to load copies of partitions before tasks ask for them: those that are its own of late, and those that
+    are to become so, while their owner goes on (Kafka Streams: warm-up replicas).
 
     ``heads`` has the path of the changelog that made ``version``, by operator and partition; None for version 0.
     """
@@ -395,9 +396,9 @@ class HostOrders(Struct, frozen=True):
     by run) any more is given up. ``revoked_tokens`` are the ids of all revoked read-only tokens. The
     lease runs for ``lease_seconds`` from the heartbeat on: no partition of the host is given to another host meanwhile
     where no batch begins, unless its node is dead, or the host has said that it is ``giving``. A host without an answer
-    for so long may have been replaced. ``warm_up`` comes again until the partitions have moved. ``giving`` has the runs
-    of which partitions of the host may move, each with its completed version. ``ended_runs`` are those runs of the host
-    whose queries have ended, and whose last version is read on.
+    for so long may have been replaced. ``warm_up`` comes again until the partitions have moved and the next version is
+    completed. ``giving`` has the runs of which partitions of the host may move, each with its completed version.
+    ``ended_runs`` are those runs of the host whose queries have ended, and whose last version is read on.
     """
 
     known: bool

@@ -399,8 +399,10 @@ class CoordinatorPort:
         """Return the hosts, queries and instances as they are now."""
 
     @message(Group.LOCATIONS)
-    def checkpoint_stats(self, query: str) -> dict[str, Any]:
+    def checkpoint_stats(self, query: str, history_since: str = "") -> dict[str, Any]:
         """Return figures of a running query's micro-batches and savepoints: counts, durations, sizes, percentiles.
 
-        ``history`` has the last checkpoints of all its runs, as ``CheckpointRecord`` says.
+        ``history`` has the last checkpoints of all its runs, as ``CheckpointRecord`` says. With the ``history_mark`` of
+        an earlier answer as ``history_since`` it has those that have come or changed since; ``history_first`` is then
+        the oldest that is still kept. ``history_is_all`` says that all are there, as where the coordinator is another.
         """

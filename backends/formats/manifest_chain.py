@@ -49,38 +49,53 @@ class Segment(NamedTuple):
 
 
 def walk(
-    head: Manifest | None, manifest: Callable[[int], Manifest | None], name: Callable[[int], str]
+    head: Manifest | None,
+    manifest: Callable[[int], Manifest | None],
+    name: Callable[[int], str],
+    gap: Callable[[MissingFileError | DamagedFileError], None] | None = None,
 ) -> dict[int, Manifest]:
     """Return the manifest per version from ``head`` down to its ``chain_from``, newest first.
 
     ``manifest`` reads the manifest of an id, None if there is none; ``name`` names its file, for messages. Raises
     ``MissingFileError`` if a manifest is not there, ``DamagedFileError`` if one is not of the version that belongs
-    there.
+    there; if ``gap`` is to hear of the error, the chain ends there.
     """
     chain: dict[int, Manifest] = {}
-    if head is None:
-        return chain
     current = head
-    while True:
+    while current is not None:
         chain[current.version] = current
+        assert head is not None
         if current.version <= head.chain_from:
-            return chain
-        if current.parent is None:
-            raise DamagedFileError(
-                f"{name(current.id)} (version {current.version}) names no parent, but cannot be the first."
-            )
-        parent = manifest(current.parent)
-        if parent is None:
-            raise MissingFileError(
-                f"{name(current.parent)} does not exist, but version {current.version} of the state builds on it: it "
-                "was removed, or is kept elsewhere. Restore it from a copy."
-            )
-        if parent.version != current.version - 1:
-            raise DamagedFileError(
-                f"{name(parent.id)} holds version {parent.version} where version {current.version - 1} belongs: files "
-                "have been exchanged. Restore them from a copy."
-            )
-        current = parent
+            break
+        try:
+            current = _parent(current, manifest, name)
+        except (MissingFileError, DamagedFileError) as error:
+            if gap is None:
+                raise
+            gap(error)
+            # A chain that begins with version 1 begins with no state; this one begins with what is not known.
+            chain.pop(1, None)
+            break
+    return chain
+
+
+def _parent(current: Manifest, manifest: Callable[[int], Manifest | None], name: Callable[[int], str]) -> Manifest:
+    if current.parent is None:
+        raise DamagedFileError(
+            f"{name(current.id)} (version {current.version}) names no parent, but cannot be the first."
+        )
+    parent = manifest(current.parent)
+    if parent is None:
+        raise MissingFileError(
+            f"{name(current.parent)} does not exist, but version {current.version} of the state builds on it: it "
+            "was removed, or is kept elsewhere. Restore it from a copy."
+        )
+    if parent.version != current.version - 1:
+        raise DamagedFileError(
+            f"{name(parent.id)} holds version {parent.version} where version {current.version - 1} belongs: files "
+            "have been exchanged. Restore them from a copy."
+        )
+    return parent
 
 
 def layout_of(operator: str, entry: OperatorEntry) -> Layout:

@@ -5,9 +5,9 @@
 
 On the lab of the tests: a stream over a million keys in 8 partitions, on two of three machines beside the head. One of
 them is killed, loses its power, or its cable is cut, in turns; it comes back some time later, and the next one follows.
-The stream has recovered with the second batch that is completed behind the loss: that one began behind it. Later the
-stream may stand a second time, while an executor starts in the place of the lost one. A client asks all along; every
-answer is checked, and at the end the whole state.
+The stream has recovered with the first batch that is completed behind the move of the lost partitions to other owners.
+Later the stream may stand a second time, while an executor starts in the place of the lost one. A client asks all
+along; every answer is checked, and at the end the whole state.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def one_loss(lab: Lab, stream: RunningStream, kind: str, settle: int) -> dict[st
     stream.wait(lambda: address not in stream.places()["nodes"], f"Ray takes {address} for dead")
     dead = stream.places()["at"]
     stream.wait_for_batches(settle)
-    found = summary(stream, kind, began, lost, dead)
+    found = summary(stream, kind, address, began, lost, dead)
     if kind == "cut off":
         lab.mend(k)
     else:
@@ -82,12 +82,13 @@ def one_loss(lab: Lab, stream: RunningStream, kind: str, settle: int) -> dict[st
     return found
 
 
-def summary(stream: RunningStream, kind: str, began: float, lost: float, dead: float) -> dict[str, Any]:
-    """Return the figures of one loss."""
+def summary(stream: RunningStream, kind: str, address: str, began: float, lost: float, dead: float) -> dict[str, Any]:
+    """Return the figures of the loss of the machine with that address."""
     before = [b["at"] for b in within(stream.of("batch"), began, lost)]
     usual = float(np.median([b - a for a, b in pairwise(before)]))
-    after = [b["at"] for b in stream.of("batch", lost)]
-    again = after[1]
+    moved = next(e["at"] for e in stream.of("places", lost) if address not in e["owners"])
+    after = [b["at"] for b in stream.of("batch", moved)]
+    again = after[0]
     answers = [a["seconds"] for a in within(stream.of("answer"), lost, again + 1)]
     counts = [(e["at"], len(e["executors"])) for e in stream.of("places", lost)]
     fewer = next((at for at, count in counts if count < EXECUTORS), time.time())
@@ -96,10 +97,11 @@ def summary(stream: RunningStream, kind: str, began: float, lost: float, dead: f
         "kind": kind,
         "load": round(os.getloadavg()[0], 1),
         "usual_seconds": round(usual, 2),
+        "moved_seconds": round(moved - lost, 2),
         "recovered_seconds": round(again - lost - usual, 2),
         "ray_seconds": round(dead - lost, 2),
         "beyond_ray_seconds": round(again - dead - usual, 2),
-        "later_gap_seconds": round(max(b - a for a, b in pairwise(after[1:])) - usual, 2),
+        "later_gap_seconds": round(max(b - a for a, b in pairwise(after)) - usual, 2),
         "new_executor_seconds": None if replaced is None else round(replaced - lost, 2),
         "slowest_answer_seconds": round(max(answers, default=again - lost), 2),
     }

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 import msgspec
 from msgspec import Struct
 
-from backends.exceptions import FileExistsInStorageError
+from backends.exceptions import DamagedFileError, FileExistsInStorageError, MissingFileError
 from backends.formats import manifest_chain as chain
 from backends.formats.manifest import STATE_FORMAT_VERSION, Manifest
 from backends.formats.manifest_chain import Layout
@@ -15,9 +15,9 @@ from backends.formats.sealed import seal, unseal
 from backends.storage.checkpoint_storage import CheckpointStorage
 from coordinator_actor.checkpoints.checkpoint_id import CheckpointIDCounter
 from coordinator_actor.durable.checkpoint_place import CheckpointPlaces
-from coordinator_actor.durable.fencing import FENCE, MANIFESTS, Epochs, place_path
+from coordinator_actor.durable.fencing import FENCE, MANIFESTS, Epochs, place_in, place_path
 from coordinator_actor.durable.manifest_folds import ManifestFolds
-from coordinator_actor.durable.record_files import RecordFiles, numbered_path
+from coordinator_actor.durable.record_files import RecordFiles, numbered_path, numbers_of
 from coordinator_actor.durable.rewritten_files import REWRITTEN, RewrittenFiles, still_named, version_of
 from coordinator_actor.durable.savepoint_records import SavepointRecords
 
@@ -52,7 +52,9 @@ class ManifestLog:
     ``epochs`` are its epochs, ``savepoints`` the records of its savepoints, ``places`` those of the places of its
     checkpoint, ``folds`` copies of manifests. ``manifests`` has those that were read, by id, as they were written.
     ``rewritten`` names the records of files that were written anew, as the newest manifest does; ``chain`` goes by
-    these. ``_sequence`` is that of the last manifest of the claimed epoch that is known to exist.
+    these. ``damages`` has, by path, what is wrong with older manifests that ``refresh`` was to pass over, and with the
+    chain where it ``ends_early`` because of them. ``_sequence`` is that of the last manifest of the claimed epoch that
+    is known to exist.
     """
 
     def __init__(self, storage: CheckpointStorage, coordinator_id: str) -> None:
@@ -64,6 +66,8 @@ class ManifestLog:
         self.places = CheckpointPlaces(self._files)
         self.folds = ManifestFolds(self._files)
         self.rewritten: tuple[str, ...] = ()
+        self.damages: dict[str, str] = {}
+        self.ends_early = False
         self._records: dict[str, RewrittenFiles] = {}
         self._sequence = 0
 
@@ -78,12 +82,33 @@ class ManifestLog:
         self._sequence = 0
         self._read(there)
 
-    def refresh(self, folded: Callable[[], Iterable[Manifest]] | None = None) -> None:
-        """Read the manifests that are not known yet. ``folded`` returns what ``folds.read`` has, if it is under way."""
-        listed = self.storage.list(f"{MANIFESTS}/")
-        self._read((path for path, size in listed if size != len(FENCE)), folded)
+    def refresh(
+        self, folded: Callable[[], Iterable[Manifest]] | None = None, *, passes_over_damage: bool = False
+    ) -> None:
+        """Read the manifests that are not known yet. ``folded`` returns what ``folds.read`` has, if it is under way.
 
-    def _read(self, paths: Iterable[str], folded: Callable[[], Iterable[Manifest]] | None = None) -> None:
+        Raises ``DamagedFileError``. ``passes_over_damage`` is for readers: a damaged manifest that is older than the
+        newest one is noted in ``damages`` instead. Without the newest nobody can tell which of the others count.
+        """
+        listed = self.storage.list(f"{MANIFESTS}/")
+        found: dict[str, DamagedFileError] = {}
+        self._read(
+            (path for path, size in listed if size != len(FENCE)),
+            folded,
+            found.__setitem__ if passes_over_damage else None,
+        )
+        head = self.head()
+        for path, error in found.items():
+            if head is None or not _is_older(path, head):
+                raise error
+        self.damages = {path: str(error) for path, error in sorted(found.items())}
+
+    def _read(
+        self,
+        paths: Iterable[str],
+        folded: Callable[[], Iterable[Manifest]] | None = None,
+        damaged: Callable[[str, DamagedFileError], None] | None = None,
+    ) -> None:
         there = {path for path in paths if path.endswith(".json")}
         if folded is None and len(there) > len(self.manifests) + FEW:
             folded = self.folds.read
@@ -93,7 +118,7 @@ class ManifestLog:
         missing = sorted(there - {manifest_path(manifest) for manifest in self.manifests.values()})
         # Maintenance may remove a manifest between listing and reading. Such a manifest is not needed; if it were,
         # walking the chain would say so.
-        for manifest in self._files.read_all(missing, Manifest):
+        for manifest in self._files.read_all(missing, Manifest, damaged):
             self.manifests[manifest.id] = manifest
 
     def last_id(self) -> int:
@@ -104,12 +129,15 @@ class ManifestLog:
         """Return the newest manifest of the highest epoch. Later manifests of lower epochs are ignored."""
         return max(self.manifests.values(), key=lambda m: (m.epoch, m.id), default=None)
 
-    def chain(self) -> dict[int, Manifest]:
+    def chain(self, *, may_end_early: bool = False) -> dict[int, Manifest]:
         """Return the manifest of each version, along the parents of the head, as far as they are kept.
 
         They name the files that count: in the place of those that a record of ``rewritten`` gives up, the others.
+        Raises ``MissingFileError`` and ``DamagedFileError`` where a parent is not there or not the right one. With
+        ``may_end_early`` the chain ends above such a parent, which ``damages`` then has.
         """
         head = self.head()
+        self.ends_early = False
         self.rewritten = () if head is None else head.rewritten
         self._records = {path: self._records.get(path) or self.record(path) for path in self.rewritten}
 
@@ -120,7 +148,14 @@ class ManifestLog:
                     found = record.of(found)
             return found
 
-        return chain.walk(None if head is None else manifest(head.id), manifest, self._name)
+        return chain.walk(
+            None if head is None else manifest(head.id), manifest, self._name, self._gap if may_end_early else None
+        )
+
+    def _gap(self, error: MissingFileError | DamagedFileError) -> None:
+        self.ends_early = True
+        if not self.damages:  # else these say why
+            self.damages = {f"{MANIFESTS}/": str(error)}
 
     def record(self, path: str) -> RewrittenFiles:
         """Read a record of files that were written anew. Raises ``MissingFileError`` or ``DamagedFileError``."""
@@ -198,3 +233,11 @@ class ManifestLog:
     def schema(self, schema_id: str) -> str:
         """Return the JSON of a stored schema."""
         return self.storage.get(schema_path(schema_id)).decode()
+
+
+def _is_older(path: str, head: Manifest) -> bool:
+    """Return whether a manifest was written before another one, by its path: nobody can read it."""
+    place = place_in(path)
+    if place is not None:
+        return place < (head.epoch, head.sequence)
+    return bool(head.sequence) or numbers_of([path]) < [head.id]

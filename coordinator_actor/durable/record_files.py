@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 from msgspec import Struct
 
-from backends.exceptions import FileExistsInStorageError, MissingFileError
+from backends.exceptions import DamagedFileError, FileExistsInStorageError, MissingFileError
 from backends.formats.sealed import seal, unseal
 from backends.storage.checkpoint_storage import CheckpointStorage
 from backends.tracing.spans import Pool
@@ -60,11 +60,26 @@ class RecordFiles:
         except MissingFileError:
             return None
 
-    def read_all(self, paths: list[str], kind: type[T]) -> list[T]:
-        """Read several records, without those that do not exist. Raises ``DamagedFileError``."""
+    def read_all(
+        self, paths: list[str], kind: type[T], damaged: Callable[[str, DamagedFileError], None] | None = None
+    ) -> list[T]:
+        """Read several records, without those that do not exist.
+
+        Raises ``DamagedFileError``, unless ``damaged`` is to hear of the path and the error instead.
+        """
+
+        def read(path: str) -> T | None:
+            try:
+                return self.read_or_none(path, kind)
+            except DamagedFileError as error:
+                if damaged is None:
+                    raise
+                damaged(path, error)
+                return None
+
         if len(paths) < 2:
-            found = [self.read_or_none(path, kind) for path in paths]
+            found = [read(path) for path in paths]
         else:
             with Pool(READERS) as pool:
-                found = list(pool.map(lambda path: self.read_or_none(path, kind), paths))
+                found = list(pool.map(read, paths))
         return [record for record in found if record is not None]

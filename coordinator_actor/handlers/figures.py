@@ -51,14 +51,18 @@ class Figures:
             ],
         }
 
-    def checkpoint_stats(self, query: str) -> dict[str, Any]:
+    def checkpoint_stats(self, query: str, history_since: str = "") -> dict[str, Any]:
         """See ``CoordinatorPort``."""
         run = self._runs.running(query, or_ended=True)
         savepoints = self._runs.savepoints_of(run.run_id)
+        changed = run.history.changed_since(history_since)
         return {
             "checkpoints": run.stats.snapshot(),
             "savepoints": {} if savepoints is None else savepoints.coordinator.stats.snapshot(),
-            "history": [as_plain(record) for record in run.history.records()],
+            "history": [as_plain(record) for record in changed.records],
+            "history_first": changed.first,
+            "history_mark": changed.mark,
+            "history_is_all": changed.is_all,
         }
 
 

@@ -4,9 +4,10 @@ A coordinator that was just started knows no owner of the runs that were there b
 hosts report that they hold, and leaves the other partitions without an owner: the host that reports first must not get
 the partitions that other hosts hold. Only a partition that a task waits for is given to a host that is there.
 
-A partition whose owner is lost has another one at once. One whose owner lives moves warm: the new owner loads a copy
-while the old one goes on (``HostOrders.warm_up``), and takes over between two batches, once its copy is nearly there
-and the old owner answers nothing any more without a look at Spark's log (``HostOrders.giving``).
+A new owner loads its partitions before tasks ask for them (``HostOrders.warm_up``): an executor with few cores has its
+tasks ask one after the other. A partition whose owner is lost has another one at once. One whose owner lives moves
+warm: the new owner loads a copy while the old one goes on, and takes over between two batches, once its copy is nearly
+there and the old owner answers nothing any more without a look at Spark's log (``HostOrders.giving``).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from coordinator_actor.checkpoints.tasks import TaskKey
 from coordinator_actor.exceptions import UnknownHostError
 from coordinator_actor.handlers.registries import Registries
 from coordinator_actor.messages import WarmUp
-from coordinator_actor.query.current_assignment import Assignment
+from coordinator_actor.query.current_assignment import Assignment, NewOwners
 from coordinator_actor.query.partition_owners import assign
 from coordinator_actor.query.query_state import QueryState
 
@@ -116,6 +117,9 @@ def _assigned(
     givers = [*before.items(), *reported]
     given = {host_id: completed for task, host_id in givers if by_task.get(task) not in (None, host_id)}
     held.given = {**{host_id: at for host_id, at in held.given.items() if at >= completed}, **given}
+    earlier = held.new_owners.by_task if held.new_owners.version == completed else {}
+    new = {task: host_id for task, host_id in by_task.items() if host_id is not None and before.get(task) != host_id}
+    held.new_owners = NewOwners(completed, {**earlier, **new})
     held.change(assignment, None if reporting else planned)
     return assignment
 
@@ -173,11 +177,13 @@ def plan_moves(registries: Registries, run: QueryState) -> None:
 
 
 def warm_up(run: QueryState, host_id: str) -> WarmUp | None:
-    """Return what a host is to load of a run since it is to become its own. Needs no lock of the run."""
+    """Return what a host is to load of a run before tasks ask for it. Needs no lock of the run."""
+    completed, new = run.versions.completed, run.assignment.new_owners
     wanted = [task for task, receiver in run.assignment.planned.items() if receiver == host_id]
+    if completed and new.version == completed:
+        wanted += [task for task, owner in new.by_task.items() if owner == host_id]
     if not wanted:
         return None
-    completed = run.versions.completed
     heads: dict[str, dict[int, str | None]] = {}
     for operator, partition in wanted:
         heads.setdefault(operator, {})[partition] = run.versions.head(completed, operator, partition)

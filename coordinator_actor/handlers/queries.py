@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from backends.exceptions import StorageError, UnsupportedLocationError
@@ -15,8 +16,9 @@ from backends.tracing import spans, trace_ids
 from coordinator_actor.coordinator_conf import CoordinatorConf
 from coordinator_actor.durable.manifests import ManifestLog, QueryFile
 from coordinator_actor.durable.spark_commits import SparkCommits
-from coordinator_actor.exceptions import CoordinatorError, FencedError, InvalidRequestError
+from coordinator_actor.exceptions import CoordinatorError, FencedError, InvalidRequestError, UnknownHostError
 from coordinator_actor.handlers.completion import advance, catch_up
+from coordinator_actor.handlers.owners import assigned
 from coordinator_actor.handlers.registries import Registries
 from coordinator_actor.handlers.run_registry import LEASE_OVER, STOPPED
 from coordinator_actor.messages import QueryRegistration, RegisteredQuery
@@ -109,6 +111,10 @@ class Queries:
             run, self._open_storage, self._in_background, self._registries.clock, self._conf.savepoint_timeout
         )
         self._runs.add(run, savepoints, was_over=was_over)
+        if run.versions.completed and not was_known:
+            # Hosts load what there is while Spark plans the first batch.
+            with suppress(UnknownHostError):
+                assigned(self._registries, run)
         log.info(
             "Registered query %s (run %s) at version %d, epoch %d",
             registration.query_id,

@@ -7,6 +7,7 @@ query's own, many versions at once.
 from __future__ import annotations
 
 import threading
+import uuid
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -38,6 +39,20 @@ class _Counted:
     figures: dict[TaskKey, CommitFigures | None] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Changed:
+    """The records that have come or changed since a mark, by ascending id.
+
+    ``first`` is the id of the oldest record that is kept, changed or not, None if there is none; ``mark`` is the one to
+    ask with next. ``is_all``: these are all records, since nothing is known of the mark that was asked with.
+    """
+
+    records: tuple[CheckpointRecord, ...]
+    first: int | None
+    mark: str
+    is_all: bool
+
+
 class CheckpointHistory:
     """The last checkpoints of a query, those of earlier runs and coordinators too. Moments are seconds since 1970.
 
@@ -52,6 +67,9 @@ class CheckpointHistory:
         self._counted: dict[int, _Counted] = {}
         self._used_before = used()
         self._records: dict[int, CheckpointRecord] = {}
+        self._changed: dict[int, int] = {}  # the number of the last change of each record
+        self._num_changes = 0
+        self._name = uuid.uuid4().hex  # marks of another coordinator's history are none of this one
         self._unwritten = False
         self._is_loaded = False
         self._written = now
@@ -88,7 +106,7 @@ class CheckpointHistory:
         record = _record(manifest, counted, used_since(used, self._used_before), now)
         self._used_before = used
         with self._lock:
-            self._records[record.id] = record
+            self._put(record)
             self._forget_oldest()
             self._unwritten = True
 
@@ -97,7 +115,7 @@ class CheckpointHistory:
         with self._lock:
             record = self._records.get(manifest.id)
             if record is not None:
-                self._records[record.id] = structs.replace(record, full_bytes=full_bytes)
+                self._put(structs.replace(record, full_bytes=full_bytes))
 
     # -- reading -------------------------------------------------------------------------------
 
@@ -105,6 +123,15 @@ class CheckpointHistory:
         """Return the last checkpoints by ascending id. Waits for no storage."""
         with self._lock:
             return tuple(self._records.values())
+
+    def changed_since(self, mark: str) -> Changed:
+        """Return what has come or changed since the answer with that mark; all for an empty or unknown one."""
+        name, _, number = mark.partition(":")
+        is_known = name == self._name and number.isdecimal()
+        since = int(number) if is_known else -1
+        with self._lock:
+            records = tuple(record for i, record in self._records.items() if self._changed[i] > since)
+            return Changed(records, min(self._records, default=None), f"{self._name}:{self._num_changes}", not is_known)
 
     # -- storage -------------------------------------------------------------------------------
 
@@ -147,12 +174,20 @@ class CheckpointHistory:
     def _load(self) -> None:
         found = {record.id: record for record in self._files.load()}
         with self._lock:
-            self._records = {**found, **self._records}
+            for record in found.values():
+                if record.id not in self._records:
+                    self._put(record)
             self._forget_oldest()
             self._is_loaded = True
 
+    def _put(self, record: CheckpointRecord) -> None:
+        self._num_changes += 1
+        self._records[record.id] = record
+        self._changed[record.id] = self._num_changes
+
     def _forget_oldest(self) -> None:
         self._records = {i: self._records[i] for i in sorted(self._records)[-MOST_RECORDS:]}
+        self._changed = {i: self._changed[i] for i in self._records}
 
     def tidy_up(self, delete_all: Callable[[Sequence[str]], None]) -> None:
         """Remove the files that newer ones replace, by ``delete_all``."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from coordinator_actor.checkpoints.tasks import TaskKey
 from coordinator_actor.exceptions import UnknownRunError
@@ -67,6 +67,14 @@ class Assignment:
         return None if place == NOBODY else self.hosts[place]
 
 
+@dataclass(frozen=True)
+class NewOwners:
+    """The hosts that own partitions since the completed ``version`` is the newest, and did not before, by partition."""
+
+    version: int = 0
+    by_task: Mapping[TaskKey, str] = field(default_factory=dict)
+
+
 class RunAssignment:
     """The assignment of one run, and what is known before the first one is made.
 
@@ -77,7 +85,7 @@ class RunAssignment:
 
     ``planned`` has the new owner of each partition that is to move from one living host to another: the difference to
     the target assignment. ``given`` has the completed version at which a host has given partitions away last. Until a
-    later version is completed, that host does not know.
+    later version is completed, that host does not know. ``new_owners`` load what they own before tasks ask for it.
 
     ``lock`` guards all changes here. Nobody waits for storage while it is held, so clients learn of owners while a
     query's storage hangs. It is taken behind the lock of the run, and before that of the registries.
@@ -92,6 +100,7 @@ class RunAssignment:
         self.reports = 0
         self.planned: Mapping[TaskKey, str] = {}
         self.given: dict[str, int] = {}
+        self.new_owners = NewOwners()
 
     @property
     def is_made(self) -> bool:

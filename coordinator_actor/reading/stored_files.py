@@ -34,6 +34,8 @@ _RECORDS = {
     HISTORY: ("history", "it is for people; a newer one replaces it"),
     "standalone": ("standalone store", "a provider that is used alone, with manifests of its own"),
 }
+UNKNOWN = "not known: a damaged manifest may name it"
+"""What keeps a file that no manifest names, where one of them cannot be read."""
 _SINGLE = {QUERY_FILE: "it says whose state this is", CREATE_PROBE: "it shows that the store overwrites nothing"}
 _KINDS = {"changelog": "changelog", "snapshot": "snapshot", "sst": "snapshot file", "part": "snapshot file"}
 
@@ -166,6 +168,8 @@ def _of_version(storage: CheckpointStorage, versions: StateVersions, version: in
 def _described(path: str, size: int, kept: Iterable[str], versions: StateVersions) -> StoredFile:
     top = path.partition("/")[0]
     kept_by = tuple(dict.fromkeys(kept))
+    if not kept_by and versions.damages and top in (GROUPS_DIRECTORY, "operators", "schemas", MANIFESTS):
+        kept_by = ("it is damaged: 'statestore verify' says how" if path in versions.damages else UNKNOWN,)
     if top == GROUPS_DIRECTORY:
         why = "" if kept_by else _why_not(version_in(path), versions)
         kind = "snapshots" if path.endswith(".snapshots") else "changelogs"

@@ -6,7 +6,7 @@ A reader looks at the manifests, also while the query runs. It writes and locks 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from msgspec import Struct, structs
 
@@ -99,6 +99,8 @@ class StateVersions:
     """The versions of a query's state, as its storage showed them at one moment.
 
     ``chain`` has a manifest per version. ``completed`` is the version behind the last batch that Spark has committed.
+    ``damages`` says by path what is wrong with manifests that were passed over: the chain may end above them, and
+    versions below ``whole_from`` cannot be loaded.
     """
 
     place: StatePlace
@@ -106,10 +108,22 @@ class StateVersions:
     chain: Mapping[int, Manifest]
     completed: int
     key_groups: int
+    damages: Mapping[str, str] = field(default_factory=dict)
+    whole_from: int = 0
 
     @classmethod
-    def look(cls, place: StatePlace, *, open_storage: OpenStorage = CheckpointStorage.open) -> StateVersions:
-        """Read the manifests. Raises ``MissingFileError``, ``DamagedFileError``."""
+    def look(
+        cls,
+        place: StatePlace,
+        *,
+        passes_over_damage: bool = False,
+        open_storage: OpenStorage = CheckpointStorage.open,
+    ) -> StateVersions:
+        """Read the manifests. Raises ``MissingFileError``, ``DamagedFileError``.
+
+        ``passes_over_damage`` is for those who tell people what is whole and what is not (``damages``): only damage of
+        the newest manifest, without which nobody knows which others count, is an error then.
+        """
         storage = open_storage(place.state_location, place.options)
         log = ManifestLog(storage, "reader")
         commits = SparkCommits(open_storage(place.checkpoint_location, place.options))
@@ -121,14 +135,17 @@ class StateVersions:
             attempt += 1
             # The commits before the manifests: a committed batch has a manifest.
             completed = commits.next_batch()
-            log.refresh()
+            log.refresh(passes_over_damage=passes_over_damage)
             try:
-                found = cls(place, log, log.chain(), completed, file.key_groups)
+                may_end = passes_over_damage and (bool(log.damages) or attempt == LOOKS)
+                found = cls(place, log, log.chain(may_end_early=may_end), completed, file.key_groups, log.damages)
             except MissingFileError:
                 # A manifest was removed after it was listed. The newer manifest that has caused this exists by now.
                 if attempt == LOOKS:
                     raise
                 continue
+            if log.ends_early:
+                found = replace(found, whole_from=found._first_whole())
             # If not even the last completed version is kept, then later versions were completed meanwhile.
             if found.readable or completed == 0 or attempt == LOOKS:
                 return found
@@ -141,7 +158,20 @@ class StateVersions:
         newest = max(self.chain)
         lowest = min(self.chain)
         oldest = self.chain[newest].oldest or (0 if lowest <= 1 else lowest)
-        return range(oldest, min(newest, self.completed) + 1)
+        return range(max(oldest, self.whole_from), min(newest, self.completed) + 1)
+
+    def _first_whole(self) -> int:
+        """Return the first version that can be loaded by what the chain names, all partitions of the newest counted.
+
+        It is above the newest one where none can be loaded.
+        """
+        newest = max(self.chain, default=0)
+        starts = [
+            _first_loadable(chains.lineage(self.chain, newest, chains.layout_of(name, entry), p, self.key_groups))
+            for name, entry in (self.chain[newest].operators if self.chain else {}).items()
+            for p in range(entry.num_partitions)
+        ]
+        return max((newest + 1 if start is None else start for start in starts), default=0)
 
     @property
     def oldest(self) -> int:
@@ -162,6 +192,11 @@ class StateVersions:
         """
         there = self.readable
         if version is None:
+            if self.damages and self.completed not in there:
+                raise VersionNotFoundError(
+                    f"Version {self.completed} of the state at {self.place.state_location}, the last completed one, "
+                    f"cannot be read: {self._there()}."
+                )
             if not there or (self.completed not in there):
                 raise VersionNotFoundError(
                     f"Spark's commits at {self.place.checkpoint_location} say that version {self.completed} is the "
@@ -181,7 +216,12 @@ class StateVersions:
         return version
 
     def _there(self) -> str:
+        return " ".join((self._kept(), *self.damages.values())).rstrip(".")
+
+    def _kept(self) -> str:
         there = self.readable
+        if not there and self.damages:
+            return "what older manifests say of it is missing."
         if not there and self.chain and self.completed:
             return f"the versions from {self.chain[max(self.chain)].oldest} to {max(self.chain)} are kept"
         if not there:
@@ -241,3 +281,15 @@ class StateVersions:
         for p in range(layout.num_partitions):
             lineage = chains.lineage(self.chain, version, layout, p, self.key_groups)
             yield Piece(p, layout.directory(p), layout.backend, lineage)
+
+
+def _first_loadable(lineage: Lineage) -> int | None:
+    """Return the first version from which changelogs lead to a lineage's version; None if there is none."""
+    heads = {ref.version: ref.file.path for ref in lineage.changelogs}
+    starts = [ref.version for ref in lineage.snapshots if heads.get(ref.version) == ref.head]
+    if lineage.rescaled is not None:
+        if all(_first_loadable(source.lineage) is not None for source in lineage.rescaled.sources):
+            starts.append(lineage.rescaled.version)
+    elif lineage.is_empty or (1 in heads and 0 not in heads):
+        starts.append(0)
+    return min(starts, default=None)

@@ -30,13 +30,13 @@ VERIFY_THREADS = 8
 class Damage:
     """A file that is not as it was written. ``path`` is below the state location; ``version`` is the file's own.
 
-    Of what lies in one object with others, ``path`` is the object's.
+    Of what lies in one object with others, ``path`` is the object's. A manifest is of no single partition.
     """
 
     path: str
-    operator: str
-    partition: int
-    version: int
+    operator: str | None
+    partition: int | None
+    version: int | None
     what: str
 
 
@@ -105,6 +105,8 @@ def verify_version(
 ) -> Verification:
     """Read all files from which a version (None: the last completed one) can be loaded, each once.
 
+    Manifests that ``versions`` was to pass over are named among the damages.
+
     ``reads_rows`` also loads every partition, as a host would, and reads all its pairs. ``progress`` hears how many
     files of how many are read; descriptors of snapshots name more while they are read. Memory grows with the number of
     files. Raises ``VersionNotFoundError``, ``StorageError`` if storage cannot be asked.
@@ -159,9 +161,13 @@ def verify_version(
             except StateStoreError as error:
                 lost.append(f"{operator}/{p}")
                 damages[f"{operator}/{p}"] = Damage(piece.directory, operator, p, at, str(error))
-    return Verification(
-        at, len(files) + len(parts), nbytes, tuple(damages[i] for i in sorted(damages)), tuple(lost), rows
-    )
+    found = (*damages_of_manifests(versions), *(damages[i] for i in sorted(damages)))
+    return Verification(at, len(files) + len(parts), nbytes, found, tuple(lost), rows)
+
+
+def damages_of_manifests(versions: StateVersions) -> tuple[Damage, ...]:
+    """Return what is wrong with the manifests that were passed over."""
+    return tuple(Damage(path, None, None, None, what) for path, what in versions.damages.items())
 
 
 def _files(versions: StateVersions, operator: str, partition: int, lineage: Lineage) -> Iterator[_File]:

@@ -10,14 +10,14 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, get_type_hints
 
 import typer
 
 from coordinator_actor.coordinator_conf import COORDINATOR_NAME, NAMESPACE
 from spark_bridge.cli.joined_ray import joined_ray
-from spark_bridge.cli.output import complain, errors_explained
+from spark_bridge.cli.output import DAMAGED, complain, errors_explained
 from spark_bridge.cli.storage_options import Option, options_of
 from spark_bridge.cli.tls_options import TlsCa, TlsCertificate, TlsKey, TlsServerName, tls_of
 from spark_bridge.overview.from_storage import overview_of_checkpoint
@@ -47,7 +47,10 @@ CoordinatorName = Annotated[str, typer.Option("--coordinator", help="The name of
 
 @dataclass(frozen=True)
 class Source:
-    """A checkpoint if one is named, else a cluster. ``tls`` is how its hosts are asked."""
+    """A checkpoint if one is named, else a cluster. ``tls`` is how its hosts are asked.
+
+    ``damages`` says what was found damaged in storage and was passed over.
+    """
 
     checkpoint: str | None = None
     state_location: str | None = None
@@ -56,6 +59,7 @@ class Source:
     namespace: str = NAMESPACE
     coordinator: str = COORDINATOR_NAME
     tls: TlsConf | None = None
+    damages: list[str] = field(default_factory=list)
 
     @property
     def options(self) -> dict[str, str]:
@@ -77,7 +81,9 @@ class Source:
         Raises what ``overview_of_checkpoint`` and ``cluster_overview`` raise.
         """
         if self.checkpoint is not None:
-            return overview_of_checkpoint(self.checkpoint, self.state_location, self.options)
+            found = overview_of_checkpoint(self.checkpoint, self.state_location, self.options)
+            self.damages[:] = [what for query in found.queries for what in query.damages]
+            return found
         from spark_bridge.overview.on_ray import cluster_overview
 
         return cluster_overview(self.namespace, self.coordinator)
@@ -101,7 +107,7 @@ class Source:
             from spark_bridge.state_data.savepoint_client import client_of_path
 
             where = (self.checkpoint, self.state_location, self.options)
-            return held.enter_context(client_of_path(*where, progress=complain))
+            return held.enter_context(client_of_path(*where, progress=complain, damaged=self.damages.append))
         if from_environment(None, None)[0] is not None:
             return QueryableStateClient.connect(tls=self.tls)
         held.enter_context(joined_ray(self.address, self.namespace))
@@ -154,7 +160,13 @@ def _with(make: Callable[..., Source], command: Callable[..., None]) -> Callable
         named = {name: given.pop(name) for name in shared}
         with errors_explained():
             source = make(**named)
-        command(source=source, **given)
+        try:
+            command(source=source, **given)
+        finally:
+            for what in source.damages:
+                complain(what)
+        if source.damages:
+            raise typer.Exit(DAMAGED)
 
     hints = {**get_type_hints(make, include_extras=True), **get_type_hints(command, include_extras=True)}
     del hints["source"], hints["return"]

@@ -1,8 +1,9 @@
-"""Partitions that move between living hosts: copies that are to become this host's own, and own ones that are to go.
+"""Partitions that change hands: copies of those that are this host's own now, or are to become so, and own ones to go.
 
 The coordinator names both with each heartbeat (``HostOrders.warm_up`` and ``giving``). A partition that is to become
 this host's own is loaded as a copy, and again behind each version, while the owner goes on (Kafka Streams: warm-up
-replicas). The first task that opens the partition here goes on from that copy. While own partitions may go, this host
+replicas). Partitions of a lost host, and those that a query begins with, are loaded in the same way before tasks ask
+for them. The first task that opens the partition here goes on from the copy. While own partitions may go, this host
 takes no version for the newest without a look at Spark's log: another host may have made the next version.
 """
 
@@ -10,16 +11,18 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 
 from coordinator_actor.messages import HandOver, HostInfo, HostOrders, OpenGrant, WarmUp
 from spark_bridge.host.completed_versions import CompletedVersions
 from spark_bridge.host.partition_loading import PartitionLoading
-from spark_bridge.host.run_orders import RunOrders
+from spark_bridge.host.run_orders import Order, RunOrders
 
 WANTED_SECONDS = 10.0
 """The load of a copy ends if the coordinator has not asked for it for so long."""
+LANES = 4
+"""So many copies of a run are loaded side by side."""
 
 
 class HandOvers:
@@ -82,8 +85,7 @@ class HandOvers:
                 if run_id not in orders.unload_runs and not self._knows(run_id, version)
             }
             self._wanted, self._wanted_at = {order.registration.run_id: order for order in orders.warm_up}, now
-        loads = {order.registration.run_id: [partial(self._warm_up, order)] for order in orders.warm_up}
-        self._orders.carry_out(loads)
+        self._orders.carry_out(dict(loads for order in orders.warm_up for loads in self._loads(order)))
 
     def gives(self, run_id: str) -> bool:
         """Return whether partitions of a run may be another host's by now, without this one knowing."""
@@ -97,12 +99,22 @@ class HandOvers:
         newest = self._completed.newest(run_id)
         return newest is not None and newest.version >= version
 
-    def _warm_up(self, order: WarmUp) -> None:
+    def _loads(self, order: WarmUp) -> Iterator[tuple[str, list[Order]]]:
+        """Give the loads of an order in lanes, which go on side by side."""
         run_id = order.registration.run_id
-        for operator, heads in order.heads.items():
-            for number, head in heads.items():
-                grant = OpenGrant(self._info, order.version, head, order.registration, order.epoch)
-                self._loading.warm_up(grant, operator, number, partial(self._is_unwanted, run_id, operator, number))
+        loads: list[Order] = [
+            partial(
+                self._loading.warm_up,
+                OpenGrant(self._info, order.version, head, order.registration, order.epoch),
+                operator,
+                number,
+                partial(self._is_unwanted, run_id, operator, number),
+            )
+            for operator, heads in order.heads.items()
+            for number, head in heads.items()
+        ]
+        for lane in range(min(LANES, len(loads))):
+            yield f"{run_id}/{lane}", loads[lane::LANES]
 
     def _is_unwanted(self, run_id: str, operator: str, partition: int) -> bool:
         with self._lock:

@@ -35,7 +35,7 @@ class RunOrders:
         self._threads: dict[str, threading.Thread] = {}
 
     def carry_out(self, orders: Mapping[str, Sequence[Order]]) -> None:
-        """Carry out orders, by run id. Return when all are done, or after ``wait_seconds``."""
+        """Carry out orders, by run id, or by parts of one. Return when all are done, or after ``wait_seconds``."""
         begun = []
         with self._lock:
             self._threads = {r: t for r, t in self._threads.items() if t.is_alive()}

@@ -30,6 +30,7 @@ from coordinator_actor.on_ray.ray_port import RayCoordinatorPort
 from coordinator_actor.on_ray.restarts import restarts_of_this_actor
 from coordinator_actor.priority import take_ordinary_priority
 from spark_bridge.host.host import Host
+from spark_bridge.host.partition_columns import in_columns
 from spark_bridge.host_actor.flight_server import HostFlightServer
 from spark_bridge.host_actor.host_metrics import HOST_METRICS_SECONDS, HostMetrics, every
 from spark_bridge.host_actor.session_options import SessionOptions, require_same_driver
@@ -201,6 +202,10 @@ class StateStoreHost:
             "query_address": self._host.info.query_address,
             "requests": self._queries.statistics.snapshot(),
         }
+
+    def describe_in_columns(self) -> dict[str, object]:
+        """Return the same for an overview, with the partitions in columns."""
+        return in_columns(self.describe())
 
     def stop(self) -> None:
         """Unload everything and remove the local files; the actor answers nothing useful afterwards."""

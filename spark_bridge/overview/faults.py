@@ -91,6 +91,8 @@ def _of_query(overview: Overview, query: Query) -> Iterator[Fault]:
             f"Spark has committed version {query.completed_version}, and no manifest in storage has it.",
             "Start the query: it recovers what its hosts have stored, or says what is missing.",
         )
+    if query.damages:
+        yield _damaged(query, subject)
     if query.status not in AT_WORK:
         return
     recent = query.checkpoints[-RECENT_CHECKPOINTS:]
@@ -117,6 +119,24 @@ def _of_query(overview: Overview, query: Query) -> Iterator[Fault]:
             "Nothing is lost, and batches go on once what has failed succeeds: look at the storage of the checkpoint "
             "location, and at the coordinator's log ('statestore logs').",
         )
+
+
+def _damaged(query: Query, subject: str) -> Fault:
+    more = f" And {len(query.damages) - 1} more." if len(query.damages) > 1 else ""
+    whole = (
+        "No version of the state can be read"
+        if query.oldest_version is None or query.oldest_version > query.completed_version
+        else f"Versions {query.oldest_version} to {query.completed_version} of the state can be read"
+    )
+    return Fault(
+        ERROR,
+        "damaged-manifest",
+        subject,
+        f"{query.damages[0]}{more} {whole}, and the query does not start with it.",
+        "Put the file back from a copy of the checkpoint; 'statestore verify' reads all files and names all damage. "
+        "Without a copy, rewrite_state makes a new checkpoint of the last version that can be read, and "
+        "restore_savepoint one of a savepoint.",
+    )
 
 
 def _slow_storage(recent: Sequence[Checkpoint], subject: str) -> Iterator[Fault]:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from itertools import repeat
 from statistics import median
 from typing import Any
 
+from msgspec import structs
+
 from backends.encoding.operator_schema import OperatorSchema
+from coordinator_actor.durable.checkpoint_records import StepTime
+from spark_bridge.host.partition_columns import INSTANCE_COLUMNS
 from spark_bridge.overview.faults import faults_of
 from spark_bridge.overview.model import (
     CLUSTER,
@@ -21,38 +27,60 @@ from spark_bridge.overview.model import (
     Partition,
     Query,
     SchemaUse,
-    StepDuration,
+    Variable,
 )
 from spark_bridge.overview.processes import CoordinatorInfo, HostOverview, LocationTrouble, LostDriver
 from spark_bridge.overview.state_variables import variables_in_use
 
 Description = Mapping[str, Any]
-_RECORDED = tuple(Checkpoint.__dataclass_fields__)
+_RECORDED = Checkpoint.__struct_fields__
+MOST_SCHEMAS = 1_000
+"""Of so many schemas the variables are kept from one look to the next."""
 _COUNTERS = ("opens", "commits", "keys_written", "keys_read", "loads", "snapshots")
 
 
+@dataclass
+class _OfRun:
+    """What is known of one run. ``mark`` stands for what the coordinator has told; versions of ``kept`` can be read."""
+
+    mark: str = ""
+    kept: range = range(0)
+    by_id: dict[int, Checkpoint] = field(default_factory=dict)
+    checkpoints: tuple[Checkpoint, ...] = ()
+
+
 class KnownCheckpoints:
-    """The checkpoints of the last overview: one is made again only where what is told of it has changed.
+    """The checkpoints of the last overview: the coordinator is asked only for those that have come or changed since.
 
     Each query has hundreds. Whoever looks again and again gives the same object to each look, one after the other.
     """
 
     def __init__(self) -> None:
-        self._of_runs: dict[str, dict[tuple[int, int], tuple[Description, Checkpoint]]] = {}
+        self._of_runs: dict[str, _OfRun] = {}
 
-    def of(self, query: Description, history: Sequence[Description]) -> tuple[Checkpoint, ...]:
-        """Return the checkpoints of a run."""
-        before = self._of_runs.get(query["run_id"], {})
-        now: dict[tuple[int, int], tuple[Description, Checkpoint]] = {}
-        for record in history:
-            is_kept = query["oldest_version"] <= record["version"] <= query["completed_version"]
-            place = record["version"], record["id"]
-            known = before.get(place)
-            if known is None or known[0] != record or known[1].is_kept != is_kept:
-                known = record, _checkpoint(record, is_kept)
-            now[place] = known
-        self._of_runs[query["run_id"]] = now
-        return tuple(checkpoint for _, checkpoint in now.values())
+    def mark(self, run_id: str) -> str:
+        """Return the ``history_since`` to ask ``checkpoint_stats`` with."""
+        known = self._of_runs.get(run_id)
+        return "" if known is None else known.mark
+
+    def of(self, query: Description, stats: Description) -> tuple[Checkpoint, ...]:
+        """Return the checkpoints of a run, behind an answer to ``checkpoint_stats``. {} stands for none in time."""
+        known = self._of_runs.setdefault(query["run_id"], _OfRun())
+        told, first = stats.get("history", ()), stats.get("history_first")
+        is_all = stats.get("history_is_all", False)
+        known.mark = stats.get("history_mark", known.mark)
+        kept = range(query["oldest_version"], query["completed_version"] + 1)
+        if told or is_all or kept != known.kept:
+            by_id = {} if is_all else known.by_id
+            by_id = {**by_id, **{record["id"]: _checkpoint(record, False) for record in told}}
+            known.by_id = {
+                i: by_id[i] if by_id[i].is_kept == (by_id[i].version in kept) else _kept_or_not(by_id[i])
+                for i in sorted(by_id)
+                if first is None or i >= first
+            }
+            known.kept = kept
+            known.checkpoints = tuple(known.by_id.values())
+        return known.checkpoints
 
     def forget_all_but(self, runs: Container[str]) -> None:
         """Forget the runs that are not there any more."""
@@ -70,17 +98,18 @@ def overview_of_cluster(
 ) -> Overview:
     """Return the overview.
 
-    ``coordinator`` and ``hosts`` are the answers to ``describe``, without the hosts that have not answered; no
-    coordinator means that no stream with state has run. ``stats`` are the answers to ``checkpoint_stats`` by run id.
-    ``silent`` is what Ray knows of the actors of hosts that have not answered, ``known`` what the last look has made.
+    ``coordinator`` is the answer to ``describe``; None means that no stream with state has run. ``hosts`` are those to
+    ``describe_in_columns``, without the hosts that have not answered. ``stats`` are the answers to ``checkpoint_stats``
+    by run id, each asked with the mark that ``known`` has of the run. ``known`` is what the last look has made,
+    ``silent`` what Ray knows of the actors of hosts that have not answered.
     """
     known = known or KnownCheckpoints()
     if coordinator is None:
         return Overview(CLUSTER, now_ms)
     held: dict[tuple[str, str], list[Partition]] = {}
     for host in hosts:
-        for instance in host["instances"]:
-            held.setdefault((instance["run_id"], instance["operator"]), []).append(_partition(host, instance))
+        for run_id, partition in _partitions(host):
+            held.setdefault((run_id, partition.operator), []).append(partition)
     made = Overview(
         CLUSTER,
         now_ms,
@@ -135,7 +164,7 @@ def _query(
         operators=tuple(
             _operator(name, n, held.get((run_id, name), ()), query) for name, n in query["operators"].items()
         ),
-        checkpoints=known.of(query, stats.get("history", ())),
+        checkpoints=known.of(query, stats),
         pending_partitions=query["pending_partitions"] if status == RUNNING else 0,
         batch_ms=None if begun is None else max(0, now_ms - begun),
         replaced_by=query["retired_by"],
@@ -151,9 +180,13 @@ def _query(
     )
 
 
+def _kept_or_not(checkpoint: Checkpoint) -> Checkpoint:
+    return structs.replace(checkpoint, is_kept=not checkpoint.is_kept)
+
+
 def _checkpoint(record: Description, is_kept: bool) -> Checkpoint:
     plain = {name: record[name] for name in _RECORDED if name in record}
-    plain["steps"] = {name: StepDuration(**step) for name, step in record["steps"].items()}
+    plain["steps"] = {name: StepTime(**step) for name, step in record["steps"].items()}
     return Checkpoint(**plain, is_kept=is_kept)
 
 
@@ -166,7 +199,7 @@ def _operator(name: str, num_partitions: int, held: Sequence[Partition], query: 
     keys = [p.keys for p in partitions if p.keys is not None]
     middle = median(keys) if keys else 0
     schema = query.get("schemas", {}).get(name)
-    variables = () if schema is None else variables_in_use(OperatorSchema.from_json(schema))
+    variables = () if schema is None else _variables(schema)
     used = [SchemaUse(i, first, last) for i, first, last in query.get("schema_history", {}).get(name, ())]
     if used:
         used[-1] = replace(used[-1], variables=variables)
@@ -184,21 +217,35 @@ def _operator(name: str, num_partitions: int, held: Sequence[Partition], query: 
     )
 
 
-def _partition(host: Description, instance: Description) -> Partition:
-    commit = instance["last_commit"] or {}
-    snapshot, version = instance.get("snapshot_version"), instance["version"]
-    return Partition(
-        instance["operator"],
-        instance["partition"],
-        version=version,
-        owner=host["host_id"],
-        keys=instance["keys"],
-        memory_bytes=instance["memory_bytes"],
-        snapshot_version=snapshot,
-        snapshot_lag=None if snapshot is None else max(0, version - snapshot),
-        commit_ms={name: value for name, value in commit.items() if name != "version"},
-        rows=instance.get("commits", {}).get(commit.get("version"), {}).get("num_rows"),
-    )
+def _partitions(host: Description) -> Iterator[tuple[str, Partition]]:
+    """Give the partitions of a host, each with its run id."""
+    columns, owner = host["partitions"], host["host_id"]
+    names = tuple(columns["steps"])
+    steps = zip(*columns["steps"].values(), strict=True) if names else repeat(())
+    each = zip(*(columns[name] for name in (*INSTANCE_COLUMNS, "rows")), strict=True)
+    for (run_id, operator, partition, version, keys, memory_bytes, snapshot, rows), ms in zip(
+        each, steps, strict=False
+    ):
+        yield (
+            run_id,
+            Partition(
+                operator,
+                partition,
+                version=version,
+                owner=owner,
+                keys=keys,
+                memory_bytes=memory_bytes,
+                snapshot_version=snapshot,
+                snapshot_lag=None if snapshot is None else max(0, version - snapshot),
+                commit_ms={name: value for name, value in zip(names, ms, strict=False) if value is not None},
+                rows=rows,
+            ),
+        )
+
+
+@lru_cache(maxsize=MOST_SCHEMAS)
+def _variables(schema: str) -> tuple[Variable, ...]:
+    return variables_in_use(OperatorSchema.from_json(schema))
 
 
 def _hosts(coordinator: Description, hosts: Sequence[Description], silent: Sequence[Description]) -> list[HostOverview]:
@@ -212,7 +259,7 @@ def _hosts(coordinator: Description, hosts: Sequence[Description], silent: Seque
             host.get("incarnation"),
             host.get("pid"),
             heartbeat_ms=_heartbeat(leases.get(host["host_id"])),
-            partitions=len(host["instances"]),
+            partitions=len(host["partitions"]["partition"]),
             memory=dict(host.get("memory", {})),
             counters={name: host[name] for name in _COUNTERS if name in host},
             row_cache=dict(host.get("row_cache", {})),

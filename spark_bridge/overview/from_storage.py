@@ -6,6 +6,8 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
+from msgspec import structs
+
 from backends.encoding.operator_schema import OperatorSchema
 from backends.exceptions import DamagedFileError, MissingFileError
 from backends.formats import manifest_chain as chains
@@ -28,7 +30,6 @@ from spark_bridge.overview.model import (
     Query,
     Savepoint,
     SchemaUse,
-    StepDuration,
 )
 from spark_bridge.overview.state_variables import variables_in_use
 
@@ -43,10 +44,11 @@ def overview_of_checkpoint(
 ) -> Overview:
     """Describe the query of a checkpoint, running or not, from storage alone. Nothing is written or locked.
 
-    Raises ``MissingFileError`` if there is no state, ``DamagedFileError`` naming the file, ``StorageError``.
+    Older manifests that are damaged are passed over, and named. Raises ``MissingFileError`` if there is no state,
+    ``DamagedFileError`` naming the file without which nothing is known, ``StorageError``.
     """
     place = find_state(checkpoint_location, state_location, options, open_storage=open_storage)
-    versions = StateVersions.look(place, open_storage=open_storage)
+    versions = StateVersions.look(place, passes_over_damage=True, open_storage=open_storage)
     query = stored_query(place, versions, open_storage)
     taken = int(time.time() * 1000) if now_ms is None else now_ms
     made = Overview(STORAGE, taken, queries=(query,))
@@ -81,6 +83,7 @@ def stored_query(place: StatePlace, versions: StateVersions, open_storage: OpenS
         ),
         watermark_ms=times.watermark_ms or None,
         batch_time_ms=times.timestamp_ms or None,
+        damages=tuple(versions.damages.values()),
     )
 
 
@@ -118,7 +121,7 @@ def checkpoints_of(
                 partitions=sum(len(o.partitions) for o in manifest.operators.values()),
                 delta_bytes=delta_bytes(manifest),
             )
-        found[known.id] = replace(known, is_kept=version in versions.readable)
+        found[known.id] = structs.replace(known, is_kept=version in versions.readable)
     return tuple(found[i] for i in sorted(found))
 
 
@@ -133,7 +136,7 @@ def _recorded(record: CheckpointRecord) -> Checkpoint:
         completed_ms=record.completed_ms,
         duration_ms=record.duration_ms,
         phases=record.phases,
-        steps={name: StepDuration(step.sum_ms, step.max_ms) for name, step in record.steps.items()},
+        steps=record.steps,
         partitions=record.partitions,
         delta_bytes=record.delta_bytes,
         full_bytes=record.full_bytes,

@@ -1,7 +1,8 @@
 """The model of the system, for people: queries, operators, partitions, checkpoints, hosts, savepoints, faults.
 
 Plain data, the same for a running cluster and for storage alone. A field that a source cannot know is None. Moments
-are in ms since 1970, times in ms, sizes in bytes.
+are in ms since 1970, times in ms, sizes in bytes. Records of which there are ten thousands are made quickly, and
+Python's garbage collection, which holds up all threads, passes them over (``gc=False``).
 """
 
 from __future__ import annotations
@@ -10,8 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
+from msgspec import Struct
 
 from backends.storage.request_counts import KINDS
+from coordinator_actor.durable.checkpoint_records import StepTime
 from spark_bridge.overview.processes import CoordinatorInfo, HostOverview
 
 OVERVIEW_FORMAT_VERSION = 1
@@ -41,16 +44,7 @@ class Fault:
     remedy: str
 
 
-@dataclass(frozen=True)
-class StepDuration:
-    """The time of one step of tasks in a checkpoint: over all tasks, and in the slowest one."""
-
-    sum_ms: float
-    max_ms: float
-
-
-@dataclass(frozen=True)
-class Checkpoint:
+class Checkpoint(Struct, frozen=True, gc=False):
     """One version, from the history, or from its manifest alone: then only id, times, bytes and partitions are known.
 
     For the fields see ``coordinator_actor.durable.checkpoint_records.CheckpointRecord``. ``status`` is "completed", or
@@ -67,8 +61,8 @@ class Checkpoint:
     prepared_ms: int | None = None
     completed_ms: int | None = None
     duration_ms: int | None = None
-    phases: dict[str, int] = field(default_factory=dict)
-    steps: dict[str, StepDuration] = field(default_factory=dict)
+    phases: dict[str, int] = {}
+    steps: dict[str, StepTime] = {}
     partitions: int = 0
     delta_bytes: int | None = None
     full_bytes: int | None = None
@@ -79,7 +73,7 @@ class Checkpoint:
     late: int | None = None
     duplicates: int | None = None
     requests: int | None = None
-    storage: dict[str, int] = field(default_factory=dict)
+    storage: dict[str, int] = {}
 
     @property
     def requests_by_kind(self) -> str:
@@ -87,8 +81,7 @@ class Checkpoint:
         return ", ".join(f"{self.storage[kind]:,} {kind}" for kind in KINDS.values() if self.storage.get(kind))
 
 
-@dataclass(frozen=True)
-class Partition:
+class Partition(Struct, frozen=True, gc=False):
     """One partition of an operator. ``owner`` is the id of the host that holds its newest version.
 
     ``version`` is that of the host, or the last completed one in storage. ``snapshot_version`` is that of the newest
@@ -105,7 +98,7 @@ class Partition:
     snapshot_version: int | None = None
     snapshot_lag: int | None = None
     changelog_bytes: int | None = None
-    commit_ms: dict[str, float] = field(default_factory=dict)
+    commit_ms: dict[str, float] = {}
     rows: int | None = None
 
     @property
@@ -192,7 +185,8 @@ class Query:
     the last checkpoints of this run that were. A query that has ended did so at ``ended_ms``, and with the error
     ``failure`` if with one. ``watermark_ms`` and ``batch_time_ms`` are the event time up to which the last batch
     expects no more rows, and its processing time, as Spark has logged them; None without a watermark. A coordinator
-    knows them where an operator needs times.
+    knows them where an operator needs times. ``damages`` says what is wrong with manifests that were passed over when
+    storage was looked at.
     """
 
     query_id: str
@@ -217,6 +211,7 @@ class Query:
     given_up: tuple[GivenUp, ...] = ()
     ended_ms: int | None = None
     failure: str = ""
+    damages: tuple[str, ...] = ()
 
     @property
     def title(self) -> str:

@@ -29,7 +29,7 @@ def cluster_overview(
 ) -> Overview:
     """Describe the queries and hosts of a namespace. Hosts that do not answer in ``timeout`` seconds are marked so.
 
-    Whoever looks again gives ``known`` to each look, so that only what has changed is made again.
+    Whoever looks again gives ``known`` to each look, so that only what has changed is sent and made.
 
     Without a coordinator the overview is empty. Raises ``EnvironmentProblemError`` if the coordinator does not answer.
     """
@@ -44,7 +44,7 @@ def cluster_overview(
     of_hosts: dict[str, Any] = {}
     for name in sorted(name for name in names if name.startswith(HOST_NAME_PREFIX)):
         with suppress(ValueError):  # it has ended meanwhile
-            of_hosts[name] = ray.get_actor(name, namespace=namespace).describe.remote()
+            of_hosts[name] = ray.get_actor(name, namespace=namespace).describe_in_columns.remote()
     coordinator = _answers([asked], deadline).get(asked)
     if coordinator is None:
         raise EnvironmentProblemError(
@@ -52,7 +52,9 @@ def cluster_overview(
             "may be restarting, so try again."
         )
     # Asked for before hosts are waited for: one that hangs takes all the time there is.
-    of_runs = {q["run_id"]: actor.checkpoint_stats.remote(q["run_id"]) for q in coordinator["queries"]}
+    known = known or KnownCheckpoints()
+    runs = [q["run_id"] for q in coordinator["queries"]]
+    of_runs = {run_id: actor.checkpoint_stats.remote(run_id, known.mark(run_id)) for run_id in runs}
     told = _answers([*of_runs.values(), *of_hosts.values()], deadline)
     silent = [name for name, answer in of_hosts.items() if answer not in told]
     return overview_of_cluster(

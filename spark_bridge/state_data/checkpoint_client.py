@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from backends.exceptions import VersionNotFoundError
@@ -18,6 +19,8 @@ from spark_bridge.queryable.protocol.connections import KvConnections
 from spark_bridge.queryable.protocol.messages import ChangesRequest
 from spark_bridge.queryable.routing.router import StateRouter
 from spark_bridge.state_data.stored_reads import ADDRESS, StoredReads
+
+log = logging.getLogger(__name__)
 
 WATCH_POLL_SECONDS = 1.0
 """How often a watch looks for the next version."""
@@ -51,15 +54,17 @@ class CheckpointClient(QueryableStateClient):
         state_location: str | None = None,
         storage_options: Mapping[str, str] | None = None,
         *,
+        damaged: Callable[[str], None] = log.warning,
         open_storage: OpenStorage = CheckpointStorage.open,
     ) -> CheckpointClient:
         """Open the checkpoint of a query.
 
-        ``state_location`` is the value of ``spark.statestore.location`` when the query ran, if it was set. Raises
+        ``state_location`` is the value of ``spark.statestore.location`` when the query ran, if it was set. Versions
+        that a damaged manifest does not concern are read, and ``damaged`` hears what is wrong with the manifest. Raises
         ``MissingFileError`` if there is no state, ``DamagedFileError``.
         """
         place = find_state(checkpoint_location, state_location, storage_options, open_storage=open_storage)
-        return cls(StoredReads(place, open_storage=open_storage))
+        return cls(StoredReads(place, damaged=damaged, open_storage=open_storage))
 
     def operators(self, *, timeout: float | None = None) -> list[dict[str, Any]]:
         """Return the operators of the last completed version."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +13,8 @@ from coordinator_actor.savepoints.restore import restore_into_checkpoint
 from coordinator_actor.savepoints.savepoint_format import METADATA_FILE
 from spark_bridge.state_data.checkpoint_client import CheckpointClient
 
+log = logging.getLogger(__name__)
+
 
 @contextmanager
 def client_of_path(
@@ -20,16 +23,18 @@ def client_of_path(
     storage_options: Mapping[str, str] | None = None,
     *,
     progress: Callable[[str], None] = lambda step: None,
+    damaged: Callable[[str], None] = log.warning,
     open_storage: OpenStorage = CheckpointStorage.open,
 ) -> Iterator[CheckpointClient]:
     """Give a client that reads the checkpoint or savepoint at ``location``.
 
     A savepoint is restored to a temporary directory first, of which ``progress`` is told, and has one version: that of
-    the savepoint. Raises what ``CheckpointClient.open`` and ``restore_into_checkpoint`` raise.
+    the savepoint. ``damaged`` is that of ``CheckpointClient.open``. Raises what ``open`` and
+    ``restore_into_checkpoint`` raise.
     """
     options = dict(storage_options or {})
     if not open_storage(location, options).exists(METADATA_FILE):
-        yield CheckpointClient.open(location, state_location, options, open_storage=open_storage)
+        yield CheckpointClient.open(location, state_location, options, damaged=damaged, open_storage=open_storage)
         return
     progress(f"{location} is a savepoint; it is restored to a temporary directory to be read.")
     with TemporaryDirectory(prefix="statestore-savepoint-") as scratch:

@@ -61,12 +61,15 @@ class StoredReads:
         place: StatePlace,
         query_name: str | None = None,
         *,
+        damaged: Callable[[str], None] | None = None,
         open_storage: OpenStorage = CheckpointStorage.open,
         clock: Callable[[], float] = time.monotonic,
         now_ms: Callable[[], int] = lambda: int(time.time() * 1000),
     ) -> None:
         self.place = place
         self._query_name = query_name
+        self._damaged = damaged
+        self._told: set[str] = set()
         self._open = open_storage
         self._clock = clock
         self._now_ms = now_ms
@@ -82,8 +85,14 @@ class StoredReads:
         if looked is not None and self._clock() - looked[0] < MANIFEST_LOOK_SECONDS:
             return looked[1]
         begun = self._clock()
-        found = StateVersions.look(self.place, open_storage=self._open)
+        passes = self._damaged is not None
+        found = StateVersions.look(self.place, passes_over_damage=passes, open_storage=self._open)
         with self._lock:
+            untold = [what for what in found.damages.values() if what not in self._told]
+            self._told.update(untold)
+            if self._damaged is not None:
+                for what in untold:
+                    self._damaged(what)
             # Of two threads that looked at once, the one that saw more.
             if self._looked is None or self._looked[1].completed <= found.completed:
                 self._looked = begun, found

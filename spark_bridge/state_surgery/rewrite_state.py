@@ -97,7 +97,9 @@ def rewrite_state(
         )
     base = state_location or session_state_location()
     place = find_state(checkpoint_location, base, options)
-    versions = StateVersions.look(place)
+    versions = StateVersions.look(place, passes_over_damage=True)
+    for what in versions.damages.values():
+        log.warning("Only versions that this does not concern can be rewritten: %s", what)
     at = versions.resolve(version)
     if at == 0 and not state_only:
         raise InvalidStateStoreArgument(

@@ -29,6 +29,7 @@ def status(
     """
     with errors_explained():
         found = source.looked_at()
+    source.damages.clear()  # they are faults
     show(lambda: to_plain(found), lambda: views.status_view(found), as_json=as_json)
     if any(fault.severity == ERROR for fault in found.faults):
         raise typer.Exit(FOUND)

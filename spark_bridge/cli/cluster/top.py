@@ -40,6 +40,7 @@ def top(
     with errors_explained(), source.joined():
         if once or as_json or not sys.stdout.isatty():
             found = source.overview()
+            source.damages.clear()  # they are faults
             if as_json:
                 plain = {"taken_ms": found.taken_ms, "queries": pace_of(found), "faults": found.faults}
                 typer.echo(json_line(to_plain(plain)))
@@ -59,6 +60,7 @@ def _live(source: Source, interval: float) -> None:
         while True:
             try:
                 shown = top_view(source.overview())
+                source.damages.clear()  # they are faults
             except EnvironmentProblemError as error:
                 shown = Group(Text(str(error), style="yellow"), shown)
             live.update(shown, refresh=True)

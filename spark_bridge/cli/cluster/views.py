@@ -12,7 +12,7 @@ from backends.storage.prices import MONTH_SECONDS, STANDARD, Prices
 from backends.storage.request_counts import KINDS, RECEIVED, SENT
 from spark_bridge.cli.output import add_row, filled, table
 from spark_bridge.overview.formats import duration, moment, number, size
-from spark_bridge.overview.model import CLUSTER, ERROR, RUNNING, Checkpoint, Fault, Overview, Query
+from spark_bridge.overview.model import CLUSTER, ERROR, RUNNING, STORAGE, Checkpoint, Fault, Overview, Query
 from spark_bridge.overview.processes import HostOverview
 
 
@@ -28,6 +28,8 @@ def status_view(overview: Overview) -> RenderableType:
     if overview.source == CLUSTER:
         parts.append(hosts_view(overview.hosts))
     parts.append(faults_view(overview.faults))
+    if overview.source == STORAGE:
+        parts.append(Text("This is what manifests say; 'statestore verify' reads the files that they name.", "dim"))
     return Group(*parts)
 
 

@@ -9,11 +9,11 @@ import typer
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
-from backends.exceptions import DamagedFileError, MissingFileError
+from backends.exceptions import DamagedFileError, MissingFileError, VersionNotFoundError
 from coordinator_actor.reading.stored_files import StoredFile, stored_files
-from coordinator_actor.reading.stored_versions import StatePlace, StateVersions, find_state
-from coordinator_actor.reading.verification import Verification, verify_version
-from spark_bridge.cli.output import FOUND, AsJson, errors_explained, filled, show
+from coordinator_actor.reading.stored_versions import StateVersions, find_state
+from coordinator_actor.reading.verification import Verification, damages_of_manifests, verify_version
+from spark_bridge.cli.output import DAMAGED, FOUND, AsJson, complain, errors_explained, filled, show
 from spark_bridge.cli.sources import StateLocation
 from spark_bridge.cli.storage_options import Option, options_of
 from spark_bridge.overview.formats import number, size
@@ -42,8 +42,13 @@ def files(
     """
     with errors_explained():
         place = find_state(checkpoint, state_location, options_of(storage_option))
-        found = stored_files(StateVersions.look(place), version)
+        versions = StateVersions.look(place, passes_over_damage=True)
+        found = stored_files(versions, version)
     show(lambda: to_plain(found), lambda: _files_view(found), as_json=as_json)
+    for what in versions.damages.values():
+        complain(what)
+    if versions.damages:
+        raise typer.Exit(DAMAGED)
 
 
 def _files_view(found: list[StoredFile]) -> RenderableType:
@@ -85,38 +90,48 @@ def verify(
     with errors_explained():
         place = find_state(checkpoint, state_location, options_of(storage_option))
         try:
-            found = _verified(place, version, rows, as_json)
+            versions = StateVersions.look(place, passes_over_damage=True)
         except (DamagedFileError, MissingFileError) as error:
-            # The manifests themselves: without them, nobody can tell which files make a version.
-            what = str(error)
-            show(lambda: _unreadable(what), lambda: Text(what, "red"), as_json=as_json)
-            raise typer.Exit(FOUND) from error
+            # The newest manifest: without it, nobody can tell which files make a version.
+            raise _unreadable(str(error), [], as_json) from error
+        try:
+            found = _verified(versions, version, rows, as_json)
+        except VersionNotFoundError as error:
+            if not versions.damages:
+                raise
+            raise _unreadable(str(error), [to_plain(d) for d in damages_of_manifests(versions)], as_json) from error
     show(lambda: {**to_plain(found), "is_sound": found.is_sound}, lambda: _verified_view(found), as_json=as_json)
     if not found.is_sound:
         raise typer.Exit(FOUND)
 
 
-def _verified(place: StatePlace, version: int | None, rows: bool, as_json: bool) -> Verification:
+def _verified(versions: StateVersions, version: int | None, rows: bool, as_json: bool) -> Verification:
     console = Console(stderr=True)
     if as_json or not console.is_terminal:
-        return verify_version(StateVersions.look(place), version, reads_rows=rows)
-    with console.status("Reading the manifests") as status:
+        return verify_version(versions, version, reads_rows=rows)
+    with console.status("Reading the files") as status:
 
         def progress(done: int, total: int) -> None:
             status.update(f"Read {done} of {total} files")
 
-        return verify_version(StateVersions.look(place), version, reads_rows=rows, progress=progress)
+        return verify_version(versions, version, reads_rows=rows, progress=progress)
 
 
-def _unreadable(what: str) -> dict[str, Any]:
-    """Return what is told of a state without a version, so that scripts find the damage where they look for others."""
-    damage = {"path": None, "operator": None, "partition": None, "version": None, "what": what}
-    return {"version": None, "damages": [damage], "is_sound": False, "error": what}
+def _unreadable(what: str, damages: list[Any], as_json: bool) -> typer.Exit:
+    """Tell of a version that manifests hide, so that scripts find the damage where they look for others.
+
+    Return what ends the command.
+    """
+    unnamed = {"path": None, "operator": None, "partition": None, "version": None, "what": what}
+    plain = {"version": None, "damages": damages or [unnamed], "is_sound": False, "error": what}
+    show(lambda: plain, lambda: Text(what, "red"), as_json=as_json)
+    return typer.Exit(FOUND)
 
 
 def _verified_view(found: Verification) -> RenderableType:
     lines: list[Any] = [
-        Text(f"{d.operator}/{d.partition}, version {d.version}: {d.what}", style="red") for d in found.damages
+        Text(d.what if d.operator is None else f"{d.operator}/{d.partition}, version {d.version}: {d.what}", "red")
+        for d in found.damages
     ]
     read = f"Read {number(found.files)} files of version {found.version}, {size(found.nbytes)}"
     if found.rows is not None:
@@ -127,6 +142,8 @@ def _verified_view(found: Verification) -> RenderableType:
         lines.append(
             Text(f"{read}. Version {found.version} cannot be loaded: {', '.join(found.lost)}.", style="bold red")
         )
+    elif all(d.operator is None for d in found.damages):
+        lines.append(Text(f"{read}: these are as they were written. Older versions cannot be loaded without the rest."))
     else:
         lines.append(Text(f"{read}. Version {found.version} can still be loaded, by older snapshots and changelogs."))
     return Group(*lines)

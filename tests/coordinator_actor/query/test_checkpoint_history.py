@@ -290,6 +290,41 @@ def test_the_full_size_is_measured_by_maintenance_and_written_with_the_next_reco
     assert [r.full_bytes is None for r in stored] == [True, True, False, False]
 
 
+def test_of_the_history_is_told_what_has_come_or_changed_since_a_mark(world: World) -> None:
+    c = begin(world, maintenance_interval=5.0)
+
+    def told(since: str, query: str = "q") -> tuple[str, list[int]]:
+        answer = c.checkpoint_stats(query, since)
+        assert answer["history_is_all"] == (since in ("", "another:1", "none"))
+        return answer["history_mark"], [record["version"] for record in answer["history"]]
+
+    batches(world, c, 0, 1)
+    first, versions = told("")
+    assert versions == [1, 2] and told(first) == (first, [])
+    assert told("another:1") == told("none") == (first, [1, 2])
+    batches(world, c, 2, 2)
+    second, versions = told(first)
+    assert versions == [3] and told(second) == (second, [])
+    later(world, c)  # the full size of the last one is measured
+    assert told(second)[1] == [3] and told(first)[1] == [3]
+
+
+def test_a_history_that_is_full_tells_which_are_gone() -> None:
+    kept: list[CheckpointRecord] = [CheckpointRecord(i, i, 1, "r", partitions=1) for i in range(1, MOST_RECORDS + 1)]
+
+    class Files:
+        def load(self) -> tuple[CheckpointRecord, ...]:
+            return tuple(kept)
+
+    made = CheckpointHistory(Files(), 0.0)  # type: ignore[arg-type]
+    made.write(0.0)
+    mark = made.changed_since("").mark
+    assert made.changed_since(mark).first == 1
+    made.completed(Manifest(MOST_RECORDS + 1, None, MOST_RECORDS + 1, 1, "r", 0, {}), 1.0)
+    changed = made.changed_since(mark)
+    assert ([r.id for r in changed.records], changed.first) == ([MOST_RECORDS + 1], 2)
+
+
 def test_a_fork_takes_the_history_along(world: World) -> None:
     from shutil import copytree
 

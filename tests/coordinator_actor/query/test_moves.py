@@ -44,8 +44,8 @@ def beat(s: Stream, i: int, hand_over: HandOver | None = None) -> HostOrders:
     return s.c.heartbeat_host(info.host_id, info.incarnation, {"run1": 1}, hand_over)
 
 
-def is_warm(s: Stream, i: int, partitions: list[int]) -> bool:
-    return s.hosts[i].hand_overs.report().warm.get("run1", {}).get("op", {}).keys() == set(partitions)
+def is_warm(s: Stream, i: int, partitions: list[int], run: str = "run1") -> bool:
+    return s.hosts[i].hand_overs.report().warm.get(run, {}).get("op", {}).keys() == set(partitions)
 
 
 def test_a_new_host_loads_its_share_while_the_owner_goes_on_and_no_batch_waits_for_a_load(stream):
@@ -160,6 +160,37 @@ def test_a_lost_owners_partitions_go_to_whoever_has_loaded_them(stream):
     assert "h1" not in after
     again = {p: host for (_, p), host in s.c.registries.runs.by_id["run1"].assignment.planned.items()}
     assert {p: after[p] for (_, p), host in planned.items() if host == "h0"} | again
+
+
+def test_what_a_lost_host_has_owned_is_loaded_before_a_task_asks_for_it(stream):
+    s = stream(batches=2, hosts=2, n=6)
+    lost = [p for p, owner in enumerate(owners(s)) if owner == "h1"]
+    s.begin(2, ALL, [p for p in range(6) if p not in lost])
+    s.lose(1)
+    s.heartbeat_until(lambda: is_warm(s, 0, lost))
+    assert s.hosts[0].counters.read()["loads"] == len(lost)
+    s.begin(2, ALL, lost)
+    s.commit(2)
+    s.at[3] = {**s.at[2], **ALL}
+    assert s.rows() == s.at[3]
+    assert beat(s, 0).warm_up == (), "tasks have opened all partitions since"
+
+
+def test_a_query_that_is_started_again_is_loaded_while_spark_plans_its_first_batch(stream):
+    s = stream(batches=3, hosts=2, n=4)
+    s.registration = msgspec.structs.replace(s.registration, run_id="run2")
+    s.register()
+    ordered = [p for i in range(2) for order in beat(s, i).warm_up for p in order.heads["op"]]
+    assert sorted(ordered) == [0, 1, 2, 3]
+    s.heartbeat_until(lambda: sum(host.counters.read()["loads"] for host in s.hosts.values()) == 4)
+    s.batch(3)
+    assert s.rows() == s.at[4]
+
+
+def test_a_query_without_state_has_nothing_loaded(stream):
+    s = stream(batches=0)
+    s.begin(0, ALL, range(2))
+    assert beat(s, 0).warm_up == () == beat(s, 1).warm_up
 
 
 def test_heartbeats_and_answers_that_overtake_each_other_change_nothing(stream):

@@ -16,6 +16,7 @@ from msgspec import structs
 from spark_bridge.cli import main as program
 from spark_bridge.cli.main import app
 from spark_bridge.cli.sources import Source
+from spark_bridge.host.partition_columns import in_columns
 from spark_bridge.overview.from_cluster import overview_of_cluster
 from spark_bridge.overview.model import WARNING, Fault, Overview
 from tests.command_line import CliRunner
@@ -33,7 +34,8 @@ def run(*args: str, code: int = 0) -> Result:
 
 def overview(s: Stream) -> Overview:
     described = {**s.c.describe(), "namespace": "statestore"}
-    return overview_of_cluster(described, [h.describe() for h in s.hosts.values()], now_ms=int(s.world.now * 1000))
+    hosts = [in_columns(h.describe()) for h in s.hosts.values()]
+    return overview_of_cluster(described, hosts, now_ms=int(s.world.now * 1000))
 
 
 def test_a_failure_is_an_error_until_the_query_runs_again(stream: Make, monkeypatch: pytest.MonkeyPatch) -> None:

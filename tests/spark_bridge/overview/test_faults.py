@@ -6,9 +6,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec import structs
 
+from coordinator_actor.durable.checkpoint_records import StepTime
 from spark_bridge.overview.faults import faults_of
-from spark_bridge.overview.model import Checkpoint, GivenUp, Operator, Overview, Partition, Query, StepDuration
+from spark_bridge.overview.model import Checkpoint, GivenUp, Operator, Overview, Partition, Query
 from spark_bridge.overview.processes import CoordinatorInfo, HostOverview, LocationTrouble, LostDriver
 
 PARTITIONS = tuple(Partition("op", p, 30, "h0", 20_000, 1, 28, 2) for p in range(5))
@@ -42,13 +44,13 @@ def query(**changes: Any) -> Overview:
 
 
 def partitions(p: int, **changes: Any) -> Overview:
-    changed = tuple(replace(one, **changes) if one.partition == p else one for one in PARTITIONS)
+    changed = tuple(structs.replace(one, **changes) if one.partition == p else one for one in PARTITIONS)
     skew = max(one.keys or 0 for one in changed) / 20_000
     return query(operators=(replace(QUERY.operators[0], partitions=changed, skew=skew),))
 
 
 def checkpoint(**changes: Any) -> Overview:
-    return query(checkpoints=(*QUERY.checkpoints[:-1], replace(QUERY.checkpoints[-1], **changes)))
+    return query(checkpoints=(*QUERY.checkpoints[:-1], structs.replace(QUERY.checkpoints[-1], **changes)))
 
 
 def host(**changes: Any) -> Overview:
@@ -64,14 +66,16 @@ FAILS = LocationTrouble("/ck/statestore", 4, "put: no room is left", 2_000)
 
 def timed(slowest: float, usual: float = 200.0, step: str = "merge_ms") -> Overview:
     """Partition 3 takes longer than the others."""
-    times = tuple(replace(p, commit_ms={step: slowest if p.partition == 3 else usual}) for p in PARTITIONS)
+    times = tuple(structs.replace(p, commit_ms={step: slowest if p.partition == 3 else usual}) for p in PARTITIONS)
     return query(operators=(replace(QUERY.operators[0], partitions=times),))
 
 
 def stored_in(changelog_ms: float, duration_ms: int, n: int = 5, manifest_ms: int = 0) -> Overview:
     """In the last n checkpoints the slowest changelog and the manifest take so long."""
-    steps, phases = {"changelog_ms": StepDuration(9_000.0, changelog_ms)}, {"manifest": manifest_ms}
-    last = tuple(replace(c, steps=steps, phases=phases, duration_ms=duration_ms) for c in QUERY.checkpoints[-n:])
+    steps, phases = {"changelog_ms": StepTime(9_000.0, changelog_ms)}, {"manifest": manifest_ms}
+    last = tuple(
+        structs.replace(c, steps=steps, phases=phases, duration_ms=duration_ms) for c in QUERY.checkpoints[-n:]
+    )
     return query(checkpoints=(*QUERY.checkpoints[:-n], *last))
 
 
@@ -198,12 +202,12 @@ def test_storage_that_has_become_slow_is_told_within_a_few_batches() -> None:
 
 
 def test_few_keys_are_not_skewed() -> None:
-    few = tuple(replace(one, keys=9_000 if one.partition == 3 else 1) for one in PARTITIONS)
+    few = tuple(structs.replace(one, keys=9_000 if one.partition == 3 else 1) for one in PARTITIONS)
     assert kinds(query(operators=(replace(QUERY.operators[0], partitions=few, skew=9_000.0),))) == []
 
 
 def test_a_slow_stream_is_late_by_its_own_measure() -> None:
-    slow = tuple(replace(c, completed_ms=c.version * 60_000) for c in QUERY.checkpoints)
+    slow = tuple(structs.replace(c, completed_ms=c.version * 60_000) for c in QUERY.checkpoints)
     assert kinds(query(checkpoints=slow, batch_ms=170_000)) == []
     assert kinds(query(checkpoints=slow, batch_ms=190_000)) == ["checkpoint-late"]
 
@@ -211,5 +215,5 @@ def test_a_slow_stream_is_late_by_its_own_measure() -> None:
 def test_errors_come_first_and_only_recent_retries_count() -> None:
     both = replace(checkpoint(retried=1), hosts=(replace(HOST, heartbeat_ms=6_000),))
     assert kinds(both) == ["host-silent", "retried-tasks"]
-    old = (replace(QUERY.checkpoints[0], retried=1), *QUERY.checkpoints[1:])
+    old = (structs.replace(QUERY.checkpoints[0], retried=1), *QUERY.checkpoints[1:])
     assert kinds(query(checkpoints=old)) == []

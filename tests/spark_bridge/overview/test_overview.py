@@ -12,10 +12,12 @@ from msgspec import structs
 
 from backends.exceptions import MissingFileError
 from coordinator_actor.query.checkpoint_history import WRITE_SECONDS
+from spark_bridge.host.partition_columns import in_columns
 from spark_bridge.overview.from_cluster import KnownCheckpoints, overview_of_cluster
 from spark_bridge.overview.from_storage import overview_of_checkpoint
-from spark_bridge.overview.model import OVERVIEW_FORMAT_VERSION, GivenUp, Overview, to_plain
+from spark_bridge.overview.model import OVERVIEW_FORMAT_VERSION, Checkpoint, GivenUp, Overview, to_plain
 from spark_bridge.overview.processes import LocationTrouble
+from tests.coordinator_actor.coordinators import run_of
 from tests.coordinator_actor.savepoints.savepoint_streams import Stream
 
 Make = Callable[..., Stream]
@@ -23,7 +25,7 @@ Make = Callable[..., Stream]
 
 def of_cluster(s: Stream, missing: tuple[int, ...] = ()) -> Overview:
     coordinator = {**s.c.describe(), "namespace": "statestore", "node_ip": "192.0.2.1", "pid": 11}
-    hosts = [host.describe() for i, host in s.hosts.items() if i not in missing]
+    hosts = [in_columns(host.describe()) for i, host in s.hosts.items() if i not in missing]
     stats = {q["run_id"]: s.c.checkpoint_stats(q["run_id"]) for q in coordinator["queries"]}
     return overview_of_cluster(coordinator, hosts, stats, now_ms=int(s.world.now * 1000))
 
@@ -58,30 +60,47 @@ def test_cluster_and_checkpoint_agree(stream: Make) -> None:
     assert [p.changelog_bytes for p in theirs.partitions] == [sum(column) for column in zip(*sizes, strict=True)]
 
 
-def test_what_the_last_look_has_made_is_made_again_only_where_it_has_changed(stream: Make) -> None:
+def test_a_look_is_sent_and_makes_only_what_has_come_or_changed_since_the_last_one(stream: Make) -> None:
     s = stream(batches=3)
     known = KnownCheckpoints()
+    sent: list[int] = []
 
-    def look() -> Overview:
+    def look(oldest: int = 1, answers: bool = True) -> tuple[Checkpoint, ...]:
         coordinator = {**s.c.describe(), "namespace": "statestore"}
-        stats = {q["run_id"]: s.c.checkpoint_stats(q["run_id"]) for q in coordinator["queries"]}
-        made = overview_of_cluster(coordinator, [], stats, known=known, now_ms=0)
-        assert made == overview_of_cluster(coordinator, [], stats, now_ms=0)
+        coordinator["queries"][0]["oldest_version"] = oldest
+        stats = {"run1": s.c.checkpoint_stats("run1", known.mark("run1"))} if answers else {}
+        whole = {"run1": s.c.checkpoint_stats("run1")}
+        sent[:] = [record["version"] for of_run in stats.values() for record in of_run["history"]]
+        made = overview_of_cluster(coordinator, [], stats, known=known, now_ms=0).query(None).checkpoints
+        if answers:
+            assert made == overview_of_cluster(coordinator, [], whole, now_ms=0).query(None).checkpoints
         return made
 
-    first, second = look().query(None).checkpoints, look().query(None).checkpoints
-    assert all(a is b for a, b in zip(first, second, strict=True))
+    first = look()
+    assert sent == [1, 2, 3] and [c.version for c in first] == [1, 2, 3]
+    assert look() is first and sent == []
     s.batches(3, 4)
-    later = look().query(None).checkpoints
-    assert any(a is b for a, b in zip(first, later, strict=False))
-    assert [c.version for c in later] == [1, 2, 3, 4]
-    coordinator = {**s.c.describe(), "namespace": "statestore"}
-    stats = {"run1": s.c.checkpoint_stats("run1")}
-    stats["run1"]["history"][1]["retried"] = 7
-    coordinator["queries"][0]["oldest_version"] = 2
-    changed = overview_of_cluster(coordinator, [], stats, known=known, now_ms=0).query(None).checkpoints
-    assert changed[1].retried == 7 and [c.is_kept for c in changed] == [False, True, True, True]
-    assert changed[3] is later[3] and set(known._of_runs) == {"run1"}
+    second = look()
+    assert sent == [4] and [c.version for c in second] == [1, 2, 3, 4]
+    assert all(a is b for a, b in zip(first, second, strict=False))
+    assert look(answers=False) is second, "of a coordinator that is slow the last answer is shown"
+    third = look(oldest=2)
+    assert sent == [] and [c.is_kept for c in third] == [False, True, True, True] and third[1:] == second[1:]
+    run = run_of(s.c)
+    run.history.measured(run.versions.chain[3], 17)
+    fourth = look()
+    assert sent == [3] and [c.full_bytes for c in fourth] == [None, None, 17, None] and fourth[3] is second[3]
+    write_history(s)
+    s.restart_coordinator()
+    s.c.maintain()
+    assert len(look()) == 4 and sent == [1, 2, 3, 4], "marks of another coordinator stand for nothing"
+    s.batches(4, 5)
+    assert [c.version for c in look()] == [1, 2, 3, 4, 5] and set(known._of_runs) == {"run1"}
+    s.batches(5, 6)
+    coordinator, stats = s.c.describe(), s.c.checkpoint_stats("run1", known.mark("run1"))
+    (query,) = coordinator["queries"]
+    left = known.of(query, {**stats, "history_first": third[2].id})
+    assert [c.version for c in left] == [3, 4, 5, 6], "a history that is full forgets its oldest"
     overview_of_cluster({**s.c.describe(), "namespace": "n", "queries": []}, [], known=known, now_ms=0)
     assert known._of_runs == {}
 
@@ -140,7 +159,7 @@ def test_hosts_with_and_without_an_answer(stream: Make) -> None:
 def test_a_host_that_the_coordinator_has_given_up_is_there_as_ray_says(stream: Make) -> None:
     s = stream(hosts=1)
     coordinator = {**s.c.describe(), "namespace": "statestore"}
-    (host,) = (h.describe() for h in s.hosts.values())
+    (host,) = (in_columns(h.describe()) for h in s.hosts.values())
     known = {"state": "ALIVE", "pid": 17, "restarts": 2, "node_ip": "192.0.2.7", "node_id": "n7"}
     silent = [{"host_id": "h7", **known}, {"host_id": "h8"}]
     lost, ended = (h for h in overview_of_cluster(coordinator, [host], silent=silent, now_ms=0).hosts if not h.answered)
@@ -164,7 +183,7 @@ def test_a_partition_that_two_hosts_hold_counts_once(stream: Make) -> None:
     (host,) = (h.describe() for h in s.hosts.values())
     old = {**host, "host_id": "old", "instances": [{**i, "version": i["version"] - 1} for i in host["instances"]]}
     for order in ([host, old], [old, host]):
-        (operator,) = overview_of_cluster(coordinator, order, now_ms=0).query(None).operators
+        (operator,) = overview_of_cluster(coordinator, [in_columns(h) for h in order], now_ms=0).query(None).operators
         assert {p.owner for p in operator.partitions} == {"h0"}
         assert operator.keys == len(s.at[2])
 
@@ -176,7 +195,8 @@ def test_the_skew_is_known_when_the_median_partition_is_empty(stream: Make) -> N
     (host,) = (h.describe() for h in s.hosts.values())
     for sizes, skew in (((0, 0, 20_000), 20_000.0), ((10, 4, 20), 2.0), ((0, 0, 0), None)):
         held = [{**i, "keys": sizes[i["partition"]]} for i in host["instances"]]
-        (operator,) = overview_of_cluster(coordinator, [{**host, "instances": held}], now_ms=0).query(None).operators
+        columns = in_columns({**host, "instances": held})
+        (operator,) = overview_of_cluster(coordinator, [columns], now_ms=0).query(None).operators
         assert operator.skew == skew
 
 
@@ -196,7 +216,7 @@ def test_it_is_json_and_back(stream: Make) -> None:
 
 def test_what_processes_say_of_themselves_and_what_was_given_up(stream: Make) -> None:
     s = stream(hosts=1)
-    (host,) = (h.describe() for h in s.hosts.values())
+    (host,) = (in_columns(h.describe()) for h in s.hosts.values())
     host["storage_trouble"] = [
         {
             "location": "/ck",
@@ -321,7 +341,7 @@ def test_a_partition_knows_the_rows_of_its_last_batch_and_a_host_its_cache(strea
     described["instances"][0]["last_commit"].update(input_wait=500.0, merge_ms=3.0)
     described["row_cache"] = {"asked": 8, "hits": 6}
     coordinator = {**s.c.describe(), "namespace": "statestore"}
-    made = overview_of_cluster(coordinator, [described], now_ms=0)
+    made = overview_of_cluster(coordinator, [in_columns(described)], now_ms=0)
     partition = made.query(None).operators[0].partitions[described["instances"][0]["partition"]]
     assert partition.rows == 17 and partition.work_ms is not None
     assert partition.work_ms == sum(ms for name, ms in partition.commit_ms.items()) - 500.0

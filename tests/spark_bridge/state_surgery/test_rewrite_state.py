@@ -13,6 +13,7 @@ import pytest
 from backends.encoding.operator_schema import OperatorSchema
 from backends.encoding.schema import StateSchema
 from backends.exceptions import (
+    DamagedFileError,
     InvalidStateStoreArgument,
     MissingFileError,
     StorageError,
@@ -87,6 +88,21 @@ def test_every_kind_of_state_is_read_and_written(backend: str, n: int, tmp_path:
     assert seen == [row["seq"] for row in rows(old, "visits", "seen", sort=False) if row["k"] == "many"]
     assert len(seen) > 270
     assert not verify_version(versions_of(str(tmp_path / "new")), reads_rows=True).lost
+
+
+def test_state_whose_older_manifests_are_damaged_gets_a_checkpoint_that_is_whole(old: str, tmp_path: Path) -> None:
+    damaged = copied(old, tmp_path / "damaged")
+    manifests = sorted(Path(damaged, "statestore/manifests").iterdir())
+    manifests[0].write_bytes(b"rubbish")
+    with pytest.raises(DamagedFileError, match=manifests[0].name):
+        versions_of(damaged)
+    rewritten(damaged, "totals", same, tmp_path / "new")
+    for operator, state in variables(old):
+        assert rows(str(tmp_path / "new"), operator, state) == rows(old, operator, state), (operator, state)
+    assert verify_version(versions_of(str(tmp_path / "new")), reads_rows=True).is_sound
+    manifests[-1].write_bytes(b"rubbish")
+    with pytest.raises(DamagedFileError, match=manifests[-1].name):
+        rewritten(damaged, "totals", same, tmp_path / "newer")
 
 
 def test_what_is_not_named_stays_as_it_is(old: str, tmp_path: Path) -> None:

@@ -3,8 +3,8 @@
     python -m tests.spark_bridge.ui.large_page DIRECTORY
 
 The overview is renewed without a pause. One of the queries is real, and so is what coordinator and hosts say of it. The
-others are copies of it under names of their own, and each look takes their answers as they come from Ray: pickled. The
-first line of stdout is the address.
+others are copies of it under names of their own, and each look takes their answers as they come from Ray: pickled.
+Between two looks each query has completed a version. The first line of stdout is the address.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 
 import uvicorn
 
+from spark_bridge.host.partition_columns import in_columns
 from spark_bridge.overview.from_cluster import KnownCheckpoints, overview_of_cluster
 from spark_bridge.overview.model import Overview
 from spark_bridge.ui import overviews
@@ -54,9 +55,12 @@ class LargeCluster:
         for batch in range(3):
             self.real.batch({i: (i + batch, f"user {i}") for i in range(2_000)})
         self._known = KnownCheckpoints()
-        self._coordinator, self._hosts, self._stats = self._answers()
+        self._coordinator, self._hosts = self._answers()
+        self._stats = self.real.c.checkpoint_stats("run1")
+        self._record = self._stats["history"][-1]
+        self._newest = HISTORY
 
-    def _answers(self) -> tuple[bytes, list[bytes], dict[str, bytes]]:
+    def _answers(self) -> tuple[bytes, list[bytes]]:
         coordinator = {**self.real.c.describe(), "namespace": "statestore", "node_ip": "192.0.2.1", "pid": 11}
         (first,) = coordinator["queries"]
         each = (PARTITIONS - REAL_PARTITIONS) // (QUERIES - 1) + 1
@@ -66,7 +70,9 @@ class LargeCluster:
         ]
         described = [h.host.describe() for h in self.real.hosts]
         instance = described[0]["instances"][0]
-        others = [{**instance, "run_id": f"run-{i}", "partition": p} for i in range(1, QUERIES) for p in range(each)]
+        others = [
+            {**_copy(instance), "run_id": f"run-{i}", "partition": p} for i in range(1, QUERIES) for p in range(each)
+        ]
         requests = [h.proxy.statistics.snapshot() for h in self.real.hosts]
         hosts = [
             {
@@ -82,22 +88,29 @@ class LargeCluster:
         coordinator["hosts"] = [{**lease, "host_id": host["host_id"]} for host in hosts]
         coordinator["queries"] = [first, *copies]
         coordinator["instances"] = []
-        stats = self.real.c.checkpoint_stats(first["run_id"])
-        record = stats["history"][-1]
-        stats["history"] = [{**record, "version": v} for v in range(1, HISTORY + 1)]
-        told = pickle.dumps(stats)
-        return (
-            pickle.dumps(coordinator),
-            [pickle.dumps(host) for host in hosts],
-            {q["run_id"]: told for q in coordinator["queries"]},
-        )
+        return pickle.dumps(coordinator), [pickle.dumps(in_columns(host)) for host in hosts]
+
+    def _told(self, run_id: str) -> bytes:
+        """Return the answer to ``checkpoint_stats``: all for whoever asks first, the newest for whoever asks again."""
+        is_all = not self._known.mark(run_id)
+        first = self._newest - HISTORY + 1
+        history = [
+            {**_copy(self._record), "id": i, "version": i}
+            for i in range(first if is_all else self._newest, self._newest + 1)
+        ]
+        told = {"history": history, "history_first": first, "history_mark": "a", "history_is_all": is_all}
+        assert told.keys() < self._stats.keys()
+        return pickle.dumps({**self._stats, **told})
 
     def overview(self) -> Overview:
-        """Look, as into a cluster that answers at once."""
+        """Look, as into a cluster that answers at once. Each query has completed a version since the last look."""
+        coordinator = pickle.loads(self._coordinator)
+        told = {q["run_id"]: self._told(q["run_id"]) for q in coordinator["queries"]}
+        self._newest += 1
         return overview_of_cluster(
-            pickle.loads(self._coordinator),
+            coordinator,
             [pickle.loads(host) for host in self._hosts],
-            {run_id: pickle.loads(told) for run_id, told in self._stats.items()},
+            {run_id: pickle.loads(answer) for run_id, answer in told.items()},
             known=self._known,
             now_ms=int(time.time() * 1000),
         )
@@ -108,6 +121,12 @@ class LargeCluster:
         for h in self.real.hosts:
             h.host.heartbeat()
         return answer
+
+
+def _copy(described: dict[str, Any]) -> dict[str, Any]:
+    """Return a copy that shares nothing, so that its pickle is as long as that of another one."""
+    copied: dict[str, Any] = pickle.loads(pickle.dumps(described))
+    return copied
 
 
 def main() -> None:

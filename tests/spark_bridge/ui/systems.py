@@ -10,9 +10,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from coordinator_actor.durable.checkpoint_records import StepTime
 from coordinator_actor.messages import SavepointStatus
 from coordinator_actor.savepoints.savepoint_format import SavepointInfo
 from spark_bridge.exceptions import AccessDeniedError, EnvironmentProblemError, RequestError
+from spark_bridge.host.partition_columns import in_columns
 from spark_bridge.overview.faults import faults_of
 from spark_bridge.overview.from_cluster import overview_of_cluster
 from spark_bridge.overview.model import (
@@ -22,7 +24,6 @@ from spark_bridge.overview.model import (
     Partition,
     Query,
     SchemaUse,
-    StepDuration,
     Variable,
 )
 from spark_bridge.overview.processes import CoordinatorInfo, HostOverview
@@ -99,11 +100,11 @@ def checkpoints(n: int, seed: int, slow: float = 1.0, storage: float = 1.0) -> t
             "commit": random_.randint(30, 90),
         }
         steps = {
-            "input_wait": StepDuration(900, 150),
-            "merge_ms": StepDuration(500 * slow, 90 * slow),
-            "get_ms": StepDuration(260, 40),
-            "put_ms": StepDuration(150, 30),
-            "changelog_ms": StepDuration(400 * storage, 60 * storage),
+            "input_wait": StepTime(900, 150),
+            "merge_ms": StepTime(500 * slow, 90 * slow),
+            "get_ms": StepTime(260, 40),
+            "put_ms": StepTime(150, 30),
+            "changelog_ms": StepTime(400 * storage, 60 * storage),
         }
         ended = NOW - (n - v) * 10_000
         duration = sum(phases.values()) - phases["commit"]
@@ -292,7 +293,7 @@ def served(root: Path, **options: Any) -> Served:
         c = cluster.c
         described = {**c.describe(), "namespace": "statestore", "node_ip": "192.0.2.1", "pid": 11}
         proxies = [
-            {**h.host.describe(), "query_address": h.address, "requests": h.proxy.statistics.snapshot()}
+            {**in_columns(h.host.describe()), "query_address": h.address, "requests": h.proxy.statistics.snapshot()}
             for h in cluster.hosts
         ]
         stats = {q["run_id"]: c.checkpoint_stats(q["run_id"]) for q in described["queries"]}

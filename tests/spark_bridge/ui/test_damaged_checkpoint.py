@@ -5,13 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 from spark_bridge.ui.stored import StoredSystem
+from spark_bridge.ui.system import tables_of
 from tests.spark_bridge.state_data.format_fixtures import Stored, copied
 from tests.spark_bridge.ui.conftest import Look
 
 
-def test_a_damaged_manifest_is_named_with_what_to_do_and_again_fine_when_put_back(look: Look, tmp_path: Path) -> None:
+def test_the_newest_manifest_is_damaged_and_again_fine_when_put_back(look: Look, tmp_path: Path) -> None:
     checkpoint = copied(Stored("file").checkpoint, tmp_path / "ck")
-    manifest = sorted(Path(checkpoint, "statestore/manifests").iterdir())[1]
+    manifest = sorted(Path(checkpoint, "statestore/manifests").iterdir())[-1]
     sound = manifest.read_bytes()
     manifest.write_bytes(b"rubbish")
     for path, status in (("/", 200), ("/scan", 200), ("/keys", 200), ("/savepoints", 200), ("/query", 404)):
@@ -24,3 +25,18 @@ def test_a_damaged_manifest_is_named_with_what_to_do_and_again_fine_when_put_bac
     assert "Nothing is known" in front and "No query runs" not in front and "Nothing is wrong" not in front
     manifest.write_bytes(sound)
     assert "Nothing is wrong" in look(StoredSystem(checkpoint)).get("/").text
+
+
+def test_an_older_manifest_is_damaged_and_what_is_whole_is_shown(look: Look, tmp_path: Path) -> None:
+    checkpoint = copied(Stored("file").checkpoint, tmp_path / "ck")
+    manifest = sorted(Path(checkpoint, "statestore/manifests").iterdir())[0]
+    manifest.write_bytes(b"rubbish")
+    system = StoredSystem(checkpoint)
+    client = look(system)
+    totals = next(table.id for table in tables_of(system.overview()) if table.operator == "totals")
+    front = client.get("/").text
+    assert manifest.name in front and "Versions 4 to 5 of the state can be read" in front
+    assert "Put the file back from a copy" in front and "Nothing can be shown." not in front
+    for path in ("/query", f"/scan?table={totals}", "/savepoints", "/keys"):
+        answer = client.get(path)
+        assert answer.status_code == 200 and "Nothing can be shown." not in answer.text, path

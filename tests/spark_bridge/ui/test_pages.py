@@ -12,6 +12,7 @@ from statistics import median
 from typing import Any
 
 import pytest
+from msgspec import structs
 from starlette.testclient import TestClient
 
 from backends.storage.prices import Prices
@@ -209,7 +210,7 @@ def test_ten_thousand_partitions_and_fifty_queries_take_less_than_200_ms_a_page(
 
 def test_a_heat_map_is_bounded_and_keeps_the_hottest() -> None:
     many = operator("totals", 10_000, 200, 1)
-    hot = replace(many.partitions[7_777], keys=10**9)
+    hot = structs.replace(many.partitions[7_777], keys=10**9)
     many = replace(many, partitions=(*many.partitions[:7_777], hot, *many.partitions[7_778:]))
     heat = heat_map(many, "keys")
     assert heat is not None and sum(len(row.cells) for row in heat.rows) <= MOST_CELLS

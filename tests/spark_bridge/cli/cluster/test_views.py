@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from msgspec import structs
+
 from backends.storage.prices import Prices
 from spark_bridge.cli.cluster import views
 from spark_bridge.overview.model import Overview
@@ -48,7 +50,7 @@ def test_a_checkpoint_shows_where_its_time_went() -> None:
 
 def test_checkpoints_show_requests_by_kind_bytes_and_what_they_cost() -> None:
     used = {"put": 20, "get": 10, "list": 1, "delete": 3, "sent_bytes": 3 << 20, "received_bytes": 2048}
-    made = [replace(CHECKPOINT, id=i, completed_ms=i * 2_000, requests=34, storage=used) for i in range(1, 4)]
+    made = [structs.replace(CHECKPOINT, id=i, completed_ms=i * 2_000, requests=34, storage=used) for i in range(1, 4)]
     query = replace(QUERY, checkpoints=(CHECKPOINT, *made))
     text = printed(views.requests_view(query, 9, Prices()))
     rows = [line.split() for line in text.splitlines() if "34" in line]
