@@ -38,8 +38,9 @@ from coordinator_actor.savepoints.differences import differences
 from coordinator_actor.savepoints.export import SPARK_DIRECTORY, file_schema
 from coordinator_actor.savepoints.new_checkpoint import NewCheckpoint
 from coordinator_actor.savepoints.partition_builder import build_partition
-from coordinator_actor.savepoints.savepoint_catalog import check_files, read_metadata
+from coordinator_actor.savepoints.savepoint_catalog import check_files
 from coordinator_actor.savepoints.savepoint_format import SavepointMetadata, SavepointOperator, SavepointVariable
+from coordinator_actor.savepoints.savepoint_metadata import read_metadata
 
 log = logging.getLogger(__name__)
 

@@ -27,9 +27,9 @@ from coordinator_actor.messages import OperatorSpec, Refused, SavepointExported,
 from coordinator_actor.query.current_assignment import Assignment
 from coordinator_actor.query.query_state import QueryState
 from coordinator_actor.savepoints.export import copy_spark_files
-from coordinator_actor.savepoints.savepoint_catalog import write_metadata
 from coordinator_actor.savepoints.savepoint_coordinator import SavepointCoordinator
 from coordinator_actor.savepoints.savepoint_format import SavepointMetadata, SavepointOperator, SavepointVariable
+from coordinator_actor.savepoints.savepoint_metadata import write_metadata
 
 log = logging.getLogger(__name__)
 

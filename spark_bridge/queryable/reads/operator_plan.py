@@ -60,7 +60,7 @@ class OperatorPlan:
 
     @property
     def place(self) -> StatePlace:
-        """Where the query's state is in storage."""
+        """The place of the query's state in storage."""
         of = self.registration
         return StatePlace(of.checkpoint_location, of.state_location, of.storage_options)
 

@@ -31,14 +31,13 @@ from coordinator_actor.savepoints import export as savepoint_export
 from coordinator_actor.savepoints.export import copy_spark_files, export_partition, file_schema
 from coordinator_actor.savepoints.restore import restore_into_checkpoint
 from coordinator_actor.savepoints.savepoint_catalog import (
-    read_metadata,
     read_stored_savepoint,
     read_stored_savepoints,
     remove_stored_savepoint,
     verify_stored_savepoint,
-    write_metadata,
 )
 from coordinator_actor.savepoints.savepoint_format import SavepointMetadata, column_names
+from coordinator_actor.savepoints.savepoint_metadata import read_metadata, write_metadata
 from tests.coordinator_actor.savepoints.savepoint_makers import (
     BATCH,
     INTS,

@@ -33,11 +33,11 @@ from coordinator_actor.savepoints import export as savepoint_export
 from coordinator_actor.savepoints.export import export_partition
 from coordinator_actor.savepoints.restore import restore_into_checkpoint
 from coordinator_actor.savepoints.savepoint_catalog import (
-    read_metadata,
     read_stored_savepoints,
     remove_stored_savepoint,
     verify_stored_savepoint,
 )
+from coordinator_actor.savepoints.savepoint_metadata import read_metadata
 from tests.backends.strategies import FIXED, LEAVES, batches
 from tests.coordinator_actor.savepoints.savepoint_makers import (
     INTS,

@@ -24,8 +24,8 @@ from coordinator_actor.exceptions import SavepointError, SavepointMismatchError
 from coordinator_actor.messages import OperatorSpec
 from coordinator_actor.savepoints.restore import restore_into_checkpoint
 from coordinator_actor.savepoints.run_savepoints import savepoint_families
-from coordinator_actor.savepoints.savepoint_catalog import read_metadata
 from coordinator_actor.savepoints.savepoint_format import SavepointMetadata
+from coordinator_actor.savepoints.savepoint_metadata import read_metadata
 from spark_bridge.transport.protocol import TaskIdentity
 from tests.coordinator_actor.savepoints.savepoint_makers import assert_same, loaded, storage
 from tests.coordinator_actor.savepoints.savepoint_streams import G, Stream
