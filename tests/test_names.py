@@ -8,9 +8,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("backends", "coordinator_actor", "deploy", "pyspark_ray_statestore", "spark_bridge")
-EXCEPTED = {"P", "T", "app", "hosts", "log", "main", "scan", "sql"}
-"""Conventions: type variables, a module's logger, Typer's and FastAPI's ``app``; ``hosts``, ``scan`` and ``sql`` are a
-command and a page of that name, and ``sql`` is what both call."""
+EXCEPTED = {"P", "T", "app", "hosts", "log", "main", "run", "scan", "sql"}
+"""Conventions: type variables, a module's logger, Typer's and FastAPI's ``app``. The functions of commands and pages
+have their names, as ``hosts``, ``scan``, ``sql``, and ``run``, which is a subject of traces, too.
+"""
 HTTP_MODELS = Path("deploy/state_http/models.py")
 """Its classes are schemas of the OpenAPI description, where they stand under the names of what they describe."""
 

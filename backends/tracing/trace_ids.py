@@ -27,16 +27,16 @@ class Trace(NamedTuple):
         return int.from_bytes(digest[:16], "big") or 1, int.from_bytes(digest[16:24], "big") or 1
 
 
-def batch_trace(run_id: str, version: int) -> Trace:
+def batch(run_id: str, version: int) -> Trace:
     """Return the trace of the batch that makes a version, with all its attempts."""
     return Trace("batch", run_id, version)
 
 
-def run_trace(run_id: str) -> Trace:
+def run(run_id: str) -> Trace:
     """Return the trace of the start of a run, and of every time that a coordinator takes the run up again."""
     return Trace("run", run_id)
 
 
-def savepoint_trace(run_id: str, savepoint_id: int) -> Trace:
+def savepoint(run_id: str, savepoint_id: int) -> Trace:
     """Return the trace of a savepoint."""
     return Trace("savepoint", run_id, savepoint_id)

@@ -47,7 +47,7 @@ class Batches:
 
     def open_batch(self, request: OpenBatch) -> BatchGrant:
         """See ``CoordinatorPort``."""
-        trace = trace_ids.batch_trace(request.run_id, request.batch_id + 1)
+        trace = trace_ids.batch(request.run_id, request.batch_id + 1)
         with spans.span("coordinator.open_batch", trace, host=request.host_id):
             return self._open_batch(request)
 
@@ -177,7 +177,7 @@ class Batches:
     ) -> tuple[Acknowledged | Refused, ...]:
         """See ``CoordinatorPort``."""
         # All of one version: those of an older one are refused.
-        trace = trace_ids.batch_trace(run_id, max((m.version for m in messages), default=0))
+        trace = trace_ids.batch(run_id, max((m.version for m in messages), default=0))
         with spans.span("coordinator.acknowledge", trace, host=host_id, num_partitions=len(messages)):
             return self._acknowledge_many(run_id, host_id, incarnation, messages)
 

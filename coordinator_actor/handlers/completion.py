@@ -55,7 +55,7 @@ def _require_own(run: QueryState) -> None:
 
 
 def _complete(runs: RunRegistry, run: QueryState, version: int) -> None:
-    with spans.span("coordinator.complete", trace_ids.batch_trace(run.run_id, version)):
+    with spans.span("coordinator.complete", trace_ids.batch(run.run_id, version)):
         run.complete(version)
     savepoints = runs.savepoints_of(run.run_id)
     if savepoints is not None:

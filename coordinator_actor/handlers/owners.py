@@ -55,7 +55,7 @@ def assigned(
 def _trace(run: QueryState, began: int, before: Assignment | None, after: Assignment) -> None:
     """Make the span of a new assignment, in the trace of the batch that goes on, or comes next."""
     moved = 0 if before is None else sum(before.find(*task) != after.find(*task) for task in run.tasks())
-    trace = trace_ids.batch_trace(run.run_id, run.versions.completed + 1)
+    trace = trace_ids.batch(run.run_id, run.versions.completed + 1)
     planned = len(run.assignment.planned)
     spans.finished("coordinator.assign", trace, began, moved=moved, planned=planned, num_hosts=len(after.hosts))
 

@@ -65,7 +65,7 @@ class Queries:
             if known is not None:
                 known.lifetime.seen(self._registries.clock())
                 return RegisteredQuery(None, known.manifests.epoch, known.versions.completed)
-            trace = trace_ids.run_trace(registration.run_id)
+            trace = trace_ids.run(registration.run_id)
             with spans.span("coordinator.register", trace, query_id=registration.query_id) as span:
                 answer = self._register(registration, initial)
                 span.note(version=answer.completed_version, epoch=answer.epoch, refused=answer.refusal is not None)
@@ -216,7 +216,7 @@ class Queries:
         with registering:
             run = self._runs.find(registration.run_id)
             if run is None:
-                with spans.span("coordinator.take_up_ended", trace_ids.run_trace(registration.run_id)):
+                with spans.span("coordinator.take_up_ended", trace_ids.run(registration.run_id)):
                     return self._take_up_ended(registration)
             if not run.lifetime.is_served:
                 self.deactivate_instances(run.run_id)

@@ -206,7 +206,7 @@ class RunSavepoints:
                 )
 
     def _trace(self, savepoint_id: int) -> trace_ids.Trace:
-        return trace_ids.savepoint_trace(self._run.run_id, savepoint_id)
+        return trace_ids.savepoint(self._run.run_id, savepoint_id)
 
     def _store(self, completed: CompletedCheckpoint) -> str:
         with spans.span("savepoint.metadata", self._trace(completed.id)):

@@ -147,7 +147,7 @@ class SavepointCoordinator(CheckpointCoordinator):
     def _on_done(self, checkpoint_id: int, began: int, future: Future[str]) -> None:
         error = None if future.cancelled() else future.exception()
         failure = "CancelledError" if future.cancelled() else None if error is None else spans.error_name(error)
-        trace = trace_ids.savepoint_trace(self.job_id, checkpoint_id)
+        trace = trace_ids.savepoint(self.job_id, checkpoint_id)
         spans.finished(trace.kind, trace, began, is_root=True, failure=failure)
         if future.cancelled():
             self.cancel_checkpoint(checkpoint_id, "cancelled by its requester")

@@ -138,7 +138,7 @@ class Host:
         ``PartitionMismatchError`` if the task opens the partition a second time, and what loading and the coordinator
         raise.
         """
-        trace = trace_ids.batch_trace(task.run_id, task.batch_id + 1)
+        trace = trace_ids.batch(task.run_id, task.batch_id + 1)
         with spans.span("host.open", trace, operator=task.operator, partition=task.partition) as span:
             reply = self._opened(task)
             span.note(redirected=reply.redirect is not None, loading=reply.loading is not None)
@@ -176,7 +176,7 @@ class Host:
         self, task: TaskIdentity, changes: Changes, timings: Mapping[str, float], figures: OperatorFigures | None = None
     ) -> Acknowledged:
         """See ``TaskCommits``."""
-        trace = trace_ids.batch_trace(task.run_id, task.batch_id + 1)
+        trace = trace_ids.batch(task.run_id, task.batch_id + 1)
         with spans.span("host.commit", trace, operator=task.operator, partition=task.partition):
             return self.task_commits.commit(task, changes, timings, figures)
 

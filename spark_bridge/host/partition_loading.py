@@ -151,7 +151,7 @@ class PartitionLoading:
                 held = self._held.instances.get(key)
             if (held is not None and held.registration.run_id == run_id) or (warm or -1) >= grant.version:
                 return
-            trace = trace_ids.batch_trace(run_id, grant.version + 1)
+            trace = trace_ids.batch(run_id, grant.version + 1)
             with (
                 spans.span("host.warm_up", trace, operator=operator, partition=partition),
                 self._noted_as_loading(run_id),
@@ -378,7 +378,7 @@ class PartitionLoading:
             lineage = self._lease(*instance.run_key, grant.version).lineage()
         started = time.perf_counter()
         # Below the task that waits for it; what nobody waits for belongs to the batch that goes on meanwhile.
-        trace = trace_ids.batch_trace(instance.registration.run_id, grant.version + 1)
+        trace = trace_ids.batch(instance.registration.run_id, grant.version + 1)
         with spans.span("host.load", trace, operator=instance.operator, partition=instance.partition) as span:
             span.note(snapshots=len(lineage.snapshots), rescaled=lineage.rescaled is not None)
             with self._files.shared.loading():
@@ -499,7 +499,7 @@ class PartitionLoading:
 
 def _complete(instance: Instance, version: int, head: str) -> bool:
     """Apply the accepted changes that made ``head``; return False if the partition has not got them."""
-    trace = trace_ids.batch_trace(instance.registration.run_id, version)
+    trace = trace_ids.batch(instance.registration.run_id, version)
     try:
         with spans.span("host.apply", trace, operator=instance.operator, partition=instance.partition):
             instance.state.complete(version, head)

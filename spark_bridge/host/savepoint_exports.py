@@ -104,7 +104,7 @@ class SavepointExports:
             order.run_id, order.checkpoint_id, operator, partition, self._info.host_id, self._info.incarnation
         )
         try:
-            trace = trace_ids.savepoint_trace(order.run_id, order.checkpoint_id)
+            trace = trace_ids.savepoint(order.run_id, order.checkpoint_id)
             with spans.span("host.export", trace, operator=operator, partition=partition, version=order.version):
                 files = self._files(order, operator, partition, pinned)
         except (StoreClosedError, LoadEndedError):

@@ -73,7 +73,7 @@ class LookupTask:
         run_id, batch_id = context.getLocalProperty(RUN_ID), context.getLocalProperty(BATCH_ID)
         if run_id is None or not self.is_stream or batch_id is None:
             return spans.alone("lookup", **said)
-        return spans.span("lookup", trace_ids.batch_trace(run_id, int(batch_id) + 1), **said)
+        return spans.span("lookup", trace_ids.batch(run_id, int(batch_id) + 1), **said)
 
     def enriched(self, batch: pa.RecordBatch, found: LookedUpState) -> Iterator[pa.RecordBatch]:
         """Give the rows of one batch. A key with a null has no match, as in SQL."""

@@ -41,7 +41,7 @@ _COUNTERS = ("opens", "commits", "keys_written", "keys_read", "loads", "snapshot
 
 @dataclass
 class _OfRun:
-    """The known checkpoints of one run, with the ``mark`` of the coordinator's last answer. Versions ``kept`` can be read."""
+    """The known checkpoints of one run; ``mark`` is that of the last answer. Versions in ``kept`` can be read."""
 
     mark: str = ""
     kept: range = range(0)

@@ -46,7 +46,7 @@ class BatchTraces:
             if known is None:
                 return
             self._runs[run_id] = known[0], version + 1, ended
-        trace = trace_ids.batch_trace(run_id, version)
+        trace = trace_ids.batch(run_id, version)
         _root(known[0], trace, began, ended, rows=int(told.get("numInputRows") or 0))
         first, last = began, ended
         for step in (s for s in FIRST_STEPS if s in took):
@@ -64,7 +64,7 @@ class BatchTraces:
             return
         registration, version, since = known
         failure = exception.partition(":")[0].rpartition(".")[2].strip() or "StreamingQueryException"
-        _root(registration, trace_ids.batch_trace(run_id, version), since, 0, failure=failure)
+        _root(registration, trace_ids.batch(run_id, version), since, 0, failure=failure)
 
 
 def _root(

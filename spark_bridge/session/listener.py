@@ -84,7 +84,7 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
         refusal, execution = None, None
         try:
             execution = self._spark.streams.get(str(event.id))._jsq.streamingQuery()
-            trace = trace_ids.run_trace(str(event.runId))
+            trace = trace_ids.run(str(event.runId))
             with spans.span(trace.kind, trace, is_root=True, query_id=str(event.id), query_name=event.name) as span:
                 refusal = self._register(event, execution)
                 span.note(refused=refusal is not None)
@@ -264,7 +264,7 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
             self._metrics.batch(run_id, progress)
             self._traces.batch(run_id, batch_id, progress)
             try:
-                with spans.span("driver.committed", trace_ids.batch_trace(run_id, batch_id + 1)):
+                with spans.span("driver.committed", trace_ids.batch(run_id, batch_id + 1)):
                     self._cluster.batch_committed(run_id, batch_id)
                 if has_listeners():
                     # Spark tells of a batch when it comes to it: others may have been committed since.

@@ -127,7 +127,7 @@ def task_span(task: TaskIdentity) -> spans.Span:
     """Begin the span of a task, from its first row on until Spark has taken its output."""
     return spans.span(
         "task",
-        trace_ids.batch_trace(task.run_id, task.batch_id + 1),
+        trace_ids.batch(task.run_id, task.batch_id + 1),
         operator=task.operator,
         partition=task.partition,
         attempt=task.attempt,

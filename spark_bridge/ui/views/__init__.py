@@ -14,8 +14,8 @@ SEEN = {
     "/scan": scan.scan,
     "/scan.csv": scan.scan_csv,
     "/sql": sql.sql,
-    "/savepoints": savepoints.savepoints,
-    "/savepoint": savepoints.savepoint,
+    "/savepoints": savepoints.savepoints_page,
+    "/savepoint": savepoints.savepoint_page,
 }
 POSTED = {
     "/sql": sql.sql,

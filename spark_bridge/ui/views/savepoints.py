@@ -18,7 +18,7 @@ from spark_bridge.ui.system import reference
 MOST_SAVEPOINTS = 100
 
 
-def savepoints(call: PageCall) -> Response:
+def savepoints_page(call: PageCall) -> Response:
     """List the savepoints of a query, the newest first, and say how far one is that was asked for."""
     queries = call.overview.queries
     named = call.given("query")
@@ -45,7 +45,7 @@ def savepoints(call: PageCall) -> Response:
     )
 
 
-def savepoint(call: PageCall) -> Response:
+def savepoint_page(call: PageCall) -> Response:
     """Describe a savepoint."""
     query = call.named_query()
     info = _described(call, query, check_files=False)

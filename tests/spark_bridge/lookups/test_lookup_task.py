@@ -160,7 +160,7 @@ def test_a_task_is_a_span_in_the_trace_of_its_batch_or_in_one_of_its_own(
     assert whole.attributes is not None and whole.context is not None
     said = {name.removeprefix("statestore."): value for name, value in whole.attributes.items()}
     assert (said["operator"], said["looked_up"], said["partition"], said["num_rows"]) == ("totals", "q", 3, 42)
-    of_batch, root = trace_ids.batch_trace("run-of-other", 7).ids
+    of_batch, root = trace_ids.batch("run-of-other", 7).ids
     if run_id is None:
         assert whole.context.trace_id != of_batch and whole.parent is None
     else:

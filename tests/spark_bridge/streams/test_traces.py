@@ -84,7 +84,7 @@ def traces(tmp_path_factory: pytest.TempPathFactory) -> Traces:
 def test_one_trace_a_batch(traces: Traces) -> None:
     first, second = traces.said["first"], traces.said["second"]
     for run_id, version, partitions in ((first, 1, 2), (first, 2, 2), (first, 3, 2), (second, 4, 3), (second, 5, 3)):
-        trace = trace_ids.batch_trace(run_id, version)
+        trace = trace_ids.batch(run_id, version)
         root = traces.root(trace)
         assert (root.name, root["role"], root["run_id"], root["version"]) == ("batch", "driver", run_id, version)
         assert (root["rows"], root["query_name"], root.failure) == (100, "traced", "")
@@ -107,7 +107,7 @@ def test_one_trace_a_batch(traces: Traces) -> None:
 
 
 def test_the_start_of_a_run_and_a_coordinator_that_comes_back(traces: Traces) -> None:
-    trace = trace_ids.run_trace(traces.said["first"])
+    trace = trace_ids.run(traces.said["first"])
     assert (traces.root(trace).name, traces.root(trace)["role"]) == ("run", "driver")
     assert "run > coordinator.register > coordinator.claim > storage.put" in traces.paths(trace)
     assert [c["was_known"] for c in traces.named(trace, "coordinator.claim")] == [False, True]
@@ -115,7 +115,7 @@ def test_the_start_of_a_run_and_a_coordinator_that_comes_back(traces: Traces) ->
 
 def test_a_savepoint(traces: Traces) -> None:
     savepoint_id = int(traces.said["savepoint"].rpartition("-")[2])
-    trace = trace_ids.savepoint_trace(traces.said["first"], savepoint_id)
+    trace = trace_ids.savepoint(traces.said["first"], savepoint_id)
     assert traces.root(trace).name == "savepoint"
     assert {
         "savepoint > savepoint.trigger > storage.put",
@@ -134,9 +134,9 @@ def test_a_restored_savepoint(traces: Traces) -> None:
 
 
 def test_other_partitions(traces: Traces) -> None:
-    (claim,) = traces.named(trace_ids.run_trace(traces.said["second"]), "coordinator.claim")
+    (claim,) = traces.named(trace_ids.run(traces.said["second"]), "coordinator.claim")
     assert claim["rescaled"] is True
-    trace = trace_ids.batch_trace(traces.said["second"], 4)
+    trace = trace_ids.batch(traces.said["second"], 4)
     loads = traces.named(trace, "host.load")
     assert sorted(load["partition"] for load in loads) == [0, 1, 2]
     assert all(load["rescaled"] for load in loads)
@@ -144,7 +144,7 @@ def test_other_partitions(traces: Traces) -> None:
 
 
 def test_a_partition_that_moves(traces: Traces) -> None:
-    trace = trace_ids.batch_trace(traces.said["second"], 5)
+    trace = trace_ids.batch(traces.said["second"], 5)
     (warm,) = traces.named(trace, "host.warm_up")
     assert "batch > host.warm_up > host.load" in traces.paths(trace)
     assert sum(s["moved"] for s in traces.named(trace, "coordinator.assign")) == 1

@@ -113,7 +113,7 @@ def test_one_trace_a_batch_from_the_task_to_storage(recorded: Recorded, stream: 
     stream.c.batch_committed("run1", 0)
     stream.hosts[0].heartbeat()
     wait_until(lambda: len(recorded.named("host.apply")) == 2)
-    trace_id, root_id = trace_ids.batch_trace("run1", 1).ids
+    trace_id, root_id = trace_ids.batch("run1", 1).ids
     assert {s.context.trace_id for s in recorded.all()} == {trace_id}
     paths = {" > ".join(recorded.path(s)) for s in recorded.all()}
     commit = "task > task.commit > host.commit"
@@ -165,7 +165,7 @@ def test_a_restart_with_other_partitions(recorded: Recorded, stream: Stream) -> 
     assert claim.attributes == {"statestore.was_known": False, "statestore.rescaled": True}
     registered = recorded.one("coordinator.register")
     assert registered.parent is not None
-    assert (registered.context.trace_id, registered.parent.span_id) == trace_ids.run_trace("run2").ids
+    assert (registered.context.trace_id, registered.parent.span_id) == trace_ids.run("run2").ids
     assert registered.attributes is not None
     assert (registered.attributes["statestore.query_id"], registered.attributes["statestore.version"]) == ("q", 1)
     write_offsets(stream.world, 1, 0, 1000)
@@ -173,7 +173,7 @@ def test_a_restart_with_other_partitions(recorded: Recorded, stream: Stream) -> 
     load = recorded.one("host.load")
     assert recorded.path(load) == ["host.open", "host.load"]
     assert load.attributes is not None and load.attributes["statestore.rescaled"] is True
-    assert load.context.trace_id == trace_ids.batch_trace("run2", 2).ids[0]
+    assert load.context.trace_id == trace_ids.batch("run2", 2).ids[0]
 
 
 def test_a_savepoint_is_a_trace_of_its_own(recorded: Recorded, stream: Stream) -> None:
@@ -192,9 +192,7 @@ def test_a_savepoint_is_a_trace_of_its_own(recorded: Recorded, stream: Stream) -
     root = recorded.one("savepoint")
     assert root.parent is None and root.attributes is not None
     savepoint_id = root.attributes["statestore.savepoint_id"]
-    assert (root.context.trace_id, root.context.span_id) == trace_ids.savepoint_trace(
-        "run1", int(str(savepoint_id))
-    ).ids
+    assert (root.context.trace_id, root.context.span_id) == trace_ids.savepoint("run1", int(str(savepoint_id))).ids
     below = {s.name for s in recorded.all() if s.parent and s.parent.span_id == root.context.span_id}
     assert below == {"savepoint.trigger", "savepoint.spark_files", "host.export", "savepoint.metadata"}
     exported = [(s.attributes or {})["statestore.partition"] for s in recorded.named("host.export")]
@@ -219,7 +217,7 @@ def test_a_partition_that_moves_is_loaded_beside_the_batch(recorded: Recorded, s
     wait_until(has_moved)
     warm = recorded.one("host.warm_up")
     assert warm.parent is not None
-    assert (warm.context.trace_id, warm.parent.span_id) == trace_ids.batch_trace("run1", 2).ids
+    assert (warm.context.trace_id, warm.parent.span_id) == trace_ids.batch("run1", 2).ids
     assert recorded.path(recorded.one("host.load")) == ["host.warm_up", "host.load"]
     assert ["host.warm_up", "host.load", "storage.get"] in map(recorded.path, recorded.all())
 
