@@ -232,7 +232,7 @@ class TaskStore:
 
     def _forget_owner(self, error: Exception) -> None:
         if self._owner is not None and isinstance(error, HostUnavailableError):
-            forget_client(self._owner.address, self._owner_token)
+            _give_up(self._owner.address, self._owner_token)
         self._owner = None
         _owners.pop(self._key, None)
 
@@ -243,7 +243,7 @@ class TaskStore:
         try:
             opened, answer = opening(host)
         except HostUnavailableError:
-            forget_client(address, token)
+            _give_up(address, token)
             raise
         if opened.loading is not None:
             raise _StillLoadingError(address, opened.loading)
@@ -266,8 +266,8 @@ class TaskStore:
             f"no state store host is known; looked into {self._endpoints.host_files}"
         )
         for address, token in candidates:
-            host = client_for(address, token, self._endpoints.tls)
             try:
+                host = client_for(address, token, self._endpoints.tls)
                 opened = host.open(self._task)
                 if opened.redirect is not None:
                     address = opened.redirect  # noqa: PLW2901 - the owner replaces the host asked
@@ -276,7 +276,7 @@ class TaskStore:
                     if opened.redirect is not None:
                         raise NotOwnerError(f"{address} sent the task on to {opened.redirect}; ownership is changing.")
             except HostUnavailableError as error:
-                forget_client(address, token)
+                _give_up(address, token)
                 failure = error
                 continue
             if opened.loading is not None:
@@ -285,6 +285,13 @@ class TaskStore:
             self._opened_at(host, token, opened)
             return host
         raise failure
+
+
+def _give_up(address: str, token: str) -> None:
+    """Forget a host that does not answer, with all that it owned: else the task of each partition would call it."""
+    forget_client(address, token)
+    for key in [key for key, (owner, _) in list(_owners.items()) if owner == address]:
+        _owners.pop(key, None)
 
 
 def _behind(ranges: Sequence[KeyRange], key: bytes) -> list[KeyRange]:

@@ -31,7 +31,7 @@ from spark_bridge.transport.protocol import (
     ScanCommand,
     TaskIdentity,
 )
-from spark_bridge.transport.silent_hosts import calls
+from spark_bridge.transport.silent_hosts import calls, silent_places
 from spark_bridge.transport.tls import TlsConf
 
 UNREACHABLE = (
@@ -43,6 +43,8 @@ UNREACHABLE = (
 
 CONNECT_MS = 3000
 """A host has so long to take a connection: the first packet is sent again after 1 s."""
+AGAIN_SECONDS = 0.5
+"""A host that was given up has so long to take a connection before it is called again."""
 REFUSED = (flight.FlightUnauthenticatedError, flight.FlightUnauthorizedError)
 
 
@@ -79,8 +81,7 @@ class HostClient:
             ("grpc.max_reconnect_backoff_ms", 200),
             ("grpc.min_reconnect_backoff_ms", CONNECT_MS),
         ]
-        ip, _, port = address.rpartition("//")[2].rpartition(":")
-        self._place = ip.strip("[]"), int(port)
+        self._place = _place_of(address)
         self._client = flight.FlightClient(address, generic_options=options, **arguments)
         self._timeout = timeout
         self._token = (b"authorization", f"Bearer {token}".encode())
@@ -223,12 +224,27 @@ class HostClient:
         self._client.close()
 
 
+def _place_of(address: str) -> tuple[str, int]:
+    ip, _, port = address.rpartition("//")[2].rpartition(":")
+    return ip.strip("[]"), int(port)
+
+
 _clients: dict[tuple[str, str], HostClient] = {}
+_given_up: set[str] = set()
+"""The addresses of hosts that did not answer, and have not been called since. As many as there were hosts."""
 _clients_lock = threading.Lock()
 
 
 def client_for(address: str, token: str, tls: TlsConf | None = None) -> HostClient:
-    """Return this process's connection to a host. Connections are kept: a PySpark worker runs many tasks."""
+    """Return this process's connection to a host. Connections are kept: a PySpark worker runs many tasks.
+
+    A host that was given up is called again where somebody takes connections there; otherwise raises
+    ``HostUnavailableError`` at once, since each task would find out anew and take ``CONNECT_MS`` for it.
+    """
+    if address in _given_up:
+        if silent_places({_place_of(address)}, seconds=AGAIN_SECONDS):
+            raise HostUnavailableError(f"Nobody takes connections at {address}, where a call was given up before.")
+        _given_up.discard(address)
     with _clients_lock:
         client = _clients.get((address, token))
         if client is None:
@@ -242,5 +258,6 @@ def forget_client(address: str, token: str) -> None:
     It must not be closed here: to close it while another thread begins a call ends the process (gRPC reads what has
     been freed).
     """
+    _given_up.add(address)
     with _clients_lock:
         _clients.pop((address, token), None)

@@ -103,8 +103,10 @@ class SilentHosts:
                 shut_down_connections(place)
 
 
-def silent_places(places: Collection[tuple[str, int]], *, refusals: bool = True) -> set[tuple[str, int]]:
-    """Return the places at which nobody takes a connection within ``PROBE_SECONDS``.
+def silent_places(
+    places: Collection[tuple[str, int]], *, refusals: bool = True, seconds: float = PROBE_SECONDS
+) -> set[tuple[str, int]]:
+    """Return the places at which nobody takes a connection within so many ``seconds``.
 
     Without ``refusals``, those that refuse one are not among them: their machine is there.
     """
@@ -118,7 +120,7 @@ def silent_places(places: Collection[tuple[str, int]], *, refusals: bool = True)
             probe.setblocking(False)
             probe.connect_ex(place)
             poll.register(probe, select.POLLOUT)
-        deadline = time.monotonic() + PROBE_SECONDS
+        deadline = time.monotonic() + seconds
         left = len(connecting)
         while left and (wait := deadline - time.monotonic()) > 0:
             for descriptor, _ in poll.poll(wait * 1e3):

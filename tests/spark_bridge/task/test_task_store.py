@@ -30,6 +30,7 @@ from spark_bridge.task.endpoints import Endpoints
 from spark_bridge.task.staged_changes import StagedChanges
 from spark_bridge.task.state_task import StateTask, partitions_of
 from spark_bridge.task.task_store import TaskStore
+from spark_bridge.transport import flight_client
 from spark_bridge.transport.protocol import OpenReply
 from tests.coordinator_actor.coordinator_world import World
 from tests.patience import PATIENCE
@@ -318,6 +319,29 @@ def test_a_host_that_is_lost_between_open_and_get_is_asked_anew(
     assert again.get_many(keys, "a").to_pylist() == keys.to_pylist()
     again.commit(OperatorFigures())
     assert calls == ["do_exchange", "open", "do_exchange", "do_put"]
+
+
+def test_what_one_task_finds_out_about_a_lost_host_no_other_task_of_the_worker_finds_out_again(
+    world: World, served: list[Served], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start(world, served, tmp_path)
+    write_offsets(world, 0, 0, 1000)
+    for p in (0, 1):
+        store(served, 0, p).commit(OperatorFigures())
+    world.commit_spark(0)
+    write_offsets(world, 1, 0, 2000)
+    served[0].stop()
+    gone = served[0].address
+    served.append(Served(world, served[0].host.coordinator, "b", tmp_path))
+    called: list[str] = []
+    make = flight_client.HostClient
+    monkeypatch.setattr(
+        flight_client, "HostClient", lambda address, *args, **kw: called.append(address) or make(address, *args, **kw)
+    )
+    for p in (0, 1):
+        store(served, 1, p).commit(OperatorFigures())
+        assert gone not in {address for address, _ in task_client._owners.values()}
+    assert gone not in called, "a connection of the first batch has shown that nobody answers"
 
 
 def test_a_get_that_opens_refuses_other_key_groups(world: World, served: list[Served], tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from spark_bridge.exceptions import HostUnavailableError
 from spark_bridge.host_actor.flight_server import HostFlightServer
 from spark_bridge.transport.flight_client import client_for, forget_client
 from tests.coordinator_actor.coordinator_world import World
@@ -63,3 +65,17 @@ def test_a_connection_that_was_given_up_is_closed_when_its_last_call_is_over(ser
     assert is_connected()
     del client
     wait_until(lambda: not is_connected())
+
+
+def test_a_host_that_was_given_up_is_called_again_once_somebody_takes_connections_there() -> None:
+    with socket.socket() as place:
+        place.bind(("127.0.0.1", 0))
+        address = f"grpc://127.0.0.1:{place.getsockname()[1]}"
+        first = client_for(address, TOKEN)
+        forget_client(address, TOKEN)
+        for _ in range(2):
+            with pytest.raises(HostUnavailableError, match="Nobody takes connections"):
+                client_for(address, TOKEN)
+        place.listen()
+        assert client_for(address, TOKEN) is not first
+    assert client_for(address, TOKEN), "it has not been given up since"
