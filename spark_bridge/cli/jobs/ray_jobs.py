@@ -24,7 +24,7 @@ NAME_KEY = "statestore_run"
 COMMAND_KEY = "statestore_command"
 HTTP_TIMEOUTS = (10.0, 60.0)
 """To connect, and for each part of an answer: a cut cable sends none. A job's files are uploaded in between."""
-AGAIN_SECONDS = 2.0
+ASK_AGAIN_SECONDS = 2.0
 HTTP_OK, HTTP_NOT_FOUND = 200, 404
 SERVER_FAILED = "status code 5"
 
@@ -164,7 +164,7 @@ class RayJobs:
             try:
                 asyncio.run(follow())
             except Exception:  # noqa: BLE001 - whatever it was: the supervisor says what became of the run
-                time.sleep(AGAIN_SECONDS)
+                time.sleep(ASK_AGAIN_SECONDS)
             try:
                 run = self.look(number)
             except (ClusterAwayError, NotOursError):
