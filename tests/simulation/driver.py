@@ -395,6 +395,10 @@ class PerProcess:
         """As a dict's."""
         return self._mine().pop(key, default)
 
+    def items(self) -> Any:
+        """As a dict's."""
+        return self._mine().items()
+
     def __contains__(self, key: Any) -> bool:
         return key in self._mine()
 
