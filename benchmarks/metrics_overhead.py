@@ -2,9 +2,12 @@
 
     python benchmarks/metrics_overhead.py                      2 hosts with 4, 100 and 500 partitions, 7 turns
     python benchmarks/metrics_overhead.py --turns 3 --partitions 4 100
+    python benchmarks/metrics_overhead.py --spark              one stream on Ray and Spark, with metrics and without
+    python benchmarks/metrics_overhead.py --spark --turns 4 --batches 10
 
-A real coordinator and real hosts run batches on a local disk, without Spark, so that a batch takes no longer than it
-must. In each turn each size runs batches; then everything is published to Ray as the processes do it, and timed:
+Without ``--spark`` a real coordinator and real hosts run batches on a local disk, without Spark, so that a batch takes
+no longer than it must. In each turn each size runs batches; then everything is published to Ray as the processes do it,
+and timed:
 
 - the coordinator's look, once a second, and its figures of each checkpoint,
 - the looks of the hosts, once in five seconds each, with all that they describe of themselves for it,
@@ -14,6 +17,12 @@ must. In each turn each size runs batches; then everything is published to Ray a
 All times are of the processor, so that others on the machine disturb little. What comes with time is counted for the
 length of the batch. The share is of what coordinator, hosts and tasks take of the processor for the batch; Spark, which
 takes far more, has no part in it. Not in it is Ray's export of what was published, which Ray does for itself too.
+
+With ``--spark`` the batches are whole: a stream on RayDP with two executors and two hosts, ``aggregate`` over 1,000
+rows a batch, each begun as soon as the one before is through. Each turn runs batches with metrics and batches without,
+the other first in the next turn: the processes are told to publish nothing for a while. The first batch behind such a
+change does not count. The table has the seconds of a batch, and those of the processor that all processes used for it,
+Spark's too. Ray goes on to export the last values for 20 s, so its export is not in the difference here either.
 """
 
 from __future__ import annotations
@@ -27,6 +36,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from played_stream import PlayedStream, Shape, played_stream
 from ray_cluster import own_ray
@@ -171,13 +181,111 @@ def report(sizes: Sequence[Published]) -> Table:
     return table
 
 
+# -- whole batches -----------------------------------------------------------------------------
+
+ON, OFF = "with metrics", "without"
+ROWS, KEYS, PARTITIONS, WARM_UP = 1_000, 100_000, 4, 40
+
+
+@dataclass
+class Arm:
+    """The batches with metrics, or those without. A turn has the seconds of its batches, and the processor's of one."""
+
+    seconds: list[list[float]] = field(default_factory=list)
+    cpu: list[float] = field(default_factory=list)
+
+
+def measure_in_spark(turns: int, batches: int) -> dict[str, Arm]:
+    """Run one stream, with metrics and without in turns."""
+    import lanes
+    import stateful_profile
+    from comparisons.streams import AT_ONCE, directory
+    from stateful_queries import CONTESTANTS
+    from workloads import Workload
+
+    arms = {ON: Arm(), OFF: Arm()}
+    with directory() as root, lanes.session(PARTITIONS, configs=AT_ONCE) as spark:
+        given = lanes.Input(root / "batches", Workload("long", "a long key", ROWS, KEYS), files=1)
+        for _ in range(WARM_UP + 2 * turns * batches):
+            given.add()
+        lane = lanes.Lane(CONTESTANTS["aggregate"], root / "aggregate", given)
+        lanes.start(spark, lane)
+        lane.run(WARM_UP)
+        for turn in range(turns):
+            for name in (ON, OFF) if turn % 2 == 0 else (OFF, ON):
+                _let_publish(name == ON)
+                before = stateful_profile.cpu_seconds()
+                arms[name].seconds.append(lane.run(batches)[1:])
+                arms[name].cpu.append(sum(stateful_profile.cpu_since(before).values()) / batches)
+        _let_publish(True)
+        lane.check()
+        lane.stop()
+    return arms
+
+
+def _let_publish(on: bool) -> None:
+    """Let coordinator, hosts and driver publish their metrics, or let them not."""
+    import ray
+
+    from spark_bridge.session.current import current_cluster
+
+    cluster = current_cluster()
+    coordinator = ray.get_actor(cluster.options.coordinator_name, namespace=cluster.options.namespace)
+    told = [host.__ray_call__.remote(_host_publishes, on) for host in cluster.hosts]
+    ray.get([*told, coordinator.__ray_call__.remote(_coordinator_publishes, on)], timeout=30)
+    _replaced(StreamMetrics, ("publish", "batch"), on)
+
+
+def _host_publishes(host: Any, on: bool) -> None:
+    _replaced(host, ("_publish",), on)
+
+
+def _coordinator_publishes(coordinator: Any, on: bool) -> None:
+    _replaced(coordinator._query_metrics, ("publish",), on)
+    _replaced(coordinator, ("_acknowledged",), on)
+
+
+def _replaced(owner: Any, methods: tuple[str, ...], on: bool) -> None:
+    """Put methods back that were replaced by ones that do nothing, or replace them."""
+    for name in methods:
+        kept = f"_kept_{name}"
+        if on and hasattr(owner, kept):
+            setattr(owner, name, getattr(owner, kept))
+            delattr(owner, kept)
+        elif not on and not hasattr(owner, kept):
+            setattr(owner, kept, getattr(owner, name))
+            setattr(owner, name, lambda *_: None)
+
+
+def report_in_spark(arms: dict[str, Arm]) -> Table:
+    """Return a table with the medians, and how much more a turn with metrics took than the one without."""
+    table = Table("", ON, OFF, "more, median of turns", "least to most")
+    for what, figures in (
+        ("a batch, ms", {name: [statistics.mean(turn) for turn in arm.seconds] for name, arm in arms.items()}),
+        ("processor for a batch, ms", {name: arm.cpu for name, arm in arms.items()}),
+    ):
+        more = [a / b - 1 for a, b in zip(figures[ON], figures[OFF], strict=True)]
+        table.add_row(
+            what,
+            *(f"{statistics.median(figures[name]) * 1000:.1f}" for name in (ON, OFF)),
+            f"{statistics.median(more):+.1%}",
+            f"{min(more):+.1%} to {max(more):+.1%}",
+        )
+    return table
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--partitions", type=int, nargs="+", default=[4, 100, 500])
-    parser.add_argument("--turns", type=int, default=7)
+    parser.add_argument("--turns", type=int, default=None, help="7, and 12 with --spark")
+    parser.add_argument("--spark", action="store_true", help="whole batches, with metrics and without")
+    parser.add_argument("--batches", type=int, default=20, help="batches of a half turn with --spark")
     given = parser.parse_args()
-    Console().print(report(measure(given.partitions, given.turns)))
+    if given.spark:
+        Console().print(report_in_spark(measure_in_spark(given.turns or 12, given.batches)))
+    else:
+        Console().print(report(measure(given.partitions, given.turns or 7)))
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ Shared by a provider that keeps its own manifests and by the coordinator.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
@@ -52,19 +53,21 @@ def walk(
     head: Manifest | None,
     manifest: Callable[[int], Manifest | None],
     name: Callable[[int], str],
-    gap: Callable[[MissingFileError | DamagedFileError], None] | None = None,
+    gap: Callable[[Manifest, MissingFileError | DamagedFileError], Manifest | None] | None = None,
 ) -> dict[int, Manifest]:
     """Return the manifest per version from ``head`` down to its ``chain_from``, newest first.
 
     ``manifest`` reads the manifest of an id, None if there is none; ``name`` names its file, for messages. Raises
     ``MissingFileError`` if a manifest is not there, ``DamagedFileError`` if one is not of the version that belongs
-    there; if ``gap`` is to hear of the error, the chain ends there.
+    there. With ``gap`` the chain leaves that version out: ``gap`` is told the manifest whose parent that is, and the
+    error, and returns a manifest from which the chain goes on with the versions below, None if there is none.
     """
     chain: dict[int, Manifest] = {}
-    current = head
+    current, below = head, math.inf
     while current is not None:
-        chain[current.version] = current
         assert head is not None
+        if current.version < below:
+            chain[current.version] = current
         if current.version <= head.chain_from:
             break
         try:
@@ -72,10 +75,11 @@ def walk(
         except (MissingFileError, DamagedFileError) as error:
             if gap is None:
                 raise
-            gap(error)
-            # A chain that begins with version 1 begins with no state; this one begins with what is not known.
-            chain.pop(1, None)
-            break
+            below = min(below, current.version - 1)
+            if below == 0:
+                # Changelogs from version 1 on are applied to no state; these are applied to what is not known.
+                chain.pop(1, None)
+            current = gap(current, error)
     return chain
 
 

@@ -53,8 +53,8 @@ class ManifestLog:
     checkpoint, ``folds`` copies of manifests. ``manifests`` has those that were read, by id, as they were written.
     ``rewritten`` names the records of files that were written anew, as the newest manifest does; ``chain`` goes by
     these. ``damages`` has, by path, what is wrong with older manifests that ``refresh`` was to pass over, and with the
-    chain where it ``ends_early`` because of them. ``_sequence`` is that of the last manifest of the claimed epoch that
-    is known to exist.
+    chain where it ``has_gaps`` because of them. ``_sequence`` is that of the last manifest of the claimed epoch that is
+    known to exist.
     """
 
     def __init__(self, storage: CheckpointStorage, coordinator_id: str) -> None:
@@ -67,7 +67,7 @@ class ManifestLog:
         self.folds = ManifestFolds(self._files)
         self.rewritten: tuple[str, ...] = ()
         self.damages: dict[str, str] = {}
-        self.ends_early = False
+        self.has_gaps = False
         self._records: dict[str, RewrittenFiles] = {}
         self._sequence = 0
 
@@ -129,15 +129,15 @@ class ManifestLog:
         """Return the newest manifest of the highest epoch. Later manifests of lower epochs are ignored."""
         return max(self.manifests.values(), key=lambda m: (m.epoch, m.id), default=None)
 
-    def chain(self, *, may_end_early: bool = False) -> dict[int, Manifest]:
+    def chain(self, *, leaves_out: bool = False) -> dict[int, Manifest]:
         """Return the manifest of each version, along the parents of the head, as far as they are kept.
 
         They name the files that count: in the place of those that a record of ``rewritten`` gives up, the others.
         Raises ``MissingFileError`` and ``DamagedFileError`` where a parent is not there or not the right one. With
-        ``may_end_early`` the chain ends above such a parent, which ``damages`` then has.
+        ``leaves_out`` the chain has not its version, and ``damages`` says why.
         """
         head = self.head()
-        self.ends_early = False
+        self.has_gaps = False
         self.rewritten = () if head is None else head.rewritten
         self._records = {path: self._records.get(path) or self.record(path) for path in self.rewritten}
 
@@ -148,14 +148,19 @@ class ManifestLog:
                     found = record.of(found)
             return found
 
-        return chain.walk(
-            None if head is None else manifest(head.id), manifest, self._name, self._gap if may_end_early else None
-        )
+        def gap(child: Manifest, error: MissingFileError | DamagedFileError) -> Manifest | None:
+            self.has_gaps = True
+            if not self.damages:  # else these say why
+                self.damages = {f"{MANIFESTS}/": str(error)}
+            # What was written last before the missing one has the same versions below: a completed version does not
+            # change, and whoever goes back writes the version gone back to again before others.
+            older = [m for m in self.manifests.values() if m.id < (child.parent or 0)]
+            last = max(older, key=lambda m: (m.epoch, m.id), default=None)
+            return None if last is None else manifest(last.id)
 
-    def _gap(self, error: MissingFileError | DamagedFileError) -> None:
-        self.ends_early = True
-        if not self.damages:  # else these say why
-            self.damages = {f"{MANIFESTS}/": str(error)}
+        return chain.walk(
+            None if head is None else manifest(head.id), manifest, self._name, gap if leaves_out else None
+        )
 
     def record(self, path: str) -> RewrittenFiles:
         """Read a record of files that were written anew. Raises ``MissingFileError`` or ``DamagedFileError``."""

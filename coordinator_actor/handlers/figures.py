@@ -35,18 +35,23 @@ class Figures:
                 }
                 for lease in self._registries.hosts.leases.values()
             ]
-            runs = list(self._runs.by_id.values())
+            now = self._registries.clock()
+            runs = [(run, now - run.lifetime.driver_seen) for run in self._runs.by_id.values()]
             instances = self._registries.instances.describe()
             problems = [p for of_session in self._registries.placement_problems.values() for p in of_session]
         return {
             "coordinator_id": self._coordinator_id,
             "hosts": hosts,
-            "queries": [{**_described(run), "failure": self._runs.failure(run.run_id)} for run in runs],
+            "queries": [
+                {**_described(run), "failure": self._runs.failure(run.run_id), "seconds_since_driver": round(silent, 3)}
+                for run, silent in runs
+            ],
             "instances": instances,
             "problems": problems,
             "lost": [
                 {"query": e.registration.name or e.registration.query_id, "run_id": e.registration.run_id, "at": e.at}
-                | {"checkpoint_location": e.registration.checkpoint_location}
+                | {"checkpoint_location": e.registration.checkpoint_location, "query_id": e.registration.query_id}
+                | {"state_location": e.registration.state_location}
                 for e in self._runs.lost()[-MOST_LOST:]
             ],
         }

@@ -25,7 +25,8 @@ STOPPED = "its query ended"
 class EndedQuery:
     """A run that is over, for clients that still ask for its state, and for people.
 
-    ``at`` is in seconds since 1970. ``was_running``: its query had not ended, as far as its driver has said.
+    ``at`` is in seconds since 1970: when it ended, or when its driver was last heard of. ``was_running``: its query had
+    not ended, as far as its driver has said.
     """
 
     registration: QueryRegistration
@@ -237,7 +238,8 @@ class RunRegistry:
         was_running = run.lifetime.is_current
         run.lifetime.end()
         with self._lock:
-            self._ended[run.run_id] = EndedQuery(run.registration, self._clock(), why, was_running)
+            at = run.lifetime.driver_seen if why == LEASE_OVER else self._clock()
+            self._ended[run.run_id] = EndedQuery(run.registration, at, why, was_running)
         self._end_work(run, why)
 
     def failed(self, run_id: str, failure: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -35,7 +35,7 @@ class Versions(Protocol):
         """Return a manifest for each version."""
 
     @property
-    def readable(self) -> range:
+    def readable(self) -> Sequence[int]:
         """Return the versions that can be read."""
 
     def pin(self, holder: int | str, version: int) -> None:

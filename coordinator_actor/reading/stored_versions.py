@@ -5,13 +5,13 @@ A reader looks at the manifests, also while the query runs. It writes and locks 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from msgspec import Struct, structs
 
 from backends.encoding.operator_schema import OperatorSchema
-from backends.exceptions import InvalidStateStoreArgument, MissingFileError, VersionNotFoundError
+from backends.exceptions import DamagedFileError, InvalidStateStoreArgument, MissingFileError, VersionNotFoundError
 from backends.formats import manifest_chain as chains
 from backends.formats.manifest import Lineage, Manifest, OperatorEntry
 from backends.formats.manifest_chain import Layout
@@ -99,8 +99,8 @@ class StateVersions:
     """The versions of a query's state, as its storage showed them at one moment.
 
     ``chain`` has a manifest per version. ``completed`` is the version behind the last batch that Spark has committed.
-    ``damages`` says by path what is wrong with manifests that were passed over: the chain may end above them, and
-    versions below ``whole_from`` cannot be loaded.
+    ``damages`` says by path what is wrong with manifests that were passed over: the chain may not have their versions.
+    Then ``loadable`` has the versions that can be loaded all the same.
     """
 
     place: StatePlace
@@ -109,7 +109,7 @@ class StateVersions:
     completed: int
     key_groups: int
     damages: Mapping[str, str] = field(default_factory=dict)
-    whole_from: int = 0
+    loadable: tuple[int, ...] | None = None
 
     @classmethod
     def look(
@@ -137,41 +137,55 @@ class StateVersions:
             completed = commits.next_batch()
             log.refresh(passes_over_damage=passes_over_damage)
             try:
-                may_end = passes_over_damage and (bool(log.damages) or attempt == LOOKS)
-                found = cls(place, log, log.chain(may_end_early=may_end), completed, file.key_groups, log.damages)
+                leaves_out = passes_over_damage and (bool(log.damages) or attempt == LOOKS)
+                found = cls(place, log, log.chain(leaves_out=leaves_out), completed, file.key_groups, log.damages)
             except MissingFileError:
                 # A manifest was removed after it was listed. The newer manifest that has caused this exists by now.
                 if attempt == LOOKS:
                     raise
                 continue
-            if log.ends_early:
-                found = replace(found, whole_from=found._first_whole())
+            if log.has_gaps:
+                found = replace(found, loadable=tuple(found._loadable()))
             # If not even the last completed version is kept, then later versions were completed meanwhile.
             if found.readable or completed == 0 or attempt == LOOKS:
                 return found
 
     @property
-    def readable(self) -> range:
+    def readable(self) -> Sequence[int]:
         """Return the versions that can be read. The empty version 0 is one as long as nothing was removed."""
+        if self.loadable is not None:
+            return self.loadable
         if not self.chain:
             return range(0)
         newest = max(self.chain)
         lowest = min(self.chain)
         oldest = self.chain[newest].oldest or (0 if lowest <= 1 else lowest)
-        return range(max(oldest, self.whole_from), min(newest, self.completed) + 1)
+        return range(oldest, min(newest, self.completed) + 1)
 
-    def _first_whole(self) -> int:
-        """Return the first version that can be loaded by what the chain names, all partitions of the newest counted.
+    def _loadable(self) -> Iterator[int]:
+        """Give the completed versions that can be loaded by what a chain with gaps names."""
+        head = self.chain[max(self.chain)] if self.chain else None
+        for first, last in spans(sorted(self.chain)) if head is not None else ():
+            assert head is not None
+            is_from_begin = first <= head.chain_from
+            start = (head.oldest or (0 if first <= 1 else first)) if is_from_begin else self._loadable_from(first, last)
+            yield from range(max(start, head.oldest), min(last, self.completed) + 1)
 
-        It is above the newest one where none can be loaded.
+    def _loadable_from(self, first: int, last: int) -> int:
+        """Return the first version of a part of the chain that has snapshots to be loaded from in all its partitions.
+
+        It is above the last one where there is none.
         """
-        newest = max(self.chain, default=0)
         starts = [
-            _first_loadable(chains.lineage(self.chain, newest, chains.layout_of(name, entry), p, self.key_groups))
-            for name, entry in (self.chain[newest].operators if self.chain else {}).items()
+            _first_start(chains.lineage(self.chain, last, chains.layout_of(name, entry), p, self.key_groups), first)
+            for name, entry in self.chain[last].operators.items()
             for p in range(entry.num_partitions)
         ]
-        return max((newest + 1 if start is None else start for start in starts), default=0)
+        return max((last + 1 if start is None else start for start in starts), default=first)
+
+    def newest_completed(self) -> int:
+        """Return the last completed version, whether it can be loaded or not. Raises ``VersionNotFoundError``."""
+        return self.completed if self.completed in self.chain else self.resolve(None)
 
     @property
     def oldest(self) -> int:
@@ -188,12 +202,13 @@ class StateVersions:
     def resolve(self, version: int | None) -> int:
         """Return the version asked for; None asks for the last completed one.
 
-        Raises ``VersionNotFoundError`` with the versions that exist.
+        Raises ``VersionNotFoundError`` with the versions that exist, and ``DamagedFileError`` where the last completed
+        one cannot be read because of a manifest that was passed over.
         """
         there = self.readable
         if version is None:
-            if self.damages and self.completed not in there:
-                raise VersionNotFoundError(
+            if self.loadable is not None and self.completed not in there:
+                raise DamagedFileError(
                     f"Version {self.completed} of the state at {self.place.state_location}, the last completed one, "
                     f"cannot be read: {self._there()}."
                 )
@@ -216,17 +231,17 @@ class StateVersions:
         return version
 
     def _there(self) -> str:
-        return " ".join((self._kept(), *self.damages.values())).rstrip(".")
+        return ". ".join((self._kept(), *(what.rstrip(".") for what in self.damages.values())))
 
     def _kept(self) -> str:
         there = self.readable
-        if not there and self.damages:
-            return "what older manifests say of it is missing."
+        if not there and self.loadable is not None:
+            return "no version can, since manifests are missing"
         if not there and self.chain and self.completed:
             return f"the versions from {self.chain[max(self.chain)].oldest} to {max(self.chain)} are kept"
         if not there:
             return "there is no completed version"
-        return f"there are the versions {there[0]} to {there[-1]}" if len(there) > 1 else f"there is version {there[0]}"
+        return f"there are the versions {named(there)}" if len(there) > 1 else f"there is version {there[0]}"
 
     def operators(self, version: int) -> Mapping[str, OperatorEntry]:
         """Return the operators at a readable version. The empty version 0 is taken to have those of the first one."""
@@ -266,6 +281,12 @@ class StateVersions:
         start, end = self.resolve(from_version), self.resolve(to_version)
         if start > end:
             raise InvalidStateStoreArgument(f"from_version={start} is above to_version={end}.")
+        missing = [v for v in range(start + 1, end + 1) if v not in self.chain]
+        if missing:
+            raise VersionNotFoundError(
+                f"What version {missing[0]} of the state at {self.place.state_location} has changed cannot be read: "
+                f"{self._there()}."
+            )
         entry = self.entry(operator, end)
         pieces: list[Piece] = []
         for segment in reversed(chains.segments(self.chain, operator, end)):
@@ -283,13 +304,28 @@ class StateVersions:
             yield Piece(p, layout.directory(p), layout.backend, lineage)
 
 
-def _first_loadable(lineage: Lineage) -> int | None:
-    """Return the first version from which changelogs lead to a lineage's version; None if there is none."""
+def _first_start(lineage: Lineage, first: int) -> int | None:
+    """Return the first version from ``first`` on at which a load of a lineage's version may begin; None if none is."""
     heads = {ref.version: ref.file.path for ref in lineage.changelogs}
-    starts = [ref.version for ref in lineage.snapshots if heads.get(ref.version) == ref.head]
-    if lineage.rescaled is not None:
-        if all(_first_loadable(source.lineage) is not None for source in lineage.rescaled.sources):
-            starts.append(lineage.rescaled.version)
-    elif lineage.is_empty or (1 in heads and 0 not in heads):
-        starts.append(0)
+    starts = [s.version for s in lineage.snapshots if s.version >= first and heads.get(s.version) == s.head]
+    below = lineage.rescaled
+    if below is not None and below.version >= first:
+        is_whole = all(_first_start(source.lineage, first) is not None for source in below.sources)
+        starts += [below.version] if is_whole else []
     return min(starts, default=None)
+
+
+def spans(versions: Iterable[int]) -> list[tuple[int, int]]:
+    """Return ascending versions as the first and the last of those without a gap between them."""
+    found: list[tuple[int, int]] = []
+    for version in versions:
+        if found and found[-1][1] == version - 1:
+            found[-1] = found[-1][0], version
+        else:
+            found.append((version, version))
+    return found
+
+
+def named(versions: Iterable[int]) -> str:
+    """Name ascending versions, as "3 to 7 and 9"."""
+    return " and ".join(f"{a} to {b}" if a < b else f"{a}" for a, b in spans(versions))

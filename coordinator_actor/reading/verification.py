@@ -172,15 +172,16 @@ def damages_of_manifests(versions: StateVersions) -> tuple[Damage, ...]:
 
 def _files(versions: StateVersions, operator: str, partition: int, lineage: Lineage) -> Iterator[_File]:
     kept_from = versions.base(lineage)
-    base, knows_base = None, bool(lineage.changelogs) and lineage.changelogs[0].version == 1
+    base, below = None, 0  # below the first version there is nothing
     if lineage.rescaled is not None:
-        base, knows_base = lineage.rescaled.head, True
+        base, below = lineage.rescaled.head, lineage.rescaled.version
         for source in lineage.rescaled.sources if kept_from < 0 else ():
             yield from _files(versions, operator, _partition_of(source.directory), source.lineage)
     for ref in lineage.changelogs:
         if ref.version > kept_from:
-            yield _File(operator, partition, changelog=ref, base=base, knows_base=knows_base)
-        base, knows_base = ref.file.path, True
+            # Where a manifest is damaged, the version below may not be known.
+            yield _File(operator, partition, changelog=ref, base=base, knows_base=below == ref.version - 1)
+        base, below = ref.file.path, ref.version
     for held in lineage.snapshots:
         if held.version >= kept_from:
             yield _File(operator, partition, snapshot=held)

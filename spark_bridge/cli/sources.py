@@ -17,9 +17,10 @@ import typer
 
 from coordinator_actor.coordinator_conf import COORDINATOR_NAME, NAMESPACE
 from spark_bridge.cli.joined_ray import joined_ray
-from spark_bridge.cli.output import DAMAGED, complain, errors_explained
+from spark_bridge.cli.output import DAMAGED, FAILED, complain, errors_explained
 from spark_bridge.cli.storage_options import Option, options_of
 from spark_bridge.cli.tls_options import TlsCa, TlsCertificate, TlsKey, TlsServerName, tls_of
+from spark_bridge.overview.from_cluster import KnownCheckpoints
 from spark_bridge.overview.from_storage import overview_of_checkpoint
 from spark_bridge.overview.model import Overview
 from spark_bridge.queryable.client.client import QueryableStateClient
@@ -49,7 +50,7 @@ CoordinatorName = Annotated[str, typer.Option("--coordinator", help="The name of
 class Source:
     """A checkpoint if one is named, else a cluster. ``tls`` is how its hosts are asked.
 
-    ``damages`` says what was found damaged in storage and was passed over.
+    ``damages`` says what was found damaged in storage and was passed over; ``known`` is what the last look has made.
     """
 
     checkpoint: str | None = None
@@ -60,6 +61,7 @@ class Source:
     coordinator: str = COORDINATOR_NAME
     tls: TlsConf | None = None
     damages: list[str] = field(default_factory=list)
+    known: KnownCheckpoints = field(default_factory=KnownCheckpoints)
 
     @property
     def options(self) -> dict[str, str]:
@@ -86,7 +88,7 @@ class Source:
             return found
         from spark_bridge.overview.on_ray import cluster_overview
 
-        return cluster_overview(self.namespace, self.coordinator)
+        return cluster_overview(self.namespace, self.coordinator, known=self.known)
 
     def looked_at(self) -> Overview:
         """Return the overview. Raises what ``joined`` and ``overview`` raise."""
@@ -160,13 +162,17 @@ def _with(make: Callable[..., Source], command: Callable[..., None]) -> Callable
         named = {name: given.pop(name) for name in shared}
         with errors_explained():
             source = make(**named)
+        code = 0
         try:
             command(source=source, **given)
-        finally:
+        except typer.Exit as ended:
+            code = ended.exit_code
+        if source.damages and code != FAILED:  # else the error says so
             for what in source.damages:
                 complain(what)
-        if source.damages:
-            raise typer.Exit(DAMAGED)
+            code = code or DAMAGED
+        if code:
+            raise typer.Exit(code)
 
     hints = {**get_type_hints(make, include_extras=True), **get_type_hints(command, include_extras=True)}
     del hints["source"], hints["return"]

@@ -41,6 +41,8 @@ LEAST_SKEWED_MS = 1_000
 SLOW_STORAGE_MS = 1_000
 """Storage is slow if the slowest changelog of a usual batch and its manifest take so long, and half of the batch."""
 CHANGELOG_STEP, MANIFEST_PHASE = "changelog_ms", "manifest"
+SILENT_DRIVER_MS = 10_000
+"""A driver's heartbeats come every second."""
 RECENT_STORED = 5
 """Of so many, whether storage is slow: that is to be told within a few batches."""
 AT_WORK = (RUNNING, STORED)
@@ -64,6 +66,7 @@ def faults_of(overview: Overview) -> tuple[Fault, ...]:
 def _of_query(overview: Overview, query: Query) -> Iterator[Fault]:
     subject = f"query {query.title}"
     if query.status == RUNNING:
+        yield from _silent_driver(query, subject)
         yield from _late(overview, query, subject)
     if query.status == ENDED and query.failure:
         ago = "" if query.ended_ms is None else f" {duration(max(0, overview.taken_ms - query.ended_ms))} ago"
@@ -121,20 +124,30 @@ def _of_query(overview: Overview, query: Query) -> Iterator[Fault]:
         )
 
 
+def _silent_driver(query: Query, subject: str) -> Iterator[Fault]:
+    if query.driver_ms is not None and query.driver_ms > SILENT_DRIVER_MS:
+        yield Fault(
+            ERROR,
+            "driver-silent",
+            subject,
+            f"Its driver has not been heard of for {duration(query.driver_ms)}. It is given up when driver_timeout is "
+            "over (60 s).",
+            "Look for the driver's process and its machine: was it killed, does it hang, is it cut off? If it has "
+            "ended, start the program again: it goes on from its checkpoint. 'statestore run' does so by itself.",
+        )
+
+
 def _damaged(query: Query, subject: str) -> Fault:
     more = f" And {len(query.damages) - 1} more." if len(query.damages) > 1 else ""
-    whole = (
-        "No version of the state can be read"
-        if query.oldest_version is None or query.oldest_version > query.completed_version
-        else f"Versions {query.oldest_version} to {query.completed_version} of the state can be read"
-    )
+    whole = f"The versions {query.readable} of the state" if query.readable else "No version of the state"
     return Fault(
         ERROR,
         "damaged-manifest",
         subject,
-        f"{query.damages[0]}{more} {whole}, and the query does not start with it.",
+        f"{query.damages[0]}{more} {whole} can be read (last completed: {query.completed_version}), and the query does "
+        "not start.",
         "Put the file back from a copy of the checkpoint; 'statestore verify' reads all files and names all damage. "
-        "Without a copy, rewrite_state makes a new checkpoint of the last version that can be read, and "
+        "Without a copy, rewrite_state(version=...) makes a new checkpoint of a version that can be read, and "
         "restore_savepoint one of a savepoint.",
     )
 

@@ -124,7 +124,14 @@ def overview_of_cluster(
             _ms(coordinator.get("up_seconds")),
             _trouble(coordinator),
             tuple(
-                LostDriver(lost["query"], lost["run_id"], lost["checkpoint_location"], _ms(lost["at"]) or 0)
+                LostDriver(
+                    lost["query"],
+                    lost["run_id"],
+                    lost["checkpoint_location"],
+                    _ms(lost["at"]) or 0,
+                    lost["query_id"],
+                    lost["state_location"],
+                )
                 for lost in coordinator.get("lost", ())
             ),
         ),
@@ -173,6 +180,7 @@ def _query(
         batch_time_ms=times.get("timestamp_ms") or None,
         ended_ms=_ms(query["ended_at"]),
         failure=query.get("failure", ""),
+        driver_ms=_ms(query.get("seconds_since_driver")),
         given_up=tuple(
             GivenUp(failed["id"], _ms(failed["trigger_timestamp"]) or 0, failed["reason"])
             for failed in stats.get("checkpoints", {}).get("failures", ())

@@ -18,7 +18,7 @@ from coordinator_actor.durable.record_files import RecordFiles
 from coordinator_actor.durable.schema_history import schema_history
 from coordinator_actor.durable.spark_commits import SparkCommits, query_id_of
 from coordinator_actor.messages import BatchTimes
-from coordinator_actor.reading.stored_versions import StatePlace, StateVersions, find_state
+from coordinator_actor.reading.stored_versions import StatePlace, StateVersions, find_state, named
 from spark_bridge.overview.faults import faults_of
 from spark_bridge.overview.model import (
     STORAGE,
@@ -84,6 +84,7 @@ def stored_query(place: StatePlace, versions: StateVersions, open_storage: OpenS
         watermark_ms=times.watermark_ms or None,
         batch_time_ms=times.timestamp_ms or None,
         damages=tuple(versions.damages.values()),
+        readable=named(readable) if versions.damages else "",
     )
 
 
@@ -160,7 +161,7 @@ def _operators(versions: StateVersions) -> Iterable[Operator]:
         (held, *_) = chains.segments(chain, name)
         refs = {p: found[-1] for p, found in chains.snapshots(chain, held).items()}
         behind = dict.fromkeys(range(entry.num_partitions), 0)
-        for version in range(held.first, held.last + 1):
+        for version in (v for v in chain if held.first <= v <= held.last):
             stored = chain[version].operators[name].partitions
             for p, size in zip(stored, stored.stored.size, strict=True):
                 if p not in refs or refs[p].version < version:

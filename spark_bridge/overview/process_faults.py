@@ -49,8 +49,8 @@ def process_faults(overview: Overview) -> Iterator[Fault]:
                 ERROR,
                 "driver-lost",
                 f"query {lost.query}",
-                f"Its driver has not been heard of for {duration(max(0, overview.taken_ms - lost.lost_ms))} and more: "
-                "the query does not run.",
+                f"Its driver has not been heard of for {duration(max(0, overview.taken_ms - lost.lost_ms))}, and was "
+                "given up: the query does not run.",
                 "Look for the driver's process and its machine, and start the program again: it goes on from its "
                 f"checkpoint, {lost.checkpoint_location}. 'statestore run' starts programs again by itself.",
             )

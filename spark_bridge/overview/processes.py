@@ -72,12 +72,14 @@ class HostOverview:
 
 @dataclass(frozen=True)
 class LostDriver:
-    """A query whose driver was not heard of any more while it ran, since ``lost_ms``; nobody has started it again."""
+    """A query whose driver was given up while it ran, last heard of at ``lost_ms``; nobody has started it again."""
 
     query: str
     run_id: str
     checkpoint_location: str
     lost_ms: int
+    query_id: str = ""
+    state_location: str = ""
 
 
 @dataclass(frozen=True)

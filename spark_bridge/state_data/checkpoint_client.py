@@ -129,12 +129,13 @@ class StoredWatch:
         codec = view.without_window
         self._keys = None if keys is None else codec.encode(codec.columns(keys)).unique()
         newest = self._known.location.completed_version
-        if from_version is not None and from_version not in reads.versions().readable:
-            there = reads.versions().readable
-            raise StateVersionError(
-                f"from_version={from_version} of operator {operator!r} cannot be watched from: there are the versions "
-                f"{there[0]} to {there[-1]}."
-            )
+        if from_version is not None:
+            try:
+                reads.versions().resolve(from_version)
+            except VersionNotFoundError as error:
+                raise StateVersionError(
+                    f"from_version={from_version} of operator {operator!r} cannot be watched from. {error}"
+                ) from error
         self.position = newest if from_version is None else from_version
         self._closed = threading.Event()
 

@@ -101,7 +101,8 @@ class StoredReads:
     def locate(self, operator: str, query: str | None) -> OperatorLocation:
         """See ``StateReads``."""
         versions = self.versions()
-        registration = self._registration(versions, versions.resolve(None))
+        newest = versions.newest_completed()
+        registration = self._registration(versions, newest)
         names = (registration.name, registration.query_id, registration.run_id)
         spec = next((o for o in registration.operators if o.name == operator), None)
         if spec is None or (query is not None and query not in names):
@@ -117,19 +118,18 @@ class StoredReads:
             registration.name,
             spec,
             registration.key_groups,
-            versions.resolve(None),
+            newest,
             (owner,) * spec.num_partitions,
         )
 
     def operators(self) -> list[dict[str, Any]]:
         """Return the operators of the last completed version, ready for JSON."""
         versions = self.versions()
-        newest = versions.resolve(None)
+        newest = versions.newest_completed()
+        oldest = versions.readable[0] if versions.readable else newest
         of = self._registration(versions, newest)
         return [
-            operator_summary(
-                RunningOperator(of.query_id, of.run_id, of.name, spec, of.key_groups, versions.readable[0], newest)
-            )
+            operator_summary(RunningOperator(of.query_id, of.run_id, of.name, spec, of.key_groups, oldest, newest))
             for spec in of.operators
         ]
 
@@ -140,7 +140,7 @@ class StoredReads:
 
     def await_completed(self, run_id: str, after: int, seconds: float) -> int:
         """Return the completed version that there is now: storage tells nobody of the next one."""
-        return self.versions().resolve(None)
+        return self.versions().newest_completed()
 
     def _registration(self, versions: StateVersions, version: int) -> QueryRegistration:
         return query_in_storage(versions, version, self._query_name, open_storage=self._open)
@@ -253,7 +253,7 @@ class StoredReads:
         """
         versions = self.versions()
         try:
-            newest = versions.resolve(None)
+            newest = versions.newest_completed()
             version = versions.resolve(at.version if at.isolation == "version" else None)
             plan = OperatorPlan.of(self._registration(versions, newest), operator)
             pieces = versions.reading(operator, version).pieces

@@ -143,7 +143,7 @@ def sql(
     form: FormOption = PrintedForm.table,
     as_json: AsJson = False,
 ) -> None:
-    """Run SQL over the state; the tables are the operators. It needs DuckDB (ray-statestore[sql]).
+    """Run SQL over the state; the tables are the operators. It needs the package duckdb.
 
     Examples: statestore sql 'select user, spent from user_totals order by spent desc limit 10';
     statestore sql 'select count(*) from user_totals' --checkpoint ck/ --version 80; statestore sql - --json < q.sql

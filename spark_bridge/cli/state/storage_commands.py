@@ -96,7 +96,7 @@ def verify(
             raise _unreadable(str(error), [], as_json) from error
         try:
             found = _verified(versions, version, rows, as_json)
-        except VersionNotFoundError as error:
+        except (DamagedFileError, VersionNotFoundError) as error:
             if not versions.damages:
                 raise
             raise _unreadable(str(error), [to_plain(d) for d in damages_of_manifests(versions)], as_json) from error
@@ -143,7 +143,7 @@ def _verified_view(found: Verification) -> RenderableType:
             Text(f"{read}. Version {found.version} cannot be loaded: {', '.join(found.lost)}.", style="bold red")
         )
     elif all(d.operator is None for d in found.damages):
-        lines.append(Text(f"{read}: these are as they were written. Older versions cannot be loaded without the rest."))
+        lines.append(Text(f"{read}: these are as they were written. Other versions need what is damaged."))
     else:
         lines.append(Text(f"{read}. Version {found.version} can still be loaded, by older snapshots and changelogs."))
     return Group(*lines)

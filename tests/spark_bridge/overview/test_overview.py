@@ -258,12 +258,19 @@ def test_a_query_whose_driver_is_lost_is_told_of_until_it_runs_again(stream: Mak
         assert coordinator is not None
         return [(one.query, one.run_id, one.lost_ms) for one in coordinator.lost]
 
+    heard = int(s.world.now * 1000)
     s.world.now += 30
     s.c.expire()
-    assert lost() == [] and len(of_cluster(s).queries) == 1
-    s.world.now += 31
+    assert lost() == [] and of_cluster(s).query(None).driver_ms == 30_000
+    assert "driver-silent" in {fault.kind for fault in of_cluster(s).faults}
+    s.c.driver_heartbeat("run1")
+    assert of_cluster(s).query(None).driver_ms == 0
+    heard += 30_000
+    s.world.now += 61
     s.c.expire()
-    assert of_cluster(s).queries == () and lost() == [("name", "run1", int(s.world.now * 1000))]
+    assert of_cluster(s).queries == () and lost() == [("name", "run1", heard)], "since when, not when it was given up"
+    (fault,) = (fault for fault in of_cluster(s).faults if fault.kind == "driver-lost")
+    assert "not been heard of for 1 min 1 s, and was given up" in fault.what
     assert s.c.register_query(structs.replace(s.registration, run_id="run2")).refusal is None
     assert lost() == []
     s.c.serve_ended(structs.replace(s.registration, run_id="run2"))

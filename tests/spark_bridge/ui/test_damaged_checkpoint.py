@@ -35,7 +35,7 @@ def test_an_older_manifest_is_damaged_and_what_is_whole_is_shown(look: Look, tmp
     client = look(system)
     totals = next(table.id for table in tables_of(system.overview()) if table.operator == "totals")
     front = client.get("/").text
-    assert manifest.name in front and "Versions 4 to 5 of the state can be read" in front
+    assert manifest.name in front and "The versions 4 to 5 of the state can be read" in front
     assert "Put the file back from a copy" in front and "Nothing can be shown." not in front
     for path in ("/query", f"/scan?table={totals}", "/savepoints", "/keys"):
         answer = client.get(path)

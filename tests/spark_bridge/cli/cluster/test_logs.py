@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from spark_bridge.cli.cluster.logs import LogFile, events_about, names_of
-from spark_bridge.overview.model import Query
+import pytest
+
+from spark_bridge.cli.cluster.log_files import LogFile, is_log_of
+from spark_bridge.cli.cluster.logs import events_about, names_asked, names_of
+from spark_bridge.overview.model import Overview, Query
+from spark_bridge.overview.processes import CoordinatorInfo, LostDriver
 
 QUERY = Query("q-1", "r-1", "clicks", "running", "/ck", "/ck/statestore", 1, 1, 1, 0)
 COORDINATOR = [
@@ -47,3 +51,26 @@ def test_events_about_a_query_by_time() -> None:
 
 def test_all_events() -> None:
     assert len(events_about([LogFile("coordinator", lambda: COORDINATOR)], (), [])) == 3
+
+
+def test_a_query_whose_driver_is_lost_or_that_nobody_knows_is_looked_for_in_the_logs() -> None:
+    lost = LostDriver("clicks", "r-1", "/ck", 1, "q-1", "/ck/statestore")
+    overview = Overview("cluster", 1, CoordinatorInfo("c", "n", lost=(lost,)))
+    for asked in (None, "clicks", "q-1", "r-1"):
+        names, unknown = names_asked(overview, asked)
+        assert set(names) == set(names_of(QUERY)) and not unknown
+    names, unknown = names_asked(overview, "r-12")
+    found = events_about([LogFile("coordinator", lambda: COORDINATOR)], names, [])
+    assert [e.text for e in found] == COORDINATOR[2:3] and "There is no query" in unknown
+    two = Overview("cluster", 1, CoordinatorInfo("c", "n", lost=(lost, LostDriver("orders", "r-2", "/ck2", 1))))
+    assert names_asked(two, "orders")[0] == ("r-2", "orders", "/ck2")
+    with pytest.raises(LookupError, match="no query"):
+        names_asked(two, None)
+
+
+def test_the_log_of_an_earlier_process_of_an_actor_is_known_by_its_begin() -> None:
+    actor = "StateStoreHost(statestore/host-a1-0 on 192.0.2.2, tasks at port 43019, queries at port 33545)"
+    begin = [":job_id:01000000", ":actor_name:StateStoreHost", f":actor_name:{actor.replace('43019', '40679')}"]
+    assert is_log_of(actor, begin)
+    assert not is_log_of(actor.replace("host-a1-0", "host-a1-01"), begin)
+    assert not is_log_of(actor.replace("statestore/", "other/"), begin) and not is_log_of(actor, begin[:2])

@@ -112,7 +112,8 @@ class Supervised:
     def statestore(self, *args: str) -> list[Any]:
         """Run a command on the cluster; return its lines of JSON."""
         argv = [sys.executable, "-m", "spark_bridge.cli", *args, "--json", "--address", self.head.address]
-        done = subprocess.run(argv, env=self.head.environment(), capture_output=True, text=True, check=True)
+        done = subprocess.run(argv, env=self.head.environment(), capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
         return [json.loads(line) for line in done.stdout.splitlines()]
 
     def end(self) -> None:
@@ -141,6 +142,10 @@ def supervised(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Super
 def test_the_driver_is_killed_and_the_counts_are_exact(supervised: Supervised) -> None:
     driver = supervised.driver(1)
     supervised.await_batches()
+    host = supervised.head.named("ray::StateStoreHost")
+    host.kill()
+    supervised.add()
+    supervised.await_batches()
     os.kill(driver, signal.SIGKILL)
     supervised.add()
     supervised.driver(2)
@@ -149,6 +154,9 @@ def test_the_driver_is_killed_and_the_counts_are_exact(supervised: Supervised) -
     events = supervised.statestore("logs", "--all")
     assert {"coordinator", "driver"} < {event["source"].split()[0] for event in events}
     assert [event["time"] for event in events] == sorted(event["time"] for event in events)
+    (log,) = Path(supervised.head.directory, "session_latest", "logs").glob(f"worker-*-{host.pid}.err")
+    last = log.read_text().splitlines()[-1]
+    assert last in {line for event in events for line in event["text"].splitlines()}, "a host that was killed"
     supervised.end()
     assert "RayDP's master" not in supervised.said()  # which ends with the program
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from click.testing import Result
 
-from backends.exceptions import DamagedFileError
+from backends.exceptions import DamagedFileError, VersionNotFoundError
 from coordinator_actor.reading.stored_files import UNKNOWN
-from coordinator_actor.reading.stored_versions import StateVersions, find_state
+from coordinator_actor.reading.stored_versions import StateVersions, find_state, named
 from spark_bridge.cli.main import app
 from spark_bridge.cli.output import DAMAGED
 from spark_bridge.overview.from_storage import overview_of_checkpoint
@@ -101,20 +101,23 @@ def test_status_has_it_among_the_faults_with_what_to_do(s: Stream) -> None:
     found = json.loads(run("status", "--json", "--checkpoint", where(s), code=1).stdout)
     (fault,) = found["faults"]
     assert (fault["kind"], fault["severity"]) == ("damaged-manifest", "error")
-    assert file.name in fault["what"] and "Versions 3 to 7 of the state can be read" in fault["what"]
+    assert file.name in fault["what"] and "The versions 0 to 1 and 3 to 7 of the state can be read" in fault["what"]
     assert "statestore verify" in fault["remedy"] and "rewrite_state" in fault["remedy"]
     assert "Put the file back" in run("status", "--checkpoint", where(s), code=1).stdout
     assert "Put the file back" in run("top", "--once", "--checkpoint", where(s), code=1).stdout
 
 
 def test_each_version_is_read_rightly_or_refused_with_the_damage(s: Stream) -> None:
-    for damaged, whole in ((1, 3), (2, 3), (3, 5), (4, 5), (5, NEWEST + 1), (6, NEWEST + 1)):
+    everything = set(range(NEWEST + 1))
+    # With a manifest goes its version, and those behind it up to the next snapshot.
+    for damaged, gone in ((1, {0, 1, 2}), (2, {2}), (3, {3, 4}), (4, {4}), (5, {5, 6, 7}), (6, {6, 7})):
+        whole = everything - gone
         file = manifest_of(s, damaged)
         sound = file.read_bytes()
         damage(s, damaged)
         client = CheckpointClient.open(where(s), damaged=lambda what: None)
         for version in range(NEWEST + 1):
-            if version >= whole:
+            if version in whole:
                 rows = client.scan("op", version=version)
                 found = {row["k"]: row["n"] for batch in rows for row in batch.to_pylist()}
                 assert found == s.at[version], (damaged, version)
@@ -122,8 +125,12 @@ def test_each_version_is_read_rightly_or_refused_with_the_damage(s: Stream) -> N
                 with pytest.raises(Exception, match=file.name):
                     client.get("op", 29, version=version)
         (query,) = overview_of_checkpoint(where(s)).queries
-        assert query.oldest_version == (whole if whole <= NEWEST else None)
+        assert query.oldest_version == min(whole) and query.readable == named(sorted(whole))
         assert query.completed_version == NEWEST and len(query.damages) == 1
+        if NEWEST in gone:
+            newest = run("scan", "op", "--checkpoint", where(s), code=2)
+            assert f"there are the versions 0 to {damaged - 1}" in flat(newest.stderr) and not newest.stdout
+            run("scan", "op", "--version", str(damaged - 1), "--checkpoint", where(s), code=DAMAGED)
         file.write_bytes(sound)
     assert overview_of_checkpoint(where(s)).queries[0].damages == ()
 
@@ -151,7 +158,7 @@ def test_verify_goes_on_and_names_both_kinds_of_damage(s: Stream) -> None:
     found = verified()
     assert [file.name in d["path"] for d in found["damages"]] == [True] and not found["is_sound"] and not found["lost"]
     assert found["version"] == NEWEST and found["files"] > 4
-    assert "Older versions cannot be loaded" in run("verify", where(s), code=1).stdout
+    assert "Other versions need what is damaged" in run("verify", where(s), code=1).stdout
     changelog = next((s.world.root / "ck/statestore/operators/op/2/1").rglob("6-*.changelog"))
     changelog.write_bytes(changelog.read_bytes()[:-1])
     found = verified()
@@ -186,3 +193,15 @@ def test_a_damaged_manifest_that_no_version_needs_is_named_and_hides_nothing(s: 
     replaced.write_bytes(b"rubbish" * 40)
     (query,) = overview_of_checkpoint(where(s)).queries
     assert query.oldest_version == 0 and replaced.name in query.damages[0]
+
+
+def test_what_a_version_that_is_not_known_has_changed_is_left_out_of_no_answer(s: Stream) -> None:
+    file = damage(s, 2)
+    for args in (("watch", "op", "--from-version", "1", "--changes", "99"), ("watch", "op", "--from-version", "2")):
+        assert file.name in flat(run(*args, "--checkpoint", where(s), code=2).stderr), args
+    # Both versions are whole, and a diff reads them.
+    assert "added" in run("diff", "op", "1", "3", "--summary", "--checkpoint", where(s), code=1).stdout
+    versions = StateVersions.look(find_state(where(s)), passes_over_damage=True)
+    assert versions.reading_of_changes("op", 3, 6).version == 6
+    with pytest.raises(VersionNotFoundError, match=file.name):
+        versions.reading_of_changes("op", 1, 3)
