@@ -51,7 +51,9 @@ def value_at(world: World, version: int, partition: int) -> bytes:
     versions = versions_of(world)
     piece = versions.reading("op", version).pieces[partition]
     with opened_partition(versions.place, piece) as state:
-        (value,) = (v for batch in partition_reader.scan(state, DEFAULT_FAMILY) for v in batch.column(1).to_pylist())
+        (value,) = (
+            v for batch in partition_reader.scan_family(state, DEFAULT_FAMILY) for v in batch.column(1).to_pylist()
+        )
     assert isinstance(value, bytes)
     return value
 
