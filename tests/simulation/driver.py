@@ -7,7 +7,7 @@ Tasks use the real ``spark_bridge.task.task_store.TaskStore``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, ItemsView, Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -395,7 +395,7 @@ class PerProcess:
         """As a dict's."""
         return self._mine().pop(key, default)
 
-    def items(self) -> ItemsView[Any, Any]:
+    def items(self) -> Any:
         """As a dict's."""
         return self._mine().items()
 
