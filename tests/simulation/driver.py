@@ -395,7 +395,7 @@ class PerProcess:
         """As a dict's."""
         return self._mine().pop(key, default)
 
-    def items(self) -> Any:
+    def items(self) -> ItemsView[Any, Any]:
         """As a dict's."""
         return self._mine().items()
 
