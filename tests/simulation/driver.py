@@ -7,7 +7,7 @@ Tasks use the real ``spark_bridge.task.task_store.TaskStore``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, ItemsView, Iterable
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
