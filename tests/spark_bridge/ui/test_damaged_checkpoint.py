@@ -24,7 +24,8 @@ def test_the_newest_manifest_is_damaged_and_again_fine_when_put_back(look: Look,
     front = look(StoredSystem(checkpoint)).get("/").text
     assert "Nothing is known" in front and "No query runs" not in front and "Nothing is wrong" not in front
     manifest.write_bytes(sound)
-    assert "Nothing is wrong" in look(StoredSystem(checkpoint)).get("/").text
+    front = look(StoredSystem(checkpoint)).get("/").text
+    assert "Nothing is wrong" in front and "<code>statestore verify</code> reads the files" in front
 
 
 def test_an_older_manifest_is_damaged_and_what_is_whole_is_shown(look: Look, tmp_path: Path) -> None:
