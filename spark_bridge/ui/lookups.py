@@ -33,7 +33,14 @@ class Found:
 
 def schema_of(call: Call, table: StateTable) -> pa.Schema:
     """Return the columns of a state variable's rows."""
-    rows = call.system.client().scan(table.operator, table.state, limit=0, query=table.query, timeout=READ_SECONDS)
+    rows = call.system.client().scan(
+        table.operator,
+        table.state,
+        limit=0,
+        query=table.query,
+        version=table.schema_version,
+        timeout=READ_SECONDS,
+    )
     with closing(rows):
         return rows.schema
 
