@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Buckets:
-    """How many values there were. ``cumulative`` has for each of ``bounds`` the values that were not above the bound.
+class HistogramBuckets:
+    """The counts of a histogram. ``cumulative`` has for each of ``bounds`` the values that were not above the bound.
 
     ``count`` are all values, ``total`` is their sum. Those of several processes add up, for their bounds are the same.
     """
@@ -32,11 +32,11 @@ class BucketCounts:
         self._counts[bisect_left(self._bounds, value)] += times
         self._total += value * times
 
-    def read(self) -> Buckets:
+    def read(self) -> HistogramBuckets:
         """Return the counts as they are now."""
         cumulative: list[int] = []
         seen = 0
         for count in self._counts[:-1]:
             seen += count
             cumulative.append(seen)
-        return Buckets(self._bounds, tuple(cumulative), seen + self._counts[-1], self._total)
+        return HistogramBuckets(self._bounds, tuple(cumulative), seen + self._counts[-1], self._total)

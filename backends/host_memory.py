@@ -1,8 +1,8 @@
 """One budget for the memory of all stores of a process: ``host_memory``.
 
-What is held is counted as long as it lives: who holds something keeps a ``Claim`` beside it, and the claim's end takes
-the bytes off. So what a reader or a scan still keeps alive counts too. Kinds of memory, and what happens when they do
-not fit:
+Memory is counted as long as it is in use: its holder keeps a ``Claim`` beside the memory, and the end of the claim
+takes the bytes off. So memory that a reader or a scan still keeps alive counts, too. The kinds of memory, and the rule
+for each when memory is short:
 
 - needed: changes of running batches, scans, copies that are read once, and what each open database takes for itself.
   Everything else makes room for them. A commit or a scan that does not fit even then is refused. Copies have a quarter

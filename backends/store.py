@@ -84,7 +84,7 @@ class StateStore(ABC):
     @property
     @abstractmethod
     def id(self) -> StateStoreId:
-        """Which store this is."""
+        """The id of this store."""
 
     @property
     @abstractmethod
@@ -199,7 +199,7 @@ class StateStoreProvider(ABC):
     @property
     @abstractmethod
     def id(self) -> StateStoreId:
-        """Which store this provider is for."""
+        """The id of the store that this provider is for."""
 
     @abstractmethod
     def get_store(self, version: int) -> StateStore:

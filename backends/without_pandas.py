@@ -1,4 +1,4 @@
-"""Keep pandas out of a process that does not use it: its import takes about as long as that of all our own modules.
+"""Keep pandas out of a process that does not use pandas: the import takes as long as that of all our own modules.
 
 pyarrow imports pandas, if pandas is installed, the first time that it makes an array or a scalar, only to see whether
 the given value is of pandas.

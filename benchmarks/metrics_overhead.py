@@ -45,14 +45,14 @@ from rich.console import Console
 from rich.table import Table
 
 from backends.storage.request_counts import RequestCounts
-from coordinator_actor.lease_watch import WATCH_SECONDS
+from coordinator_actor.lease_watch import LEASE_WATCH_SECONDS
 from coordinator_actor.on_ray.ray_metrics import RayMetrics
 from coordinator_actor.query_metrics import QueryMetrics
-from spark_bridge.host_actor.host_metrics import PUBLISH_SECONDS as HOST_SECONDS
+from spark_bridge.host_actor.host_metrics import HOST_METRICS_SECONDS as HOST_SECONDS
 from spark_bridge.host_actor.host_metrics import HostMetrics
 from spark_bridge.queryable.server.request_statistics import RequestStatistics
 from spark_bridge.session.operator_progress import StateOperatorProgress
-from spark_bridge.session.stream_metrics import PUBLISH_SECONDS as DRIVER_SECONDS
+from spark_bridge.session.stream_metrics import STREAM_METRICS_SECONDS as DRIVER_SECONDS
 from spark_bridge.session.stream_metrics import StreamMetrics
 
 BATCHES = 5
@@ -118,7 +118,7 @@ class Published:
         message = _seconds(self._acknowledged) * len(self.hosts)
         progress = _seconds(lambda: self.driver.batch(self.stream.registration.run_id, PROGRESS))
         cost = {
-            "coordinator": checkpoint + message + looks["coordinator, nothing new"] * batch / WATCH_SECONDS,
+            "coordinator": checkpoint + message + looks["coordinator, nothing new"] * batch / LEASE_WATCH_SECONDS,
             "hosts": looks["hosts"] * batch / HOST_SECONDS,
             "driver": progress + looks["driver"] * batch / DRIVER_SECONDS,
         }

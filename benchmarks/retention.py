@@ -32,7 +32,7 @@ from typing import Any, TypeVar
 from coordinator import SCHEMA, PlayedHost, acknowledged, console, directory
 from rich.table import Table
 
-from backends.formats.changelog_group import GROUPS
+from backends.formats.changelog_group import GROUPS_DIRECTORY
 from backends.formats.local_state import LocalState
 from backends.formats.manifest import SnapshotRef
 from backends.formats.snapshot import PreparedSnapshot, store_together
@@ -164,7 +164,7 @@ class PlayedQuery:
         for host in self.hosts:
             grant = coordinator.open_batch(OpenBatch(run, batch, *host.name, host.assignment))
             made = acknowledged(host, grant, self.sizes, run, self._rng)
-            within, offset, stored = f"{GROUPS}/{batch + 1}-{uuid.uuid4().hex}.changelogs", 0, []
+            within, offset, stored = f"{GROUPS_DIRECTORY}/{batch + 1}-{uuid.uuid4().hex}.changelogs", 0, []
             for one in made:
                 file = FileRef(one.file.path, 10, one.file.digest, within, offset)
                 stored.append(type(one)(**{**{f: getattr(one, f) for f in one.__struct_fields__}, "file": file}))
@@ -194,7 +194,7 @@ class PlayedQuery:
 
     def files(self) -> int:
         """Return how many objects of changelogs and snapshots there are."""
-        return sum(1 for directory in (GROUPS, "operators") for _ in self._storage.list(directory))
+        return sum(1 for directory in (GROUPS_DIRECTORY, "operators") for _ in self._storage.list(directory))
 
 
 def begin(watched: Watched, queries: Sequence[PlayedQuery], infos: Sequence[HostInfo]) -> Coordinator:

@@ -30,7 +30,7 @@ ADMIN_PREFIX = "ssa1"
 NEVER = "never"
 MAX_NAME = 100
 MAX_SECONDS = 36525 * 86400.0
-REMEMBERED_SECONDS = 30 * 86400.0
+EXPIRED_TOKEN_SECONDS = 30 * 86400.0
 """How long an expired token is still listed."""
 
 
@@ -123,7 +123,7 @@ class AccessTokens:
                 None if expires_in is None else math.ceil(now + expires_in),
                 admin=admin,
             )
-            kept = (t for t in self._tokens.values() if t.expires is None or now - t.expires < REMEMBERED_SECONDS)
+            kept = (t for t in self._tokens.values() if t.expires is None or now - t.expires < EXPIRED_TOKEN_SECONDS)
             self._save({**{t.id: t for t in kept}, made.id: made})
         return _signed(made, self._secret)
 

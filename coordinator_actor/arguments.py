@@ -1,7 +1,7 @@
-"""The arguments of a message as its declaration in ``port.py`` says them: ids are texts.
+"""Converts the arguments of a message to the types of its declaration in ``port.py``: ids are texts.
 
-A caller may hold an id as a ``uuid.UUID``, as Python has them. No dict here has a key of that type, so such an id would
-be answered like the id of something that does not exist. It counts as its text. Whatever is neither is refused.
+A caller may hold an id as a ``uuid.UUID``. The coordinator's dicts have texts as keys, so that such an id would not be
+found. So a UUID is converted to its text. An id of any other type is refused.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ from coordinator_actor.handlers.rewritings import Rewritings
 from coordinator_actor.handlers.savepoints import Savepoints
 from coordinator_actor.port import MESSAGES, CoordinatorPort
 from coordinator_actor.query.query_state import QueryState
-from coordinator_actor.query.retention import measured, remove_garbage, tidy_records
+from coordinator_actor.query.retention import loaded_bytes, remove_garbage, tidy_records
 from coordinator_actor.query_threads import Apart, in_place
 from coordinator_actor.savepoints.run_savepoints import InBackground, RunSavepoints
 
@@ -186,8 +186,8 @@ class Coordinator(CoordinatorPort):
         """
         now = self._clock()
         for run in self.registries.runs.current():
-            if now - run.maintained >= run.registration.maintenance_interval:
-                run.maintained_at(now)
+            if now - run.lifetime.maintained >= run.registration.maintenance_interval:
+                run.lifetime.maintained_at(now)
                 self._begin_once("maintenance", run, partial(_maintain, run, now))
             if run.history.is_due(now):
                 self._begin_once("history", run, partial(run.history.write, now))
@@ -213,7 +213,7 @@ def _clean_up(run: QueryState, now: float) -> None:
     try:
         removed = remove_garbage(run, now)
         tidy_records(run)
-        measure = measured(run)
+        measure = loaded_bytes(run)
         if measure is not None:
             run.history.measured(*measure)
         run.history.tidy_up(run.manifests.storage.delete_all)

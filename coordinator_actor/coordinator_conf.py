@@ -13,8 +13,9 @@ from coordinator_actor.log_lines import checked_format, format_of_environment
 NAMESPACE = "statestore"
 COORDINATOR_NAME = "StateStoreCoordinator"
 """The default Ray namespace, and the default name of the coordinator's actor in it."""
-HEAD_NODE = MappingProxyType({"node:__internal_head__": 0.001})
+HEAD_NODE = "node:__internal_head__"
 """Ray's resource of the head node, whichever machine that is: a head that comes back has it, too."""
+HEAD_NODE_RESOURCES = MappingProxyType({HEAD_NODE: 0.001})
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class CoordinatorConf:
     slow_checkpoint: float = 600.0
     report_timeout: float = 5.0
     snapshot_lag: SnapshotLagConf = field(default_factory=SnapshotLagConf)
-    resources: Mapping[str, float] = field(default_factory=lambda: dict(HEAD_NODE))
+    resources: Mapping[str, float] = field(default_factory=lambda: dict(HEAD_NODE_RESOURCES))
     log_format: str = field(default_factory=format_of_environment)
     tracing: str | None = field(default_factory=setting_of_environment)
 

@@ -1,7 +1,7 @@
 """The thread that ends leases: it looks at them once a second for as long as the coordinator lives.
 
-Nothing else ends the lease of a lost host or a gone driver. So whatever fails in one look is logged, and the next look
-comes all the same.
+Nothing else ends the lease of a host or driver that is lost. So an error in one look is logged, and the next look comes
+all the same.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from typing import Protocol
 
 log = logging.getLogger(__name__)
 
-WATCH_SECONDS = 1.0
+LEASE_WATCH_SECONDS = 1.0
 """The seconds between two looks at the leases. A look that comes later by as much shows that the process stood
 still.
 """
 
 
 class Watched(Protocol):
-    """What is looked at: a ``Coordinator``."""
+    """Something with leases that end: a ``Coordinator``."""
 
     def expire(self, stood_still: float = 0.0) -> None:
         """End the leases that are over; they have not run for ``stood_still`` seconds."""
@@ -60,10 +60,10 @@ class LeaseWatch:
         """Look at the leases for ever."""
         while True:
             slept = self._clock()
-            self._sleep(WATCH_SECONDS)
-            late = self._clock() - slept - WATCH_SECONDS
+            self._sleep(LEASE_WATCH_SECONDS)
+            late = self._clock() - slept - LEASE_WATCH_SECONDS
             # Each by itself: what one of them fails at does not concern the others.
-            expire = partial(self._coordinator.expire, late if late > WATCH_SECONDS else 0.0)
+            expire = partial(self._coordinator.expire, late if late > LEASE_WATCH_SECONDS else 0.0)
             _logged("Leases could not be looked at", expire)
             _logged("The numbers of hosts and queries were not published", self._publish_counts)
             _logged("Whether anybody needs this coordinator could not be found out", self._end_if_idle)

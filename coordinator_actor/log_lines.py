@@ -14,30 +14,30 @@ import os
 from collections.abc import Mapping
 from datetime import datetime, timezone
 
-VARIABLE = "STATESTORE_LOG_FORMAT"
-TEXT, JSON = "text", "json"
+LOG_FORMAT_VARIABLE = "STATESTORE_LOG_FORMAT"
+TEXT, JSON_LINES = "text", "json"
 OURS = ("backends", "coordinator_actor", "spark_bridge")
 """The packages that log from INFO on; all others log from WARNING on."""
 
 
 def format_of_environment() -> str:
     """Return the format that ``STATESTORE_LOG_FORMAT`` names, by default text. Raises ``ValueError``."""
-    return checked_format(os.environ.get(VARIABLE) or TEXT)
+    return checked_format(os.environ.get(LOG_FORMAT_VARIABLE) or TEXT)
 
 
 def checked_format(form: str) -> str:
     """Return the format. Raises ``ValueError`` for one that there is not."""
-    if form not in (TEXT, JSON):
-        raise ValueError(f"log_format={form!r} is none: it is {TEXT!r} or {JSON!r} ({VARIABLE}).")
+    if form not in (TEXT, JSON_LINES):
+        raise ValueError(f"log_format={form!r} is none: it is {TEXT!r} or {JSON_LINES!r} ({LOG_FORMAT_VARIABLE}).")
     return form
 
 
 def set_up_logging(form: str, who: Mapping[str, str]) -> None:
     """Log to the standard error of this process, which is an actor's, from now on. ``who`` is added to JSON."""
     handler = logging.StreamHandler()
-    handler.setFormatter(JsonLines(who) if form == JSON else TextLines())
+    handler.setFormatter(JsonLines(who) if form == JSON_LINES else TextLines())
     # What somebody has set up for text, by Ray's LoggingConfig, stays.
-    logging.basicConfig(level=logging.WARNING, handlers=[handler], force=form == JSON)
+    logging.basicConfig(level=logging.WARNING, handlers=[handler], force=form == JSON_LINES)
     for name in OURS:
         logging.getLogger(name).setLevel(logging.INFO)
 

@@ -49,7 +49,7 @@ class BatchTimes(Struct, frozen=True):
 
 
 class OperatorFigures(Struct, frozen=True):
-    """What one task has done to the state of its partition (Spark: ``StateOperatorProgress``).
+    """Counts of one task's work on the state of its partition (Spark: ``StateOperatorProgress``).
 
     ``num_rows`` counts input rows that were not late. ``custom`` has the operator's own figures.
     """
@@ -66,7 +66,7 @@ DUPLICATES = "numDroppedDuplicateRows"
 
 
 class CommitFigures(Struct, frozen=True):
-    """What a task and its commit have done, for the history of checkpoints.
+    """Counts and times of a task and its commit, for the history of checkpoints.
 
     Of rows see ``OperatorFigures``; ``duplicates`` are rows that were dropped as such. ``steps`` has milliseconds by
     step, at most ``MOST_STEPS``. ``storage`` is what the host has asked of the query's storage since its last commit of
@@ -87,7 +87,7 @@ MOST_STEPS = 16
 
 
 class QueryRegistration(Struct, frozen=True):
-    """What the driver tells the coordinator when a streaming query starts.
+    """The message with which the driver registers a streaming query at its start.
 
     ``state_location`` is the directory with ``manifests/`` and everything else of the state. ``checkpoint_location`` is
     Spark's own directory, whose ``commits/`` say which batches are committed. Of the versions before the completed one,
@@ -159,7 +159,7 @@ class OpenBatch(Struct, frozen=True):
 
 
 class BatchGrant(Struct, frozen=True):
-    """Who owns which partition in a batch, and which files the asking host's own partitions end with at ``version``.
+    """The owners of partitions in a batch, and the last files at ``version`` of the partitions of the asking host.
 
     ``heads`` maps operator and partition to the path of the changelog that made ``version`` (left out for the empty
     version 0). Files are unique and never overwritten, so this path identifies the whole lineage. ``owners`` has an
@@ -262,7 +262,7 @@ class Completed(Struct, frozen=True):
 
 
 class HostReport(Struct, frozen=True):
-    """What a host holds, for a coordinator that does not know the host yet.
+    """The partitions that a host holds, for a coordinator that does not know the host yet.
 
     ``pending`` are acknowledged or durable changes that are not known to be completed. ``opened`` is the highest opened
     batch id per run. ``held`` has the loaded partitions per run and operator.
@@ -356,7 +356,7 @@ class HeldQuery(Struct, frozen=True):
 
 
 class HandOver(Struct, frozen=True):
-    """How far a host is with partitions that are to move, as its heartbeat says.
+    """A host's progress with partitions that are to move, as its heartbeat reports it.
 
     ``number`` grows with each heartbeat: of two that overtake each other, the higher one counts. ``warm`` has the
     versions of the copies that it has loaded of partitions that are to become its own, by run, operator and partition.
@@ -441,7 +441,7 @@ class LookedUp(Struct, frozen=True):
 
 
 class OperatorLocation(Struct, frozen=True):
-    """Where the state of one operator is: what a query client needs. ``owners`` is one host per partition."""
+    """The location of one operator's state, for query clients. ``owners`` is one host per partition."""
 
     query_id: str
     run_id: str

@@ -15,9 +15,9 @@ from backends.storage.request_counts import RequestCounts
 COUNTER, GAUGE, HISTOGRAM = "counter", "gauge", "histogram"
 COORDINATOR, HOST, DRIVER = "coordinator", "host", "driver"
 
-SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+DURATION_BOUNDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 """The upper bounds of histograms of seconds."""
-REQUEST_SECONDS = (
+REQUEST_DURATION_BOUNDS = (
     0.0001,
     0.00025,
     0.0005,

@@ -1,4 +1,4 @@
-"""The scheduling priority of the processes that serve.
+"""The scheduling priority of hosts and coordinator.
 
 Ray starts its workers with niceness 15 (``RAY_worker_niceness``). Where processors are busy, such a process gets a
 thirtieth of the time of an ordinary process. That suits tasks, which must not slow down the node's own services. Hosts

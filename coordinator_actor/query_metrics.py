@@ -1,4 +1,4 @@
-"""The coordinator's metrics, from what it counts anyway. Nothing of a batch waits for them."""
+"""The coordinator's metrics, made of counts that it keeps anyway. No batch waits for metrics."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from coordinator_actor.durable.checkpoint_records import CheckpointRecord
 from coordinator_actor.metrics import MetricSink, running_totals, storage_totals
 from coordinator_actor.query.query_state import QueryState
 
-RECENT = 20
+RECENT_VERSIONS = 20
 """The usual interval is that of so many versions."""
 
 
 @dataclass
 class _Shown:
-    """What was published of a run."""
+    """The metrics that were published of a run."""
 
     query: str
     record: int = 0
@@ -61,7 +61,7 @@ class QueryMetrics:
         sink.set("statestore_completed_version", run.versions.completed, query=query)
         began = run.spark.began(run.versions.completed, run.batch.pending)
         sink.set("statestore_batch_seconds", 0 if began is None else max(0.0, now - began), query=query)
-        watermark_ms = run.watermark_ms
+        watermark_ms = run.times.watermark_ms
         if watermark_ms:
             sink.set("statestore_event_time_lag_seconds", now - watermark_ms / 1000, query=query)
         failed = run.stats.counts()["failed"]
@@ -76,7 +76,7 @@ class QueryMetrics:
                 if (record.completed_ms or 0) >= self._began * 1000:
                     self._count(query, record)
         newest = records[-1]
-        done = [r.completed_ms / 1000 for r in records[-RECENT:] if r.completed_ms is not None]
+        done = [r.completed_ms / 1000 for r in records[-RECENT_VERSIONS:] if r.completed_ms is not None]
         if done:
             opened = done[-1] if newest.begun_ms is None else newest.begun_ms / 1000
             begun = min(opened, run.spark.began_of(newest.version) or opened)

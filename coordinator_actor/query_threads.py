@@ -1,7 +1,7 @@
 """Threads for work that may wait for the storage of a query: each query has a few, and no more (bulkheads).
 
-What hangs with one query therefore keeps nobody else from work. Work that a query has no thread for waits in a queue of
-that query, which is bounded as well.
+So storage that hangs for one query keeps no other query from its work. Work waits in a queue of its query until one of
+these threads is free. The queue is bounded as well.
 """
 
 from __future__ import annotations

@@ -25,7 +25,6 @@ from coordinator_actor.coordinator_conf import COORDINATOR_NAME, NAMESPACE
 from deploy.state_http.app import create_app
 from deploy.state_http.limits import HttpLimits
 from deploy.state_http.overview import add_overview
-from deploy.state_http.service import AsyncStateClient
 from spark_bridge.queryable.server.coordinator_tokens import CoordinatorTokens
 from spark_bridge.transport.tls import TlsConf
 
@@ -75,7 +74,7 @@ def build_http(settings: Settings) -> FastAPI:
     tokens = CoordinatorTokens(port.call)
     made: list[AsyncQueryableStateClient] = []
 
-    async def connect() -> AsyncStateClient:
+    async def connect() -> AsyncQueryableStateClient:
         client = await AsyncQueryableStateClient.connect(
             settings.namespace,
             settings.coordinator_name,

@@ -33,10 +33,10 @@ class DefaultSource(DataSource):  # type: ignore[misc]
 
     def schema(self) -> StructType:
         """Return the columns: of rows, or of changes."""
-        from spark_bridge.state_data.source_options import schema_of
+        from spark_bridge.state_data.source_options import source_schema
         from spark_bridge.state_data.spark_frames import spark_schema
 
-        return spark_schema(schema_of(self._options()))
+        return spark_schema(source_schema(self._options()))
 
     def reader(self, schema: StructType) -> DataSourceReader:
         """Return the reader of a table."""

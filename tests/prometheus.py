@@ -19,7 +19,7 @@ import pytest
 import ray
 import yaml
 
-from spark_bridge.grafana.panels import ROWS
+from spark_bridge.grafana.panels import DASHBOARD_ROWS
 from tests.patience import PATIENCE
 
 needs_prometheus = pytest.mark.skipif(
@@ -53,7 +53,7 @@ class Prometheus:
 
 def panel_query(title: str, target: int = 0, query: str = ".*") -> str:
     """Return what a panel of the dashboard asks Prometheus, with its variables filled in."""
-    (panel,) = (panel for row in ROWS.values() for panel in row if panel.title == title)
+    (panel,) = (panel for row in DASHBOARD_ROWS.values() for panel in row if panel.title == title)
     asked = panel.targets[target][0].replace("$__rate_interval", "1m")
     return asked.replace("$namespace", ".*").replace("$query", query)
 

@@ -20,6 +20,8 @@ from backends.exceptions import InvalidStateStoreArgument, SchemaMismatchError
 Mask = npt.NDArray[np.bool_]
 Bytes = npt.NDArray[np.uint8]
 Offsets = npt.NDArray[np.int64]
+Integers = npt.NDArray[np.int64]
+Doubles = npt.NDArray[np.float64]
 Records = npt.NDArray[np.void]
 
 MAX_BYTES = (1 << 31) - 1
@@ -235,7 +237,7 @@ def _all_even(arrays: Sequence[pa.BinaryArray]) -> list[Records] | None:
     return rows if sum(map(len, rows)) * rows[0].dtype.itemsize <= MAX_BYTES else None
 
 
-def taken(array: pa.BinaryArray, rows: Offsets) -> pa.BinaryArray:
+def take_binary(array: pa.BinaryArray, rows: Offsets) -> pa.BinaryArray:
     """Return the elements in these rows, as Arrow's ``take`` does, in less time if all have one width.
 
     The caller must see to it that the rows are there.
@@ -245,9 +247,8 @@ def taken(array: pa.BinaryArray, rows: Offsets) -> pa.BinaryArray:
 
 
 def placed(arrays: Sequence[pa.BinaryArray], rows: Sequence[Offsets]) -> pa.BinaryArray:
-    """Return one array with each element in its row of ``rows``; every row must come once. The inverse of ``taken``.
-
-    Raises ``pa.ArrowInvalid`` if the elements have more bytes than an array can.
+    """Return one array with each element in its row of ``rows``; every row must come once. This is the inverse of
+    ``take_binary``. Raises ``pa.ArrowInvalid`` if the elements have more bytes than an array can.
     """
     even = _all_even(arrays)
     if even is None:
@@ -261,7 +262,7 @@ def placed(arrays: Sequence[pa.BinaryArray], rows: Sequence[Offsets]) -> pa.Bina
     return even_array(in_place)
 
 
-def join(parts: list[pa.BinaryArray]) -> pa.BinaryArray:
+def join_columns(parts: list[pa.BinaryArray]) -> pa.BinaryArray:
     """Return one array with the parts of each row joined."""
     if len(parts) == 1:
         return parts[0]

@@ -1,4 +1,4 @@
-"""The order of many keys by their bytes, several times as fast as comparing them one by one.
+"""Sorts many keys by their bytes, several times as fast as by comparing the keys one by one.
 
 The first bytes in which keys differ at all are compared as one integer. Keys of a table have most bytes in common: an
 id of eight bytes differs in three or four, behind two of the key group.
@@ -13,21 +13,21 @@ import pyarrow.compute as pc
 
 from backends.encoding.columns import binary_content, gather_fixed
 
-FEW_KEYS = 20_000
+KEYS_BY_COMPARISON = 20_000
 """Up to so many keys are sorted faster by comparing them."""
-LOOKED_AT = 32
+COMPARED_BYTES = 32
 """So many bytes of each key are looked at."""
 _WORD = 8
 
 
 def key_order(keys: pa.BinaryArray) -> pa.Array:
     """Return the positions of ``keys`` in ascending order of their bytes; equal keys stay in their order. No nulls."""
-    if len(keys) <= FEW_KEYS:
+    if len(keys) <= KEYS_BY_COMPARISON:
         return pc.sort_indices(keys)  # stable
     content, offsets = binary_content(keys)
     lengths = np.diff(offsets)
     longest = int(lengths.max())
-    width = max(_WORD, min(longest, LOOKED_AT))
+    width = max(_WORD, min(longest, COMPARED_BYTES))
     padded = np.concatenate([content, np.zeros(width, np.uint8)])
     heads = gather_fixed(padded, offsets[:-1], np.dtype(f"V{width}")).view(np.uint8).reshape(-1, width)
     is_even = int(lengths.min()) == longest

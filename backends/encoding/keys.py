@@ -38,7 +38,7 @@ from backends.encoding.columns import (
     gather_fixed,
     gather_ranges,
     is_list_like,
-    join,
+    join_columns,
     list_array,
     list_parts,
     normalized_column,
@@ -51,7 +51,7 @@ from backends.encoding.sorted_pairs import as_binary
 from backends.encoding.spark_types import normalized_type
 from backends.exceptions import InvalidStateStoreArgument, UnsupportedTypeError
 
-GROUP_BYTES = 2
+KEY_GROUP_BYTES = 2
 _END = b"\x00\x00"
 
 KeyPiece: TypeAlias = npt.NDArray[Any] | pa.BinaryArray
@@ -154,7 +154,7 @@ def _assemble(pieces: list[KeyPiece], n: int) -> pa.BinaryArray:
             run = []
         if piece is not None:
             parts.append(piece)
-    return join(parts)
+    return join_columns(parts)
 
 
 @lru_cache(256)
@@ -219,7 +219,7 @@ class _KeyReader:
         self._content, offsets = binary_content(keys)
         self._ends = offsets[1:]
         self._schema = schema
-        self._at = offsets[:-1] + GROUP_BYTES
+        self._at = offsets[:-1] + KEY_GROUP_BYTES
 
     def next_column(self, kind: pa.DataType) -> pa.Array:
         """Return the next column of all keys."""

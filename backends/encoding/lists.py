@@ -19,7 +19,7 @@ _END = b"\x00\x00"
 _SUFFIX_BYTES = 16
 
 
-def stored_name(column_family: str) -> str:
+def list_family_name(column_family: str) -> str:
     """Return the name under which a column family of lists is stored; no user's family has such a name."""
     return column_family + _MARK
 
@@ -54,7 +54,7 @@ def element_keys(keys: pa.BinaryArray, version: int, first: int) -> pa.BinaryArr
     return pc.binary_join_element_wise(escaped, tails.cast(pa.binary()), _END)
 
 
-def list_keys(stored: pa.BinaryArray) -> pa.BinaryArray:
+def user_keys_of_lists(stored: pa.BinaryArray) -> pa.BinaryArray:
     """Return the user's keys of stored keys."""
     if not len(stored):
         return stored

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from backends.encoding.schema import StateSchema
-from backends.encoding.schema_evolution import evolved_schema, in_words
+from backends.encoding.schema_evolution import columns_in_words, evolved_schema
 from backends.exceptions import IncompatibleSchemaError, InvalidStateStoreArgument
 from backends.ids import DEFAULT_FAMILY
 
@@ -41,7 +41,7 @@ class StateVariable:
 
     @property
     def identity(self) -> tuple[str, bool]:
-        """What tells it from others: its name, and whether it has the timers, whose name a user may give as well."""
+        """Name and kind, which tell variables apart: a user may give a variable the name of the timers."""
         return self.name, self.kind == TIMERS
 
     def __post_init__(self) -> None:
@@ -296,5 +296,5 @@ def _in_words(schema: OperatorSchema) -> str:
 
 def _variable_in_words(variable: StateVariable) -> str:
     ttl = "" if variable.ttl_ms is None else f" with a TTL of {variable.ttl_ms} ms"
-    schemas = [f"key {in_words(s.key)}, state {in_words(s.value)}" for s in variable.families.values()]
+    schemas = [f"key {columns_in_words(s.key)}, state {columns_in_words(s.value)}" for s in variable.families.values()]
     return f"{variable.kind} {variable.name}{ttl}: {', '.join(schemas)}"

@@ -13,7 +13,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from backends.encoding.spark_types import arrow_fields, spark_struct
+from backends.encoding.spark_types import arrow_fields, spark_struct_json
 from backends.encoding.values import decode_values, encode_values
 from backends.exceptions import InvalidStateStoreArgument, UnsupportedTypeError
 
@@ -62,9 +62,12 @@ class StateSchema:
 
     def to_json(self) -> str:
         """Return canonical JSON: equal schemas give equal text."""
-        content: dict[str, Any] = {"key": spark_struct(list(self.key)), "value": spark_struct(list(self.value))}
+        content: dict[str, Any] = {
+            "key": spark_struct_json(list(self.key)),
+            "value": spark_struct_json(list(self.value)),
+        }
         if self.history:
-            content["history"] = [spark_struct(list(earlier)) for earlier in self.history]
+            content["history"] = [spark_struct_json(list(earlier)) for earlier in self.history]
         return json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
 
     @classmethod
@@ -88,7 +91,7 @@ class StateSchema:
 
 
 def _normalized(schema: pa.Schema) -> pa.Schema:
-    return pa.schema(arrow_fields(spark_struct(list(schema))["fields"]))
+    return pa.schema(arrow_fields(spark_struct_json(list(schema))["fields"]))
 
 
 def _schema(content: object) -> pa.Schema:

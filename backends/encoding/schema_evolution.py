@@ -30,16 +30,17 @@ def evolved_schema(stored: StateSchema, declared: StateSchema) -> StateSchema:
     if declared.value.equals(stored.value):
         return StateSchema(key, stored.value, stored.history)
     for earlier in (*stored.history, stored.value):
-        problem = problem_of(earlier, declared.value)
+        problem = evolution_problem(earlier, declared.value)
         if problem is not None:
             raise IncompatibleSchemaError(
                 f"[STATE_STORE_INVALID_VALUE_SCHEMA_EVOLUTION] Schema evolution is not possible: {problem}. "
-                f"Stored: {in_words(earlier)}. Program: {in_words(declared.value)}."
+                f"Stored: {columns_in_words(earlier)}. Program: {columns_in_words(declared.value)}."
             )
     if len(stored.history) == MAX_HISTORY:
         raise IncompatibleSchemaError(
             f"[STATE_STORE_VALUE_SCHEMA_EVOLUTION_THRESHOLD_EXCEEDED] The schema has changed {MAX_HISTORY} times, "
-            f"which is as often as it can. Stored: {in_words(stored.value)}. Program: {in_words(declared.value)}."
+            f"which is as often as it can. Stored: {columns_in_words(stored.value)}. "
+            f"Program: {columns_in_words(declared.value)}."
         )
     return StateSchema(key, declared.value, (*stored.history, stored.value))
 
@@ -50,12 +51,12 @@ def _same_key(stored: StateSchema, declared: StateSchema) -> pa.Schema:
     if there != here:
         raise IncompatibleSchemaError(
             "[STATE_STORE_KEY_SCHEMA_NOT_COMPATIBLE] The columns of a key cannot change. Stored: "
-            f"{in_words(stored.key)}. Program: {in_words(declared.key)}."
+            f"{columns_in_words(stored.key)}. Program: {columns_in_words(declared.key)}."
         )
     return stored.key if stored.key.equals(declared.key) else pa.schema([pa.field(*column) for column in here])
 
 
-def problem_of(earlier: pa.Schema, later: pa.Schema) -> str | None:
+def evolution_problem(earlier: pa.Schema, later: pa.Schema) -> str | None:
     """Return why rows of ``earlier`` cannot be read as rows of ``later``; None if they can.
 
     Both schemas are normalised, as those of a ``StateSchema``.
@@ -110,7 +111,7 @@ def nullable(kind: pa.DataType) -> pa.DataType:
     return kind
 
 
-def in_words(schema: pa.Schema) -> str:
+def columns_in_words(schema: pa.Schema) -> str:
     """Return the columns of a schema, for messages."""
     columns = (f"{f.name} {_type(f.type)}{'' if f.nullable else ' not null'}" for f in schema)
     return f"({', '.join(columns)})"

@@ -78,7 +78,7 @@ def to_spark_type(name: str, data_type: pa.DataType) -> Any:
             "valueContainsNull": data_type.item_field.nullable,
         }
     if pa.types.is_struct(data_type):
-        return spark_struct([data_type.field(i) for i in range(data_type.num_fields)], f"{name}.")
+        return spark_struct_json([data_type.field(i) for i in range(data_type.num_fields)], f"{name}.")
     spark = _TO_SPARK.get(data_type)
     if spark is None:
         raise UnsupportedTypeError(
@@ -88,7 +88,7 @@ def to_spark_type(name: str, data_type: pa.DataType) -> Any:
     return spark
 
 
-def spark_struct(fields: list[pa.Field], prefix: str = "") -> dict[str, Any]:
+def spark_struct_json(fields: list[pa.Field], prefix: str = "") -> dict[str, Any]:
     """Return Spark's JSON for a struct of Arrow fields; ``prefix`` comes before their names in messages.
 
     Raises ``UnsupportedTypeError``, and ``InvalidStateStoreArgument`` for two fields of one name.

@@ -34,7 +34,7 @@ from backends.encoding.columns import (
     gather_fixed,
     gather_ranges,
     is_list_like,
-    join,
+    join_columns,
     list_array,
     list_parts,
     normalized_column,
@@ -188,7 +188,7 @@ def _encode_rows(parts: list[_Part], n: int, number: int | None) -> pa.BinaryArr
             ends += np.diff(binary_content(part.values)[1])
             rows[f"end{i}"] = ends
             data.append(part.values)
-    return join([rows_as_binary(rows), *data])
+    return join_columns([rows_as_binary(rows), *data])
 
 
 def _decode_rows(values: pa.BinaryArray, kinds: list[pa.DataType], schema: object, *, numbered: bool) -> list[pa.Array]:
@@ -310,7 +310,7 @@ def _encode_lists(name: str, array: pa.Array) -> pa.BinaryArray:
     counts = np.zeros(len(array), [("count", _COUNT)])
     counts["count"] = np.diff(offsets)
     # The lengths, and the elements, of one row lie together already: they only need other offsets.
-    return join(
+    return join_columns(
         [
             rows_as_binary(counts),
             binary_array(lengths.view(np.uint8), offsets * _COUNT.itemsize),

@@ -15,11 +15,11 @@ from backends.encoding.columns import Bytes, Offsets, binary_content, gather_fix
 
 RowHashes = npt.NDArray[np.uint64]
 
-LONG_BYTES = 512
+LONG_STRING_BYTES = 512
 """Longer strings are hashed one by one: few are so long at the same time."""
-FEW_ROWS = 100
+STRINGS_ONE_BY_ONE = 100
 """Up to so many strings are hashed faster one by one."""
-STEP_ROWS = 1 << 15
+HASH_STEP_ROWS = 1 << 15
 """So many strings are hashed side by side: their words stay in the caches of a core."""
 
 _P1 = np.uint64(0x9E3779B185EBCA87)
@@ -48,21 +48,21 @@ def hash_bytes(values: pa.BinaryArray, seeds: RowHashes) -> RowHashes:
     """Return the hash of each element; none is null."""
     content, offsets = binary_content(values)
     hashes = np.empty(len(values), np.uint64)
-    for first in range(0, len(values), STEP_ROWS):
-        step = slice(first, min(first + STEP_ROWS, len(values)))
+    for first in range(0, len(values), HASH_STEP_ROWS):
+        step = slice(first, min(first + HASH_STEP_ROWS, len(values)))
         hashes[step] = _hashed(content, offsets[step], offsets[step.start + 1 : step.stop + 1], seeds[step])
     return hashes
 
 
 def _hashed(content: Bytes, starts: Offsets, ends: Offsets, seeds: RowHashes) -> RowHashes:
     lengths = ends - starts
-    if len(starts) <= FEW_ROWS:
+    if len(starts) <= STRINGS_ONE_BY_ONE:
         return _one_by_one(content, starts, ends, seeds)
-    if int(lengths.min()) == int(lengths.max()) <= LONG_BYTES:  # as ids and dates are: nothing has to be sorted
+    if int(lengths.min()) == int(lengths.max()) <= LONG_STRING_BYTES:  # as ids and dates are: nothing has to be sorted
         return _in_order(content, starts, lengths, seeds)
     order = np.argsort(lengths, kind="stable")
     by_length = lengths[order]
-    number = int(np.searchsorted(by_length, LONG_BYTES, "right"))
+    number = int(np.searchsorted(by_length, LONG_STRING_BYTES, "right"))
     hashes = np.empty(len(starts), np.uint64)
     short, long = order[:number], order[number:]
     hashes[short] = _in_order(content, starts[short], by_length[:number], seeds[short])

@@ -1,7 +1,7 @@
 """The engine of a copy that is made to be read once: changes stay in memory, and are merged by one sort.
 
-A database that replays changelogs writes each of them into its own order, to be read from there a moment later. Here
-the first read sorts them together. What is in a snapshot stays in the backend's own engine, below the changes.
+A database that replays changelogs sorts each changelog by itself, for one read a moment later. Here the first read
+sorts all changelogs together. The pairs of a snapshot stay in the backend's own engine, below the changes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from backends.formats.local_state import LocalState
 from backends.host_memory import Claim, host_memory
 from backends.ids import DEFAULT_FAMILY
 
-BUFFER_BYTES = 128 << 20
+BUFFERED_CHANGES_BYTES = 128 << 20
 """More changes than that go into the engine below."""
 
 
@@ -112,7 +112,7 @@ class BufferedEngine:
 
     def _hold(self, changes: Changes, state: LocalState) -> None:
         held = Changes({family: self._of_range(pairs) for family, pairs in changes.families.items()})
-        if self._nbytes + held.nbytes > BUFFER_BYTES:
+        if self._nbytes + held.nbytes > BUFFERED_CHANGES_BYTES:
             self._write_below()
         claim = self._memory.claim_copy(held.nbytes)
         if claim is None:

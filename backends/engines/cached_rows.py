@@ -24,10 +24,10 @@ from backends.engines.key_hashes import UPPER_HALF, KeyHashes
 
 WAYS = 8
 """Entries of a bucket: 64 bytes, a line of a processor's cache."""
-STEP_ROWS = 1 << 13
+CACHE_STEP_ROWS = 1 << 13
 """Keys that are looked up at once: so few that their temporary arrays stay in a processor's cache."""
 EVEN_BYTES = 1 << 10
-"""The longest rows that are kept as records: an Arrow array can hold ``STEP_ROWS`` of them."""
+"""The longest rows that are kept as records: an Arrow array can hold ``CACHE_STEP_ROWS`` of them."""
 ROW_BYTES = 44
 """The most bytes that a row takes beside its key and value."""
 

@@ -30,7 +30,7 @@ class StateEngine(Protocol):
 
     @property
     def state(self) -> LocalState:
-        """What the engine holds. In a local directory, it may find a version that an earlier process left there."""
+        """The state that the engine holds. In a local directory an earlier process may have left a version."""
 
     @property
     def column_families(self) -> frozenset[str]:

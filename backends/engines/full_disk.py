@@ -1,4 +1,4 @@
-"""Telling that the disk of the local copies is full, from the errors that files and engines raise."""
+"""Recognises, by the errors that files and engines raise, that the disk of the local copies is full."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ BULK_ROWS = 1 << 16
 """Keys of one bulk get."""
 WRITE_ROWS = 1 << 10
 """Pairs of one write batch. No other thread can run while RocksDB writes a batch, about a microsecond per pair."""
-FEW_ROWS = 12
+KEYS_ONE_BY_ONE = 12
 """Up to so many keys are got faster one by one."""
 ARENA_BYTES = 4 << 10
 """What a column family takes of the write buffers with its first write, and again whenever that is full.
@@ -204,7 +204,7 @@ class LocalRocksDB:
         family = self._families.get(column_family)
         if family is None or not len(keys):
             return pa.nulls(len(keys), pa.binary())
-        if len(keys) <= FEW_ROWS:
+        if len(keys) <= KEYS_ONE_BY_ONE:
             return pa.array([self._get_one(family, key) for key in to_bytes_list(keys)], pa.binary())
         if family.cache is None:
             return self._read(family, keys)

@@ -14,7 +14,7 @@ from backends.encoding.keys import KeyRange
 from backends.encoding.sorted_pairs import PAIRS_SCHEMA
 from backends.exceptions import StateStoreError, StoreClosedError
 
-SCAN_ROWS = 1 << 14
+ROCKSDB_SCAN_ROWS = 1 << 14
 _SCAN_STEP = 1 << 9  # so few that a processor's cache holds their Python objects
 _PAIR = pa.struct([("key", pa.binary()), ("value", pa.binary())])
 
@@ -46,7 +46,7 @@ class RocksDBScan(Iterator[pa.RecordBatch]):
         if items is None:
             raise StoreClosedError("The store was closed while it was scanned.")
         parts: list[pa.StructArray] = []
-        while len(parts) * _SCAN_STEP < SCAN_ROWS:
+        while len(parts) * _SCAN_STEP < ROCKSDB_SCAN_ROWS:
             rows = list(islice(items, _SCAN_STEP))
             if rows:
                 self._last = rows[-1][0]
@@ -107,7 +107,7 @@ class RocksDBRangesScan(Iterator[pa.RecordBatch]):
             if self._cursor is None:
                 raise StoreClosedError("The store was closed while it was scanned.")
             parts: list[pa.StructArray] = []
-            while len(parts) * _SCAN_STEP < SCAN_ROWS:
+            while len(parts) * _SCAN_STEP < ROCKSDB_SCAN_ROWS:
                 rows = self._rows()
                 if rows:
                     parts.append(pa.array(rows, _PAIR))

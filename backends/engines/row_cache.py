@@ -26,9 +26,9 @@ import pyarrow as pa
 from backends.encoding.columns import MAX_BYTES, content_bytes, even_rows
 from backends.engines.cached_rows import (
     ABSENT,
+    CACHE_STEP_ROWS,
     ROW,
     ROW_BYTES,
-    STEP_ROWS,
     CachedRows,
     EvenRows,
     Ints,
@@ -194,9 +194,9 @@ class RowCache:
 
         ``read`` reads the keys that are not held; with ``keep`` they are held afterwards.
         """
-        if len(keys) <= STEP_ROWS:
+        if len(keys) <= CACHE_STEP_ROWS:
             return self._get_step(keys, read, keep)
-        steps = (keys.slice(at, STEP_ROWS) for at in range(0, len(keys), STEP_ROWS))
+        steps = (keys.slice(at, CACHE_STEP_ROWS) for at in range(0, len(keys), CACHE_STEP_ROWS))
         return pa.concat_arrays([self._get_step(step, read, keep) for step in steps])
 
     def _get_step(
@@ -255,10 +255,14 @@ class RowCache:
         """
         with self._lock:
             self._epoch += 1
-            for at in range(0, len(keys), STEP_ROWS):
+            for at in range(0, len(keys), CACHE_STEP_ROWS):
                 if not self.rows.count:
                     return
-                self._update_step(keys.slice(at, STEP_ROWS), hashes[at : at + STEP_ROWS], values.slice(at, STEP_ROWS))
+                self._update_step(
+                    keys.slice(at, CACHE_STEP_ROWS),
+                    hashes[at : at + CACHE_STEP_ROWS],
+                    values.slice(at, CACHE_STEP_ROWS),
+                )
 
     def _update_step(self, keys: pa.BinaryArray, hashes: KeyHashes, values: pa.BinaryArray) -> None:
         is_held = self.rows.has_tags(hashes)
@@ -325,8 +329,8 @@ class RowCache:
                 made.place_as(rows, live & ROW)
             else:
                 hashes, is_absent = hash_keys(keys), (live & ABSENT) != 0
-                for at in range(0, kept, STEP_ROWS):
-                    made.place(hashes[at : at + STEP_ROWS], at, is_absent[at : at + STEP_ROWS])
+                for at in range(0, kept, CACHE_STEP_ROWS):
+                    made.place(hashes[at : at + CACHE_STEP_ROWS], at, is_absent[at : at + CACHE_STEP_ROWS])
         return made
 
 

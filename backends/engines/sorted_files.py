@@ -14,7 +14,7 @@ from backends.encoding.sorted_pairs import SortedPairs, to_bytes_list
 
 FILE_BYTES = 64 << 20
 """A file has about so many bytes of keys and values: a compaction, or a later snapshot, makes whole files anew."""
-STEP_ROWS = 1 << 10
+FILE_STEP_ROWS = 1 << 10
 """So many pairs are Python objects at a time."""
 
 
@@ -57,8 +57,8 @@ class _SortedFile:
 
     def add(self, pairs: SortedPairs) -> None:
         writer = self._writer
-        for at in range(0, len(pairs), STEP_ROWS):
-            step = pairs.slice(at, STEP_ROWS)
+        for at in range(0, len(pairs), FILE_STEP_ROWS):
+            step = pairs.slice(at, FILE_STEP_ROWS)
             for key, value in zip(to_bytes_list(step.keys), to_bytes_list(step.values), strict=True):
                 writer[key] = value
         self._bytes += pairs.nbytes

@@ -22,9 +22,9 @@ from backends.encoding.key_order import key_order
 from backends.encoding.merged_scan import merged_scan
 from backends.encoding.sorted_pairs import PAIRS_SCHEMA, SortedPairs, is_strictly_sorted
 
-CHUNK_ROWS = 1 << 16
-CHUNK_BYTES = 16 << 20
-SCAN_ROWS = 1 << 14
+MAP_CHUNK_ROWS = 1 << 16
+MAP_CHUNK_BYTES = 16 << 20
+MAP_SCAN_ROWS = 1 << 14
 _GROWTH = 4
 
 
@@ -103,7 +103,7 @@ def _concatenated(chunks: Sequence[SortedPairs]) -> SortedPairs:
 def _cut(pairs: SortedPairs) -> list[SortedPairs]:
     if not len(pairs):
         return []
-    per_chunk = max(1, min(CHUNK_ROWS, CHUNK_BYTES * len(pairs) // max(1, pairs.nbytes)))
+    per_chunk = max(1, min(MAP_CHUNK_ROWS, MAP_CHUNK_BYTES * len(pairs) // max(1, pairs.nbytes)))
     if len(pairs) <= 2 * per_chunk:
         return [pairs]
     bounds = np.linspace(0, len(pairs), len(pairs) // per_chunk + 1).astype(int).tolist()
@@ -118,8 +118,8 @@ def _joined(chunks: list[SortedPairs]) -> list[SortedPairs]:
         chunk = following
         if (
             joined
-            and len(joined[-1]) + len(chunk) <= CHUNK_ROWS // 4
-            and joined[-1].nbytes + chunk.nbytes <= CHUNK_BYTES // 4
+            and len(joined[-1]) + len(chunk) <= MAP_CHUNK_ROWS // 4
+            and joined[-1].nbytes + chunk.nbytes <= MAP_CHUNK_BYTES // 4
         ):
             chunk = _concatenated((joined.pop(), chunk))
         joined.append(chunk)
@@ -191,7 +191,7 @@ class SortedMap:
         batches: Iterator[pa.RecordBatch] = (
             pa.RecordBatch.from_arrays([part.keys, part.values], schema=PAIRS_SCHEMA)
             for chunk in self.runs[0].between(start, end)
-            for part in (chunk.slice(at, SCAN_ROWS) for at in range(0, len(chunk), SCAN_ROWS))
+            for part in (chunk.slice(at, MAP_SCAN_ROWS) for at in range(0, len(chunk), MAP_SCAN_ROWS))
         )
         return merged_scan(batches, replace(self, runs=self.runs[1:]).between(start, end))
 

@@ -56,7 +56,7 @@ class Changes:
 
 
 class ChangelogMeta(msgspec.Struct, frozen=True):
-    """Which commit a changelog is: the one that leads from the state that ``base`` made to ``version``.
+    """The commit of a changelog: from the state that ``base`` made to ``version``.
 
     ``base`` is the path of the changelog below; None for the first one.
     """

@@ -21,7 +21,7 @@ from backends.formats.sealed import seal, unseal
 from backends.storage.checkpoint_storage import CheckpointStorage, digest
 from backends.storage.file_ref import FileRef
 
-GROUPS = "groups"
+GROUPS_DIRECTORY = "groups"
 """The directory of groups below the state location."""
 SUFFIX = ".changelogs"
 MAGIC = b"STSTGRP1"
@@ -59,7 +59,7 @@ class GroupIndex(Struct, frozen=True):
 
 def group_path(version: int) -> str:
     """Return a new name for a group of changelogs that lead to ``version``."""
-    return f"{GROUPS}/{version}-{uuid.uuid4().hex}{SUFFIX}"
+    return f"{GROUPS_DIRECTORY}/{version}-{uuid.uuid4().hex}{SUFFIX}"
 
 
 def write_group(path: str, members: Sequence[GroupMember]) -> tuple[bytes, list[FileRef]]:

@@ -1,4 +1,4 @@
-"""Where the files of a partition lie below the state location, and what their names say."""
+"""Paths of a partition's files below the state location, and the parts of their names."""
 
 from __future__ import annotations
 

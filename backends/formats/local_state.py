@@ -6,7 +6,7 @@ import msgspec
 
 
 class LocalState(msgspec.Struct, frozen=True):
-    """What an engine holds: a version, the path of the changelog that made the version, and the number of keys.
+    """The state in an engine: a version, the path of the changelog that made the version, and the number of keys.
 
     ``head`` None is the empty version 0. ``num_keys`` None: the keys are not counted.
     """

@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 STATE_FORMAT_VERSION = 1
-NO_STAGES: Mapping[int, int] = MappingProxyType({})
+NO_PARTITION_STAGES: Mapping[int, int] = MappingProxyType({})
 
 
 class ChangelogRef(Struct, frozen=True):
@@ -61,7 +61,7 @@ class OperatorEntry(Struct, frozen=True):
         schema_id: str,
         backend: str,
         partitions: Mapping[int, PartitionEntry],
-        stages: Mapping[int, int] = NO_STAGES,
+        stages: Mapping[int, int] = NO_PARTITION_STAGES,
     ) -> OperatorEntry:
         """Make the entry of what each partition contributed, in which of Spark's stages, where that is known."""
         stage = max(stages.values(), default=None)

@@ -1,4 +1,4 @@
-"""Walking the chain of manifests: which versions there are, and the lineage of a partition (the files that make it).
+"""Walks the chain of manifests: finds the versions that exist, and the lineage of a partition (the files that make it).
 
 Shared by a provider that keeps its own manifests and by the coordinator.
 """

@@ -16,7 +16,7 @@ from backends.formats.manifest_chain import Chain, Segment, segments, snapshots
 
 
 class Base(NamedTuple):
-    """Where loading begins for a partition in a segment: at a snapshot, or (None) with what lies below the segment."""
+    """The start of a load in a segment: a snapshot, or (None) the state that lies below the segment."""
 
     segment: Segment
     partition: int
@@ -25,7 +25,7 @@ class Base(NamedTuple):
 
 @dataclass(frozen=True)
 class Retention:
-    """What is kept: versions from ``oldest``, manifests from ``chain_from``, and the files above the ``bases``."""
+    """Rules of retention: versions from ``oldest``, manifests from ``chain_from``, files above ``bases``."""
 
     oldest: int
     chain_from: int

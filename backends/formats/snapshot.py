@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 
 from backends import fault_points
 from backends.exceptions import DamagedFileError, InvalidStateStoreArgument, StoreClosedError
-from backends.formats.changelog_group import GROUPS
+from backends.formats.changelog_group import GROUPS_DIRECTORY
 from backends.formats.local_state import LocalState
 from backends.formats.manifest import SnapshotRef
 from backends.formats.sealed import seal, unseal
@@ -31,7 +31,7 @@ _TOGETHER_BYTES = 256 << 10
 
 
 class Watch(Protocol):
-    """What ``download`` tells of its progress; see ``backends.partition.load_watch.LoadWatch``."""
+    """Receives the progress of ``download``; see ``backends.partition.load_watch.LoadWatch``."""
 
     def expect(self, files: int, nbytes: int) -> None:
         """Take note of files that are needed."""
@@ -221,7 +221,7 @@ def store_together(storage: CheckpointStorage, prepared: Sequence[PreparedSnapsh
     """
     if len(prepared) == 1 and not prepared[0].small:
         return [store_alone(storage, prepared[0])]
-    within = f"{GROUPS}/{max(p.state.version for p in prepared)}-{uuid.uuid4().hex}.snapshots"
+    within = f"{GROUPS_DIRECTORY}/{max(p.state.version for p in prepared)}-{uuid.uuid4().hex}.snapshots"
     pieces: list[bytes] = []
     offset = 0
 

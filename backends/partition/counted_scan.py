@@ -1,4 +1,4 @@
-"""Counting what a scan holds."""
+"""Counts the memory that a scan holds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which versions of a partition can be read, and how reads stay exact while versions advance."""
+"""The versions of a partition that can be read. Reads stay exact while versions advance."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from backends.engines.engine import StateEngine
 from backends.exceptions import LineageMismatchError, StoreClosedError, VersionNotFoundError
 from backends.formats.changelog import ChangelogMeta, Changes
 from backends.host_memory import BEFORE_IMAGES, HostMemory
-from backends.partition.layers import Delta, Layer, Undo, View
+from backends.partition.layers import Delta, Layer, Undo, VersionView
 from backends.partition.pending_changes import PendingChanges
 
 
@@ -44,7 +44,7 @@ class HeldVersions:
         self._num_waiting = 0
         self._undos: list[Undo] = []
         self._applying: Delta | None = None
-        self._completed: View | None
+        self._completed: VersionView | None
         self.version: int
         """The last completed version here."""
         self.head: str | None
@@ -130,7 +130,7 @@ class HeldVersions:
         """
         layers = () if self._applying is None else (self._applying,)
         families = self._engine.column_families.union(*(delta.changes.families for delta in layers))
-        self._completed = View(version, layers, head, families)
+        self._completed = VersionView(version, layers, head, families)
         self.version, self.head = version, head
 
     def close(self) -> None:
@@ -193,7 +193,7 @@ class HeldVersions:
     # -- reads ---------------------------------------------------------------------------------
 
     @contextmanager
-    def reading(self, version: int | None, head: str | None = None) -> Iterator[View]:
+    def reading(self, version: int | None, head: str | None = None) -> Iterator[VersionView]:
         """Keep a version as it is within the block. ``head``, if given, must have made the version."""
         reader = object()
         view = self.begin_read(reader, version, head)
@@ -202,7 +202,7 @@ class HeldVersions:
         finally:
             self.end_read(reader)
 
-    def begin_read(self, reader: object, version: int | None, head: str | None) -> View:
+    def begin_read(self, reader: object, version: int | None, head: str | None) -> VersionView:
         """Return a view that stays as it is until ``end_read(reader)``. ``version`` None is the completed one.
 
         The completed version is read without the lock. A writer of what it is made of sets ``_completed`` first, and
@@ -237,14 +237,14 @@ class HeldVersions:
         finally:
             self._num_waiting -= 1
 
-    def _view(self, version: int, head: str | None) -> View:
+    def _view(self, version: int, head: str | None) -> VersionView:
         layers: list[Layer] = [] if self._applying is None else [self._applying]
         families = self._engine.column_families.union(*(d.changes.families for d in layers))
         if version < self.version:
             for undo in reversed(self._undos):
                 layers.append(undo)
                 if (undo.version, undo.head) == (version, head if head is not None else undo.head):
-                    return View(version, tuple(layers), undo.head, undo.families)
+                    return VersionView(version, tuple(layers), undo.head, undo.families)
             raise self._not_held(version, head)
         at = self.head
         for delta in self._steps_above(version, head):
@@ -253,7 +253,7 @@ class HeldVersions:
             at = delta.file.path
         if head is not None and head != at:
             raise self._not_held(version, head)
-        return View(version, tuple(layers), at, families)
+        return VersionView(version, tuple(layers), at, families)
 
     def _steps_above(self, version: int, head: str | None) -> list[Delta]:
         """Return what leads from the completed version to a later one: what was accepted, or else what ends in

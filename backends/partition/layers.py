@@ -1,4 +1,4 @@
-"""What a read lays over the engine to see another version than the engine's: later changes, and before-images."""
+"""Layers of later changes and before-images over the engine, by which reads see another version than the engine's."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ Layer: TypeAlias = Delta | Undo
 
 
 @dataclass(frozen=True)
-class View:
+class VersionView:
     """A version as reads see it: the engine with ``layers`` over it, of which the last one counts most.
 
     ``head`` is the changelog that made the version, ``families`` are its column families.

@@ -1,4 +1,4 @@
-"""How far a load has come, for those who wait for it, and the word that it is to end."""
+"""Progress of a load, for the threads that wait for the load, and the request to end the load."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LOG_SECONDS = 10.0
 
 
 class LoadProgress(Struct, frozen=True):
-    """How far a load has come: files and bytes of those that it is known to need, and steps of work of any kind.
+    """Progress of a load: files and bytes, of all that the load is known to need, and steps of work of any kind.
 
     ``load`` differs from load to load. What it needs grows while it goes on: a snapshot first, then changelogs.
     """

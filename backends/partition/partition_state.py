@@ -40,7 +40,7 @@ from backends.partition.before_images import BeforeImages
 from backends.partition.context import PartitionContext
 from backends.partition.counted_scan import counted_scan
 from backends.partition.held_versions import HeldVersions
-from backends.partition.layers import Delta, Undo, View
+from backends.partition.layers import Delta, Undo, VersionView
 from backends.partition.load_watch import LoadWatch
 from backends.partition.loading import Loading
 from backends.partition.local_directory import LocalDirectory
@@ -390,7 +390,7 @@ class PartitionState:
         with self._versions.reading(version, head) as view:
             return self._num_keys(view)
 
-    def _num_keys(self, view: View) -> int | None:
+    def _num_keys(self, view: VersionView) -> int | None:
         if not view.layers:
             return self._engine.state.num_keys
         last = view.layers[-1]
@@ -401,7 +401,7 @@ class PartitionState:
         with self._versions.reading(version, head) as view:
             return view.families
 
-    def _check_family(self, column_family: str, view: View) -> None:
+    def _check_family(self, column_family: str, view: VersionView) -> None:
         if column_family not in view.families:
             raise InvalidStateStoreArgument(
                 f"There is no column family {column_family!r} in {self._directory}; there are "

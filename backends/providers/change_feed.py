@@ -33,7 +33,7 @@ def read(storage: CheckpointStorage, base: VersionReader, lineage: Lineage) -> I
                 seen = since.get(family, SortedPairs.empty())
                 there = base.get_many(pairs.keys, family) if family in families else pa.nulls(len(pairs), pa.binary())
                 before = seen.overlay(pairs.keys, there)
-                keys = lists.list_keys(pairs.keys) if lists.is_list(family) else pairs.keys
+                keys = lists.user_keys_of_lists(pairs.keys) if lists.is_list(family) else pairs.keys
                 since[family] = seen.under(pairs)
                 yield pa.RecordBatch.from_arrays(
                     [

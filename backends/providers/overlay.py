@@ -74,7 +74,7 @@ class OverlayStateStore(StateStore):
 
     @property
     def id(self) -> StateStoreId:
-        """Which store this is."""
+        """The id of this store."""
         return self._reader.id
 
     @property
@@ -139,7 +139,7 @@ class OverlayStateStore(StateStore):
             buffer.put(key, None)
             return
         prefix = lists.elements_prefix(key)
-        for batch in self._scan_stored(prefix, successor(prefix), lists.stored_name(column_family)):
+        for batch in self._scan_stored(prefix, successor(prefix), lists.list_family_name(column_family)):
             buffer.put_many(batch.column(0), pa.nulls(len(batch), pa.binary()))
 
     def get_many(self, keys: pa.Array | pa.ChunkedArray, column_family: str = DEFAULT_FAMILY) -> pa.BinaryArray:
@@ -209,7 +209,9 @@ class OverlayStateStore(StateStore):
         self._buffer_to_read(column_family)
         self._check_list(column_family)
         prefix = lists.elements_prefix(key)
-        return (v for _, v in _pairs(self._scan_stored(prefix, successor(prefix), lists.stored_name(column_family))))
+        return (
+            v for _, v in _pairs(self._scan_stored(prefix, successor(prefix), lists.list_family_name(column_family)))
+        )
 
     def scan(
         self, start: bytes | None = None, end: bytes | None = None, column_family: str = DEFAULT_FAMILY
@@ -222,7 +224,7 @@ class OverlayStateStore(StateStore):
         if not self._is_list(column_family):
             return self._scan_stored(start, end, column_family)
         first, last = (None if limit is None else lists.escape(limit) for limit in (start, end))
-        return map(_list_batch, self._scan_stored(first, last, lists.stored_name(column_family)))
+        return map(_list_batch, self._scan_stored(first, last, lists.list_family_name(column_family)))
 
     def _scan_stored(self, start: bytes | None, end: bytes | None, stored: str) -> Iterator[pa.RecordBatch]:
         buffer = self._buffers.get(stored)
@@ -256,7 +258,9 @@ class OverlayStateStore(StateStore):
             raise InvalidStateStoreArgument(f"{name!r} cannot name a column family: names with '__' are the backend's.")
         self._check_writable()
         stored, other = (
-            (name, lists.stored_name(name)) if not use_multiple_values_per_key else (lists.stored_name(name), name)
+            (name, lists.list_family_name(name))
+            if not use_multiple_values_per_key
+            else (lists.list_family_name(name), name)
         )
         if other in self._families:
             raise InvalidStateStoreArgument(
@@ -312,14 +316,14 @@ class OverlayStateStore(StateStore):
         return self._buffers.setdefault(self._stored(column_family), WriteBuffer())
 
     def _is_list(self, column_family: str) -> bool:
-        return isinstance(column_family, str) and lists.stored_name(column_family) in self._families
+        return isinstance(column_family, str) and lists.list_family_name(column_family) in self._families
 
     def _stored(self, column_family: str) -> str:
         """Return the name by which a column family is stored."""
         if not isinstance(column_family, str):
             raise InvalidStateStoreArgument(f"{column_family!r} is no column family's name: give a string.")
         if self._is_list(column_family):
-            return lists.stored_name(column_family)
+            return lists.list_family_name(column_family)
         if column_family not in self._families or lists.is_list(column_family):
             raise InvalidStateStoreArgument(
                 f"There is no column family {column_family!r} in {self.id}; there are "
@@ -375,7 +379,7 @@ def successor(prefix: bytes) -> bytes | None:
 
 
 def _list_batch(batch: pa.RecordBatch) -> pa.RecordBatch:
-    return pa.RecordBatch.from_arrays([lists.list_keys(batch.column(0)), batch.column(1)], schema=PAIRS_SCHEMA)
+    return pa.RecordBatch.from_arrays([lists.user_keys_of_lists(batch.column(0)), batch.column(1)], schema=PAIRS_SCHEMA)
 
 
 def _pairs(batches: Iterator[pa.RecordBatch]) -> Iterator[tuple[bytes, bytes]]:

@@ -1,8 +1,8 @@
 """The manifests of a provider that is used alone, without a coordinator.
 
 They lie with the changelogs below the store's own directory. Every commit adds a manifest with the next number by
-create-if-absent, so that of two writers one is refused. So does maintenance, with the version that there is. Version V
-is the one on the parent chain of the newest manifest.
+create-if-absent, so that of two writers one is refused. Maintenance adds manifests of the newest version, too. Version
+V is the one on the parent chain of the newest manifest.
 """
 
 from __future__ import annotations

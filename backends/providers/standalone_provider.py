@@ -107,7 +107,7 @@ class LocalStateStoreProvider(StateStoreProvider):
 
     @property
     def id(self) -> StateStoreId:
-        """Which store this is."""
+        """The id of this store."""
         return self._id
 
     def latest_version(self) -> int:

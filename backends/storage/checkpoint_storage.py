@@ -23,14 +23,14 @@ from backends.exceptions import (
 )
 from backends.storage.failures import check_bucket, first_line, is_out_of_range
 from backends.storage.file_ref import FileRef
-from backends.storage.hedges import SMALL_BYTES
+from backends.storage.hedges import HEDGED_BYTES
 from backends.storage.local_files import LocalFiles
 from backends.storage.locations import Location, parse_location
 from backends.storage.object_stores import ObjectStores
 from backends.storage.request_counts import RequestCounts
 from backends.storage.sender import RequestSender
 from backends.storage.shared_objects import SharedObjects
-from backends.storage.traffic import Buckets, buckets_of_process
+from backends.storage.traffic import BucketTraffic, buckets_of_process
 
 if TYPE_CHECKING:
     from obstore import GetOptions
@@ -81,7 +81,7 @@ class CheckpointStorage:
         sleep: Callable[[float], None],
         retry_seconds: float,
         requests: RequestCounts,
-        buckets: Buckets,
+        buckets: BucketTraffic,
     ) -> None:
         self.location = location.text
         self.is_local = location.kind == "local"
@@ -115,7 +115,7 @@ class CheckpointStorage:
         sleep: Callable[[float], None] = time.sleep,
         retry_seconds: float = 60.0,
         requests: RequestCounts | None = None,
-        buckets: Buckets | None = None,
+        buckets: BucketTraffic | None = None,
     ) -> CheckpointStorage:
         """Open the storage at an address; nothing is read or made yet.
 
@@ -199,7 +199,7 @@ class CheckpointStorage:
             nonlocal unanswered
             unanswered = True
 
-        if not self._sender.send("write", path, put, on_second=note_unanswered if ref.size <= SMALL_BYTES else None):
+        if not self._sender.send("write", path, put, on_second=note_unanswered if ref.size <= HEDGED_BYTES else None):
             raise self._exists(path)
         return ref
 
@@ -316,7 +316,7 @@ class CheckpointStorage:
                 check_bucket(error)
                 return None
 
-        found = self._sender.send("read", path, fetch, on_second=_nothing if length <= SMALL_BYTES else None)
+        found = self._sender.send("read", path, fetch, on_second=_nothing if length <= HEDGED_BYTES else None)
         if found is None:
             raise MissingFileError(f"{self.full_location(path)} does not exist.")
         return found
@@ -328,7 +328,7 @@ class CheckpointStorage:
         """
         try:
             if ref.within is None:
-                data = self._whole(ref.path, is_small=ref.size <= SMALL_BYTES)
+                data = self._whole(ref.path, is_small=ref.size <= HEDGED_BYTES)
             else:
                 data = self._shared_part(ref) or self.get_range(ref.within, ref.offset, ref.size)
         except MissingFileError as error:
@@ -365,7 +365,7 @@ class CheckpointStorage:
             self._counts.moved(self.location, received=sum(map(len, parts)))
             return parts
 
-        found = self._sender.send("read", within, fetch, on_second=_nothing if sum(lengths) <= SMALL_BYTES else None)
+        found = self._sender.send("read", within, fetch, on_second=_nothing if sum(lengths) <= HEDGED_BYTES else None)
         parts = zip(refs, found, strict=True) if found else ()
         whole = {ref.path: data for ref, data in parts if len(data) == ref.size and digest(data) == ref.digest}
         return held | whole

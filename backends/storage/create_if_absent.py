@@ -1,8 +1,8 @@
 """Proves that a storage honours create-if-absent, on which the fencing of writers depends.
 
 Of two coordinators that claim one epoch, or two that write one manifest, exactly one may succeed. Some stores that
-speak S3 ignore ``If-None-Match`` and overwrite. Nobody would notice before state is lost, so it is tried out before the
-first write that counts.
+speak S3 ignore ``If-None-Match`` and overwrite. Nobody would notice before state is lost. So the condition is tried out
+before the first write that counts.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from backends.bounded_dict import BoundedDict
 from backends.exceptions import FileExistsInStorageError, UnsupportedLocationError
 from backends.storage.checkpoint_storage import CheckpointStorage
 
-PROBE = "create-if-absent"
+CREATE_PROBE = "create-if-absent"
 """The file that is tried to be overwritten. It stays: whoever tries later needs one write."""
-REMEMBERED_LOCATIONS = 10_000
+PROBED_LOCATIONS = 10_000
 
 
 class CreateIfAbsentProofs:
@@ -27,7 +27,7 @@ class CreateIfAbsentProofs:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._proven: BoundedDict[str, None] = BoundedDict(REMEMBERED_LOCATIONS)
+        self._proven: BoundedDict[str, None] = BoundedDict(PROBED_LOCATIONS)
 
     def require(self, storage: CheckpointStorage) -> None:
         """Raise ``UnsupportedLocationError``, which names the store, unless a file that exists is left as it is.
@@ -46,8 +46,8 @@ class CreateIfAbsentProofs:
         if _creates(storage) and _creates(storage):
             raise UnsupportedLocationError(
                 f"{storage.store_name} overwrites files that it was asked to create only if they are absent "
-                f"({PROBE} was created twice; S3 calls that If-None-Match: *). Two coordinators could overwrite each "
-                "other's epochs and manifests there. Put the state on a store that honours the condition: AWS S3, "
+                f"({CREATE_PROBE} was created twice; S3 calls that If-None-Match: *). Two coordinators could overwrite "
+                "each other's epochs and manifests there. Put the state on a store that honours the condition: AWS S3, "
                 "MinIO, Google Cloud Storage, Azure or a disk."
             )
         with self._lock:
@@ -57,7 +57,7 @@ class CreateIfAbsentProofs:
 def _creates(storage: CheckpointStorage) -> bool:
     """Return whether the storage says that it has created the file."""
     try:
-        storage.put_new(PROBE, secrets.token_bytes(16))
+        storage.put_new(CREATE_PROBE, secrets.token_bytes(16))
     except FileExistsInStorageError:
         return False
     return True

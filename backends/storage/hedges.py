@@ -1,8 +1,8 @@
-"""A second request for one that takes far longer than its kind usually does: the first answer wins.
+"""Hedged requests: a request that takes far longer than usual is sent a second time, and the first answer wins.
 
 Now and then a request takes ten times as long as others, for it has met a slow server, and the same request made again
-takes the usual time. The idea is that of "The Tail at Scale" (Dean and Barroso, 2013). Only requests that may be
-carried out twice and are small have one: what takes long since it is large would only take longer.
+takes the usual time. The idea is that of "The Tail at Scale" (Dean and Barroso, 2013). Only small requests that may be
+carried out twice have a second one: a large request takes long for its size, and would only take longer.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, TypeAlias, TypeVar
 T = TypeVar("T")
 DoneOf: TypeAlias = Callable[[Collection[Future[Any]], float | None], Collection[Future[Any]]]
 
-SMALL_BYTES = 1 << 20
+HEDGED_BYTES = 1 << 20
 """Requests of more bytes are made once."""
 REMEMBERED = 128
 """So many durations of each kind say what is usual."""
@@ -28,15 +28,15 @@ LEAST_SECONDS = 0.05
 """No request is late before."""
 SHARE, MOST_AT_ONCE = 0.05, 8.0
 """Of all requests so many have a second one, and so many directly after each other: all are late if storage hangs."""
-THREADS = 32
+HEDGE_THREADS = 32
 """So many requests are made by threads that may be left behind with the one that is late; others are made once."""
 
 
 class Hedges:
     """The second requests of a process to one bucket. Many threads may share one.
 
-    Memory: ``REMEMBERED`` numbers a kind, and at most ``THREADS`` threads. ``done_of(requests, seconds)`` waits until
-    one of them is done, for so many seconds at most, and returns those that are; None: however long that takes.
+    Memory: ``REMEMBERED`` numbers a kind, and at most ``HEDGE_THREADS`` threads. ``done_of(requests, seconds)`` waits
+    until a request is done, and returns the requests that are done. It waits ``seconds`` at most; None: without limit.
     """
 
     def __init__(self, done_of: DoneOf | None = None) -> None:
@@ -94,12 +94,12 @@ class Hedges:
     def _started(self, attempt: Callable[[], T]) -> Future[T] | None:
         """Call by another thread; None if all are at work."""
         with self._lock:
-            if self._under_way >= THREADS:
+            if self._under_way >= HEDGE_THREADS:
                 return None
             self._under_way += 1
             self._credit = min(MOST_AT_ONCE, self._credit + SHARE)
             if self._pool is None:
-                self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="statestore-storage")
+                self._pool = ThreadPoolExecutor(HEDGE_THREADS, thread_name_prefix="statestore-storage")
         call = self._pool.submit(attempt)
         call.add_done_callback(self._ended)
         return call

@@ -1,9 +1,9 @@
 """The rate limit of requests to one bucket: a process slows down while the service says that it gets too many.
 
-S3 answers 503 "slow down" while a prefix gets more requests than it is split for. Whoever backs off alone is replaced
-by the other threads of the process, so all of them share one backoff: nobody sends for a moment, then requests go at
-half the rate at which the service refused, and the rate grows again. The idea is that of the adaptive retry mode of
-Amazon's SDKs, and of TCP.
+S3 answers 503 "slow down" while a prefix gets more requests than it can take. If one thread backed off alone, the other
+threads would send in its place. So all threads of a process share one backoff: no thread sends for a moment, then
+requests go at half the rate at which the service refused, and the rate grows again. The idea is that of the adaptive
+retry mode of Amazon's SDKs, and of TCP.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LONGEST_WAIT_SECONDS = 5.0
 """No request waits longer for its turn, however many wait."""
 
 
-class Pace:
+class AdaptiveRateLimit:
     """The pace of one bucket. Many threads may share one. Memory: a few numbers.
 
     ``draw`` returns random numbers from 0 to 1: hosts that were refused together must not come back together.

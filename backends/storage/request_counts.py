@@ -7,14 +7,14 @@ from collections import Counter
 from collections.abc import Mapping
 
 from backends.bounded_dict import BoundedDict
-from backends.buckets import BucketCounts, Buckets
-from backends.storage.trouble import StorageTrouble
+from backends.buckets import BucketCounts, HistogramBuckets
+from backends.storage.trouble import TroubleTracker
 
 KINDS = {"write": "put", "read": "get", "look up": "head", "list": "list", "delete": "delete"}
 """The kind of request by what ``CheckpointStorage`` calls it in its errors."""
 SENT, RECEIVED = "sent_bytes", "received_bytes"
 """Bytes of files that went to storage, and that came from there."""
-REMEMBERED_LOCATIONS = 10_000
+COUNTED_LOCATIONS = 10_000
 DURATIONS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 """Upper bounds of the buckets in which durations of requests are counted, in seconds."""
 
@@ -27,11 +27,11 @@ class RequestCounts:
     """
 
     def __init__(self) -> None:
-        self.trouble = StorageTrouble()
+        self.trouble = TroubleTracker()
         self._counts = Counter(dict.fromkeys(KINDS.values(), 0))
         self._failures = Counter(dict.fromkeys(KINDS.values(), 0))
         self._durations = {kind: BucketCounts(DURATIONS) for kind in KINDS.values()}
-        self._at: BoundedDict[str, Counter[str]] = BoundedDict(REMEMBERED_LOCATIONS)
+        self._at: BoundedDict[str, Counter[str]] = BoundedDict(COUNTED_LOCATIONS)
         self._lock = threading.Lock()
 
     def note(self, verb: str, location: str = "", times: int = 1) -> None:
@@ -58,7 +58,7 @@ class RequestCounts:
         with self._lock:
             return dict(self._failures)
 
-    def durations(self) -> dict[str, Buckets]:
+    def durations(self) -> dict[str, HistogramBuckets]:
         """Return how long requests took, by kind."""
         with self._lock:
             return {kind: counts.read() for kind, counts in self._durations.items()}

@@ -1,4 +1,4 @@
-"""Sends requests to storage: the one place where they go out.
+"""Sends all requests to storage.
 
 Each attempt is counted and timed, waits for its turn (``pace.py``), is repeated where that may help, has a second
 request where it is late (``hedges.py``), and is made with new credentials where the old ones have expired.

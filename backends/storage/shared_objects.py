@@ -1,4 +1,4 @@
-"""Objects of which many loads of a process need parts at about the same time: each is read once, for all of them.
+"""Reads objects that many loads of a process need at about the same time: each object once, for all loads.
 
 When a query starts, a host loads dozens of partitions, whose changelogs and small snapshots lie in the same few
 objects. A request for each part of each partition takes longer than the bytes do.

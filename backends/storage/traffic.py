@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from backends.bounded_dict import BoundedDict
 from backends.storage.hedges import Hedges
-from backends.storage.pace import Pace
+from backends.storage.pace import AdaptiveRateLimit
 
 REMEMBERED_BUCKETS = 1000
 
@@ -19,11 +19,11 @@ REMEMBERED_BUCKETS = 1000
 class Traffic:
     """The pace of a bucket, and the second requests for late ones; None where no request has one."""
 
-    pace: Pace
+    pace: AdaptiveRateLimit
     hedges: Hedges | None
 
 
-class Buckets:
+class BucketTraffic:
     """The traffic of each bucket. Many threads may share one; so do all storages of a process.
 
     See ``buckets_of_process``.
@@ -38,14 +38,14 @@ class Buckets:
     def of(self, bucket: str, *, with_hedges: bool) -> Traffic:
         """Return what the requests to a bucket share; ``bucket`` is its name with the service that has it."""
         with self._lock:
-            pace = Pace(bucket, self._clock, self._draw)
+            pace = AdaptiveRateLimit(bucket, self._clock, self._draw)
             return self._known.setdefault(bucket, Traffic(pace, Hedges() if with_hedges else None))
 
 
-_OF_PROCESS = Buckets()
+_OF_PROCESS = BucketTraffic()
 
 
-def buckets_of_process() -> Buckets:
+def buckets_of_process() -> BucketTraffic:
     """Return those that all storages of this process share.
 
     A function, so that a task of Spark, which is pickled with what opens its storage, takes no lock along.

@@ -13,7 +13,7 @@ from typing import Any
 from backends.bounded_dict import BoundedDict
 from backends.storage.failures import first_line, for_people
 
-REMEMBERED_SECONDS = 60.0
+FAILURE_SECONDS = 60.0
 """A failure is told of for so long."""
 WAITING_SECONDS = 5.0
 """A request that has had no answer for so long is told of."""
@@ -33,7 +33,7 @@ class _Place:
     answered: dict[str, float] = field(default_factory=dict)
 
 
-class StorageTrouble:
+class TroubleTracker:
     """Knows the last failures by location, and the requests that are under way. Many threads may share one.
 
     It holds one entry for each request under way, and ``MOST_FAILURES`` moments for each location that has failed.
@@ -80,7 +80,7 @@ class StorageTrouble:
             for _, location, began in self._under_way.values():
                 if now - began >= WAITING_SECONDS:
                     waiting.setdefault(location, []).append(now - began)
-            failed = {at: p for at, p in self._places.items() if p.failed and now - p.failed[-1] < REMEMBERED_SECONDS}
+            failed = {at: p for at, p in self._places.items() if p.failed and now - p.failed[-1] < FAILURE_SECONDS}
             found = []
             for location in sorted({*waiting, *failed}):
                 place, seconds = failed.get(location, _Place()), waiting.get(location, [])
@@ -88,7 +88,7 @@ class StorageTrouble:
                 found.append(
                     {
                         "location": location,
-                        "failures": sum(now - at < REMEMBERED_SECONDS for at in place.failed),
+                        "failures": sum(now - at < FAILURE_SECONDS for at in place.failed),
                         "error": place.error,
                         "failed_seconds": round(now - last, 1),
                         "answered_since": place.answered.get(place.kind, last) > last,

@@ -1,7 +1,7 @@
 """Makes spans by OpenTelemetry's SDK. Imported only while tracing is on.
 
-A span that fails to be made, by a fault of the SDK or of a processor that somebody has added, is logged once and left
-out: what it is about goes on.
+If a span cannot be made, by a fault of the SDK or of a processor that somebody has added, the fault is logged once and
+the span is left out. The traced work goes on.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from backends.tracing import spans
 
 log = logging.getLogger(__name__)
 
-VARIABLE = "STATESTORE_TRACING"
+TRACING_VARIABLE = "STATESTORE_TRACING"
 OTLP = "otlp"
 _URL = re.compile(r"https?://[^\s/@?#]+(/[^\s@?#]*)?")
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
@@ -34,7 +34,7 @@ _tried: str | None = None
 
 def setting_of_environment() -> str | None:
     """Return what ``STATESTORE_TRACING`` says; None: no traces. Raises ``InvalidStateStoreArgument``."""
-    return checked_setting(os.environ.get(VARIABLE) or None)
+    return checked_setting(os.environ.get(TRACING_VARIABLE) or None)
 
 
 def checked_setting(setting: str | None) -> str | None:
@@ -43,7 +43,7 @@ def checked_setting(setting: str | None) -> str | None:
         return setting
     raise InvalidStateStoreArgument(
         f"tracing={setting!r} is none: give the address of a collector without a user ('http://collector:4318'), "
-        f"{OTLP!r} for what the variables OTEL_EXPORTER_OTLP_... say, or 'module:function' ({VARIABLE})."
+        f"{OTLP!r} for what the variables OTEL_EXPORTER_OTLP_... say, or 'module:function' ({TRACING_VARIABLE})."
     )
 
 

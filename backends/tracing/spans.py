@@ -43,7 +43,7 @@ class Span:
 
 
 class Tracer(Protocol):
-    """What makes spans while tracing is on. None of the methods raises an error or waits for an exporter."""
+    """Makes spans while tracing is on. None of the methods raises an error or waits for an exporter."""
 
     def span(self, name: str, trace: Trace | None, attributes: dict[str, Attribute], *, is_root: bool) -> Span:
         """Begin a span: see ``span`` below. Without a trace it stands below the current span, or begins a trace."""

@@ -1,7 +1,7 @@
 """Subjects of traces, and the ids that follow from a subject: every process makes the same ones, and nobody sends them.
 
-A trace has a root span, which one process makes, often after the others have made theirs. These name the root as their
-parent, by an id that is a hash as well.
+A trace has a root span, which one process makes, often after other processes have made their spans. These spans name
+the root as their parent, by an id that is a hash as well.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 
 class Trace(NamedTuple):
-    """What a trace is about: a micro-batch, a savepoint, or the start of a run.
+    """The subject of a trace: a micro-batch, a savepoint, or the start of a run.
 
     ``number`` is the version that the batch makes, the id of the savepoint, or 0.
     """

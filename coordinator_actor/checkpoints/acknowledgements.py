@@ -34,7 +34,7 @@ class DeclineCheckpoint(Struct, frozen=True):
 
 
 class Received(Enum):
-    """What became of a message. All but ``UNKNOWN`` are true."""
+    """The outcome of a message. All but ``UNKNOWN`` are true."""
 
     PENDING = "pending"  # taken; other tasks have not acknowledged yet
     COMPLETED = "completed"  # taken as the last one: the checkpoint is completed

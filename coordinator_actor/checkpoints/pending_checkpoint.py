@@ -14,7 +14,7 @@ from coordinator_actor.exceptions import InvalidRequestError
 
 
 class CancelReason(Enum):
-    """Why a checkpoint was given up."""
+    """Reasons for which a checkpoint is given up."""
 
     EXPIRED = "expired"
     DECLINED = "declined"

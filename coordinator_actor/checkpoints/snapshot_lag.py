@@ -24,7 +24,7 @@ _LEAST = {
 
 @dataclass(frozen=True)
 class SnapshotLagConf:
-    """When a partition lags behind. The first five have the names and defaults of ``spark.sql.streaming.stateStore.*``.
+    """Bounds of snapshot lag. The first five have the names and defaults of ``spark.sql.streaming.stateStore.*``.
 
     A partition lags if its newest snapshot is both too many versions behind, more than
     ``multiplier_for_min_version_diff_to_log * deltas_per_snapshot``, and too old, more than

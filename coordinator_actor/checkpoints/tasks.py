@@ -35,7 +35,7 @@ class Tasks:
 
 @dataclass(frozen=True, eq=False)
 class TaskFigures:
-    """What the tasks of one completed checkpoint reported, in the order of ``tasks.keys``.
+    """Reports of the tasks of one completed checkpoint, in the order of ``tasks.keys``.
 
     ``durations`` are in seconds, ``sizes`` in bytes. ``first`` and ``last`` are the times, by the coordinator's clock,
     of the first and the last acknowledgement.

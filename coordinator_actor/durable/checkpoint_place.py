@@ -1,4 +1,4 @@
-"""Which checkpoint a state belongs to, where the state is not in the checkpoint itself.
+"""The record of the checkpoint that a state belongs to, for state that is not in the checkpoint itself.
 
 Such a state is found by the query id, which a copy of a checkpoint shares with the original. So the state says where
 its checkpoint is: the newest record counts.

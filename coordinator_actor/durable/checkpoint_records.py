@@ -24,7 +24,7 @@ KEPT_FILES = 2
 """The newest file, and the one before it, should the newest be damaged."""
 
 
-class StepTime(Struct, frozen=True):
+class StepTime(Struct, frozen=True, gc=False):
     """The milliseconds of one step: the sum over all tasks, and those of the slowest task."""
 
     sum_ms: float

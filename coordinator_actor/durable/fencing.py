@@ -1,12 +1,12 @@
-"""Fencing: of two coordinators that take the same query for theirs, only one can complete a version.
+"""Fencing: of two coordinators that claim the same query, only one can complete a version.
 
 After SlateDB. Every coordinator claims an epoch, a number that only grows. Under its epoch it numbers its manifests
 from 1 on, without a gap: each is written create-if-absent at the one path that follows its last. A coordinator that has
 claimed an epoch closes all lower ones before it reads the manifests: it puts a *fence* at the path at which the next
 manifest of the epoch would be. So a manifest of a lower epoch was there before the fence, and is read; or its writer
-meets the fence, and gives up. To write a manifest is one request, and nothing has to be asked behind it.
+meets the fence, and gives up. Writing a manifest takes one request and no check behind the request.
 
-A fence is never removed: whoever it is for may stand still for days.
+A fence is never removed: the process that the fence must stop may stand still for days.
 """
 
 from __future__ import annotations

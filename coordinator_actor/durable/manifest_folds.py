@@ -1,8 +1,8 @@
-"""``folds/<epoch>-<sequence>.json``: copies of manifests that follow each other, for whoever begins to read.
+"""``folds/<epoch>-<sequence>.json``: copies of many successive manifests in one object, for readers that begin.
 
 A query keeps a manifest for each of the last hundred versions and more. A fold has ``FOLDED`` of them in one object, so
-that who takes the query up makes a few requests. The manifests themselves stay, and are the truth: a fold that is
-missing or damaged costs requests only.
+that a coordinator that takes the query up makes a few requests only. The manifests themselves stay, and are the truth:
+a fold that is missing or damaged costs requests only.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ import msgspec
 from msgspec import Struct
 
 from backends.exceptions import FileExistsInStorageError, MissingFileError
-from backends.formats.changelog_group import GROUPS
+from backends.formats.changelog_group import GROUPS_DIRECTORY
 from backends.storage.checkpoint_storage import CheckpointStorage, OpenStorage
 from coordinator_actor.durable.audit_log import AUDIT
 from coordinator_actor.durable.checkpoint_records import HISTORY
@@ -26,7 +26,7 @@ from coordinator_actor.durable.rewritten_files import REWRITTEN
 from coordinator_actor.durable.spark_commits import METADATA, SparkCommits, query_id_of, write_query_id
 from coordinator_actor.exceptions import CheckpointPlaceError
 
-_COPIED = ("schemas", EPOCHS, "operators", GROUPS, "savepoint-ids", HISTORY, AUDIT, REWRITTEN, MANIFESTS)
+_COPIED = ("schemas", EPOCHS, "operators", GROUPS_DIRECTORY, "savepoint-ids", HISTORY, AUDIT, REWRITTEN, MANIFESTS)
 """In this order: what manifests name is there before they are."""
 _THREADS = 8
 

@@ -56,7 +56,7 @@ class Batches:
         batch_id = request.batch_id
         run.look_ahead(batch_id)
         with run.lock:
-            run.require_current()
+            run.lifetime.require_current()
             self._require_host(request.host_id, request.incarnation)
             if batch_id < run.batch.highest_opened:
                 raise StaleBatchError(
@@ -64,10 +64,10 @@ class Batches:
                     "begun."
                 )
             advance(self._runs, run, batch_id, is_own=True)
-            if run.held_from is not None and batch_id >= run.held_from:
+            if run.savepoint_hold.holds(batch_id):
                 raise BatchHeldError(
                     f"Batch {batch_id} of run {run.run_id} waits: the query stops with a savepoint of version "
-                    f"{run.held_from}."
+                    f"{run.savepoint_hold.batch_id}."
                 )
             hold = run.rewriting.at(self._registries.clock())
             if hold is not None and hold.holds(batch_id):
@@ -88,13 +88,13 @@ class Batches:
                 heads=run.versions.heads(batch_id, assignment.of_host.get(request.host_id, ())),
                 hosts=assignment.hosts if is_news else (),
                 owners=dict(assignment.owners) if is_news else {},
-                times=run.times(batch_id),
+                times=run.times.at(batch_id),
             )
 
     def open_for_read(self, run_id: str, operator: str, partition: int) -> OpenGrant:
         """See ``CoordinatorPort``."""
         run = self._runs.get(run_id)
-        run.require_served()
+        run.lifetime.require_served()
         run.require_partition(operator, partition)
         owner = assigned(self._registries, run).owner(operator, partition)
         # Without the lock of the run, which may be held over storage. The version first: the chain goes on having it.
@@ -106,11 +106,11 @@ class Batches:
     def completed(self, run_id: str, host_id: str) -> Completed:
         """See ``CoordinatorPort``."""
         run = self._runs.get(run_id)
-        run.require_served()
-        announced = run.announcement(host_id)
+        run.lifetime.require_served()
+        announced = run.announcements.to(host_id)
         if announced is None:
             raise UnknownRunError(f"Run {run_id} is being registered; ask again.")
-        return announced if run.stopped_at is None else replace(announced, ended=True)
+        return announced if run.lifetime.stopped_at is None else replace(announced, ended=True)
 
     def lineage(self, run_id: str, operator: str, partition: int, version: int, use: str = "") -> Lineage:
         """See ``CoordinatorPort``."""
@@ -159,7 +159,7 @@ class Batches:
         run = self._runs.awaited(message.run_id)
         task, new = (message.operator, message.partition), message.snapshot
         with run.lock:
-            run.require_current()
+            run.lifetime.require_current()
             run.require_partition(*task)
             self._require_host(message.host_id, message.incarnation)
             run.files_in_use.end(task, UPLOAD)
@@ -186,7 +186,7 @@ class Batches:
     ) -> tuple[Acknowledged | Refused, ...]:
         run = self._runs.awaited(run_id)
         with run.lock:
-            run.require_current()
+            run.lifetime.require_current()
             self._require_host(host_id, incarnation)
             current = run.assignment.current
             for message in messages:

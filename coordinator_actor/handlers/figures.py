@@ -1,4 +1,4 @@
-"""The messages for people: what the coordinator knows, and the figures of checkpoints and savepoints."""
+"""Handles messages for people: descriptions of queries and hosts, and the figures of checkpoints and savepoints."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Figures:
                 for lease in self._registries.hosts.leases.values()
             ]
             now = self._registries.clock()
-            runs = [(run, now - run.driver_seen) for run in self._runs.by_id.values()]
+            runs = [(run, now - run.lifetime.driver_seen) for run in self._runs.by_id.values()]
             instances = self._registries.instances.describe()
             problems = [p for of_session in self._registries.placement_problems.values() for p in of_session]
         return {
@@ -89,11 +89,11 @@ def _described(run: QueryState) -> dict[str, Any]:
         "batch_begun_ms": None if began is None else int(began * 1000),
         "pending_partitions": 0 if pending is None else pending.num_not_yet_acknowledged,
         "checkpoints": run.stats.counts(),
-        "retired_by": run.retired_by,
-        "ended_at": run.stopped_at,
+        "retired_by": run.lifetime.retired_by,
+        "ended_at": run.lifetime.stopped_at,
         "operators": {o.name: o.num_partitions for o in registration.operators},
         "backends": {o.name: o.backend for o in registration.operators},
         "schemas": {o.name: o.schema for o in registration.operators},
         "schema_history": {o.name: schema_history(versions.chain, o.name) for o in registration.operators},
-        "batch_times": None if run.last_times is None else to_builtins(run.last_times),
+        "batch_times": None if run.times.last is None else to_builtins(run.times.last),
     }

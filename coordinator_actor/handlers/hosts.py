@@ -1,4 +1,4 @@
-"""Hosts come, send heartbeats and go: the messages of a host about itself, and what they learn of their runs."""
+"""Handles the messages of hosts about themselves: hosts come, send heartbeats, learn of their runs, and go."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class Hosts:
                 return  # it was stopped while its report waited
             self._register_again(registration)
             run = self._runs.find(registration.run_id)
-            if run is not None and run.stopped_at is None:
+            if run is not None and run.lifetime.stopped_at is None:
                 with run.lock:
                     _take_report(run, report, self._registries.clock())
         except BaseException:
@@ -157,18 +157,18 @@ class Hosts:
             if hand_over is not None and hand_over.number > lease.hand_over.number:
                 lease.hand_over = hand_over
             known = {run_id: run for run_id in held if (run := self._runs.find(run_id)) is not None}
-            over = {r for r in held if (known[r].ended if r in known else self._runs.is_over(r))}
+            over = {r for r in held if (known[r].lifetime.ended if r in known else self._runs.is_over(r))}
             of_session = self._runs.of_session(lease.info.session_id)
         for run in of_session:
             said = lease.hand_over.exchanged.get(run.run_id, "")
             if run.run_id not in held or said == run.last_exchange:
                 run.rewriting.note_clean(host_id)
-        current = [run for run in of_session if run.is_current and run.assignment.is_made]
+        current = [run for run in of_session if run.lifetime.is_current and run.assignment.is_made]
         # Before what is completed: a run goes from this list with the version that is announced below.
         giving = {run.run_id: run.versions.completed for run in current if gives(run, host_id)}
         completed: list[Completed] = []
         for run_id, run in known.items():
-            announced = None if run_id in over else run.announcement(host_id)
+            announced = None if run_id in over else run.announcements.to(host_id)
             # What the host has given away has moved, or stays: it goes on from this version as usual.
             is_over = run_id in lease.hand_over.giving and run_id not in giving and run in current
             if announced is not None and (
@@ -189,13 +189,18 @@ class Hosts:
             lease_seconds=self._timeout,
             warm_up=tuple(order for run in current if (order := warm_up(run, host_id)) is not None),
             giving=giving,
-            ended_runs=tuple(run_id for run_id, run in known.items() if run.stopped_at is not None and run.is_served),
+            ended_runs=tuple(
+                run_id
+                for run_id, run in known.items()
+                if run.lifetime.stopped_at is not None and run.lifetime.is_served
+            ),
         )
 
     def _savepoint_orders(self, run: QueryState, host_id: str) -> list[SavepointOrder]:
         savepoints = self._runs.savepoints_of(run.run_id)
         # The holder of the lock may be waiting for storage. The orders come again with the next heartbeat.
-        if savepoints is None or not run.is_current or not savepoints.pending() or not run.lock.acquire(blocking=False):
+        is_pending = savepoints is not None and run.lifetime.is_current and savepoints.pending()
+        if savepoints is None or not is_pending or not run.lock.acquire(blocking=False):
             return []
         try:
             return list(savepoints.orders_for(host_id, assigned(self._registries, run)))
@@ -213,7 +218,7 @@ class Hosts:
                 return SessionPlacement()
             self._registries.placement_problems[session_id] = tuple(problems)
             self._registries.hosts.leave(session_id, leaving)
-            runs = [run for run in self._runs.of_session(session_id) if run.is_current]
+            runs = [run for run in self._runs.of_session(session_id) if run.lifetime.is_current]
             lost = {host_id for host_id in leaving if host_id not in self._registries.hosts.leases}
             stays = set(self._registries.hosts.staying(session_id))
         needed = {host_id for run in runs for host_id in needed_by(run)}

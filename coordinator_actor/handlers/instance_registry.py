@@ -14,7 +14,7 @@ Executor = tuple[str, str]
 
 
 class InstanceRegistry:
-    """Which executor has which provider loaded (Spark: ``StateStoreCoordinator``). The debug messages are Spark's.
+    """The providers that each executor has loaded (Spark: ``StateStoreCoordinator``). The debug messages are Spark's.
 
     Instances are kept by run, since the instances of a run go together and other runs may have many.
     """

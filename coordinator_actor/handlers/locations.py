@@ -1,4 +1,4 @@
-"""Where state is: the messages of query clients, and of the hosts that ask for them."""
+"""Handles messages that ask where state is: those of query clients, and of hosts that ask for clients."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class Locations:
                 run.registration.key_groups,
                 run.versions.readable[0],
                 run.versions.completed,
-                run.stopped_at is not None,
+                run.lifetime.stopped_at is not None,
             )
             for run in served
             for operator in run.registration.operators
@@ -128,5 +128,5 @@ def _meant(having: Sequence[QueryState]) -> list[QueryState]:
 
     Queries that run come first. Of ended ones the last counts, as where one is started again and again.
     """
-    running = [run for run in having if run.is_current]
-    return running or sorted(having, key=lambda run: run.stopped_at or 0.0)[-1:]
+    running = [run for run in having if run.lifetime.is_current]
+    return running or sorted(having, key=lambda run: run.lifetime.stopped_at or 0.0)[-1:]

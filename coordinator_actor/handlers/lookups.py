@@ -18,6 +18,6 @@ class Lookups:
         """See ``CoordinatorPort``."""
         location = self._locations.locate(operator, query)
         run = self._registries.runs.get(location.run_id)
-        run.require_served()
+        run.lifetime.require_served()
         record = run.looked_up.resolve(by, batch_id, self._registries.clock(), run.lock)
         return LookedUp(location, record.version, record.at_ms)

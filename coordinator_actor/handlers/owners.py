@@ -1,8 +1,8 @@
 """Gives the partitions of a run owners among the live hosts. ``query/partition_owners.py`` decides which ones.
 
 A coordinator that was just started knows no owner of the runs that were there before it. For a while it goes by what
-hosts report that they hold, and leaves the other partitions without an owner: the host that reports first must not be
-given what the others hold. Only a partition that a task waits for is given to whoever is there.
+hosts report that they hold, and leaves the other partitions without an owner: the host that reports first must not get
+the partitions that other hosts hold. Only a partition that a task waits for is given to a host that is there.
 
 A new owner loads its partitions before tasks ask for them (``HostOrders.warm_up``): an executor with few cores has its
 tasks ask one after the other. A partition whose owner is lost has another one at once. One whose owner lives moves
@@ -169,7 +169,7 @@ def plan_moves(registries: Registries, run: QueryState) -> None:
         if held.planned and run.lock.acquire(blocking=False):
             try:
                 before = held.current
-                is_idle = run.is_current and run.batch.highest_opened < run.versions.completed
+                is_idle = run.lifetime.is_current and run.batch.highest_opened < run.versions.completed
                 if is_idle and assigned(registries, run, moves=True) is not before:
                     run.announce()
             finally:
@@ -192,7 +192,7 @@ def warm_up(run: QueryState, host_id: str) -> WarmUp | None:
 
 def gives(run: QueryState, host_id: str) -> bool:
     """Return whether partitions of a host are to move, or have moved and the host was not told of a later version."""
-    held, announced = run.assignment, run.announcement(host_id)
+    held, announced = run.assignment, run.announcements.to(host_id)
     with held.lock:
         current = held.current
         if announced is not None and held.given.get(host_id, -1) >= announced.version:

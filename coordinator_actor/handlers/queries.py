@@ -1,4 +1,4 @@
-"""Runs begin, live and end: the messages of a driver about its queries."""
+"""Handles the messages of a driver about its queries: runs begin, live and end."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Queries:
         with registering:
             known = self._runs.find(registration.run_id)
             if known is not None:
-                known.seen(self._registries.clock())
+                known.lifetime.seen(self._registries.clock())
                 return RegisteredQuery(None, known.manifests.epoch, known.versions.completed)
             trace = trace_ids.run(registration.run_id)
             with spans.span("coordinator.register", trace, query_id=registration.query_id) as span:
@@ -128,7 +128,7 @@ class Queries:
         """Have manifests name all that runs on this state have acknowledged: a new run is about to replace them."""
         for other in self._runs.on(state_location):
             with other.lock:
-                if other.is_current:
+                if other.lifetime.is_current:
                     try:
                         other.batch.wait_no_more()
                     except FencedError:
@@ -154,8 +154,8 @@ class Queries:
     def _renewed(self, run_id: str) -> bool:
         """Renew the lease of a run. Return whether the run is known: registered, or over for good."""
         run = self._runs.find(run_id)
-        if run is not None and not run.ended:
-            run.seen(self._registries.clock())
+        if run is not None and not run.lifetime.ended:
+            run.lifetime.seen(self._registries.clock())
             self._registries.needed()
         return run is not None or self._runs.is_over_for_good(run_id)
 
@@ -164,14 +164,14 @@ class Queries:
         with self._registries.lock:
             run = self._runs.find(run_id)
             known = self._renewed(run_id)
-        if run is None or run.ended:
+        if run is None or run.lifetime.ended:
             return known
         with run.lock:
             try:
                 # The progress event of a batch may have met a coordinator that was being restarted.
                 catch_up(self._runs, run)
                 if not is_stopping:
-                    run.release_recorded_hold()
+                    run.savepoint_hold.end_recorded()
             finally:  # storage that fails is no reason to show no batch
                 run.spark.heard(is_at_work, run.versions.completed, self._registries.clock())
         return True
@@ -179,12 +179,12 @@ class Queries:
     def batch_committed(self, run_id: str, batch_id: int, *, by_driver: bool = False) -> bool:
         """See ``CoordinatorPort``."""
         run = self._runs.awaited(run_id)
-        if by_driver and run.is_current and run.versions.completed == batch_id:
+        if by_driver and run.lifetime.is_current and run.versions.completed == batch_id:
             run.spark_logs.has(batch_id)  # without the lock: the next batch's tasks may come meanwhile
         with run.lock:
             # Also of a query that has ended: its last batch may be committed without anybody having said so.
             before = run.versions.completed
-            if not run.is_served or batch_id + 1 <= before:
+            if not run.lifetime.is_served or batch_id + 1 <= before:
                 return False
             if run.is_taken_up:
                 self.take_up_versions(run_id)
@@ -201,7 +201,8 @@ class Queries:
             self._registries.instances.deactivate(run_id)
             run = self._runs.find(run_id)
             self._runs.remove(run_id)
-            why = STOPPED if run is None or run.retired_by is None else f"replaced by {run.retired_by}"
+            by = None if run is None else run.lifetime.retired_by
+            why = STOPPED if by is None else f"replaced by {by}"
             self._runs.remember_over(run_id, why)
         if run is not None:
             self._runs.end(run, why)
@@ -217,13 +218,13 @@ class Queries:
             if run is None:
                 with spans.span("coordinator.take_up_ended", trace_ids.run(registration.run_id)):
                     return self._take_up_ended(registration)
-            if not run.is_served:
+            if not run.lifetime.is_served:
                 self.deactivate_instances(run.run_id)
-                return RegisteredQuery(f"Run {run.run_id} has been replaced by run {run.retired_by}.", 0, 0)
-            if run.is_current:
+                return RegisteredQuery(f"Run {run.run_id} has been replaced by run {run.lifetime.retired_by}.", 0, 0)
+            if run.lifetime.is_current:
                 self._finish(run)
                 self._runs.stop(run)
-            run.seen(self._registries.clock())
+            run.lifetime.seen(self._registries.clock())
             return RegisteredQuery(None, run.manifests.epoch, run.versions.completed)
 
     def _take_up_ended(self, registration: QueryRegistration) -> RegisteredQuery:
@@ -254,8 +255,8 @@ class Queries:
     def take_up_versions(self, run_id: str) -> RegisteredQuery:
         """See ``CoordinatorPort``."""
         run = self._runs.get(run_id)
-        run.require_served()
-        if run.stopped_at is None:
+        run.lifetime.require_served()
+        if run.lifetime.stopped_at is None:
             raise InvalidRequestError(f"Run {run_id} runs here: its versions are completed by its own batches.")
         with run.lock:
             newest = run.manifests.epochs.newest()
@@ -279,7 +280,7 @@ class Queries:
         """Complete what Spark has committed, and write what the next run is to find. The query has ended."""
         run_id = run.run_id
         with run.lock:
-            if not run.is_current:
+            if not run.lifetime.is_current:
                 return
             try:
                 # Nobody may have said yet that the last batch is committed. What has come again of it is known here
@@ -300,7 +301,7 @@ class Queries:
     def overdue(self, now: float) -> list[QueryState]:
         """Return the runs whose drivers were not heard of for the driver timeout before ``now``."""
         with self._registries.lock:
-            return [r for r in self._runs.by_id.values() if now - r.driver_seen > self._conf.driver_timeout]
+            return [r for r in self._runs.by_id.values() if now - r.lifetime.driver_seen > self._conf.driver_timeout]
 
     def forget(self, gone: Sequence[QueryState]) -> None:
         """End runs whose leases are over. Not to be called under the lock of the registries."""

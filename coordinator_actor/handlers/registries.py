@@ -48,7 +48,7 @@ class Registries:
         with self.lock:
             self.hosts.prolong(seconds, now)
             for run in self.runs.by_id.values():
-                run.prolong(seconds, now)
+                run.lifetime.prolong(seconds, now)
             self.last_needed = min(now, self.last_needed + seconds)
             self._reports_until += seconds
 

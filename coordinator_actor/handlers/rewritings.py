@@ -1,4 +1,4 @@
-"""The messages of who writes files of a running query anew: hold its batches, then exchange the files."""
+"""Handles messages for rewriting files of a running query: hold its batches, then exchange the files."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ class Rewritings:
             if seconds <= 0:
                 run.rewriting.end(holder)
                 return self._held(run, "nobody holds the query")
-            run.require_current()
+            run.lifetime.require_current()
             other = run.rewriting.at(now)
             if other is not None and other.holder != holder:
                 raise InvalidRequestError(
                     f"The files of run {run.run_id} are being written anew by {other.holder} already; ask again when "
                     "that is done."
                 )
-            if run.held_from is not None:
+            if run.savepoint_hold.batch_id is not None:
                 raise InvalidRequestError(
                     f"Run {run.run_id} stops with a savepoint: its files are not written anew meanwhile. Do it behind "
                     "the stop, with the checkpoint location."
@@ -55,7 +55,7 @@ class Rewritings:
         """See ``CoordinatorPort``."""
         run = self._runs.get(run_id)
         with run.lock:
-            run.require_current()
+            run.lifetime.require_current()
             if path in run.manifests.rewritten:
                 return  # the message has come twice
             now = self._registries.clock()

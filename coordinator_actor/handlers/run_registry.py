@@ -109,7 +109,7 @@ class RunRegistry:
     def current(self) -> list[QueryState]:
         """Return the registered runs whose queries run."""
         with self._lock:
-            return [run for run in self.by_id.values() if run.is_current]
+            return [run for run in self.by_id.values() if run.lifetime.is_current]
 
     def served(self) -> list[QueryState]:
         """Return the registered runs that hosts answer from: those whose queries run, and of ended ones the last.
@@ -117,7 +117,7 @@ class RunRegistry:
         Where a query has run again, its earlier runs are replaced.
         """
         with self._lock:
-            return [run for run in self.by_id.values() if run.is_served]
+            return [run for run in self.by_id.values() if run.lifetime.is_served]
 
     def of_session(self, session_id: str) -> list[QueryState]:
         """Return the registered runs of a driver's session."""
@@ -208,7 +208,7 @@ class RunRegistry:
         """
         location = run.registration.state_location
         with self._lock:
-            running = next((other for other in self.on(location) if other.is_current), None)
+            running = next((other for other in self.on(location) if other.lifetime.is_current), None)
             if running is not None:
                 raise RetiredRunError(f"Run {run.run_id} has been replaced by run {running.run_id}.")
             replaced = self._retire(location, run.run_id)
@@ -221,8 +221,8 @@ class RunRegistry:
         """Replace the runs on a state, and return them. The lock is held."""
         replaced = self.on(location)
         for other in replaced:
-            other.retire(run_id)
-            if other.stopped_at is not None:  # its driver has reported its end already
+            other.lifetime.retire(run_id)
+            if other.lifetime.stopped_at is not None:  # its driver has reported its end already
                 del self.by_id[other.run_id]
                 self._over[other.run_id] = f"replaced by {run_id}"
         return replaced
@@ -235,10 +235,10 @@ class RunRegistry:
 
     def end(self, run: QueryState, why: str) -> None:
         """End a run: nothing of it is active or pending any more, and nobody reads it."""
-        was_running = run.is_current
-        run.end()
+        was_running = run.lifetime.is_current
+        run.lifetime.end()
         with self._lock:
-            at = run.driver_seen if why == LEASE_OVER else self._clock()
+            at = run.lifetime.driver_seen if why == LEASE_OVER else self._clock()
             self._ended[run.run_id] = EndedQuery(run.registration, at, why, was_running)
         self._end_work(run, why)
 

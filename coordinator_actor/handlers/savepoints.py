@@ -25,7 +25,7 @@ class Savepoints:
             return known
         run = self._runs.running(query)
         with run.lock:
-            run.require_current()
+            run.lifetime.require_current()
             catch_up(self._runs, run)
             base = path if path is not None else f"{run.registration.state_location}/savepoints"
             savepoints = self._runs.savepoints_of(run.run_id)

@@ -1,4 +1,4 @@
-"""Which nodes Ray has declared dead: a process that goes on there, behind a cut cable, has no say any more."""
+"""Watches which nodes Ray has declared dead: a process that goes on there, behind a cut cable, must not act."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import ray
 
 log = logging.getLogger(__name__)
 
-WATCH_SECONDS = 1.0
+NODE_WATCH_SECONDS = 1.0
 """Seconds between two questions to Ray. One question is one message, and grows with the nodes."""
 
 
@@ -26,7 +26,7 @@ class NodeWatch:
 
     def _run(self) -> None:
         while True:
-            time.sleep(WATCH_SECONDS)
+            time.sleep(NODE_WATCH_SECONDS)
             try:
                 self.dead = _dead_nodes()
             except Exception:  # the thread must go on; what is dead stays dead

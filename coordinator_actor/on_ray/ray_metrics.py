@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from ray.util.metrics import Counter, Gauge, Histogram
 
-from coordinator_actor.metrics import COUNTER, GAUGE, METRICS, SECONDS
+from coordinator_actor.metrics import COUNTER, DURATION_BOUNDS, GAUGE, METRICS
 
 
 class RayMetrics:
@@ -49,6 +49,6 @@ class RayMetrics:
             elif declared.kind == GAUGE:
                 made = Gauge(name, declared.help, labels)
             else:
-                made = Histogram(name, declared.help, list(SECONDS), labels)
+                made = Histogram(name, declared.help, list(DURATION_BOUNDS), labels)
             self._made[name] = made
         return made

@@ -13,7 +13,7 @@ from backends.exceptions import StateStoreError
 from coordinator_actor.exceptions import CoordinatorError, HostUnavailableError
 from coordinator_actor.port import CoordinatorPort
 
-RETRY_SECONDS = 0.1
+CALL_RETRY_SECONDS = 0.1
 
 
 def ask(actor: Any, method: str, *args: Any, timeout: float | None = None, **kwargs: Any) -> Any:
@@ -59,7 +59,7 @@ class RayCoordinatorPort(CoordinatorPort):
             except (RayError, ValueError) as error:
                 # ``get_actor`` raises ValueError for a name that no actor has.
                 self._actor = None
-                if self._closed.wait(RETRY_SECONDS) or time.monotonic() > deadline:
+                if self._closed.wait(CALL_RETRY_SECONDS) or time.monotonic() > deadline:
                     raise HostUnavailableError(
                         f"The coordinator {self._name!r} (namespace {self._namespace!r}) did not answer "
                         f"{method} within {self._timeout:.0f} s: {error}"

@@ -74,7 +74,7 @@ class StateStoreCoordinatorRef:
         import ray
         from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
 
-        from coordinator_actor.on_ray.ray_port import RETRY_SECONDS, ask
+        from coordinator_actor.on_ray.ray_port import CALL_RETRY_SECONDS, ask
 
         if not ray.is_initialized():
             ray.init(address="auto", namespace=namespace, log_to_driver=False, logging_level=logging.WARNING)
@@ -105,7 +105,7 @@ class StateStoreCoordinatorRef:
                     if isinstance(error, ActorUnavailableError):
                         away_since = away_since or time.monotonic()
                         if time.monotonic() < away_since + RESTART_SECONDS:
-                            time.sleep(RETRY_SECONDS)
+                            time.sleep(CALL_RETRY_SECONDS)
                             continue
                     raise CoordinatorStoppedError(
                         f"The coordinator {name!r} did not answer {method}: {error}"

@@ -1,4 +1,4 @@
-"""How the checkpoints of one run went: counted while they are made, and kept in ``history/`` for people.
+"""The history of one run's checkpoints: counted while they are made, and kept in ``history/`` for people.
 
 Nothing of a batch waits for it: records are counted in memory, and written some seconds later by a thread of the
 query's own, many versions at once.
@@ -28,7 +28,7 @@ WRITE_SECONDS = 10.0
 
 @dataclass
 class _Counted:
-    """What is known of a version that is not completed yet. Moments are in seconds since 1970."""
+    """Counts and times of a version that is not completed yet. Moments are in seconds since 1970."""
 
     begun: float
     first: float | None = None

@@ -8,7 +8,7 @@ import msgspec
 
 from backends.encoding.operator_schema import OperatorSchema, evolved
 from backends.encoding.schema import StateSchema
-from backends.encoding.schema_evolution import in_words
+from backends.encoding.schema_evolution import columns_in_words
 from backends.exceptions import IncompatibleSchemaError
 from backends.formats.manifest import Manifest
 from backends.ids import DEFAULT_FAMILY
@@ -176,4 +176,4 @@ def _names(names: Iterable[str]) -> str:
 
 
 def _columns(schema: StateSchema) -> str:
-    return f"key {in_words(schema.key)}, state {in_words(schema.value)}"
+    return f"key {columns_in_words(schema.key)}, state {columns_in_words(schema.value)}"

@@ -6,13 +6,13 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from backends.formats.changelog_group import GROUPS
+from backends.formats.changelog_group import GROUPS_DIRECTORY
 from backends.formats.manifest_chain import Layout
 from coordinator_actor.checkpoints.tasks import TaskKey
 
 BUSY_SECONDS = 900.0
 """How long a load or an upload is believed to go on if nothing more is heard of it."""
-RENEW_SECONDS = 300.0
+FILES_RENEW_SECONDS = 300.0
 """A load says so often that it goes on: two of these messages may be lost."""
 UPLOAD = "upload"
 """The use of files by the upload of a snapshot; a load by the owner of a partition has the owner's host id."""
@@ -20,9 +20,9 @@ UPLOAD = "upload"
 
 @dataclass(frozen=True)
 class _Use:
-    """What one load or upload uses, and until when, by the coordinator's clock. ``is_rescaling``: an earlier layout.
+    """The files that one load or upload uses, ``until`` a time of the coordinator's clock.
 
-    ``oldest`` is the lowest version whose changelogs it reads.
+    ``oldest`` is the lowest version whose changelogs are read. ``is_rescaling``: files of an earlier layout are read.
     """
 
     until: float
@@ -31,7 +31,7 @@ class _Use:
 
 
 class FilesInUse:
-    """What is being loaded or uploaded. The lock of the run guards everything here.
+    """The files of loads and uploads that are under way. The lock of the run guards everything here.
 
     A partition may be loaded several times at once: by its owner, for a savepoint, for readers of older versions. Each
     is a use of its own, named by whoever loads, and ends no other one. Times are in seconds, by the coordinator's
@@ -81,5 +81,5 @@ class FilesInUse:
         self._uses = {key: use for key, use in self._uses.items() if use.until > now}
         if now < self._all_until or any(use.is_rescaling for use in self._uses.values()):
             # New partitions are being made from the files of the old ones, whichever these are.
-            return ("operators/", f"{GROUPS}/")
+            return ("operators/", f"{GROUPS_DIRECTORY}/")
         return tuple({f"{layouts[o].directory(p)}/" for (o, p), _ in self._uses})

@@ -1,4 +1,4 @@
-"""The first reads of a query's records when it is registered: requests that can be made together are."""
+"""Reads a query's records for the first time, at the registration, with requests side by side where possible."""
 
 from __future__ import annotations
 

@@ -1,14 +1,14 @@
-"""Which files of a run's partitions are in storage, as far as that is known without listing them in each maintenance.
+"""The known files of a run's partitions in storage, so that not every maintenance has to list directories.
 
-A file that dies was needed before, and manifests said so. A listing finds what no manifest has named: litter of dead
-attempts, and what an earlier coordinator has left behind. It also shows snapshots that have lost files.
+Manifests name the files that were needed and are not any more. Only a listing finds files that no manifest has named:
+files of dead attempts and of earlier coordinators. A listing also shows snapshots that have lost files.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
-from backends.formats.changelog_group import GROUPS
+from backends.formats.changelog_group import GROUPS_DIRECTORY
 from backends.formats.file_names import version_in
 from backends.formats.manifest import SnapshotRef
 from backends.formats.snapshot_descriptor import SnapshotDescriptor
@@ -41,8 +41,12 @@ class KnownFiles:
     def look(self, storage: CheckpointStorage, completed: int) -> None:
         """List the files if it is time to. Raises ``StorageError``: then the next maintenance lists."""
         if self.is_listing_due:
-            sizes = {path: size for directory in ("operators", GROUPS) for path, size in storage.list(directory)}
-            unfinished = [path for directory in ("operators", GROUPS) for path in storage.unfinished(directory)]
+            sizes = {
+                path: size for directory in ("operators", GROUPS_DIRECTORY) for path, size in storage.list(directory)
+            }
+            unfinished = [
+                path for directory in ("operators", GROUPS_DIRECTORY) for path in storage.unfinished(directory)
+            ]
             self._sizes, self._listed, self.paths = sizes, completed, {*sizes, *unfinished}
         self._maintenances += 1
 

@@ -19,7 +19,7 @@ KEPT_BATCHES = 100
 REMOVED_EVERY = 16
 PIN_SECONDS = 24 * 3600.0
 """A query that has not looked anything up for so long keeps no version any more."""
-KEPT_SECONDS = 30 * PIN_SECONDS
+LOOKUP_RECORD_SECONDS = 30 * PIN_SECONDS
 """The records of a query that has not looked anything up for so long are removed."""
 
 
@@ -131,8 +131,8 @@ class LookedUpVersions:
         """Take up the records in storage, which earlier coordinators and readers of storage have made too.
 
         Lets go of queries that have not looked anything up for ``PIN_SECONDS``, and removes the records of those that
-        have not for ``KEPT_SECONDS``. ``lock`` is that of the run, as in ``resolve``. The one maintenance of the run
-        alone calls this. Raises ``StorageError``.
+        have not for ``LOOKUP_RECORD_SECONDS``. ``lock`` is the lock of the run, as in ``resolve``. The run's
+        maintenance alone calls this. Raises ``StorageError``.
         """
         listed = self._records.batches()
         newest = [(by, batch_id) for by, batches in listed.items() for batch_id in batches[-PINNED_BATCHES:]]
@@ -151,5 +151,5 @@ class LookedUpVersions:
                 del self._pins[by]
                 self._keep(by)
             self._used = {by: used for by, used in self._used.items() if now - used <= PIN_SECONDS}
-        for by in [by for by in listed if last[by] and now - last[by] > KEPT_SECONDS]:
+        for by in [by for by in listed if last[by] and now - last[by] > LOOKUP_RECORD_SECONDS]:
             self._records.remove(by, listed[by])

@@ -20,7 +20,7 @@ from coordinator_actor.exceptions import UnknownHostError
 Hashes = npt.NDArray[np.uint64]
 Counts = npt.NDArray[np.int64]
 
-ROWS = 1024
+SCORED_PARTITIONS = 1024
 """Scores are computed for so many partitions at a time: with 200 hosts they fit the cache of a core."""
 _MULTIPLIER = np.uint64(0xD6E8FEB86659FD93)
 _SHIFT = np.uint64(32)
@@ -155,11 +155,11 @@ def _best(partitions: Hashes, hosts: Hashes) -> tuple[Counts, Hashes]:
     """Return per partition the index of the host with the highest score for it, and that score."""
     best = np.empty(len(partitions), np.int64)
     highest = np.empty(len(partitions), np.uint64)
-    for start in range(0, len(partitions), ROWS):
-        scores = _scores(partitions[start : start + ROWS], hosts)
+    for start in range(0, len(partitions), SCORED_PARTITIONS):
+        scores = _scores(partitions[start : start + SCORED_PARTITIONS], hosts)
         top = scores.argmax(axis=1)
-        best[start : start + ROWS] = top
-        highest[start : start + ROWS] = scores[np.arange(len(top)), top]
+        best[start : start + SCORED_PARTITIONS] = top
+        highest[start : start + SCORED_PARTITIONS] = scores[np.arange(len(top)), top]
     return best, highest
 
 

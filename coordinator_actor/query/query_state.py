@@ -1,10 +1,9 @@
-"""One registered run of a query, as the coordinator knows it. It owns all that is known of the run."""
+"""One registered run of a query. ``QueryState`` owns all facts that the coordinator knows of the run."""
 
 from __future__ import annotations
 
 import logging
 import threading
-import zlib
 from collections.abc import Callable, Iterator, Mapping
 
 import msgspec
@@ -24,45 +23,36 @@ from coordinator_actor.durable.manifests import ManifestLog
 from coordinator_actor.durable.record_files import RecordFiles
 from coordinator_actor.durable.rewritten_files import RewrittenFiles
 from coordinator_actor.durable.spark_commits import SparkCommits
-from coordinator_actor.exceptions import IncompleteBatchError, InvalidRequestError, LineageError, RetiredRunError
-from coordinator_actor.messages import BatchTimes, Completed, OperatorSpec, QueryRegistration
+from coordinator_actor.exceptions import IncompleteBatchError, InvalidRequestError, LineageError
+from coordinator_actor.messages import OperatorSpec, QueryRegistration
+from coordinator_actor.query.announcements import Announcements
 from coordinator_actor.query.checkpoint_history import CheckpointHistory
 from coordinator_actor.query.current_assignment import RunAssignment
 from coordinator_actor.query.files_in_use import FilesInUse
 from coordinator_actor.query.known_files import KnownFiles
+from coordinator_actor.query.logged_times import LoggedTimes
 from coordinator_actor.query.looked_up_versions import LookedUpVersions
-from coordinator_actor.query.manifest_writer import ManifestWriter
+from coordinator_actor.query.manifest_writer import NO_STAGES, ManifestWriter
 from coordinator_actor.query.query_versions import QueryVersions, tasks_of
 from coordinator_actor.query.recovery import StoredChanges, incomplete_message, stored_changes
 from coordinator_actor.query.rewriting_hold import RewritingHold
-from coordinator_actor.query.running_batch import NO_DURATIONS, NO_STAGES, RunningBatch
+from coordinator_actor.query.run_lifetime import RunLifetime
+from coordinator_actor.query.running_batch import NO_DURATIONS, RunningBatch
+from coordinator_actor.query.savepoint_hold import SavepointHold
 from coordinator_actor.query.spark_at_work import SparkAtWork
 from coordinator_actor.query.spark_logs import SparkLogs
 
 log = logging.getLogger(__name__)
-
-RECORDS_EVERY = 60
-"""Old claims and savepoint records are looked for in one maintenance of so many."""
-
-
-def _share_of(run_id: str) -> float:
-    """Return a share from 0 to 1, by which runs that begin together are maintained one after the other."""
-    return zlib.crc32(run_id.encode()) / (1 << 32)
 
 
 class QueryState:
     """One registered run of a query.
 
     ``lock`` guards all writes to the run and its parts: ``versions``, ``batch`` and ``files_in_use``. It is held while
-    the run's storage is asked, so messages that must not wait for storage do not take it. They read values that are
-    only ever replaced as a whole: the chain and the completed version, the registration, what is announced to hosts,
-    and the lifetime of the run (``driver_seen``, ``stopped_at``, ``ended``, ``retired_by``), which they also write.
-    ``assignment``, the checkpoints and ``spark_logs`` have locks of their own.
-
-    ``driver_seen`` is when the driver was heard of last, in seconds by the coordinator's clock. ``stopped_at`` is when
-    the query ended: from then on the run changes nothing, and hosts go on answering from its last version, until it is
-    over (``ended``). ``is_taken_up``: this coordinator has not claimed the state, and may only read it. ``maintained``
-    is when garbage was removed last; at first a time before the run began, which differs from run to run.
+    the run's storage is asked, so messages that must not wait for storage do not take the lock. They read values that
+    are only ever replaced as a whole: the chain and the completed version, the registration, the announcements to
+    hosts, and the lifetime of the run, which they also write. ``assignment``, the checkpoints and ``spark_logs`` have
+    locks of their own. ``is_taken_up``: this coordinator has not claimed the state, and may only read it.
     """
 
     def __init__(
@@ -77,17 +67,21 @@ class QueryState:
         self.manifests = manifests
         self.commits = commits
         self.spark_logs = SparkLogs(commits)
+        self.lifetime = RunLifetime(registration, clock())
         self.counter = CheckpointIDCounter()
         operators = registration.operators
         layouts = {o.name: Layout(o.name, o.num_partitions, o.backend) for o in operators}
         self.versions = QueryVersions(layouts, registration.key_groups)
         self.registration = registration
         self.adopt(operators)
+        self.times = LoggedTimes(self.spark_logs, uses_time=any(o.uses_time for o in operators))
         self.batch = RunningBatch(self.run_id, self.tasks(), self.counter, clock, self._prepare)
         self.assignment = RunAssignment()
+        self.announcements = Announcements(self.run_id, self.versions, self.assignment)
         self.files_in_use = FilesInUse()
         self.files = KnownFiles()
         self.rewriting = RewritingHold()
+        self.savepoint_hold = SavepointHold(manifests.savepoints)
         self.spark = SparkAtWork()
         self.looked_up = LookedUpVersions(LookupRecords(manifests.storage), self.versions)
         self.history = CheckpointHistory(
@@ -95,23 +89,12 @@ class QueryState:
             clock(),
             lambda: used_together(manifests.storage.used, commits.used),
         )
-        self.driver_seen = clock()
-        self.maintained = self.driver_seen - _share_of(self.run_id) * registration.maintenance_interval
-        self.ended = False
-        self.stopped_at: float | None = None
         self.is_taken_up = False
-        self.retired_by: str | None = None
         self._writer = ManifestWriter(self.run_id, manifests, self.versions, self.counter, clock)
         self._clock = clock
         self._lag_conf = snapshot_lag or SnapshotLagConf()
         self._lag: SnapshotLag | None = None
-        self._times: tuple[int, BatchTimes] | None = None
-        self._held_from: int | None = None
-        self._held_by_record: int | None = None
         self._begun_before: int | None = None
-        self._announced: Completed | None = None
-        self._announced_by_host: dict[str, Completed] = {}
-        self._maintenances = 0
 
     # -- what the program declares -------------------------------------------------------------
 
@@ -160,64 +143,10 @@ class QueryState:
                 f"Operator {operator!r} has {spec.num_partitions} partitions; there is no {partition}."
             )
 
-    # -- the lifetime of the run ---------------------------------------------------------------
-
-    def seen(self, now: float) -> None:
-        """Take note of a sign of life of the driver."""
-        self.driver_seen = now
-
-    def prolong(self, seconds: float, now: float) -> None:
-        """Let the lease of the driver run so many seconds longer."""
-        self.driver_seen = min(now, self.driver_seen + seconds)
-
-    def maintained_at(self, now: float) -> None:
-        """Take note that garbage is being removed."""
-        self.maintained = now
-        self._maintenances += 1
-
-    @property
-    def records_are_due(self) -> bool:
-        """Return whether this maintenance looks for records that nobody needs any more: the first one, and few more."""
-        return self._maintenances % RECORDS_EVERY == 1
-
-    def retire(self, run_id: str) -> None:
-        """Take note that a newer run replaces this one."""
-        self.retired_by = run_id
-
     def stop(self, now: float) -> None:
         """Take note that the query has ended: the run changes nothing any more, and its last version is read on."""
         self.registration = msgspec.structs.replace(self.registration, ended=True)
-        self.stopped_at = now
-
-    def end(self) -> None:
-        """Take note that the run is over: it may change nothing any more, and nobody reads it."""
-        self.ended = True
-
-    @property
-    def is_served(self) -> bool:
-        """Return whether hosts answer from the run: it is neither over nor replaced."""
-        return not self.ended and self.retired_by is None
-
-    @property
-    def is_current(self) -> bool:
-        """Return whether the query runs: it has not ended, and the run is neither over nor replaced."""
-        return self.is_served and self.stopped_at is None
-
-    def require_served(self) -> None:
-        """Raise ``RetiredRunError`` if the run is over or replaced."""
-        if not self.is_served:
-            self.require_current()
-
-    def require_current(self) -> None:
-        """Raise ``RetiredRunError`` if the query has ended, or the run is over or replaced."""
-        if self.retired_by is not None:
-            raise RetiredRunError(
-                f"Run {self.run_id} of query {self.registration.query_id} has been replaced by run {self.retired_by} "
-                "on the "
-                f"same checkpoint ({self.registration.checkpoint_location}); only the newer one may go on."
-            )
-        if self.ended or self.stopped_at is not None:
-            raise RetiredRunError(f"Run {self.run_id} is over; start the query again.")
+        self.lifetime.stopped_at = now
 
     # -- beginning -----------------------------------------------------------------------------
 
@@ -282,9 +211,8 @@ class QueryState:
         if self.last_exchange:
             self.rewriting.exchanged(self._clock())  # an earlier coordinator may not have told all hosts
         self.announce()
-        hold = self.manifests.savepoints.hold_of(self.run_id) if was_known else None
-        if hold is not None:
-            self._held_from, self._held_by_record = hold.version, hold.checkpoint_id
+        if was_known:
+            self.savepoint_hold.take_over(self.run_id)
         conf = self._lag_conf
         self._lag = SnapshotLag(self.run_id, self.tasks(), self._clock(), versions.completed, conf)
 
@@ -314,35 +242,11 @@ class QueryState:
 
     # -- batches -------------------------------------------------------------------------------
 
-    @property
-    def last_times(self) -> BatchTimes | None:
-        """The times of the last batch whose tasks needed them, for people. Needs no lock."""
-        times = self._times
-        return None if times is None else times[1]
-
-    def times(self, batch_id: int) -> BatchTimes | None:
-        """Return the times of a batch, as Spark has logged them; None if no operator uses them."""
-        if not self._uses_time:
-            return None
-        if self._times is None or self._times[0] != batch_id:
-            self._times = (batch_id, self.spark_logs.times(batch_id))
-        return self._times[1]
-
-    @property
-    def _uses_time(self) -> bool:
-        return any(o.uses_time for o in self.registration.operators)
-
     def look_ahead(self, batch_id: int) -> None:
         """Read from Spark's logs what opening a batch needs. Call this without the lock, before the batch is opened."""
-        completed, times = self.versions.completed, self._times
-        needs_times = self._uses_time and (times is None or times[0] != batch_id)
-        if self.is_current and completed in (batch_id - 1, batch_id):
+        completed, needs_times = self.versions.completed, self.times.needs_reading(batch_id)
+        if self.lifetime.is_current and completed in (batch_id - 1, batch_id):
             self.spark_logs.ahead(batch_id, is_before_open=completed < batch_id, uses_time=needs_times)
-
-    @property
-    def watermark_ms(self) -> int:
-        """Return the watermark of the newest batch that was asked for its times, in ms since 1970; 0 without one."""
-        return 0 if self._times is None else self._times[1].watermark_ms
 
     def may_be_committed(self, batch_id: int) -> bool:
         """Return whether Spark may have committed a batch that is not known to be committed: the batch has begun.
@@ -434,7 +338,7 @@ class QueryState:
         """
         versions = self.versions
         if (
-            not self.is_current
+            not self.lifetime.is_current
             or not any(versions.unnamed.values())
             or max(versions.chain, default=0) != versions.completed
             or self.manifests.query_file() is None
@@ -447,7 +351,7 @@ class QueryState:
 
     def write_history(self) -> None:
         """Write the history of the last checkpoints, as the run ends. Not if the user has removed the checkpoint."""
-        if self.is_current and self.history.is_unwritten and self.manifests.query_file() is not None:
+        if self.lifetime.is_current and self.history.is_unwritten and self.manifests.query_file() is not None:
             self.history.write(self._clock())
 
     # -- files that are written anew -----------------------------------------------------------
@@ -474,54 +378,11 @@ class QueryState:
         self.files.list_again()
         self.announce()
 
-    # -- holding the query for a savepoint -----------------------------------------------------
-
-    @property
-    def held_from(self) -> int | None:
-        """Return the first batch that must wait, since the query stops with a savepoint; None if no batch must."""
-        return self._held_from
-
-    def hold(self, batch_id: int) -> None:
-        """Let the tasks of a batch wait."""
-        self._held_from, self._held_by_record = batch_id, None
-
-    def release(self) -> None:
-        """Let all batches go on."""
-        self._held_from, self._held_by_record = None, None
-
-    @property
-    def held_by_record(self) -> int | None:
-        """Return the savepoint whose record holds the run; None if none does."""
-        return self._held_by_record
-
-    def release_recorded_hold(self) -> None:
-        """End a hold that an earlier coordinator began: its savepoint has failed before that could be written."""
-        if self._held_by_record is not None:
-            self.manifests.savepoints.release(self._held_by_record)
-            self.release()
-
     # -- what hosts are told -------------------------------------------------------------------
 
     def announce(self) -> None:
-        """Prepare the announcements of the completed version: for each host the heads of its own partitions."""
-        assignment, completed = self.assignment.current, self.versions.completed
-        of_host = {} if assignment is None else assignment.of_host
-        rewritten = self.last_exchange
-        by_host = {
-            h: Completed(self.run_id, completed, self.versions.heads(completed, tasks), rewritten=rewritten)
-            for h, tasks in of_host.items()
-        }
-        # In this order: readers without the lock look at ``_announced`` first.
-        self._announced_by_host = by_host
-        self._announced = Completed(self.run_id, completed, {}, rewritten=rewritten)
-
-    def announcement(self, host_id: str) -> Completed | None:
-        """Return the announcement of the completed version for a host; None while the run is being registered.
-
-        Needs no lock.
-        """
-        announced = self._announced
-        return None if announced is None else self._announced_by_host.get(host_id, announced)
+        """Prepare the announcements of the completed version to hosts."""
+        self.announcements.prepare(self.last_exchange)
 
     # -- snapshots -----------------------------------------------------------------------------
 

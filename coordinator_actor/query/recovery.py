@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 from backends.formats.changelog import read_changelog_meta
-from backends.formats.changelog_group import GROUPS, SUFFIX, read_index
+from backends.formats.changelog_group import GROUPS_DIRECTORY, SUFFIX, read_index
 from backends.formats.file_names import version_in
 from backends.formats.manifest import PartitionEntry
 from backends.formats.manifest_chain import Layout
@@ -89,7 +89,7 @@ def _grouped(log: ManifestLog, version: int) -> dict[_Commit, PartitionEntry]:
 
     Raises ``DamagedFileError`` if one cannot be read.
     """
-    listed = log.storage.list(GROUPS)
+    listed = log.storage.list(GROUPS_DIRECTORY)
     groups = [(p, size) for p, size in listed if version_in(p) == version and p.endswith(SUFFIX)]
     with Pool(READERS) as pool:
         indices = list(pool.map(lambda group: read_index(log.storage, *group), groups))

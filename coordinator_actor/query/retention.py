@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from backends.exceptions import DamagedFileError, MissingFileError
 from backends.formats import manifest_chain as chains
 from backends.formats import retention, snapshot
-from backends.formats.changelog_group import GROUPS
+from backends.formats.changelog_group import GROUPS_DIRECTORY
 from backends.formats.checkpoint_size import full_bytes
 from backends.formats.file_names import version_in
 from backends.formats.manifest import Manifest, SnapshotRef
@@ -36,12 +36,12 @@ def remove_garbage(run: QueryState, now: float) -> list[str]:
     run.looked_up.look(now, run.lock)
     files.look(storage, versions.completed)
     with run.lock:
-        run.require_current()
+        run.lifetime.require_current()
         refs = _snapshots(run)
     descriptors = _read_descriptors(run, refs)
     run.manifests.epochs.check()
     with run.lock:
-        run.require_current()
+        run.lifetime.require_current()
         versions.plan_retention(
             run.registration.min_versions_to_retain, lambda s: files.is_whole(s, descriptors.get(s.file.path))
         )
@@ -67,7 +67,7 @@ def remove_garbage(run: QueryState, now: float) -> list[str]:
         found = retention.garbage(files.paths, needed, recorded.oldest)
 
     def is_in_use(path: str) -> bool:
-        is_group = path.startswith(f"{GROUPS}/")
+        is_group = path.startswith(f"{GROUPS_DIRECTORY}/")
         return path.startswith(in_use) or (is_group and version_in(path) >= oldest_in_use)
 
     unused = [path for path in found if not is_in_use(path)]
@@ -83,16 +83,16 @@ def tidy_records(run: QueryState) -> None:
     """
     manifests = run.manifests
     with run.lock:
-        run.require_current()
-        folds, held = manifests.folds.due(run.versions.completed_chain), run.held_by_record
+        run.lifetime.require_current()
+        folds, held = manifests.folds.due(run.versions.completed_chain), run.savepoint_hold.record_id
         oldest = min(run.versions.chain, default=0)
     manifests.folds.write(folds)
-    if run.records_are_due:
+    if run.lifetime.records_are_due:
         records = [*manifests.epochs.obsolete(), *manifests.savepoints.obsolete(held)]
         manifests.storage.delete_all([*records, *manifests.obsolete_records(oldest)])
 
 
-def measured(run: QueryState) -> tuple[Manifest, int | None] | None:
+def loaded_bytes(run: QueryState) -> tuple[Manifest, int | None] | None:
     """Return the newest completed version, and the bytes of the files from which it is loaded, if they are known."""
     with run.lock:
         versions = run.versions

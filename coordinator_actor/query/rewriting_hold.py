@@ -11,7 +11,7 @@ TOLD_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class Hold:
-    """Who lets the batches from ``batch_id`` on wait, and until when, in seconds by the coordinator's clock.
+    """A hold: its owner, its end in seconds by the coordinator's clock, and ``batch_id``, the first batch that waits.
 
     ``batch_id`` None: no batch waits yet. No snapshot is uploaded, and no file removed: who writes files anew for kept
     versions has files there of old versions that no manifest names yet.

@@ -26,10 +26,10 @@ from coordinator_actor.checkpoints.completed_checkpoint import CompletedCheckpoi
 from coordinator_actor.checkpoints.pending_checkpoint import PendingCheckpoint
 from coordinator_actor.checkpoints.tasks import TaskKey
 from coordinator_actor.exceptions import InvalidRequestError, RetiredRunError
+from coordinator_actor.query.manifest_writer import NO_STAGES
 from coordinator_actor.query.query_versions import changes_in
 
 NO_DURATIONS: Mapping[TaskKey, float] = MappingProxyType({})
-NO_STAGES: Mapping[TaskKey, int] = MappingProxyType({})
 
 
 class RunningBatch:

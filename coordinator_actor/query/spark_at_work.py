@@ -1,7 +1,7 @@
-"""Since when Spark works on a batch, as its driver says.
+"""The time since which Spark works on a batch, as the driver reports it.
 
-The checkpoint of a batch begins when a task opens the state. Before that Spark plans the batch and reads the source,
-and behind the last acknowledgement the sink writes: whatever takes long there would look as if no batch ran.
+The checkpoint of a batch begins when a task opens the state. Before that Spark plans the batch and reads the source;
+behind the last acknowledgement the sink writes. By the checkpoint alone it would look as if no batch ran meanwhile.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from coordinator_actor.checkpoints.pending_checkpoint import PendingCheckpoint
 
 
 class SparkAtWork:
-    """What the heartbeats of a run's driver say, one a second. The lock of the run must be held for ``heard`` alone."""
+    """The reports of a run's driver, in a heartbeat a second. The lock of the run must be held for ``heard`` alone."""
 
     def __init__(self) -> None:
         # The completed version, and since when Spark is at the batch behind it;

@@ -133,6 +133,6 @@ def changes(
             )
 
 
-def scan(state: PartitionState, family: str) -> Iterator[pa.RecordBatch]:
+def scan_family(state: PartitionState, family: str) -> Iterator[pa.RecordBatch]:
     """Yield all pairs of a column family in the order of keys, in batches; none if the partition has no such family."""
     return state.scan(None, None, None, family) if family in state.column_families() else iter(())

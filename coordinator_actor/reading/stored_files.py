@@ -1,4 +1,4 @@
-"""Says of every file of a query's state what it is, and what keeps it."""
+"""Lists every file of a query's state with its kind, and with the version or savepoint that keeps the file."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from backends.exceptions import DamagedFileError, MissingFileError
 from backends.formats import manifest_chain as chains
 from backends.formats import snapshot
-from backends.formats.changelog_group import GROUPS
+from backends.formats.changelog_group import GROUPS_DIRECTORY
 from backends.formats.file_names import version_in
 from backends.formats.manifest import ChangelogRef, Lineage, SnapshotRef
 from backends.storage.checkpoint_storage import CheckpointStorage, OpenStorage
-from backends.storage.create_if_absent import PROBE
+from backends.storage.create_if_absent import CREATE_PROBE
 from coordinator_actor.durable.audit_log import AUDIT
 from coordinator_actor.durable.checkpoint_records import HISTORY
 from coordinator_actor.durable.fencing import EPOCHS, FENCE, MANIFESTS
@@ -22,7 +22,7 @@ from coordinator_actor.durable.manifests import QUERY_FILE, manifest_path, schem
 from coordinator_actor.durable.rewritten_files import REWRITTEN
 from coordinator_actor.reading.stored_versions import StateVersions
 
-THREADS = 16
+SNAPSHOT_READ_THREADS = 16
 
 _RECORDS = {
     EPOCHS: ("epoch", "it says which run has the state; only the last ones stay"),
@@ -36,7 +36,7 @@ _RECORDS = {
 }
 UNKNOWN = "not known: a damaged manifest may name it"
 """What keeps a file that no manifest names, where one of them cannot be read."""
-_SINGLE = {QUERY_FILE: "it says whose state this is", PROBE: "it shows that the store overwrites nothing"}
+_SINGLE = {QUERY_FILE: "it says whose state this is", CREATE_PROBE: "it shows that the store overwrites nothing"}
 _KINDS = {"changelog": "changelog", "snapshot": "snapshot", "sst": "snapshot file", "part": "snapshot file"}
 
 
@@ -139,7 +139,7 @@ def _keep_snapshots(storage: CheckpointStorage, refs: Iterable[SnapshotRef], kep
             return frozenset()  # 'verify' names the damage
 
     there = list(refs)
-    with ThreadPoolExecutor(THREADS, thread_name_prefix="statestore-files") as pool:
+    with ThreadPoolExecutor(SNAPSHOT_READ_THREADS, thread_name_prefix="statestore-files") as pool:
         for ref, paths in zip(there, pool.map(read, there), strict=True):
             for path in {ref.file.stored_in, *paths}:
                 kept.setdefault(path, []).append(f"snapshot of version {ref.version}")
@@ -168,9 +168,9 @@ def _of_version(storage: CheckpointStorage, versions: StateVersions, version: in
 def _described(path: str, size: int, kept: Iterable[str], versions: StateVersions) -> StoredFile:
     top = path.partition("/")[0]
     kept_by = tuple(dict.fromkeys(kept))
-    if not kept_by and versions.damages and top in (GROUPS, "operators", "schemas", MANIFESTS):
+    if not kept_by and versions.damages and top in (GROUPS_DIRECTORY, "operators", "schemas", MANIFESTS):
         kept_by = ("it is damaged: 'statestore verify' says how" if path in versions.damages else UNKNOWN,)
-    if top == GROUPS:
+    if top == GROUPS_DIRECTORY:
         why = "" if kept_by else _why_not(version_in(path), versions)
         kind = "snapshots" if path.endswith(".snapshots") else "changelogs"
         return StoredFile(path, size, kind, version=version_in(path), kept_by=kept_by, why=why)

@@ -26,7 +26,7 @@ LOOKS = 5
 
 @dataclass(frozen=True)
 class StatePlace:
-    """Where a query's state is: Spark's checkpoint location, and the directory with ``manifests/`` and the rest.
+    """The place of a query's state: Spark's checkpoint location, and the directory with ``manifests/`` and the rest.
 
     ``options`` are the storage options of both, as in ``StateStoreConf.storage_options``.
     """
@@ -51,7 +51,7 @@ class Piece(Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Reading:
-    """What is to be read of one operator. ``schema`` is that of ``version``, and reads older rows as well.
+    """The state of one operator that is to be read. ``schema`` is that of ``version``, and reads older rows as well.
 
     There are ``key_groups`` in all; ``num_partitions`` is the layout of ``version``.
     """

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from backends.exceptions import DamagedFileError, MissingFileError, StateStoreError
 from backends.formats import snapshot
 from backends.formats.changelog import read_changelog
-from backends.formats.changelog_group import GROUPS, read_index
+from backends.formats.changelog_group import GROUPS_DIRECTORY, read_index
 from backends.formats.file_names import version_in
 from backends.formats.manifest import ChangelogRef, Lineage, SnapshotRef
 from backends.formats.snapshot_descriptor import SnapshotDescriptor
@@ -22,7 +22,7 @@ from backends.storage.file_ref import FileRef
 from coordinator_actor.reading.partition_reader import opened_partition
 from coordinator_actor.reading.stored_versions import Piece, StateVersions
 
-THREADS = 8
+VERIFY_THREADS = 8
 """Files that are read at once. Changelogs are held in memory meanwhile, files of snapshots are not."""
 
 
@@ -42,7 +42,7 @@ class Damage:
 
 @dataclass(frozen=True)
 class Verification:
-    """What was found of a version. ``lost`` are the partitions, as ``operator/partition``, that cannot be loaded.
+    """The result of checking a version's files. ``lost`` partitions (``operator/partition``) cannot be loaded.
 
     ``files`` and ``nbytes`` were read; ``rows`` counts the pairs of all column families if they were read as well.
     """
@@ -129,7 +129,7 @@ def verify_version(
         if read[1] is not None:
             damages[path] = Damage(where, of.operator, of.partition, version_in(path), read[1])
 
-    with ThreadPoolExecutor(THREADS, thread_name_prefix="statestore-verify") as pool:
+    with ThreadPoolExecutor(VERIFY_THREADS, thread_name_prefix="statestore-verify") as pool:
         first = pool.map(lambda f: _check(storage, f), files.values())
         for done, (file, (size, what, descriptor)) in enumerate(zip(files.values(), first, strict=True), 1):
             note(file.path, file.stored_in, file, (size, what))
@@ -143,7 +143,7 @@ def verify_version(
             progress(done, len(files) + len(parts))
         # A damaged index keeps no version from being loaded: it is there for a version without a manifest.
         groups = {f.stored_in: f for f in files.values() if f.changelog is not None and f.stored_in != f.path}
-        sizes = dict(storage.list(GROUPS)) if groups else {}
+        sizes = dict(storage.list(GROUPS_DIRECTORY)) if groups else {}
         for path, of, what in zip(
             groups, groups.values(), pool.map(lambda at: _check_index(storage, at, sizes), groups), strict=True
         ):

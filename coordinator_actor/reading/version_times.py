@@ -1,4 +1,4 @@
-"""When each version of a query's state was completed, and so which version was seen at a time."""
+"""Times at which each version of a query's state was completed, and so the version that was seen at a time."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class VersionTimes:
 
 
 class _OtherTimes:
-    """When versions were completed whose successor does not say so; reads one file, and one name for each of them."""
+    """Times of versions whose successor does not record them. Reads one file, and one name for each version."""
 
     def __init__(self, versions: StateVersions) -> None:
         self._place = versions.place

@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from backends.encoding.columns import binary_content, gather_fixed
-from backends.encoding.keys import GROUP_BYTES, decode_keys
+from backends.encoding.keys import KEY_GROUP_BYTES, decode_keys
 from backends.encoding.schema import StateSchema
 from backends.encoding.schema_evolution import nullable
 from backends.encoding.sorted_pairs import as_binary, is_strictly_sorted
@@ -169,7 +169,7 @@ class _Writer:
             )
         self._last_key = keys[len(keys) - 1].as_py()
         content, offsets = binary_content(keys)
-        if (np.diff(offsets) < GROUP_BYTES).any():
+        if (np.diff(offsets) < KEY_GROUP_BYTES).any():
             raise SavepointError(f"A key for {self._name} is shorter than its key group.")
         groups = gather_fixed(content, offsets[:-1], np.dtype(">u2")).astype(np.int32)
         first, last = self._groups

@@ -1,4 +1,4 @@
-"""A new checkpoint with state that another query or nobody has made: of a savepoint, of rewritten or of given rows.
+"""Makes a new checkpoint, with the state of a savepoint, with rewritten state or with given rows.
 
 Everything is checked before anything is written. ``query.json`` with the id of the new query is written first, then the
 snapshots of all partitions and the manifest; Spark's ``sources``, ``offsets`` and ``commits`` before or behind these;

@@ -38,8 +38,9 @@ from coordinator_actor.savepoints.differences import differences
 from coordinator_actor.savepoints.export import SPARK_DIRECTORY, file_schema
 from coordinator_actor.savepoints.new_checkpoint import NewCheckpoint
 from coordinator_actor.savepoints.partition_builder import build_partition
-from coordinator_actor.savepoints.savepoint_catalog import check_files, read_metadata
+from coordinator_actor.savepoints.savepoint_catalog import check_files
 from coordinator_actor.savepoints.savepoint_format import SavepointMetadata, SavepointOperator, SavepointVariable
+from coordinator_actor.savepoints.savepoint_metadata import read_metadata
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +70,7 @@ class RestoredSavepoint(Struct, frozen=True):
 
 @dataclass(frozen=True)
 class _Target:
-    """What one operator is restored as. ``conf.provider`` is the name of its backend in manifest and program."""
+    """The new form of one restored operator. ``conf.provider`` is the name of its backend in manifest and program."""
 
     operator: SavepointOperator
     num_partitions: int
@@ -77,7 +78,7 @@ class _Target:
 
 
 @spans.traced("savepoint.restore")
-def restore_savepoint(
+def restore_into_checkpoint(
     path: str,
     checkpoint_location: str,
     *,

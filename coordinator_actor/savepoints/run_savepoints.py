@@ -27,9 +27,9 @@ from coordinator_actor.messages import OperatorSpec, Refused, SavepointExported,
 from coordinator_actor.query.current_assignment import Assignment
 from coordinator_actor.query.query_state import QueryState
 from coordinator_actor.savepoints.export import copy_spark_files
-from coordinator_actor.savepoints.savepoint_catalog import write_metadata
 from coordinator_actor.savepoints.savepoint_coordinator import SavepointCoordinator
 from coordinator_actor.savepoints.savepoint_format import SavepointMetadata, SavepointOperator, SavepointVariable
+from coordinator_actor.savepoints.savepoint_metadata import write_metadata
 
 log = logging.getLogger(__name__)
 
@@ -112,15 +112,16 @@ class RunSavepoints:
             # The sink may have seen a batch that has begun: the savepoint is of the version behind that batch.
             begun = run.commits.last_begun()
             version = max(run.versions.completed, run.batch.highest_opened + 1, 0 if begun is None else begun + 1)
-            if run.held_from is not None and run.held_from > run.batch.highest_opened:
-                version = run.held_from  # an earlier coordinator has let no batch behind this version begin
+            held = run.savepoint_hold.batch_id
+            if held is not None and held > run.batch.highest_opened:
+                version = held  # an earlier coordinator has let no batch behind this version begin
         if version == 0:
             raise InvalidRequestError(
                 f"No batch of query {run.registration.query_id} is committed yet, so there is no state to save; wait "
                 "for one."
             )
         if stop:
-            run.hold(version)
+            run.savepoint_hold.begin(version)
         future = self.coordinator.trigger_savepoint(properties={"version": version, "base": base, "stop": stop})
         self.requests = {**self.requests, request_id: future}
         if stop:
@@ -269,7 +270,7 @@ class RunSavepoints:
                 )
                 return
         self._stopping, self._stopping_id = None, None
-        self._run.release()
+        self._run.savepoint_hold.end()
 
     def shutdown(self, why: str) -> None:
         """Make all pending savepoints fail: the run is over."""
@@ -277,7 +278,7 @@ class RunSavepoints:
         self.coordinator.shutdown()
 
 
-def variables_of(schema: str) -> dict[str, str]:
+def savepoint_families(schema: str) -> dict[str, str]:
     """Return the column families that a savepoint has of an operator, with their schemas and all history."""
     variables = OperatorSchema.from_json(schema).variables
     return {name: s.to_json() for v in variables if not v.deleted for name, s in v.families.items()}

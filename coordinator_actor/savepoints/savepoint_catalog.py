@@ -1,4 +1,4 @@
-"""The savepoints in storage: finished, read, listed, described, verified and deleted by their metadata files."""
+"""The savepoints in storage: listed, described, verified and deleted by their metadata files."""
 
 from __future__ import annotations
 
@@ -8,74 +8,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from msgspec import Struct
-
 from backends.exceptions import DamagedFileError, MissingFileError
-from backends.formats.sealed import seal, unseal
 from backends.storage.checkpoint_storage import CheckpointStorage, OpenStorage, file_digest
 from backends.storage.file_ref import FileRef
 from backends.tracing.spans import Pool
 from coordinator_actor.exceptions import SavepointError
 from coordinator_actor.savepoints.savepoint_format import (
-    FORMAT_VERSION,
     METADATA_FILE,
     SavepointInfo,
-    SavepointMetadata,
-    check_metadata,
 )
+from coordinator_actor.savepoints.savepoint_metadata import read_metadata
 
 
-class _Version(Struct, frozen=True):
-    """The only part of the metadata that every release must understand."""
-
-    format_version: int
-
-
-def write_metadata(storage: CheckpointStorage, metadata: SavepointMetadata) -> FileRef:
-    """Finish a savepoint whose files were written. ``storage`` is that of the savepoint.
-
-    Raises ``SavepointError`` if files are missing or the metadata is not consistent, ``FileExistsInStorageError`` if
-    there is a savepoint already.
-    """
-    check_metadata(metadata)
-    there = dict(storage.list())
-    absent = [file.path for file in metadata.files() if there.get(file.path) != file.size]
-    if absent:
-        raise SavepointError(
-            f"{len(absent)} files of the savepoint at {storage.location} are missing or not of the size they were "
-            "written "
-            f"with: {_some(absent)}. Somebody else has written there or removed them; take another savepoint."
-        )
-    return storage.put_new(METADATA_FILE, seal(metadata))
-
-
-def read_metadata(storage: CheckpointStorage) -> SavepointMetadata:
-    """Return the metadata of the savepoint that ``storage`` is at.
-
-    Raises ``SavepointError`` if there is none, or if a newer release wrote it; ``DamagedFileError``.
-    """
-    try:
-        data = storage.get(METADATA_FILE)
-    except MissingFileError as error:
-        raise SavepointError(
-            f"{storage.location} is no savepoint: there is no {METADATA_FILE} in it. It is not the directory of a "
-            "savepoint "
-            "(<base>/savepoint-<query>-<checkpoint>), or of one that was never finished, or was deleted in part; "
-            "remove "
-            "such a directory by hand."
-        ) from error
-    name = storage.full_location(METADATA_FILE)
-    found = unseal(data, _Version, name).format_version
-    if found != FORMAT_VERSION:
-        raise SavepointError(
-            f"{name} has the format {found}; this release reads {FORMAT_VERSION}. Use the newer release."
-        )
-    metadata = unseal(data, SavepointMetadata, name)
-    check_metadata(metadata)
-    return metadata
-
-
-def describe_savepoint(
+def read_stored_savepoint(
     path: str, storage_options: Mapping[str, str] | None = None, *, open_storage: OpenStorage = CheckpointStorage.open
 ) -> SavepointInfo:
     """Return what is in a savepoint, from its metadata alone. Raises ``SavepointError`` or ``DamagedFileError``."""
@@ -83,7 +28,7 @@ def describe_savepoint(
     return SavepointInfo(storage.location, read_metadata(storage))
 
 
-def list_savepoints(
+def read_stored_savepoints(
     base_path: str,
     storage_options: Mapping[str, str] | None = None,
     *,
@@ -107,7 +52,7 @@ def list_savepoints(
     return sorted(found, key=lambda info: (info.metadata.created_ms if info.metadata else -1, info.path))
 
 
-def delete_savepoint(
+def remove_stored_savepoint(
     path: str, storage_options: Mapping[str, str] | None = None, *, open_storage: OpenStorage = CheckpointStorage.open
 ) -> None:
     """Remove a savepoint: first its metadata file, so that a half-deleted one is no savepoint, then its other files.
@@ -133,7 +78,7 @@ def _remove_empty(root: Path) -> None:
         root.rmdir()
 
 
-def verify_savepoint(
+def verify_stored_savepoint(
     path: str,
     storage_options: Mapping[str, str] | None = None,
     *,
@@ -195,7 +140,3 @@ def _checked(storage: CheckpointStorage, ref: FileRef) -> Path:
             f"{ref.digest}."
         )
     return path
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")

@@ -28,7 +28,7 @@ from backends.storage.file_ref import FileRef
 from coordinator_actor.exceptions import SavepointError
 from coordinator_actor.messages import ExportedFile
 
-FORMAT_VERSION = 1
+SAVEPOINT_FORMAT_VERSION = 1
 METADATA_FILE = "_metadata.json"
 DEFAULT_VARIABLE = "default"
 """The column family of an operator's own rows, if it has some."""
@@ -93,7 +93,7 @@ class SavepointMetadata(Struct, frozen=True):
     checkpoint_location: str
     operators: tuple[SavepointOperator, ...]
     spark_files: tuple[FileRef, ...]
-    format_version: int = FORMAT_VERSION
+    format_version: int = SAVEPOINT_FORMAT_VERSION
 
     def files(self) -> list[FileRef]:
         """Return every file of the savepoint, without the metadata file itself."""

@@ -20,7 +20,7 @@ from msgspec import Struct, structs
 
 from backends.encoding.operator_schema import OperatorSchema
 from backends.exceptions import VersionNotFoundError
-from backends.formats.changelog_group import GROUPS
+from backends.formats.changelog_group import GROUPS_DIRECTORY
 from backends.storage.checkpoint_storage import CheckpointStorage, OpenStorage
 from coordinator_actor.checkpoints.checkpoint_id import CheckpointIDCounter
 from coordinator_actor.durable.audit_log import AuditLog, AuditRecord, caller
@@ -36,23 +36,23 @@ from coordinator_actor.surgery.rewriting import Rewriting
 
 log = logging.getLogger(__name__)
 
-WHAT = "forget_keys"
+FORGET_KEYS = "forget_keys"
 HOLD_SECONDS = 20.0
 """So long a query waits for whoever holds its batches and does not say so again."""
-RENEW_SECONDS = 5.0
+HOLD_RENEW_SECONDS = 5.0
 MOST_HELD_SECONDS = 60.0
 """So long batches wait for whoever writes, where the storage hangs: then they go on, and the work begins again."""
-POLL_SECONDS = 0.05
-UNKNOWN_SECONDS = 15.0
+FORGET_POLL_SECONDS = 0.05
+UNKNOWN_QUERY_SECONDS = 15.0
 """A query that a coordinator has not heard of for so long has ended."""
-ATTEMPTS = 3
+FORGET_ATTEMPTS = 3
 """So often files are written anew if the query has gone on: its coordinator may have been replaced."""
 KeysOf = Callable[[OperatorSchema, int], ForgottenKeys]
 """Makes the keys that are to go from the operator's schema and the number of key groups."""
 
 
 class ForgottenReport(Struct, frozen=True):
-    """What was forgotten: no file below ``state_location`` has a row of the keys any more.
+    """The report of ``forget_keys``: no file below ``state_location`` has a row of the keys any more.
 
     ``version`` is the newest version that was written anew, ``rows`` the number of rows that have gone (one counts in
     each changelog and snapshot that had it), ``files`` that of the files that were removed.
@@ -67,8 +67,8 @@ class ForgottenReport(Struct, frozen=True):
 
 
 @dataclass(frozen=True)
-class Request:
-    """What is to be forgotten, and how that is done. ``reference`` goes into the audit log."""
+class ForgetRequest:
+    """The keys to forget, and the way to forget them. ``reference`` goes into the audit log."""
 
     operator: str
     keys_of: KeysOf
@@ -78,7 +78,7 @@ class Request:
     open_storage: OpenStorage = CheckpointStorage.open
 
 
-def forget_in_storage(place: StatePlace, request: Request) -> ForgottenReport:
+def forget_in_storage(place: StatePlace, request: ForgetRequest) -> ForgottenReport:
     """Forget keys in the state of a query that does not run.
 
     A query that runs all the same, in another cluster, ends with ``FencedError``, or this does. Raises
@@ -87,10 +87,10 @@ def forget_in_storage(place: StatePlace, request: Request) -> ForgottenReport:
     """
     work = _Work(place, request)
     work.look()
-    manifests = ManifestLog(work.storage, f"{WHAT}-{uuid.uuid4().hex}")
+    manifests = ManifestLog(work.storage, f"{FORGET_KEYS}-{uuid.uuid4().hex}")
     newest = manifests.epochs.newest()
     if newest is None:
-        manifests.claim(f"{WHAT}-{uuid.uuid4().hex}")
+        manifests.claim(f"{FORGET_KEYS}-{uuid.uuid4().hex}")
     else:
         # In the name of the last run: whoever reads its state reads on.
         manifests.claim(newest.run_id, newest.layouts, newest.schema_ids)
@@ -122,7 +122,7 @@ def _exchange(manifests: ManifestLog, completed: int, path: str) -> None:
     )
 
 
-def forget_in_running(port: CoordinatorPort, query: str, request: Request) -> ForgottenReport:
+def forget_in_running(port: CoordinatorPort, query: str, request: ForgetRequest) -> ForgottenReport:
     """Forget keys in the state of a running query, by its name, query id or run id.
 
     Most files are written anew beside the stream. Then its next batch waits while the last ones are, and all are
@@ -133,7 +133,7 @@ def forget_in_running(port: CoordinatorPort, query: str, request: Request) -> Fo
         options = dict(registration.storage_options)
         work = _Work(StatePlace(registration.checkpoint_location, registration.state_location, options), request)
         work.rewrite(work.look())
-        for attempt in range(ATTEMPTS):
+        for attempt in range(FORGET_ATTEMPTS):
             held = holding.hold_batches(request.say)
             versions = work.look()
             manifests = ManifestLog(work.storage, "reader")
@@ -141,7 +141,7 @@ def forget_in_running(port: CoordinatorPort, query: str, request: Request) -> Fo
             try:
                 work.adopted(port, held, holding.holder, path)
             except InvalidRequestError as error:
-                if attempt + 1 == ATTEMPTS:
+                if attempt + 1 == FORGET_ATTEMPTS:
                     raise
                 request.say(f"begins again: {error}")
             else:
@@ -157,28 +157,28 @@ def await_hosts(port: CoordinatorPort, query: str, say: Callable[[str], None] = 
     unknown_since: float | None = None
     while True:
         try:
-            untold = port.hold_query(query, WHAT, 0).untold
+            untold = port.hold_query(query, FORGET_KEYS, 0).untold
             unknown_since = None
         except UnknownQueryError:
             # It has ended, and is not answered on; or the coordinator was restarted and has yet to hear of the query.
             unknown_since = time.monotonic() if unknown_since is None else unknown_since
-            if time.monotonic() > unknown_since + UNKNOWN_SECONDS:
+            if time.monotonic() > unknown_since + UNKNOWN_QUERY_SECONDS:
                 return
-            time.sleep(POLL_SECONDS)
+            time.sleep(FORGET_POLL_SECONDS)
             continue
         if not untold:
             return
         if untold != told:
             say(f"waits for {len(untold)} hosts to load what has changed")
         told = untold
-        time.sleep(POLL_SECONDS)
+        time.sleep(FORGET_POLL_SECONDS)
 
 
 class _Holding:
     """The hold of a query, renewed by a thread for as long as a ``with`` lasts. Its batches wait from a call on."""
 
     def __init__(self, port: CoordinatorPort, query: str) -> None:
-        self.holder = f"{WHAT} of {caller()} ({uuid.uuid4().hex[:8]})"
+        self.holder = f"{FORGET_KEYS} of {caller()} ({uuid.uuid4().hex[:8]})"
         self._port = port
         self._query = query
         self._holds_batches = False
@@ -198,7 +198,7 @@ class _Holding:
             if held.waits_for != told:
                 say(f"waits for {held.waits_for}")
             told = held.waits_for
-            time.sleep(POLL_SECONDS)
+            time.sleep(FORGET_POLL_SECONDS)
         self._held_since = time.monotonic()
         return held
 
@@ -206,7 +206,7 @@ class _Holding:
         return self._port.hold_query(self._query, self.holder, HOLD_SECONDS, batches=self._holds_batches)
 
     def _renew(self) -> None:
-        while not self._ended.wait(RENEW_SECONDS):
+        while not self._ended.wait(HOLD_RENEW_SECONDS):
             since = self._held_since
             try:
                 if since is not None and time.monotonic() > since + MOST_HELD_SECONDS:
@@ -229,7 +229,7 @@ class _Holding:
 class _Work:
     """The steps that are the same whether the query runs or not."""
 
-    def __init__(self, place: StatePlace, request: Request) -> None:
+    def __init__(self, place: StatePlace, request: ForgetRequest) -> None:
         self.storage = request.open_storage(place.state_location, place.options)
         self._place = place
         self._request = request
@@ -272,7 +272,7 @@ class _Work:
         manifests.put_record(path, record)
         self._note(versions, "begun", {})
         listed = [p for p, _ in self.storage.list()]
-        return path, [*listed, *self.storage.unfinished("operators"), *self.storage.unfinished(GROUPS)]
+        return path, [*listed, *self.storage.unfinished("operators"), *self.storage.unfinished(GROUPS_DIRECTORY)]
 
     def adopted(self, port: CoordinatorPort, held: HeldQuery, holder: str, path: str) -> None:
         """Have the coordinator exchange the files; an answer that is lost is looked up in storage."""
@@ -292,7 +292,7 @@ class _Work:
         assert self._rewriting is not None
         now = StateVersions.look(self._place, open_storage=self._request.open_storage)
         kept = {f.path for f in stored_files(now, open_storage=self._request.open_storage) if f.kept_by}
-        mine = (*self._rewriting.directories(versions), f"{GROUPS}/")
+        mine = (*self._rewriting.directories(versions), f"{GROUPS_DIRECTORY}/")
         gone = [path for path in listed if path not in kept and path.startswith(mine)]
         self._request.say(f"removes {len(gone)} files")
         self.storage.delete_all(gone)
@@ -312,5 +312,5 @@ class _Work:
         operators = (self._request.operator,)
         counts = {"keys": self._num_keys, **counts}
         reference = self._request.reference
-        record = AuditRecord(WHAT, status, at_ms, caller(), operators, versions.completed, counts, reference)
+        record = AuditRecord(FORGET_KEYS, status, at_ms, caller(), operators, versions.completed, counts, reference)
         AuditLog(self.storage).append(record)

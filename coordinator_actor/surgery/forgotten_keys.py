@@ -1,4 +1,4 @@
-"""Which rows of an operator's state belong to some keys, in every column family, and in which partitions they are."""
+"""Finds the rows of an operator's state that belong to some keys, in every column family, and their partitions."""
 
 from __future__ import annotations
 

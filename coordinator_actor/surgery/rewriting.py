@@ -29,7 +29,7 @@ from backends.encoding.sorted_pairs import SortedPairs
 from backends.formats import manifest_chain as chains
 from backends.formats import snapshot
 from backends.formats.changelog import Changes, read_changelog, read_changelog_meta, write_changelog
-from backends.formats.changelog_group import GROUPS, GroupMember, group_path, write_group
+from backends.formats.changelog_group import GROUPS_DIRECTORY, GroupMember, group_path, write_group
 from backends.formats.file_names import changelog_name, version_in
 from backends.formats.manifest import Manifest, PartitionEntry, SnapshotRef
 from backends.formats.manifest_chain import Layout, Segment
@@ -38,16 +38,16 @@ from backends.formats.snapshot_descriptor import SnapshotDescriptor
 from backends.storage.checkpoint_storage import CheckpointStorage, OpenStorage
 from backends.storage.file_ref import FileRef
 from coordinator_actor.durable.rewritten_files import RewrittenFiles
-from coordinator_actor.reading.partition_reader import opened_partition, scan
+from coordinator_actor.reading.partition_reader import opened_partition, scan_family
 from coordinator_actor.reading.stored_versions import Piece, StateVersions
 from coordinator_actor.savepoints.partition_builder import build_snapshot
 from coordinator_actor.surgery.forgotten_keys import ForgottenKeys
 
 log = logging.getLogger(__name__)
 
-GROUP_BYTES = 32 << 20
+REWRITTEN_GROUP_BYTES = 32 << 20
 """Changelogs are written together in objects of about this size."""
-THREADS = 4
+REWRITE_THREADS = 4
 """So many partitions are read, or built, at once."""
 
 
@@ -140,7 +140,7 @@ class Rewriting:
         group.close()
 
     def _read_all(self, entries: Iterable[PartitionEntry]) -> list[bytes]:
-        with ThreadPoolExecutor(THREADS, thread_name_prefix="statestore-rewrite") as pool:
+        with ThreadPoolExecutor(REWRITE_THREADS, thread_name_prefix="statestore-rewrite") as pool:
             return list(pool.map(lambda entry: self._storage.read(entry.changelog), entries))
 
     def _base(
@@ -192,7 +192,7 @@ class Rewriting:
                 for ref in {one.file.path: one for one in (*base, *newest)}.values():
                     if ref.file.path not in self._snapshots:
                         due.append((segment.layout, p, ref))
-        with ThreadPoolExecutor(THREADS, thread_name_prefix="statestore-rewrite") as pool:
+        with ThreadPoolExecutor(REWRITE_THREADS, thread_name_prefix="statestore-rewrite") as pool:
             made = pool.map(lambda one: self._rebuilt(versions, new, *one), due)
             for i, ((layout, p, ref), (rebuilt, removed)) in enumerate(zip(due, made, strict=True)):
                 self._snapshots[ref.file.path] = rebuilt
@@ -214,7 +214,7 @@ class Rewriting:
             def kept() -> Iterator[tuple[str, SortedPairs]]:
                 nonlocal removed
                 for family in families:
-                    for batch in scan(state, family):
+                    for batch in scan_family(state, family):
                         pairs = SortedPairs(batch.column(0), batch.column(1))
                         left = self._forgotten.without(family, pairs)
                         removed += len(pairs) - len(left)
@@ -239,7 +239,7 @@ class Rewriting:
                         refs[ref.file.path] = segment.layout, p, ref
                         if p in own:
                             gone.add(ref.file.path)
-        with ThreadPoolExecutor(THREADS, thread_name_prefix="statestore-rewrite") as pool:
+        with ThreadPoolExecutor(REWRITE_THREADS, thread_name_prefix="statestore-rewrite") as pool:
             read = pool.map(lambda one: snapshot.read_descriptor(self._storage, one[2]), refs.values())
             descriptors = dict(zip(refs, read, strict=True))
         objects = {path for gone_path in gone for path in _objects(refs[gone_path][2], descriptors[gone_path])}
@@ -260,7 +260,7 @@ class Rewriting:
 
 
 class _Group:
-    """Collects changelogs for objects of about ``GROUP_BYTES``, and notes in ``places`` where each one is."""
+    """Collects changelogs for objects of about ``REWRITTEN_GROUP_BYTES``, and notes in ``places`` where each one is."""
 
     def __init__(self, storage: CheckpointStorage, places: dict[str, FileRef]) -> None:
         self._storage = storage
@@ -274,7 +274,7 @@ class _Group:
         self._named[old] = FileRef(member.path, len(member.data), "")
         self._members.append((old, member))
         self._nbytes += len(member.data)
-        if self._nbytes >= GROUP_BYTES:
+        if self._nbytes >= REWRITTEN_GROUP_BYTES:
             self.close()
 
     def names(self, version: int) -> RewrittenFiles:
@@ -300,4 +300,4 @@ def _entries(chain: chains.Chain) -> Iterator[PartitionEntry]:
 
 def _objects(ref: SnapshotRef, held: SnapshotDescriptor) -> set[str]:
     """Return the objects that have parts of a snapshot and may have parts of others."""
-    return {path for path in (ref.file.stored_in, *held.paths) if path.startswith(f"{GROUPS}/")}
+    return {path for path in (ref.file.stored_in, *held.paths) if path.startswith(f"{GROUPS_DIRECTORY}/")}

@@ -11,7 +11,7 @@ from typing import Any
 from deploy.state_http import problems
 from deploy.state_http.limits import HttpLimits
 from spark_bridge.exceptions import AccessDeniedError, HostUnavailableError
-from spark_bridge.queryable.server.token_verifier import TokenVerifier
+from spark_bridge.queryable.server.token_verifier import MAX_TOKEN, TokenVerifier
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -19,9 +19,8 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-MAX_TOKEN = 4096
 CHALLENGE = 'Basic realm="ray-statestore, the token is the password", charset="UTF-8"'
-HEADERS = [
+API_HEADERS = [
     (b"cache-control", b"no-store"),
     (b"x-content-type-options", b"nosniff"),
     (b"referrer-policy", b"no-referrer"),
@@ -59,7 +58,7 @@ class Gate:
             await send({"type": "websocket.close", "code": 1008})
             return
         try:
-            self._verifier.verify(token_of(_header(scope, b"authorization")))
+            self._verifier.verify(token_of_header(_header(scope, b"authorization")))
         except AccessDeniedError as error:
             body = problems.problem(401, str(error), type(error).__name__)
             await _answer(body, scope, receive, send, {"WWW-Authenticate": CHALLENGE})
@@ -102,7 +101,7 @@ class Gate:
 
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message["headers"] = [*message.get("headers", ()), *HEADERS]
+                message["headers"] = [*message.get("headers", ()), *API_HEADERS]
             await send(message)
 
         await self._app(scope, replay, send_with_headers)
@@ -127,7 +126,7 @@ async def _body(receive: Receive, most: int) -> bytes | None:
 async def _answer(
     body: dict[str, Any], scope: Scope, receive: Receive, send: Send, headers: dict[str, str] | None = None
 ) -> None:
-    plain = {name.decode(): value.decode() for name, value in HEADERS}
+    plain = {name.decode(): value.decode() for name, value in API_HEADERS}
     await problems.response(body, {**plain, **(headers or {})})(scope, receive, send)
 
 
@@ -137,7 +136,7 @@ def _header(scope: Scope, name: bytes) -> str:
     return found[0].decode("latin-1") if len(found) == 1 else ""
 
 
-def token_of(authorization: str) -> str:
+def token_of_header(authorization: str) -> str:
     """Return the token of an ``Authorization`` header: that of ``Bearer``, or the password of ``Basic``; else "".
 
     Raises ``AccessDeniedError`` for a header that is neither.

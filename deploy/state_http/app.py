@@ -15,10 +15,11 @@ from deploy.state_http import models, problems
 from deploy.state_http.access import Gate
 from deploy.state_http.bodies import ARROW, CSV, JSON, LINES, arrow_stream
 from deploy.state_http.limits import HttpLimits
-from deploy.state_http.service import AsyncStateClient, StateService
+from deploy.state_http.service import StateService
 from deploy.state_http.statements import Statements, while_there
-from deploy.state_http.watches import EVENT_STREAM, Watches
+from deploy.state_http.watches import EVENT_STREAM, HttpWatches
 from spark_bridge.queryable.client import json_values as values
+from spark_bridge.queryable.client.async_client import AsyncQueryableStateClient
 from spark_bridge.queryable.server.token_verifier import TokenVerifier
 
 VERSION_HEADER = "X-Statestore-Version"
@@ -94,7 +95,7 @@ _EVENTS: dict[int | str, dict[str, Any]] = {
 
 
 def create_app(
-    connect: Callable[[], Awaitable[AsyncStateClient]],
+    connect: Callable[[], Awaitable[AsyncQueryableStateClient]],
     verifier: TokenVerifier,
     limits: HttpLimits | None = None,
     lifespan: Callable[[], Any] | None = None,
@@ -109,7 +110,7 @@ def create_app(
     limits = limits or HttpLimits()
     service = StateService(connect, limits)
     statements = Statements(service.client, limits)
-    watches = Watches(service, verifier, limits)
+    watches = HttpWatches(service, verifier, limits)
 
     @asynccontextmanager
     async def running(_: FastAPI) -> AsyncIterator[None]:
@@ -257,7 +258,7 @@ _QUERY = "Name, query id or run id: which query, where several have an operator 
 
 
 def _json(content: Any) -> Response:
-    return Response(values.encoded(content), media_type="application/json")
+    return Response(values.json_bytes(content), media_type="application/json")
 
 
 def _wants_arrow(request: Request) -> bool:

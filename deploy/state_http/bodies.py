@@ -46,7 +46,7 @@ class LinesBody:
 
     def problem(self, error: Exception) -> bytes:
         """Return a line with the error."""
-        return values.encoded({"problem": problem_of(error)}) + b"\n"
+        return values.json_bytes({"problem": problem_of(error)}) + b"\n"
 
 
 class DocumentBody:
@@ -54,12 +54,12 @@ class DocumentBody:
 
     def __init__(self, schema: pa.Schema, versions: Mapping[str, int]) -> None:
         columns = [{"name": f.name, "type": str(f.type)} for f in schema]
-        head = values.encoded({"columns": columns, "versions": dict(versions)})
+        head = values.json_bytes({"columns": columns, "versions": dict(versions)})
         self._next = head[:-1] + b',"rows":['
 
     def rows(self, batch: pa.RecordBatch) -> bytes:
         """Return the objects of some rows, and before the first rows what stands before them."""
-        encoded = b",".join(map(values.encoded, values.rows_to_json(batch)))
+        encoded = b",".join(map(values.json_bytes, values.rows_to_json(batch)))
         before, self._next = self._next, b"," if encoded else self._next
         return before + encoded if encoded else b""
 
@@ -69,7 +69,7 @@ class DocumentBody:
 
     def problem(self, error: Exception) -> bytes:
         """Return the end of the document, with the error."""
-        return self._before_end() + b'],"problem":' + values.encoded(problem_of(error)) + b"}"
+        return self._before_end() + b'],"problem":' + values.json_bytes(problem_of(error)) + b"}"
 
     def _before_end(self) -> bytes:
         return b"" if self._next == b"," else self._next
@@ -108,7 +108,9 @@ def _csv_column(column: pa.Array) -> pa.Array:
     made = [None if v is None else values.to_json(v) for v in column.to_pylist()]
     if all(v is None or isinstance(v, float) for v in made):
         return pa.array(made, pa.float64())
-    return pa.array([v if v is None or isinstance(v, str) else values.encoded(v).decode() for v in made], pa.string())
+    return pa.array(
+        [v if v is None or isinstance(v, str) else values.json_bytes(v).decode() for v in made], pa.string()
+    )
 
 
 class ArrowBody:

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class Isolation(str, Enum):
-    """Which version is read."""
+    """The version that is read."""
 
     completed = "completed"
     latest = "latest"
@@ -81,11 +81,13 @@ class KeyAnswer(BaseModel):
     value: Any
 
 
-Query = Annotated[
+QueryField = Annotated[
     str | None, Field(description="Name, query id or run id: which query, where several have an operator of that name.")
 ]
-State = Annotated[str | None, Field(description="The state variable, where the operator has several.")]
-Version = Annotated[int | None, Field(ge=0, description="A version that is still retained, in place of `isolation`.")]
+StateField = Annotated[str | None, Field(description="The state variable, where the operator has several.")]
+VersionField = Annotated[
+    int | None, Field(ge=0, description="A version that is still retained, in place of `isolation`.")
+]
 
 
 class LookupRequest(BaseModel):
@@ -97,13 +99,13 @@ class LookupRequest(BaseModel):
     )
 
     keys: list[Any]
-    query: Query = None
-    state: State = None
+    query: QueryField = None
+    state: StateField = None
     window: Annotated[
         str | None, Field(description="The window's start, or start/end, in ISO 8601; of aggregates by windows.")
     ] = None
     isolation: Isolation = Isolation.completed
-    version: Version = None
+    version: VersionField = None
 
 
 class LookupAnswer(BaseModel):
@@ -146,10 +148,10 @@ class ScanRequest(BaseModel):
     where: Annotated[list[Condition], Field(max_length=100)] = []
     columns: Annotated[list[str] | None, Field(description="The columns wanted; all by default.")] = None
     limit: Annotated[int | None, Field(ge=0, description="At most so many rows, whichever.")] = None
-    query: Query = None
-    state: State = None
+    query: QueryField = None
+    state: StateField = None
     isolation: Isolation = Isolation.completed
-    version: Version = None
+    version: VersionField = None
 
 
 class SqlRequest(BaseModel):
@@ -193,7 +195,7 @@ class SqlAnswer(BaseModel):
 
 @dataclass(frozen=True)
 class WatchRequest:
-    """What a watch asks for. ``keys`` are as in a path; none means all keys."""
+    """The request of a watch. ``keys`` are as in a path; none means all keys."""
 
     operator: str
     keys: tuple[str, ...]

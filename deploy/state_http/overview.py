@@ -11,9 +11,9 @@ from fastapi.responses import Response
 from fastapi.security import HTTPBasic, HTTPBearer
 
 from spark_bridge.overview.model import Overview, to_plain
-from spark_bridge.queryable.client.json_values import encoded
+from spark_bridge.queryable.client.json_values import json_bytes
 
-FRESH_SECONDS = 1.0
+ANSWER_REUSE_SECONDS = 1.0
 """An answer of coordinator and hosts is given again for so long: however many ask, these are asked once a second."""
 
 
@@ -31,7 +31,7 @@ def add_overview(app: FastAPI, ask: Callable[[], Overview], clock: Callable[[], 
     async def overview() -> Response:
         nonlocal known
         async with asking:
-            if known is None or clock() - known[0] >= FRESH_SECONDS:
+            if known is None or clock() - known[0] >= ANSWER_REUSE_SECONDS:
                 found = await asyncio.to_thread(ask)
-                known = clock(), await asyncio.to_thread(lambda: encoded(to_plain(found)))
+                known = clock(), await asyncio.to_thread(lambda: json_bytes(to_plain(found)))
             return Response(known[1], media_type="application/json")

@@ -30,12 +30,12 @@ from spark_bridge.exceptions import (
     UnknownLocationError,
     UnknownOperatorError,
 )
-from spark_bridge.queryable.client.json_values import encoded
+from spark_bridge.queryable.client.json_values import json_bytes
 
 log = logging.getLogger(__name__)
 
 MEDIA_TYPE = "application/problem+json"
-RETRY_SECONDS = 1
+RETRY_AFTER_SECONDS = 1
 STATUS: list[tuple[type[SparkBridgeError], int]] = [
     (UnknownOperatorError, 404),
     (UnknownKvStateIdError, 404),
@@ -91,8 +91,8 @@ def problem_of(error: Exception) -> dict[str, Any]:
 
 def response(body: dict[str, Any], headers: Mapping[str, str] | None = None) -> Response:
     """Return an HTTP response with the body of an error."""
-    retry = {"Retry-After": str(RETRY_SECONDS)} if body["status"] in (429, 503) else {}
-    return Response(encoded(body), body["status"], {**retry, **(headers or {})}, MEDIA_TYPE)
+    retry = {"Retry-After": str(RETRY_AFTER_SECONDS)} if body["status"] in (429, 503) else {}
+    return Response(json_bytes(body), body["status"], {**retry, **(headers or {})}, MEDIA_TYPE)
 
 
 def add_handlers(app: FastAPI) -> None:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import pyarrow as pa
 
 from deploy.state_http.bodies import PIECE_ROWS, ArrowBody, Body, LinesBody
+from deploy.state_http.bounded_reads import BoundedReads
 from deploy.state_http.limits import HttpLimits
 from deploy.state_http.models import LookupRequest, ScanRequest
 from deploy.state_http.problems import MissingKeyError
@@ -20,136 +20,15 @@ from spark_bridge.exceptions import (
     QueryTimeoutError,
     RequestError,
     RequestLimitError,
-    TooManyRequestsError,
     UnknownKvStateIdError,
     UnknownOperatorError,
 )
 from spark_bridge.queryable.client import json_values as values
-from spark_bridge.queryable.client.watch import StateChange
+from spark_bridge.queryable.client.async_client import AsyncQueryableStateClient
+from spark_bridge.queryable.client.async_results import AsyncStateScan
 
 SHAPE_SECONDS = 30.0
 """For so many seconds the key columns of an operator are not asked for again."""
-
-
-class AsyncStateRows(Protocol):
-    """The rows of a scan."""
-
-    @property
-    def schema(self) -> pa.Schema:
-        """Return the columns."""
-
-    @property
-    def version(self) -> int:
-        """Return the version that all rows are of."""
-
-    def __aiter__(self) -> AsyncIterator[pa.RecordBatch]: ...
-
-    def aclose(self) -> Coroutine[Any, Any, None]:
-        """End the scan, at the hosts too."""
-
-
-class AsyncSqlRows(Protocol):
-    """The rows of a statement, once it has begun."""
-
-    @property
-    def schema(self) -> pa.Schema:
-        """Return the columns."""
-
-    @property
-    def versions(self) -> dict[str, int]:
-        """Return the version that was read of each query, by its id."""
-
-    def __aiter__(self) -> AsyncIterator[pa.RecordBatch]: ...
-
-    def __await__(self) -> Generator[Any, None, Any]: ...
-
-    def aclose(self) -> Coroutine[Any, Any, None]:
-        """End the statement, at the hosts too."""
-
-
-class AsyncChanges(Protocol):
-    """The changes of a watch."""
-
-    @property
-    def position(self) -> int | None:
-        """Return the last version that was read."""
-
-    def __anext__(self) -> Coroutine[Any, Any, StateChange]: ...
-
-    def aclose(self) -> Coroutine[Any, Any, None]:
-        """End the watch."""
-
-
-class AsyncStateClient(Protocol):
-    """The methods of ``AsyncQueryableStateClient`` that the routes need."""
-
-    async def operators(self) -> list[dict[str, Any]]:
-        """Return the operators of all running queries."""
-
-    async def describe(self, operator: str, query: str | None = None) -> dict[str, Any]:
-        """Describe one operator."""
-
-    async def get(
-        self,
-        operator: str,
-        key: Any,
-        query: str | None = None,
-        state: str | None = None,
-        *,
-        window: Any = None,
-        isolation: str = "completed",
-        version: int | None = None,
-        timeout: float | None = None,
-    ) -> Any:
-        """Return the state of one key, or None."""
-
-    async def get_many(
-        self,
-        operator: str,
-        keys: Any,
-        query: str | None = None,
-        state: str | None = None,
-        *,
-        window: Any = None,
-        isolation: str = "completed",
-        version: int | None = None,
-        timeout: float | None = None,
-    ) -> Any:
-        """Return a table with a row per key."""
-
-    def scan(
-        self,
-        operator: str,
-        state: str | None = None,
-        prefix: Any = None,
-        start: Any = None,
-        end: Any = None,
-        limit: int | None = None,
-        columns: Sequence[str] | None = None,
-        *,
-        where: Any = None,
-        query: str | None = None,
-        isolation: str = "completed",
-        version: int | None = None,
-        timeout: float | None = None,
-    ) -> Awaitable[AsyncStateRows]:
-        """Return the rows of a state variable, once the first have come."""
-
-    def sql_rows(
-        self, query: str, *, query_params: Any = None, version: int | None = None, timeout: float | None = None
-    ) -> AsyncSqlRows:
-        """Return the rows of a statement, which begins when it is awaited."""
-
-    def watch(
-        self,
-        operator: str,
-        keys: Any = None,
-        *,
-        state: str | None = None,
-        query: str | None = None,
-        from_version: int | None = None,
-    ) -> AsyncChanges:
-        """Return what each version changes."""
 
 
 @dataclass(frozen=True)
@@ -168,7 +47,7 @@ class KeyShape:
     def of_text(self, text: str) -> Any:
         """Return the key of a path. Raises ``UnknownKeyOrNamespaceError``."""
         if self.schema.names == [self.window]:
-            return values.window_of(text)
+            return values.window_of_text(text)
         return values.key_of_text(text, self.plain)
 
     def of_json(self, keys: Sequence[Any]) -> list[Any]:
@@ -182,15 +61,14 @@ class KeyShape:
 class StateService:
     """Answers the routes of one replica."""
 
-    def __init__(self, connect: Callable[[], Awaitable[AsyncStateClient]], limits: HttpLimits) -> None:
+    def __init__(self, connect: Callable[[], Awaitable[AsyncQueryableStateClient]], limits: HttpLimits) -> None:
         self.limits = limits
         self._connect = connect
-        self._connecting: asyncio.Future[AsyncStateClient] | None = None
+        self._connecting: asyncio.Future[AsyncQueryableStateClient] | None = None
         self._shapes: dict[tuple[str, str | None, str | None], tuple[float, KeyShape]] = {}
-        self._scans = 0
-        self._closing: set[asyncio.Task[None]] = set()
+        self._scans = BoundedReads("scans", limits.max_scans)
 
-    async def client(self) -> AsyncStateClient:
+    async def client(self) -> AsyncQueryableStateClient:
         """Return the client, made when it is needed first: the application can start before any stream."""
         if self._connecting is None or (self._connecting.done() and self._connecting.exception() is not None):
             # All requests that come meanwhile wait for the same attempt.
@@ -210,7 +88,7 @@ class StateService:
         client = await self.client()
         shape = await self.shape(operator, named["query"], named["state"])
         key = shape.of_text(text)
-        of_window = None if window is None else values.window_of(window)
+        of_window = None if window is None else values.window_of_text(window)
         found = await client.get(operator, key, window=of_window, timeout=self.limits.timeout, **named)
         if found is None:
             there = "" if window is None else f" in the window {window}"
@@ -231,7 +109,7 @@ class StateService:
             keys,
             request.query,
             request.state,
-            window=None if request.window is None else values.window_of(request.window),
+            window=None if request.window is None else values.window_of_text(request.window),
             isolation=request.isolation.value,
             version=request.version,
             timeout=self.limits.timeout,
@@ -242,16 +120,6 @@ class StateService:
                 "limit. Ask for fewer."
             )
         return found
-
-    @asynccontextmanager
-    async def _scanning(self) -> AsyncIterator[None]:
-        if self._scans >= self.limits.max_scans:
-            raise TooManyRequestsError(f"{self._scans} scans are under way, which is the limit; try again later.")
-        self._scans += 1
-        try:
-            yield
-        finally:
-            self._scans -= 1
 
     async def scan(self, operator: str, request: ScanRequest, *, as_arrow: bool) -> tuple[int, AsyncIterator[bytes]]:
         """Return the version, and the body in pieces; see the route.
@@ -270,7 +138,7 @@ class StateService:
     async def _scan(self, operator: str, request: ScanRequest, as_arrow: bool) -> AsyncIterator[int | bytes]:
         """Give the version, and then the pieces of the body."""
         deadline = time.monotonic() + self.limits.scan_seconds
-        async with self._scanning():
+        async with self._scans.slot():
             client = await self.client()
             shape = await self.shape(operator, request.query, request.state)
             bounds = [
@@ -304,16 +172,9 @@ class StateService:
                     raise
                 yield body.end()
             finally:
-                await self._close(rows)
+                await self._scans.close(rows)
 
-    async def _close(self, rows: AsyncStateRows) -> None:
-        """End a scan, even for a caller that has left: that caller's task is cancelled and cannot wait for the end."""
-        closing = asyncio.ensure_future(rows.aclose())
-        self._closing.add(closing)
-        closing.add_done_callback(self._closing.discard)
-        await asyncio.shield(closing)
-
-    async def _pieces(self, rows: AsyncStateRows, body: Body, deadline: float) -> AsyncIterator[bytes]:
+    async def _pieces(self, rows: AsyncStateScan, body: Body, deadline: float) -> AsyncIterator[bytes]:
         given = 0
         batches = rows.__aiter__()
         while True:

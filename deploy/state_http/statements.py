@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 import pyarrow as pa
@@ -23,10 +22,11 @@ from deploy.state_http.bodies import (
     DocumentBody,
     LinesBody,
 )
+from deploy.state_http.bounded_reads import BoundedReads
 from deploy.state_http.limits import HttpLimits
 from deploy.state_http.models import SqlRequest
-from deploy.state_http.service import AsyncSqlRows, AsyncStateClient
-from spark_bridge.exceptions import QueryTimeoutError, RequestError, RequestLimitError, TooManyRequestsError
+from spark_bridge.exceptions import QueryTimeoutError, RequestError, RequestLimitError
+from spark_bridge.queryable.client.async_client import AsyncQueryableStateClient
 
 T = TypeVar("T")
 
@@ -53,11 +53,10 @@ def accepted(accept: str) -> str:
 class Statements:
     """The statements of one replica."""
 
-    def __init__(self, client: Callable[[], Awaitable[AsyncStateClient]], limits: HttpLimits) -> None:
+    def __init__(self, client: Callable[[], Awaitable[AsyncQueryableStateClient]], limits: HttpLimits) -> None:
         self._client = client
         self._limits = limits
-        self._running = 0
-        self._closing: set[asyncio.Task[None]] = set()
+        self._running = BoundedReads("statements", limits.max_sql)
 
     def begun(self, request: SqlRequest, accept: str) -> tuple[str, AsyncGenerator[Any, None]]:
         """Return the media type, and a generator of the versions read (by query id) and then of the body's pieces.
@@ -70,19 +69,9 @@ class Statements:
         media_type = accepted(accept)
         return media_type, self._pieces(request, media_type)
 
-    @asynccontextmanager
-    async def _slot(self) -> AsyncIterator[None]:
-        if self._running >= self._limits.max_sql:
-            raise TooManyRequestsError(f"{self._running} statements are running, which is the limit; try again later.")
-        self._running += 1
-        try:
-            yield
-        finally:
-            self._running -= 1
-
     async def _pieces(self, request: SqlRequest, media_type: str) -> AsyncGenerator[Any, None]:
         deadline = time.monotonic() + self._limits.sql_seconds
-        async with self._slot():
+        async with self._running.slot():
             client = await self._client()
             rows = client.sql_rows(
                 request.sql, query_params=request.params, version=request.version, timeout=self._limits.timeout
@@ -103,7 +92,7 @@ class Statements:
                     raise
                 yield body.end()
             finally:
-                await self._close(rows)
+                await self._running.close(rows)
 
     async def _written(
         self,
@@ -140,13 +129,6 @@ class Statements:
                 "by conditions on the key columns for example."
             )
         return waited.result()
-
-    async def _close(self, rows: AsyncSqlRows) -> None:
-        """End a statement, even for a caller that has left: that caller's task is cancelled and cannot wait."""
-        closing = asyncio.ensure_future(rows.aclose())
-        self._closing.add(closing)
-        closing.add_done_callback(self._closing.discard)
-        await asyncio.shield(closing)
 
 
 async def _next(batches: AsyncIterator[pa.RecordBatch]) -> pa.RecordBatch | None:

@@ -1,25 +1,26 @@
-"""The route of watches: what each version changes, as server-sent events."""
+"""The route of watches: the changes of each version, as server-sent events."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
 
-from deploy.state_http.access import token_of
+from deploy.state_http.access import token_of_header
 from deploy.state_http.bodies import PIECE_ROWS
 from deploy.state_http.limits import HttpLimits
 from deploy.state_http.models import WatchRequest
 from deploy.state_http.problems import problem_of
-from deploy.state_http.service import AsyncChanges, StateService
+from deploy.state_http.service import StateService
 from spark_bridge.exceptions import AccessDeniedError, RequestError, StateVersionError, TooManyRequestsError
 from spark_bridge.queryable.client import json_values as values
+from spark_bridge.queryable.client.async_results import AsyncStateWatch
 from spark_bridge.queryable.client.watch import StateChange
 from spark_bridge.queryable.server.token_verifier import TokenVerifier
 
 EVENT_STREAM = "text/event-stream"
 
 
-class Watches:
+class HttpWatches:
     """The watches of one replica. Each has a thread and a connection."""
 
     def __init__(self, service: StateService, verifier: TokenVerifier, limits: HttpLimits) -> None:
@@ -51,7 +52,7 @@ class Watches:
         changes = client.watch(request.operator, keys, state=request.state, query=request.query, from_version=begin)
         return self._events(changes, begin, authorization)
 
-    async def _events(self, changes: AsyncChanges, begin: int, authorization: str) -> AsyncIterator[bytes]:
+    async def _events(self, changes: AsyncStateWatch, begin: int, authorization: str) -> AsyncIterator[bytes]:
         if self._open >= self._limits.max_watches:
             raise TooManyRequestsError(f"{self._open} watches are open, which is the limit; try again later.")
         self._open += 1
@@ -63,7 +64,7 @@ class Watches:
                 if waited is None:
                     waited = asyncio.ensure_future(changes.__anext__())
                 done, _ = await asyncio.wait([waited], timeout=self._limits.heartbeat_seconds)
-                self._verifier.verify(token_of(authorization))
+                self._verifier.verify(token_of_header(authorization))
                 if not done:
                     # The change of the version at the position itself may be on its way here.
                     known = max(known, (changes.position or 0) - 1)
@@ -118,4 +119,4 @@ def _position(version: int, comment: str) -> bytes:
 
 def _event(name: str, data: object) -> bytes:
     """Return one event: JSON has no line breaks, so that the data is one line."""
-    return f"event: {name}\ndata: ".encode() + values.encoded(data) + b"\n\n"
+    return f"event: {name}\ndata: ".encode() + values.json_bytes(data) + b"\n\n"

@@ -1,1 +1,1 @@
-"""Aggregate functions over Arrow arrays: what each keeps, how states are merged and read. No Spark, no state store."""
+"""Aggregate functions over Arrow arrays: the state of each, merging and reading states. No Spark, no state store."""

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from spark_bridge.aggregates.column_order import plain
-from spark_bridge.aggregates.computation import Computation, State
+from spark_bridge.aggregates.computation import Computation, OutputState
 from spark_bridge.aggregates.computations import computation_of
 from spark_bridge.aggregates.counts_and_sums import SumOverflow
 from spark_bridge.aggregates.groups import Groups
@@ -89,7 +89,7 @@ class Aggregator:
         ids = np.concatenate([np.flatnonzero(is_old), np.arange(new.num_rows)])
         by_group = Groups(ids, new.num_rows)
 
-        def merged(output: Output) -> State:
+        def merged(output: Output) -> OutputState:
             computation = computation_of(output.function)
             before, after = self._of(output, old), self._of(output, new)
             if computation.merge_pairs is not None:
@@ -111,12 +111,12 @@ class Aggregator:
                 columns[i] = user_result(output.name, output.user, self._of(output, states))
         return columns
 
-    def _of(self, output: Output, states: pa.RecordBatch) -> State:
+    def _of(self, output: Output, states: pa.RecordBatch) -> OutputState:
         # Spark renames the fields of lists, and gives timestamps the session's zone.
         columns = [(plain(states.column(states.schema.get_field_index(f.name))), f) for f in state_fields(output)]
         return [column if column.type == f.type else column.cast(f.type) for column, f in columns]
 
-    def _states(self, calculate: Callable[[Output], State]) -> pa.RecordBatch:
+    def _states(self, calculate: Callable[[Output], OutputState]) -> pa.RecordBatch:
         columns: list[pa.Array] = []
         for output in self.outputs:
             try:

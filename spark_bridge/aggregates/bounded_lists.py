@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 
-from backends.encoding.columns import list_array, list_parts, null_mask, struct_array
-from spark_bridge.aggregates.column_order import Integers, Mask, lexical_order, normalized, order_codes
-from spark_bridge.aggregates.computation import Computation, State, order_of, source_of
+from backends.encoding.columns import Integers, Mask, list_array, list_parts, null_mask, struct_array
+from spark_bridge.aggregates.column_order import lexical_order, normalized, order_codes
+from spark_bridge.aggregates.computation import Computation, OutputState, input_column, order_of
 from spark_bridge.aggregates.groups import Groups
 from spark_bridge.aggregates.outputs import Output, split_function
 from spark_bridge.aggregates.state_columns import split_state_column
@@ -24,7 +24,7 @@ _ITEMS, _PAIRS = "items", "pairs"
 
 @dataclass(frozen=True)
 class ListRule:
-    """Which elements are kept, and in which order.
+    """The rule by which elements are kept, and their order.
 
     ``limit``: the most elements. ``descending``: the greatest come first. ``keep_last``: where there are more than
     ``limit``, the first ones are dropped. ``distinct``: of equal values one is kept.
@@ -120,8 +120,8 @@ def _rule_of(function: str) -> ListRule:
     return ListRule(int(limit), keep_last=name == "collect_list", distinct=name == "collect_set")
 
 
-def _list_rows(output: Output, groups: Groups, rows: pa.RecordBatch) -> State:
-    value = source_of(output, rows)
+def _list_rows(output: Output, groups: Groups, rows: pa.RecordBatch) -> OutputState:
+    value = input_column(output, rows)
     by = None if output.by is None else order_of(output, rows)
     # A list of values has no nulls. With ``top_k(by=...)`` null values count, and rows without an order do not.
     mask = null_mask(by) if by is not None and _is_top_k(output) else null_mask(value)

@@ -6,17 +6,16 @@ LeVeque (1979), so that large values that differ little lose no digits. Spark's 
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from backends.encoding.columns import fixed_array, fixed_values, null_mask
-from spark_bridge.aggregates.computation import Computation, source_of
+from backends.encoding.columns import Doubles, fixed_array, fixed_values, null_mask
+from spark_bridge.aggregates.computation import Computation, input_column
 from spark_bridge.aggregates.groups import Groups
 
-Doubles: TypeAlias = npt.NDArray[np.float64]
 PARTS = (("count", pa.int64()), ("mean", pa.float64()), ("m2", pa.float64()))
 
 
@@ -84,7 +83,7 @@ def _columns(counts: Doubles, means: Doubles, squares: npt.NDArray[Any]) -> list
 
 MOMENTS = Computation(
     parts=lambda _: PARTS,
-    of_rows=lambda output, groups, rows: moments(groups, source_of(output, rows).cast(pa.float64(), safe=False)),
+    of_rows=lambda output, groups, rows: moments(groups, input_column(output, rows).cast(pa.float64(), safe=False)),
     merge=lambda _, groups, state: merged_moments(groups, state),
     merge_pairs=lambda _, a, b: merged_moment_pairs(a, b),
     result_type=lambda *_: pa.float64(),

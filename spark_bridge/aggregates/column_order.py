@@ -7,18 +7,15 @@ structs and arrays by their fields and elements, with nulls first.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from backends.encoding.columns import binary_content, fixed_array, fixed_dtype, fixed_values, null_mask
+from backends.encoding.columns import Integers, Mask, binary_content, fixed_array, fixed_dtype, fixed_values, null_mask
 from backends.encoding.keys import encode_keys
-
-Integers: TypeAlias = npt.NDArray[np.int64]
-Mask: TypeAlias = npt.NDArray[np.bool_]
 
 WORD = 8
 MAX_WORDS = 6

@@ -13,9 +13,9 @@ from spark_bridge.aggregates.column_order import plain
 from spark_bridge.aggregates.groups import Groups
 from spark_bridge.aggregates.outputs import Output
 
-State: TypeAlias = list[pa.Array]
+OutputState: TypeAlias = list[pa.Array]
 """The state columns of one output, one value per group."""
-Arguments: TypeAlias = tuple[str, ...]
+FunctionArguments: TypeAlias = tuple[str, ...]
 """The arguments of a function, such as ("10",) of ``top_k(10)``."""
 
 
@@ -34,14 +34,16 @@ class Computation:
     """
 
     parts: Callable[[Output], Sequence[tuple[str, pa.DataType]]]
-    of_rows: Callable[[Output, Groups, pa.RecordBatch], State]
-    merge: Callable[[Output, Groups, State], State]
-    merge_pairs: Callable[[Output, State, State], State] | None = None
-    result_type: Callable[[str, Arguments, list[pa.Field]], pa.DataType] = lambda _, __, parts: parts[0].type
-    result: Callable[[str, Arguments, list[pa.Field], State], pa.Array] = lambda _, __, ___, state: state[0]
+    of_rows: Callable[[Output, Groups, pa.RecordBatch], OutputState]
+    merge: Callable[[Output, Groups, OutputState], OutputState]
+    merge_pairs: Callable[[Output, OutputState, OutputState], OutputState] | None = None
+    result_type: Callable[[str, FunctionArguments, list[pa.Field]], pa.DataType] = lambda _, __, parts: parts[0].type
+    result: Callable[[str, FunctionArguments, list[pa.Field], OutputState], pa.Array] = lambda _, __, ___, state: state[
+        0
+    ]
 
 
-def source_of(output: Output, rows: pa.RecordBatch) -> pa.Array:
+def input_column(output: Output, rows: pa.RecordBatch) -> pa.Array:
     """Return the input column of an output in its declared type; several columns become a struct."""
     kind = output.type
     if output.columns and kind is not None:

@@ -10,9 +10,8 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from backends.encoding.columns import fixed_array, fixed_values, null_mask
-from spark_bridge.aggregates.column_order import Integers
-from spark_bridge.aggregates.computation import Arguments, Computation, State, source_of
+from backends.encoding.columns import Integers, fixed_array, fixed_values, null_mask
+from spark_bridge.aggregates.computation import Computation, FunctionArguments, OutputState, input_column
 from spark_bridge.aggregates.groups import Groups
 from spark_bridge.aggregates.outputs import Output, split_function
 
@@ -103,12 +102,12 @@ def _arrow_grouped(groups: Groups, column: pa.Array, function: str, options: obj
 # -- counts ------------------------------------------------------------------------------------
 
 
-def _count_rows(output: Output, groups: Groups, rows: pa.RecordBatch) -> State:
+def _count_rows(output: Output, groups: Groups, rows: pa.RecordBatch) -> OutputState:
     return [pa.array(groups.counts(None if output.column is None else null_mask(rows.column(output.column))))]
 
 
-def _count_true(output: Output, groups: Groups, rows: pa.RecordBatch) -> State:
-    is_true = np.asarray(source_of(output, rows).fill_null(False))
+def _count_true(output: Output, groups: Groups, rows: pa.RecordBatch) -> OutputState:
+    is_true = np.asarray(input_column(output, rows).fill_null(False))
     return [pa.array(groups.counts(~is_true))]
 
 
@@ -140,8 +139,8 @@ def sum_type(of: pa.DataType) -> pa.DataType:
     return pa.float64()
 
 
-def _sum_rows(output: Output, groups: Groups, rows: pa.RecordBatch) -> State:
-    source = source_of(output, rows).cast(sum_type(output.type))
+def _sum_rows(output: Output, groups: Groups, rows: pa.RecordBatch) -> OutputState:
+    source = input_column(output, rows).cast(sum_type(output.type))
     return [sums(groups, source)]
 
 
@@ -149,13 +148,13 @@ def _mean_sum_type(output: Output) -> pa.DataType:
     return sum_type(output.type) if split_function(output.function)[1] else pa.float64()
 
 
-def _mean_rows(output: Output, groups: Groups, rows: pa.RecordBatch) -> State:
-    source = source_of(output, rows)
+def _mean_rows(output: Output, groups: Groups, rows: pa.RecordBatch) -> OutputState:
+    source = input_column(output, rows)
     values = source.cast(_mean_sum_type(output), safe=False)
     return [sums(groups, values), pa.array(groups.counts(null_mask(source)))]
 
 
-def mean_type(arguments: Arguments) -> pa.DataType:
+def mean_type(arguments: FunctionArguments) -> pa.DataType:
     """Return the type of a mean: double; of decimals a decimal with more digits, cut off at 38 as in Spark.
 
     ``arguments`` are the precision and the scale of the decimals, and none for other types.
@@ -166,7 +165,7 @@ def mean_type(arguments: Arguments) -> pa.DataType:
     return pa.decimal128(precision, scale)
 
 
-def _mean(arguments: Arguments, state: State) -> pa.Array:
+def _mean(arguments: FunctionArguments, state: OutputState) -> pa.Array:
     total, count = state
     some = pc.if_else(pc.equal(count, 0), pa.scalar(None, pa.int64()), count)
     kind = mean_type(arguments)

@@ -18,21 +18,27 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from backends.encoding.columns import binary_array, binary_content, fixed_array, fixed_values, null_mask
+from backends.encoding.columns import (
+    Doubles,
+    Integers,
+    binary_array,
+    binary_content,
+    fixed_array,
+    fixed_values,
+    null_mask,
+)
 from backends.encoding.key_groups import spark_xxhash64
-from spark_bridge.aggregates.column_order import Integers
-from spark_bridge.aggregates.computation import Computation, source_of
+from spark_bridge.aggregates.computation import Computation, input_column
 from spark_bridge.aggregates.groups import Groups
 from spark_bridge.aggregates.outputs import split_function
 
-Doubles: TypeAlias = npt.NDArray[np.float64]
 Registers: TypeAlias = npt.NDArray[np.uint8]
 
 MIN_PRECISION, MAX_PRECISION = 4, 18
 RANK_BITS = 6
 RANK = (1 << RANK_BITS) - 1
 SPARSE = np.dtype("<u4")
-CHUNK_BYTES = 1 << 24
+REGISTER_CHUNK_BYTES = 1 << 24
 """Bytes of registers that are spread out at once."""
 LINEAR_COUNTING_UP_TO = (
     *(10, 20, 40, 80, 220, 400, 900, 1800, 3100, 6500),
@@ -91,7 +97,7 @@ def estimates(precision: int, sketches: pa.Array) -> pa.Array:
     used += np.bincount(owner, minlength=len(lengths))
     inverse_sum += np.bincount(owner, powers[marks & RANK], len(lengths))
 
-    step = max(1, CHUNK_BYTES // registers)
+    step = max(1, REGISTER_CHUNK_BYTES // registers)
     dense = np.flatnonzero(is_dense)
     spread = content[of_byte].reshape(-1, registers)
     for start in range(0, len(dense), step):
@@ -208,7 +214,7 @@ def _precision(function: str) -> int:
 SKETCH = Computation(
     parts=lambda _: [("sketch", pa.binary())],
     of_rows=lambda output, groups, rows: [
-        sketches_of_rows(groups, _precision(output.function), source_of(output, rows))
+        sketches_of_rows(groups, _precision(output.function), input_column(output, rows))
     ],
     merge=lambda output, groups, state: [merged_sketches(groups, _precision(output.function), state[0])],
     result_type=lambda *_: pa.int64(),

@@ -10,9 +10,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from backends.encoding.columns import null_mask
-from spark_bridge.aggregates.column_order import Integers, Mask, is_absolute, is_greater, normalized, order_codes
-from spark_bridge.aggregates.computation import Computation, State, order_of, source_of
+from backends.encoding.columns import Integers, Mask, null_mask
+from spark_bridge.aggregates.column_order import is_absolute, is_greater, normalized, order_codes
+from spark_bridge.aggregates.computation import Computation, OutputState, input_column, order_of
 from spark_bridge.aggregates.groups import Groups
 
 LEAST = np.iinfo(np.int64).min
@@ -93,15 +93,15 @@ def _chosen(first: Mask, a: pa.Array, b: pa.Array) -> pa.Array:
     return pa.concat_arrays([a, b]).take(pa.array(np.where(first, np.arange(n), np.arange(n) + n)))
 
 
-def _value_pairs(a: State, b: State, *, greatest: bool) -> State:
+def _value_pairs(a: OutputState, b: OutputState, *, greatest: bool) -> OutputState:
     return [_chosen(_is_better(a[0], b[0], greatest=greatest), a[0], b[0])]
 
 
-def _pick(groups: Groups, value: pa.Array, by: pa.Array, *, greatest: bool) -> State:
+def _pick(groups: Groups, value: pa.Array, by: pa.Array, *, greatest: bool) -> OutputState:
     return _rows_taken(_picked_rows(groups, value, by, greatest=greatest), value, by)
 
 
-def _pick_pairs(a: State, b: State, *, greatest: bool) -> State:
+def _pick_pairs(a: OutputState, b: OutputState, *, greatest: bool) -> OutputState:
     a_first = _is_better(a[1], b[1], greatest=greatest)
     undecided = ~a_first & ~_is_better(b[1], a[1], greatest=greatest)
     if undecided.any():
@@ -112,7 +112,7 @@ def _pick_pairs(a: State, b: State, *, greatest: bool) -> State:
 def _extreme(*, greatest: bool) -> Computation:
     return Computation(
         parts=lambda output: [("value", output.type)],
-        of_rows=lambda output, groups, rows: [_extremes(groups, source_of(output, rows), greatest=greatest)],
+        of_rows=lambda output, groups, rows: [_extremes(groups, input_column(output, rows), greatest=greatest)],
         merge=lambda _, groups, state: [_extremes(groups, state[0], greatest=greatest)],
         merge_pairs=lambda _, a, b: _value_pairs(a, b, greatest=greatest),
     )
@@ -122,7 +122,7 @@ def _ordered(*, greatest: bool) -> Computation:
     return Computation(
         parts=lambda output: [("value", output.type), ("by", output.by_type)],
         of_rows=lambda output, groups, rows: _pick(
-            groups, source_of(output, rows), order_of(output, rows), greatest=greatest
+            groups, input_column(output, rows), order_of(output, rows), greatest=greatest
         ),
         merge=lambda _, groups, state: _pick(groups, state[0], state[1], greatest=greatest),
         merge_pairs=lambda _, a, b: _pick_pairs(a, b, greatest=greatest),

@@ -6,7 +6,7 @@ from functools import cached_property
 
 import numpy as np
 
-from spark_bridge.aggregates.column_order import Integers, Mask
+from backends.encoding.columns import Integers, Mask
 
 
 class Groups:

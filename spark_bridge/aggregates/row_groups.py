@@ -1,4 +1,4 @@
-"""Which rows have the same key: the distinct stored keys, and for each row the place of its key.
+"""Groups rows by key: the distinct stored keys, and for each row the place of its key.
 
 Only distinct keys are encoded and sorted. Rows are told apart by integers (differences to the least value, or
 dictionary codes); the integers of several columns are combined into one.
@@ -13,19 +13,10 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from backends.encoding.columns import fixed_values, null_mask
+from backends.encoding.columns import Integers, fixed_values, null_mask
 from backends.encoding.key_groups import key_groups
 from backends.encoding.keys import encode_keys
-from spark_bridge.aggregates.column_order import (
-    DENSE,
-    MAX_SPAN,
-    Integers,
-    byte_order,
-    combined,
-    is_absolute,
-    order_codes,
-    plain,
-)
+from spark_bridge.aggregates.column_order import DENSE, MAX_SPAN, byte_order, combined, is_absolute, order_codes, plain
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from backends.encoding.columns import struct_array
-from spark_bridge.aggregates.column_order import Integers, plain
-from spark_bridge.aggregates.computation import Computation, State
+from backends.encoding.columns import Integers, struct_array
+from spark_bridge.aggregates.column_order import plain
+from spark_bridge.aggregates.computation import Computation, OutputState
 from spark_bridge.aggregates.groups import Groups
 from spark_bridge.aggregates.outputs import Output, UserAggregate
 from spark_bridge.aggregates.state_columns import split_state_column
@@ -100,12 +100,12 @@ def _described(answer: Any) -> str:
     return f"a {type(answer).__module__}.{type(answer).__name__}{length}"
 
 
-def _user_rows(output: Output, groups: Groups, rows: pa.RecordBatch) -> State:
+def _user_rows(output: Output, groups: Groups, rows: pa.RecordBatch) -> OutputState:
     assert output.user is not None
     return user_partial(output.name, output.user, groups, {c: plain(rows.column(c)) for c in output.columns})
 
 
-def _user_merge(output: Output, groups: Groups, state: State) -> State:
+def _user_merge(output: Output, groups: Groups, state: OutputState) -> OutputState:
     assert output.user is not None
     return user_merge(output.name, output.user, groups, state)
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from spark_bridge.exceptions import EnvironmentProblemError
 
-CONNECT_SECONDS = 5.0
+RAY_CONNECT_SECONDS = 5.0
 
 
 @contextmanager
@@ -40,7 +40,7 @@ def _check_listens(address: str) -> None:
     if "/" in host or not port.isdigit():
         return  # "auto", "local" and "ray://host:port" are Ray's own words
     try:
-        socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS).close()
+        socket.create_connection((host.strip("[]"), int(port)), RAY_CONNECT_SECONDS).close()
     except (OSError, OverflowError) as error:
         raise EnvironmentProblemError(
             f"No Ray cluster answers at {address} ({error}); give the address of its head, such as 10.0.0.1:6379, with "

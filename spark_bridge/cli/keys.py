@@ -18,7 +18,7 @@ _CONDITION = re.compile(
 )
 
 
-def key_of(words: Sequence[str], schema: pa.Schema) -> Any:
+def key_of_words(words: Sequence[str], schema: pa.Schema) -> Any:
     """Return the key that the words of a command line name.
 
     It is written as ``column=value`` for each column of the key; or as JSON, an object or an array; or as the values in

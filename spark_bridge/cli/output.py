@@ -33,12 +33,12 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs."
 def show(plain: Callable[[], Any], rendered: Callable[[], RenderableType], *, as_json: bool) -> None:
     """Print the answer of a command: as JSON, or for people."""
     if as_json:
-        typer.echo(encoded(plain()))
+        typer.echo(json_line(plain()))
         return
     printer().print(rendered(), highlight=False)
 
 
-def encoded(plain: Any) -> str:
+def json_line(plain: Any) -> str:
     """Return one line of JSON. Times are ISO 8601, bytes base64, decimals strings."""
     return msgspec.json.encode(plain, enc_hook=str).decode()
 

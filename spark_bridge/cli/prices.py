@@ -1,4 +1,4 @@
-"""The option ``--prices``: what requests to storage cost."""
+"""The option ``--prices``: the costs of requests to storage."""
 
 from __future__ import annotations
 

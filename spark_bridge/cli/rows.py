@@ -11,15 +11,15 @@ from typing import Any
 import pyarrow as pa
 import typer
 
-from spark_bridge.cli.output import encoded, filled, printer
+from spark_bridge.cli.output import filled, json_line, printer
 from spark_bridge.queryable.client.json_values import rows_to_json
 
 TABLE_ROWS = 500
 """So many rows make a table; those behind make another, so that memory stays flat."""
 
 
-class Form(str, Enum):
-    """How rows are printed."""
+class PrintedForm(str, Enum):
+    """The format in which rows are printed."""
 
     table = "table"
     csv = "csv"
@@ -27,23 +27,23 @@ class Form(str, Enum):
 
 
 def print_rows(
-    schema: pa.Schema, batches: Iterable[pa.RecordBatch], form: Form, about: Mapping[str, Any] | None = None
+    schema: pa.Schema, batches: Iterable[pa.RecordBatch], form: PrintedForm, about: Mapping[str, Any] | None = None
 ) -> int:
     """Print rows, and return how many there were. ``about`` are further fields of the JSON object."""
     rows = (row for batch in batches for row in rows_to_json(batch))
-    if form is Form.json:
+    if form is PrintedForm.json:
         return _print_json(rows, about or {})
-    if form is Form.csv:
+    if form is PrintedForm.csv:
         return _print_csv(schema.names, rows)
     return _print_tables(schema.names, rows)
 
 
 def _print_json(rows: Iterator[dict[str, Any]], about: Mapping[str, Any]) -> int:
-    head = encoded(dict(about))[1:-1]
+    head = json_line(dict(about))[1:-1]
     typer.echo("{" + head + (", " if head else "") + '"rows": [', nl=False)
     count = 0
     for row in rows:
-        typer.echo((",\n" if count else "\n") + encoded(row), nl=False)
+        typer.echo((",\n" if count else "\n") + json_line(row), nl=False)
         count += 1
     typer.echo("]}")
     return count
@@ -82,4 +82,4 @@ def cell(value: Any) -> str:
     """Return a value of JSON in one cell: text as it is, what is nested as JSON, null empty."""
     if value is None:
         return ""
-    return value if isinstance(value, str) else encoded(value)
+    return value if isinstance(value, str) else json_line(value)

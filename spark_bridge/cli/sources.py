@@ -1,4 +1,4 @@
-"""Where a command looks: at a running cluster, or at the checkpoint of a query, with no cluster at all.
+"""The system that a command describes: a running cluster, or the checkpoint of a query without any cluster.
 
 The options that say so are the same for all commands that look. A command takes a ``Source``, and ``with_source`` gives
 its command line these options.
@@ -27,7 +27,7 @@ from spark_bridge.queryable.client.client import QueryableStateClient
 from spark_bridge.queryable.client.discovery import from_environment
 from spark_bridge.transport.tls import TlsConf
 
-Checkpoint = Annotated[
+CheckpointOption = Annotated[
     str | None,
     typer.Option(
         "--checkpoint",
@@ -117,7 +117,7 @@ class Source:
 
 
 def _source(
-    checkpoint: Checkpoint = None,
+    checkpoint: CheckpointOption = None,
     state_location: StateLocation = None,
     storage_option: Option = None,
     address: Address = None,
@@ -128,7 +128,7 @@ def _source(
 
 
 def _source_of_state(
-    checkpoint: Checkpoint = None,
+    checkpoint: CheckpointOption = None,
     state_location: StateLocation = None,
     storage_option: Option = None,
     address: Address = None,

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from spark_bridge.demo.events import (
     BatchCommitted,
-    Event,
+    DemoEvent,
     HostKilled,
     HostsStand,
     LookupAnswered,
@@ -37,7 +37,7 @@ class Display(Protocol):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None: ...
 
-    def show(self, event: Event) -> None:
+    def show(self, event: DemoEvent) -> None:
         """Show one event."""
 
 
@@ -62,7 +62,7 @@ class LineDisplay:
     ) -> None:
         return None
 
-    def show(self, event: Event) -> None:
+    def show(self, event: DemoEvent) -> None:
         """Print the event, but of lookups only one every two seconds."""
         if isinstance(event, BatchCommitted):
             self._line(describe_batch(event, self._batches))
@@ -71,7 +71,7 @@ class LineDisplay:
                 self._next_lookup = time.monotonic() + SECONDS_BETWEEN_LOOKUP_LINES
                 self._line("  lookup " + describe_lookup(event))
         else:
-            line = describe(event)
+            line = event_line(event)
             if line is not None:
                 self._line(line)
 
@@ -99,7 +99,7 @@ class LiveDisplay:
     ) -> None:
         self._live.stop()
 
-    def show(self, event: Event) -> None:
+    def show(self, event: DemoEvent) -> None:
         """Draw the picture anew; lines that must stay in sight are printed above it."""
         if isinstance(event, BatchCommitted):
             self._batch = event
@@ -108,7 +108,7 @@ class LiveDisplay:
         elif isinstance(event, Progress):
             self._step = event.text
         else:
-            line = describe(event)
+            line = event_line(event)
             if line is not None:
                 self._live.console.print(line, markup=False, highlight=False)
         self._live.update(self._picture())
@@ -145,7 +145,7 @@ def describe_lookup(lookup: LookupAnswered) -> str:
     return f"{lookup.key}: {lookup.answer or 'not seen yet'} ({lookup.milliseconds:.1f} ms)"
 
 
-def describe(event: Event) -> str | None:
+def event_line(event: DemoEvent) -> str | None:
     """Return the line for any other event; None for an event without a line."""
     if isinstance(event, Progress):
         return f"{event.text} ..."

@@ -67,7 +67,7 @@ class BatchCommitted(msgspec.Struct, frozen=True, tag=True):
 
 
 class HostsStand(msgspec.Struct, frozen=True, tag=True):
-    """How many state hosts stand on each machine, by its address: at first, and whenever that has changed."""
+    """The number of state hosts on each machine, by its address: at first, and whenever a number has changed."""
 
     by_machine: dict[str, int]
 
@@ -102,13 +102,13 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     message: str
 
 
-Event = Progress | Started | BatchCommitted | HostsStand | HostKilled | LookupAnswered | Verified | Failed
+DemoEvent = Progress | Started | BatchCommitted | HostsStand | HostKilled | LookupAnswered | Verified | Failed
 """Every message that a child may send."""
 
 
-def decode_event(line: bytes) -> Event:
+def decode_event(line: bytes) -> DemoEvent:
     """Return the event in one line of a child's pipe. Raises ``msgspec.DecodeError`` for any other line."""
-    event: Event = json_decoder(Event).decode(line)
+    event: DemoEvent = json_decoder(DemoEvent).decode(line)
     return event
 
 
@@ -120,7 +120,7 @@ class EventPipe:
         self._lock = threading.Lock()
         os.set_inheritable(fd, False)  # else the parent would not see the pipe's end while a grandchild lives
 
-    def send(self, event: Event) -> None:
+    def send(self, event: DemoEvent) -> None:
         """Write one event as a line. Raises ``BrokenPipeError`` when the parent is gone."""
         line = msgspec.json.encode(event) + b"\n"
         with self._lock:

@@ -8,11 +8,11 @@ from typing import Any
 import pandas as pd
 import pyarrow as pa
 
-KEY = "tailnum"
+FLIGHT_KEY = "tailnum"
 RELATIVE_TOLERANCE = 1e-9
 STATE_SCHEMA = pa.schema(
     [
-        pa.field(KEY, pa.string()),
+        pa.field(FLIGHT_KEY, pa.string()),
         pa.field("flights", pa.int64()),
         pa.field("air_time", pa.int64()),
         pa.field("mean_delay", pa.float64()),
@@ -25,7 +25,7 @@ STATE_SCHEMA = pa.schema(
 
 def expected_state(flights: pd.DataFrame) -> pa.Table:
     """Return the figures per aircraft over ``flights``: a row of ``STATE_SCHEMA`` per tailnum, null included."""
-    grouped = flights.groupby(KEY, dropna=False)
+    grouped = flights.groupby(FLIGHT_KEY, dropna=False)
     state = pd.DataFrame(
         {
             "flights": grouped.size(),
@@ -37,7 +37,7 @@ def expected_state(flights: pd.DataFrame) -> pa.Table:
     )
     # Of several flights at the last departure time, the greatest destination counts.
     newest = flights[flights["departure"] == grouped["departure"].transform("max")]
-    state["last_dest"] = newest.groupby(KEY, dropna=False)["dest"].max()
+    state["last_dest"] = newest.groupby(FLIGHT_KEY, dropna=False)["dest"].max()
     return pa.Table.from_pandas(state.reset_index(), schema=STATE_SCHEMA, preserve_index=False)
 
 
@@ -51,7 +51,7 @@ def first_difference(expected: pa.Table, actual: pa.Table) -> str | None:
     missing = [name for name in expected.column_names if name not in actual.column_names]
     if missing:
         return f"the columns {missing} are missing; there are {actual.column_names}"
-    keys = expected.column(KEY).to_pylist()
+    keys = expected.column(FLIGHT_KEY).to_pylist()
     for name in expected.column_names:
         pairs = zip(keys, expected.column(name).to_pylist(), actual.column(name).to_pylist(), strict=True)
         for key, want, got in pairs:

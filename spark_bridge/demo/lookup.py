@@ -18,7 +18,7 @@ from backends.decoders import json_decoder
 from coordinator_actor.coordinator_conf import NAMESPACE
 from spark_bridge import QueryableStateClient
 from spark_bridge.demo.events import EventPipe, Failed, LookupAnswered, LookupOptions
-from spark_bridge.demo.expected import KEY
+from spark_bridge.demo.expected import FLIGHT_KEY
 from spark_bridge.demo.flights import OPERATOR, find_flights_csv
 from spark_bridge.demo.processes import end_with_parent
 
@@ -30,7 +30,7 @@ ANSWER_TIMEOUT_S = 120.0
 
 def look_up(options: LookupOptions, events: EventPipe) -> None:
     """Look up one random aircraft after the other, until this process is ended."""
-    aircraft = pd.read_csv(find_flights_csv(), usecols=[KEY])[KEY].dropna().unique().tolist()
+    aircraft = pd.read_csv(find_flights_csv(), usecols=[FLIGHT_KEY])[FLIGHT_KEY].dropna().unique().tolist()
     ray.init(address=options.ray_address, namespace=NAMESPACE, log_to_driver=False)
     try:
         with QueryableStateClient.connect(timeout=ANSWER_TIMEOUT_S) as client:

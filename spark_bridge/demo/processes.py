@@ -21,7 +21,7 @@ from types import FrameType
 import msgspec
 import psutil
 
-from spark_bridge.demo.events import Event, decode_event
+from spark_bridge.demo.events import DemoEvent, decode_event
 
 MARK = "STATESTORE_DEMO_MARK"
 Ended = tuple[str, int]
@@ -32,7 +32,7 @@ class Children:
     """The demo's child processes: starts them, gathers their events, and ends them and all their descendants."""
 
     def __init__(self, log_path: Path, environment: Mapping[str, str]) -> None:
-        self.messages: queue.Queue[Event | Ended] = queue.Queue()
+        self.messages: queue.Queue[DemoEvent | Ended] = queue.Queue()
         self._mark = uuid.uuid4().hex
         self._environment = {**os.environ, **environment, MARK: self._mark}
         self._log_path = log_path

@@ -1,4 +1,4 @@
-"""Where the demo runs: on a Ray cluster of its own on this machine, or on the machines of one that runs."""
+"""The Ray cluster of the demo: one of its own on this machine, or one that runs on several machines."""
 
 from __future__ import annotations
 

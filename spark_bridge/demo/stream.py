@@ -28,7 +28,7 @@ from spark_bridge import functions as S
 from spark_bridge.demo.events import (
     BatchCommitted,
     DemoError,
-    Event,
+    DemoEvent,
     EventPipe,
     Failed,
     HostKilled,
@@ -38,7 +38,7 @@ from spark_bridge.demo.events import (
     StreamOptions,
     Verified,
 )
-from spark_bridge.demo.expected import KEY, expected_state, first_difference
+from spark_bridge.demo.expected import FLIGHT_KEY, expected_state, first_difference
 from spark_bridge.demo.flights import (
     OPERATOR,
     SPARK_SCHEMA,
@@ -61,7 +61,7 @@ from spark_bridge.session.java import ensure_java
 log = logging.getLogger(__name__)
 
 UNKNOWN_KEYS = ["N00000", "", "no such aircraft", "n14228"]
-POLL_SECONDS = 0.05
+STREAM_POLL_SECONDS = 0.05
 BATCH_TIMEOUT_S = 120.0
 COMPLETION_TIMEOUT_S = 120.0
 
@@ -127,7 +127,7 @@ class FlightStream:
         )
         state = aggregate(
             flights,
-            by=KEY,
+            by=FLIGHT_KEY,
             operator=OPERATOR,
             num_partitions=self._options.partitions,
             flights=S.count(),
@@ -148,7 +148,7 @@ class FlightStream:
     @staticmethod
     def _keys_in_state(flights: pd.DataFrame) -> list[str | None]:
         """Return the aircraft that earlier runs have left in the state."""
-        candidates = [None, *flights[KEY].dropna().unique().tolist()]
+        candidates = [None, *flights[FLIGHT_KEY].dropna().unique().tolist()]
         with QueryableStateClient.connect() as client:
             answer: pa.Table = client.get_many(OPERATOR, candidates)
         counts = answer.column("flights").to_pylist()
@@ -156,7 +156,7 @@ class FlightStream:
 
     def _sink(self, changed: DataFrame, batch_id: int) -> None:
         """Count the aircraft that the batch changed, in place of a real sink."""
-        keys = [row[0] for row in changed.select(KEY).collect()]
+        keys = [row[0] for row in changed.select(FLIGHT_KEY).collect()]
         self._touched[batch_id] = len(keys)
         self._seen.update(keys)
 
@@ -184,9 +184,9 @@ class FlightStream:
                     threading.Timer(0.1, self._kill_host, [reported + 1]).start()
             if time.monotonic() > deadline:
                 raise DemoError(f"batch {reported + 1} was not committed within {BATCH_TIMEOUT_S:.0f} s")
-            time.sleep(POLL_SECONDS)
+            time.sleep(STREAM_POLL_SECONDS)
 
-    def _describe(self, progress: Any) -> Event:
+    def _describe(self, progress: Any) -> DemoEvent:
         batch_id = progress["batchId"]
         return BatchCommitted(
             number=batch_id + 1,
@@ -212,8 +212,8 @@ class FlightStream:
     def _verify(self, streamed: pd.DataFrame, all_flights: pd.DataFrame) -> None:
         """Compare the whole state with pandas. Raises ``DemoError`` naming the first difference."""
         expected = expected_state(streamed)
-        known = expected.column(KEY).to_pylist()
-        unseen = sorted(set(all_flights[KEY].dropna()) - set(known)) + UNKNOWN_KEYS
+        known = expected.column(FLIGHT_KEY).to_pylist()
+        unseen = sorted(set(all_flights[FLIGHT_KEY].dropna()) - set(known)) + UNKNOWN_KEYS
         with QueryableStateClient.connect() as client:
             started = time.perf_counter()
             answer: pa.Table = client.get_many(OPERATOR, known + unseen)
@@ -222,7 +222,7 @@ class FlightStream:
         if difference is not None:
             raise DemoError(f"the state is not what pandas computes: {difference}")
         for row in answer.slice(len(known)).to_pylist():
-            key = row.pop(KEY)
+            key = row.pop(FLIGHT_KEY)
             if any(value is not None for value in row.values()):
                 raise DemoError(f"aircraft {key!r} has not flown yet, but the state has {row}")
         self._send(Verified(len(known), len(streamed), len(unseen), read_ms))
@@ -251,7 +251,7 @@ def wait_until_completed(version: int) -> None:
                 f"version {version} was not completed in {COMPLETION_TIMEOUT_S:.0f} s: the coordinator has "
                 f"{completed}, the hosts have {held}"
             )
-        time.sleep(POLL_SECONDS)
+        time.sleep(STREAM_POLL_SECONDS)
 
 
 def state_milliseconds(version: int) -> float | None:

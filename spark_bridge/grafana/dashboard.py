@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from spark_bridge.grafana.panels import ROWS, Panel
+from spark_bridge.grafana.panels import DASHBOARD_ROWS, Panel
 
 FILE_NAME = "ray_statestore_grafana_dashboard.json"
 UID = "ray-statestore"
@@ -22,7 +22,7 @@ def dashboard() -> dict[str, Any]:
     """Return the dashboard: a row of graphs for each of ``panels.ROWS``."""
     panels: list[dict[str, Any]] = []
     y = 0
-    for title, row in ROWS.items():
+    for title, row in DASHBOARD_ROWS.items():
         panels.append(
             {
                 "id": len(panels) + 1,

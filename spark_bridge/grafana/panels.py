@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-QUERY = 'namespace=~"$namespace", query=~"$query"'
-HOST = 'namespace=~"$namespace"'
+QUERY_LABELS = 'namespace=~"$namespace", query=~"$query"'
+HOST_LABELS = 'namespace=~"$namespace"'
 """The variables of the dashboard, as conditions on labels."""
 
 
@@ -35,29 +35,31 @@ def _quantile(share: float, buckets: str, of: str, by: str) -> str:
     return f"histogram_quantile({share}, {_rate(buckets, of, f'le, {by}')})"
 
 
-ROWS: dict[str, tuple[Panel, ...]] = {
+DASHBOARD_ROWS: dict[str, tuple[Panel, ...]] = {
     "Is it healthy": (
         Panel(
             "Age of the newest completed version",
             "s",
-            ((_max("freshness_seconds", QUERY, "query"), "{{query}}"),),
+            ((_max("freshness_seconds", QUERY_LABELS, "query"), "{{query}}"),),
             "The time since the batch of the newest completed version began to read. It grows while no rows come.",
         ),
         Panel(
             "Time of the running batch",
             "s",
             (
-                (_max("batch_seconds", QUERY, "query"), "{{query}}"),
-                (f"3 * {_max('usual_interval_seconds', QUERY, 'query')}", "three usual intervals of {{query}}"),
+                (_max("batch_seconds", QUERY_LABELS, "query"), "{{query}}"),
+                (f"3 * {_max('usual_interval_seconds', QUERY_LABELS, 'query')}", "three usual intervals of {{query}}"),
             ),
         ),
-        Panel("Watermark behind the clock", "s", ((_max("event_time_lag_seconds", QUERY, "query"), "{{query}}"),)),
+        Panel(
+            "Watermark behind the clock", "s", ((_max("event_time_lag_seconds", QUERY_LABELS, "query"), "{{query}}"),)
+        ),
         Panel(
             "Rows in and processed",
             "rowsps",
             (
-                (_max("input_rows_per_second", QUERY, "query"), "in: {{query}}"),
-                (_max("processed_rows_per_second", QUERY, "query"), "processed: {{query}}"),
+                (_max("input_rows_per_second", QUERY_LABELS, "query"), "in: {{query}}"),
+                (_max("processed_rows_per_second", QUERY_LABELS, "query"), "processed: {{query}}"),
             ),
             "A stream that takes fewer rows than come falls behind.",
         ),
@@ -67,39 +69,47 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             "Duration of a checkpoint",
             "s",
             (
-                (_quantile(0.5, "checkpoint_duration_seconds_bucket", QUERY, "query"), "median: {{query}}"),
-                (_quantile(0.99, "checkpoint_duration_seconds_bucket", QUERY, "query"), "p99: {{query}}"),
+                (_quantile(0.5, "checkpoint_duration_seconds_bucket", QUERY_LABELS, "query"), "median: {{query}}"),
+                (_quantile(0.99, "checkpoint_duration_seconds_bucket", QUERY_LABELS, "query"), "p99: {{query}}"),
             ),
         ),
         Panel(
             "Time of tasks by step",
             "s",
-            ((_rate("checkpoint_step_seconds_total", QUERY, "query, step"), "{{step}}: {{query}}"),),
+            ((_rate("checkpoint_step_seconds_total", QUERY_LABELS, "query, step"), "{{step}}: {{query}}"),),
             "Seconds of tasks in a second.",
         ),
-        Panel("Time by phase", "s", ((_rate("checkpoint_phase_seconds_total", QUERY, "query, phase"), "{{phase}}"),)),
-        Panel("Bytes of changelogs", "Bps", ((_rate("checkpoint_delta_bytes_total", QUERY, "query"), "{{query}}"),)),
+        Panel(
+            "Time by phase",
+            "s",
+            ((_rate("checkpoint_phase_seconds_total", QUERY_LABELS, "query, phase"), "{{phase}}"),),
+        ),
+        Panel(
+            "Bytes of changelogs", "Bps", ((_rate("checkpoint_delta_bytes_total", QUERY_LABELS, "query"), "{{query}}"),)
+        ),
         Panel(
             "Tasks tried again, checkpoints given up",
             "short",
             (
-                (_rate("retried_tasks_total", QUERY, "query"), "tasks: {{query}}"),
-                (_rate("checkpoints_failed_total", QUERY, "query"), "checkpoints: {{query}}"),
+                (_rate("retried_tasks_total", QUERY_LABELS, "query"), "tasks: {{query}}"),
+                (_rate("checkpoints_failed_total", QUERY_LABELS, "query"), "checkpoints: {{query}}"),
             ),
         ),
     ),
     "State": (
-        Panel("Keys by operator", "short", ((_sum("keys", QUERY, "query, operator"), "{{operator}}"),)),
+        Panel("Keys by operator", "short", ((_sum("keys", QUERY_LABELS, "query, operator"), "{{operator}}"),)),
         Panel(
-            "Memory by operator", "bytes", ((_sum("partition_memory_bytes", QUERY, "query, operator"), "{{operator}}"),)
+            "Memory by operator",
+            "bytes",
+            ((_sum("partition_memory_bytes", QUERY_LABELS, "query, operator"), "{{operator}}"),),
         ),
         Panel(
             "Largest partition over the median one",
             "none",
             (
                 (
-                    f"{_max('largest_partition_keys', QUERY, 'query, operator')} "
-                    f"/ clamp_min({_max('median_partition_keys', QUERY, 'query, operator')}, 1)",
+                    f"{_max('largest_partition_keys', QUERY_LABELS, 'query, operator')} "
+                    f"/ clamp_min({_max('median_partition_keys', QUERY_LABELS, 'query, operator')}, 1)",
                     "{{operator}}",
                 ),
             ),
@@ -108,53 +118,55 @@ ROWS: dict[str, tuple[Panel, ...]] = {
         Panel(
             "Versions behind the newest snapshot",
             "short",
-            ((_max("snapshot_lag_versions", QUERY, "query, operator"), "{{operator}}"),),
+            ((_max("snapshot_lag_versions", QUERY_LABELS, "query, operator"), "{{operator}}"),),
         ),
         Panel(
             "Bytes from which a version is loaded",
             "bytes",
-            ((_max("checkpoint_full_bytes", QUERY, "query"), "{{query}}"),),
+            ((_max("checkpoint_full_bytes", QUERY_LABELS, "query"), "{{query}}"),),
         ),
         Panel(
             "Rows dropped as late, and as duplicates",
             "rowsps",
             (
-                (_rate("late_rows_total", QUERY, "query"), "{{query}} late"),
-                (_rate("duplicate_rows_total", QUERY, "query"), "{{query}} duplicates"),
+                (_rate("late_rows_total", QUERY_LABELS, "query"), "{{query}} late"),
+                (_rate("duplicate_rows_total", QUERY_LABELS, "query"), "{{query}} duplicates"),
             ),
         ),
     ),
     "Hosts": (
-        Panel("Memory by what holds it", "bytes", ((_sum("memory_bytes", HOST, "kind"), "{{kind}}"),)),
-        Panel("Restarts", "short", ((_max("host_restarts", HOST, "host"), "{{host}}"),)),
-        Panel("Partitions loaded", "ops", ((_rate("loads_total", HOST, "host"), "{{host}}"),)),
+        Panel("Memory by what holds it", "bytes", ((_sum("memory_bytes", HOST_LABELS, "kind"), "{{kind}}"),)),
+        Panel("Restarts", "short", ((_max("host_restarts", HOST_LABELS, "host"), "{{host}}"),)),
+        Panel("Partitions loaded", "ops", ((_rate("loads_total", HOST_LABELS, "host"), "{{host}}"),)),
         Panel(
             "Keys read and written",
             "ops",
             (
-                (_rate("keys_read_total", HOST, "host"), "read: {{host}}"),
-                (_rate("keys_written_total", HOST, "host"), "written: {{host}}"),
+                (_rate("keys_read_total", HOST_LABELS, "host"), "read: {{host}}"),
+                (_rate("keys_written_total", HOST_LABELS, "host"), "written: {{host}}"),
             ),
         ),
     ),
     "Checkpoint storage": (
-        Panel("Requests by kind", "reqps", ((_rate("storage_requests_total", HOST, "kind"), "{{kind}}"),)),
-        Panel("Requests that failed", "reqps", ((_rate("storage_failures_total", HOST, "kind"), "{{kind}}"),)),
+        Panel("Requests by kind", "reqps", ((_rate("storage_requests_total", HOST_LABELS, "kind"), "{{kind}}"),)),
+        Panel("Requests that failed", "reqps", ((_rate("storage_failures_total", HOST_LABELS, "kind"), "{{kind}}"),)),
         Panel(
             "Time of requests, p99",
             "s",
-            ((_quantile(0.99, "storage_request_seconds_bucket_total", HOST, "kind"), "{{kind}}"),),
+            ((_quantile(0.99, "storage_request_seconds_bucket_total", HOST_LABELS, "kind"), "{{kind}}"),),
         ),
     ),
     "Queries of state": (
-        Panel("Requests", "reqps", ((_rate("requests_total", HOST, "operator, verb"), "{{verb}} {{operator}}"),)),
-        Panel("Failures", "reqps", ((_rate("request_failures_total", HOST, "verb"), "{{verb}}"),)),
+        Panel(
+            "Requests", "reqps", ((_rate("requests_total", HOST_LABELS, "operator, verb"), "{{verb}} {{operator}}"),)
+        ),
+        Panel("Failures", "reqps", ((_rate("request_failures_total", HOST_LABELS, "verb"), "{{verb}}"),)),
         Panel(
             "Latency",
             "s",
             (
-                (_quantile(0.5, "request_seconds_bucket_total", HOST, "verb"), "median: {{verb}}"),
-                (_quantile(0.99, "request_seconds_bucket_total", HOST, "verb"), "p99: {{verb}}"),
+                (_quantile(0.5, "request_seconds_bucket_total", HOST_LABELS, "verb"), "median: {{verb}}"),
+                (_quantile(0.99, "request_seconds_bucket_total", HOST_LABELS, "verb"), "p99: {{verb}}"),
             ),
         ),
     ),

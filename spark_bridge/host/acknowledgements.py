@@ -14,7 +14,7 @@ from coordinator_actor.exceptions import CoordinatorError
 from coordinator_actor.messages import Acknowledge, Acknowledged, Refused
 from spark_bridge.transport.error_codec import rebuilt_error
 
-Send = Callable[[str, tuple[Acknowledge, ...]], Sequence[Acknowledged | Refused]]
+SendAcknowledgements = Callable[[str, tuple[Acknowledge, ...]], Sequence[Acknowledged | Refused]]
 """Sends messages of one run to the coordinator, and returns an answer for each."""
 
 
@@ -30,7 +30,7 @@ class Acknowledgements:
     Thread-safe: ``_changed`` guards both tables, and is free during a message.
     """
 
-    def __init__(self, send: Send) -> None:
+    def __init__(self, send: SendAcknowledgements) -> None:
         self._send = send
         self._waiting: dict[str, list[_Waiting]] = {}
         self._sending: set[str] = set()

@@ -17,7 +17,7 @@ from spark_bridge.host.file_lease import FileLease
 from spark_bridge.host.partition_files import PartitionFiles
 from spark_bridge.host.registration import HostRegistration
 
-CopyKey = tuple[str, str, int, int]
+PartitionCopyKey = tuple[str, str, int, int]
 """Run id, operator, partition, version."""
 
 
@@ -34,7 +34,7 @@ class CopyLoading:
         self._files = files
         self._clock = clock
         self._lock = threading.Lock()
-        self._watches: dict[str, tuple[CopyKey, LoadWatch]] = {}
+        self._watches: dict[str, tuple[PartitionCopyKey, LoadWatch]] = {}
         self._leases: dict[str, tuple[str, FileLease]] = {}
 
     def load(
@@ -79,7 +79,7 @@ class CopyLoading:
                 del self._watches[use], self._leases[use]
             lease.end()
 
-    def progress(self, key: CopyKey) -> LoadProgress:
+    def progress(self, key: PartitionCopyKey) -> LoadProgress:
         """Return how far the load of a copy has come that is under way; nothing if none is."""
         with self._lock:
             watches = [watch for of, watch in self._watches.values() if of == key]

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from backends.exceptions import StateStoreError
 from backends.formats.manifest import Lineage
 from coordinator_actor.exceptions import CoordinatorError, SparkBridgeError
-from coordinator_actor.query.files_in_use import RENEW_SECONDS
+from coordinator_actor.query.files_in_use import FILES_RENEW_SECONDS
 from spark_bridge.host.registration import HostRegistration
 
 log = logging.getLogger(__name__)
@@ -54,13 +54,14 @@ class FileLease:
 
     @property
     def is_due(self) -> bool:
-        """Return whether the lease was not renewed for ``RENEW_SECONDS``."""
-        return self._clock() - self._renewed >= RENEW_SECONDS
+        """Return whether the lease was not renewed for ``FILES_RENEW_SECONDS``."""
+        return self._clock() - self._renewed >= FILES_RENEW_SECONDS
 
     def renew(self) -> None:
-        """Renew the lease if that is due: one message in ``RENEW_SECONDS``. To be called behind each step of the load.
+        """Renew the lease if that is due: one message in ``FILES_RENEW_SECONDS``.
 
-        A failure is logged, since the load may be through before the lease has run out.
+        A load calls this behind each of its steps. A failure is logged, since the load may be
+        through before the lease has run out.
         """
         if not self.is_due:
             return
@@ -74,7 +75,7 @@ class FileLease:
                 "%s",
                 self._version,
                 self._partition,
-                RENEW_SECONDS,
+                FILES_RENEW_SECONDS,
                 error,
             )
 

@@ -22,7 +22,7 @@ GRANT_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class _Granted:
-    """What the coordinator last said of a run, and when, by the host's clock."""
+    """The last answer of the coordinator about a run, and its time by the host's clock."""
 
     grant: BatchGrant
     at: float

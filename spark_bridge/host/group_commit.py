@@ -27,7 +27,7 @@ from spark_bridge.host.tasks_at_work import TasksAtWork
 LARGE_BYTES = 4 << 20
 """A changelog of so many bytes goes alone: its transfer takes longer than a request, and the others would wait for it.
 """
-GROUP_BYTES = 16 << 20
+COMMIT_GROUP_BYTES = 16 << 20
 """A group that has come to so many bytes waits for no more."""
 LOCAL_SECONDS = 0.01
 """Nobody waits longer on a local disk, however slow it is lately: there a write costs nothing but its time."""
@@ -86,8 +86,8 @@ class GroupCommits:
     """The groups of one host. Thread-safe: ``_changed`` guards everything, and is free while storage is written.
 
     A group is stored once every partition is in it that is awaited, or has come to ``linger`` seconds, to as many as a
-    write takes, or to ``GROUP_BYTES``; also while an earlier group is still being stored. Memory: one batch for each
-    run of the host.
+    write takes, or to ``COMMIT_GROUP_BYTES``; also while an earlier group is still being stored. Memory: one batch for
+    each run of the host.
     """
 
     def __init__(self, linger: float, memory: HostMemory, clock: Callable[[], float] = time.monotonic) -> None:
@@ -185,7 +185,7 @@ class GroupCommits:
             else:
                 expected = len(group.members) + len(batch.about_to_commit)
                 is_awaited = bool(batch.about_to_commit) and expected >= LOCAL_MEMBERS
-            if not is_awaited or group.nbytes >= GROUP_BYTES:
+            if not is_awaited or group.nbytes >= COMMIT_GROUP_BYTES:
                 self._close(group, meta)
         return (batch, None, 0) if number < 0 else (batch, group, number)
 

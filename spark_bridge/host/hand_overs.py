@@ -1,10 +1,10 @@
 """Partitions that change hands: copies of those that are this host's own now, or are to become so, and own ones to go.
 
-The coordinator says both with each heartbeat (``HostOrders.warm_up`` and ``giving``). What is to become this host's own
-is loaded apart, and again behind each version, while the owner goes on (Kafka Streams: warm-up replicas). So is what a
-lost host has owned, and what a query begins with, before tasks ask for it. The first task that opens the partition here
-goes on from that copy. While own partitions may go, this host takes no version for
-the newest without a look at Spark's log: another host may have made the next one.
+The coordinator names both with each heartbeat (``HostOrders.warm_up`` and ``giving``). A partition that is to become
+this host's own is loaded as a copy, and again behind each version, while the owner goes on (Kafka Streams: warm-up
+replicas). Partitions of a lost host, and those that a query begins with, are loaded in the same way before tasks ask
+for them. The first task that opens the partition here goes on from the copy. While own partitions may go, this host
+takes no version for the newest without a look at Spark's log: another host may have made the next version.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The maintenance of a host: unload partitions that are another host's by now, or are of an ended query and unread;
-upload snapshots that are due, and have idle partitions give up write buffers.
+"""The maintenance of a host: unload partitions that another host owns by now, or that are of an ended, unread query;
+upload snapshots that are due; flush the write buffers of idle partitions.
 
-RocksDB's write buffers are shared. While they are full, whoever writes writes files, and not who holds most. So without
-this, a busy query beside idle ones that hold the buffers would write small files in each batch.
+All partitions share RocksDB's write buffers. While the buffers are full, the partition that writes must flush its own,
+however little that is. So a busy query would write small files in each batch if idle queries kept the buffers.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from spark_bridge.host.version_requests import VersionRequests
 log = logging.getLogger(__name__)
 
 
-SMALL_BYTES = 1 << 20
+INLINE_FILES_BYTES = 1 << 20
 """So many bytes of small files of one snapshot are stored with its descriptor."""
 TOGETHER_BYTES = 16 << 20
 TOGETHER_SECONDS = 10.0
@@ -52,7 +52,7 @@ class _Ready(NamedTuple):
 
 
 class _Together:
-    """What several threads have prepared of one run, to be stored with one request. Thread-safe."""
+    """Files of one run that several threads have prepared, to be stored with one request. Thread-safe."""
 
     def __init__(self, threads: int) -> None:
         self._changed = threading.Condition()
@@ -220,7 +220,7 @@ class Maintenance:
                     coordinator.release_files(run_id, operator, partition, UPLOAD)
                     continue
                 earlier = lineage.snapshots[-1] if lineage.snapshots else None
-                prepared = instance.state.prepare_snapshot(earlier, SMALL_BYTES, listed)
+                prepared = instance.state.prepare_snapshot(earlier, INLINE_FILES_BYTES, listed)
                 ready = together.add(_Ready(instance, earlier, prepared))
             self._store(ready)
 

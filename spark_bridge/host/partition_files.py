@@ -1,4 +1,4 @@
-"""Where a host keeps partitions on its local disk, and how it opens them over a query's durable files."""
+"""Opens partitions on a host's local disk, over the durable files of their query."""
 
 from __future__ import annotations
 

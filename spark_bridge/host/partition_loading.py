@@ -39,9 +39,9 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-KEPT_SECONDS = 600.0
+LOADED_FILES_SECONDS = 600.0
 """What a load has left that did not come through is removed if no other goes on with it for so long."""
-READ_SECONDS = 10.0
+SHARED_LOAD_SECONDS = 10.0
 """So long a read waits for a task's load of the same partition: its thread is needed for reads of other queries."""
 
 
@@ -94,16 +94,16 @@ class PartitionLoading:
     ) -> Instance:
         """Return the partition, loaded at exactly the version and lineage of the grant.
 
-        ``for_read``: a later version is as good, and a load that is under way is waited for ``READ_SECONDS`` at most;
-        then ``HostUnavailableError`` is raised. The load ends if ``is_abandoned``. Raises ``RetiredRunError`` if a
-        newer run holds the partition, ``StaleBatchError`` if a later version is completed, ``LoadEndedError`` if the
-        load was ended, and what loading raises. What was loaded until then is kept for the next load, if the files are
-        not to blame.
+        ``for_read``: a later version is as good, and a load that is under way is waited for ``SHARED_LOAD_SECONDS``
+        at most; then ``HostUnavailableError`` is raised. The load ends if ``is_abandoned``. Raises ``RetiredRunError``
+        if a newer run holds the partition, ``StaleBatchError`` if a later version is completed, ``LoadEndedError`` if
+        the load was ended, and the errors of loading. The files that were loaded until then are kept for the next
+        load, if they are not to blame.
         """
         key = (grant.registration.query_id, operator, partition)
         self._end_older_load(key, grant)
         lock = self.lock_of(key)
-        if not lock.acquire(timeout=READ_SECONDS if for_read else -1):
+        if not lock.acquire(timeout=SHARED_LOAD_SECONDS if for_read else -1):
             raise HostUnavailableError(
                 f"Partition {partition} of operator {operator!r} is being loaded: {self.progress(key)}. "
                 "Ask again in a moment."
@@ -267,7 +267,7 @@ class PartitionLoading:
         """Remove what was loaded in part, of a run that is over, or if nobody has gone on with it for long."""
         now = self._clock()
         if run_id is None:
-            self._drop(lambda kept: now - kept.kept_since > KEPT_SECONDS)
+            self._drop(lambda kept: now - kept.kept_since > LOADED_FILES_SECONDS)
         else:
             self._drop(lambda kept: kept.registration.run_id == run_id)
 

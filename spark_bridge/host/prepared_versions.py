@@ -1,7 +1,7 @@
-"""Asking Spark's own log whether the version that this host has prepared is completed: no reader is behind Spark.
+"""Asks Spark's own log whether the version that this host has prepared is completed, so that no reader is behind Spark.
 
 Hosts hear of completed versions from the coordinator, and the coordinator from the driver, after Spark has gone on, or
-never if a message is lost. Until then, whoever reads looks for the file ``commits/N`` that Spark has written by the
+never if a message is lost. Until then, a read looks for the file ``commits/N`` that Spark has written by the
 time at which ``awaitTermination`` or ``processAllAvailable`` returns.
 """
 
@@ -22,7 +22,7 @@ from spark_bridge.host.grants import GRANT_SECONDS
 from spark_bridge.host.held_partitions import HeldPartitions
 from spark_bridge.host.registration import HostRegistration
 
-LOOK_SECONDS = 0.002
+PREPARED_LOOK_SECONDS = 0.002
 """Between two looks for one version lies at least so long, however many readers wait for the next one."""
 HANGS_SECONDS = 0.5
 """A reader waits so long for a look that another one began: a waiting one takes room from readers of other runs."""
@@ -133,7 +133,7 @@ class PreparedVersions:
                 )
                 if now > until:
                     raise self._failed(prepared, TimeoutError(f"no answer within {now - prepared.begun:.1f} s"))
-                pause = prepared.begun + LOOK_SECONDS - now
+                pause = prepared.begun + PREPARED_LOOK_SECONDS - now
                 if prepared.is_looking:
                     prepared.changed.wait(until - now)
                 elif pause > 0:

@@ -29,7 +29,7 @@ from backends.storage.checkpoint_storage import CheckpointStorage
 from backends.tracing import spans, trace_ids
 from coordinator_actor.messages import ExportedFile, HostInfo, SavepointExported, SavepointOrder
 from coordinator_actor.savepoints.export import export_partition
-from coordinator_actor.savepoints.run_savepoints import variables_of
+from coordinator_actor.savepoints.run_savepoints import savepoint_families
 
 log = logging.getLogger(__name__)
 
@@ -155,7 +155,7 @@ class SavepointExports:
                     throttle=None if order.is_held else lambda worked: self._sleep(worked * (1 / SHARE_OF_A_CORE - 1)),
                     is_cancelled=lambda: self._is_given_up(key),
                 )
-                for variable, schema in variables_of(spec.schema).items()
+                for variable, schema in savepoint_families(spec.schema).items()
             }
         finally:
             close()

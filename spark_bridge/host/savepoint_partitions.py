@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from backends.exceptions import StoreClosedError, VersionNotFoundError
 from backends.partition.partition_state import PartitionState
 from coordinator_actor.messages import SavepointOrder
-from coordinator_actor.savepoints.run_savepoints import variables_of
+from coordinator_actor.savepoints.run_savepoints import savepoint_families
 from spark_bridge.host.copy_loading import CopyLoading
 from spark_bridge.host.held_partitions import HeldPartitions
 from spark_bridge.host.instance import spec_of
@@ -34,7 +34,7 @@ class SavepointPartitions:
             return None
         spec = spec_of(order.registration, operator)
         try:
-            return _scans(instance.state, variables_of(spec.schema), order.version)
+            return _scans(instance.state, savepoint_families(spec.schema), order.version)
         except (VersionNotFoundError, StoreClosedError):
             log.debug("Version %d of %s is not held", order.version, instance)
             return None
@@ -50,7 +50,7 @@ class SavepointPartitions:
         below = self._files.savepoints
         copy = self._copies.load(order.registration, spec, partition, order.version, below, is_abandoned=is_given_up)
         try:
-            return _scans(copy, variables_of(spec.schema)), copy.destroy
+            return _scans(copy, savepoint_families(spec.schema)), copy.destroy
         except BaseException:
             copy.destroy()
             raise

@@ -1,7 +1,7 @@
 """Opening a partition for tasks: an answer within seconds, however long the files take to load.
 
-A load goes on in a thread of its own when the call that began it has been answered, and everybody who asks for the same
-partition waits for the same one. Whoever asks is told how far it has come, and asks again.
+A load goes on in a thread of its own when the call that began it has been answered. All tasks that ask for the same
+partition wait for the same load. A task is told how far the load has come, and asks again.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from spark_bridge.host.partition_loading import PartitionLoading
 
 log = logging.getLogger(__name__)
 
-ANSWER_SECONDS = 2.0
+TASK_ANSWER_SECONDS = 2.0
 """A task is answered after so long at the latest: far below the time limit of its call."""
 ABANDONED_SECONDS = 60.0
 """A load for which no task has asked for so long ends; what it has loaded is kept for the next one."""
@@ -51,7 +51,7 @@ class SharedLoads:
         loading: PartitionLoading,
         held: HeldPartitions,
         clock: Callable[[], float] = time.monotonic,
-        answer_seconds: float = ANSWER_SECONDS,
+        answer_seconds: float = TASK_ANSWER_SECONDS,
         abandoned_seconds: float = ABANDONED_SECONDS,
     ) -> None:
         self._loading = loading

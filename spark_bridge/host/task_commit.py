@@ -15,7 +15,7 @@ from backends.bounded_dict import BoundedDict
 from backends.exceptions import LineageMismatchError, StoreClosedError
 from backends.formats.changelog import ChangelogMeta, Changes
 from backends.storage.file_ref import FileRef
-from backends.storage.request_counts import REMEMBERED_LOCATIONS, used_since
+from backends.storage.request_counts import COUNTED_LOCATIONS, used_since
 from backends.tracing import spans
 from coordinator_actor.exceptions import CoordinatorError
 from coordinator_actor.messages import (
@@ -55,7 +55,7 @@ class TaskCommits:
         self._counters = counters
         self._groups = groups
         self._asking = threading.Lock()
-        self._used: BoundedDict[str, dict[str, int]] = BoundedDict(REMEMBERED_LOCATIONS)
+        self._used: BoundedDict[str, dict[str, int]] = BoundedDict(COUNTED_LOCATIONS)
         info = registration.info
         self._acknowledgements = Acknowledgements(
             lambda run_id, messages: registration.coordinator.acknowledge_many(

@@ -1,4 +1,4 @@
-"""How many tasks of an operator are at work on a host at once: those that have opened the batch and have no answer yet.
+"""Counts the tasks of an operator that are at work on a host: they have opened the batch and have no answer yet.
 
 The tasks of a batch start together where each has a slot, but open one after the other. So the first ones would commit
 before the last ones have opened. How many are at work at once is much the same from batch to batch: it is the number of

@@ -14,7 +14,7 @@ from spark_bridge.host.registration import HostRegistration
 
 ASK_SECONDS = 0.02
 """So long after one question for the completed version the next one is asked, however many readers wait for it."""
-UNKNOWN_SECONDS = 0.5
+UNKNOWN_RUN_SECONDS = 0.5
 """For so long a host believes that there is no such run: any client may name any run, and each question costs."""
 IDLE_RUN_SECONDS = 60.0
 """For so long a host without partitions of a run remembers what the coordinator has said of the run last."""
@@ -40,7 +40,7 @@ class _Asking:
     def raise_refusal(self) -> None:
         """Raise what the coordinator has said just now."""
         refusal = self.refusal
-        if refusal is not None and time.monotonic() - self.at < UNKNOWN_SECONDS:
+        if refusal is not None and time.monotonic() - self.at < UNKNOWN_RUN_SECONDS:
             raise type(refusal)(*refusal.args)  # an error of its own for every thread
 
 

@@ -32,10 +32,10 @@ from coordinator_actor.priority import take_ordinary_priority
 from spark_bridge.host.host import Host
 from spark_bridge.host.partition_columns import in_columns
 from spark_bridge.host_actor.flight_server import HostFlightServer
-from spark_bridge.host_actor.host_metrics import PUBLISH_SECONDS, HostMetrics, every
+from spark_bridge.host_actor.host_metrics import HOST_METRICS_SECONDS, HostMetrics, every
 from spark_bridge.host_actor.session_options import SessionOptions, require_same_driver
 from spark_bridge.queryable.reads.host_reads import HostReads
-from spark_bridge.queryable.server.client_proxy import KvStateClientProxy
+from spark_bridge.queryable.server.client_proxy import KvStateClientProxy, connections_to_hosts
 from spark_bridge.queryable.server.token_verifier import ClusterTokens
 from spark_bridge.transport.coordinator_calls import checked_call
 from spark_bridge.transport.protocol import HostFile
@@ -78,12 +78,11 @@ class StateStoreHost:
             self._get_reads,
             self._locator,
             ClusterTokens(token, lambda: self._host.revoked_tokens),
-            token=token,
+            connections_to_hosts(token, None if tls is None else tls.client_context()),
             ip=self._node_ip,
             port=query_port,
             limits=options.request_limits,
             tls=None if tls is None else tls.server_context(),
-            client_tls=None if tls is None else tls.client_context(),
             host_id=host_id,
         )
         info = HostInfo(
@@ -99,7 +98,7 @@ class StateStoreHost:
         self._reads = HostReads(self._host)
         sink = RayMetrics({"namespace": namespace, "host": host_id})
         self._metrics = HostMetrics(sink, self._queries.statistics, self._host.files.requests, info.restart)
-        self._publish = every(PUBLISH_SECONDS, self._publish_metrics, time.monotonic)
+        self._publish = every(HOST_METRICS_SECONDS, self._publish_metrics, time.monotonic)
         # Before the coordinator, and so any client, hears of the address.
         self._queries.start()
         self._host.register()

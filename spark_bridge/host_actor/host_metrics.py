@@ -1,4 +1,4 @@
-"""A host's metrics, from what it counts anyway; see ``coordinator_actor.metrics`` for the table."""
+"""A host's metrics, made of counts that the host keeps anyway; see ``coordinator_actor.metrics`` for the table."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from backends.storage.request_counts import RequestCounts
-from coordinator_actor.metrics import REQUEST_SECONDS, MetricSink, running_totals, storage_totals
+from coordinator_actor.metrics import REQUEST_DURATION_BOUNDS, MetricSink, running_totals, storage_totals
 from spark_bridge.queryable.server.request_statistics import RequestStatistics
 
 MOST_PARTITIONS = 100
 """Operators of more partitions have one value for each host: the number of series must not follow the partitions."""
-PUBLISH_SECONDS = 5.0
+HOST_METRICS_SECONDS = 5.0
 """Seconds between two looks at what a host holds, which costs some microseconds for each partition."""
 _COUNTS = ("loads", "commits", "snapshots", "keys_read", "keys_written")
 
@@ -75,7 +75,9 @@ class HostMetrics:
             labels = {"operator": delta.operator, "verb": delta.verb}
             self._sink.add("statestore_requests_total", delta.requests, **labels)
             self._sink.add("statestore_request_failures_total", delta.failures, **labels)
-            for bound, count in zip((*REQUEST_SECONDS, None), delta.counts(REQUEST_SECONDS), strict=True):
+            for bound, count in zip(
+                (*REQUEST_DURATION_BOUNDS, None), delta.counts(REQUEST_DURATION_BOUNDS), strict=True
+            ):
                 le = "+Inf" if bound is None else f"{bound:g}"
                 self._sink.add("statestore_request_seconds_bucket", count, **labels, le=le)
 

@@ -10,7 +10,7 @@ from backends.tracing.set_up import setting_of_environment
 from coordinator_actor.coordinator_conf import COORDINATOR_NAME, NAMESPACE, CoordinatorConf
 from coordinator_actor.log_lines import format_of_environment
 from coordinator_actor.wire_version import WIRE_VERSION, other_version
-from spark_bridge.exceptions import EnvironmentProblemError
+from spark_bridge.exceptions import EnvironmentProblemError, SessionError
 from spark_bridge.queryable.server.request_limits import RequestLimits
 from spark_bridge.transport.tls import TlsConf
 
@@ -26,6 +26,9 @@ class SessionOptions:
     logs (``coordinator_actor.log_lines``). ``tracing`` says where the spans of driver, tasks and hosts go
     (``backends.tracing.set_up``). ``wire_version`` is the driver's: made with the object, so that none is
     there where the driver's release has none.
+
+    Raises ``SessionError`` for ``num_hosts`` below 1 and ``keep_serving`` below 0, and ``TlsError`` if certificates do
+    not fit. Nothing is checked again in a host, which gets the object as the driver has made it.
     """
 
     num_hosts: int | None
@@ -43,6 +46,21 @@ class SessionOptions:
     tracing: str | None = field(default_factory=setting_of_environment)
     session_id: str = field(default_factory=lambda: uuid.uuid4().hex[:8])
     wire_version: int = field(default_factory=lambda: WIRE_VERSION)
+
+    def __post_init__(self) -> None:
+        require_num_hosts(self.num_hosts)
+        if self.keep_serving is not None and not self.keep_serving >= 0:
+            raise SessionError(
+                f"keep_serving={self.keep_serving}: give seconds, 0 or more, or None for as long as the session lives."
+            )
+        if self.tls is not None:
+            self.tls.check()
+
+
+def require_num_hosts(num_hosts: int | None) -> None:
+    """Raise ``SessionError`` for a number of hosts below 1; None stands for one host per executor core."""
+    if num_hosts is not None and num_hosts < 1:
+        raise SessionError(f"num_hosts={num_hosts}: give at least 1, or None for one host per executor core.")
 
 
 def require_same_driver(options: SessionOptions) -> None:

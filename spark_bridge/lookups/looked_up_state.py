@@ -1,4 +1,4 @@
-"""Where the rows of a batch are looked up: one operator at one version, by the hosts or in storage."""
+"""The state in which a batch looks up its rows: one operator at one version, read from hosts or from storage."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class LookedUpState:
     values: Callable[[pa.BinaryArray], pa.BinaryArray]
 
 
-def in_cluster(
+def state_in_cluster(
     endpoints: Endpoints, operator: str, query: str, state: str | None, batch: Batch | None, fixed: LookupRecord | None
 ) -> LookedUpState:
     """Return the state of a query that hosts answer for: at the version ``fixed``, else at the one of ``batch``.

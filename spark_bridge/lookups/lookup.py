@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame
     from pyspark.sql.types import StructType
 
-HOWS = ("left", "inner")
+LOOKUP_TYPES = ("left", "inner")
 
 
 def lookup(
@@ -80,11 +80,11 @@ def lookup(
         location = StoredReads(place).locate(operator, query)
     if fixed is None and not df.isStreaming:
         fixed = _now(location.completed_version) if place is None else recorded_in_storage(place, None)
-    task, schema = planned(df, location, state, on, columns, how, fixed, place)
-    return df.mapInArrow(named(task.run, f"lookup_in_{operator}"), schema)
+    task, schema = planned_lookup(df, location, state, on, columns, how, fixed, place)
+    return df.mapInArrow(with_name(task.run, f"lookup_in_{operator}"), schema)
 
 
-def planned(
+def planned_lookup(
     df: DataFrame,
     location: OperatorLocation,
     state: str | None,
@@ -95,8 +95,8 @@ def planned(
     place: StatePlace | None,
 ) -> tuple[LookupTask, StructType]:
     """Return the task of a lookup, and the schema of its output. Raises ``InvalidOperatorError``."""
-    if how not in HOWS:
-        raise InvalidOperatorError(f"how={how!r}: give one of {', '.join(map(repr, HOWS))}.")
+    if how not in LOOKUP_TYPES:
+        raise InvalidOperatorError(f"how={how!r}: give one of {', '.join(map(repr, LOOKUP_TYPES))}.")
     operator = location.operator.name
     view = KnownOperator.of(location, 0.0, None).view(state)
     if view.kind not in (ROWS, VALUE):
@@ -178,7 +178,7 @@ def _columns(df: DataFrame, view: StateView, columns: Sequence[str] | None) -> l
     return wanted
 
 
-def named(run: Callable[[Any], Any], name: str) -> Callable[[Any], Any]:
+def with_name(run: Callable[[Any], Any], name: str) -> Callable[[Any], Any]:
     """Return a function of that name, which Spark's plan shows."""
 
     def named_run(batches: Any) -> Any:

@@ -15,7 +15,7 @@ from backends.tracing.set_up import try_set_up
 from coordinator_actor.durable.lookup_records import LookupRecord
 from coordinator_actor.reading.stored_versions import StatePlace
 from spark_bridge.exceptions import StateStoreRefusedError
-from spark_bridge.lookups.looked_up_state import Batch, LookedUpState, in_cluster, in_storage
+from spark_bridge.lookups.looked_up_state import Batch, LookedUpState, in_storage, state_in_cluster
 from spark_bridge.task.local_properties import RUN_ID, TRACING, local_endpoints
 
 QUERY_ID, BATCH_ID = "sql.streaming.queryId", "streaming.sql.batchId"
@@ -121,7 +121,7 @@ class LookupTask:
                 f"A lookup in {self.operator!r} runs in a query of a Spark session without a state store: use the "
                 "session that init_spark returned or that attach(spark) was called with, or give checkpoint=."
             )
-        return in_cluster(endpoints, self.operator, self.query, self.state, batch, self.fixed)
+        return state_in_cluster(endpoints, self.operator, self.query, self.state, batch, self.fixed)
 
 
 def _as(column: pa.Array, kind: pa.DataType) -> pa.Array:

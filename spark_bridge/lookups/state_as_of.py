@@ -20,7 +20,7 @@ from coordinator_actor.reading.stored_versions import StateVersions
 from coordinator_actor.reading.version_times import VersionTimes
 from spark_bridge.exceptions import InvalidOperatorError
 from spark_bridge.lookups.looked_up_state import LookedUpState, in_storage
-from spark_bridge.lookups.lookup import named, planned
+from spark_bridge.lookups.lookup import planned_lookup, with_name
 from spark_bridge.lookups.lookup_task import LookupTask
 from spark_bridge.state_data.spark_frames import state_place
 from spark_bridge.state_data.stored_reads import StoredReads
@@ -28,8 +28,8 @@ from spark_bridge.state_data.stored_reads import StoredReads
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
-VERSION = "__statestore_version"
-NONE = -1
+VERSION_COLUMN = "__statestore_version"
+NO_VERSION = -1
 """The version of a row without a time."""
 
 
@@ -69,12 +69,12 @@ def state_as_of(
         raise InvalidOperatorError(f"time={time!r} must be a timestamp column of the DataFrame; it has {there}.")
     place = state_place(df.sparkSession, checkpoint, state_location, storage_options)
     location = StoredReads(place).locate(operator, None)
-    task, schema = planned(df, location, state, on, columns, how, None, place)
+    task, schema = planned_lookup(df, location, state, on, columns, how, None, place)
     times = VersionTimes.of(StateVersions.look(place))
-    with_version = type(df.schema)([*df.schema.fields]).add(VERSION, "long")
-    found = df.mapInArrow(named(_Versions(times, time).run, "versions_as_of"), with_version)
-    by_version = found.repartition(VERSION).sortWithinPartitions(VERSION)
-    return by_version.mapInArrow(named(_AsOf(task, times).run, f"state_as_of_{operator}"), schema)
+    with_version = type(df.schema)([*df.schema.fields]).add(VERSION_COLUMN, "long")
+    found = df.mapInArrow(with_name(_Versions(times, time).run, "versions_as_of"), with_version)
+    by_version = found.repartition(VERSION_COLUMN).sortWithinPartitions(VERSION_COLUMN)
+    return by_version.mapInArrow(with_name(_AsOf(task, times).run, f"state_as_of_{operator}"), schema)
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class _Versions:
 
     def run(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         completed = np.array(self.times.completed_ms, np.int64)
-        versions = np.array([NONE, *self.times.versions], np.int64)
+        versions = np.array([NO_VERSION, *self.times.versions], np.int64)
         for batch in batches:
             us = pc.cast(batch.column(batch.schema.get_field_index(self.time)), pa.int64())
             is_known = np.asarray(us.is_valid())
@@ -96,7 +96,7 @@ class _Versions:
             if early.any():
                 raise self.times.too_early(int(ms[early].min()))
             index[~is_known] = 0
-            schema = pa.schema([*batch.schema, pa.field(VERSION, pa.int64())])
+            schema = pa.schema([*batch.schema, pa.field(VERSION_COLUMN, pa.int64())])
             yield pa.RecordBatch.from_arrays([*batch.columns, pa.array(versions[index])], schema=schema)
 
 
@@ -117,7 +117,7 @@ class _AsOf:
                 if begin == end:
                     continue
                 version, part = int(versions[begin]), rows.slice(begin, end - begin)
-                if version == NONE:
+                if version == NO_VERSION:
                     yield from self._without(part)
                     continue
                 if found is None or found[0] != version:

@@ -1,1 +1,1 @@
-"""Stateful operators as Spark users call them, and what they share: key columns, partitioning, windows, settings."""
+"""Stateful operators as Spark users call them, and their common parts: key columns, partitioning, windows, settings."""

@@ -1,4 +1,4 @@
-"""Micro-batches for quiet streams: Spark runs none without new data, and then no timer fires and no window closes."""
+"""Micro-batches for quiet streams. Spark runs no batch without new data, so no timer fires and no window closes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which columns of a DataFrame have a watermark. Which rows are late and which keys are done: ``task.watermark``."""
+"""Finds the columns of a DataFrame that have a watermark. ``task.watermark`` says which rows are late."""
 
 from __future__ import annotations
 

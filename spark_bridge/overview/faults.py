@@ -23,6 +23,7 @@ from spark_bridge.overview.model import (
     Overview,
     Query,
 )
+from spark_bridge.overview.pace import RECENT_CHECKPOINTS
 from spark_bridge.overview.process_faults import process_faults
 
 LATE_INTERVALS = 3
@@ -42,8 +43,6 @@ SLOW_STORAGE_MS = 1_000
 CHANGELOG_STEP, MANIFEST_PHASE = "changelog_ms", "manifest"
 SILENT_DRIVER_MS = 10_000
 """A driver's heartbeats come every second."""
-RECENT = 20
-"""So many of the last checkpoints are looked at."""
 RECENT_STORED = 5
 """Of so many, whether storage is slow: that is to be told within a few batches."""
 AT_WORK = (RUNNING, STORED)
@@ -99,7 +98,7 @@ def _of_query(overview: Overview, query: Query) -> Iterator[Fault]:
         yield _damaged(query, subject)
     if query.status not in AT_WORK:
         return
-    recent = query.checkpoints[-RECENT:]
+    recent = query.checkpoints[-RECENT_CHECKPOINTS:]
     retried = [c for c in recent if c.retried]
     if retried:
         yield Fault(
@@ -177,7 +176,7 @@ def _slow_storage(recent: Sequence[Checkpoint], subject: str) -> Iterator[Fault]
 
 
 def _late(overview: Overview, query: Query, subject: str) -> Iterator[Fault]:
-    done = [c.completed_ms for c in query.checkpoints[-RECENT:] if c.completed_ms is not None]
+    done = [c.completed_ms for c in query.checkpoints[-RECENT_CHECKPOINTS:] if c.completed_ms is not None]
     if len(done) < 3 or not query.batch_ms:
         return  # a stream without new data runs no batch
     usual = median(later - earlier for earlier, later in pairwise(done))

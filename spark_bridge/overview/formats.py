@@ -1,4 +1,4 @@
-"""Numbers, sizes, times and money for people, on the page and in the terminal. What is not known is an empty text."""
+"""Numbers, sizes, times and money for people, on the page and in the terminal. An unknown value is an empty text."""
 
 from __future__ import annotations
 

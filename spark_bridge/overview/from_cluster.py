@@ -1,4 +1,4 @@
-"""The overview of a running cluster, from what coordinator and hosts say of themselves."""
+"""The overview of a running cluster, made of the descriptions that coordinator and hosts give of themselves."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from typing import Any
 from msgspec import structs
 
 from backends.encoding.operator_schema import OperatorSchema
-from spark_bridge.host.partition_columns import COLUMNS
+from coordinator_actor.durable.checkpoint_records import StepTime
+from spark_bridge.host.partition_columns import INSTANCE_COLUMNS
 from spark_bridge.overview.faults import faults_of
 from spark_bridge.overview.model import (
     CLUSTER,
@@ -26,11 +27,10 @@ from spark_bridge.overview.model import (
     Partition,
     Query,
     SchemaUse,
-    Step,
     Variable,
 )
-from spark_bridge.overview.processes import CoordinatorInfo, Host, LostDriver, StorageTrouble
-from spark_bridge.overview.state_variables import variables_of
+from spark_bridge.overview.processes import CoordinatorInfo, HostOverview, LocationTrouble, LostDriver
+from spark_bridge.overview.state_variables import variables_in_use
 
 Description = Mapping[str, Any]
 _RECORDED = Checkpoint.__struct_fields__
@@ -41,7 +41,7 @@ _COUNTERS = ("opens", "commits", "keys_written", "keys_read", "loads", "snapshot
 
 @dataclass
 class _OfRun:
-    """What is known of one run. ``mark`` stands for what the coordinator has told; versions of ``kept`` can be read."""
+    """The known checkpoints of one run; ``mark`` is that of the last answer. Versions in ``kept`` can be read."""
 
     mark: str = ""
     kept: range = range(0)
@@ -194,7 +194,7 @@ def _kept_or_not(checkpoint: Checkpoint) -> Checkpoint:
 
 def _checkpoint(record: Description, is_kept: bool) -> Checkpoint:
     plain = {name: record[name] for name in _RECORDED if name in record}
-    plain["steps"] = {name: Step(**step) for name, step in record["steps"].items()}
+    plain["steps"] = {name: StepTime(**step) for name, step in record["steps"].items()}
     return Checkpoint(**plain, is_kept=is_kept)
 
 
@@ -230,7 +230,7 @@ def _partitions(host: Description) -> Iterator[tuple[str, Partition]]:
     columns, owner = host["partitions"], host["host_id"]
     names = tuple(columns["steps"])
     steps = zip(*columns["steps"].values(), strict=True) if names else repeat(())
-    each = zip(*(columns[name] for name in (*COLUMNS, "rows")), strict=True)
+    each = zip(*(columns[name] for name in (*INSTANCE_COLUMNS, "rows")), strict=True)
     for (run_id, operator, partition, version, keys, memory_bytes, snapshot, rows), ms in zip(
         each, steps, strict=False
     ):
@@ -253,13 +253,13 @@ def _partitions(host: Description) -> Iterator[tuple[str, Partition]]:
 
 @lru_cache(maxsize=MOST_SCHEMAS)
 def _variables(schema: str) -> tuple[Variable, ...]:
-    return variables_of(OperatorSchema.from_json(schema))
+    return variables_in_use(OperatorSchema.from_json(schema))
 
 
-def _hosts(coordinator: Description, hosts: Sequence[Description], silent: Sequence[Description]) -> list[Host]:
+def _hosts(coordinator: Description, hosts: Sequence[Description], silent: Sequence[Description]) -> list[HostOverview]:
     leases = {lease["host_id"]: lease for lease in coordinator["hosts"]}
     found = [
-        Host(
+        HostOverview(
             host["host_id"],
             host["address"],
             host.get("node_id"),
@@ -284,7 +284,7 @@ def _hosts(coordinator: Description, hosts: Sequence[Description], silent: Seque
     for host_id in sorted({*leases, *actors} - {host.host_id for host in found}):
         lease, actor = leases.get(host_id), actors.get(host_id, {})
         found.append(
-            Host(
+            HostOverview(
                 host_id,
                 f"grpc://{actor.get('node_ip', '')}:0" if lease is None else lease["address"],
                 actor.get("node_id") if lease is None else lease["node_id"],
@@ -306,9 +306,9 @@ def _ms(seconds: float | None) -> int | None:
     return None if seconds is None else int(seconds * 1000)
 
 
-def _trouble(process: Description) -> tuple[StorageTrouble, ...]:
+def _trouble(process: Description) -> tuple[LocationTrouble, ...]:
     return tuple(
-        StorageTrouble(
+        LocationTrouble(
             told["location"],
             told["failures"],
             told["error"],

@@ -30,9 +30,8 @@ from spark_bridge.overview.model import (
     Query,
     Savepoint,
     SchemaUse,
-    Step,
 )
-from spark_bridge.overview.state_variables import variables_of
+from spark_bridge.overview.state_variables import variables_in_use
 
 
 def overview_of_checkpoint(
@@ -138,7 +137,7 @@ def _recorded(record: CheckpointRecord) -> Checkpoint:
         completed_ms=record.completed_ms,
         duration_ms=record.duration_ms,
         phases=record.phases,
-        steps={name: Step(step.sum_ms, step.max_ms) for name, step in record.steps.items()},
+        steps=record.steps,
         partitions=record.partitions,
         delta_bytes=record.delta_bytes,
         full_bytes=record.full_bytes,
@@ -179,7 +178,7 @@ def _operators(versions: StateVersions) -> Iterable[Operator]:
             for p in range(entry.num_partitions)
         )
         used = [
-            SchemaUse(i, first, last, variables_of(OperatorSchema.from_json(versions.log.schema(i))))
+            SchemaUse(i, first, last, variables_in_use(OperatorSchema.from_json(versions.log.schema(i))))
             for i, first, last in schema_history(chain, name)
         ]
         yield Operator(

@@ -1,8 +1,8 @@
 """The model of the system, for people: queries, operators, partitions, checkpoints, hosts, savepoints, faults.
 
-Plain data, the same whether a running cluster or storage alone was asked. What a source cannot know is None. Moments
-are in ms since 1970, times in ms, sizes in bytes. What there are ten thousands of is made quickly, and is nothing for
-Python's garbage collection, which holds up all threads (``gc=False``).
+Plain data, the same for a running cluster and for storage alone. A field that a source cannot know is None. Moments
+are in ms since 1970, times in ms, sizes in bytes. Records of which there are ten thousands are made quickly, and
+Python's garbage collection, which holds up all threads, passes them over (``gc=False``).
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ import msgspec
 from msgspec import Struct
 
 from backends.storage.request_counts import KINDS
-from spark_bridge.overview.processes import CoordinatorInfo, Host
+from coordinator_actor.durable.checkpoint_records import StepTime
+from spark_bridge.overview.processes import CoordinatorInfo, HostOverview
 
-FORMAT_VERSION = 1
+OVERVIEW_FORMAT_VERSION = 1
 """Grows when a field changes its meaning or goes. New fields do not change it."""
 
 RUNNING, ENDED, RETIRED, STORED = "running", "ended", "replaced", "stored"
@@ -43,13 +44,6 @@ class Fault:
     remedy: str
 
 
-class Step(Struct, frozen=True, gc=False):
-    """The time of one step of tasks in a checkpoint: over all tasks, and in the slowest one."""
-
-    sum_ms: float
-    max_ms: float
-
-
 class Checkpoint(Struct, frozen=True, gc=False):
     """One version, from the history, or from its manifest alone: then only id, times, bytes and partitions are known.
 
@@ -68,7 +62,7 @@ class Checkpoint(Struct, frozen=True, gc=False):
     completed_ms: int | None = None
     duration_ms: int | None = None
     phases: dict[str, int] = {}
-    steps: dict[str, Step] = {}
+    steps: dict[str, StepTime] = {}
     partitions: int = 0
     delta_bytes: int | None = None
     full_bytes: int | None = None
@@ -236,9 +230,9 @@ class Overview:
     taken_ms: int
     coordinator: CoordinatorInfo | None = None
     queries: tuple[Query, ...] = ()
-    hosts: tuple[Host, ...] = ()
+    hosts: tuple[HostOverview, ...] = ()
     faults: tuple[Fault, ...] = ()
-    format_version: int = FORMAT_VERSION
+    format_version: int = OVERVIEW_FORMAT_VERSION
 
     def query(self, named: str | None) -> Query:
         """Return the query of that name, query id or run id; None stands for the only one. Raises ``LookupError``.

@@ -16,7 +16,7 @@ from spark_bridge.overview.model import Overview
 
 HOST_NAME_PREFIX = "StateStoreHost-"
 """``start_host`` names an actor so, and its host ``host-`` with the same session and number."""
-ANSWER_SECONDS = 10.0
+RAY_ANSWER_SECONDS = 10.0
 MOST_SILENT = 50
 """Of so many hosts that do not answer Ray is asked what it knows."""
 
@@ -24,7 +24,7 @@ MOST_SILENT = 50
 def cluster_overview(
     namespace: str = NAMESPACE,
     coordinator_name: str = COORDINATOR_NAME,
-    timeout: float = ANSWER_SECONDS,
+    timeout: float = RAY_ANSWER_SECONDS,
     known: KnownCheckpoints | None = None,
 ) -> Overview:
     """Describe the queries and hosts of a namespace. Hosts that do not answer in ``timeout`` seconds are marked so.

@@ -9,12 +9,12 @@ from statistics import median
 
 from spark_bridge.overview.model import Checkpoint, Operator, Overview, Query
 
-RECENT = 20
+RECENT_CHECKPOINTS = 20
 """So many of the last checkpoints are looked at."""
 
 
 @dataclass(frozen=True)
-class Pace:
+class QueryPace:
     """One query at one moment. Times are in ms; what is not known is None.
 
     ``rows_per_second`` are the input rows of the last checkpoints over the time from the first to the last of them;
@@ -38,18 +38,18 @@ class Pace:
     hottest_ms: float | None = None
 
 
-def pace_of(overview: Overview) -> tuple[Pace, ...]:
+def pace_of(overview: Overview) -> tuple[QueryPace, ...]:
     """Return the pace of each query, in the order of the overview."""
     return tuple(_pace(query, overview.taken_ms) for query in overview.queries)
 
 
-def _pace(query: Query, now_ms: int) -> Pace:
-    recent = [c for c in query.checkpoints[-RECENT:] if c.completed_ms is not None]
+def _pace(query: Query, now_ms: int) -> QueryPace:
+    recent = [c for c in query.checkpoints[-RECENT_CHECKPOINTS:] if c.completed_ms is not None]
     moments = [c.completed_ms for c in recent if c.completed_ms is not None]
     durations = [c.duration_ms for c in recent if c.duration_ms is not None]
     added = [c.delta_bytes for c in recent if c.delta_bytes is not None]
     hottest = _hottest(query.operators)
-    return Pace(
+    return QueryPace(
         query.title,
         query.status,
         query.completed_version,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from spark_bridge.overview.formats import duration
 from spark_bridge.overview.model import CLUSTER, ERROR, WARNING, Fault, Overview
-from spark_bridge.overview.processes import CoordinatorInfo, Host, StorageTrouble
+from spark_bridge.overview.processes import CoordinatorInfo, HostOverview, LocationTrouble
 
 SILENT_HOST_MS = 5_000
 """A host's heartbeats come every second, and its lease ends after ten."""
@@ -18,7 +18,7 @@ LEAST_FAILURES = 3
 LEAST_WAITING_MS = 10_000
 HANGING_MS = 30_000
 """Storage that gives no answer for so long holds up batches."""
-COORDINATOR = "coordinator"
+COORDINATOR_PROCESS = "coordinator"
 ALIVE = "ALIVE"
 """Ray's word for an actor whose process runs."""
 
@@ -43,7 +43,7 @@ def process_faults(overview: Overview) -> Iterator[Fault]:
             "Batches go on, and data goes further than it must until hosts stand beside executors again.",
         )
     if coordinator is not None:
-        yield from _restarted(COORDINATOR, coordinator, "Queries go on from their manifests")
+        yield from _restarted(COORDINATOR_PROCESS, coordinator, "Queries go on from their manifests")
         for lost in coordinator.lost:
             yield Fault(
                 ERROR,
@@ -59,7 +59,7 @@ def process_faults(overview: Overview) -> Iterator[Fault]:
     yield from _of_storage(overview)
 
 
-def _of_host(host: Host) -> Iterator[Fault]:
+def _of_host(host: HostOverview) -> Iterator[Fault]:
     subject = f"host {host.host_id}"
     if host.heartbeat_ms is not None and host.heartbeat_ms > SILENT_HOST_MS:
         yield Fault(
@@ -99,7 +99,7 @@ def _of_host(host: Host) -> Iterator[Fault]:
         )
 
 
-def _lost(host: Host, subject: str) -> Fault:
+def _lost(host: HostOverview, subject: str) -> Fault:
     if host.actor_state is None:
         return Fault(
             WARNING,
@@ -128,7 +128,7 @@ def _lost(host: Host, subject: str) -> Fault:
     )
 
 
-def _restarted(subject: str, process: Host | CoordinatorInfo, goes_on: str) -> Iterator[Fault]:
+def _restarted(subject: str, process: HostOverview | CoordinatorInfo, goes_on: str) -> Iterator[Fault]:
     if not process.restarts or process.up_ms is None or process.up_ms > RECENT_RESTART_MS:
         return
     times = "once" if process.restarts == 1 else f"{process.restarts} times"
@@ -147,11 +147,11 @@ def _restarted(subject: str, process: Host | CoordinatorInfo, goes_on: str) -> I
 
 @dataclass(frozen=True)
 class _Seen:
-    """What the processes of a system have met at one location."""
+    """Faults of storage that the processes of a system have met at one location."""
 
     location: str
     by: list[str]
-    troubles: list[StorageTrouble]
+    troubles: list[LocationTrouble]
 
     @property
     def failures(self) -> int:
@@ -188,7 +188,7 @@ def _of_storage(overview: Overview) -> Iterator[Fault]:
             )
 
 
-def _processes(overview: Overview) -> Iterator[tuple[str, Sequence[StorageTrouble]]]:
+def _processes(overview: Overview) -> Iterator[tuple[str, Sequence[LocationTrouble]]]:
     if overview.coordinator is not None:
         yield "the coordinator", overview.coordinator.storage_trouble
     for host in overview.hosts:

@@ -1,4 +1,4 @@
-"""The part of the model that is about processes: hosts, the coordinator, and what they meet at storage.
+"""The model of processes: hosts, the coordinator, and the faults of storage that they meet.
 
 As in the rest of the model, times are in ms and sizes in bytes.
 """
@@ -10,8 +10,8 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class StorageTrouble:
-    """What is wrong with one location of checkpoint storage, as one process sees it.
+class LocationTrouble:
+    """Faults of one location of checkpoint storage, as one process sees them.
 
     ``failures`` requests have failed within the last minute, the last with ``error``, ``failed_ms`` ago; ``is_over`` if
     one was answered behind that. ``waiting`` requests have had no answer for seconds, the longest for ``waiting_ms``.
@@ -27,7 +27,7 @@ class StorageTrouble:
 
 
 @dataclass(frozen=True)
-class Host:
+class HostOverview:
     """One StateStoreHost. ``answered``: False if it did not answer in time, and only the coordinator's word is known.
 
     Without a heartbeat the coordinator does not know the host. ``actor_state`` is what Ray says of its actor, where it
@@ -55,7 +55,7 @@ class Host:
     loading: tuple[dict[str, Any], ...] = ()
     restarts: int = 0
     up_ms: int | None = None
-    storage_trouble: tuple[StorageTrouble, ...] = ()
+    storage_trouble: tuple[LocationTrouble, ...] = ()
     actor_state: str | None = None
 
     @property
@@ -97,5 +97,5 @@ class CoordinatorInfo:
     problems: tuple[str, ...] = ()
     restarts: int = 0
     up_ms: int | None = None
-    storage_trouble: tuple[StorageTrouble, ...] = ()
+    storage_trouble: tuple[LocationTrouble, ...] = ()
     lost: tuple[LostDriver, ...] = ()

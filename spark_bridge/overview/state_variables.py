@@ -7,6 +7,6 @@ from spark_bridge.overview.model import Variable
 from spark_bridge.queryable.reads.operator_summary import variables_summary
 
 
-def variables_of(schema: OperatorSchema) -> tuple[Variable, ...]:
+def variables_in_use(schema: OperatorSchema) -> tuple[Variable, ...]:
     """Return the variables that are in use, with the columns that queries see."""
     return tuple(Variable(**described) for described in variables_summary(schema))

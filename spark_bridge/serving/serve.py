@@ -23,7 +23,7 @@ from backends.storage.checkpoint_storage import CheckpointStorage
 from coordinator_actor.coordinator_conf import NAMESPACE, CoordinatorConf
 from coordinator_actor.messages import OperatorSpec, QueryRegistration
 from coordinator_actor.reading.stored_versions import StateVersions, find_state
-from coordinator_actor.savepoints.restore import restore_savepoint
+from coordinator_actor.savepoints.restore import restore_into_checkpoint
 from coordinator_actor.savepoints.savepoint_format import METADATA_FILE
 from spark_bridge.exceptions import SessionError
 from spark_bridge.host_actor.session_options import SessionOptions
@@ -85,8 +85,6 @@ def serve_state(
         raise InvalidStateStoreArgument(f"replicas={replicas}: give 1 or more.")
     if not _NAME.fullmatch(name):
         raise InvalidStateStoreArgument(f"name={name!r}: give letters, digits, '-', '_' and '.', at most 100.")
-    if tls is not None:
-        tls.check()
     options = SessionOptions(
         num_hosts=replicas,
         namespace=namespace,
@@ -189,7 +187,7 @@ def _restored(
         directory = undo.enter_context(TemporaryDirectory(prefix="statestore-serving-"))
         scratch = str(Path(directory) / "checkpoint")
     log.info("Restoring the savepoint %s to %s", savepoint, scratch)
-    restore_savepoint(savepoint, scratch, operators=operators, storage_options=options)
+    restore_into_checkpoint(savepoint, scratch, operators=operators, storage_options=options)
     return scratch
 
 

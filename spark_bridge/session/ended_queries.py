@@ -1,7 +1,7 @@
-"""Ended queries of one session whose last versions are read on: their leases, and until when.
+"""Ended queries of one session whose last versions can still be read: their leases, and the ends of these.
 
-A query that has ended, say by ``availableNow``, is asked about most behind its end. So its driver goes on renewing the
-lease of its last run, and hosts go on answering from the last completed version.
+A query that has ended, say by ``availableNow``, gets most of its lookups after its end. So the driver goes on renewing
+the lease of the query's last run, and hosts go on answering from the last completed version.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MAX_ENDED = 100
 _ERROR = re.compile(r"^[\w.]*(?:Error|Exception)\b: .+")
 
 
-def failure_of(exception: str | None) -> str:
+def failure_text(exception: str | None) -> str:
     """Return what a person must read of the error with which Spark says that a query has ended; "" for none.
 
     Spark's text has the errors of Java around that of Python, and all stacks: the innermost error of Python counts.

@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-DRIVER = "driver"
+DRIVER_ID = "driver"
 EXECUTOR_SECONDS = 60.0
 """So long a session waits at its start for the executors that it has asked for."""
-POLL_SECONDS = 0.2
+EXECUTOR_POLL_SECONDS = 0.2
 
 
 def executor_cores(spark: SparkSession) -> dict[str, int]:
@@ -35,7 +35,7 @@ def executor_cores(spark: SparkSession) -> dict[str, int]:
     active = scala.statusStore().executorList(True)
     for i in range(active.size()):
         executor = active.apply(i)
-        if executor.id() != DRIVER:
+        if executor.id() != DRIVER_ID:
             ip = address_of(machine_of(str(executor.hostPort())))
             cores[ip] = cores.get(ip, 0) + int(executor.totalCores())
     return cores
@@ -47,13 +47,13 @@ def await_executors(spark: SparkSession, count: int) -> None:
     deadline = time.monotonic() + EXECUTOR_SECONDS
     while True:
         active = store.executorList(True)
-        there = sum(active.apply(i).id() != DRIVER for i in range(active.size()))
+        there = sum(active.apply(i).id() != DRIVER_ID for i in range(active.size()))
         if there >= count:
             return
         if time.monotonic() > deadline:
             log.warning("Of %d executors, %d are there; hosts follow the others when they come", count, there)
             return
-        time.sleep(POLL_SECONDS)
+        time.sleep(EXECUTOR_POLL_SECONDS)
 
 
 def machine_of(host_port: str) -> str:

@@ -1,8 +1,9 @@
 """The hosts of one session: started where its executors run, ended where none do any more, replaced with their nodes.
 
-A thread looks every ``LOOK_SECONDS`` at Spark's executors, at Ray's nodes and at the hosts. Whether a host lives, Ray
-says: a process that dies is started again by Ray on the same node; with its node a host is gone for good. A host that
-is to go hands its partitions over first, and is ended when the coordinator says that it owns nothing any more.
+A thread looks every ``PLACEMENT_LOOK_SECONDS`` at Spark's executors, at Ray's nodes and at the hosts. Ray says
+whether a host lives: Ray starts a process that has died again on the same node; with its node a host is gone for good.
+A host that is to go hands its partitions over first, and is ended when the coordinator says that the host owns nothing
+any more.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from spark_bridge.session.placement import place_hosts
 
 log = logging.getLogger(__name__)
 
-LOOK_SECONDS = 2.0
+PLACEMENT_LOOK_SECONDS = 2.0
 """Seconds between two looks. A look is one message to Ray for each host and one for all nodes."""
 START_AGAIN_SECONDS = 10.0
 """A node on which a host could not be made gets another one after so long."""
@@ -110,7 +111,7 @@ class HostPlacement:
         self.hosts = ()
 
     def _run(self) -> None:
-        while not self._closed.wait(LOOK_SECONDS):
+        while not self._closed.wait(PLACEMENT_LOOK_SECONDS):
             try:
                 self.look()
             except Exception:  # the thread must go on

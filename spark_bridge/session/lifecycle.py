@@ -9,10 +9,10 @@ from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 from backends.conf import StateStoreConf
-from backends.tracing.set_up import set_up, setting_of_environment
+from backends.tracing.set_up import set_up
 from coordinator_actor.coordinator_conf import COORDINATOR_NAME, NAMESPACE, CoordinatorConf
-from spark_bridge.exceptions import EnvironmentProblemError, SessionError
-from spark_bridge.host_actor.session_options import DEFAULT_RECOVERY_TIMEOUT, SessionOptions
+from spark_bridge.exceptions import EnvironmentProblemError
+from spark_bridge.host_actor.session_options import DEFAULT_RECOVERY_TIMEOUT, SessionOptions, require_num_hosts
 from spark_bridge.queryable.server.request_limits import RequestLimits
 from spark_bridge.session.current import (
     Session,
@@ -79,11 +79,19 @@ def init_spark(
     ``TlsError`` if certificates do not fit, ``InvalidRequestError`` if no node can take the coordinator.
     """
     require_no_session()
-    _require_hosts(num_hosts)
-    _require_keep_serving(keep_serving)
-    if tls is not None:
-        tls.check()
-    setting_of_environment()  # raises before anything is started
+    options = SessionOptions(
+        num_hosts=num_hosts,
+        namespace=namespace,
+        coordinator_name=coordinator_name,
+        state_location=state_location,
+        conf=conf or StateStoreConf(),
+        coordinator_conf=coordinator_conf,
+        recovery_timeout=recovery_timeout,
+        keep_serving=keep_serving,
+        tls=tls,
+        query_port=query_port,
+        request_limits=request_limits or RequestLimits(),
+    )
     ensure_java()
     _check_pair()
     # Without these variables RayDP's workers run the python3 that is first on the PATH.
@@ -102,19 +110,6 @@ def init_spark(
         )
         if configs is not None and LOG_LEVEL in configs:
             _set_log_level(spark, configs[LOG_LEVEL])
-        options = SessionOptions(
-            num_hosts=num_hosts,
-            namespace=namespace,
-            coordinator_name=coordinator_name,
-            state_location=state_location,
-            conf=conf or StateStoreConf(),
-            coordinator_conf=coordinator_conf,
-            recovery_timeout=recovery_timeout,
-            keep_serving=keep_serving,
-            tls=tls,
-            query_port=query_port,
-            request_limits=request_limits or RequestLimits(),
-        )
         await_executors(spark, num_executors)
         _join(spark, options, raydp_app=app_name, started_ray=started_ray)
     except BaseException:
@@ -150,27 +145,22 @@ def attach(
     are left to streams.
     """
     require_no_session()
-    _require_hosts(num_hosts)
-    _require_keep_serving(keep_serving)
-    if tls is not None:
-        tls.check()
-    setting_of_environment()  # as above
+    options = SessionOptions(
+        num_hosts=num_hosts,
+        namespace=namespace,
+        coordinator_name=coordinator_name,
+        state_location=state_location,
+        conf=conf or StateStoreConf(),
+        coordinator_conf=coordinator_conf,
+        recovery_timeout=recovery_timeout,
+        keep_serving=keep_serving,
+        tls=tls,
+        query_port=query_port,
+        request_limits=request_limits or RequestLimits(),
+    )
     require_cores(spark)
     started_ray = join_or_start_ray(ray_address, 1)
     try:
-        options = SessionOptions(
-            num_hosts=num_hosts,
-            namespace=namespace,
-            coordinator_name=coordinator_name,
-            state_location=state_location,
-            conf=conf or StateStoreConf(),
-            coordinator_conf=coordinator_conf,
-            recovery_timeout=recovery_timeout,
-            keep_serving=keep_serving,
-            tls=tls,
-            query_port=query_port,
-            request_limits=request_limits or RequestLimits(),
-        )
         _join(spark, options, raydp_app=None, started_ray=started_ray)
     except BaseException:
         if started_ray:
@@ -186,7 +176,7 @@ def scale_hosts(num_hosts: int | None) -> None:
     streams run: each is loaded by its new owner first, and handed over between two batches. Raises ``SessionError`` if
     there is no session or ``num_hosts`` is below 1.
     """
-    _require_hosts(num_hosts)
+    require_num_hosts(num_hosts)
     current_cluster().placement.scale(num_hosts)
 
 
@@ -243,18 +233,6 @@ def _join(spark: SparkSession, options: SessionOptions, *, raydp_app: str | None
                 stop_ray()
 
     begin_session(Session(spark, cluster, stop))
-
-
-def _require_hosts(num_hosts: int | None) -> None:
-    if num_hosts is not None and num_hosts < 1:
-        raise SessionError(f"num_hosts={num_hosts}: give at least 1, or None for one host per executor core.")
-
-
-def _require_keep_serving(seconds: float | None) -> None:
-    if seconds is not None and not seconds >= 0:
-        raise SessionError(
-            f"keep_serving={seconds}: give seconds, 0 or more, or None for as long as the session lives."
-        )
 
 
 def _set_log_level(spark: SparkSession, level: str) -> None:

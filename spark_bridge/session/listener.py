@@ -39,7 +39,7 @@ from spark_bridge.operators.initial_state import InitialEntries, InitialState, m
 from spark_bridge.session.batch_traces import BatchTraces
 from spark_bridge.session.checkpoint_progress import newest_checkpoint, prices_of
 from spark_bridge.session.driver_heartbeats import DriverHeartbeats
-from spark_bridge.session.ended_queries import EndedQueries, failure_of
+from spark_bridge.session.ended_queries import EndedQueries, failure_text
 from spark_bridge.session.events_in_java import EventsInJava
 from spark_bridge.session.operator_progress import has_listeners, newest_progress, progress_of_batch, tell_listeners
 from spark_bridge.session.query_refusal import end_with, sources_refusal
@@ -291,7 +291,7 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
         self._traces.end(run_id, event.exception)
         if known is not None and not self._stopping.is_set():
             try:
-                self._ended.ended(known, failure_of(event.exception))
+                self._ended.ended(known, failure_text(event.exception))
             except (CoordinatorError, StateStoreError, SparkBridgeError) as error:
                 # The lease of the run ends by itself.
                 log.warning("The end of run %s was not reported: %s", run_id, error)

@@ -1,9 +1,9 @@
-"""Giving up executors whose machine is gone or cut off, and getting others in their place.
+"""Gives up executors whose machine is gone or cut off, and gets others in their place.
 
 A machine that loses its power or its cable sends no reset. Spark waits two minutes for the heartbeat of an executor,
-since it may be collecting garbage, and so long a stream stands. So a thread of the driver connects to the ports of the
-executors, which a machine's kernel answers however busy or stopped the executor is. Of a machine where nobody answers,
-twice, Spark is told that its executors are lost.
+since the executor may be collecting garbage, and the stream stands still meanwhile. So a thread of the driver connects
+to the ports of the executors, which a machine's kernel answers however busy or stopped the executor is. Where nobody
+answers twice, Spark is told that the executors of that machine are lost.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import ray
 
-from spark_bridge.session.executors import DRIVER, address_of, machine_of, own_address
+from spark_bridge.session.executors import DRIVER_ID, address_of, machine_of, own_address
 from spark_bridge.transport.silent_hosts import silent_places
 
 if TYPE_CHECKING:
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-LOOK_SECONDS = 1.0
+EXECUTOR_LOOK_SECONDS = 1.0
 """Seconds between two looks: one connection to each executor, side by side."""
 FAILED_LOOKS = 2
 """After so many looks in a row without an answer an executor counts as lost."""
 EXECUTOR_CLASS = "RayDPExecutor"
-MESSAGES = "org.apache.spark.scheduler.cluster.CoarseGrainedClusterMessages"
+SPARK_MESSAGES = "org.apache.spark.scheduler.cluster.CoarseGrainedClusterMessages"
 
 Place = tuple[str, int]
 
@@ -57,7 +57,7 @@ class LostExecutors:
             self._thread.join()
 
     def _run(self) -> None:
-        while not self._closed.wait(LOOK_SECONDS):
+        while not self._closed.wait(EXECUTOR_LOOK_SECONDS):
             try:
                 self.look()
             except Exception:  # the thread must go on
@@ -91,7 +91,7 @@ class LostExecutors:
             )
             # Both as Spark does with an executor whose heartbeats stay away (HeartbeatReceiver.expireDeadHosts).
             scala.killAndReplaceExecutor(executor_id)
-            remove = getattr(jvm, f"{MESSAGES}$RemoveExecutor")(executor_id, reason)
+            remove = getattr(jvm, f"{SPARK_MESSAGES}$RemoveExecutor")(executor_id, reason)
             scala.schedulerBackend().driverEndpoint().send(remove)
             self._failed.pop(executor_id, None)
         if self._by_raydp:
@@ -106,7 +106,7 @@ def executor_places(spark: SparkSession) -> dict[str, Place | None]:
     active = spark.sparkContext._jsc.sc().statusStore().executorList(True)
     for i in range(active.size()):
         executor = active.apply(i)
-        if executor.id() != DRIVER:
+        if executor.id() != DRIVER_ID:
             places[str(executor.id())] = place_of(str(executor.hostPort()))
     return places
 

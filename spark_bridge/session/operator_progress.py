@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-WAIT_SECONDS = 10.0
-POLL_SECONDS = 0.05
+PROGRESS_WAIT_SECONDS = 10.0
+PROGRESS_POLL_SECONDS = 0.05
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ def tell_listeners(
 def state_operator_progress(query: StreamingQuery) -> list[StateOperatorProgress]:
     """Return the progress of each stateful operator in the last batch that Spark has committed; [] before the first.
 
-    Raises ``HostUnavailableError`` if the hosts do not report that batch within ``WAIT_SECONDS``.
+    Raises ``HostUnavailableError`` if the hosts do not report that batch within ``PROGRESS_WAIT_SECONDS``.
     """
     last = query.lastProgress
     return newest_progress(current_cluster(), str(query.runId), -1 if last is None else int(last["batchId"]))
@@ -151,7 +151,7 @@ def progress_of_batch(cluster: StateCluster, run_id: str, batch_id: int) -> list
 
 def _progress(cluster: StateCluster, run_id: str, wanted: Callable[[int], int]) -> list[StateOperatorProgress]:
     """Return the progress in the batch that made the wanted version, which may depend on the completed one."""
-    deadline = time.monotonic() + WAIT_SECONDS
+    deadline = time.monotonic() + PROGRESS_WAIT_SECONDS
     while True:
         run = next((q for q in cluster.coordinator.describe()["queries"] if q["run_id"] == run_id), None)
         version = 0 if run is None else wanted(run["completed_version"])
@@ -163,7 +163,7 @@ def _progress(cluster: StateCluster, run_id: str, wanted: Callable[[int], int]) 
         if time.monotonic() > deadline:
             behind = sorted({i["version"] for i in held if i["version"] < version})
             raise HostUnavailableError(f"Hosts are still at version {behind} of run {run_id}, not at {version}.")
-        time.sleep(POLL_SECONDS)
+        time.sleep(PROGRESS_POLL_SECONDS)
 
 
 def _has_applied(instance: dict[str, Any], version: int) -> bool:

@@ -1,4 +1,4 @@
-"""Where the hosts of a session are to stand: beside its executors, and on all machines that have any.
+"""Computes the places of a session's hosts: beside its executors, on all machines that have executors.
 
 Plain functions over names and numbers; ``host_placement.py`` asks Spark and Ray, and starts the hosts.
 """
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Placement:
-    """How many hosts are to stand on each node, by node id, and what is not as it should be, for people."""
+    """The number of hosts for each node, by node id, and warnings for people."""
 
     hosts: Mapping[str, int]
     problems: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""Ray on Spark: a Ray cluster within a Spark application (``ray.util.spark``), and what a state store needs of both.
+"""Ray on Spark: a Ray cluster within a Spark application (``ray.util.spark``), with the settings that state needs.
 
 Each Ray worker is a Spark job of one task that never ends, and keeps the cores of that task. The stream's tasks need
 cores beside them.
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spark_bridge.exceptions import EnvironmentProblemError
-from spark_bridge.session.executors import DRIVER, EXECUTOR_SECONDS, POLL_SECONDS
+from spark_bridge.session.executors import DRIVER_ID, EXECUTOR_POLL_SECONDS, EXECUTOR_SECONDS
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -99,7 +99,7 @@ def require_cores(spark: SparkSession, more: int = 0) -> None:
         now = time.monotonic()
         if now - began > EXECUTOR_SECONDS or (use.all and now - changed > SETTLED_SECONDS):
             raise EnvironmentProblemError(problem)
-        time.sleep(POLL_SECONDS)
+        time.sleep(EXECUTOR_POLL_SECONDS)
         latest = core_use(spark)
         if latest != use:
             use, changed = latest, time.monotonic()
@@ -125,7 +125,7 @@ def core_use(spark: SparkSession) -> CoreUse:
     cores = 0
     for i in range(executors.size()):
         executor = executors.apply(i)
-        cores += 0 if executor.id() == DRIVER else int(executor.totalCores())
+        cores += 0 if executor.id() == DRIVER_ID else int(executor.totalCores())
     of_ray = 0
     for job_id in spark.sparkContext.statusTracker().getActiveJobsIds():
         job = store.job(job_id)

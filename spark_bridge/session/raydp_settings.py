@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from coordinator_actor.coordinator_conf import HEAD_NODE
+
 INSTANCES = "spark.executor.instances"
 MASTER_RESOURCES = "spark.ray.raydp_spark_master.actor.resource."
-HEAD_NODE = "node:__internal_head__"
-"""The resource that Ray gives the head node."""
 SHUFFLE = {
     # A machine that is cut off sends no reset. Spark would wait two minutes for its part of a shuffle.
     "spark.shuffle.io.connectionTimeout": "5s",

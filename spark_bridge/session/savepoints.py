@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-POLL_SECONDS = 0.1
-ATTEMPTS = 5
+SAVEPOINT_POLL_SECONDS = 0.1
+SAVEPOINT_ATTEMPTS = 5
 """So often a savepoint is begun, if the coordinator that makes it dies."""
 
 
@@ -81,18 +81,18 @@ def trigger_savepoint(query: StreamingQuery | str, path: str | None = None, stop
 
 
 def _wait(begin: Callable[[], SavepointStatus], ask: Callable[[], SavepointStatus]) -> str:
-    for _ in range(ATTEMPTS):
+    for _ in range(SAVEPOINT_ATTEMPTS):
         status = begin()
         while status.known:
             if status.path is not None:
                 return status.path
             if status.failure is not None:
                 raise rebuilt_error(status.failure.error, status.failure.message, CoordinatorError)
-            time.sleep(POLL_SECONDS)
+            time.sleep(SAVEPOINT_POLL_SECONDS)
             status = ask()
         log.warning("The coordinator has been restarted: the savepoint is begun anew")
     raise SavepointFailedError(
-        f"The coordinator was lost {ATTEMPTS} times while the savepoint was made; look at its logs."
+        f"The coordinator was lost {SAVEPOINT_ATTEMPTS} times while the savepoint was made; look at its logs."
     )
 
 
@@ -125,11 +125,11 @@ def restore_savepoint(
 
     With ``state_only`` a new query starts there at batch 0, with this state. Storage settings and
     ``spark.statestore.location`` are the Spark session's, where there is one. See
-    ``coordinator_actor.savepoints.restore.restore_savepoint`` for the arguments and the errors.
+    ``coordinator_actor.savepoints.restore.restore_into_checkpoint`` for the arguments and the errors.
     """
     set_up(setting_of_environment(), {"role": "driver"})  # often before there is a session
     spark = current_spark()
-    return savepoint_restore.restore_savepoint(
+    return savepoint_restore.restore_into_checkpoint(
         _absolute(path),
         _absolute(checkpoint_location),
         num_partitions=num_partitions,
@@ -146,7 +146,7 @@ def restore_savepoint(
 
 def list_savepoints(base_path: str, storage_options: Mapping[str, str] | None = None) -> list[SavepointInfo]:
     """Return the savepoints directly below a directory, the oldest first."""
-    return savepoint_catalog.list_savepoints(_absolute(base_path), _options(storage_options))
+    return savepoint_catalog.read_stored_savepoints(_absolute(base_path), _options(storage_options))
 
 
 def describe_savepoint(
@@ -157,13 +157,13 @@ def describe_savepoint(
     With ``check_files`` every file is read and compared with what was written. Raises ``SavepointError``, and
     ``DamagedFileError`` that names all files that are missing or damaged.
     """
-    describe = savepoint_catalog.verify_savepoint if check_files else savepoint_catalog.describe_savepoint
+    describe = savepoint_catalog.verify_stored_savepoint if check_files else savepoint_catalog.read_stored_savepoint
     return describe(_absolute(path), _options(storage_options))
 
 
 def delete_savepoint(path: str, storage_options: Mapping[str, str] | None = None) -> None:
     """Remove a savepoint. Raises ``SavepointError`` if there is none at ``path``."""
-    savepoint_catalog.delete_savepoint(_absolute(path), _options(storage_options))
+    savepoint_catalog.remove_stored_savepoint(_absolute(path), _options(storage_options))
 
 
 def _options(given: Mapping[str, str] | None) -> dict[str, str]:

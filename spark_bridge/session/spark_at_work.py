@@ -1,4 +1,4 @@
-"""Whether Spark is at a batch: asked of the running query itself, for no event tells of a batch that has begun."""
+"""Asks the running query whether Spark is at a batch, for no event tells of a batch that has begun."""
 
 from __future__ import annotations
 

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-LOOK_SECONDS = 2.0
+MASTER_LOOK_SECONDS = 2.0
 """Seconds between two looks; a look is one message to Ray."""
-GONE = (
+MASTER_DIED = (
     "RayDP's master of this application has died, and its executors with it; Ray does not start them again. Nothing "
     "that was committed is lost: start the program again, and its queries go on from their checkpoints. "
     "`statestore run` does that by itself."
@@ -47,14 +47,14 @@ class SparkMasterWatch:
         self._thread.join()
 
     def _run(self) -> None:
-        while not self._closed.wait(LOOK_SECONDS):
+        while not self._closed.wait(MASTER_LOOK_SECONDS):
             if is_dead(self._master):
                 break
         if self._closed.is_set() or self._spark.sparkContext._jsc is None:
             return  # the program has stopped Spark, and RayDP the master
-        log.error("%s", GONE)
+        log.error("%s", MASTER_DIED)
         # Again and again: the program may start further queries, and Spark other jobs.
-        while not self._closed.wait(LOOK_SECONDS):
+        while not self._closed.wait(MASTER_LOOK_SECONDS):
             try:
                 self._end_queries()
             except Exception:  # the thread must go on
@@ -66,7 +66,7 @@ class SparkMasterWatch:
             self._closed.set()
             return
         for query in self._spark.streams.active:
-            end_with(self._spark._jvm, query._jsq.streamingQuery(), GONE)
+            end_with(self._spark._jvm, query._jsq.streamingQuery(), MASTER_DIED)
             query.stop()
         for job in context.statusTracker().getActiveJobsIds():
-            context._jsc.sc().cancelJob(job, GONE)
+            context._jsc.sc().cancelJob(job, MASTER_DIED)

@@ -1,4 +1,4 @@
-"""The driver's metrics: what Spark says of a batch, and of each operator under the names of Spark's progress."""
+"""The driver's metrics: Spark's figures of a batch, and those of each operator under the names of Spark's progress."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from spark_bridge.session.operator_progress import StateOperatorProgress
 
 log = logging.getLogger(__name__)
 
-PUBLISH_SECONDS = 10.0
+STREAM_METRICS_SECONDS = 10.0
 """Seconds between two looks at the operators. A look asks each host once for each query, beside the batches."""
 
 
 @dataclass(frozen=True)
 class _Batch:
-    """What Spark says of a batch: rows a second, and milliseconds by step."""
+    """Spark's figures of a batch: rows a second, and milliseconds by step."""
 
     of_input: float
     processed: float
@@ -40,7 +40,7 @@ class StreamMetrics:
         self,
         sink: MetricSink,
         progress_of: Callable[[str], Sequence[StateOperatorProgress]],
-        seconds: float = PUBLISH_SECONDS,
+        seconds: float = STREAM_METRICS_SECONDS,
     ) -> None:
         self._sink = sink
         self._seconds = seconds

@@ -10,15 +10,15 @@ from pyspark.sql.datasource import DataSourceStreamReader
 
 from backends.exceptions import InvalidStateStoreArgument, VersionNotFoundError
 from coordinator_actor.reading.stored_versions import StateVersions
-from spark_bridge.state_data.packed_pieces import packed_pieces, unpacked, without_pieces
+from spark_bridge.state_data.packed_pieces import packed_pieces, unpacked_piece, without_pieces
 from spark_bridge.state_data.source_options import EARLIEST, LATEST, OF_CHANGES, STATE, SourceOptions
-from spark_bridge.state_data.state_reader import StatePartition, arrow_schema, fitting
-from spark_bridge.state_data.state_sources import Source, changes_source, inserts_source
+from spark_bridge.state_data.state_reader import StatePartition, fitting, reader_schema
+from spark_bridge.state_data.state_sources import AnySource, changes_source, inserts_source
 
 if TYPE_CHECKING:
     from pyspark.sql.types import StructType
 
-VERSION = "version"
+OFFSET_FIELD = "version"
 BEFORE_STATE = -1
 """The offset before the state itself: the first batch of the stream has all rows as inserted."""
 
@@ -38,7 +38,7 @@ class ChangeStreamReader(DataSourceStreamReader):  # type: ignore[misc]
             )
         options.refuse((*OF_CHANGES, "flattenCollectionTypes"), "A stream")
         self._options = options
-        self._schema = arrow_schema(schema)
+        self._schema = reader_schema(schema)
         self._target: int | None = None
 
     def initialOffset(self) -> dict[str, int]:
@@ -46,12 +46,12 @@ class ChangeStreamReader(DataSourceStreamReader):  # type: ignore[misc]
         starting = self._options.starting
         versions = self._versions()
         if starting == STATE:
-            return {VERSION: BEFORE_STATE}
+            return {OFFSET_FIELD: BEFORE_STATE}
         if starting in (EARLIEST, LATEST):
             there = versions.readable
-            return {VERSION: there[0] if there and starting == EARLIEST else self._completed(versions)}
+            return {OFFSET_FIELD: there[0] if there and starting == EARLIEST else self._completed(versions)}
         assert isinstance(starting, int)
-        return {VERSION: versions.resolve(starting)}
+        return {OFFSET_FIELD: versions.resolve(starting)}
 
     def getDefaultReadLimit(self) -> Any:
         """Return the limit of a batch, which Spark hands back; it has none that counts versions."""
@@ -67,18 +67,18 @@ class ChangeStreamReader(DataSourceStreamReader):  # type: ignore[misc]
         """
         from pyspark.sql.streaming.datasource import ReadMaxFiles
 
-        begin = start[VERSION]
+        begin = start[OFFSET_FIELD]
         newest = self._completed(self._versions()) if self._target is None else self._target
         if newest < begin:
             if self._target is not None:
-                return {VERSION: begin}
+                return {OFFSET_FIELD: begin}
             raise VersionNotFoundError(
                 f"The query at {self._options.place.checkpoint_location} went back to version {newest}, but changes up "
                 f"to version {begin} have been read, which no longer hold. Start this stream with a new checkpoint."
             )
         if begin != BEFORE_STATE and isinstance(limit, ReadMaxFiles):
             newest = min(newest, begin + limit.max_files)
-        return {VERSION: newest}
+        return {OFFSET_FIELD: newest}
 
     def prepareForTriggerAvailableNow(self) -> None:
         """Keep the version that is completed now: the stream ends there."""
@@ -86,11 +86,11 @@ class ChangeStreamReader(DataSourceStreamReader):  # type: ignore[misc]
 
     def reportLatestOffset(self) -> dict[str, int]:
         """Return the last completed version."""
-        return {VERSION: self._completed(self._versions())}
+        return {OFFSET_FIELD: self._completed(self._versions())}
 
     def partitions(self, start: dict[str, int], end: dict[str, int]) -> Sequence[StatePartition]:
         """Return a partition for each one of the state. Raises ``VersionNotFoundError`` if the versions are gone."""
-        begin, last = start[VERSION], end[VERSION]
+        begin, last = start[OFFSET_FIELD], end[OFFSET_FIELD]
         if begin == last:
             return []
         try:
@@ -104,7 +104,7 @@ class ChangeStreamReader(DataSourceStreamReader):  # type: ignore[misc]
         of_stream = without_pieces(source)
         return [StatePartition(packed, of_stream) for packed in packed_pieces(source.reading.pieces)]
 
-    def _source(self, begin: int, last: int) -> Source:
+    def _source(self, begin: int, last: int) -> AnySource:
         of = self._options
         if begin == BEFORE_STATE:
             return inserts_source(of.place, of.operator, of.state, last, raw=of.state_columns)
@@ -113,7 +113,7 @@ class ChangeStreamReader(DataSourceStreamReader):  # type: ignore[misc]
     def read(self, partition: StatePartition) -> Iterator[pa.RecordBatch]:
         """Give the changes of one partition, on an executor."""
         assert partition.source is not None
-        return fitting(partition.source.batches(unpacked(partition.piece)), self._schema)
+        return fitting(partition.source.batches(unpacked_piece(partition.piece)), self._schema)
 
     def _versions(self) -> StateVersions:
         return StateVersions.look(self._options.place)

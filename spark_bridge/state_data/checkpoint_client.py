@@ -22,9 +22,9 @@ from spark_bridge.state_data.stored_reads import ADDRESS, StoredReads
 
 log = logging.getLogger(__name__)
 
-POLL_SECONDS = 1.0
+WATCH_POLL_SECONDS = 1.0
 """How often a watch looks for the next version."""
-READ_SECONDS = 24 * 3600.0
+CHECKPOINT_READ_SECONDS = 24 * 3600.0
 """Storage answers when it answers; the reads of a checkpoint wait for nothing else."""
 
 
@@ -41,8 +41,10 @@ class CheckpointClient(QueryableStateClient):
     """
 
     def __init__(self, reads: StoredReads) -> None:
-        connections = KvConnections("", timeout=READ_SECONDS)
-        super().__init__(_InStorage(reads), connections, StateRouter(connections, local=(ADDRESS, reads)), READ_SECONDS)
+        connections = KvConnections("", timeout=CHECKPOINT_READ_SECONDS)
+        super().__init__(
+            _InStorage(reads), connections, StateRouter(connections, local=(ADDRESS, reads)), CHECKPOINT_READ_SECONDS
+        )
         self.reads = reads
 
     @classmethod
@@ -154,7 +156,7 @@ class StoredWatch:
             except VersionNotFoundError as error:
                 raise StateVersionError(str(error)) from error
             yield from self.up_to(newest)
-            self._closed.wait(POLL_SECONDS)
+            self._closed.wait(WATCH_POLL_SECONDS)
 
     def up_to(self, version: int) -> Iterator[StateChange]:
         """Give the changes that are behind ``position``, up to a completed version."""

@@ -1,4 +1,4 @@
-"""Which operators and state variables there are in storage, their schemas, and the versions that can be read."""
+"""Tables of the operators and state variables in storage, their schemas, and the versions that can be read."""
 
 from __future__ import annotations
 

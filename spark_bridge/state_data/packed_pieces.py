@@ -10,7 +10,7 @@ import msgspec
 
 from backends.decoders import msgpack_decoder
 from coordinator_actor.reading.stored_versions import Piece
-from spark_bridge.state_data.state_sources import ChangesSource, InsertsSource, Source, StateSource
+from spark_bridge.state_data.state_sources import AnySource, ChangesSource, InsertsSource, StateSource
 
 
 def packed_pieces(pieces: Sequence[Piece]) -> tuple[bytes, ...]:
@@ -18,12 +18,12 @@ def packed_pieces(pieces: Sequence[Piece]) -> tuple[bytes, ...]:
     return tuple(zlib.compress(msgspec.msgpack.encode(piece)) for piece in pieces)
 
 
-def unpacked(packed: bytes) -> Piece:
+def unpacked_piece(packed: bytes) -> Piece:
     """Return the piece of ``packed_pieces``."""
     return msgpack_decoder(Piece).decode(zlib.decompress(packed))
 
 
-def without_pieces(source: Source) -> Source:
+def without_pieces(source: AnySource) -> AnySource:
     """Return a source without its pieces, which go to other processes one by one."""
     reading = replace(source.reading, pieces=())
     match source:

@@ -12,8 +12,8 @@ from ray.data.block import BlockMetadata
 
 from coordinator_actor.reading.stored_versions import find_state
 from spark_bridge.exceptions import RequestError
-from spark_bridge.queryable.client.conditions import Condition
-from spark_bridge.state_data.packed_pieces import packed_pieces, unpacked, without_pieces
+from spark_bridge.queryable.client.conditions import WhereCondition
+from spark_bridge.state_data.packed_pieces import packed_pieces, unpacked_piece, without_pieces
 from spark_bridge.state_data.selected_rows import selected
 from spark_bridge.state_data.state_sources import StateSource, state_source
 
@@ -28,7 +28,7 @@ def read_state_dataset(
     version: int | None = None,
     *,
     columns: Sequence[str] | None = None,
-    where: Sequence[Condition] | None = None,
+    where: Sequence[WhereCondition] | None = None,
     flatten: bool = True,
     state_columns: bool = False,
     state_location: str | None = None,
@@ -58,7 +58,7 @@ class StateDatasource(Datasource):  # type: ignore[misc]
     """Some rows and columns of a source for Ray Data. Raises ``RequestError`` as ``selected`` does."""
 
     def __init__(
-        self, source: StateSource, columns: Sequence[str] | None = None, where: Sequence[Condition] | None = None
+        self, source: StateSource, columns: Sequence[str] | None = None, where: Sequence[WhereCondition] | None = None
     ) -> None:
         super().__init__()
         chosen = selected(source, columns, where)
@@ -85,12 +85,12 @@ class StateDatasource(Datasource):  # type: ignore[misc]
 
 
 def _blocks(
-    source: StateSource, columns: list[str] | None, where: list[Condition], packed: bytes
+    source: StateSource, columns: list[str] | None, where: list[WhereCondition], packed: bytes
 ) -> Iterator[pa.Table]:
     """Give the rows of one partition, in a task of Ray; Ray puts small tables together to blocks."""
     chosen = selected(source, columns, where)
     is_empty = True
-    for batch in chosen.batches(unpacked(packed)):
+    for batch in chosen.batches(unpacked_piece(packed)):
         is_empty = False
         yield pa.Table.from_batches([batch])
     if is_empty:

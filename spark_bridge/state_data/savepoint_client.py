@@ -9,7 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from backends.storage.checkpoint_storage import CheckpointStorage, OpenStorage
-from coordinator_actor.savepoints.restore import restore_savepoint
+from coordinator_actor.savepoints.restore import restore_into_checkpoint
 from coordinator_actor.savepoints.savepoint_format import METADATA_FILE
 from spark_bridge.state_data.checkpoint_client import CheckpointClient
 
@@ -29,7 +29,8 @@ def client_of_path(
     """Give a client that reads the checkpoint or savepoint at ``location``.
 
     A savepoint is restored to a temporary directory first, of which ``progress`` is told, and has one version: that of
-    the savepoint. ``damaged`` is that of ``CheckpointClient.open``. Raises what that and ``restore_savepoint`` raise.
+    the savepoint. ``damaged`` is that of ``CheckpointClient.open``. Raises what ``open`` and
+    ``restore_into_checkpoint`` raise.
     """
     options = dict(storage_options or {})
     if not open_storage(location, options).exists(METADATA_FILE):
@@ -38,5 +39,5 @@ def client_of_path(
     progress(f"{location} is a savepoint; it is restored to a temporary directory to be read.")
     with TemporaryDirectory(prefix="statestore-savepoint-") as scratch:
         checkpoint = str(Path(scratch) / "checkpoint")
-        restore_savepoint(location, checkpoint, storage_options=options, open_storage=open_storage)
+        restore_into_checkpoint(location, checkpoint, storage_options=options, open_storage=open_storage)
         yield CheckpointClient.open(checkpoint, None, options, open_storage=open_storage)

@@ -10,10 +10,10 @@ import numpy as np
 import pyarrow as pa
 
 from backends.encoding.key_groups import key_groups, partition_range
-from backends.encoding.keys import GROUP_BYTES, encode_keys
+from backends.encoding.keys import KEY_GROUP_BYTES, encode_keys
 from coordinator_actor.reading.partition_reader import opened_partition
 from coordinator_actor.reading.stored_versions import Piece
-from spark_bridge.queryable.client.conditions import Condition, comparisons
+from spark_bridge.queryable.client.conditions import WhereCondition, comparisons
 from spark_bridge.queryable.client.key_ranges import first_key_after
 from spark_bridge.queryable.protocol.messages import Comparison
 from spark_bridge.queryable.reads.answer_version import PartitionView
@@ -23,7 +23,7 @@ from spark_bridge.state_data.state_sources import StateSource
 from spark_bridge.state_format.partition_rows import partition_rows
 from spark_bridge.state_format.stored_rows import VariableRows
 
-MAX_KEYS = 10_000
+MAX_SELECTED_KEYS = 10_000
 """Conditions that so many keys can meet, or more, leave out no partition."""
 
 
@@ -70,7 +70,7 @@ class SelectedSource:
 
 
 def selected(
-    source: StateSource, columns: Sequence[str] | None = None, where: Sequence[Condition] | None = None
+    source: StateSource, columns: Sequence[str] | None = None, where: Sequence[WhereCondition] | None = None
 ) -> SelectedSource:
     """Return the rows of a source that meet all conditions (as in ``client.scan``), in some columns (None: all).
 
@@ -128,7 +128,7 @@ def _encoded(fields: Sequence[pa.Field], values: Sequence[pa.Scalar]) -> bytes:
     arrays = [pa.array([value.as_py()], field.type) for field, value in zip(fields, values, strict=True)]
     batch = pa.RecordBatch.from_arrays(arrays, schema=pa.schema(list(fields)))
     encoded: bytes = encode_keys(batch, np.zeros(1, np.uint16))[0].as_py()
-    return encoded[GROUP_BYTES:]
+    return encoded[KEY_GROUP_BYTES:]
 
 
 def _groups(source: StateSource, conditions: Sequence[Comparison]) -> frozenset[int] | None:
@@ -142,7 +142,7 @@ def _groups(source: StateSource, conditions: Sequence[Comparison]) -> frozenset[
             return None
         values = [scalar_of(field.name, value, field.type).as_py() for value in given[0].values]
         many *= len(values)
-        if many > MAX_KEYS:
+        if many > MAX_SELECTED_KEYS:
             return None
         choices.append(values)
     keys = list(itertools.product(*choices))

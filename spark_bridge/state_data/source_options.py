@@ -8,13 +8,13 @@ from dataclasses import dataclass, field, replace
 import pyarrow as pa
 from msgspec import structs
 
+from backends.encoding.operator_schema import TIMERS
 from backends.exceptions import InvalidStateStoreArgument
 from backends.formats.manifest import Lineage
 from coordinator_actor.reading.stored_versions import Piece, StatePlace, StateVersions, find_state
-from spark_bridge.state_data.state_sources import Source, StateSource, changes_source, state_source
-from spark_bridge.state_format.layouts import TIMERS
+from spark_bridge.state_data.state_sources import AnySource, StateSource, changes_source, state_source
 
-STORAGE = "storage."
+STORAGE_PREFIX = "storage."
 NAMES = (
     "path",
     "operator",
@@ -82,14 +82,14 @@ class SourceOptions:
         given: dict[str, str] = {}
         storage: dict[str, str] = {}
         for name, value in options.items():
-            if name.lower().startswith(STORAGE):
-                storage[name[len(STORAGE) :]] = value
+            if name.lower().startswith(STORAGE_PREFIX):
+                storage[name[len(STORAGE_PREFIX) :]] = value
             elif name.lower() in known:
                 given[known[name.lower()]] = value
             else:
                 raise InvalidStateStoreArgument(
                     f"The format ray_statestore has no option {name!r}; there are {', '.join(NAMES)}, and "
-                    f"{STORAGE}NAME for settings of the storage."
+                    f"{STORAGE_PREFIX}NAME for settings of the storage."
                 )
         for name in ("path", "operator"):
             if not given.get(name):
@@ -156,7 +156,7 @@ def _number(given: Mapping[str, str], name: str) -> int | None:
     return int(text)
 
 
-def source_of(options: SourceOptions) -> Source:
+def source_of(options: SourceOptions) -> AnySource:
     """Return the rows, or the changes, that the options of a table name.
 
     Raises what ``state_batches`` and ``state_changes_batches`` raise at the beginning.
@@ -173,7 +173,7 @@ def source_of(options: SourceOptions) -> Source:
     return source if options.snapshot is None else _from_snapshots(source, options.snapshot + 1)
 
 
-def schema_of(options: SourceOptions) -> pa.Schema:
+def source_schema(options: SourceOptions) -> pa.Schema:
     """Return the columns of a table or a stream: of rows, or with ``readChangeFeed`` of changes."""
     if options.is_changes:
         newest = StateVersions.look(options.place).resolve(None)

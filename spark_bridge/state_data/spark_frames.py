@@ -19,8 +19,8 @@ from coordinator_actor.reading.stored_versions import StatePlace, StateVersions,
 from spark_bridge.session.current import current_cluster, current_spark
 from spark_bridge.session.settings import STATE_LOCATION_CONF, storage_settings
 from spark_bridge.state_data.metadata import metadata_of
-from spark_bridge.state_data.packed_pieces import packed_pieces, unpacked, without_pieces
-from spark_bridge.state_data.state_sources import Source, changes_source, state_source
+from spark_bridge.state_data.packed_pieces import packed_pieces, unpacked_piece, without_pieces
+from spark_bridge.state_data.state_sources import AnySource, changes_source, state_source
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -101,7 +101,7 @@ def state_place(
     return find_state(checkpoint_location, base, {**of_session, **(storage_options or {})})
 
 
-def _data_frame(spark: SparkSession, source: Source) -> DataFrame:
+def _data_frame(spark: SparkSession, source: AnySource) -> DataFrame:
     pieces = source.reading.pieces
     schema = spark_schema(source.schema)
     if not pieces:
@@ -115,18 +115,18 @@ def _data_frame(spark: SparkSession, source: Source) -> DataFrame:
 class _Task:
     """Reads pieces in a PySpark worker. The pieces are packed, for a chain of many versions names many files."""
 
-    source: Source
+    source: AnySource
     packed: tuple[bytes, ...]
 
     @classmethod
-    def of(cls, source: Source) -> _Task:
+    def of(cls, source: AnySource) -> _Task:
         return cls(without_pieces(source), packed_pieces(source.reading.pieces))
 
     def run(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         """Give the rows of the pieces whose numbers come in."""
         for batch in batches:
             for number in batch.column(0).to_pylist():
-                yield from self.source.batches(unpacked(self.packed[number]))
+                yield from self.source.batches(unpacked_piece(self.packed[number]))
 
 
 def _named(task: _Task, name: str) -> Callable[[Any], Any]:

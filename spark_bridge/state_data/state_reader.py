@@ -21,10 +21,10 @@ from pyspark.sql.datasource import (
 )
 
 from spark_bridge.exceptions import RequestError
-from spark_bridge.state_data.packed_pieces import packed_pieces, unpacked, without_pieces
+from spark_bridge.state_data.packed_pieces import packed_pieces, unpacked_piece, without_pieces
 from spark_bridge.state_data.selected_rows import selected
 from spark_bridge.state_data.source_options import SourceOptions, source_of
-from spark_bridge.state_data.state_sources import Source, StateSource
+from spark_bridge.state_data.state_sources import AnySource, StateSource
 
 if TYPE_CHECKING:
     from pyspark.sql.types import StructType
@@ -43,7 +43,7 @@ _COMPARISONS: dict[type, str] = {
 class StatePartition(InputPartition):  # type: ignore[misc]
     """One partition of the state, packed; of a stream with the source that reads it."""
 
-    def __init__(self, piece: bytes, source: Source | None = None) -> None:
+    def __init__(self, piece: bytes, source: AnySource | None = None) -> None:
         super().__init__(None)
         self.piece = piece
         self.source = source
@@ -52,7 +52,7 @@ class StatePartition(InputPartition):  # type: ignore[misc]
 class StateReader(DataSourceReader):  # type: ignore[misc]
     """Reads a table, a partition of the state in each of Spark's partitions."""
 
-    def __init__(self, source: Source, schema: pa.Schema) -> None:
+    def __init__(self, source: AnySource, schema: pa.Schema) -> None:
         self._source = without_pieces(source)
         self._packed = packed_pieces(source.reading.pieces)
         self._schema = schema
@@ -64,7 +64,7 @@ class StateReader(DataSourceReader):  # type: ignore[misc]
 
     def read(self, partition: StatePartition) -> Iterator[pa.RecordBatch]:
         """Give the rows of one partition, on an executor."""
-        return fitting(self._source.batches(unpacked(partition.piece)), self._schema)
+        return fitting(self._source.batches(unpacked_piece(partition.piece)), self._schema)
 
 
 class FilteringStateReader(StateReader):
@@ -98,12 +98,12 @@ class FilteringStateReader(StateReader):
     def partitions(self) -> Sequence[StatePartition]:
         """Return the partitions that can have rows that pass."""
         may_have = selected(self._rows, None, self._where).may_have
-        return [p for p in super().partitions() if may_have(unpacked(p.piece))]
+        return [p for p in super().partitions() if may_have(unpacked_piece(p.piece))]
 
     def read(self, partition: StatePartition) -> Iterator[pa.RecordBatch]:
         """Give the rows of one partition that pass, on an executor."""
         chosen = selected(self._rows, None, self._where)
-        return fitting(chosen.batches(unpacked(partition.piece)), self._schema)
+        return fitting(chosen.batches(unpacked_piece(partition.piece)), self._schema)
 
 
 def reader_of(options: SourceOptions, schema: StructType) -> StateReader:
@@ -115,8 +115,8 @@ def reader_of(options: SourceOptions, schema: StructType) -> StateReader:
     source = source_of(options)
     takes_filters = FILTERING_WORKER in sys.modules or _main_module() == FILTERING_WORKER
     if isinstance(source, StateSource) and takes_filters:
-        return FilteringStateReader(source, arrow_schema(schema))
-    return StateReader(source, arrow_schema(schema))
+        return FilteringStateReader(source, reader_schema(schema))
+    return StateReader(source, reader_schema(schema))
 
 
 def _main_module() -> str | None:
@@ -125,7 +125,7 @@ def _main_module() -> str | None:
     return None if spec is None else spec.name
 
 
-def arrow_schema(schema: StructType) -> pa.Schema:
+def reader_schema(schema: StructType) -> pa.Schema:
     """Return the Arrow schema that Spark wants of a data source's batches."""
     from pyspark.sql.pandas.types import to_arrow_schema
 

@@ -8,14 +8,13 @@ from datetime import datetime
 
 import pyarrow as pa
 
-from backends.encoding.operator_schema import StateVariable
+from backends.encoding.operator_schema import TIMERS, StateVariable
 from backends.exceptions import InvalidStateStoreArgument
 from backends.ids import DEFAULT_FAMILY
 from backends.storage.checkpoint_storage import CheckpointStorage, OpenStorage
 from coordinator_actor.reading.partition_reader import opened_partition
 from coordinator_actor.reading.stored_versions import Piece, Reading, StatePlace, StateVersions
 from coordinator_actor.reading.version_times import VersionTimes, ms_of
-from spark_bridge.state_format.layouts import TIMERS
 from spark_bridge.state_format.partition_rows import scan_partition
 from spark_bridge.state_format.stored_changes import VariableChanges
 from spark_bridge.state_format.stored_rows import VariableRows
@@ -81,7 +80,7 @@ class InsertsSource:
             yield self.changes.as_inserts(self.reading.version, batch)
 
 
-Source = StateSource | ChangesSource | InsertsSource
+AnySource = StateSource | ChangesSource | InsertsSource
 
 
 def state_source(

@@ -14,11 +14,11 @@ import pyarrow as pa
 
 from backends.exceptions import VersionNotFoundError
 from coordinator_actor.reading.stored_versions import find_state
-from spark_bridge.state_data.state_sources import Source, changes_source, state_source
+from spark_bridge.state_data.state_sources import AnySource, changes_source, state_source
 
 T = TypeVar("T")
 
-ATTEMPTS = 3
+VERSION_ATTEMPTS = 3
 """So often the last version is looked up, if it is removed before it can be read."""
 
 
@@ -139,7 +139,7 @@ def state_changes_table(
     ).read_all()
 
 
-def _reader(source: Callable[[], Source], *, is_newest: bool) -> pa.RecordBatchReader:
+def _reader(source: Callable[[], AnySource], *, is_newest: bool) -> pa.RecordBatchReader:
     """Return the batches of all pieces.
 
     The first batch is read at once, so that errors are raised here, and a newest version that is gone is looked up
@@ -156,7 +156,7 @@ def _reader(source: Callable[[], Source], *, is_newest: bool) -> pa.RecordBatchR
 
 
 def _again(read: Callable[[], T], *, is_newest: bool) -> T:
-    for _ in range(ATTEMPTS - 1 if is_newest else 0):
+    for _ in range(VERSION_ATTEMPTS - 1 if is_newest else 0):
         try:
             return read()
         except VersionNotFoundError as error:

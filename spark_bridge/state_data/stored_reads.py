@@ -35,17 +35,17 @@ from spark_bridge.queryable.reads.operator_plan import OperatorPlan
 from spark_bridge.queryable.reads.operator_summary import operator_summary
 from spark_bridge.queryable.reads.partition_scans import KeyBounds, pairs_of
 from spark_bridge.queryable.reads.row_selection import RowSelection
-from spark_bridge.queryable.reads.row_stream import gathered, limited
+from spark_bridge.queryable.reads.row_stream import gather_batches, limited
 from spark_bridge.queryable.reads.windowed_key_reads import WindowedKeys
 from spark_bridge.state_data.stored_query import query_in_storage
 from spark_bridge.state_data.version_changes import changes_by_version
 from spark_bridge.state_format.partition_rows import partition_rows
 from spark_bridge.state_format.stored_rows import VariableRows
-from spark_bridge.state_format.windowed_keys import window_of
+from spark_bridge.state_format.windowed_keys import window_place
 
 ADDRESS = "storage"
 """The address under which a router finds these reads in its own process."""
-LOOK_SECONDS = 1.0
+MANIFEST_LOOK_SECONDS = 1.0
 """Manifests that were read are taken for the last ones for so long."""
 
 
@@ -80,9 +80,9 @@ class StoredReads:
     # -- operators and versions ----------------------------------------------------------------
 
     def versions(self) -> StateVersions:
-        """Return the versions that there are now, or were ``LOOK_SECONDS`` ago."""
+        """Return the versions that there are now, or were ``MANIFEST_LOOK_SECONDS`` ago."""
         looked = self._looked
-        if looked is not None and self._clock() - looked[0] < LOOK_SECONDS:
+        if looked is not None and self._clock() - looked[0] < MANIFEST_LOOK_SECONDS:
             return looked[1]
         begun = self._clock()
         passes = self._damaged is not None
@@ -172,7 +172,7 @@ class StoredReads:
         variable = plan.variable(request.state)
         rows = plan.rows(variable, self._now_ms())
         selection = RowSelection.of(rows, request.columns, (), with_position=True)
-        window = window_of(variable)
+        window = window_place(variable)
         of_keys = plan.partitions_of(plan.groups_of(keys))
         if window is None:
             wanted = set(np.unique(of_keys).tolist())
@@ -199,7 +199,7 @@ class StoredReads:
                 with self._view(piece, version) as view:
                     yield from rows_of_keys(plan, rows, [find(view)], by_window=False)
 
-        return StateAnswer(version, selection.schema, gathered(map(selection.rows, batches())))
+        return StateAnswer(version, selection.schema, gather_batches(map(selection.rows, batches())))
 
     # -- rows ----------------------------------------------------------------------------------
 
@@ -216,7 +216,7 @@ class StoredReads:
                     pairs = pairs_of(view, rows, plan.key_groups_of(piece.partition), bounds)
                     yield from map(selection.rows, partition_rows(rows, pairs, piece.partition))
 
-        return StateAnswer(version, selection.schema, gathered(limited(batches(), request.limit)))
+        return StateAnswer(version, selection.schema, gather_batches(limited(batches(), request.limit)))
 
     def count(self, request: ScanRequest) -> tuple[int, int]:
         """See ``StateReads``."""

@@ -1,4 +1,4 @@
-"""Which rows differ between two moments, and the columns in which differences are shown."""
+"""Finds the rows that differ between two moments, and the columns in which differences are shown."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 
 from backends.encoding.sorted_pairs import SortedPairs
 from spark_bridge.state_format.layouts import LIST
-from spark_bridge.state_format.stored_keys import LONG_BYTES
+from spark_bridge.state_format.stored_keys import INT64_KEY_BYTES
 from spark_bridge.state_format.stored_rows import Positions, VariableRows
 
 _BEHIND_CHUNKS = b"\x02"
@@ -38,7 +38,7 @@ def list_keys(rows: VariableRows, family: str, keys: pa.BinaryArray) -> pa.Binar
     """Return the stored keys of the lists whose elements stand under ``keys`` of ``family``."""
     if family == rows.main or not len(keys):
         return keys
-    return pc.binary_slice(keys, 0, -LONG_BYTES)
+    return pc.binary_slice(keys, 0, -INT64_KEY_BYTES)
 
 
 def in_step(streams: Sequence[Iterator[SortedPairs]]) -> Iterator[list[SortedPairs]]:
@@ -63,7 +63,7 @@ def in_step(streams: Sequence[Iterator[SortedPairs]]) -> Iterator[list[SortedPai
         yield step
 
 
-def order_of(keys: Sequence[pa.BinaryArray], pairs: Sequence[Positions]) -> Positions:
+def row_order(keys: Sequence[pa.BinaryArray], pairs: Sequence[Positions]) -> Positions:
     """Return the order of the rows of several parts by the keys of their pairs.
 
     ``pairs`` are, for each part, the positions of its rows' pairs in that part of ``keys``.

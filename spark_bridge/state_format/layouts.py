@@ -38,7 +38,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import pyarrow as pa
 
-from backends.encoding.operator_schema import OperatorSchema, StateVariable
+from backends.encoding.operator_schema import TIMERS, OperatorSchema, StateVariable
 from backends.encoding.schema import StateSchema
 from backends.ids import DEFAULT_FAMILY
 from spark_bridge.state_format.families import (
@@ -52,8 +52,8 @@ from spark_bridge.state_format.families import (
     stored_name,
 )
 
-VALUE, ROWS, WINDOWS, LIST, MAP, TIMERS = "value", "rows", "windows", "list", "map", "timers"
-"""The kinds of state that a query client tells apart, with ``SESSIONS``. The timers variable is named as its kind."""
+VALUE, ROWS, WINDOWS, LIST, MAP = "value", "rows", "windows", "list", "map"
+"""The kinds of state that a query client tells apart, with ``SESSIONS`` and ``TIMERS``."""
 
 TTL_COLUMN = "__ttl_expiration_ms"
 """When a value, element or entry expires."""
@@ -83,7 +83,7 @@ IS_LARGE, MAP_ENTRIES = "large", "entries"
 ENTRY_KEY, ENTRY_VALUE = "key", "value"
 """The fields of a small map's entry."""
 
-ALL_ROWS = "all_rows"
+ALL_ROWS_KEY = "all_rows"
 """The key column of an ``aggregate`` over all rows (``by=[]``), which is true."""
 
 EXPIRIES, EXPIRY = "expiries", "__expiry"

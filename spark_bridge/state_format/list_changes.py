@@ -7,13 +7,11 @@ those at their ends, and the elements that stay where others left at the beginni
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from backends.encoding.columns import Mask
 from spark_bridge.state_format.stored_rows import Positions
-
-Mask = npt.NDArray[np.bool_]
 
 
 def changed_elements(

@@ -15,21 +15,23 @@ from backends.encoding.keys import encode_keys
 from backends.encoding.sorted_pairs import SortedPairs, as_binary
 from backends.partition.partition_state import PartitionState
 from coordinator_actor.reading import partition_reader
-from spark_bridge.state_format.family_order import in_step, order_keys, order_of, without_order
+from spark_bridge.state_format.family_order import in_step, order_keys, row_order, without_order
 from spark_bridge.state_format.layouts import MAP
 from spark_bridge.state_format.stored_keys import key_groups_of
-from spark_bridge.state_format.stored_rows import Positions, Rows, VariableRows
+from spark_bridge.state_format.stored_rows import DecodedRows, Positions, VariableRows
 from spark_bridge.state_format.user_columns import KEY_GROUP
 
-STEP_ROWS = 1 << 14
+DECODE_STEP_ROWS = 1 << 14
 """Pairs that are decoded at once, at most."""
-STEP_BYTES = 4 << 20
+DECODE_STEP_BYTES = 4 << 20
 """Bytes of pairs that are decoded at once, about; one pair at least."""
 
 
 def scan_partition(rows: VariableRows, state: PartitionState, partition: int) -> Iterator[pa.RecordBatch]:
     """Yield all rows of a partition that is open at one version, as batches of ``rows.output``."""
-    return partition_rows(rows, {family: partition_reader.scan(state, family) for family in rows.families}, partition)
+    return partition_rows(
+        rows, {family: partition_reader.scan_family(state, family) for family in rows.families}, partition
+    )
 
 
 def partition_rows(
@@ -72,25 +74,25 @@ def _sorted_parts(rows: VariableRows, family: str, batches: Iterator[pa.RecordBa
     for batch in batches:
         keys, values = as_binary("keys", batch.column(0)), as_binary("values", batch.column(1))
         pairs = SortedPairs(order_keys(rows, family, keys), values)
-        length = max(1, min(STEP_ROWS, STEP_BYTES * len(pairs) // max(1, pairs.nbytes)))
+        length = max(1, min(DECODE_STEP_ROWS, DECODE_STEP_BYTES * len(pairs) // max(1, pairs.nbytes)))
         for at in range(0, len(pairs), length):
             yield pairs.slice(at, length)
 
 
-def _decoded(rows: VariableRows, family: str, keys: pa.BinaryArray, values: pa.BinaryArray) -> Rows:
+def _decoded(rows: VariableRows, family: str, keys: pa.BinaryArray, values: pa.BinaryArray) -> DecodedRows:
     """Return the rows of pairs, the key group behind the other columns."""
     decoded = rows.decode(family, keys, values)
-    return Rows(decoded.pair, [*decoded.columns, pa.array(key_groups_of(keys)[decoded.pair], pa.int32())])
+    return DecodedRows(decoded.pair, [*decoded.columns, pa.array(key_groups_of(keys)[decoded.pair], pa.int32())])
 
 
-def _interleaved(rows: VariableRows, keys: Sequence[pa.BinaryArray], parts: Sequence[Rows]) -> pa.RecordBatch:
+def _interleaved(rows: VariableRows, keys: Sequence[pa.BinaryArray], parts: Sequence[DecodedRows]) -> pa.RecordBatch:
     """Return the rows of several families in the order of their pairs' keys."""
     schema = pa.schema([*rows.key, *rows.inner, *rows.value, pa.field(KEY_GROUP, pa.int32())])
     held = [(k, part) for k, part in zip(keys, parts, strict=True) if len(part.pair)]
     if len(held) < 2:
         columns = held[0][1].columns if held else [pa.array([], f.type) for f in schema]
         return pa.RecordBatch.from_arrays(columns, names=numbered(schema))
-    order = pa.array(order_of([k for k, _ in held], [part.pair for _, part in held]))
+    order = pa.array(row_order([k for k, _ in held], [part.pair for _, part in held]))
     columns = [pa.concat_arrays(c).take(order) for c in zip(*(part.columns for _, part in held), strict=True)]
     return pa.RecordBatch.from_arrays(columns, names=numbered(schema))
 

@@ -1,4 +1,4 @@
-"""Which part of a list or map stands beside its grouping key, and which in the family of its chunks or entries."""
+"""Divides lists and maps by size: small ones stand beside the grouping key, large ones in chunks or entries."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TAIL_BYTES = 16 << 10
 CHUNK_ELEMENTS = 256
 """The most elements of a chunk."""
 SMALL_ENTRIES = 64
-SMALL_BYTES = 16 << 10
+SMALL_MAP_BYTES = 16 << 10
 """The most entries and bytes (about) of a small map."""
 
 
@@ -50,6 +50,6 @@ def are_large(entries: pa.Array, offsets: Offsets) -> npt.NDArray[np.bool_]:
     """Return which maps have too many entries, or bytes, to stand beside their keys; ``offsets`` are their bounds."""
     ends = offsets_of(sizes_of(entries))
     large: npt.NDArray[np.bool_] = (np.diff(offsets) > SMALL_ENTRIES) | (
-        ends[offsets[1:]] - ends[offsets[:-1]] > SMALL_BYTES
+        ends[offsets[1:]] - ends[offsets[:-1]] > SMALL_MAP_BYTES
     )
     return large

@@ -49,7 +49,7 @@ def structs(rows: pa.RecordBatch, kind: pa.DataType) -> pa.Array:
     return struct_array(rows.columns, rows.num_rows, None, kind)
 
 
-def rows_of(array: pa.Array) -> pa.RecordBatch:
+def rows_of_structs(array: pa.Array) -> pa.RecordBatch:
     """Return an array of structs, none of them null, as rows."""
     return pa.RecordBatch.from_arrays(
         array.flatten(), names=[array.type.field(i).name for i in range(array.type.num_fields)]
@@ -60,7 +60,7 @@ def alive_lists(array: pa.Array, alive_of: Callable[[pa.RecordBatch], Mask] | No
     """Return the elements (structs) of all lists that are alive, and n+1 offsets; ``alive_of`` None: all are."""
     elements, offsets = list_parts(array)
     if alive_of is not None and len(elements):
-        alive = alive_of(rows_of(elements))
+        alive = alive_of(rows_of_structs(elements))
         if not alive.all():
             elements = elements.filter(pa.array(alive))
             offsets = offsets_of(alive)[offsets]
@@ -109,5 +109,5 @@ class LazyLists:
         if not self._first <= a <= b <= self._end:
             behind = int(np.searchsorted(self.offsets, a + _BLOCK_ELEMENTS, "right")) - 1
             self._first, self._end = a, max(b, self._bounds[behind])
-            self._block = self._decode(rows_of(self.elements.slice(a, self._end - a)))
+            self._block = self._decode(rows_of_structs(self.elements.slice(a, self._end - a)))
         return self._block[a - self._first : b - self._first]

@@ -19,6 +19,7 @@ import pyarrow.compute as pc
 from backends.encoding.columns import Offsets, list_array, struct_array
 from backends.encoding.key_groups import key_groups
 from backends.encoding.keys import encode_keys
+from backends.encoding.operator_schema import TIMERS
 from backends.encoding.sorted_pairs import SortedPairs
 from backends.encoding.values import encode_values
 from spark_bridge.state_format.families import (
@@ -43,7 +44,6 @@ from spark_bridge.state_format.layouts import (
     SESSIONS,
     START,
     TAIL,
-    TIMERS,
     TTL_COLUMN,
     is_present,
 )

@@ -1,4 +1,4 @@
-"""What changed in a state variable from version to version: a row per changed value, list element, map entry or timer.
+"""Makes the changes of a state variable from version to version: a row per changed value, element, entry or timer.
 
 After the change feed of Spark's state data source, which shows changed pairs. Here a row is shown only if it changed:
 a value that was written again as it was is no change, the entries of a map that has grown large stay, and of a list
@@ -16,18 +16,19 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from backends.encoding.keys import encode_keys
+from backends.encoding.operator_schema import TIMERS
 from backends.encoding.values import encode_values
 from backends.storage.checkpoint_storage import OpenStorage
 from coordinator_actor.reading import partition_reader
 from coordinator_actor.reading.partition_reader import ChangedPairs
 from coordinator_actor.reading.stored_versions import Piece, StatePlace
 from spark_bridge.state_format.changed_rows import AFTER, BEFORE, CHANGE_TYPE, DELETE, INSERT, UPDATE, changed_rows
-from spark_bridge.state_format.family_order import list_keys, order_keys, order_of
-from spark_bridge.state_format.layouts import LIST, TIMERS
+from spark_bridge.state_format.family_order import list_keys, order_keys, row_order
+from spark_bridge.state_format.layouts import LIST
 from spark_bridge.state_format.list_changes import changed_elements
 from spark_bridge.state_format.partition_rows import numbered
 from spark_bridge.state_format.stored_keys import key_groups_of
-from spark_bridge.state_format.stored_rows import Rows, VariableRows
+from spark_bridge.state_format.stored_rows import DecodedRows, VariableRows
 from spark_bridge.state_format.user_columns import KEY_GROUP, PARTITION, with_distinct_names
 
 VERSION = "version"
@@ -49,7 +50,7 @@ class _Side:
 
 @dataclass(frozen=True)
 class VariableChanges:
-    """How the changes of one state variable are made."""
+    """Makes the changes of one state variable."""
 
     rows: VariableRows
 
@@ -146,22 +147,22 @@ class VariableChanges:
         rows = self.rows
         ids: list[pa.BinaryArray] = []
         ordered: list[pa.BinaryArray] = []
-        parts: list[Rows] = []
+        parts: list[DecodedRows] = []
         for family, (all_keys, all_values) in families.items():
             is_there = pc.is_valid(all_values)
             keys = all_keys.filter(is_there)
             made = rows.decode(family, keys, all_values.filter(is_there))
             groups = pa.array(key_groups_of(keys)[made.pair], pa.int32())
             n = len(rows.key) + len(rows.inner)
-            part = Rows(made.pair, [*made.columns[:n], groups, *made.columns[n:]])
+            part = DecodedRows(made.pair, [*made.columns[:n], groups, *made.columns[n:]])
             ids.append(self._ids(family, keys, part))
             ordered.append(order_keys(rows, family, keys))
             parts.append(part)
-        order = pa.array(order_of(ordered, [part.pair for part in parts]))
+        order = pa.array(row_order(ordered, [part.pair for part in parts]))
         columns = [pa.concat_arrays(c).take(order) for c in zip(*(part.columns for part in parts), strict=True)]
         return _Side(pa.concat_arrays(ids).take(order), columns)
 
-    def _ids(self, family: str, keys: pa.BinaryArray, part: Rows) -> pa.BinaryArray:
+    def _ids(self, family: str, keys: pa.BinaryArray, part: DecodedRows) -> pa.BinaryArray:
         rows = self.rows
         if len(rows.inner) and rows.kind != TIMERS and family == rows.main:
             # The key that the entry would have in a large map.

@@ -9,17 +9,17 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from backends.encoding.columns import binary_array, binary_content, gather_fixed, gather_ranges, join
-from backends.encoding.keys import GROUP_BYTES, KeyRange, encode_keys
+from backends.encoding.columns import binary_array, binary_content, gather_fixed, gather_ranges, join_columns
+from backends.encoding.keys import KEY_GROUP_BYTES, KeyRange, encode_keys
 
-LONG_BYTES = 9
+INT64_KEY_BYTES = 9
 """Bytes of an int64 that is not null in a key: a byte that says that there is a value, and eight of the value."""
 _LONG = pa.schema([pa.field("long", pa.int64())])
 
 
 def columns_of_key(rows: pa.RecordBatch) -> pa.BinaryArray:
     """Return the bytes that these columns add to a key, row by row."""
-    return _sliced(encode_keys(rows, np.zeros(rows.num_rows, np.uint16)), GROUP_BYTES)
+    return _sliced(encode_keys(rows, np.zeros(rows.num_rows, np.uint16)), KEY_GROUP_BYTES)
 
 
 def longs_of_key(values: npt.NDArray[np.int64]) -> pa.BinaryArray:
@@ -29,17 +29,17 @@ def longs_of_key(values: npt.NDArray[np.int64]) -> pa.BinaryArray:
 
 def with_more(keys: pa.BinaryArray, more: pa.BinaryArray) -> pa.BinaryArray:
     """Return keys with the bytes of further columns behind them."""
-    return join([keys, more])
+    return join_columns([keys, more])
 
 
 def by_expiry(keys: pa.BinaryArray, expiries: npt.NDArray[np.int64]) -> pa.BinaryArray:
     """Return grouping keys as keys whose first column is an expiry, so that those that expire first stand first."""
-    return join([_sliced(keys, 0, GROUP_BYTES), longs_of_key(expiries), _sliced(keys, GROUP_BYTES)])
+    return join_columns([_sliced(keys, 0, KEY_GROUP_BYTES), longs_of_key(expiries), _sliced(keys, KEY_GROUP_BYTES)])
 
 
 def without_expiry(keys: pa.BinaryArray) -> pa.BinaryArray:
     """Return the grouping keys that ``by_expiry`` was given."""
-    return join([_sliced(keys, 0, GROUP_BYTES), _sliced(keys, GROUP_BYTES + LONG_BYTES)])
+    return join_columns([_sliced(keys, 0, KEY_GROUP_BYTES), _sliced(keys, KEY_GROUP_BYTES + INT64_KEY_BYTES)])
 
 
 def last_longs(keys: pa.BinaryArray) -> npt.NDArray[np.int64]:
@@ -54,7 +54,7 @@ def last_longs(keys: pa.BinaryArray) -> npt.NDArray[np.int64]:
 def without_last_long(keys: pa.BinaryArray) -> pa.BinaryArray:
     """Return the keys without their last column, an int64."""
     content, offsets = binary_content(keys)
-    return binary_array(*gather_ranges(content, offsets[:-1], offsets[1:] - LONG_BYTES))
+    return binary_array(*gather_ranges(content, offsets[:-1], offsets[1:] - INT64_KEY_BYTES))
 
 
 def expired_ranges(key_groups: tuple[int, int], until_ms: int) -> list[KeyRange]:
@@ -63,13 +63,13 @@ def expired_ranges(key_groups: tuple[int, int], until_ms: int) -> list[KeyRange]
     ``key_groups`` are the first key group and the one behind the last.
     """
     end = longs_of_key(np.array([min(until_ms + 1, np.iinfo(np.int64).max)]))[0].as_py()
-    groups = [group.to_bytes(GROUP_BYTES, "big") for group in range(*key_groups)]
+    groups = [group.to_bytes(KEY_GROUP_BYTES, "big") for group in range(*key_groups)]
     return [(group, group + end) for group in groups]
 
 
 def group_range(group: int) -> KeyRange:
     """Return where the keys of one key group lie."""
-    return prefix_range(group.to_bytes(GROUP_BYTES, "big"))
+    return prefix_range(group.to_bytes(KEY_GROUP_BYTES, "big"))
 
 
 def prefix_range(prefix: bytes) -> KeyRange:

@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 
 from backends.encoding.columns import list_parts
 from backends.encoding.keys import decode_keys
-from backends.encoding.operator_schema import OperatorSchema, StateVariable
+from backends.encoding.operator_schema import TIMERS, OperatorSchema, StateVariable
 from backends.encoding.schema import StateSchema
 from backends.encoding.schema_evolution import nullable
 from backends.ids import DEFAULT_FAMILY
@@ -36,7 +36,6 @@ from spark_bridge.state_format.layouts import (
     SESSIONS,
     START,
     TAIL,
-    TIMERS,
     TTL_COLUMN,
 )
 from spark_bridge.state_format.user_columns import (
@@ -58,7 +57,7 @@ Positions = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Rows:
+class DecodedRows:
     """Rows of stored pairs: ``pair`` is the position of each row's pair, ascending; all columns are as long as it."""
 
     pair: Positions
@@ -67,7 +66,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class VariableRows:
-    """How the rows of one state variable are made.
+    """Makes the rows of one state variable.
 
     The columns of a row are those of the key (``key``), those that tell the rows of one key apart (``inner``: the
     user's key of a map entry, when a timer fires, the bounds of a session), and those of the value (``value``).
@@ -194,7 +193,7 @@ class VariableRows:
 
     # -- pairs to rows -------------------------------------------------------------------------
 
-    def decode(self, family: str, keys: pa.BinaryArray, values: pa.BinaryArray) -> Rows:
+    def decode(self, family: str, keys: pa.BinaryArray, values: pa.BinaryArray) -> DecodedRows:
         """Return the rows of pairs of one family, as columns of key, inner and value. No value may be null.
 
         Raises ``SchemaMismatchError`` for pairs that do not have the family's schema.
@@ -205,25 +204,25 @@ class VariableRows:
         *columns, expiry = rows.columns
         is_alive = pc.greater(expiry.fill_null(_NEVER), self.alive_at)
         kept = columns if self.collect else rows.columns
-        return Rows(rows.pair[np.asarray(is_alive)], [c.filter(is_alive) for c in kept])
+        return DecodedRows(rows.pair[np.asarray(is_alive)], [c.filter(is_alive) for c in kept])
 
-    def _decoded(self, family: str, keys: pa.BinaryArray, values: pa.BinaryArray) -> Rows:
+    def _decoded(self, family: str, keys: pa.BinaryArray, values: pa.BinaryArray) -> DecodedRows:
         """Return the rows of pairs, expired ones and the column of the TTL included."""
         schema = self._stored[family]
         key_columns = decode_keys(keys, schema.key).columns
         stored = schema.decode_values(values)
         n = len(self.key)
         if self.kind == TIMERS:
-            return Rows(np.arange(len(keys)), [*key_columns[1:], key_columns[0]])
+            return DecodedRows(np.arange(len(keys)), [*key_columns[1:], key_columns[0]])
         arrays = _ARRAYS.get((self.kind, family == self.main))
         if arrays is not None:
             elements, pair = _elements(stored.column(stored.schema.get_field_index(arrays)))
             of_key = [c.take(pa.array(pair)) for c in key_columns[:n]]
             made = {LIST: self._of_list, MAP: self._of_map, SESSIONS: self._of_sessions}[self.kind](elements)
-            return Rows(pair, [*of_key, *made])
+            return DecodedRows(pair, [*of_key, *made])
         if not self.stored_value.names:
-            return Rows(np.arange(len(keys)), key_columns)
-        return Rows(np.arange(len(keys)), [*key_columns, *self._values(stored.columns, stored.schema)])
+            return DecodedRows(np.arange(len(keys)), key_columns)
+        return DecodedRows(np.arange(len(keys)), [*key_columns, *self._values(stored.columns, stored.schema)])
 
     def _of_list(self, elements: pa.StructArray) -> list[pa.Array]:
         return self._values(elements.flatten(), elements.type)

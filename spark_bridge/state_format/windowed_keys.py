@@ -1,4 +1,4 @@
-"""Which column of a stored key is the window of a windowed aggregate; for clients and hosts alike.
+"""Finds the column of a stored key that is the window of a windowed aggregate, for clients and hosts alike.
 
 The key group of such a key is computed from all its columns, the window included: the windows of one grouping key are
 in all partitions. A client that asks ``KeyRows`` for all windows of keys therefore asks every owner. The client gives
@@ -15,7 +15,7 @@ from backends.ids import DEFAULT_FAMILY
 from spark_bridge.state_format.layouts import END, ROWS, START
 
 
-def window_of(variable: StateVariable) -> int | None:
+def window_place(variable: StateVariable) -> int | None:
     """Return the place of the window in the stored key of an aggregate's rows; None if the key has no window.
 
     A window is a struct of the timestamps ``start`` and ``end``. Of several such columns, the first one in stored order

@@ -10,7 +10,7 @@ from backends.encoding.key_groups import DEFAULT_KEY_GROUPS
 from backends.exceptions import InvalidStateStoreArgument
 from spark_bridge.aggregates.aggregator import Aggregator
 from spark_bridge.aggregates.row_groups import group_rows
-from spark_bridge.state_format.layouts import ALL_ROWS
+from spark_bridge.state_format.layouts import ALL_ROWS_KEY
 from spark_bridge.state_format.rows_to_pairs import PairsOfRows
 
 
@@ -25,8 +25,8 @@ class StatesOfRows:
     def __call__(self, batch: pa.RecordBatch) -> pa.RecordBatch:
         """Return the state columns. Raises ``InvalidStateStoreArgument`` for missing columns."""
         keys = _keys(self.pairs)
-        if keys.names == [ALL_ROWS] and ALL_ROWS not in batch.schema.names:
-            batch = batch.append_column(ALL_ROWS, pa.repeat(pa.scalar(True), batch.num_rows))
+        if keys.names == [ALL_ROWS_KEY] and ALL_ROWS_KEY not in batch.schema.names:
+            batch = batch.append_column(ALL_ROWS_KEY, pa.repeat(pa.scalar(True), batch.num_rows))
         needed = [*keys.names, *self.aggregator.inputs]
         missing = [name for name in needed if name not in batch.schema.names]
         if missing:

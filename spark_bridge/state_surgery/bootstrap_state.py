@@ -8,14 +8,15 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from backends.encoding.key_groups import DEFAULT_KEY_GROUPS, check_num_groups
+from backends.encoding.operator_schema import TIMERS
 from backends.exceptions import InvalidStateStoreArgument
 from backends.ids import DEFAULT_FAMILY
 from coordinator_actor.savepoints.new_checkpoint import NewCheckpoint
 from spark_bridge.session.current import current_spark
 from spark_bridge.state_format.families import ENDS_FAMILY
-from spark_bridge.state_format.layouts import SESSIONS, TIMERS
+from spark_bridge.state_format.layouts import SESSIONS
 from spark_bridge.state_surgery.aggregate_states import StatesOfRows
-from spark_bridge.state_surgery.first_stage import Function, Name, ReadJob, Routing, Target, target_name
+from spark_bridge.state_surgery.first_stage import Function, OperatorVariable, ReadJob, Routing, Target, target_name
 from spark_bridge.state_surgery.new_state import (
     NewOperator,
     NewState,
@@ -133,7 +134,7 @@ def _operators(
     groups: int,
     *,
     as_input: bool,
-) -> tuple[list[NewOperator], dict[Name, Target]]:
+) -> tuple[list[NewOperator], dict[OperatorVariable, Target]]:
     unknown = [name for name in (num_partitions if isinstance(num_partitions, Mapping) else {}) if name not in specs]
     if unknown:
         raise InvalidStateStoreArgument(
@@ -167,7 +168,7 @@ def _function(of_program: OfProgram, target: Target) -> Function:
     return StatesOfRows(of_program.aggregator, target.pairs, target.in_words)
 
 
-def _only(targets: Mapping[Name, Target]) -> Name:
+def _only(targets: Mapping[OperatorVariable, Target]) -> OperatorVariable:
     there = [name for name, target in targets.items() if target.pairs.rows.kind != TIMERS]
     if len(there) != 1:
         known = ", ".join(map(repr, targets)) or "none that can be given"
@@ -177,7 +178,7 @@ def _only(targets: Mapping[Name, Target]) -> Name:
     return there[0]
 
 
-def _name(key: Any, targets: Mapping[Name, Target]) -> Name:
+def _name(key: Any, targets: Mapping[OperatorVariable, Target]) -> OperatorVariable:
     name = target_name(key, targets)
     if name is None:
         known = ", ".join(map(repr, targets)) or "none that can be given"

@@ -1,8 +1,8 @@
 """The first stage in which rows become new state: a task reads one source, and cuts its rows by target partition.
 
 Rows travel as Arrow's IPC streams, sorted by stored key: so by key group, and so by partition. A task flushes when it
-has ``FLUSH_BYTES`` of rows. A run is what a flush has for neighbouring partitions, ``RUN_BYTES`` at least, for Ray
-keeps small objects in the memory of the driver.
+has ``FLUSH_BYTES`` of rows. A run has the rows of a flush for neighbouring partitions. It has ``RUN_BYTES`` at least,
+for Ray keeps small objects in the memory of the driver.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ FLUSH_BYTES = 64 << 20
 RUN_BYTES = 1 << 20
 SAMPLE_ROWS = 5
 """So many rows of each source and target are kept to be looked at."""
-KEY = "__key"
+SORT_KEY = "__key"
 """The column of a run that has the sort key; the others are numbered."""
 
-Name: TypeAlias = tuple[str, str]
+OperatorVariable: TypeAlias = tuple[str, str]
 """An operator, and one of its state variables."""
 Function: TypeAlias = Callable[[pa.RecordBatch], Any]
 """Makes new rows: a batch or table for the same variable, a mapping of them by target, or None for no rows."""
@@ -38,14 +38,14 @@ Combine: TypeAlias = Callable[[pa.Table], Any]
 """Makes one row of the rows of each key, of a table with all rows of some keys."""
 PackedRows: TypeAlias = npt.NDArray[np.uint8]
 """Rows as the bytes of an IPC stream."""
-Columns: TypeAlias = Mapping[Any, pa.Schema]
+TargetColumns: TypeAlias = Mapping[Any, pa.Schema]
 """The columns of new rows, by target."""
 
 
 class RunName(NamedTuple):
     """Whose rows a run has: those of a variable, for partitions from the first to the last."""
 
-    name: Name
+    name: OperatorVariable
     first: int
     last: int
 
@@ -62,7 +62,7 @@ class RowSource(Protocol):
 class Target:
     """A state variable that gets rows, and the layout of its operator."""
 
-    name: Name
+    name: OperatorVariable
     num_partitions: int
     pairs: PairsOfRows
     combine: Combine | None = None
@@ -76,15 +76,15 @@ class Target:
 
 
 class RowCounts:
-    """How many rows were read and made, by variable, and the first of them."""
+    """Counts of the rows that were read and made, by variable, and the first rows."""
 
     def __init__(self) -> None:
-        self.read: dict[Name, int] = {}
-        self.made: dict[Name, int] = {}
-        self.samples: dict[tuple[str, Name], pa.Table] = {}
+        self.read: dict[OperatorVariable, int] = {}
+        self.made: dict[OperatorVariable, int] = {}
+        self.samples: dict[tuple[str, OperatorVariable], pa.Table] = {}
         """By "before" or "after", and variable."""
 
-    def note(self, what: str, name: Name, rows: pa.RecordBatch) -> None:
+    def note(self, what: str, name: OperatorVariable, rows: pa.RecordBatch) -> None:
         """Count rows; ``what`` is "before" or "after"."""
         counts = self.read if what == "before" else self.made
         counts[name] = counts.get(name, 0) + rows.num_rows
@@ -100,26 +100,26 @@ class RowCounts:
         for (what, name), table in other.samples.items():
             self._sample(what, name, table)
 
-    def _sample(self, what: str, name: Name, table: pa.Table) -> None:
+    def _sample(self, what: str, name: OperatorVariable, table: pa.Table) -> None:
         held = self.samples.get((what, name))
         if held is not None and held.schema != table.schema:
             return
         parts = [table] if held is None else [held, table]
         both = pa.concat_tables(parts).slice(0, SAMPLE_ROWS)
         # A table of its own: a slice would hold the buffers of the whole batch.
-        self.samples[what, name] = unpacked(packed(both.schema, both.to_batches())).read_all().combine_chunks()
+        self.samples[what, name] = unpacked_rows(packed(both.schema, both.to_batches())).read_all().combine_chunks()
 
 
 @dataclass(frozen=True)
 class Routing:
-    """What is done with the rows of the variable ``name``: the same for all its sources."""
+    """The work on the rows of the variable ``name``, which is the same for all its sources."""
 
-    name: Name
+    name: OperatorVariable
     function: Function | None
-    targets: Mapping[Name, Target]
+    targets: Mapping[OperatorVariable, Target]
     num_groups: int
 
-    def columns(self, batches: Iterator[pa.RecordBatch]) -> Columns | None:
+    def columns(self, batches: Iterator[pa.RecordBatch]) -> TargetColumns | None:
         """Return the columns that the function makes of the first rows of which it makes any; None if of no rows."""
         for batch in batches:
             made = batch if self.function is None else self.function(batch)
@@ -129,7 +129,7 @@ class Routing:
 
     def cut(self, batches: Iterator[pa.RecordBatch], counts: RowCounts) -> Iterator[dict[RunName, PackedRows]]:
         """Yield the runs of each flush; all rows are counted."""
-        pending: dict[Name, list[pa.RecordBatch]] = {}
+        pending: dict[OperatorVariable, list[pa.RecordBatch]] = {}
         size = 0
         for batch in batches:
             counts.note("before", self.name, batch)
@@ -146,7 +146,7 @@ class Routing:
     def _by_target(self, made: Any) -> list[tuple[Any, Any]]:
         return list(made.items()) if isinstance(made, Mapping) else [(self.name, made)]
 
-    def _made(self, batch: pa.RecordBatch) -> Iterator[tuple[Name, pa.RecordBatch]]:
+    def _made(self, batch: pa.RecordBatch) -> Iterator[tuple[OperatorVariable, pa.RecordBatch]]:
         made = batch if self.function is None else self.function(batch)
         for key, rows in [] if made is None else self._by_target(made):
             if rows is None:
@@ -167,7 +167,7 @@ class Routing:
         return self.targets[name]
 
     @cached_property
-    def _first_groups(self) -> dict[Name, list[int]]:
+    def _first_groups(self) -> dict[OperatorVariable, list[int]]:
         """Return the first key group of each partition, by target, and the one behind the last."""
         return {
             name: [partition_range(p, t.num_partitions, self.num_groups)[0] for p in range(t.num_partitions)]
@@ -175,13 +175,13 @@ class Routing:
             for name, t in self.targets.items()
         }
 
-    def _runs(self, pending: Mapping[Name, list[pa.RecordBatch]]) -> dict[RunName, PackedRows]:
+    def _runs(self, pending: Mapping[OperatorVariable, list[pa.RecordBatch]]) -> dict[RunName, PackedRows]:
         runs: dict[RunName, PackedRows] = {}
         for name, batches in pending.items():
             target = self.targets[name]
-            rows = one_batch(batches, target.in_words)
+            rows = combined_batch(batches, target.in_words)
             rows, keys = in_key_order(rows, target.pairs.keys(rows, self.num_groups))
-            names = [*map(str, range(rows.num_columns)), KEY]
+            names = [*map(str, range(rows.num_columns)), SORT_KEY]
             keyed = pa.RecordBatch.from_arrays([*rows.columns, keys], names=names)
             cuts = np.searchsorted(key_groups_of(keys), self._first_groups[name]).tolist()
             least = max(1, RUN_BYTES * len(keys) // max(1, keyed.nbytes))
@@ -201,7 +201,7 @@ class ReadJob(NamedTuple):
     routing: Routing
 
 
-def target_name(key: Any, targets: Mapping[Name, Any]) -> Name | None:
+def target_name(key: Any, targets: Mapping[OperatorVariable, Any]) -> OperatorVariable | None:
     """Return the target that a user calls ``key``: an operator, or an operator and its variable; None for none."""
     if isinstance(key, tuple):
         return key if key in targets else None
@@ -209,7 +209,7 @@ def target_name(key: Any, targets: Mapping[Name, Any]) -> Name | None:
     return of_operator[0] if len(of_operator) == 1 else None
 
 
-def one_batch(batches: Sequence[pa.RecordBatch], owner: str) -> pa.RecordBatch:
+def combined_batch(batches: Sequence[pa.RecordBatch], owner: str) -> pa.RecordBatch:
     """Return the rows of all batches, which have one schema, as one.
 
     Raises ``InvalidStateStoreArgument`` if a column has more bytes than Arrow's arrays can have.
@@ -244,6 +244,6 @@ def _write(sink: pa.NativeFile, schema: pa.Schema, batches: Sequence[pa.RecordBa
             writer.write_batch(batch)
 
 
-def unpacked(rows: PackedRows) -> pa.RecordBatchReader:
+def unpacked_rows(rows: PackedRows) -> pa.RecordBatchReader:
     """Return the rows of ``packed``; nothing is copied."""
     return pa.ipc.open_stream(pa.py_buffer(rows))

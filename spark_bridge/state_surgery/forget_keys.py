@@ -14,8 +14,8 @@ from coordinator_actor.messages import RunningOperator
 from coordinator_actor.port import CoordinatorPort
 from coordinator_actor.reading.stored_versions import StatePlace, find_state
 from coordinator_actor.surgery.forgetting import (
+    ForgetRequest,
     ForgottenReport,
-    Request,
     await_hosts,
     forget_in_running,
     forget_in_storage,
@@ -64,7 +64,9 @@ def forget_keys(
     ``DamagedFileError`` later: call it again then.
     """
     say = progress or log.info
-    request = Request(operator, lambda schema, groups: keys_to_forget(operator, schema, groups, keys), reference, say)
+    request = ForgetRequest(
+        operator, lambda schema, groups: keys_to_forget(operator, schema, groups, keys), reference, say
+    )
     port = _coordinator() if coordinator is None else coordinator
     if not isinstance(query_or_checkpoint, str):
         return forget_in_running(_required(port), str(query_or_checkpoint.runId), request)

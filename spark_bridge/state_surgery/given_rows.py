@@ -49,7 +49,7 @@ def conformed(given: Any, pairs: PairsOfRows, owner: str) -> pa.RecordBatch:
     if len(wrong):
         raise InvalidStateStoreArgument(
             f"{len(wrong)} sessions of {owner} do not end behind their beginning, as that of "
-            f"{in_words(rows, pairs, int(wrong[0]))}."
+            f"{key_in_words(rows, pairs, int(wrong[0]))}."
         )
     return rows
 
@@ -84,7 +84,7 @@ def _check_same(given: pa.Array | pa.ChunkedArray, made: pa.Array) -> None:
         raise ValueError("values would be rounded.")
 
 
-def in_words(rows: pa.RecordBatch, pairs: PairsOfRows, at: int) -> str:
+def key_in_words(rows: pa.RecordBatch, pairs: PairsOfRows, at: int) -> str:
     """Return the key of one row, for messages, with what tells it apart from others of the same key."""
     n = len(pairs.rows.key) + len(pairs.rows.inner)
     return ", ".join(f"{name}={rows.column(i)[at].as_py()!r}" for i, name in enumerate(rows.schema.names[:n]))

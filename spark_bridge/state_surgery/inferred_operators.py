@@ -7,15 +7,14 @@ from typing import Any, NamedTuple, TypeAlias
 
 import pyarrow as pa
 
-from backends.encoding.operator_schema import OperatorSchema, StateVariable
+from backends.encoding.operator_schema import TIMERS, OperatorSchema, StateVariable
 from backends.exceptions import InvalidStateStoreArgument
 from backends.ids import check_name
-from spark_bridge.state_format.layouts import TIMERS
-from spark_bridge.state_surgery.first_stage import Columns, Name, Routing
+from spark_bridge.state_surgery.first_stage import OperatorVariable, Routing, TargetColumns
 from spark_bridge.state_surgery.inferred_schema import inferred_variable
 from spark_bridge.state_surgery.rewritten_operators import RewrittenOperator, no_rows
 
-Sample: TypeAlias = Callable[[RewrittenOperator, str], Columns | None]
+Sample: TypeAlias = Callable[[RewrittenOperator, str], TargetColumns | None]
 """Gives the columns of the first rows that the function of a variable makes, by target; None if it makes none."""
 
 
@@ -88,7 +87,7 @@ def inferred_operators(
     return found
 
 
-def _checked_name(target: Any, variable: str, kept: Collection[str]) -> Name:
+def _checked_name(target: Any, variable: str, kept: Collection[str]) -> OperatorVariable:
     """Return the operator and variable that a function gave rows to, or raise ``InvalidStateStoreArgument``."""
     name = target if isinstance(target, tuple) else (target, variable)
     if len(name) != 2 or not all(isinstance(part, str) for part in name):

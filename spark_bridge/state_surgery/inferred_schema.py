@@ -6,17 +6,17 @@ from collections.abc import Sequence
 
 import pyarrow as pa
 
-from backends.encoding.operator_schema import StateVariable
+from backends.encoding.operator_schema import TIMERS, StateVariable
 from backends.encoding.schema import StateSchema
 from backends.encoding.spark_types import normalized_type
 from backends.exceptions import InvalidStateStoreArgument
 from backends.ids import DEFAULT_FAMILY
 from spark_bridge.state_format.families import ENDS_FAMILY, EXPIRY_FAMILY
-from spark_bridge.state_format.layouts import LIST, MAP, ROWS, TIMERS, TTL_COLUMN, VALUE, list_families, map_families
+from spark_bridge.state_format.layouts import LIST, MAP, ROWS, TTL_COLUMN, VALUE, list_families, map_families
 from spark_bridge.state_format.layouts import value_families as families_of_value
 from spark_bridge.state_format.rows_to_pairs import PairsOfRows
 from spark_bridge.state_format.stored_rows import VariableRows
-from spark_bridge.state_format.windowed_keys import window_of
+from spark_bridge.state_format.windowed_keys import window_place
 from spark_bridge.state_surgery.given_rows import DERIVED
 
 
@@ -45,7 +45,7 @@ def inferred_variable(
     first = next(iter(variable.families.values()))
     keys = [_field(columns.pop(name), first.key) for name in key_columns]
     stored = first.key.names
-    window = window_of(variable)
+    window = window_place(variable)
     if set(stored) == set(key_columns):
         keys.sort(key=lambda f: stored.index(f.name))
     elif window is not None:  # first in stored keys, so that the keys of a window lie together

@@ -11,7 +11,7 @@ from backends.exceptions import InvalidStateStoreArgument
 from coordinator_actor.surgery.forgotten_keys import ForgottenKeys
 from spark_bridge.queryable.client.key_codec import KeyCodec, names_in_order
 from spark_bridge.state_format.families import family_of
-from spark_bridge.state_format.windowed_keys import window_of
+from spark_bridge.state_format.windowed_keys import window_place
 
 
 def keys_to_forget(operator: str, schema: OperatorSchema, num_groups: int, keys: Any) -> ForgottenKeys:
@@ -24,7 +24,7 @@ def keys_to_forget(operator: str, schema: OperatorSchema, num_groups: int, keys:
     """
     variable = schema.in_use[0]
     stored = family_of(variable)[1].key
-    window = window_of(variable)
+    window = window_place(variable)
     given = stored if window is None else stored.remove(window)
     if not len(given):
         raise InvalidStateStoreArgument(

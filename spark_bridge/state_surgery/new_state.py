@@ -23,7 +23,7 @@ from coordinator_actor.savepoints.export import copy_spark_files, spark_log_file
 from coordinator_actor.savepoints.new_checkpoint import NewCheckpoint
 from spark_bridge.session.current import current_spark
 from spark_bridge.session.settings import STATE_LOCATION_CONF, storage_settings
-from spark_bridge.state_surgery.first_stage import Name, ReadJob, RowCounts, Target
+from spark_bridge.state_surgery.first_stage import OperatorVariable, ReadJob, RowCounts, Target
 from spark_bridge.state_surgery.second_stage import CopiedState, NewPartition
 from spark_bridge.state_surgery.workers import Workers
 
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class NewOperator:
-    """What an operator is to have: rows of some variables, and families that are copied."""
+    """The new state of an operator: rows of some variables, and families that are copied."""
 
     name: str
     num_partitions: int
@@ -52,7 +52,7 @@ class WrittenOperator(Struct, frozen=True):
 
 
 class NewStateReport(Struct, frozen=True):
-    """What was written to ``checkpoint_location``, or with ``dry_run`` would be: the query goes on from ``version``.
+    """The state written to ``checkpoint_location`` (with ``dry_run``: not written). The query goes on from ``version``.
 
     ``batch_id`` is the last batch that Spark takes as committed; None if a new query begins with the state. By
     variable, as (operator, variable): ``rows_read``, ``rows_made`` by the function, and ``rows_written``, which are
@@ -64,11 +64,11 @@ class NewStateReport(Struct, frozen=True):
     version: int
     batch_id: int | None
     operators: tuple[WrittenOperator, ...]
-    rows_read: dict[Name, int]
-    rows_made: dict[Name, int]
-    rows_written: dict[Name, int]
-    samples_before: dict[Name, pa.Table] = field(default_factory=dict)
-    samples_after: dict[Name, pa.Table] = field(default_factory=dict)
+    rows_read: dict[OperatorVariable, int]
+    rows_made: dict[OperatorVariable, int]
+    rows_written: dict[OperatorVariable, int]
+    samples_before: dict[OperatorVariable, pa.Table] = field(default_factory=dict)
+    samples_after: dict[OperatorVariable, pa.Table] = field(default_factory=dict)
     dry_run: bool = False
 
 
@@ -117,7 +117,7 @@ class NewState:
             place = None if dry_run else StatePlace(new.checkpoint.location, new.state.location, self.options)
             partitions = [p for o in self.operators for p in self._partitions(o, place, conf)]
             built = workers.build(partitions, cut, say)
-            written: dict[Name, int] = {t.name: 0 for o in self.operators for t in o.targets}
+            written: dict[OperatorVariable, int] = {t.name: 0 for o in self.operators for t in o.targets}
             for one in built:
                 for name, rows in one.rows.items():
                     written[name] += rows
@@ -161,7 +161,7 @@ class NewState:
         ]
 
     def _report(
-        self, counts: RowCounts, written: dict[Name, int], pairs: Mapping[str, int], dry_run: bool
+        self, counts: RowCounts, written: dict[OperatorVariable, int], pairs: Mapping[str, int], dry_run: bool
     ) -> NewStateReport:
         samples = {what: {n: t for (w, n), t in counts.samples.items() if w == what} for what in ("before", "after")}
         return NewStateReport(

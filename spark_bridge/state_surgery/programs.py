@@ -1,4 +1,4 @@
-"""What a program declares of its operators, and the schema with which its state is written."""
+"""The operators that a program declares, and the schema with which their state is written."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from spark_bridge.aggregates.aggregator import Aggregator
 from spark_bridge.state_format.rows_to_pairs import PairsOfRows
 from spark_bridge.state_format.stored_rows import VariableRows
 from spark_bridge.state_surgery.aggregate_states import MergedStates
-from spark_bridge.state_surgery.first_stage import Combine, Name, Target
+from spark_bridge.state_surgery.first_stage import Combine, OperatorVariable, Target
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -78,8 +78,10 @@ def check_written_by_hand(operator: str, schema: OperatorSchema, variable: State
 
 
 def combining(
-    given: Combining | Mapping[Any, Combining] | None, names: Sequence[Name], default: Mapping[Name, Combining]
-) -> dict[Name, Combining]:
+    given: Combining | Mapping[Any, Combining] | None,
+    names: Sequence[OperatorVariable],
+    default: Mapping[OperatorVariable, Combining],
+) -> dict[OperatorVariable, Combining]:
     """Return how the rows of each variable are combined: as given, for all or by operator or variable, or by default.
 
     Raises ``InvalidStateStoreArgument`` for a mapping that names something else.
@@ -103,7 +105,7 @@ def targets_of(
     schema: OperatorSchema,
     variables: Sequence[StateVariable],
     num_partitions: int,
-    combine: Mapping[Name, Combining],
+    combine: Mapping[OperatorVariable, Combining],
     aggregator: Aggregator | None = None,
 ) -> tuple[Target, ...]:
     """Return where the rows of some variables of an operator go: not the sides of ``join``.

@@ -1,4 +1,4 @@
-"""What the new operators of a rewritten state are: those that stay as they are, and those that get rows."""
+"""Plans the operators of a rewritten state: those that stay as they are, and those that get rows."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from spark_bridge.state_surgery.second_stage import CopiedState
 
 @dataclass(frozen=True)
 class RewritePlan:
-    """What is read, and what is written."""
+    """The state that is read, and the operators that are written."""
 
     operators: tuple[NewOperator, ...]
     jobs: tuple[ReadJob, ...]
 
 
-def planned(
+def planned_rewrite(
     versions: StateVersions,
     version: int,
     rewritten: Mapping[str, RewrittenOperator],

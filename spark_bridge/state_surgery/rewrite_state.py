@@ -1,4 +1,4 @@
-"""``rewrite_state``: makes a new checkpoint, in which the rows of an operator are what a function makes of them."""
+"""``rewrite_state``: makes a new checkpoint, with rows that a function makes of an operator's old rows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from spark_bridge.state_surgery.new_state import (
     session_state_location,
 )
 from spark_bridge.state_surgery.programs import Combining, Program
-from spark_bridge.state_surgery.rewrite_plan import planned
+from spark_bridge.state_surgery.rewrite_plan import planned_rewrite
 from spark_bridge.state_surgery.rewritten_operators import Functions, rewritten_operators
 from spark_bridge.state_surgery.workers import RayWorkers, Workers
 
@@ -118,7 +118,7 @@ def rewrite_state(
     )
     new.check_place(old, "checkpoint")
     run = workers or RayWorkers(ray_remote_args, concurrency)
-    plan = planned(
+    plan = planned_rewrite(
         versions,
         at,
         rewritten,

@@ -9,17 +9,16 @@ from typing import Any, TypeAlias
 import pyarrow as pa
 from msgspec import structs
 
-from backends.encoding.operator_schema import OperatorSchema, StateVariable
+from backends.encoding.operator_schema import TIMERS, OperatorSchema, StateVariable
 from backends.exceptions import InvalidStateStoreArgument
 from backends.formats.manifest import Lineage
 from backends.ids import DEFAULT_FAMILY
 from coordinator_actor.reading.stored_versions import Piece, Reading, StateVersions
-from spark_bridge.state_data.packed_pieces import packed_pieces, unpacked
+from spark_bridge.state_data.packed_pieces import packed_pieces, unpacked_piece
 from spark_bridge.state_data.state_sources import StateSource
-from spark_bridge.state_format.layouts import TIMERS
 from spark_bridge.state_format.rows_to_pairs import PairsOfRows
 from spark_bridge.state_format.stored_rows import VariableRows
-from spark_bridge.state_surgery.first_stage import Function, Name, ReadJob, Routing, Target
+from spark_bridge.state_surgery.first_stage import Function, OperatorVariable, ReadJob, Routing, Target
 from spark_bridge.state_surgery.programs import check_written_by_hand
 from spark_bridge.state_surgery.second_stage import CopiedState
 
@@ -37,7 +36,7 @@ class PartitionRows:
 
     def batches(self) -> Iterator[pa.RecordBatch]:
         """See ``RowSource``."""
-        for batch in self.source.batches(unpacked(self.packed)):
+        for batch in self.source.batches(unpacked_piece(self.packed)):
             yield batch.select(list(self.columns))
 
 
@@ -76,7 +75,7 @@ class RewrittenOperator:
         schema = self.reading.schema
         return VariableRows(schema, schema.variable(variable), raw=True)
 
-    def jobs(self, targets: Mapping[Name, Target]) -> Iterator[ReadJob]:
+    def jobs(self, targets: Mapping[OperatorVariable, Target]) -> Iterator[ReadJob]:
         """Yield a job for each partition of each variable that has a function."""
         for name in self.functions:
             yield from self._jobs(name, targets, self.reading.pieces)
@@ -85,7 +84,9 @@ class RewrittenOperator:
         """Return a job for each partition of a variable, as it is in its newest snapshot: no changes are replayed."""
         return list(self._jobs(variable, {}, [_of_snapshot(piece) for piece in self.reading.pieces]))
 
-    def _jobs(self, name: str, targets: Mapping[Name, Target], pieces: Sequence[Piece]) -> Iterator[ReadJob]:
+    def _jobs(
+        self, name: str, targets: Mapping[OperatorVariable, Target], pieces: Sequence[Piece]
+    ) -> Iterator[ReadJob]:
         function = self.functions[name]
         if function is None:
             return

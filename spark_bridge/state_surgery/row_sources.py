@@ -10,11 +10,11 @@ import numpy as np
 import pyarrow as pa
 
 from backends.exceptions import InvalidStateStoreArgument
-from spark_bridge.state_surgery.first_stage import PackedRows, RowSource, packed, unpacked
+from spark_bridge.state_surgery.first_stage import PackedRows, RowSource, packed, unpacked_rows
 
 SOURCE_BYTES = 64 << 20
 """A task of the first stage gets about so many bytes of a table."""
-BATCH_ROWS = 1 << 16
+SOURCE_BATCH_ROWS = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class GivenRows:
     def batches(self) -> Iterator[pa.RecordBatch]:
         """See ``RowSource``."""
         for part in self.parts:
-            yield from unpacked(part)
+            yield from unpacked_rows(part)
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class BlockRows:
         """See ``RowSource``."""
         import ray
 
-        yield from ray.get(self.ref).to_batches(max_chunksize=BATCH_ROWS)
+        yield from ray.get(self.ref).to_batches(max_chunksize=SOURCE_BATCH_ROWS)
 
 
 def sources_of(rows: Any) -> Iterator[RowSource]:
@@ -85,7 +85,7 @@ def _of_table(table: pa.Table) -> Iterator[GivenRows]:
     step = max(1, min(table.num_rows, table.num_rows * SOURCE_BYTES // max(1, table.nbytes)))
     for first in range(0, max(1, table.num_rows), step):
         part = table.slice(first, step)
-        yield GivenRows((packed(part.schema, part.to_batches(max_chunksize=BATCH_ROWS)),))
+        yield GivenRows((packed(part.schema, part.to_batches(max_chunksize=SOURCE_BATCH_ROWS)),))
 
 
 def _of_frame(frame: Any) -> Iterator[Any]:

@@ -1,7 +1,7 @@
-"""The second stage in which rows become new state: a task puts together what came for one partition, and writes it.
+"""The second stage in which rows become new state: a task combines the rows of one partition, and writes the partition.
 
-A task maps the runs that have rows of its partition, and holds the rows of some key groups in memory, ``CHUNK_BYTES``
-about, or of one key group if that has more.
+A task maps the runs that have rows of its partition, and holds the rows of some key groups in memory: about
+``REWRITE_CHUNK_BYTES``, or one key group if that has more.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 
 from backends.conf import StateStoreConf
 from backends.encoding.key_groups import partition_range
-from backends.encoding.keys import GROUP_BYTES
+from backends.encoding.keys import KEY_GROUP_BYTES
 from backends.encoding.sorted_pairs import SortedPairs, as_binary
 from backends.exceptions import InvalidStateStoreArgument
 from backends.formats.changelog import ChangelogMeta
@@ -26,10 +26,17 @@ from coordinator_actor.reading.partition_reader import opened_partition
 from coordinator_actor.reading.stored_versions import Piece, StatePlace
 from coordinator_actor.savepoints.partition_builder import build_partition
 from spark_bridge.state_format.stored_keys import key_groups_of
-from spark_bridge.state_surgery.first_stage import KEY, Name, PackedRows, Target, one_batch, unpacked
-from spark_bridge.state_surgery.given_rows import conformed, in_key_order, in_words
+from spark_bridge.state_surgery.first_stage import (
+    SORT_KEY,
+    OperatorVariable,
+    PackedRows,
+    Target,
+    combined_batch,
+    unpacked_rows,
+)
+from spark_bridge.state_surgery.given_rows import conformed, in_key_order, key_in_words
 
-CHUNK_BYTES = 64 << 20
+REWRITE_CHUNK_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -42,8 +49,8 @@ class CopiedState:
 
     def pairs(self, first: int, end: int, num_groups: int) -> Iterator[tuple[str, SortedPairs]]:
         """Yield the pairs of key groups ``first`` (included) to ``end`` (not included)."""
-        lower = first.to_bytes(GROUP_BYTES, "big")
-        upper = None if end >= 1 << 8 * GROUP_BYTES else end.to_bytes(GROUP_BYTES, "big")
+        lower = first.to_bytes(KEY_GROUP_BYTES, "big")
+        upper = None if end >= 1 << 8 * KEY_GROUP_BYTES else end.to_bytes(KEY_GROUP_BYTES, "big")
         for piece in self.pieces:
             begins, behind = partition_range(piece.partition, len(self.pieces), num_groups)
             if behind <= first or end <= begins:
@@ -68,7 +75,7 @@ class NewPartition:
     targets: tuple[Target, ...]
     copied: CopiedState | None = None
 
-    def build(self, runs: Mapping[Name, Sequence[PackedRows]]) -> BuiltPartition:
+    def build(self, runs: Mapping[OperatorVariable, Sequence[PackedRows]]) -> BuiltPartition:
         """Write the partition. Raises ``InvalidStateStoreArgument`` for keys that come twice, ``StorageError``."""
         counts = dict.fromkeys([t.name for t in self.targets], 0)
         pairs = self._pairs(runs, counts)
@@ -80,14 +87,14 @@ class NewPartition:
         return BuiltPartition(self.meta.operator, self.meta.partition, entry, counts, total)
 
     def _pairs(
-        self, runs: Mapping[Name, Sequence[PackedRows]], counts: dict[Name, int]
+        self, runs: Mapping[OperatorVariable, Sequence[PackedRows]], counts: dict[OperatorVariable, int]
     ) -> Iterator[tuple[str, SortedPairs]]:
         meta = self.meta
         first, end = partition_range(meta.partition, meta.num_partitions, self.num_groups)
         if self.copied is not None:
             yield from self.copied.pairs(first, end, self.num_groups)
         for target in self.targets:
-            for rows, keys in gathered(target, runs.get(target.name, ()), first, end):
+            for rows, keys in gather_pairs(target, runs.get(target.name, ()), first, end):
                 distinct, ordered = _distinct(target, rows, keys, self.num_groups)
                 counts[target.name] += distinct.num_rows
                 yield from target.pairs.pairs(distinct, ordered)
@@ -95,16 +102,16 @@ class NewPartition:
 
 @dataclass(frozen=True)
 class BuiltPartition:
-    """What was written: the entry for the manifest, the rows of each rewritten variable, and the pairs."""
+    """A partition that was written: the entry for the manifest, the rows of each rewritten variable, and the pairs."""
 
     operator: str
     partition: int
     entry: PartitionEntry | None
-    rows: dict[Name, int]
+    rows: dict[OperatorVariable, int]
     pairs: int
 
 
-def gathered(
+def gather_pairs(
     target: Target, runs: Sequence[PackedRows], first: int, end: int
 ) -> Iterator[tuple[pa.RecordBatch, pa.BinaryArray]]:
     """Yield the rows of key groups ``first`` (included) to ``end`` (not included) of sorted runs, by ranges of groups.
@@ -112,20 +119,20 @@ def gathered(
     Each range comes in the order of its keys, with these. Rows of equal keys come in the order of the runs.
     """
     schema = pa.schema([pa.field(f.name, f.type) for f in target.pairs.columns])
-    opened = [unpacked(run).read_next_batch() for run in runs]
-    of_runs = [key_groups_of(batch.column(KEY)) for batch in opened]
+    opened = [unpacked_rows(run).read_next_batch() for run in runs]
+    of_runs = [key_groups_of(batch.column(SORT_KEY)) for batch in opened]
     own = [np.searchsorted(groups, [first, end]).tolist() for groups in of_runs]
     size = sum(b.nbytes * (stop - begin) // max(1, b.num_rows) for b, (begin, stop) in zip(opened, own, strict=True))
-    steps = max(1, min(end - first, -(-size // CHUNK_BYTES)))
+    steps = max(1, min(end - first, -(-size // REWRITE_CHUNK_BYTES)))
     bounds = np.linspace(first, end, steps + 1).astype(np.int64)
     cuts = [np.searchsorted(groups, bounds).tolist() for groups in of_runs]
     for step in range(steps):
         parts = [b.slice(c[step], c[step + 1] - c[step]) for b, c in zip(opened, cuts, strict=True)]
         parts = [part for part in parts if part.num_rows]
         if parts:
-            whole = one_batch(parts, target.in_words)
+            whole = combined_batch(parts, target.in_words)
             rows = pa.RecordBatch.from_arrays(whole.columns[:-1], schema=schema)
-            yield in_key_order(rows, whole.column(KEY))
+            yield in_key_order(rows, whole.column(SORT_KEY))
 
 
 def _distinct(
@@ -142,7 +149,7 @@ def _distinct(
     if len(overlapping):
         raise InvalidStateStoreArgument(
             f"{len(overlapping)} sessions of {target.in_words} begin before an earlier one of their key has ended, as "
-            f"that of {in_words(rows, pairs, int(overlapping[0]))}: sessions of a key must lie apart."
+            f"that of {key_in_words(rows, pairs, int(overlapping[0]))}: sessions of a key must lie apart."
         )
     return rows, keys
 
@@ -154,7 +161,7 @@ def _combined(
     several = rows.filter(repeated)
     if target.combine is None:
         raise InvalidStateStoreArgument(
-            f"Keys of {target.in_words} come several times, as {in_words(several, target.pairs, 0)} "
+            f"Keys of {target.in_words} come several times, as {key_in_words(several, target.pairs, 0)} "
             f"(and {several.num_rows - 1} more such rows in some key groups): give combine=, a function that makes one "
             "row of the rows of each key."
         )
@@ -168,5 +175,5 @@ def _combined(
             "the rows of: it must give at most one row for each of them, and none for another key."
         )
     single = pc.invert(repeated)
-    both = one_batch([rows.filter(single), combined.cast(rows.schema)], target.in_words)
+    both = combined_batch([rows.filter(single), combined.cast(rows.schema)], target.in_words)
     return in_key_order(both, pa.concat_arrays([keys.filter(single), new_keys]))

@@ -14,12 +14,20 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from backends.exceptions import InvalidStateStoreArgument
-from spark_bridge.state_surgery.first_stage import Columns, Name, ReadJob, Routing, RowCounts, RowSource, RunName
+from spark_bridge.state_surgery.first_stage import (
+    OperatorVariable,
+    ReadJob,
+    Routing,
+    RowCounts,
+    RowSource,
+    RunName,
+    TargetColumns,
+)
 from spark_bridge.state_surgery.second_stage import BuiltPartition, NewPartition
 
 log = logging.getLogger(__name__)
 
-WAIT_SECONDS = 10.0
+WORKER_WAIT_SECONDS = 10.0
 """So often the progress is told while no task ends."""
 END_SECONDS = 600.0
 """So long tasks are waited for that still write when another one has failed."""
@@ -30,19 +38,19 @@ FEWEST_TASKS = 8
 
 @dataclass
 class CutRows:
-    """What the first stage has made: runs of rows by variable, in the order of the jobs, and counts.
+    """The result of the first stage: runs of rows by variable, in the order of the jobs, and counts.
 
     A run is a reference, or whatever else the workers that made it take for one.
     """
 
-    runs: dict[Name, list[tuple[RunName, Any]]] = field(default_factory=dict)
+    runs: dict[OperatorVariable, list[tuple[RunName, Any]]] = field(default_factory=dict)
     counts: RowCounts = field(default_factory=RowCounts)
 
     def add(self, name: RunName, run: Any) -> None:
         """Add a run."""
         self.runs.setdefault(name.name, []).append((name, run))
 
-    def of(self, partition: NewPartition) -> dict[Name, list[Any]]:
+    def of(self, partition: NewPartition) -> dict[OperatorVariable, list[Any]]:
         """Return the runs that have rows of a partition. Those that no later partition needs are held no more."""
         number, found = partition.meta.partition, {}
         for target in partition.targets:
@@ -53,9 +61,9 @@ class CutRows:
 
 
 class Workers(Protocol):
-    """Where tasks run."""
+    """Runs the tasks of both stages."""
 
-    def columns_of(self, jobs: Sequence[ReadJob], say: Callable[[str], None]) -> Columns | None:
+    def columns_of(self, jobs: Sequence[ReadJob], say: Callable[[str], None]) -> TargetColumns | None:
         """Return what the function of the jobs makes of the first rows; None if it makes none."""
         ...
 
@@ -82,14 +90,14 @@ class RayWorkers:
         self._args = {"num_cpus": 1, **(remote_args or {})}
         self._concurrency = concurrency
 
-    def columns_of(self, jobs: Sequence[ReadJob], say: Callable[[str], None]) -> Columns | None:
+    def columns_of(self, jobs: Sequence[ReadJob], say: Callable[[str], None]) -> TargetColumns | None:
         """See ``Workers``."""
         import ray
 
         task = ray.remote(_columns).options(**self._args)
         say(f"reading the first rows of operator {jobs[0].routing.name[0]!r}")
         for job in jobs:
-            found: Columns | None = _result(task.remote(job.source, job.routing))
+            found: TargetColumns | None = _result(task.remote(job.source, job.routing))
             if found is not None:
                 return found
         return None
@@ -144,7 +152,7 @@ class RayWorkers:
         import ray
 
         while True:
-            ready, _ = ray.wait([stream], timeout=WAIT_SECONDS, fetch_local=False)
+            ready, _ = ray.wait([stream], timeout=WORKER_WAIT_SECONDS, fetch_local=False)
             if not ready:
                 say(done)
                 continue
@@ -169,7 +177,7 @@ class RayWorkers:
                 while left and len(running) < most:
                     number, partition = left.popleft()
                     running[task.remote(partition, cut.of(partition))] = number
-                ready, _ = ray.wait(list(running), timeout=WAIT_SECONDS, fetch_local=False)
+                ready, _ = ray.wait(list(running), timeout=WORKER_WAIT_SECONDS, fetch_local=False)
                 for ref in ready:
                     built[running[ref]] = _result(ref)
                     del running[ref]
@@ -197,7 +205,7 @@ def _await_end(running: list[Any], say: Callable[[str], None]) -> None:
             log.warning("%d tasks go on: files that they write from now on have to be removed by hand", len(left))
 
 
-def _columns(source: RowSource, routing: Routing) -> Columns | None:
+def _columns(source: RowSource, routing: Routing) -> TargetColumns | None:
     return routing.columns(source.batches())
 
 
@@ -211,7 +219,7 @@ def _cut(source: RowSource, routing: Routing) -> Iterator[Any]:
     yield counts
 
 
-def _build(partition: NewPartition, runs: Mapping[Name, Sequence[Any]]) -> BuiltPartition:
+def _build(partition: NewPartition, runs: Mapping[OperatorVariable, Sequence[Any]]) -> BuiltPartition:
     import ray
 
     return partition.build({name: ray.get(list(refs)) for name, refs in runs.items()})

@@ -24,7 +24,7 @@ from spark_bridge.stateful.variables.handle import StatefulProcessorHandle
 Columns: TypeAlias = pa.Table | pa.RecordBatch
 """Columns of rows; they go by name."""
 Flags: TypeAlias = npt.NDArray[np.bool_]
-Mask: TypeAlias = pa.BooleanArray | Flags
+KeyMask: TypeAlias = pa.BooleanArray | Flags
 """A boolean per key."""
 
 TIMERS_SCHEMA = pa.schema([("key_index", pa.int64()), ("expiry_ms", pa.int64())])
@@ -73,8 +73,8 @@ class ArrowResult:
 
     output: Columns | None = None
     state: Columns | None = None
-    updated: Mask | None = None
-    removed: Mask | None = None
+    updated: KeyMask | None = None
+    removed: KeyMask | None = None
     timers: Columns | None = None
     deleted_timers: Columns | None = None
 

@@ -20,7 +20,7 @@ from spark_bridge.stateful.values.ddl import struct_of
 from spark_bridge.stateful.variables.handle import EVENT_TIME, TIME_MODES
 from spark_bridge.task.watermark import EventTime
 
-OUTPUT_MODES = ("update", "append")
+PROCESSOR_OUTPUT_MODES = ("update", "append")
 
 
 @dataclass(frozen=True)
@@ -57,10 +57,10 @@ def checked_arguments(
             "a batch DataFrame, Spark 4 runs a processor once: df.groupBy(...).transformWithState(...)."
         )
     check_operator_name(operator, df)
-    if not isinstance(output_mode, str) or output_mode.lower() not in OUTPUT_MODES:
+    if not isinstance(output_mode, str) or output_mode.lower() not in PROCESSOR_OUTPUT_MODES:
         raise InvalidOperatorError(
-            f"output_mode={output_mode!r} is none of a processor's: {', '.join(OUTPUT_MODES)}. It emits what it gives, "
-            "and cannot know all its keys."
+            f"output_mode={output_mode!r} is none of a processor's: {', '.join(PROCESSOR_OUTPUT_MODES)}. A processor "
+            "emits what it gives, and cannot know all its keys."
         )
     if not isinstance(time_mode, str) or time_mode.lower() not in TIME_MODES:
         raise InvalidOperatorError(

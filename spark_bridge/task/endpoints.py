@@ -1,4 +1,4 @@
-"""Where a task may find hosts: addresses known at the start of the query, and files that hosts leave on their node."""
+"""Addresses of hosts for tasks: those known at the start of the query, and those in files of hosts on a node."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from spark_bridge.transport.tls import TlsConf
 
 @dataclass(frozen=True)
 class Endpoints:
-    """Where a task may find hosts, and how long the task waits for a new owner, ``timeout`` in seconds.
+    """Addresses at which a task may find hosts, and ``timeout``, the seconds for which the task waits for a new owner.
 
     ``addresses`` and ``token`` were known at the start of the query. ``host_files`` is the directory in which hosts
     leave their addresses, on every node.

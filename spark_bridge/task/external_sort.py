@@ -26,7 +26,7 @@ _IPC = pa.ipc.IpcWriteOptions(compression="lz4")
 
 @dataclass(frozen=True)
 class Limits:
-    """How much is held in memory while sorting, and how large a step is. Sizes are in bytes.
+    """Bounds of the memory and of the steps of a sort. Sizes are in bytes.
 
     ``fan_in`` runs are merged at once, and as many may be open on each level of merges.
     """

@@ -30,9 +30,9 @@ ROWS_PER_PART = 1 << 18
 BYTES_PER_PART = 32 << 20
 """So many rows, or bytes, of input are reduced at once."""
 ROWS_PER_MERGE = 1 << 20
-SCAN_ROWS = 1 << 16
-STEP_BYTES = 64 << 20
-MEMORY_BYTES = 64 << 20
+KEYED_SCAN_ROWS = 1 << 16
+KEYED_STEP_BYTES = 64 << 20
+REDUCED_ROWS_BYTES = 64 << 20
 """The memory limit of reduced rows; sorting the rows beyond the limit takes several times as much again."""
 _ROWS = "__statestore_rows"
 
@@ -60,9 +60,9 @@ class KeyedRows:
 
 
 class StepSize:
-    """How many keys to handle at once: as many as ``STEP_BYTES`` allow, by the bytes that the last keys took."""
+    """The number of keys to handle at once: ``KEYED_STEP_BYTES`` by the bytes that each of the last keys took."""
 
-    def __init__(self, first: int, bytes_per_step: int = STEP_BYTES) -> None:
+    def __init__(self, first: int, bytes_per_step: int = KEYED_STEP_BYTES) -> None:
         self.keys = first
         self._bytes = bytes_per_step
 
@@ -90,7 +90,7 @@ class RowReducer:
         self._num_key_groups = num_key_groups
         self._empty = empty
         self._reduce = reduce
-        self._limits = limits or Limits(memory=MEMORY_BYTES)
+        self._limits = limits or Limits(memory=REDUCED_ROWS_BYTES)
         self._sorter: RowSorter | None = None
         self._parts: list[KeyedRows] = []
         self._rows = 0
@@ -186,7 +186,7 @@ def scanned(
         waiting.append(pairs)
         num_rows += pairs.num_rows
         num_bytes += pairs.nbytes
-        if num_rows >= SCAN_ROWS or num_bytes >= BYTES_PER_PART:
+        if num_rows >= KEYED_SCAN_ROWS or num_bytes >= BYTES_PER_PART:
             yield from _together(waiting)
             waiting, num_rows, num_bytes = [], 0, 0
     if num_rows:

@@ -1,4 +1,4 @@
-"""Where a task may write files of its own."""
+"""Finds the directory where a task may write files of its own."""
 
 from __future__ import annotations
 

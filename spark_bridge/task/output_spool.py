@@ -9,7 +9,7 @@ import pyarrow as pa
 
 from spark_bridge.task.local_directory import temporary_file
 
-MEMORY_BYTES = 64 << 20
+SPOOL_MEMORY_BYTES = 64 << 20
 
 
 class Spool:
@@ -18,7 +18,7 @@ class Spool:
     ``memory`` is the limit in bytes. The file has no name: it is gone at the end, and if the process dies.
     """
 
-    def __init__(self, schema: pa.Schema, memory: int = MEMORY_BYTES) -> None:
+    def __init__(self, schema: pa.Schema, memory: int = SPOOL_MEMORY_BYTES) -> None:
         self.schema = schema
         self.num_rows = 0
         self.is_on_disk = False

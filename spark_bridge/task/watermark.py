@@ -1,9 +1,9 @@
 """The watermark's work: which rows are late, and which keys are done, by the event time of rows and keys.
 
 Spark computes the watermark, and the coordinator reads it from Spark's offset log for each batch (``BatchTimes``,
-``coordinator_actor/durable/spark_commits.py``). A
-timestamp is compared with the watermark itself, a window by its end, as in Spark's ``WatermarkSupport``. A key column
-with event time is stored first, so that the keys that are done lie together in every key group.
+``coordinator_actor/durable/spark_commits.py``). A timestamp is compared with the watermark itself, a window by its end,
+as in Spark's ``WatermarkSupport``. A key column with event time is stored first, so that the keys that are done lie
+together in every key group.
 """
 
 from __future__ import annotations
@@ -20,6 +20,9 @@ from backends.encoding.keys import KeyRange, encode_keys
 
 WATERMARK_METADATA = "spark.watermarkDelayMs"
 """Where Spark notes that a column has a watermark."""
+
+Times = npt.NDArray[np.int64]
+"""Microseconds since 1970."""
 
 _MAX_TIME = np.iinfo(np.int64).max
 

@@ -1,4 +1,4 @@
-"""Making cheap what PySpark does between two tasks of a worker process: 85 of the 100 ms CPU of a small task."""
+"""Makes the work of PySpark between two tasks of a worker process cheap: 85 of the 100 ms CPU of a small task."""
 
 from __future__ import annotations
 

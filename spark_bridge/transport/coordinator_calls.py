@@ -1,4 +1,4 @@
-"""Messages of tasks to the coordinator, which a host passes on: which there are, and their arguments as JSON."""
+"""Messages of tasks to the coordinator that a host passes on, and their arguments as JSON."""
 
 from __future__ import annotations
 

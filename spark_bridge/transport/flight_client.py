@@ -43,7 +43,7 @@ UNREACHABLE = (
 
 CONNECT_MS = 3000
 """A host has so long to take a connection: the first packet is sent again after 1 s."""
-AGAIN_SECONDS = 0.5
+SILENT_AGAIN_SECONDS = 0.5
 """A host that was given up has so long to take a connection before it is called again."""
 REFUSED = (flight.FlightUnauthenticatedError, flight.FlightUnauthorizedError)
 
@@ -242,7 +242,7 @@ def client_for(address: str, token: str, tls: TlsConf | None = None) -> HostClie
     ``HostUnavailableError`` at once, since each task would find out anew and take ``CONNECT_MS`` for it.
     """
     if address in _given_up:
-        if silent_places({_place_of(address)}, seconds=AGAIN_SECONDS):
+        if silent_places({_place_of(address)}, seconds=SILENT_AGAIN_SECONDS):
             raise HostUnavailableError(f"Nobody takes connections at {address}, where a call was given up before.")
         _given_up.discard(address)
     with _clients_lock:

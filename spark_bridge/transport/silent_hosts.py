@@ -1,4 +1,4 @@
-"""Giving up a host that has fallen silent: a machine that is gone or cut off sends no reset, and a call waits in vain.
+"""Gives up hosts that have fallen silent: a machine that is gone or cut off sends no reset, and a call waits in vain.
 
 A call of Arrow Flight cannot be interrupted. gRPC's own pings are no way: pyarrow's server cannot be told to allow
 them, and closes connections that ping more than three times in five quiet minutes. So one thread of a process watches
@@ -24,9 +24,9 @@ from pathlib import Path
 
 log = logging.getLogger(__name__)
 
-SLOW_SECONDS = 2.0
+SILENT_SECONDS = 2.0
 """A call that has waited so long for its host makes the thread see whether the host is there."""
-WATCH_SECONDS = 1.0
+CALL_WATCH_SECONDS = 1.0
 """Seconds between two looks at the calls under way."""
 PROBE_SECONDS = 2.0
 """A host has so long to take a connection."""
@@ -85,7 +85,7 @@ class SilentHosts:
 
     def _run(self) -> None:
         while True:
-            time.sleep(WATCH_SECONDS)
+            time.sleep(CALL_WATCH_SECONDS)
             try:
                 self.look()
             except Exception:  # the thread must go on
@@ -93,7 +93,7 @@ class SilentHosts:
 
     def look(self) -> None:
         """Probe the hosts of slow calls; shut down the connections to those that are silent."""
-        before = time.monotonic() - SLOW_SECONDS
+        before = time.monotonic() - SILENT_SECONDS
         slow = {call.place for call in list(self._calls.values()) if call.since < before}
         silent = silent_places(slow) if slow else set()
         self._failed = {place: self._failed.get(place, 0) + 1 for place in silent}

@@ -1,1 +1,1 @@
-"""The page: what an operator of streams sees in a browser, server-rendered, of a cluster or a checkpoint."""
+"""The page: a cluster or a checkpoint in a browser, rendered by the server, for the people who run streams."""

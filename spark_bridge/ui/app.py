@@ -1,4 +1,4 @@
-"""The page as an ASGI application: who may see it, its limits, and its addresses."""
+"""The page as an ASGI application: access, limits, and addresses."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ from spark_bridge.exceptions import AccessDeniedError, HostUnavailableError, Spa
 from spark_bridge.queryable.server.token_verifier import Grant, TokenVerifier
 from spark_bridge.ui import views
 from spark_bridge.ui.overviews import SharedOverview
-from spark_bridge.ui.requests import Call, plain_page
+from spark_bridge.ui.requests import PageCall, plain_page
 from spark_bridge.ui.sign_in import (
     SESSION_COOKIE,
     VISIT_COOKIE,
     OwnToken,
     form_token,
     refusal_of_form,
-    token_of,
+    token_of_request,
 )
 from spark_bridge.ui.system import System
-from spark_bridge.ui.watching import Watches
+from spark_bridge.ui.watching import PageWatches
 from spark_bridge.ui.web import SafeHeaders, form_of
 
 STATIC = Path(__file__).with_name("static")
-MOST_REQUESTS = 32
+MOST_PAGE_REQUESTS = 32
 """So many requests are answered at once, watches apart; each may have a thread."""
 SESSION_SECONDS = 12 * 3600
 _NEXT = re.compile(r"/(?![/\\])[\x21-\x7e]*")
 
-View = Callable[[Call], Response]
+PageView = Callable[[PageCall], Response]
 
 
 def create_ui(
@@ -74,7 +74,7 @@ def create_ui(
         Route("/signout", page.sign_out, methods=["POST"]),
         Route("/watch", page.watch),
         *(Route(path, page.shown(view)) for path, view in views.SEEN.items()),
-        *(Route(path, page.sent(view), methods=["POST"]) for path, view in views.SENT.items()),
+        *(Route(path, page.sent(view), methods=["POST"]) for path, view in views.POSTED.items()),
     ]
     return SafeHeaders(Starlette(routes=routes, exception_handlers={404: _not_found}, lifespan=running))
 
@@ -88,12 +88,12 @@ class _Page:
         self._verifier = verifier
         self._own = own
         self._overviews = SharedOverview(system.overview)
-        self._watches = Watches()
+        self._watches = PageWatches()
         self._requests = 0
 
     # -- pages ---------------------------------------------------------------------------------
 
-    def shown(self, view: View) -> Callable[[Request], Any]:
+    def shown(self, view: PageView) -> Callable[[Request], Any]:
         """Return the endpoint of a view that only reads."""
 
         async def endpoint(request: Request) -> Response:
@@ -105,7 +105,7 @@ class _Page:
 
         return endpoint
 
-    def sent(self, view: View) -> Callable[[Request], Any]:
+    def sent(self, view: PageView) -> Callable[[Request], Any]:
         """Return the endpoint of a form."""
 
         async def endpoint(request: Request) -> Response:
@@ -125,16 +125,16 @@ class _Page:
 
         return endpoint
 
-    async def _answer(self, request: Request, grant: Grant, view: View, form: Mapping[str, str]) -> Response:
-        if self._requests >= MOST_REQUESTS:
-            return PlainTextResponse(f"{MOST_REQUESTS} requests are being answered, the limit; try again.", 429)
+    async def _answer(self, request: Request, grant: Grant, view: PageView, form: Mapping[str, str]) -> Response:
+        if self._requests >= MOST_PAGE_REQUESTS:
+            return PlainTextResponse(f"{MOST_PAGE_REQUESTS} requests are being answered, the limit; try again.", 429)
         self._requests += 1
         try:
             return await run_in_threadpool(self._viewed, request, grant, view, form)
         finally:
             self._requests -= 1
 
-    def _viewed(self, request: Request, grant: Grant, view: View, form: Mapping[str, str]) -> Response:
+    def _viewed(self, request: Request, grant: Grant, view: PageView, form: Mapping[str, str]) -> Response:
         call = self._call(request, grant, form)
         try:
             return view(call)
@@ -143,8 +143,8 @@ class _Page:
         except (CoordinatorError, SparkBridgeError, StateStoreError) as error:
             return call.render("problem.html", 400, problem=str(error))
 
-    def _call(self, request: Request, grant: Grant, form: Mapping[str, str]) -> Call:
-        return Call(
+    def _call(self, request: Request, grant: Grant, form: Mapping[str, str]) -> PageCall:
+        return PageCall(
             self._system,
             self._overviews.get(),
             grant,
@@ -266,7 +266,7 @@ async def _not_found(request: Request, _: Exception) -> Response:
 
 
 def _token(request: Request) -> str:
-    return token_of(request.headers, request.cookies)
+    return token_of_request(request.headers, request.cookies)
 
 
 def _base(request: Request) -> str:

@@ -12,7 +12,7 @@ from spark_bridge.overview.model import Checkpoint, Operator, Overview, Partitio
 PHASES = ("tasks", "acknowledge", "manifest", "commit")
 """The phases of a batch in their order, as in ``CheckpointRecord.phases``."""
 WIDTH, HEIGHT = 600.0, 120.0
-MOST_BARS = 60
+MOST_DURATION_BARS = 60
 MOST_CELLS = 2_000
 """So many cells are drawn of a heat map, over all hosts."""
 MOST_HOSTS = 100
@@ -54,7 +54,7 @@ class Timeline:
 
 def timeline(checkpoints: Sequence[Checkpoint]) -> Timeline | None:
     """Return the chart of the last checkpoints whose duration is known; None if there are none."""
-    shown = [c for c in checkpoints if c.phases][-MOST_BARS:]
+    shown = [c for c in checkpoints if c.phases][-MOST_DURATION_BARS:]
     if not shown:
         return None
     top = max(sum(c.phases.values()) for c in shown) or 1
@@ -145,7 +145,7 @@ class HeatMap:
 MEASURES = ("keys", "bytes", "time", "rows")
 
 
-def measured(partition: Partition, measure: str) -> float | None:
+def partition_measure(partition: Partition, measure: str) -> float | None:
     """Return what a partition has of a measure; None if it is not known."""
     if measure == "keys":
         return partition.keys
@@ -154,7 +154,7 @@ def measured(partition: Partition, measure: str) -> float | None:
     return partition.work_ms if measure == "time" else partition.rows
 
 
-def in_words(measure: str, value: float | None) -> str:
+def measure_in_words(measure: str, value: float | None) -> str:
     """Return a value of a measure for people."""
     if value is None:
         return "unknown"
@@ -167,7 +167,7 @@ def heat_map(operator: Operator, measure: str) -> HeatMap | None:
     """Return the heat map of an operator; None if no partition knows the measure."""
     by_host: dict[str, list[tuple[int, float]]] = {}
     for one in operator.partitions:
-        value = measured(one, measure)
+        value = partition_measure(one, measure)
         if value is not None:
             by_host.setdefault(one.owner or "in storage", []).append((one.partition, value))
     if not by_host:
@@ -185,7 +185,7 @@ def heat_map(operator: Operator, measure: str) -> HeatMap | None:
             part = held[at : at + per_cell]
             hottest, top = max(part, key=lambda one: one[1])
             among = f" and {len(part) - 1} with less" if len(part) > 1 else ""
-            cells.append(Cell(f"partition {hottest}{among}: {in_words(measure, top)}", shade(top, highest)))
+            cells.append(Cell(f"partition {hottest}{among}: {measure_in_words(measure, top)}", shade(top, highest)))
         own = sum(value for _, value in held)
         rows.append(HeatRow(host, len(held), own, max(v for _, v in held), own / total, tuple(cells)))
     return HeatMap(measure, tuple(rows), highest, len(ordered) - len(drawn), per_cell)
@@ -198,7 +198,7 @@ def shade(value: float, highest: float) -> int:
 
 def sparkline(checkpoints: Sequence[Checkpoint]) -> str:
     """Return the points of a polyline, 100 by 20, of the last durations; "" if fewer than two are known."""
-    known = [c.duration_ms for c in checkpoints if c.duration_ms is not None][-MOST_BARS:]
+    known = [c.duration_ms for c in checkpoints if c.duration_ms is not None][-MOST_DURATION_BARS:]
     if len(known) < 2:
         return ""
     top = max(known) or 1
@@ -206,8 +206,8 @@ def sparkline(checkpoints: Sequence[Checkpoint]) -> str:
 
 
 @dataclass(frozen=True)
-class Pace:
-    """How a query goes: rows a second and the usual interval over its last checkpoints, and how old the newest is."""
+class RecentPace:
+    """The recent speed of a query: rows a second and usual duration of its last checkpoints, age of the newest one."""
 
     rows_per_second: float | None
     usual_ms: float | None
@@ -215,7 +215,7 @@ class Pace:
     watermark_behind_ms: int | None
 
 
-def pace(overview: Overview, checkpoints: Sequence[Checkpoint], watermark_ms: int | None, most: int = 20) -> Pace:
+def pace(overview: Overview, checkpoints: Sequence[Checkpoint], watermark_ms: int | None, most: int = 20) -> RecentPace:
     """Return the pace by the last ``most`` completed checkpoints."""
     done = [c for c in checkpoints if c.completed_ms is not None][-most:]
     rate = None
@@ -225,7 +225,7 @@ def pace(overview: Overview, checkpoints: Sequence[Checkpoint], watermark_ms: in
         rate = sum(rows) / span * 1000 if span > 0 and rows else None
     durations = [c.duration_ms for c in done if c.duration_ms is not None]
     newest = (done[-1].completed_ms if done else None) or (checkpoints[-1].prepared_ms if checkpoints else None)
-    return Pace(
+    return RecentPace(
         rate,
         median(durations) if durations else None,
         None if newest is None else max(0, overview.taken_ms - newest),

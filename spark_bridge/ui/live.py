@@ -10,11 +10,12 @@ from coordinator_actor.messages import SavepointStatus
 from coordinator_actor.savepoints import savepoint_catalog
 from coordinator_actor.savepoints.savepoint_format import SavepointInfo
 from spark_bridge.overview.model import Overview, Query
+from spark_bridge.queryable.client.client import QueryableStateClient
 from spark_bridge.queryable.client.watch import StateChange
-from spark_bridge.ui.system import StateClient, StateTable
+from spark_bridge.ui.system import StateTable
 
 SAVEPOINTS = "savepoints"
-WAIT_SECONDS = 5.0
+CHANGES_WAIT_SECONDS = 5.0
 """How long changes of versions that are completed are waited for."""
 
 
@@ -31,7 +32,7 @@ class LiveSystem:
         self,
         namespace: str,
         overview: Callable[[], Overview],
-        connect: Callable[[], StateClient],
+        connect: Callable[[], QueryableStateClient],
         call: Callable[..., Any],
         storage_options: Mapping[str, str] | None = None,
     ) -> None:
@@ -40,14 +41,14 @@ class LiveSystem:
         self._connect = connect
         self._call = call
         self._options = dict(storage_options or {})
-        self._client: StateClient | None = None
+        self._client: QueryableStateClient | None = None
         self._connecting = threading.Lock()
 
     def overview(self) -> Overview:
         """See ``System``."""
         return self._overview()
 
-    def client(self) -> StateClient:
+    def client(self) -> QueryableStateClient:
         """See ``System``. A client that cannot be made now is made by a later call."""
         with self._connecting:
             if self._client is None:
@@ -57,9 +58,9 @@ class LiveSystem:
     def recent_changes(self, table: StateTable, since: int, until: int) -> Iterator[StateChange]:
         """See ``System``. Versions that changed nothing are left out, so that a wait for the last one has an end."""
         changes = self.client().watch(
-            table.operator, state=table.state, query=table.query, from_version=since, timeout=WAIT_SECONDS
+            table.operator, state=table.state, query=table.query, from_version=since, timeout=CHANGES_WAIT_SECONDS
         )
-        waking = threading.Timer(WAIT_SECONDS, changes.close)
+        waking = threading.Timer(CHANGES_WAIT_SECONDS, changes.close)
         waking.start()
         try:
             for change in changes:
@@ -73,11 +74,11 @@ class LiveSystem:
 
     def savepoints(self, query: Query, base: str | None = None) -> list[SavepointInfo]:
         """See ``System``."""
-        return savepoint_catalog.list_savepoints(base or default_directory(query), self._options)
+        return savepoint_catalog.read_stored_savepoints(base or default_directory(query), self._options)
 
     def describe_savepoint(self, path: str, *, check_files: bool = False) -> SavepointInfo:
         """See ``System``."""
-        describe = savepoint_catalog.verify_savepoint if check_files else savepoint_catalog.describe_savepoint
+        describe = savepoint_catalog.verify_stored_savepoint if check_files else savepoint_catalog.read_stored_savepoint
         return describe(path, self._options)
 
     def trigger_savepoint(self, request_id: str, query: str, path: str | None) -> None:

@@ -11,11 +11,12 @@ from typing import Any
 import pyarrow as pa
 
 from spark_bridge.exceptions import RequestError
-from spark_bridge.ui.requests import Call
-from spark_bridge.ui.system import Rows, StateTable
+from spark_bridge.queryable.client.state_scan import StateScan
+from spark_bridge.ui.requests import PageCall
+from spark_bridge.ui.system import StateTable
 from spark_bridge.ui.typed_values import Input, input_for, parsed
 
-READ_SECONDS = 20.0
+PAGE_READ_SECONDS = 20.0
 """The longest time that one reading takes."""
 KEY_PREFIX = "key."
 NULL_PREFIX = "null."
@@ -31,7 +32,7 @@ class Found:
     is_cut: bool = False
 
 
-def schema_of(call: Call, table: StateTable) -> pa.Schema:
+def variable_schema(call: PageCall, table: StateTable) -> pa.Schema:
     """Return the columns of a state variable's rows."""
     rows = call.system.client().scan(
         table.operator,
@@ -39,7 +40,7 @@ def schema_of(call: Call, table: StateTable) -> pa.Schema:
         limit=0,
         query=table.query,
         version=table.schema_version,
-        timeout=READ_SECONDS,
+        timeout=PAGE_READ_SECONDS,
     )
     with closing(rows):
         return rows.schema
@@ -50,14 +51,14 @@ def inputs_of(table: StateTable, schema: pa.Schema) -> list[Input]:
     return [input_for(name, schema.field(name).type) for name in table.key]
 
 
-def has_key(call: Call, table: StateTable) -> bool:
+def has_key(call: PageCall, table: StateTable) -> bool:
     """Return whether the request names a key."""
     return any(f"{KEY_PREFIX}{name}" in {**call.query, **call.form} for name in table.key) or (
         not table.key and bool(call.given("look"))
     )
 
 
-def key_of(call: Call, table: StateTable, schema: pa.Schema) -> tuple[Any, ...]:
+def key_of_call(call: PageCall, table: StateTable, schema: pa.Schema) -> tuple[Any, ...]:
     """Return the key of the request. Raises ``RequestError`` naming the column whose text is no value."""
     given = {**call.query, **call.form}
     key: list[Any] = []
@@ -73,7 +74,7 @@ def key_of(call: Call, table: StateTable, schema: pa.Schema) -> tuple[Any, ...]:
     return tuple(key)
 
 
-def conditions_of(call: Call, schema: pa.Schema, most: int) -> list[tuple[Any, ...]]:
+def conditions_of(call: PageCall, schema: pa.Schema, most: int) -> list[tuple[Any, ...]]:
     """Return the filters of the request. Raises ``RequestError``."""
     found: list[tuple[Any, ...]] = []
     for i in range(most):
@@ -93,7 +94,7 @@ def conditions_of(call: Call, schema: pa.Schema, most: int) -> list[tuple[Any, .
     return found
 
 
-def taken(rows: Rows, most: int, seconds: float = READ_SECONDS) -> Found:
+def take_rows(rows: StateScan, most: int, seconds: float = PAGE_READ_SECONDS) -> Found:
     """Return up to ``most`` rows, and end the reading. Raises ``RequestError`` if they do not come in time."""
     with closing(rows):
         table = pa.Table.from_batches(list(_until(rows, most + 1, seconds)), rows.schema)
@@ -109,7 +110,7 @@ def found_in(table: pa.Table, most: int, version: int | None = None) -> Found:
     return Found(version, list(table.schema.names), rows, table.num_rows > most)
 
 
-def _until(rows: Rows, most: int, seconds: float) -> Iterator[pa.RecordBatch]:
+def _until(rows: StateScan, most: int, seconds: float) -> Iterator[pa.RecordBatch]:
     deadline, given = time.monotonic() + seconds, 0
     for batch in rows:
         yield batch.slice(0, most - given)

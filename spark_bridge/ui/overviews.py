@@ -1,4 +1,4 @@
-"""The overview that requests share: asked for at most once a second, however many look."""
+"""The overview that requests share: made at most once a second, however many people look."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from spark_bridge.overview.model import CLUSTER, Overview
 
 log = logging.getLogger(__name__)
 
-FRESH_SECONDS = 1.0
+PAGE_FRESH_SECONDS = 1.0
 RECENT_SECONDS = 10.0
 RECENT_WAIT_SECONDS = 0.05
 """A request waits so long for a newer overview than a recent one: pages stay quick where thousands of partitions take
 longer to be described, and where hosts are gone, which takes seconds."""
-WAIT_SECONDS = 1.0
+OVERVIEW_WAIT_SECONDS = 1.0
 """The same where the last overview is not recent any more, as for the first who looks again."""
 OLD_SECONDS = 30.0
 """An overview that is older is not shown without a word."""
@@ -49,14 +49,14 @@ class SharedOverview:
         self._asking: threading.Event | None = None
 
     def get(self) -> Seen:
-        """Return the overview, not older than ``FRESH_SECONDS`` where it can be had in time.
+        """Return the overview, not older than ``PAGE_FRESH_SECONDS`` where it can be had in time.
 
         That is within ``RECENT_WAIT_SECONDS`` if the last one is younger than ``RECENT_SECONDS``, within
-        ``WAIT_SECONDS`` if it is older, and whenever it comes if there is none.
+        ``OVERVIEW_WAIT_SECONDS`` if it is older, and whenever it comes if there is none.
         """
         with self._lock:
             seen = self._seen
-            if seen is not None and self._clock() - self._seen_at < FRESH_SECONDS:
+            if seen is not None and self._clock() - self._seen_at < PAGE_FRESH_SECONDS:
                 return seen
             if self._asking is None:
                 self._asking = threading.Event()
@@ -64,7 +64,7 @@ class SharedOverview:
                     target=self._refresh, args=(self._asking,), name="statestore-page", daemon=True
                 ).start()
             asking, age = self._asking, self._clock() - self._seen_at
-        asking.wait(None if seen is None else RECENT_WAIT_SECONDS if age < RECENT_SECONDS else WAIT_SECONDS)
+        asking.wait(None if seen is None else RECENT_WAIT_SECONDS if age < RECENT_SECONDS else OVERVIEW_WAIT_SECONDS)
         with self._lock:
             assert self._seen is not None, "it is set before the event"
             age = self._clock() - self._seen_at

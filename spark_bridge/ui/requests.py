@@ -1,4 +1,4 @@
-"""A request as the views see it, and how they answer."""
+"""A request as the views see it, and the answers of views."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from backends.storage.prices import STANDARD, Prices
 from spark_bridge.exceptions import RequestError
 from spark_bridge.overview import formats
 from spark_bridge.overview.model import Fault, Overview, Query
-from spark_bridge.overview.process_faults import COORDINATOR
+from spark_bridge.overview.process_faults import COORDINATOR_PROCESS
 from spark_bridge.queryable.server.token_verifier import Grant
 from spark_bridge.ui.formats import value
 from spark_bridge.ui.sign_in import form_token
@@ -28,7 +28,7 @@ MOST_NUMBER = 10**18
 
 
 @dataclass(frozen=True)
-class Call:
+class PageCall:
     """One request of somebody who may see the page.
 
     ``base`` is the path below which the page is served, without a slash at the end. ``secret`` is what the tokens of
@@ -113,11 +113,11 @@ class Call:
         return lambda fault: links.get(fault.subject, "")
 
 
-def subjects(call: Call) -> dict[str, str]:
+def subjects(call: PageCall) -> dict[str, str]:
     """Return the page of each subject that a fault may name."""
     queries = call.overview.queries
     found = {f"host {host.host_id}": call.url("hosts") for host in call.overview.hosts}
-    found["hosts"] = found[COORDINATOR] = call.url("hosts")
+    found["hosts"] = found[COORDINATOR_PROCESS] = call.url("hosts")
     for query in queries:
         ref = reference(query, queries)
         found[f"query {query.title}"] = call.url("query", query=ref)

@@ -9,12 +9,11 @@ from collections.abc import Mapping
 from starlette.datastructures import Headers
 
 from spark_bridge.exceptions import AccessDeniedError
-from spark_bridge.queryable.server.token_verifier import Grant, TokenVerifier
+from spark_bridge.queryable.server.token_verifier import MAX_TOKEN, Grant, TokenVerifier
 
 SESSION_COOKIE = "statestore_session"
 VISIT_COOKIE = "statestore_visit"
 """A random number of a browser, by which the form to sign in is told from one of another site."""
-MAX_TOKEN = 4096
 
 
 class OwnToken:
@@ -55,7 +54,7 @@ class OwnToken:
         return self._others.verify(token)
 
 
-def token_of(headers: Headers, cookies: Mapping[str, str]) -> str:
+def token_of_request(headers: Headers, cookies: Mapping[str, str]) -> str:
     """Return the token of a request: that of ``Authorization: Bearer``, else the cookie's; "" if there is none."""
     scheme, _, given = headers.get("authorization", "").partition(" ")
     token = given.strip() if scheme.lower() == "bearer" else cookies.get(SESSION_COOKIE, "")

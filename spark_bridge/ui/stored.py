@@ -59,11 +59,11 @@ class StoredSystem:
     def savepoints(self, query: Query, base: str | None = None) -> list[SavepointInfo]:
         """See ``System``."""
         base = base or default_directory(query)
-        return savepoint_catalog.list_savepoints(base, self._options, open_storage=self._open)
+        return savepoint_catalog.read_stored_savepoints(base, self._options, open_storage=self._open)
 
     def describe_savepoint(self, path: str, *, check_files: bool = False) -> SavepointInfo:
         """See ``System``."""
-        describe = savepoint_catalog.verify_savepoint if check_files else savepoint_catalog.describe_savepoint
+        describe = savepoint_catalog.verify_stored_savepoint if check_files else savepoint_catalog.read_stored_savepoint
         return describe(path, self._options, open_storage=self._open)
 
     def trigger_savepoint(self, request_id: str, query: str, path: str | None) -> None:

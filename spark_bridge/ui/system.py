@@ -1,102 +1,16 @@
-"""The seam between the page and what the page shows: a running cluster (``live``) or a checkpoint (``stored``)."""
+"""The interface of the page to the system that it shows: a running cluster (``live``) or a checkpoint (``stored``)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Protocol
-
-import pyarrow as pa
+from typing import Protocol
 
 from coordinator_actor.messages import SavepointStatus
 from coordinator_actor.savepoints.savepoint_format import SavepointInfo
 from spark_bridge.overview.model import Overview, Query
+from spark_bridge.queryable.client.client import QueryableStateClient
 from spark_bridge.queryable.client.watch import StateChange
-
-
-class Rows(Protocol):
-    """Rows of one version, as they come."""
-
-    @property
-    def schema(self) -> pa.Schema:
-        """The columns."""
-
-    @property
-    def version(self) -> int:
-        """The version of all rows."""
-
-    def __iter__(self) -> Iterator[pa.RecordBatch]: ...
-
-    def close(self) -> None:
-        """End the reading."""
-
-
-class Answer(Protocol):
-    """The result of a SQL statement."""
-
-    def to_arrow_reader(self, batch_size: int = ...) -> pa.RecordBatchReader:
-        """Return the rows as a stream."""
-
-    def interrupt(self) -> None:
-        """End the statement, from another thread."""
-
-
-class Changes(Protocol):
-    """Changes of some keys, version by version."""
-
-    def __iter__(self) -> Iterator[StateChange]: ...
-
-    def close(self) -> None:
-        """End the watch."""
-
-
-class StateClient(Protocol):
-    """The part of ``QueryableStateClient`` that the page needs."""
-
-    def scan(
-        self,
-        operator: str,
-        state: str | None = None,
-        prefix: Any = None,
-        start: Any = None,
-        end: Any = None,
-        limit: int | None = None,
-        columns: Sequence[str] | None = None,
-        *,
-        where: Any = None,
-        query: str | None = None,
-        version: int | None = None,
-        timeout: float | None = None,
-    ) -> Rows:
-        """Return the rows of a state variable."""
-
-    def key_rows(
-        self,
-        operator: str,
-        keys: Any,
-        state: str | None = None,
-        columns: Sequence[str] | None = None,
-        *,
-        query: str | None = None,
-        version: int | None = None,
-        timeout: float | None = None,
-    ) -> Rows:
-        """Return the rows that some keys have."""
-
-    def watch(
-        self,
-        operator: str,
-        keys: Any = None,
-        *,
-        state: str | None = None,
-        query: str | None = None,
-        from_version: int | None = None,
-        timeout: float | None = None,
-    ) -> Changes:
-        """Return what each completed version changes."""
-
-    def sql(self, query: str, *, timeout: float | None = None) -> Answer:
-        """Return the rows of a SQL statement."""
 
 
 class System(Protocol):
@@ -110,7 +24,7 @@ class System(Protocol):
     def overview(self) -> Overview:
         """Return the overview as it is now."""
 
-    def client(self) -> StateClient:
+    def client(self) -> QueryableStateClient:
         """Return the client, made when it is needed first."""
 
     def recent_changes(self, table: StateTable, since: int, until: int) -> Iterator[StateChange]:

@@ -17,7 +17,7 @@ from spark_bridge.exceptions import RequestError
 
 @dataclass(frozen=True)
 class Input:
-    """How a form asks for a value of a column: the kind of control, and an example."""
+    """The control of a form for a value of a column: its kind, and an example."""
 
     name: str
     type: str

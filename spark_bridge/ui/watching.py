@@ -13,26 +13,25 @@ from backends.exceptions import StateStoreError
 from coordinator_actor.exceptions import CoordinatorError
 from spark_bridge.exceptions import AccessDeniedError, RequestError, SparkBridgeError
 from spark_bridge.queryable.client.async_results import BlockingCalls
-from spark_bridge.queryable.client.watch import StateChange
+from spark_bridge.queryable.client.watch import StateChange, StateWatch
 from spark_bridge.ui.formats import value
-from spark_bridge.ui.lookups import key_of, schema_of
-from spark_bridge.ui.requests import Call
-from spark_bridge.ui.system import Changes
+from spark_bridge.ui.lookups import key_of_call, variable_schema
+from spark_bridge.ui.requests import PageCall
 
 MOST_WATCHES = 16
 BEAT_SECONDS = 5.0
 """After so many seconds without a change a line is sent, so that a browser that has left is noticed."""
-MOST_ROWS = 50
+MOST_WATCH_ROWS = 50
 """So many changed rows of one version are sent."""
 
 
-class Watches:
+class PageWatches:
     """The watches under way. Each has a thread and a connection."""
 
     def __init__(self) -> None:
         self._open = 0
 
-    async def stream(self, call: Call, last_event: str, check: Callable[[], object]) -> Response:
+    async def stream(self, call: PageCall, last_event: str, check: Callable[[], object]) -> Response:
         """Return the changes of the key that the request names, until the browser leaves.
 
         ``last_event`` is the version that a browser has seen that comes again after a lost connection, or "". ``check``
@@ -43,14 +42,14 @@ class Watches:
         table = call.table()
         if table is None:
             raise RequestError("table= must name the state to watch.")
-        key = key_of(call, table, await run_in_threadpool(schema_of, call, table))
+        key = key_of_call(call, table, await run_in_threadpool(variable_schema, call, table))
         client = await run_in_threadpool(call.system.client)
         seen = int(last_event) if last_event.isdecimal() and len(last_event) < 19 else None
         changes = client.watch(table.operator, [key], state=table.state, query=table.query, from_version=seen)
         headers = {"X-Accel-Buffering": "no"}
         return StreamingResponse(self._events(changes, check), media_type="text/event-stream", headers=headers)
 
-    async def _events(self, changes: Changes, check: Callable[[], object]) -> AsyncIterator[bytes]:
+    async def _events(self, changes: StateWatch, check: Callable[[], object]) -> AsyncIterator[bytes]:
         self._open += 1
         calls, iterator = BlockingCalls("statestore-page-watch"), iter(changes)
         try:
@@ -76,7 +75,7 @@ class Watches:
 
 
 def _told(change: StateChange) -> dict[str, object]:
-    rows = change.batch.slice(0, MOST_ROWS).to_pylist()
+    rows = change.batch.slice(0, MOST_WATCH_ROWS).to_pylist()
     return {
         "version": change.version,
         "rows": [
@@ -87,7 +86,7 @@ def _told(change: StateChange) -> dict[str, object]:
             }
             for row in rows
         ],
-        "more": max(0, change.batch.num_rows - MOST_ROWS),
+        "more": max(0, change.batch.num_rows - MOST_WATCH_ROWS),
     }
 
 

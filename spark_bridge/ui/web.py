@@ -16,7 +16,7 @@ POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; form-action 'self'; "
     "base-uri 'none'; frame-ancestors 'none'"
 )
-HEADERS = {
+PAGE_HEADERS = {
     "Content-Security-Policy": POLICY,
     "X-Content-Type-Options": "nosniff",
     # With "no-referrer" a browser would send forms with "Origin: null".
@@ -41,7 +41,7 @@ class SafeHeaders:
 
         async def sent(message: Message) -> None:
             if message["type"] == "http.response.start":
-                headers = [(name.lower().encode(), value.encode()) for name, value in HEADERS.items()]
+                headers = [(name.lower().encode(), value.encode()) for name, value in PAGE_HEADERS.items()]
                 named = {name for name, _ in message.get("headers", ())}
                 caching = b"no-cache" if "/static/" in scope["path"] else b"no-store"
                 more = [] if b"cache-control" in named else [(b"cache-control", caching)]

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from coordinator_actor.coordinator_conf import CoordinatorConf
-from coordinator_actor.log_lines import VARIABLE, JsonLines, TextLines
+from coordinator_actor.log_lines import LOG_FORMAT_VARIABLE, JsonLines, TextLines
 
 
 def record(message: str, *, failed: bool = False) -> logging.LogRecord:
@@ -43,10 +43,10 @@ def test_json_is_one_line_with_everything() -> None:
 
 
 def test_the_environment_says_which_format(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.delenv(LOG_FORMAT_VARIABLE, raising=False)
     assert CoordinatorConf().log_format == "text"
-    monkeypatch.setenv(VARIABLE, "json")
+    monkeypatch.setenv(LOG_FORMAT_VARIABLE, "json")
     assert CoordinatorConf().log_format == "json"
-    monkeypatch.setenv(VARIABLE, "xml")
+    monkeypatch.setenv(LOG_FORMAT_VARIABLE, "xml")
     with pytest.raises(ValueError, match="log_format='xml' is none: it is 'text' or 'json'"):
         CoordinatorConf()

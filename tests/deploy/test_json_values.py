@@ -44,7 +44,7 @@ KINDS: list[tuple[pa.DataType, st.SearchStrategy[Any]]] = [
 def test_values_go_through_json_and_back(data: st.DataObject) -> None:
     kind, strategy = data.draw(st.sampled_from(KINDS))
     value = data.draw(strategy)
-    through = json.loads(values.encoded(values.to_json(value)))
+    through = json.loads(values.json_bytes(values.to_json(value)))
     assert values.from_json(through, kind, "it") == value
 
 

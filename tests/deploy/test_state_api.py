@@ -31,7 +31,7 @@ from spark_bridge.exceptions import (
     UnknownKvStateIdError,
     UnknownOperatorError,
 )
-from spark_bridge.overview.model import FORMAT_VERSION, Fault, Overview
+from spark_bridge.overview.model import OVERVIEW_FORMAT_VERSION, Fault, Overview
 from tests.deploy.http_state import BEARER, PROBLEM, HeldClient, Together, connected, raw
 from tests.deploy.memory_client import TOTALS, UTC, MemoryClient, Tokens
 from tests.patience import PATIENCE
@@ -53,7 +53,7 @@ def test_the_overview_is_asked_for_once_a_second_however_many_want_it(memory: Me
         assert made.get("/v1/overview").status_code == 401
         for now[0] in (0.0, 0.5, 1.0, 1.5):
             found = made.get("/v1/overview", headers=BEARER).json()
-        assert (found["taken_ms"], found["format_version"]) == (1000, FORMAT_VERSION)
+        assert (found["taken_ms"], found["format_version"]) == (1000, OVERVIEW_FORMAT_VERSION)
         assert found["faults"][0]["remedy"] == "c" and asked == [0.0, 1.0]
         schemas = made.get("/openapi.json", headers=BEARER).json()["components"]["schemas"]
         assert "faults" in schemas["Overview"]["properties"]

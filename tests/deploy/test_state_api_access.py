@@ -7,7 +7,7 @@ import base64
 import pytest
 from fastapi.testclient import TestClient
 
-from deploy.state_http.access import token_of
+from deploy.state_http.access import token_of_header
 from deploy.state_http.app import create_app
 from spark_bridge.exceptions import (
     AccessDeniedError,
@@ -67,9 +67,9 @@ def test_a_token_that_is_revoked_is_refused_at_once(memory: MemoryClient) -> Non
 
 
 def test_the_token_of_a_header() -> None:
-    assert token_of("bearer  abc ") == "abc"
-    assert token_of("BASIC " + base64.b64encode(b"user:a:b").decode()) == "a:b"
-    assert token_of("") == ""
+    assert token_of_header("bearer  abc ") == "abc"
+    assert token_of_header("BASIC " + base64.b64encode(b"user:a:b").decode()) == "a:b"
+    assert token_of_header("") == ""
     for wrong in ("abc", "Basic é", "Basic " + "A" * 5000, "Bearer " + "a" * 5000):
         with pytest.raises(AccessDeniedError):
-            token_of(wrong)
+            token_of_header(wrong)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, cast
 
 from backends.encoding.sorted_pairs import SortedPairs
-from coordinator_actor.surgery.forgetting import Request, forget_in_running
+from coordinator_actor.surgery.forgetting import ForgetRequest, forget_in_running
 from coordinator_actor.surgery.forgotten_keys import ForgottenKeys
 from tests.simulation.network import KNOWN_ERRORS, UnreachableError
 
@@ -50,7 +50,7 @@ class Forgetful:
     def _forget(self) -> None:
         world = self._world
         s, stream = world.scheduler, world.streams[0]
-        request = Request(
+        request = ForgetRequest(
             s.random.choice(stream.model.operators),
             keys_of,
             say=lambda step: s.log("FORGET", step),

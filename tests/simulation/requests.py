@@ -22,8 +22,8 @@ from obstore.exceptions import AlreadyExistsError, GenericError
 from backends.exceptions import FileExistsInStorageError, MissingFileError, StorageError
 from backends.storage.checkpoint_storage import CheckpointStorage
 from backends.storage.hedges import Hedges
-from backends.storage.pace import Pace
-from backends.storage.traffic import Buckets, Traffic
+from backends.storage.pace import AdaptiveRateLimit
+from backends.storage.traffic import BucketTraffic, Traffic
 from tests.simulation import scheduler as scheduling
 from tests.simulation.scheduler import Process, Scheduler, Violation
 from tests.simulation.threads import Pool, installed
@@ -90,12 +90,12 @@ class Service:
         return answer
 
 
-class BucketsOfProcess(Buckets):
+class BucketsOfProcess(BucketTraffic):
     """What the requests of one simulated process share."""
 
     def __init__(self, seed: int) -> None:
         s = scheduling.active
-        pace = Pace("bucket", lambda: s.now, random.Random(seed).random)
+        pace = AdaptiveRateLimit("bucket", lambda: s.now, random.Random(seed).random)
         self.traffic = Traffic(pace, Hedges(_first_done))
 
     def of(self, bucket: str, *, with_hedges: bool) -> Traffic:

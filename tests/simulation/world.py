@@ -19,7 +19,7 @@ from backends.conf import StateStoreConf
 from backends.encoding.operator_schema import OperatorSchema
 from backends.encoding.schema import StateSchema
 from backends.exceptions import DamagedFileError, MissingFileError
-from backends.formats.changelog_group import GROUPS
+from backends.formats.changelog_group import GROUPS_DIRECTORY
 from backends.formats.file_names import partition_directory, version_in
 from backends.formats.sealed import unseal
 from backends.partition.partition_state import open_partition
@@ -30,7 +30,7 @@ from coordinator_actor.exceptions import IncompleteBatchError, InvalidRequestErr
 from coordinator_actor.messages import Acknowledged, HostInfo, HostReport
 from coordinator_actor.query.files_in_use import BUSY_SECONDS
 from spark_bridge.exceptions import PartitionMismatchError
-from spark_bridge.host.maintenance import SMALL_BYTES
+from spark_bridge.host.maintenance import INLINE_FILES_BYTES
 from tests.simulation import engine, model, threads
 from tests.simulation import scheduler as scheduling
 from tests.simulation.cluster import Cluster, LocalLocks, Session
@@ -375,7 +375,10 @@ class World:
                 if data == FENCE:
                     stream.model.closed.add(int(path.split("/")[1].split("-", maxsplit=1)[0]))
                     return
-                files = {**self.disk.directory(location, "operators"), **self.disk.directory(location, GROUPS)}
+                files = {
+                    **self.disk.directory(location, "operators"),
+                    **self.disk.directory(location, GROUPS_DIRECTORY),
+                }
                 stream.model.manifest_written(data, files)
             elif path.startswith(f"{REWRITTEN}/"):
                 record = unseal(self.disk.directory(location, path)[path], RewrittenFiles, path)
@@ -481,7 +484,7 @@ class World:
             return f"Version {head.version} still keeps version {head.oldest}."
         num_manifests = sum(p.startswith("manifests/") and data != FENCE for p, data in files.items())
         # Snapshots share their .sst files with later ones.
-        logs = [p for p in files if p.startswith(("operators/", f"{GROUPS}/")) and not p.endswith(".sst")]
+        logs = [p for p in files if p.startswith(("operators/", f"{GROUPS_DIRECTORY}/")) and not p.endswith(".sst")]
         old = [p for p in logs if version_in(p) < head.oldest - 4 * KEEP]
         if len(old) > 3 * stream.num_partitions * len(stream.model.operators) or num_manifests > 6 * KEEP + 40:
             return f"{num_manifests} manifests, and {len(old)} files of versions long not kept: {old[:5]}."
@@ -564,7 +567,7 @@ def run(
         ("backends.partition.background", "_pool"): threads.Background(),
         ("spark_bridge.task.task_store", "_owners"): PerProcess(),
         # In half of the worlds, snapshots share files with earlier ones.
-        ("spark_bridge.host.maintenance", "SMALL_BYTES"): seed % 2 * SMALL_BYTES,
+        ("spark_bridge.host.maintenance", "INLINE_FILES_BYTES"): seed % 2 * INLINE_FILES_BYTES,
         ("spark_bridge.task.task_store", "forget_client"): lambda address, token: None,
     }
     try:

@@ -1,1 +1,1 @@
-"""Commands for a running cluster: what there is, logs, tokens, draining; and what serves a page, state, dashboards."""
+"""Commands for a running cluster: overviews, logs, tokens, draining, and serving the page, state and dashboards."""

@@ -10,12 +10,12 @@ import typer
 
 from coordinator_actor.coordinator_conf import COORDINATOR_NAME, NAMESPACE
 from spark_bridge.cli.joined_ray import joined_ray
-from spark_bridge.cli.output import FOUND, AsJson, encoded, errors_explained, printer
+from spark_bridge.cli.output import FOUND, AsJson, errors_explained, json_line, printer
 from spark_bridge.cli.sources import Address, CoordinatorName, Namespace
 from spark_bridge.exceptions import EnvironmentProblemError
 
-POLL_SECONDS = 1.0
-ANSWER_SECONDS = 10.0
+DRAIN_POLL_SECONDS = 1.0
+DRAIN_ANSWER_SECONDS = 10.0
 
 
 def drain(
@@ -52,7 +52,7 @@ def drain(
 
 def _say(plain: dict[str, object], text: str, as_json: bool) -> None:
     if as_json:
-        typer.echo(encoded(plain))
+        typer.echo(json_line(plain))
     else:
         printer().print(text, markup=False)
 
@@ -61,7 +61,7 @@ def _await_none(namespace: str, coordinator: str, node_id: str, timeout: float) 
     """Wait until no host stands on a node, or ``timeout`` seconds; return how many do."""
     deadline = time.monotonic() + timeout
     while (left := _hosts_on(namespace, coordinator, node_id)) and time.monotonic() < deadline:
-        time.sleep(POLL_SECONDS)
+        time.sleep(DRAIN_POLL_SECONDS)
     return left
 
 
@@ -96,7 +96,7 @@ def _hosts_on(namespace: str, name: str, node_id: str) -> int:
     except ValueError:
         return 0
     try:
-        described = ray.get(coordinator.describe.remote(), timeout=ANSWER_SECONDS)
+        described = ray.get(coordinator.describe.remote(), timeout=DRAIN_ANSWER_SECONDS)
     except RayError as error:
         raise EnvironmentProblemError(
             f"The node is drained, but the coordinator (namespace {namespace!r}) does not say how far that is: {error}"

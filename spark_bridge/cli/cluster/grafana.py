@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from spark_bridge.cli.output import FAILED, AsJson, complain, encoded
+from spark_bridge.cli.output import FAILED, AsJson, complain, json_line
 from spark_bridge.grafana.dashboard import config_map, dashboard, written
 
 DIRECTORY_VARIABLE = "RAY_METRICS_GRAFANA_DASHBOARD_OUTPUT_DIR"
@@ -44,7 +44,7 @@ def install(
     except OSError as error:
         complain(f"The dashboard could not be written to {given}: {error}")
         raise typer.Exit(FAILED) from error
-    typer.echo(encoded({"path": str(path)}) if as_json else f"Written: {path}")
+    typer.echo(json_line({"path": str(path)}) if as_json else f"Written: {path}")
 
 
 @app.command("show")
@@ -53,7 +53,7 @@ def show_dashboard(as_json: AsJson = False) -> None:
 
     Example: statestore grafana show > dashboard.json
     """
-    typer.echo(encoded(dashboard()))
+    typer.echo(json_line(dashboard()))
 
 
 @app.command("config-map")
@@ -65,4 +65,4 @@ def show_config_map(
 
     Example: statestore grafana config-map --namespace monitoring | kubectl apply -f -
     """
-    typer.echo(encoded(config_map(namespace)))
+    typer.echo(json_line(config_map(namespace)))

@@ -13,7 +13,7 @@ from coordinator_actor.coordinator_conf import COORDINATOR_NAME, NAMESPACE
 from spark_bridge.cli.cluster.log_files import LogFile, log_files
 from spark_bridge.cli.cluster.overview_commands import QueryArgument
 from spark_bridge.cli.joined_ray import joined_ray
-from spark_bridge.cli.output import AsJson, complain, encoded, errors_explained
+from spark_bridge.cli.output import AsJson, complain, errors_explained, json_line
 from spark_bridge.cli.sources import Address, CoordinatorName, Namespace
 from spark_bridge.overview.model import Overview, Query
 from spark_bridge.overview.processes import LostDriver
@@ -23,7 +23,7 @@ _LEVEL = re.compile(r"\b(DEBUG|INFO|WARNING|WARN|ERROR|CRITICAL)\b")
 
 
 @dataclass(frozen=True)
-class Event:
+class LogEvent:
     """One event of a log: its first line, and those behind that belong to it, such as a traceback."""
 
     source: str
@@ -65,7 +65,7 @@ def logs(
         if errors and event.level not in ("WARNING", "WARN", "ERROR", "CRITICAL"):
             continue
         if as_json:
-            typer.echo(encoded(event))
+            typer.echo(json_line(event))
         else:
             typer.echo(f"[{event.source}] {event.text}")
     for one in missing:
@@ -96,13 +96,13 @@ def names_of(query: Query | LostDriver) -> tuple[str, ...]:
     return tuple(name for name in given if name)
 
 
-def events_about(files: Sequence[LogFile], names: Sequence[str], missing: list[str]) -> list[Event]:
+def events_about(files: Sequence[LogFile], names: Sequence[str], missing: list[str]) -> list[LogEvent]:
     """Return the events of all logs that have one of the names (none: all events), by time.
 
     Logs that cannot be read are told in ``missing``.
     """
     wanted = [re.compile(rf"(?<![\w-]){re.escape(name)}(?![\w-])") for name in names]
-    found: list[Event] = []
+    found: list[LogEvent] = []
     for file in files:
         try:
             events = list(_events(file.source, file.read()))
@@ -113,7 +113,7 @@ def events_about(files: Sequence[LogFile], names: Sequence[str], missing: list[s
     return sorted(found, key=lambda event: event.time)
 
 
-def _events(source: str, lines: Iterable[str]) -> Iterator[Event]:
+def _events(source: str, lines: Iterable[str]) -> Iterator[LogEvent]:
     """Give a log's events. A line without a time belongs to the one before; those before the first are left out."""
     held: list[str] = []
     time = ""
@@ -129,6 +129,6 @@ def _events(source: str, lines: Iterable[str]) -> Iterator[Event]:
         yield _event(source, time, held)
 
 
-def _event(source: str, time: str, lines: list[str]) -> Event:
+def _event(source: str, time: str, lines: list[str]) -> LogEvent:
     level = _LEVEL.search(lines[0])
-    return Event(source, time, "" if level is None else level[1], "\n".join(lines))
+    return LogEvent(source, time, "" if level is None else level[1], "\n".join(lines))

@@ -16,11 +16,12 @@ from coordinator_actor.access_tokens import IssuedToken
 from coordinator_actor.coordinator_conf import COORDINATOR_NAME, NAMESPACE
 from coordinator_actor.exceptions import CoordinatorError
 from spark_bridge.cli.joined_ray import joined_ray
-from spark_bridge.cli.output import AsJson, encoded, show
+from spark_bridge.cli.output import AsJson, json_line, show
+from spark_bridge.cli.sources import Address, CoordinatorName, Namespace
 from spark_bridge.exceptions import EnvironmentProblemError, SparkBridgeError
 
-ANSWER_SECONDS = 10.0
-SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+TOKEN_ANSWER_SECONDS = 10.0
+UNIT_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 _DURATION = re.compile(r"(\d+)([smhdw])")
 
 app = typer.Typer(
@@ -29,19 +30,13 @@ app = typer.Typer(
     no_args_is_help=True,
 )
 
-Address = Annotated[
-    str | None, typer.Option("--address", help="Address of the Ray cluster; by default the one on record here.")
-]
-Namespace = Annotated[str, typer.Option("--namespace", help="Ray namespace of the coordinator.")]
-CoordinatorName = Annotated[str, typer.Option("--coordinator", help="Name of the coordinator.")]
-
 
 def seconds_of(duration: str) -> float:
     """Return the seconds of ``90s``, ``45m``, ``12h``, ``30d`` or ``2w``. Raises ``typer.BadParameter``."""
     found = _DURATION.fullmatch(duration.strip())
     if found is None:
         raise typer.BadParameter(f"{duration!r} is no time; write a number and s, m, h, d or w, such as 30d")
-    return float(int(found[1]) * SECONDS[found[2]])
+    return float(int(found[1]) * UNIT_SECONDS[found[2]])
 
 
 @app.command()
@@ -65,7 +60,7 @@ def issue(
     expires_in = None if expires is None else seconds_of(expires)
     more = {"admin": True} if admin else {}
     token = _ask(address, namespace, coordinator, "issue_token", name, expires_in, **more)
-    typer.echo(encoded({"name": name, "token": token, "expires_in": expires_in}) if as_json else token)
+    typer.echo(json_line({"name": name, "token": token, "expires_in": expires_in}) if as_json else token)
     if as_json:
         return
     ends = "until it is revoked" if expires is None else f"for {expires}"
@@ -77,7 +72,7 @@ def issue(
 
 
 @app.command("list")
-def list_command(
+def list_tokens(
     address: Address = None,
     namespace: Namespace = NAMESPACE,
     coordinator: CoordinatorName = COORDINATOR_NAME,
@@ -109,7 +104,7 @@ def revoke(
     """
     token: IssuedToken = _ask(address, namespace, coordinator, "revoke_token", name_or_id)
     if as_json:
-        typer.echo(encoded({"name": token.name, "id": token.id, "revoked": token.revoked}))
+        typer.echo(json_line({"name": token.name, "id": token.id, "revoked": token.revoked}))
         return
     _explain(f"Revoked the token {token.name!r} ({token.id}).")
 
@@ -159,7 +154,7 @@ def _sent(namespace: str, coordinator: str, method: str, *args: object, **named:
             "stream with state has been started (init_spark or attach)."
         ) from error
     try:
-        return ask(actor, method, *args, timeout=ANSWER_SECONDS, **named)
+        return ask(actor, method, *args, timeout=TOKEN_ANSWER_SECONDS, **named)
     except RayTaskError:
         raise
     except RayError as error:

@@ -1,4 +1,4 @@
-"""``statestore top``: how the queries and hosts do, live in the terminal, or once."""
+"""``statestore top``: speed and delay of queries and hosts, live in the terminal, or once."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from rich.live import Live
 from rich.text import Text
 
 from spark_bridge.cli.cluster.views import faults_view, hosts_view
-from spark_bridge.cli.output import FOUND, AsJson, encoded, errors_explained, filled, printer
+from spark_bridge.cli.output import FOUND, AsJson, errors_explained, filled, json_line, printer
 from spark_bridge.cli.sources import Source, with_source
 from spark_bridge.exceptions import EnvironmentProblemError
 from spark_bridge.overview.formats import duration, moment, number
 from spark_bridge.overview.formats import size as size_of
 from spark_bridge.overview.model import CLUSTER, ERROR, Overview, to_plain
-from spark_bridge.overview.pace import Pace, pace_of
+from spark_bridge.overview.pace import QueryPace, pace_of
 
 
 @with_source
@@ -43,7 +43,7 @@ def top(
             source.damages.clear()  # they are faults
             if as_json:
                 plain = {"taken_ms": found.taken_ms, "queries": pace_of(found), "faults": found.faults}
-                typer.echo(encoded(to_plain(plain)))
+                typer.echo(json_line(to_plain(plain)))
             else:
                 printer().print(top_view(found), highlight=False)
             if any(fault.severity == ERROR for fault in found.faults):
@@ -76,7 +76,7 @@ def top_view(overview: Overview) -> RenderableType:
     return Group(*parts)
 
 
-def _paces(paces: Sequence[Pace]) -> RenderableType:
+def _paces(paces: Sequence[QueryPace]) -> RenderableType:
     rows = (
         (
             of.query,

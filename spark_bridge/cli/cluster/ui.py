@@ -12,15 +12,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from backends.storage.prices import Prices
-from coordinator_actor.coordinator_conf import COORDINATOR_NAME, NAMESPACE
 from spark_bridge.cli.joined_ray import joined_ray
 from spark_bridge.cli.output import complain, errors_explained
 from spark_bridge.cli.prices import PricesOption
-from spark_bridge.cli.sources import Address, Checkpoint, CoordinatorName, Namespace, StateLocation
-from spark_bridge.cli.storage_options import Option, options_of
-from spark_bridge.cli.tls_options import TlsCa, TlsCertificate, TlsKey, TlsServerName, tls_of
+from spark_bridge.cli.sources import Source, with_state_source
 from spark_bridge.exceptions import EnvironmentProblemError
-from spark_bridge.transport.tls import TlsConf
 
 if TYPE_CHECKING:
     from spark_bridge.overview.model import Overview
@@ -29,28 +25,20 @@ if TYPE_CHECKING:
 
 PORT = 8170
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-COORDINATOR_SECONDS = 10.0
-OVERVIEW_SECONDS = 3.0
+UI_COORDINATOR_SECONDS = 10.0
+UI_OVERVIEW_SECONDS = 3.0
 """How long hosts are waited for: one that is gone must not hold up the page."""
 CLIENT_SECONDS = 10.0
 
 
+@with_state_source
 def ui(
-    checkpoint: Checkpoint = None,
-    state_location: StateLocation = None,
-    storage_option: Option = None,
-    address: Address = None,
-    namespace: Namespace = NAMESPACE,
-    coordinator: CoordinatorName = COORDINATOR_NAME,
+    source: Source,
     host: Annotated[str, typer.Option(help="The address to listen at. Others than the loopback need TLS before.")] = (
         "127.0.0.1"
     ),
     port: Annotated[int, typer.Option(min=0, max=65535, help="The port to listen at; 0 chooses one.")] = PORT,
     prices: PricesOption = "",
-    tls_ca: TlsCa = None,
-    tls_certificate: TlsCertificate = None,
-    tls_key: TlsKey = None,
-    tls_server_name: TlsServerName = None,
 ) -> None:
     """Serve the page: what is wrong and what to do, where time goes, hosts, keys, SQL, savepoints.
 
@@ -61,37 +49,33 @@ def ui(
     """
     with errors_explained():
         place = _Place(host, port, Prices.parse(prices))
-        if checkpoint is not None:
-            _serve_checkpoint(checkpoint, state_location, options_of(storage_option), place)
+        _check_packages()
+        if source.checkpoint is not None:
+            _serve_checkpoint(source.checkpoint, source, place)
         else:
-            tls = tls_of(tls_ca, tls_certificate, tls_key, tls_server_name)
-            with joined_ray(address, namespace):
-                _serve_cluster(namespace, coordinator, options_of(storage_option), tls, place)
+            with joined_ray(source.address, source.namespace):
+                _serve_cluster(source, place)
 
 
 @dataclass(frozen=True)
 class _Place:
-    """Where the page listens, and the prices that the page goes by."""
+    """The address at which the page listens, and the prices of storage that the page shows."""
 
     host: str
     port: int
     prices: Prices
 
 
-def _serve_checkpoint(location: str, state_location: str | None, options: dict[str, str], place: _Place) -> None:
-    _check_packages()
+def _serve_checkpoint(location: str, source: Source, place: _Place) -> None:
     from spark_bridge.ui.sign_in import OwnToken
     from spark_bridge.ui.stored import StoredSystem
 
-    system = StoredSystem(location, state_location, options)
+    system = StoredSystem(location, source.state_location, source.options)
     system.overview()  # a wrong location is an error before anything is served
     _run(system, OwnToken(None, admin=False), place)
 
 
-def _serve_cluster(
-    namespace: str, coordinator: str, options: dict[str, str], tls: TlsConf | None, place: _Place
-) -> None:
-    _check_packages()
+def _serve_cluster(source: Source, place: _Place) -> None:
     from coordinator_actor.on_ray.ray_port import RayCoordinatorPort
     from spark_bridge.overview.from_cluster import KnownCheckpoints
     from spark_bridge.overview.on_ray import cluster_overview
@@ -100,16 +84,17 @@ def _serve_cluster(
     from spark_bridge.ui.live import LiveSystem
     from spark_bridge.ui.sign_in import OwnToken
 
-    calls = RayCoordinatorPort(namespace, coordinator, COORDINATOR_SECONDS)
+    namespace, coordinator = source.namespace, source.coordinator
+    calls = RayCoordinatorPort(namespace, coordinator, UI_COORDINATOR_SECONDS)
     tokens = CoordinatorTokens(calls.call)
 
     known = KnownCheckpoints()
 
     def overview() -> Overview:
-        return cluster_overview(namespace, coordinator, OVERVIEW_SECONDS, known)
+        return cluster_overview(namespace, coordinator, UI_OVERVIEW_SECONDS, known)
 
     def connect() -> QueryableStateClient:
-        return QueryableStateClient.connect(namespace, coordinator, tls=tls, timeout=CLIENT_SECONDS)
+        return QueryableStateClient.connect(namespace, coordinator, tls=source.tls, timeout=CLIENT_SECONDS)
 
     @asynccontextmanager
     async def running() -> AsyncIterator[None]:
@@ -117,7 +102,7 @@ def _serve_cluster(
             yield
         calls.close()
 
-    system = LiveSystem(namespace, overview, connect, calls.call, options)
+    system = LiveSystem(namespace, overview, connect, calls.call, source.options)
     _run(system, OwnToken(tokens, admin=True), place, running)
 
 

@@ -13,7 +13,7 @@ from backends.storage.request_counts import KINDS, RECEIVED, SENT
 from spark_bridge.cli.output import add_row, filled, table
 from spark_bridge.overview.formats import duration, moment, number, size
 from spark_bridge.overview.model import CLUSTER, ERROR, RUNNING, STORAGE, Checkpoint, Fault, Overview, Query
-from spark_bridge.overview.processes import Host
+from spark_bridge.overview.processes import HostOverview
 
 
 def status_view(overview: Overview) -> RenderableType:
@@ -64,7 +64,7 @@ def queries_view(queries: Iterable[Query]) -> Table:
     return made
 
 
-def hosts_view(hosts: Iterable[Host]) -> Table:
+def hosts_view(hosts: Iterable[HostOverview]) -> Table:
     """Return a row per host."""
     made = table(
         "machine",

@@ -1,11 +1,14 @@
-"""The result of a check: whether all is well, what was found, and what to do."""
+"""The result of a check: its status, the finding, and the remedy."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-OK, WARNING, ERROR, SKIPPED = "ok", "warning", "error", "skipped"
+from spark_bridge.overview.model import ERROR
+
+OK, SKIPPED = "ok", "skipped"
+"""The status of a check, beside ``WARNING`` and ``ERROR``, which are severities of faults, too."""
 
 
 @dataclass(frozen=True)

@@ -10,14 +10,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from spark_bridge.cli.doctor.checks import ERROR, OK, SKIPPED, WARNING, Check
+from spark_bridge.cli.doctor.checks import OK, SKIPPED, Check
 from spark_bridge.cli.joined_ray import joined_ray
 from spark_bridge.exceptions import EnvironmentProblemError
-from spark_bridge.overview.model import ERROR as FAULT_ERROR
-from spark_bridge.overview.model import Overview
+from spark_bridge.overview.model import ERROR, WARNING, Overview
 
-AREA = "cluster"
-CONNECT_SECONDS = 3.0
+CLUSTER_AREA = "cluster"
+PORT_CHECK_SECONDS = 3.0
 NODE_SECONDS = 30.0
 """A node may have to start a process before it answers."""
 MOST_SKEW_SECONDS = 1.0
@@ -32,7 +31,7 @@ def token_mode_check(environment: Mapping[str, str] = os.environ, home: Path | N
     has_token = bool(environment.get("RAY_AUTH_TOKEN")) or token_path.exists()
     if mode.lower() == "token" and not has_token:
         yield Check(
-            AREA,
+            CLUSTER_AREA,
             "ray-token",
             ERROR,
             f"RAY_AUTH_MODE is token, and there is neither RAY_AUTH_TOKEN nor {token_path}.",
@@ -40,13 +39,13 @@ def token_mode_check(environment: Mapping[str, str] = os.environ, home: Path | N
             "get-auth-token --generate' makes one for a new cluster.",
         )
     elif mode.lower() == "token" or (not mode and has_token):
-        yield Check(AREA, "ray-token", OK, "Ray's token mode is on, and a token is there.")
+        yield Check(CLUSTER_AREA, "ray-token", OK, "Ray's token mode is on, and a token is there.")
     elif mode.lower() == "disabled":
         remedy = "Whoever reaches Ray's ports can run code and get the store's token: use RAY_AUTH_MODE=token."
-        yield Check(AREA, "ray-token", WARNING, "RAY_AUTH_MODE is disabled.", remedy)
+        yield Check(CLUSTER_AREA, "ray-token", WARNING, "RAY_AUTH_MODE is disabled.", remedy)
     else:
         found = "RAY_AUTH_MODE is not set and there is no token: a cluster that is started here makes one."
-        yield Check(AREA, "ray-token", OK, found)
+        yield Check(CLUSTER_AREA, "ray-token", OK, found)
 
 
 def cluster_checks(address: str | None, namespace: str, coordinator: str) -> Iterator[Check]:
@@ -59,9 +58,11 @@ def cluster_checks(address: str | None, namespace: str, coordinator: str) -> Ite
     except EnvironmentProblemError as error:
         text, _, remedy = str(error).partition(";")
         if address is None:
-            yield Check(AREA, "ray", SKIPPED, f"{text}: nothing of a cluster was checked.")
+            yield Check(CLUSTER_AREA, "ray", SKIPPED, f"{text}: nothing of a cluster was checked.")
         else:
-            yield Check(AREA, "ray", ERROR, text, remedy.strip().capitalize() or "Look at the cluster's head node.")
+            yield Check(
+                CLUSTER_AREA, "ray", ERROR, text, remedy.strip().capitalize() or "Look at the cluster's head node."
+            )
 
 
 def _overview(namespace: str, coordinator: str) -> Overview:
@@ -135,29 +136,29 @@ def node_checks(nodes: Sequence[Mapping[str, Any]]) -> Iterator[Check]:
         if "failure" in node:
             wrong += 1
             remedy = "Look at this machine and its raylet; if code cannot be imported there, install the packages."
-            yield Check(AREA, name, ERROR, str(node["failure"]), remedy)
+            yield Check(CLUSTER_AREA, name, ERROR, str(node["failure"]), remedy)
             continue
         other = [f"{p} {v or 'is missing'}, here {here[p]}" for p, v in node["packages"].items() if v != here[p]]
         if node["python"] != python:
             other.append(f"Python {node['python']}, here {python}")
         if other:
             wrong += 1
-            yield Check(AREA, name, ERROR, "; ".join(other), "Install the same versions on all machines.")
+            yield Check(CLUSTER_AREA, name, ERROR, "; ".join(other), "Install the same versions on all machines.")
         if abs(node["skew"]) > MOST_SKEW_SECONDS:
             wrong += 1
             found = f"Its clock is {node['skew']:+.1f} s from this machine's."
-            yield Check(AREA, f"clock of {node['ip']}", WARNING, found, "Let all machines follow NTP (chrony).")
+            yield Check(CLUSTER_AREA, f"clock of {node['ip']}", WARNING, found, "Let all machines follow NTP (chrony).")
     if not wrong:
-        yield Check(AREA, "nodes", OK, f"{count} nodes answer, with the versions and the time of this machine.")
+        yield Check(CLUSTER_AREA, "nodes", OK, f"{count} nodes answer, with the versions and the time of this machine.")
 
 
 def overview_checks(overview: Overview) -> Iterator[Check]:
     """Say whether the hosts' ports can be reached from here, and which faults the overview has."""
     if overview.coordinator is None:
-        yield Check(AREA, "coordinator", SKIPPED, "No stream with state has run in this namespace.")
+        yield Check(CLUSTER_AREA, "coordinator", SKIPPED, "No stream with state has run in this namespace.")
         return
     where = f"in namespace {overview.coordinator.namespace}, on {overview.coordinator.node_ip}"
-    yield Check(AREA, "coordinator", OK, f"It answers {where}.")
+    yield Check(CLUSTER_AREA, "coordinator", OK, f"It answers {where}.")
     closed = []
     ports = 0
     for host in overview.hosts:
@@ -169,19 +170,21 @@ def overview_checks(overview: Overview) -> Iterator[Check]:
                     closed.append(f"{address} of {host.host_id} (for {what}): {failure}")
     if closed:
         remedy = "Open these ports in firewalls and network policies; query_port= fixes the port for queries."
-        yield Check(AREA, "ports", ERROR, "; ".join(closed), remedy)
+        yield Check(CLUSTER_AREA, "ports", ERROR, "; ".join(closed), remedy)
     elif ports:
-        yield Check(AREA, "ports", OK, f"{ports} ports of {len(overview.hosts)} hosts can be reached from here.")
+        yield Check(
+            CLUSTER_AREA, "ports", OK, f"{ports} ports of {len(overview.hosts)} hosts can be reached from here."
+        )
     for fault in overview.faults:
-        status = ERROR if fault.severity == FAULT_ERROR else WARNING
-        yield Check(AREA, fault.kind, status, f"{fault.subject}: {fault.what}", fault.remedy)
+        status = fault.severity
+        yield Check(CLUSTER_AREA, fault.kind, status, f"{fault.subject}: {fault.what}", fault.remedy)
 
 
 def unreachable(address: str) -> str | None:
     """Return why nobody can be connected to at ``ip:port``, or None."""
     ip, _, port = address.rpartition(":")
     try:
-        socket.create_connection((ip.strip("[]"), int(port)), CONNECT_SECONDS).close()
+        socket.create_connection((ip.strip("[]"), int(port)), PORT_CHECK_SECONDS).close()
     except (OSError, ValueError) as error:
         return str(error)
     return None

@@ -11,11 +11,11 @@ from rich.text import Text
 
 from coordinator_actor.coordinator_conf import COORDINATOR_NAME, NAMESPACE
 from spark_bridge.cli.doctor import cluster, machine, storage
-from spark_bridge.cli.doctor.checks import ERROR, OK, SKIPPED, WARNING, Check, checked
+from spark_bridge.cli.doctor.checks import OK, SKIPPED, Check, checked
 from spark_bridge.cli.output import FOUND, AsJson, show
 from spark_bridge.cli.sources import Address, CoordinatorName, Namespace
 from spark_bridge.cli.storage_options import Option, options_of
-from spark_bridge.overview.model import to_plain
+from spark_bridge.overview.model import ERROR, WARNING, to_plain
 
 _STYLES = {OK: "green", WARNING: "yellow", ERROR: "bold red", SKIPPED: "dim"}
 

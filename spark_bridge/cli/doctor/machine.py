@@ -13,12 +13,13 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
-from spark_bridge.cli.doctor.checks import ERROR, OK, WARNING, Check
+from spark_bridge.cli.doctor.checks import OK, Check
 from spark_bridge.exceptions import EnvironmentProblemError
+from spark_bridge.overview.model import ERROR, WARNING
 from spark_bridge.session.java import ensure_java
 from spark_bridge.session.settings import MIN_BATCHES_CONF, STATE_LOCATION_CONF, STATELESS_AQE
 
-AREA = "machine"
+MACHINE_AREA = "machine"
 PACKAGE = "ray-statestore"
 TESTED = {"3.5": "1.6", "4.2": "1.7"}
 """The tested lines of Spark, and the RayDP that belongs to each."""
@@ -31,11 +32,11 @@ def python_check() -> Iterator[Check]:
     version = ".".join(map(str, sys.version_info[:3]))
     is_known = (3, 10) <= sys.version_info[:2] < (3, 14)
     remedy = "" if is_known else "Use Python 3.10 to 3.13."
-    yield Check(AREA, "python", OK if is_known else ERROR, f"Python {version} at {sys.executable}", remedy)
+    yield Check(MACHINE_AREA, "python", OK if is_known else ERROR, f"Python {version} at {sys.executable}", remedy)
     workers = os.environ.get("PYSPARK_PYTHON")
     if workers and Path(workers).exists() and Path(workers).resolve() != Path(sys.executable).resolve():
         yield Check(
-            AREA,
+            MACHINE_AREA,
             "pyspark-python",
             WARNING,
             f"PYSPARK_PYTHON is {workers}, another Python than this one.",
@@ -55,9 +56,11 @@ def package_checks() -> Iterator[Check]:
             wrong.append(f"{needed.name} {version or 'is missing'} (needed: {needed.specifier or 'any version'})")
     known = ", ".join(f"{name} {installed(name)}" for name in (PACKAGE, "ray", "pyspark", "raydp", "pyarrow"))
     if wrong:
-        yield Check(AREA, "packages", ERROR, "; ".join(wrong), f"Install them: pip install --upgrade {PACKAGE}.")
+        yield Check(
+            MACHINE_AREA, "packages", ERROR, "; ".join(wrong), f"Install them: pip install --upgrade {PACKAGE}."
+        )
     else:
-        yield Check(AREA, "packages", OK, known)
+        yield Check(MACHINE_AREA, "packages", OK, known)
     yield from pair_checks(installed("pyspark") or "", installed("raydp") or "")
 
 
@@ -67,7 +70,7 @@ def pair_checks(pyspark: str, raydp: str) -> Iterator[Check]:
     wanted = TESTED.get(line)
     if wanted is None:
         yield Check(
-            AREA,
+            MACHINE_AREA,
             "spark-version",
             WARNING,
             f"pyspark {pyspark or '(missing)'} is not tested; {' and '.join(TESTED)} are.",
@@ -75,7 +78,7 @@ def pair_checks(pyspark: str, raydp: str) -> Iterator[Check]:
         )
     elif not raydp.startswith(wanted):
         yield Check(
-            AREA,
+            MACHINE_AREA,
             "raydp-version",
             ERROR,
             f"RayDP {raydp or '(missing)'} does not run Spark {line}.",
@@ -94,10 +97,10 @@ def installed(name: str) -> str | None:
 def java_check() -> Iterator[Check]:
     """Say whether there is a Java that Spark and RayDP run on."""
     try:
-        yield Check(AREA, "java", OK, f"Java at {ensure_java()}")
+        yield Check(MACHINE_AREA, "java", OK, f"Java at {ensure_java()}")
     except EnvironmentProblemError as error:
         found, _, remedy = str(error).partition(". ")
-        yield Check(AREA, "java", ERROR, f"{found}.", remedy)
+        yield Check(MACHINE_AREA, "java", ERROR, f"{found}.", remedy)
 
 
 def disk_check() -> Iterator[Check]:
@@ -106,9 +109,9 @@ def disk_check() -> Iterator[Check]:
     free = shutil.disk_usage(where).free
     found = f"{where} has {free / (1 << 30):.1f} GiB free."
     if free < LEAST_FREE:
-        yield Check(AREA, "disk", WARNING, found, "Free some space, or let RAY_TMPDIR name a larger disk.")
+        yield Check(MACHINE_AREA, "disk", WARNING, found, "Free some space, or let RAY_TMPDIR name a larger disk.")
     else:
-        yield Check(AREA, "disk", OK, found)
+        yield Check(MACHINE_AREA, "disk", OK, found)
 
 
 def spark_checks(given: Mapping[str, str]) -> Iterator[Check]:

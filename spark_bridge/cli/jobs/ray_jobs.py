@@ -22,10 +22,10 @@ from spark_bridge.cli.jobs.supervision import ClusterAwayError, JobRun, NotOursE
 
 NAME_KEY = "statestore_run"
 COMMAND_KEY = "statestore_command"
-SECONDS = (10.0, 60.0)
+HTTP_TIMEOUTS = (10.0, 60.0)
 """To connect, and for each part of an answer: a cut cable sends none. A job's files are uploaded in between."""
-AGAIN_SECONDS = 2.0
-OK, NOT_FOUND = 200, 404
+ASK_AGAIN_SECONDS = 2.0
+HTTP_OK, HTTP_NOT_FOUND = 200, 404
 SERVER_FAILED = "status code 5"
 
 
@@ -33,15 +33,15 @@ class PatientClient(JobSubmissionClient):  # type: ignore[misc]
     """Ray's client, with a bound for each request, which Ray's own does not have."""
 
     def _do_request(self, method: str, endpoint: str, **options: Any) -> requests.Response:
-        response: requests.Response = super()._do_request(method, endpoint, timeout=SECONDS, **options)
+        response: requests.Response = super()._do_request(method, endpoint, timeout=HTTP_TIMEOUTS, **options)
         return response
 
     def ask(self, method: str, endpoint: str) -> requests.Response | None:
         """Return the answer to a request; None for what is not there. Raises ``ClusterAwayError`` for any other."""
         response = self._do_request(method, endpoint)
-        if response.status_code == NOT_FOUND:
+        if response.status_code == HTTP_NOT_FOUND:
             return None
-        if response.status_code != OK:
+        if response.status_code != HTTP_OK:
             raise ClusterAwayError(f"{method} {endpoint}: {response.status_code} {response.text[:500]}")
         return response
 
@@ -164,7 +164,7 @@ class RayJobs:
             try:
                 asyncio.run(follow())
             except Exception:  # noqa: BLE001 - whatever it was: the supervisor says what became of the run
-                time.sleep(AGAIN_SECONDS)
+                time.sleep(ASK_AGAIN_SECONDS)
             try:
                 run = self.look(number)
             except (ClusterAwayError, NotOursError):

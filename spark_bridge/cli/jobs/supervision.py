@@ -16,14 +16,14 @@ from typing import Protocol, TypeVar
 
 T = TypeVar("T")
 
-POLL_SECONDS = 1.0
+JOB_POLL_SECONDS = 1.0
 """One request to Ray in so long."""
-FIRST_DELAY = 1.0
-LONGEST_DELAY = 60.0
+FIRST_RESTART_DELAY = 1.0
+LONGEST_RESTART_DELAY = 60.0
 STOP_SLACK = 30.0
 """So much longer than the program may take to end, a stop is waited for."""
 
-SUCCEEDED, STOPPED, FAILED = "SUCCEEDED", "STOPPED", "FAILED"
+JOB_SUCCEEDED, JOB_STOPPED, JOB_FAILED = "SUCCEEDED", "STOPPED", "FAILED"
 
 ENDED_WELL, GAVE_UP, NOT_REACHED, STOPPED_ELSEWHERE = 0, 1, 2, 3
 """Exit codes; behind a signal the code is 128 and its number, as in a shell."""
@@ -55,7 +55,7 @@ class JobRun:
     @property
     def is_over(self) -> bool:
         """Whether the run has ended in one way or another."""
-        return self.status in (SUCCEEDED, STOPPED, FAILED)
+        return self.status in (JOB_SUCCEEDED, JOB_STOPPED, JOB_FAILED)
 
 
 class Jobs(Protocol):
@@ -82,7 +82,7 @@ class Jobs(Protocol):
 
 @dataclass(frozen=True)
 class Patience:
-    """How often a program is started again, and how long the cluster is waited for.
+    """Bounds of a supervisor: how often a program is started again, and how long the cluster is waited for.
 
     ``backoff_limit`` is the number of failures in a row after which nothing is started again. A run that took
     ``healthy_after`` seconds ends the row. ``cluster_timeout`` are the seconds without any answer of the cluster,
@@ -96,11 +96,11 @@ class Patience:
 
     def delay(self, failures: int) -> float:
         """Return the seconds before the next start, behind so many failures in a row."""
-        return float(min(FIRST_DELAY * 2.0 ** min(failures - 1, 16), LONGEST_DELAY))
+        return float(min(FIRST_RESTART_DELAY * 2.0 ** min(failures - 1, 16), LONGEST_RESTART_DELAY))
 
 
 class Stop:
-    """What a signal sets: which one, and the end of every wait."""
+    """The signal that has come. It ends every wait."""
 
     def __init__(self) -> None:
         self._signal: int | None = None
@@ -153,10 +153,10 @@ class Supervisor:
             ended = self._await_end(number)
             if self._stop.sent() is not None:
                 return self._end(number)
-            if ended is not None and ended.status == SUCCEEDED:
+            if ended is not None and ended.status == JOB_SUCCEEDED:
                 self._say(f"{self._jobs.named(number)} has ended by itself, without an error.")
                 return ENDED_WELL
-            if ended is not None and ended.status == STOPPED:
+            if ended is not None and ended.status == JOB_STOPPED:
                 self._say(f"{self._jobs.named(number)} was stopped by somebody else, and is not started again.")
                 return STOPPED_ELSEWHERE
             took = self._clock() - began
@@ -217,7 +217,7 @@ class Supervisor:
             run = self._asked(lambda: self._jobs.look(number))
             if run is None or run.is_over:
                 return run
-            self._stop.wait(POLL_SECONDS)
+            self._stop.wait(JOB_POLL_SECONDS)
         return None
 
     def _asked(self, ask: Callable[[], T]) -> T | None:
@@ -238,7 +238,7 @@ class Supervisor:
                     return None
                 if now - silent_since >= self._patience.cluster_timeout:
                     raise
-                self._stop.wait(POLL_SECONDS)
+                self._stop.wait(JOB_POLL_SECONDS)
                 continue
             if silent_since is not None:
                 self._say("The cluster answers again.")
@@ -255,7 +255,7 @@ class Supervisor:
                 if self._clock() > deadline:
                     self._say(f"{name} does not end; see ray job status {name}.")
                     return NOT_REACHED
-                time.sleep(POLL_SECONDS / 4)
+                time.sleep(JOB_POLL_SECONDS / 4)
         except ClusterAwayError as error:
             self._say(f"{name} may still run, for the cluster does not answer: {error} Later: ray job stop {name}")
             return NOT_REACHED

@@ -1,4 +1,4 @@
-"""``statestore watch`` and ``diff``: what versions change, live or between two of them."""
+"""``statestore watch`` and ``diff``: the changes of each version, live, or the differences of two versions."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Annotated, Any
 import pyarrow as pa
 import typer
 
-from spark_bridge.cli.keys import key_of
-from spark_bridge.cli.output import FOUND, AsJson, complain, encoded, errors_explained, printer
-from spark_bridge.cli.rows import Form, cell, print_rows
+from spark_bridge.cli.keys import key_of_words
+from spark_bridge.cli.output import FOUND, AsJson, complain, errors_explained, json_line, printer
+from spark_bridge.cli.rows import PrintedForm, cell, print_rows
 from spark_bridge.cli.sources import Source, with_state_source
 from spark_bridge.cli.state.state_commands import KEY_HELP, FormOption, OperatorArgument, QueryName, StateName
 from spark_bridge.exceptions import QueryEndedError
 from spark_bridge.queryable.client.json_values import rows_to_json
 from spark_bridge.state_format.changed_rows import AFTER, BEFORE, CHANGE_TYPE
 
-WHAT = {"insert": "added", "update": "changed", "delete": "removed"}
+CHANGE_WORDS = {"insert": "added", "update": "changed", "delete": "removed"}
 
 
 @with_state_source
@@ -46,12 +46,12 @@ def watch(
     statestore watch user_totals user=42 --changes 1 --checkpoint ck/
     """
     with errors_explained(), source.client() as client:
-        given = None if not key else [key_of(key, client.key_schema(operator, query, state))]
+        given = None if not key else [key_of_words(key, client.key_schema(operator, query, state))]
         try:
             watched = client.watch(operator, given, state=state, query=query, from_version=from_version, timeout=wait)
             with closing(watched), suppress(KeyboardInterrupt):
                 for number, row in enumerate(_changed(watched), 1):
-                    typer.echo(encoded(row) if as_json else _line(row))
+                    typer.echo(json_line(row) if as_json else _line(row))
                     if number == changes:
                         break
         except QueryEndedError as ended:
@@ -72,7 +72,7 @@ def _line(row: dict[str, Any]) -> str:
         values = [f"{name}: {cell(value)}" for name, value in (after or before or {}).items()]
     else:
         values = [f"{name}: {cell(old)} -> {cell(after[name])}" for name, old in before.items() if old != after[name]]
-    return f"version {version}  {WHAT[kind]}  {key}  {', '.join(values)}".rstrip()
+    return f"version {version}  {CHANGE_WORDS[kind]}  {key}  {', '.join(values)}".rstrip()
 
 
 @with_state_source
@@ -84,7 +84,7 @@ def diff(
     state: StateName = None,
     query: QueryName = None,
     summary: Annotated[bool, typer.Option("--summary", help="Count only.")] = False,
-    form: FormOption = Form.table,
+    form: FormOption = PrintedForm.table,
     as_json: AsJson = False,
 ) -> None:
     """Show the keys that were added, removed or changed from version V1 to V2. The exit code is 1 if there are any.
@@ -99,12 +99,12 @@ def diff(
         source.client() as client,
         client.diff(operator, first, last, state=state, query=query) as rows,
     ):
-        counts = dict.fromkeys(WHAT.values(), 0)
+        counts = dict.fromkeys(CHANGE_WORDS.values(), 0)
 
         def counted() -> Iterator[pa.RecordBatch]:
             for batch in rows:
-                kinds = pa.array([WHAT[kind] for kind in batch.column(0).to_pylist()], pa.string())
-                for kind in WHAT.values():
+                kinds = pa.array([CHANGE_WORDS[kind] for kind in batch.column(0).to_pylist()], pa.string())
+                for kind in CHANGE_WORDS.values():
                     counts[kind] += sum(one == kind for one in kinds.to_pylist())
                 yield batch.set_column(0, CHANGE_TYPE, kinds)
 
@@ -113,13 +113,13 @@ def diff(
             for _ in counted():
                 pass
             if as_json:
-                typer.echo(encoded({**about, **counts}))
+                typer.echo(json_line({**about, **counts}))
         else:
-            print_rows(rows.schema, counted(), Form.json if as_json else form, about)
+            print_rows(rows.schema, counted(), PrintedForm.json if as_json else form, about)
     if not as_json:
         told = ", ".join(f"{n:,} {kind}" for kind, n in counts.items())
         text = f"Keys of {operator} from version {about['from_version']} to {about['to_version']}: {told}"
-        if form is Form.table:
+        if form is PrintedForm.table:
             printer().print(text, markup=False, highlight=False)
         else:
             complain(text)

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from spark_bridge.cli.output import AsJson, encoded
+from spark_bridge.cli.output import AsJson, json_line
 from spark_bridge.cli.storage_options import Option, options_of, or_exit
 
 app = typer.Typer(
@@ -16,14 +16,14 @@ app = typer.Typer(
     no_args_is_help=True,
 )
 
-StateLocation = Annotated[
+MovedStateLocation = Annotated[
     str, typer.Option(help="The directory of spark.statestore.location (state_location=) of the session.")
 ]
 
 
 @app.command()
 def move(
-    checkpoint_location: str, state_location: StateLocation, storage_option: Option = None, as_json: AsJson = False
+    checkpoint_location: str, state_location: MovedStateLocation, storage_option: Option = None, as_json: AsJson = False
 ) -> None:
     """Bind the state to CHECKPOINT_LOCATION, where its checkpoint has been moved to.
 
@@ -33,7 +33,7 @@ def move(
 
     bound = or_exit(lambda: move_checkpoint(checkpoint_location, state_location, options_of(storage_option)))
     if as_json:
-        typer.echo(encoded(bound))
+        typer.echo(json_line(bound))
         return
     done = "now belongs" if bound.is_new else "belongs already"
     Console().print(
@@ -43,7 +43,7 @@ def move(
 
 @app.command()
 def fork(
-    checkpoint_location: str, state_location: StateLocation, storage_option: Option = None, as_json: AsJson = False
+    checkpoint_location: str, state_location: MovedStateLocation, storage_option: Option = None, as_json: AsJson = False
 ) -> None:
     """Give the copy of a checkpoint at CHECKPOINT_LOCATION a state of its own; the original stays as it is.
 
@@ -61,7 +61,7 @@ def fork(
         )
     )
     if as_json:
-        typer.echo(encoded(bound))
+        typer.echo(json_line(bound))
         return
     what = "has its own state" if bound.is_new else "has its own state already"
     console.print(

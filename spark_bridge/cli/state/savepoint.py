@@ -10,7 +10,7 @@ from rich.table import Table
 
 from backends.exceptions import DamagedFileError
 from coordinator_actor.savepoints.savepoint_format import SavepointInfo
-from spark_bridge.cli.output import FOUND, AsJson, complain, encoded
+from spark_bridge.cli.output import FOUND, AsJson, complain, json_line
 from spark_bridge.cli.storage_options import Option, options_of, or_exit
 
 app = typer.Typer(name="savepoint", help="List, describe, restore and delete savepoints.", no_args_is_help=True)
@@ -26,7 +26,7 @@ def list_command(base: str, storage_option: Option = None, as_json: AsJson = Fal
 
     found = or_exit(lambda: list_savepoints(base, options_of(storage_option)))
     if as_json:
-        typer.echo(encoded([_plain(info) for info in found]))
+        typer.echo(json_line([_plain(info) for info in found]))
         return
     table = Table(box=None, padding=(0, 2))
     for heading in ("path", "query", "version", "rows", "bytes"):
@@ -65,7 +65,7 @@ def describe(
     info = or_exit(described)
     made = info.metadata
     if as_json:
-        typer.echo(encoded(_plain(info)))
+        typer.echo(json_line(_plain(info)))
     elif made is None:
         complain(str(info.damage))
     if made is None:
@@ -99,7 +99,7 @@ def delete(path: str, storage_option: Option = None, as_json: AsJson = False) ->
 
     or_exit(lambda: delete_savepoint(path, options_of(storage_option)))
     if as_json:
-        typer.echo(encoded({"removed": path}))
+        typer.echo(json_line({"removed": path}))
         return
     Console().print(f"Removed {path}", soft_wrap=True, highlight=False)
 
@@ -135,7 +135,7 @@ def restore(
         )
     )
     if as_json:
-        typer.echo(encoded(restored))
+        typer.echo(json_line(restored))
         return
     begins = "batch 0" if restored.batch_id is None else f"batch {restored.batch_id + 1}"
     console.print(

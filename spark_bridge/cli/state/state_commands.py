@@ -10,12 +10,12 @@ from typing import Annotated, Any
 import pyarrow as pa
 import typer
 
-from spark_bridge.cli.keys import bound_of, condition_of, key_of
-from spark_bridge.cli.output import FOUND, AsJson, complain, encoded, errors_explained, printer
-from spark_bridge.cli.rows import Form, cell, print_rows
+from spark_bridge.cli.keys import bound_of, condition_of, key_of_words
+from spark_bridge.cli.output import FOUND, AsJson, complain, errors_explained, json_line, printer
+from spark_bridge.cli.rows import PrintedForm, cell, print_rows
 from spark_bridge.cli.sources import Source, with_state_source
 from spark_bridge.exceptions import RequestError
-from spark_bridge.queryable.client.json_values import bound_of_json, to_json, window_of
+from spark_bridge.queryable.client.json_values import bound_of_json, to_json, window_of_text
 from spark_bridge.queryable.sql.duckdb_connections import import_duckdb
 
 OperatorArgument = Annotated[str, typer.Argument(metavar="OPERATOR", help="The name of the operator.")]
@@ -26,7 +26,7 @@ StateName = Annotated[str | None, typer.Option("--state", help="The state variab
 AtVersion = Annotated[
     int | None, typer.Option("--version", min=0, help="A version that is kept; default: the last completed one.")
 ]
-FormOption = Annotated[Form, typer.Option("--format", help="How rows are printed.")]
+FormOption = Annotated[PrintedForm, typer.Option("--format", help="How rows are printed.")]
 KEY_HELP = "column=value for each column; or the values in order; or JSON."
 
 
@@ -49,12 +49,12 @@ def get(
     statestore get by_country '["de", 42]' --checkpoint ck/ --json
     """
     with errors_explained(), source.client() as client:
-        asked = key_of(key, client.key_schema(operator, query, state))
-        wanted = None if window is None else window_of(window)
+        asked = key_of_words(key, client.key_schema(operator, query, state))
+        wanted = None if window is None else window_of_text(window)
         found = client.get(operator, asked, query, state, window=wanted, version=version)
     value = to_json(found)
     if as_json:
-        typer.echo(encoded({"operator": operator, "key": to_json(asked), "value": value}))
+        typer.echo(json_line({"operator": operator, "key": to_json(asked), "value": value}))
     elif found is None:
         complain(f"Operator {operator} has nothing for this key.")
     else:
@@ -86,7 +86,7 @@ def scan(
     version: AtVersion = None,
     state: StateName = None,
     query: QueryName = None,
-    form: FormOption = Form.table,
+    form: FormOption = PrintedForm.table,
     as_json: AsJson = False,
 ) -> None:
     """Show the rows of an operator's state: one per key, list element, map entry, window, session or timer.
@@ -114,7 +114,7 @@ def scan(
         with rows:
             shown = _Limited(limit)
             about = {"operator": operator, "version": rows.version}
-            print_rows(rows.schema, map(shown.of, rows), Form.json if as_json else form, about)
+            print_rows(rows.schema, map(shown.of, rows), PrintedForm.json if as_json else form, about)
     if shown.is_cut:
         complain(f"There are more than {limit} rows; --limit 0 shows all.")
 
@@ -140,7 +140,7 @@ def sql(
     source: Source,
     statement: Annotated[str, typer.Argument(metavar="STATEMENT", help="One statement that reads; - reads stdin.")],
     version: AtVersion = None,
-    form: FormOption = Form.table,
+    form: FormOption = PrintedForm.table,
     as_json: AsJson = False,
 ) -> None:
     """Run SQL over the state; the tables are the operators. It needs the package duckdb.
@@ -152,7 +152,7 @@ def sql(
     with errors_explained(), _sql_explained(), source.client() as client:
         found = client.sql(text, version=version)
         reader = found.to_arrow_reader()
-        print_rows(reader.schema, reader, Form.json if as_json else form)
+        print_rows(reader.schema, reader, PrintedForm.json if as_json else form)
 
 
 @contextmanager

@@ -19,13 +19,17 @@ from spark_bridge.cli.storage_options import Option, options_of
 from spark_bridge.overview.formats import number, size
 from spark_bridge.overview.model import to_plain
 
-Location = Annotated[str, typer.Argument(metavar="CHECKPOINT", help="Spark's checkpoint location of the query.")]
-Version = Annotated[int | None, typer.Option(help="A version that is kept; version N+1 is the state behind batch N.")]
+CheckpointArgument = Annotated[
+    str, typer.Argument(metavar="CHECKPOINT", help="Spark's checkpoint location of the query.")
+]
+VersionOption = Annotated[
+    int | None, typer.Option(help="A version that is kept; version N+1 is the state behind batch N.")
+]
 
 
 def files(
-    checkpoint: Location,
-    version: Version = None,
+    checkpoint: CheckpointArgument,
+    version: VersionOption = None,
     state_location: StateLocation = None,
     storage_option: Option = None,
     as_json: AsJson = False,
@@ -67,8 +71,8 @@ def _files_view(found: list[StoredFile]) -> RenderableType:
 
 
 def verify(
-    checkpoint: Location,
-    version: Version = None,
+    checkpoint: CheckpointArgument,
+    version: VersionOption = None,
     rows: Annotated[
         bool, typer.Option("--rows", help="Also load every partition, as a host would, and read all its rows.")
     ] = False,

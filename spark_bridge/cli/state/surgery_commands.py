@@ -15,14 +15,14 @@ from coordinator_actor.durable.audit_log import AuditLog, AuditRecord
 from coordinator_actor.reading.stored_versions import find_state
 from coordinator_actor.surgery.forgetting import ForgottenReport
 from spark_bridge.cli.joined_ray import joined_ray
-from spark_bridge.cli.keys import key_of
+from spark_bridge.cli.keys import key_of_words
 from spark_bridge.cli.output import AsJson, errors_explained, filled, printer, show
-from spark_bridge.cli.sources import Address, Checkpoint, CoordinatorName, Namespace, StateLocation
-from spark_bridge.cli.state.storage_commands import Location
+from spark_bridge.cli.sources import Address, CheckpointOption, CoordinatorName, Namespace, StateLocation
+from spark_bridge.cli.state.storage_commands import CheckpointArgument
 from spark_bridge.cli.storage_options import Option, options_of
 from spark_bridge.overview.model import to_plain
 
-COORDINATOR_SECONDS = 60.0
+SURGERY_COORDINATOR_SECONDS = 60.0
 """A coordinator that does not answer for so long is given up."""
 
 
@@ -35,7 +35,7 @@ def forget(
         Path | None, typer.Option(exists=True, dir_okay=False, help="A file with a key a line, written as KEY is.")
     ] = None,
     query: Annotated[str | None, typer.Option(help="The name or id of a query that runs.")] = None,
-    checkpoint: Checkpoint = None,
+    checkpoint: CheckpointOption = None,
     reference: Annotated[str | None, typer.Option(help="Stands in the audit log, as the number of a request.")] = None,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask first.")] = False,
     state_location: StateLocation = None,
@@ -76,7 +76,7 @@ def forget(
         return forget_keys(
             where,
             operator,
-            lambda schema: [key_of([text], schema) for text in texts],
+            lambda schema: [key_of_words([text], schema) for text in texts],
             reference=reference,
             state_location=state_location,
             storage_options=options_of(storage_option),
@@ -89,7 +89,7 @@ def forget(
             report = run(None)
         else:
             with joined_ray(address, namespace):
-                report = run(RayCoordinatorPort(namespace, coordinator, COORDINATOR_SECONDS))
+                report = run(RayCoordinatorPort(namespace, coordinator, SURGERY_COORDINATOR_SECONDS))
     show(lambda: to_plain(report), lambda: _report_view(report), as_json=as_json)
 
 
@@ -101,7 +101,7 @@ def _report_view(report: ForgottenReport) -> str:
 
 
 def audit(
-    checkpoint: Location,
+    checkpoint: CheckpointArgument,
     state_location: StateLocation = None,
     storage_option: Option = None,
     as_json: AsJson = False,

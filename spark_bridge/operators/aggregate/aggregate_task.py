@@ -25,7 +25,7 @@ from spark_bridge.task.step_timer import StepTimer
 from spark_bridge.task.watermark import EventTime, all_keys, between, late_rows_removed
 
 FIXED_KEYS_PER_STEP = 1 << 18
-KEYS_PER_STEP = 1 << 14
+AGGREGATE_KEYS_PER_STEP = 1 << 14
 """Keys whose states are read and written at once, to begin with: where all states have a fixed width, and elsewhere."""
 NO_KEYS: pa.BinaryArray = pa.array([], pa.binary())
 
@@ -115,7 +115,7 @@ class _AggregateBatch:
     def merge(self, reducer: RowReducer, spool: Spool) -> None:
         """Merge the new states into the state, and put the rows to emit into the spool."""
         is_fixed = all(fixed_dtype(f.type) is not None for f in self._logic.aggregator.state_schema)
-        size = StepSize(FIXED_KEYS_PER_STEP if is_fixed else KEYS_PER_STEP)
+        size = StepSize(FIXED_KEYS_PER_STEP if is_fixed else AGGREGATE_KEYS_PER_STEP)
         ranges, behind = self._ranges_to_visit(), None
         for part in reducer.steps():
             start = 0

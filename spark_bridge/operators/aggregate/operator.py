@@ -36,10 +36,10 @@ from spark_bridge.operators.watermark_columns import (
     watermark_lag_ms,
 )
 from spark_bridge.operators.windows import microseconds, window_column
-from spark_bridge.state_format.layouts import ALL_ROWS, session_schema
+from spark_bridge.state_format.layouts import ALL_ROWS_KEY, session_schema
 from spark_bridge.task.state_task import StateTask
 
-OUTPUT_MODES = ("update", "append", "complete")
+AGGREGATE_OUTPUT_MODES = ("update", "append", "complete")
 GroupingKey: TypeAlias = str | Window | SessionWindow
 
 
@@ -143,7 +143,7 @@ class _Keys:
 
 @dataclass(frozen=True)
 class _Declared:
-    """What the operator keeps: its kind, its schema, the key columns in stored order, and the logic of its tasks.
+    """The state of the operator: its kind, its schema, the key columns in stored order, and the logic of its tasks.
 
     ``lag_ms`` is how far behind the watermark of the query rows may be.
     """
@@ -159,7 +159,7 @@ class _Declared:
 def _keys_of(by: GroupingKey | Sequence[GroupingKey]) -> _Keys:
     given = [by] if isinstance(by, (str, Window, SessionWindow)) else list(by)
     if not given:
-        return _Keys((ALL_ROWS,), None, is_global=True)
+        return _Keys((ALL_ROWS_KEY,), None, is_global=True)
     windows = [k for k in given if isinstance(k, (Window, SessionWindow))]
     if len(windows) > 1:
         raise InvalidOperatorError(
@@ -186,7 +186,7 @@ def _check_arguments(df: DataFrame, aggregations: dict[str, AggregateFunction], 
             "aggregate takes a streaming DataFrame (spark.readStream); for a batch DataFrame use "
             "df.groupBy(...).agg(...)."
         )
-    if output_mode not in OUTPUT_MODES:
+    if output_mode not in AGGREGATE_OUTPUT_MODES:
         raise InvalidOperatorError(
             f'output_mode={output_mode!r} is none of aggregate\'s: "update" (keys touched in the batch), "append" '
             '(windows when they close), "complete" (all keys).'
@@ -202,8 +202,10 @@ def _check_arguments(df: DataFrame, aggregations: dict[str, AggregateFunction], 
 
 
 def _check_keys(df: DataFrame, keys: _Keys, aggregator: Aggregator) -> None:
-    if keys.is_global and ALL_ROWS in aggregator.inputs:
-        raise InvalidOperatorError(f"{ALL_ROWS!r} is the key column of by=[] and an input as well: rename the input.")
+    if keys.is_global and ALL_ROWS_KEY in aggregator.inputs:
+        raise InvalidOperatorError(
+            f"{ALL_ROWS_KEY!r} is the key column of by=[] and an input as well: rename the input."
+        )
     if not keys.is_global and (keys.columns or keys.window is None):
         check_keys(df.schema, keys.columns)
     for output in aggregator.outputs:
@@ -223,7 +225,7 @@ def _check_keys(df: DataFrame, keys: _Keys, aggregator: Aggregator) -> None:
 def _windowed(df: DataFrame, keys: _Keys, aggregator: Aggregator) -> DataFrame:
     """Return the columns that are needed, and the window of each row: a row for each window that a row lies in."""
     if keys.is_global:
-        return df.select(F.lit(True).alias(ALL_ROWS), *_columns(aggregator.inputs))
+        return df.select(F.lit(True).alias(ALL_ROWS_KEY), *_columns(aggregator.inputs))
     inputs = list(dict.fromkeys([*keys.columns, *aggregator.inputs]))
     if keys.window is None:
         return df.select(*_columns(inputs))

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from backends.encoding.columns import Mask
 from backends.encoding.key_order import key_order
 from backends.encoding.keys import decode_keys
 from backends.encoding.operator_schema import OperatorSchema
@@ -23,7 +23,7 @@ from backends.ids import DEFAULT_FAMILY
 from coordinator_actor.messages import OperatorFigures
 from spark_bridge.aggregates.aggregator import Aggregator
 from spark_bridge.aggregates.row_groups import group_rows
-from spark_bridge.operators.aggregate.session_windows import SessionColumns, Times, joined_sessions
+from spark_bridge.operators.aggregate.session_windows import SessionColumns, joined_sessions
 from spark_bridge.state_format.families import ENDS_FAMILY
 from spark_bridge.state_format.layouts import DUE, is_present
 from spark_bridge.state_format.stored_keys import by_expiry, without_expiry
@@ -32,12 +32,10 @@ from spark_bridge.task.keyed_rows import Ids, KeyedRows, RowReducer, StepSize, e
 from spark_bridge.task.output_spool import Spool
 from spark_bridge.task.state_access import StateAccess
 from spark_bridge.task.step_timer import StepTimer
-from spark_bridge.task.watermark import EventTime, all_keys, between, late_rows_removed
+from spark_bridge.task.watermark import EventTime, Times, all_keys, between, late_rows_removed
 
-KEYS_PER_STEP = 1 << 14
+SESSION_KEYS_PER_STEP = 1 << 14
 """Keys whose sessions are read and written at once, to begin with."""
-
-Mask = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
@@ -140,7 +138,7 @@ class _SessionBatch:
 
     def merge(self, reducer: RowReducer, spool: Spool) -> None:
         """Merge the new sessions into the state, and put the sessions to emit into the spool."""
-        size = StepSize(KEYS_PER_STEP)
+        size = StepSize(SESSION_KEYS_PER_STEP)
         is_complete = self._logic.output_mode == "complete"
         behind = None
         for part in reducer.steps():

@@ -16,9 +16,7 @@ import pyarrow as pa
 from backends.encoding.columns import fixed_array, list_array, list_parts, struct_array
 from spark_bridge.state_format.layouts import END, START
 from spark_bridge.task.keyed_rows import Ids
-
-Times = npt.NDArray[np.int64]
-"""Microseconds since 1970."""
+from spark_bridge.task.watermark import Times
 
 
 def joined_sessions(ids: Ids, starts: Times, ends: Times) -> tuple[Ids, Ids, Times, Times]:

@@ -26,7 +26,7 @@ from spark_bridge.task.state_access import StateAccess
 from spark_bridge.task.step_timer import StepTimer
 from spark_bridge.task.watermark import EventTime, late_rows_removed
 
-KEYS_PER_STEP = 1 << 18
+DEDUPLICATE_KEYS_PER_STEP = 1 << 18
 """Keys that are looked up at once."""
 _GREATEST = np.iinfo(np.int64).max
 
@@ -69,8 +69,8 @@ class DeduplicateLogic:
             for rows in parts:
                 work.add(rows, reducer)
             for part in reducer.steps():
-                for start in range(0, len(part.keys), KEYS_PER_STEP):
-                    work.pass_new(part.slice(start, KEYS_PER_STEP), spool)
+                for start in range(0, len(part.keys), DEDUPLICATE_KEYS_PER_STEP):
+                    work.pass_new(part.slice(start, DEDUPLICATE_KEYS_PER_STEP), spool)
             work.evict()
             timer.step("merge_ms")
             store.commit(work.figures(), timer.milliseconds)

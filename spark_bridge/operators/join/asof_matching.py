@@ -1,7 +1,7 @@
-"""Which row of the other side lies nearest in time: as pandas' ``merge_asof`` chooses it. No loop per row.
+"""Finds the row of the other side that is nearest in time, as pandas' ``merge_asof`` chooses it. No loop per row.
 
-The rows of the right side are sorted by key, time and, where times are equal, by their columns. What a left row asks
-for is then next to the place that a binary search finds.
+The rows of the right side are sorted by key, time and, where times are equal, by their columns. The match of a left row
+is then next to the place that a binary search finds.
 """
 
 from __future__ import annotations
@@ -13,20 +13,19 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from backends.encoding.columns import null_mask
+from backends.encoding.columns import Integers, Mask, null_mask
 from spark_bridge.aggregates.column_order import order_codes, plain
-from spark_bridge.operators.join.matching import Integers
-from spark_bridge.operators.join.sides import NEVER, Mask
+from spark_bridge.operators.join.sides import NO_TIME
 
 BACKWARD, FORWARD, NEAREST = "backward", "forward", "nearest"
 DIRECTIONS = (BACKWARD, FORWARD, NEAREST)
-NONE = -1
+NO_ROW = -1
 """Stands for no row."""
 
 
 @dataclass(frozen=True)
 class Asof:
-    """What a left row is matched with: the last right row before it, the first one behind it, or the nearer of both.
+    """The match of a left row: the last right row before it, the first one behind it, or the nearer of both.
 
     ``tolerance_us`` is the greatest difference of their times in microseconds, None for any. ``allow_exact`` says
     whether a row of the same time counts.
@@ -68,26 +67,26 @@ class SortedRows:
         return found
 
     def last_before(self, ids: Integers, times: Integers, *, or_at: bool) -> Integers:
-        """Return the place of the last row of a key before each time, ``NONE`` if there is none."""
+        """Return the place of the last row of a key before each time, ``NO_ROW`` if there is none."""
         places = self.number_before(ids, times, or_at=or_at) - 1
         return self._of_key(places, ids)
 
     def first_behind(self, ids: Integers, times: Integers, *, or_at: bool) -> Integers:
-        """Return the place of the first row of a key behind each time, ``NONE`` if there is none."""
+        """Return the place of the first row of a key behind each time, ``NO_ROW`` if there is none."""
         return self._of_key(self.number_before(ids, times, or_at=not or_at), ids)
 
     def _of_key(self, places: Integers, ids: Integers) -> Integers:
         is_there = (places >= 0) & (places < len(self.ids))
         is_there[is_there] = self.ids[places[is_there]] == ids[is_there]
-        return np.where(is_there, places, NONE)
+        return np.where(is_there, places, NO_ROW)
 
 
 def nearest(asof: Asof, ids: Integers, times: Integers, rows: SortedRows) -> tuple[Integers, Integers]:
     """Return for each left row the place of its right row in ``rows``, and how far their times are apart.
 
-    ``NONE`` and ``NEVER`` where there is no row, whatever the tolerance says.
+    ``NO_ROW`` and ``NO_TIME`` where there is no row, whatever the tolerance says.
     """
-    before = np.full(len(ids), NONE)
+    before = np.full(len(ids), NO_ROW)
     behind = before
     if asof.direction != FORWARD:
         before = rows.last_before(ids, times, or_at=asof.allow_exact)
@@ -95,13 +94,13 @@ def nearest(asof: Asof, ids: Integers, times: Integers, rows: SortedRows) -> tup
         behind = rows.first_behind(ids, times, or_at=asof.allow_exact)
     distances = [_distance(places, times, rows) for places in (before, behind)]
     is_before = distances[0] <= distances[1]  # as pandas has it, also of two that are equally far
-    chosen = np.where((before != NONE) & is_before, before, behind)
+    chosen = np.where((before != NO_ROW) & is_before, before, behind)
     return chosen, np.where(is_before, *distances)
 
 
 def _distance(places: Integers, times: Integers, rows: SortedRows) -> Integers:
-    distances = np.full(len(times), NEVER)
-    is_there = places != NONE
+    distances = np.full(len(times), NO_TIME)
+    is_there = places != NO_ROW
     distances[is_there] = np.abs(rows.times[places[is_there]] - times[is_there])
     return distances
 

@@ -11,15 +11,17 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import pyarrow as pa
 
+from backends.encoding.columns import Mask
 from backends.encoding.keys import decode_keys
-from spark_bridge.operators.join.asof_matching import BACKWARD, FORWARD, NONE, Asof, SortedRows, nearest
+from spark_bridge.operators.join.asof_matching import BACKWARD, FORWARD, NO_ROW, Asof, SortedRows, nearest
 from spark_bridge.operators.join.join_task import DUE_SIDES, JoinBatch, JoinLogic, SideRows, join_logic
-from spark_bridge.operators.join.sides import LEFT_OUTER, LEFT_ROW, NEVER, RIGHT_ROW, SIDE, Bounds, Mask, Times
+from spark_bridge.operators.join.sides import LEFT_OUTER, LEFT_ROW, NO_TIME, RIGHT_ROW, SIDE, Bounds
 from spark_bridge.state_format.layouts import LEFT, RIGHT, join_schema
 from spark_bridge.task.keyed_rows import KeyedRows
 from spark_bridge.task.output_spool import Spool
 from spark_bridge.task.state_access import StateAccess
 from spark_bridge.task.step_timer import StepTimer
+from spark_bridge.task.watermark import Times
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,7 @@ class _AsofBatch(JoinBatch):
         stays = [left.can_match.copy(), right.can_match.copy()]
         due_at = [left.times.copy(), right.times.copy()]
         self._emit_left(keys, left, np.flatnonzero(~left.can_match), spool)
-        waiting = np.full(len(part.keys), NEVER)
+        waiting = np.full(len(part.keys), NO_TIME)
         chosen = np.flatnonzero(left.can_match & settled[left.ids])
         others = np.flatnonzero(right.can_match & settled[right.ids])
         rows = SortedRows(right.ids[others], right.times[others], right.rows.take(pa.array(others)))
@@ -109,7 +111,7 @@ class _AsofBatch(JoinBatch):
         if asof.direction == BACKWARD:
             return times
         # A row that comes later is behind the watermark: behind the row that was found, or farther away.
-        found: Times = np.where(places == NONE, NEVER, times + np.where(places == NONE, 0, distances))
+        found: Times = np.where(places == NO_ROW, NO_TIME, times + np.where(places == NO_ROW, 0, distances))
         if asof.tolerance_us is not None:
             found = np.minimum(found, times + asof.tolerance_us)
         return np.maximum(found, times)
@@ -126,7 +128,7 @@ class _AsofBatch(JoinBatch):
         rows: SortedRows,
         spool: Spool,
     ) -> None:
-        matched = places != NONE
+        matched = places != NO_ROW
         if self._logic.asof.tolerance_us is not None:
             matched &= distances <= self._logic.asof.tolerance_us
         self.emit(keys, left, of_left[matched], right, others[rows.numbers[places[matched]]], spool)
@@ -143,7 +145,7 @@ class _AsofBatch(JoinBatch):
         """
         asof = self._logic.asof
         is_behind = rows.times > self._now
-        due_at = np.where(is_behind, rows.times, NEVER)
+        due_at = np.where(is_behind, rows.times, NO_TIME)
         if asof.direction == FORWARD:
             return is_behind, due_at
         earliest = np.minimum(waiting - (0 if asof.allow_exact else 1), self._now)

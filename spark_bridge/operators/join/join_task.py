@@ -17,26 +17,25 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from backends.encoding.column_names import distinct_names
+from backends.encoding.columns import Mask
 from backends.encoding.keys import decode_keys
 from backends.encoding.operator_schema import OperatorSchema
 from coordinator_actor.messages import OperatorFigures
 from spark_bridge.aggregates.row_groups import group_rows
 from spark_bridge.exceptions import StatefulProcessorError
-from spark_bridge.operators.join.matching import PAIRS_AT_ONCE, Rows, matches
+from spark_bridge.operators.join.matching import PAIRS_AT_ONCE, RowsToMatch, matches
 from spark_bridge.operators.join.sides import (
     ANTI,
     FULL,
     LEFT_OUTER,
     LEFT_ROW,
-    NEVER,
+    NO_TIME,
     RIGHT_OUTER,
     RIGHT_ROW,
     SEMI,
     SIDE,
     Bounds,
     JoinSide,
-    Mask,
-    Times,
     shared_slots,
     slot_name,
 )
@@ -47,8 +46,9 @@ from spark_bridge.task.keyed_rows import Ids, KeyedRows, RowReducer, StepSize, e
 from spark_bridge.task.output_spool import Spool
 from spark_bridge.task.state_access import StateAccess
 from spark_bridge.task.step_timer import StepTimer
+from spark_bridge.task.watermark import Times
 
-KEYS_PER_STEP = 1 << 14
+JOIN_KEYS_PER_STEP = 1 << 14
 """Keys whose waiting rows are read and written at once, to begin with."""
 _CHUNK = "__statestore_chunk"
 """The number of a chunk that is due, in a row that stands for it; such rows are of ``DUE_SIDES``."""
@@ -107,7 +107,7 @@ class JoinLogic:
             for rows in parts_of(batches, timer, "sort_ms"):
                 work.add(rows, reducer)
             work.add_due(reducer)
-            size = StepSize(KEYS_PER_STEP)
+            size = StepSize(JOIN_KEYS_PER_STEP)
             for part in reducer.steps():
                 start = 0
                 while start < len(part.keys):
@@ -179,14 +179,14 @@ class SideRows:
     rows: pa.RecordBatch
     can_match: Mask
 
-    def matchable(self, *, new: bool, old: bool) -> Rows:
+    def matchable(self, *, new: bool, old: bool) -> RowsToMatch:
         """Return the new rows, the waiting rows, or both, as far as they can match."""
         chosen = self.can_match.copy()
         if not new:
             chosen[: self.num_new] = False
         if not old:
             chosen[self.num_new :] = False
-        return Rows(self.ids, self.times, np.arange(len(self.ids))).where(chosen)
+        return RowsToMatch(self.ids, self.times, np.arange(len(self.ids))).where(chosen)
 
 
 class JoinBatch:
@@ -306,7 +306,7 @@ class JoinBatch:
         rows = one_batch([side.rows(part.rows.filter(pa.array(is_new))), waiting.rows.select(side.columns.names)])
         ids = np.concatenate([new_ids, waiting.ids])
         times = side.times(keys, ids, rows)
-        return SideRows(waiting, due, len(new_ids), ids, times, rows, no_nulls[ids] & (times != NEVER))
+        return SideRows(waiting, due, len(new_ids), ids, times, rows, no_nulls[ids] & (times != NO_TIME))
 
     def _settle(
         self,

@@ -12,25 +12,24 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from spark_bridge.operators.join.sides import NEVER
+from backends.encoding.columns import Integers
+from spark_bridge.operators.join.sides import NO_TIME
 
 PAIRS_AT_ONCE = 1 << 16
 """Matches that are made rows at once, at most."""
 
-Integers = npt.NDArray[np.int64]
-
 
 @dataclass(frozen=True)
-class Rows:
+class RowsToMatch:
     """Rows of one side: the places of their keys, their times in microseconds, and their numbers."""
 
     ids: Integers
     times: Integers
     numbers: Integers
 
-    def where(self, chosen: npt.NDArray[np.bool_]) -> Rows:
+    def where(self, chosen: npt.NDArray[np.bool_]) -> RowsToMatch:
         """Return some of the rows."""
-        return Rows(self.ids[chosen], self.times[chosen], self.numbers[chosen])
+        return RowsToMatch(self.ids[chosen], self.times[chosen], self.numbers[chosen])
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,7 @@ class Matches:
             yield self.probes[rows], self.others[self.starts[rows] + pairs - begins[rows]]
 
 
-def matches(probes: Rows, others: Rows, lower_us: int | None, upper_us: int | None) -> Matches:
+def matches(probes: RowsToMatch, others: RowsToMatch, lower_us: int | None, upper_us: int | None) -> Matches:
     """Return the rows of ``others`` with the key of each probe whose time is within the bounds.
 
     The bounds, in microseconds, are those of the other row's time minus the probe's. None is no bound.
@@ -89,5 +88,5 @@ def matches(probes: Rows, others: Rows, lower_us: int | None, upper_us: int | No
 
 def _shifted(times: Integers, by: int) -> Integers:
     """Return the times moved; times that would be too large or too small are the greatest or least ones."""
-    low, high = np.iinfo(np.int64).min, NEVER
+    low, high = np.iinfo(np.int64).min, NO_TIME
     return np.clip(times, max(low, low - by), min(high, high - by)) + by

@@ -21,13 +21,13 @@ from spark_bridge.operators.join.streams import (
     check_columns,
     check_frames,
     event_times,
-    joined,
+    joined_stream,
     lag_of,
     other_fields,
     output_struct,
     placing_of,
     refuse_or_warn,
-    struct_of,
+    struct_of_output,
     times_of_both,
 )
 from spark_bridge.operators.windows import microseconds
@@ -96,7 +96,7 @@ def join(
     if how in (SEMI, ANTI):
         times = [t.column for t in (bounds.right, bounds.right_late) if t is not None]
         others[1] = [f for f in others[1] if f.name in times] or [ONLY]
-    given = output_struct(left, right, keys, how) if output is None else struct_of(output)
+    given = output_struct(left, right, keys, how) if output is None else struct_of_output(output)
     given = timed_output(
         given,
         event_time_column,
@@ -116,7 +116,7 @@ def join(
         )
     except StateStoreError as error:
         raise InvalidOperatorError(f"Operator {operator!r}: {error}") from error
-    return joined(left, right, keys, others, logic, given, placing)
+    return joined_stream(left, right, keys, others, logic, given, placing)
 
 
 def join_asof(
@@ -191,4 +191,4 @@ def join_asof(
         )
     except StateStoreError as error:
         raise InvalidOperatorError(f"Operator {operator!r}: {error}") from error
-    return joined(left, right, keys, others, logic, given, placing)
+    return joined_stream(left, right, keys, others, logic, given, placing)

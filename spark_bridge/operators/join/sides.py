@@ -1,4 +1,4 @@
-"""What tells the two sides of a join apart: their columns, their event times, and when their rows are of no use."""
+"""The two sides of a join: their columns, their event times, and when their rows cannot match any more."""
 
 from __future__ import annotations
 
@@ -9,21 +9,19 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from spark_bridge.task.watermark import EventTime
+from backends.encoding.columns import Mask
+from spark_bridge.task.watermark import EventTime, Times
 
 INNER, LEFT_OUTER, RIGHT_OUTER, FULL, SEMI, ANTI = "inner", "left", "right", "full", "left_semi", "left_anti"
-HOWS = (INNER, LEFT_OUTER, RIGHT_OUTER, FULL, SEMI, ANTI)
+JOIN_TYPES = (INNER, LEFT_OUTER, RIGHT_OUTER, FULL, SEMI, ANTI)
 
 SIDE = "__statestore_side"
 """The column that says of which side a row is: ``LEFT_ROW`` or ``RIGHT_ROW``."""
 SLOT = "__statestore_slot"
 """Begins the names of the columns that both sides share, each with a column of its own, where they have one type."""
 LEFT_ROW, RIGHT_ROW = 0, 1
-NEVER = np.iinfo(np.int64).max
+NO_TIME = np.iinfo(np.int64).max
 """The time of a row that has none, in microseconds."""
-
-Mask = npt.NDArray[np.bool_]
-Times = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -62,14 +60,14 @@ class JoinSide:
         if self.time is None:
             return np.zeros(len(ids), np.int64)
         in_key = self.time.column in keys.schema.names
-        times: Times = self.time.times(keys if in_key else rows).fill_null(NEVER).to_numpy()
+        times: Times = self.time.times(keys if in_key else rows).fill_null(NO_TIME).to_numpy()
         return times[ids] if in_key else times
 
     def expired(self, times: Times, watermark_ms: int) -> Mask:
         """Return which rows can find no match any more; a row without a time never could."""
         if self.expires_after_us is None:
             return np.zeros(len(times), np.bool_)
-        expired: Mask = (times <= watermark_ms * 1000 - self.expires_after_us) | (times == NEVER)
+        expired: Mask = (times <= watermark_ms * 1000 - self.expires_after_us) | (times == NO_TIME)
         return expired
 
     def is_late(self, given: pa.RecordBatch, watermark_ms: int) -> Mask:

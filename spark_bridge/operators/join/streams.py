@@ -1,4 +1,4 @@
-"""Two streams that are joined: what is refused of them, their times, and their rows in shared columns."""
+"""Checks two streams that are to be joined, finds their event times, and brings their rows into shared columns."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from spark_bridge.operators.join.join_task import Apply, JoinLogic
 from spark_bridge.operators.join.sides import (
     ANTI,
     FULL,
-    HOWS,
+    JOIN_TYPES,
     LEFT_OUTER,
     LEFT_ROW,
     RIGHT_OUTER,
@@ -61,7 +61,7 @@ def placing_of(left: DataFrame, right: DataFrame, operator: str, num_partitions:
     return Placing(operator, partition_count(left, num_partitions, key_groups), key_groups)
 
 
-def joined(
+def joined_stream(
     left: DataFrame,
     right: DataFrame,
     keys: list[str],
@@ -94,8 +94,8 @@ def check_frames(left: DataFrame, right: DataFrame, how: str, apply: Apply | Non
             )
         if len(set(df.columns)) != len(df.columns):
             raise InvalidOperatorError(f"{name}= has two columns of one name: {', '.join(df.columns)}.")
-    if how not in HOWS:
-        raise InvalidOperatorError(f"how={how!r} is none of join's: {', '.join(map(repr, HOWS))}.")
+    if how not in JOIN_TYPES:
+        raise InvalidOperatorError(f"how={how!r} is none of join's: {', '.join(map(repr, JOIN_TYPES))}.")
     if (apply is None) != (output is None):
         raise InvalidOperatorError(
             "apply= and output= go together: apply gives rows, and output says which columns they have, such as "
@@ -278,7 +278,7 @@ def output_struct(left: DataFrame, right: DataFrame, keys: list[str], how: str) 
     return T.StructType([T.StructField(f.name, f.dataType) for f in fields])
 
 
-def struct_of(output: str | T.StructType) -> T.StructType:
+def struct_of_output(output: str | T.StructType) -> T.StructType:
     """Return the columns that ``output=`` names; raises ``InvalidOperatorError`` for a text that is no schema."""
     if isinstance(output, T.StructType):
         return output

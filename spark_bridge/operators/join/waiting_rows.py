@@ -18,12 +18,12 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 
-from backends.encoding.columns import list_parts
+from backends.encoding.columns import Mask, list_parts
 from spark_bridge.aggregates.row_groups import merge_keys
-from spark_bridge.operators.join.sides import NEVER, JoinSide, Mask, Times
+from spark_bridge.operators.join.sides import NO_TIME, JoinSide
 from spark_bridge.state_format.families import CHUNKS, CHUNKS_BY_TIME, family_of
 from spark_bridge.state_format.layouts import DUE, ELEMENTS, LENGTH, NUM_CHUNKS, TAIL, TAIL_NUMBER, is_present
-from spark_bridge.state_format.ranges import flat_ranges, offsets_of, pick, rows_of
+from spark_bridge.state_format.ranges import flat_ranges, offsets_of, pick, rows_of_structs
 from spark_bridge.state_format.stored_keys import (
     by_expiry,
     last_longs,
@@ -34,10 +34,10 @@ from spark_bridge.state_format.stored_keys import (
 )
 from spark_bridge.task.keyed_rows import Ids, one_batch, scanned
 from spark_bridge.task.state_access import StateAccess
-from spark_bridge.task.watermark import EventTime
+from spark_bridge.task.watermark import EventTime, Times
 
-CHUNK_ROWS = 64
-CHUNK_BYTES = 16 << 10
+WAITING_CHUNK_ROWS = 64
+WAITING_CHUNK_BYTES = 16 << 10
 """The most rows of a chunk, and of those beside a key, and about the most bytes; a single row may have more."""
 _FEW_HOLES = 4
 
@@ -110,7 +110,7 @@ class WaitingRows:
         chunks = heads.column(NUM_CHUNKS).fill_null(0).to_numpy()
         tails, offsets = list_parts(heads.column(TAIL))
         ids = np.repeat(np.arange(len(keys)), np.diff(offsets))
-        parts, of_keys, of_chunks = [rows_of(tails)], [ids], [np.full(len(ids), TAIL_NUMBER)]
+        parts, of_keys, of_chunks = [rows_of_structs(tails)], [ids], [np.full(len(ids), TAIL_NUMBER)]
         rebuilt, nbytes = np.zeros(len(keys), np.bool_), stored.nbytes
         wanted, numbers = self._wanted(chunks, probed, due)
         if len(wanted):
@@ -119,7 +119,7 @@ class WaitingRows:
             wanted, numbers = wanted[is_there], numbers[is_there]
             elements, offsets = list_parts(self._chunks.decode_values(found.drop_null()).column(ELEMENTS))
             counts = np.diff(offsets)
-            parts.insert(0, rows_of(elements))
+            parts.insert(0, rows_of_structs(elements))
             of_keys.insert(0, np.repeat(wanted, counts))
             of_chunks.insert(0, np.repeat(numbers, counts))
             alive = np.bincount(wanted, minlength=len(keys))
@@ -169,9 +169,9 @@ class WaitingRows:
         """Stage what the rows of some keys have become.
 
         ``kept``, ``matched`` and ``due_at`` are of the rows of ``waiting``: which of them stay, which have found a
-        match by now, and when each is due (microseconds; ``NEVER``). ``due`` are the chunks whose entries by time were
-        taken. ``new_rows`` come behind the others; ``new_ids`` are the places of their keys. ``has_entries``: chunks
-        that were not due have an entry that is not after ``due_at``.
+        match by now, and when each is due (microseconds; ``NO_TIME``). ``due`` are the chunks whose entries by time
+        were taken. ``new_rows`` come behind the others; ``new_ids`` are the places of their keys. ``has_entries``:
+        chunks that were not due have an entry that is not after ``due_at``.
         """
         num_keys = len(keys)
         if not (len(waiting.ids) or len(new_ids)):
@@ -192,10 +192,10 @@ class WaitingRows:
         ids = np.concatenate([waiting.ids[chosen], new_ids])
         order = np.argsort(ids, kind="stable")
         # The tail has an entry by time that is not after this time, unless it was taken just now.
-        has_entry = np.full(num_keys, NEVER)
+        has_entry = np.full(num_keys, NO_TIME)
         if has_entries:
             np.minimum.at(has_entry, waiting.ids[is_tail], due_at[is_tail])
-            has_entry[due_tails] = NEVER
+            has_entry[due_tails] = NO_TIME
         removed = np.bincount(waiting.ids[~kept], minlength=num_keys)
         lengths = waiting.lengths - removed + np.bincount(new_ids, minlength=num_keys)
         times = np.concatenate([due_at[chosen], new_due_at])[order]
@@ -268,7 +268,7 @@ class WaitingRows:
         num_keys = len(keys)
         counts = np.bincount(ids, minlength=num_keys)
         starts = offsets_of(counts)[:-1]
-        per_chunk = max(1, min(CHUNK_ROWS, CHUNK_BYTES * len(ids) // max(1, rows.nbytes)))
+        per_chunk = max(1, min(WAITING_CHUNK_ROWS, WAITING_CHUNK_BYTES * len(ids) // max(1, rows.nbytes)))
         cut = np.where(counts > per_chunk, counts // per_chunk, 0)
         base = np.where(waiting.rebuilt, 0, waiting.chunks)
         owners, places = np.repeat(np.arange(num_keys), cut), flat_ranges(np.zeros(num_keys, np.int64), cut)
@@ -316,7 +316,7 @@ class WaitingRows:
             return
         family, schema = self._by_time
         least = np.minimum.reduceat(due_at[flat_ranges(starts, counts)], offsets_of(counts)[:-1])
-        entered = least < NEVER if has_entry is None else least < has_entry
+        entered = least < NO_TIME if has_entry is None else least < has_entry
         ids, numbers, least = ids[entered], numbers[entered], least[entered]
         entries = with_more(by_expiry(keys.take(pa.array(ids)), least), longs_of_key(numbers))
         self._stage(entries, schema.encode_values(is_present(len(entries))), family)

@@ -1,4 +1,4 @@
-"""``AsyncQueryableStateClient``: the client for programs on an event loop; it gathers concurrent lookups into
+"""``AsyncQueryableStateClient``: the client for programs on an event loop; concurrent lookups go out in
 batches.
 """
 
@@ -17,13 +17,13 @@ from coordinator_actor.coordinator_conf import COORDINATOR_NAME, NAMESPACE
 from spark_bridge.queryable.client.async_results import AsyncStateScan, AsyncStateWatch
 from spark_bridge.queryable.client.async_sql import AsyncSqlRows
 from spark_bridge.queryable.client.client import QueryableStateClient
-from spark_bridge.queryable.client.conditions import Condition
+from spark_bridge.queryable.client.conditions import WhereCondition
 from spark_bridge.queryable.client.lookup_batching import LookupBatcher, LookupGroup
 from spark_bridge.transport.tls import TlsConf
 
 T = TypeVar("T")
 
-THREADS = 16
+CLIENT_THREADS = 16
 
 
 class AsyncQueryableStateClient:
@@ -46,7 +46,7 @@ class AsyncQueryableStateClient:
 
     def __init__(self, client: QueryableStateClient) -> None:
         self._client = client
-        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="statestore-client")
+        self._pool = ThreadPoolExecutor(CLIENT_THREADS, thread_name_prefix="statestore-client")
         self._lookups: dict[LookupGroup, LookupBatcher] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -145,7 +145,7 @@ class AsyncQueryableStateClient:
         limit: int | None = None,
         columns: Sequence[str] | None = None,
         *,
-        where: Sequence[Condition] | None = None,
+        where: Sequence[WhereCondition] | None = None,
         query: str | None = None,
         isolation: str = "completed",
         version: int | None = None,
@@ -203,7 +203,7 @@ class AsyncQueryableStateClient:
         prefix: Any = None,
         start: Any = None,
         end: Any = None,
-        where: Sequence[Condition] | None = None,
+        where: Sequence[WhereCondition] | None = None,
         query: str | None = None,
         isolation: str = "completed",
         version: int | None = None,

@@ -15,7 +15,7 @@ from spark_bridge.queryable.client.async_results import BlockingCalls
 if TYPE_CHECKING:
     from spark_bridge.queryable.sql.relation import StateRelation
 
-BATCH_ROWS = 8_192
+SQL_BATCH_ROWS = 8_192
 INTERRUPT_SECONDS = 0.1
 """A statement that is to end is interrupted so often: DuckDB forgets an interruption that comes before its work."""
 
@@ -50,7 +50,7 @@ class AsyncSqlRows(AsyncIterator[pa.RecordBatch]):
         self._relation = relation
         if self._is_closed:
             raise RequestError("The statement was ended before it began.")
-        return relation.record_batches(BATCH_ROWS)
+        return relation.record_batches(SQL_BATCH_ROWS)
 
     def _required(self) -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:
         if self._opened is None:

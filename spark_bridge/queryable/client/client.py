@@ -1,4 +1,4 @@
-"""``QueryableStateClient``: what is the value for key 42 now? (Flink's client of the same name.)"""
+"""``QueryableStateClient``: lookups, scans, SQL and watches of running queries (Flink's client of the same name)."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ import pyarrow as pa
 from coordinator_actor.coordinator_conf import COORDINATOR_NAME, NAMESPACE
 from spark_bridge.exceptions import QueryableStateError
 from spark_bridge.queryable.client.cluster_access import ClusterAccess
-from spark_bridge.queryable.client.conditions import Condition, comparisons
+from spark_bridge.queryable.client.conditions import WhereCondition, comparisons
 from spark_bridge.queryable.client.descriptions import operator_description
 from spark_bridge.queryable.client.discovery import (
     Discovery,
     NoRunningQueryError,
     ProxyDiscovery,
     addresses_of,
+    coordinator_in_cluster,
     from_environment,
-    in_cluster,
 )
 from spark_bridge.queryable.client.isolation import COMPLETED, check_limit, requested_version
 from spark_bridge.queryable.client.key_lookups import KeyLookups
@@ -130,7 +130,7 @@ class QueryableStateClient:
         address, token = from_environment(address, token)
         context = tls.client_context() if isinstance(tls, TlsConf) else tls
         if address is None:
-            found, own_token = in_cluster(namespace, coordinator_name, timeout)
+            found, own_token = coordinator_in_cluster(namespace, coordinator_name, timeout)
             connections = KvConnections(token or own_token, context, timeout)
             if direct is False:
                 return cls(found, connections, StateRouter(connections, via=found.proxy), timeout)
@@ -302,7 +302,7 @@ class QueryableStateClient:
         limit: int | None = None,
         columns: Sequence[str] | None = None,
         *,
-        where: Sequence[Condition] | None = None,
+        where: Sequence[WhereCondition] | None = None,
         query: str | None = None,
         isolation: str = "completed",
         version: int | None = None,
@@ -344,7 +344,7 @@ class QueryableStateClient:
         end: Any,
         limit: int | None,
         columns: Sequence[str] | None,
-        where: Sequence[Condition] | None,
+        where: Sequence[WhereCondition] | None,
         at: At,
     ) -> ScanRequest:
         view = known.view(state)
@@ -369,7 +369,7 @@ class QueryableStateClient:
         prefix: Any = None,
         start: Any = None,
         end: Any = None,
-        where: Sequence[Condition] | None = None,
+        where: Sequence[WhereCondition] | None = None,
         query: str | None = None,
         isolation: str = "completed",
         version: int | None = None,

@@ -13,18 +13,18 @@ import pyarrow as pa
 from spark_bridge.exceptions import RequestError
 from spark_bridge.queryable.protocol.messages import Comparison
 
-Condition = Comparison | tuple[Any, ...]
+WhereCondition = Comparison | tuple[Any, ...]
 """A ``Comparison``, or ``(column, operator, value)``."""
 OPERATORS = ("=", "!=", "<", "<=", ">", ">=", "in", "is null", "is not null")
 _ALSO = {"==": "=", "<>": "!="}
 
 
-def comparisons(where: Sequence[Condition] | None, types: Mapping[str, pa.DataType]) -> list[Comparison]:
+def comparisons(where: Sequence[WhereCondition] | None, types: Mapping[str, pa.DataType]) -> list[Comparison]:
     """Return conditions in the form that hosts take. ``types`` are those of the columns. Raises ``RequestError``."""
     return [_comparison(condition, types) for condition in where or ()]
 
 
-def _comparison(condition: Condition, types: Mapping[str, pa.DataType]) -> Comparison:
+def _comparison(condition: WhereCondition, types: Mapping[str, pa.DataType]) -> Comparison:
     if isinstance(condition, Comparison):
         return condition
     if not isinstance(condition, tuple | list) or len(condition) not in (2, 3) or not isinstance(condition[0], str):

@@ -1,4 +1,4 @@
-"""The answer of ``describe``: what a client knows of an operator, and what the operator's hosts say."""
+"""The answer of ``describe``: a client's own facts about an operator, and the reports of the operator's hosts."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from spark_bridge.queryable.protocol.messages import LocateOperatorRequest, Loca
 ADDRESS_VARIABLE = "STATESTORE_ADDRESS"
 TOKEN_VARIABLE = "STATESTORE_TOKEN"
 SCHEME = "statestore://"
-COORDINATOR_SECONDS = 5.0
+DISCOVERY_SECONDS = 5.0
 """The coordinator may take so long for one answer; a caller with more time asks again."""
 
 
@@ -82,7 +82,7 @@ def addresses_in(location: OperatorLocation) -> list[str]:
 class CoordinatorDiscovery:
     """Finds operators through the coordinator, and hosts among the owners that it has named.
 
-    ``coordinator`` takes ``COORDINATOR_SECONDS`` at most; ``within(seconds)`` returns one that takes fewer seconds.
+    ``coordinator`` takes ``DISCOVERY_SECONDS`` at most; ``within(seconds)`` returns one that takes fewer seconds.
     """
 
     def __init__(self, coordinator: CoordinatorPort, within: Callable[[float], CoordinatorPort] | None = None) -> None:
@@ -94,7 +94,7 @@ class CoordinatorDiscovery:
         """See ``Discovery``."""
         left = deadline - time.monotonic()
         coordinator = self._coordinator
-        if self._within is not None and left < COORDINATOR_SECONDS:
+        if self._within is not None and left < DISCOVERY_SECONDS:
             if left <= 0:
                 raise HostUnavailableError("There was no time left to ask the coordinator.")
             coordinator = self._within(left)
@@ -153,7 +153,7 @@ def from_environment(
     return address or os.environ.get(ADDRESS_VARIABLE) or None, token or os.environ.get(TOKEN_VARIABLE) or None
 
 
-def in_cluster(namespace: str, coordinator_name: str, timeout: float) -> tuple[CoordinatorDiscovery, str]:
+def coordinator_in_cluster(namespace: str, coordinator_name: str, timeout: float) -> tuple[CoordinatorDiscovery, str]:
     """Return the coordinator of the Ray cluster, which this process joins if it has not joined yet, and a token.
 
     Raises ``EnvironmentProblemError`` without Ray or a cluster, ``HostUnavailableError`` without a coordinator.
@@ -178,5 +178,5 @@ def in_cluster(namespace: str, coordinator_name: str, timeout: float) -> tuple[C
                 f"token=. Ray says: {error}"
             ) from error
     token = RayCoordinatorPort(namespace, coordinator_name, timeout).token()
-    port = RayCoordinatorPort(namespace, coordinator_name, min(timeout, COORDINATOR_SECONDS))
+    port = RayCoordinatorPort(namespace, coordinator_name, min(timeout, DISCOVERY_SECONDS))
     return CoordinatorDiscovery(port, lambda seconds: RayCoordinatorPort(namespace, coordinator_name, seconds)), token

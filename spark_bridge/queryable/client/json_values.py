@@ -120,7 +120,7 @@ def lines(batch: pa.RecordBatch) -> bytes:
     return b"".join(_encode(row) + b"\n" for row in rows_to_json(batch))
 
 
-def encoded(value: Any) -> bytes:
+def json_bytes(value: Any) -> bytes:
     """Return the JSON bytes of an object that ``to_json`` has made."""
     return _encode(value)
 
@@ -225,7 +225,7 @@ def _in_utc(time: dt.datetime) -> dt.datetime:
     return time.replace(tzinfo=dt.timezone.utc) if time.tzinfo is None else time.astimezone(dt.timezone.utc)
 
 
-def window_of(text: str) -> Any:
+def window_of_text(text: str) -> Any:
     """Return the window of a query parameter: its start, or start and end with a slash between.
 
     Raises ``UnknownKeyOrNamespaceError``.

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import pyarrow as pa
 
-from backends.encoding.keys import GROUP_BYTES, encode_keys
+from backends.encoding.keys import KEY_GROUP_BYTES, encode_keys
 from spark_bridge.exceptions import RequestError, UnknownKeyOrNamespaceError
 from spark_bridge.queryable.client.key_codec import KeyCodec
 from spark_bridge.queryable.client.lossless_casts import is_string
@@ -72,7 +72,7 @@ def bound(codec: KeyCodec, values: Any) -> bytes:
     arrays = [codec.column(field, [value]) for field, value in zip(fields, given, strict=True)]
     batch = pa.RecordBatch.from_arrays(arrays, schema=pa.schema(fields))
     encoded: bytes = encode_keys(batch, np.zeros(1, np.uint16))[0].as_py()
-    return encoded[GROUP_BYTES:]
+    return encoded[KEY_GROUP_BYTES:]
 
 
 def first_columns(codec: KeyCodec, values: Any) -> tuple[Any, ...]:

@@ -22,7 +22,7 @@ OperatorRef = tuple[str, str | None]
 
 @dataclass
 class KnownOperator:
-    """Where an operator is, and its state variables.
+    """The location of an operator, and its state variables.
 
     ``window_us`` is the length of its windows in us by state variable, once known.
     """

@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from spark_bridge.exceptions import RequestError, RequestLimitError
 
-Form = Literal["arrow", "pandas", "polars", "pylist"]
+ResultForm = Literal["arrow", "pandas", "polars", "pylist"]
 FORMS = ("arrow", "pandas", "polars", "pylist")
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from backends.encoding.operator_schema import OperatorSchema, StateVariable
+from backends.encoding.operator_schema import TIMERS, OperatorSchema, StateVariable
 from backends.encoding.schema import StateSchema
 from backends.encoding.schema_evolution import nullable
 from backends.encoding.single_rows import ValueDecoder
@@ -34,7 +34,6 @@ from spark_bridge.state_format.layouts import (
     SESSIONS,
     START,
     TAIL,
-    TIMERS,
     TTL_COLUMN,
     VALUE,
     WINDOWS,
@@ -46,11 +45,11 @@ from spark_bridge.state_format.user_columns import (
     SESSION_WINDOW,
     with_distinct_names,
 )
-from spark_bridge.state_format.windowed_keys import window_of
+from spark_bridge.state_format.windowed_keys import window_place
 
 ONE_ROW = (VALUE, ROWS, WINDOWS)
 """The kinds that have one stored value per key, which a client decodes itself."""
-ALL_ROWS = {LIST: LIST_VALUE, MAP: MAP_VALUE, TIMERS: TIMERS, SESSIONS: SESSIONS, WINDOWS: WINDOWS}
+ALL_ROWS_COLUMNS = {LIST: LIST_VALUE, MAP: MAP_VALUE, TIMERS: TIMERS, SESSIONS: SESSIONS, WINDOWS: WINDOWS}
 """The kinds that have several rows per key, and the column of ``get_many`` that has all rows of a key."""
 
 
@@ -80,7 +79,7 @@ class StateView:
     @cached_property
     def window(self) -> str | None:
         """The key column that is the window, if the kind is ``WINDOWS``."""
-        at = window_of(self.variable)
+        at = window_place(self.variable)
         return None if at is None else str(self.codec.stored.names[at])
 
     @cached_property
@@ -271,7 +270,7 @@ class StateView:
 
     def listed_table(self, keys: pa.RecordBatch, listed: pa.Array) -> pa.Table:
         """Return a row per key: the columns of the key, and all that ``listed`` has of it."""
-        schema = with_distinct_names([*keys.schema, pa.field(ALL_ROWS[self.kind], listed.type)])
+        schema = with_distinct_names([*keys.schema, pa.field(ALL_ROWS_COLUMNS[self.kind], listed.type)])
         return pa.Table.from_arrays([*keys.columns, listed], schema=schema)
 
 
@@ -312,7 +311,7 @@ def _stored_key(variable: StateVariable) -> tuple[pa.Schema, str]:
         stored = variable.families[DEFAULT_FAMILY].key
         if ENDS_FAMILY in variable.families:
             return stored, SESSIONS
-        return stored, ROWS if window_of(variable) is None else WINDOWS
+        return stored, ROWS if window_place(variable) is None else WINDOWS
     if variable.kind == TIMERS:
         return family_of(variable, TIMERS_BY_KEY)[1].key, TIMERS
     return family_of(variable)[1].key, variable.kind

@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from backends.encoding.keys import encode_keys
+from backends.encoding.operator_schema import TIMERS
 from backends.encoding.values import encode_values
 from spark_bridge.exceptions import RequestError
 from spark_bridge.queryable.client.known_operators import KnownOperator
@@ -22,7 +23,7 @@ from spark_bridge.queryable.protocol.messages import At, ScanRequest
 from spark_bridge.queryable.protocol.state_reads import StateAnswer
 from spark_bridge.queryable.routing.router import StateRouter
 from spark_bridge.state_format.changed_rows import AFTER, BEFORE, CHANGE_TYPE, DELETE, INSERT, UPDATE, changed_rows
-from spark_bridge.state_format.layouts import SESSIONS, TIMERS
+from spark_bridge.state_format.layouts import SESSIONS
 from spark_bridge.state_format.stored_keys import key_groups_of
 from spark_bridge.state_format.user_columns import with_distinct_names
 

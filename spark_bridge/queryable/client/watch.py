@@ -1,4 +1,4 @@
-"""``client.watch``: what each completed checkpoint changes, as it completes (a change feed)."""
+"""``client.watch``: the changes of each version, as the version completes (a change feed)."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ LAST_COLUMNS = 2
 
 @dataclass(frozen=True)
 class StateChange:
-    """What one version changed of the watched state.
+    """The changes of the watched state in one version.
 
     ``batch`` has a row per key, element, entry, window or timer that changed: ``version``, ``change_type`` ("insert",
     "update" or "delete"), the columns of the key and of a map's user key, and the structs ``before`` and ``after`` of

@@ -30,8 +30,8 @@ from spark_bridge.queryable.protocol.messages import (
 from spark_bridge.transport.error_codec import rebuilt_error
 from spark_bridge.transport.tls import refusal
 
-Body: TypeAlias = bytes | bytearray | memoryview | pa.Buffer
-BUFFER_BYTES = 64 << 10
+FrameBody: TypeAlias = bytes | bytearray | memoryview | pa.Buffer
+REPLY_BUFFER_BYTES = 64 << 10
 SMALL_BODY = 16 << 10
 """A smaller request is sent in one piece, so that it takes one packet on the wire or few."""
 MAX_REPLY_BYTES = 1 << 31
@@ -63,7 +63,7 @@ class ClientConnection:
     def __init__(self, address: str, token: str, tls: ssl.SSLContext | None, deadline: float) -> None:
         self.address = address
         self.used_at = 0.0
-        self._buffer = bytearray(BUFFER_BYTES)
+        self._buffer = bytearray(REPLY_BUFFER_BYTES)
         self._view = memoryview(self._buffer)
         self._start = self._end = 0
         self._armed = 0.0
@@ -82,7 +82,7 @@ class ClientConnection:
             self._fail(ConnectionClosedError(f"{address} answered the first frame by a {type(reply).__name__}."))
         self.welcome: Welcome = reply
 
-    def send(self, header: Request, body: Body, deadline: float) -> None:
+    def send(self, header: Request, body: FrameBody, deadline: float) -> None:
         """Send a request, header and body."""
         self._arm(deadline)
         head, content = frame(header, body)

@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 from spark_bridge.exceptions import QueryableStateError
-from spark_bridge.queryable.protocol.client_connection import Body
+from spark_bridge.queryable.protocol.client_connection import FrameBody
 from spark_bridge.queryable.protocol.connection_pool import ConnectionPool
 from spark_bridge.queryable.protocol.exchange import KvExchange, KvStream
 from spark_bridge.queryable.protocol.messages import (
@@ -45,19 +45,19 @@ class KvConnections:
             pool = self._pools.setdefault(address, ConnectionPool(address, self._token, self._tls))
         return pool
 
-    def begin(self, address: str, header: Request, body: Body = b"", deadline: float | None = None) -> KvExchange:
+    def begin(self, address: str, header: Request, body: FrameBody = b"", deadline: float | None = None) -> KvExchange:
         """Send a request without waiting for the answer, so that several hosts can be asked at once."""
         if deadline is None:
             deadline = time.monotonic() + self.timeout
         return KvExchange(address, self._pool(address), header, body, deadline)
 
     def request(
-        self, address: str, header: Request, body: Body = b"", deadline: float | None = None
+        self, address: str, header: Request, body: FrameBody = b"", deadline: float | None = None
     ) -> tuple[Reply, memoryview]:
         """Send a request, and wait for its answer of one frame."""
         return self.begin(address, header, body, deadline).finish()
 
-    def stream(self, address: str, header: Request, body: Body = b"", deadline: float | None = None) -> KvStream:
+    def stream(self, address: str, header: Request, body: FrameBody = b"", deadline: float | None = None) -> KvStream:
         """Send a scan, and return the frames of its answer.
 
         ``deadline`` is for the first frame; each further frame may take ``timeout`` seconds.

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 
 from spark_bridge.exceptions import ConnectionClosedError
-from spark_bridge.queryable.protocol.client_connection import Body, ClosedByPeerError
+from spark_bridge.queryable.protocol.client_connection import ClosedByPeerError, FrameBody
 from spark_bridge.queryable.protocol.connection_pool import ConnectionPool
 from spark_bridge.queryable.protocol.messages import Failure, Reply, Request, RowsReply
 from spark_bridge.transport.error_codec import rebuilt_error
@@ -22,7 +22,7 @@ class KvExchange:
 
     __slots__ = ("_connection", "_deadline", "_is_over", "_may_replace", "_pool", "_request", "address")
 
-    def __init__(self, address: str, pool: ConnectionPool, header: Request, body: Body, deadline: float) -> None:
+    def __init__(self, address: str, pool: ConnectionPool, header: Request, body: FrameBody, deadline: float) -> None:
         self.address = address
         self._pool = pool
         self._request = (header, body)

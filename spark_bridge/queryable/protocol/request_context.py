@@ -14,7 +14,7 @@ from typing import Protocol
 
 
 class RequestContext(Protocol):
-    """What a server must be told of a request that it answers. Every method may raise, which ends the request."""
+    """Tells a server how the work on a request goes. Every method may raise, which ends the request."""
 
     def raise_if_cancelled(self) -> None:
         """Raise if the deadline is over, the client has left, or its token no longer allows the request."""

@@ -1,8 +1,9 @@
 """The version of a host's answer: which version a request reads, and each partition at that version.
 
-A completed version is read from a partition's base, from accepted changes over the base, or from what is kept of the
-past. ``PartitionState`` finds out which of these, by the version and its head. Nothing here waits for a commit, and no
-commit waits for a read. ``routing/version_alignment.py`` brings the answers of several hosts to one version.
+A completed version is read from a partition's base, from accepted changes over the base, or from the before-images of
+older versions. ``PartitionState`` finds out which of these, by the version and its head. Nothing here waits for a
+commit, and no commit waits for a read. ``routing/version_alignment.py`` brings the answers of several hosts to one
+version.
 """
 
 from __future__ import annotations

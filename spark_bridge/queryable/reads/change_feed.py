@@ -1,4 +1,4 @@
-"""``ChangeFeed``: what versions have changed, read from the changelogs of every layout.
+"""``ChangeFeed``: the changes of each version, read from the changelogs of every layout.
 
 The feed also tells the values that changed keys had before. A host knows these of its own partitions as long as the
 version is in memory. So a client that watches a running query costs no more than reading the changelogs. Else a copy

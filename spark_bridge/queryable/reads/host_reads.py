@@ -14,7 +14,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from backends.bounded_dict import BoundedDict
-from backends.encoding.columns import placed, taken
+from backends.encoding.columns import placed, take_binary
 from backends.exceptions import InvalidStateStoreArgument, StoreClosedError, VersionNotFoundError
 from backends.ids import DEFAULT_FAMILY
 from backends.partition.partition_state import PartitionState
@@ -26,16 +26,16 @@ from spark_bridge.queryable.protocol.state_reads import StateAnswer
 from spark_bridge.queryable.reads.answer_version import MAX_WAIT_SECONDS, PartitionView, VersionedReader
 from spark_bridge.queryable.reads.change_feed import ChangeFeed
 from spark_bridge.queryable.reads.completion_wait import CompletionWait
-from spark_bridge.queryable.reads.key_reads import FoundPairs, find_pairs, joined, rows_of_keys, values_of
+from spark_bridge.queryable.reads.key_reads import FoundPairs, find_pairs, joined_arrays, rows_of_keys, values_of
 from spark_bridge.queryable.reads.operator_directory import OperatorDirectory
 from spark_bridge.queryable.reads.operator_plan import OperatorPlan
 from spark_bridge.queryable.reads.partition_scans import KeyBounds, Pairs, has_row_per_pair, pairs_of
 from spark_bridge.queryable.reads.row_selection import RowSelection
-from spark_bridge.queryable.reads.row_stream import RowStream, gathered, limited
+from spark_bridge.queryable.reads.row_stream import RowStream, gather_batches, limited
 from spark_bridge.queryable.reads.version_copies import VersionCopies
 from spark_bridge.queryable.reads.windowed_key_reads import WindowedKeys
 from spark_bridge.state_format.partition_rows import partition_rows
-from spark_bridge.state_format.windowed_keys import window_of
+from spark_bridge.state_format.windowed_keys import window_place
 
 LOCATES_AT_ONCE = 4
 """So many scans and lookups ask the coordinator at once which partitions are this host's."""
@@ -123,7 +123,7 @@ class HostReads:
         runs, order = _key_runs(of_keys, plan.spec.num_partitions), None
         if runs is None:
             order = np.argsort(of_keys, kind="stable")
-            keys = taken(keys, order)
+            keys = take_binary(keys, order)
             runs = _key_runs(of_keys.take(order), plan.spec.num_partitions) or {}
         partitions = list(runs)
         parts = {partition: keys[begin:end] for partition, (begin, end) in runs.items()}
@@ -135,7 +135,7 @@ class HostReads:
                 lambda view: values_of(view, parts[view.partition], request.column_family),
                 keep,
             )
-        values = joined(found)
+        values = joined_arrays(found)
         self._host.counters.add("keys_read", len(keys))
         return version, values if order is None else placed([values], [order])
 
@@ -147,7 +147,7 @@ class HostReads:
         variable = plan.variable(request.state)
         rows = plan.rows(variable, self._now_ms())
         selection = RowSelection.of(rows, request.columns, (), with_position=True)
-        window = window_of(variable)
+        window = window_place(variable)
         groups = plan.groups_of(keys)
         if window is not None:
             windowed = WindowedKeys.of(rows, window, keys)
@@ -213,7 +213,7 @@ class HostReads:
             version, found = self._reader.read(plan, partitions, request.at, find, opening)
             keep = opening.pop_all()
         batches = limited(map(selection.rows, _not_owner_if_unloaded(plan, read(found))), limit)
-        return StateAnswer(version, selection.schema, RowStream(gathered(batches), keep.close))
+        return StateAnswer(version, selection.schema, RowStream(gather_batches(batches), keep.close))
 
     def count(self, request: ScanRequest) -> tuple[int, int]:
         """See ``StateReads``."""

@@ -9,11 +9,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from backends.encoding.keys import encode_keys
+from backends.encoding.operator_schema import TIMERS
 from spark_bridge.queryable.reads.operator_plan import without_prefix
 from spark_bridge.state_format.family_order import list_keys
-from spark_bridge.state_format.layouts import LIST, TIMERS
+from spark_bridge.state_format.layouts import LIST
 from spark_bridge.state_format.stored_rows import VariableRows
-from spark_bridge.state_format.windowed_keys import window_of
+from spark_bridge.state_format.windowed_keys import window_place
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class GroupingKeyFilter:
     @classmethod
     def of(cls, rows: VariableRows, keys: pa.BinaryArray) -> GroupingKeyFilter:
         """Return the filter for stored grouping keys."""
-        window = window_of(rows.variable)
+        window = window_place(rows.variable)
         columns = tuple(i for i in range(len(rows.key)) if i != window)
         return cls(rows, columns, without_prefix(keys))
 

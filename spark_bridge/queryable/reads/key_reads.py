@@ -13,6 +13,7 @@ import pyarrow.compute as pc
 from backends.encoding.columns import MAX_BYTES, concatenated, content_bytes, list_parts
 from backends.encoding.key_order import key_order
 from backends.encoding.keys import decode_keys
+from backends.encoding.operator_schema import TIMERS
 from backends.ids import DEFAULT_FAMILY
 from spark_bridge.exceptions import RequestLimitError
 from spark_bridge.queryable.protocol.request_context import raise_if_cancelled, reserve_memory
@@ -20,9 +21,9 @@ from spark_bridge.queryable.reads.answer_version import PartitionView
 from spark_bridge.queryable.reads.operator_plan import OperatorPlan, without_prefix
 from spark_bridge.queryable.reads.row_selection import POSITION
 from spark_bridge.state_format.families import TIMERS_BY_KEY, family_of
-from spark_bridge.state_format.layouts import EXPIRIES, IS_LARGE, LIST, NUM_CHUNKS, TIMERS
+from spark_bridge.state_format.layouts import EXPIRIES, IS_LARGE, LIST, NUM_CHUNKS
 from spark_bridge.state_format.stored_keys import key_groups_of, prefix_range
-from spark_bridge.state_format.stored_rows import Positions, Rows, VariableRows
+from spark_bridge.state_format.stored_rows import DecodedRows, Positions, VariableRows
 
 READ_KEYS = 1 << 14
 """Keys that are read at once."""
@@ -73,7 +74,7 @@ def values_of(view: PartitionView, keys: pa.BinaryArray, family: str) -> pa.Bina
         at, nbytes = at + len(part), nbytes + size
         require_bytes(nbytes)
         step = max(1, min(READ_KEYS, READ_BYTES * at // max(1, nbytes)))
-    return joined(parts)
+    return joined_arrays(parts)
 
 
 def require_bytes(nbytes: int) -> None:
@@ -84,7 +85,7 @@ def require_bytes(nbytes: int) -> None:
         )
 
 
-def joined(parts: Sequence[pa.BinaryArray]) -> pa.BinaryArray:
+def joined_arrays(parts: Sequence[pa.BinaryArray]) -> pa.BinaryArray:
     """Return keys or values one behind the other. Raises ``RequestLimitError`` if they have too many bytes."""
     try:
         return concatenated(parts)
@@ -144,8 +145,8 @@ def rows_of_keys(
     their windows.
     """
     positions = np.concatenate([f.positions for f in found]) if found else np.zeros(0, np.int64)
-    keys = joined([f.keys for f in found])
-    values = joined([f.values for f in found])
+    keys = joined_arrays([f.keys for f in found])
+    values = joined_arrays([f.values for f in found])
     more = {position: pairs for f in found for position, pairs in f.more.items()}
     if by_window:
         # Without their key groups, the stored keys of one grouping key are in the order of their windows.
@@ -206,9 +207,9 @@ def _decoded(
     return pa.RecordBatch.from_arrays(columns, names=[*rows.output.names, POSITION])
 
 
-def _timers(rows: VariableRows, keys: pa.BinaryArray, values: pa.BinaryArray) -> Rows:
+def _timers(rows: VariableRows, keys: pa.BinaryArray, values: pa.BinaryArray) -> DecodedRows:
     schema = family_of(rows.variable, TIMERS_BY_KEY)[1]
     expiries, offsets = list_parts(schema.decode_values(values).column(EXPIRIES))
     pair = np.repeat(np.arange(len(keys)), np.diff(offsets))
     columns = [column.take(pa.array(pair)) for column in decode_keys(keys, rows.key).columns]
-    return Rows(pair, [*columns, expiries])
+    return DecodedRows(pair, [*columns, expiries])

@@ -12,13 +12,13 @@ from coordinator_actor.messages import OperatorLocation, RunningOperator
 from spark_bridge.host.host import Host
 from spark_bridge.queryable.reads.operator_summary import operator_summary
 
-KEPT_SECONDS = 0.5
+DIRECTORY_SECONDS = 0.5
 """An answer of the coordinator about operators is given again for so long."""
 MAX_LOCATIONS = 1000
 
 
 class OperatorDirectory:
-    """Where operators are, and what this host holds of them.
+    """Locations of operators, and the partitions of them that this host holds.
 
     Thread-safe; the lock guards changes of the kept locations.
     """
@@ -34,14 +34,14 @@ class OperatorDirectory:
     def locate(self, operator: str, query: str | None) -> OperatorLocation:
         """See ``StateReads``.
 
-        The answer may be ``KEPT_SECONDS`` old, as every answer is a little old when it arrives.
+        The answer may be ``DIRECTORY_SECONDS`` old, as every answer is a little old when it arrives.
         """
         key, now = (operator, query), time.monotonic()
         until, location = self._locations.get(key, (-math.inf, None))
         if location is None or now >= until:
             location = self._host.coordinator.locate(operator, query)
             with self._lock:
-                self._locations[key] = (now + KEPT_SECONDS, location)
+                self._locations[key] = (now + DIRECTORY_SECONDS, location)
         return location
 
     def operators(self) -> list[dict[str, Any]]:
@@ -53,7 +53,7 @@ class OperatorDirectory:
         now = time.monotonic()
         if now >= until:
             operators = self._host.coordinator.operators()
-            self._operators = (now + KEPT_SECONDS, operators)
+            self._operators = (now + DIRECTORY_SECONDS, operators)
         return operators
 
     def describe(self, operator: str | None, query: str | None) -> dict[str, Any]:

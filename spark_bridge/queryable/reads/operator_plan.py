@@ -1,4 +1,4 @@
-"""What a host must know of an operator to read its state: layout, state variables, and the owner of a key."""
+"""The facts about an operator that a host needs to read its state: layout, state variables, and the owner of a key."""
 
 from __future__ import annotations
 
@@ -11,17 +11,16 @@ import pyarrow as pa
 
 from backends.encoding.columns import binary_array, binary_content, even_rows, gather_fixed, gather_ranges
 from backends.encoding.key_groups import partition_range
-from backends.encoding.keys import GROUP_BYTES
-from backends.encoding.operator_schema import OperatorSchema, StateVariable
+from backends.encoding.keys import KEY_GROUP_BYTES
+from backends.encoding.operator_schema import TIMERS, OperatorSchema, StateVariable
 from backends.ids import DEFAULT_FAMILY
 from coordinator_actor.messages import OperatorSpec, QueryRegistration
 from coordinator_actor.reading.stored_versions import StatePlace
 from spark_bridge.exceptions import RequestError, UnknownKvStateIdError, UnknownOperatorError
-from spark_bridge.state_format.layouts import TIMERS
 from spark_bridge.state_format.stored_rows import VariableRows
 
 
-def without_prefix(keys: pa.BinaryArray, skipped: int = GROUP_BYTES) -> pa.BinaryArray:
+def without_prefix(keys: pa.BinaryArray, skipped: int = KEY_GROUP_BYTES) -> pa.BinaryArray:
     """Return the bytes of each key without the first ``skipped``, by default without the key group.
 
     No key is shorter than that.
@@ -61,7 +60,7 @@ class OperatorPlan:
 
     @property
     def place(self) -> StatePlace:
-        """Where the query's state is in storage."""
+        """The place of the query's state in storage."""
         of = self.registration
         return StatePlace(of.checkpoint_location, of.state_location, of.storage_options)
 
@@ -142,13 +141,13 @@ class OperatorPlan:
             raise RequestError(f"{keys.null_count} of {len(keys)} keys are null; a key cannot be null.")
         even = even_rows(keys)
         stored: npt.NDArray[np.uint16]
-        if even is not None and even.dtype.itemsize >= GROUP_BYTES:
+        if even is not None and even.dtype.itemsize >= KEY_GROUP_BYTES:
             stored = np.ndarray((len(even),), ">u2", even, 0, even.strides)
         else:
             content, offsets = binary_content(keys)
-            if len(keys) and int(np.diff(offsets).min()) < GROUP_BYTES:
+            if len(keys) and int(np.diff(offsets).min()) < KEY_GROUP_BYTES:
                 raise RequestError(
-                    f"A stored key begins with its key group, {GROUP_BYTES} bytes; one of {len(keys)} is shorter."
+                    f"A stored key begins with its key group, {KEY_GROUP_BYTES} bytes; one of {len(keys)} is shorter."
                 )
             stored = gather_fixed(content, offsets[:-1], np.dtype(">u2"))
         groups: npt.NDArray[np.int64] = stored.astype(np.int64)
@@ -161,8 +160,8 @@ class OperatorPlan:
 
     def partition_of(self, key: bytes) -> int:
         """Return the partition of one stored key. Raises as ``groups_of`` does."""
-        group = int.from_bytes(key[:GROUP_BYTES], "big")
-        if len(key) < GROUP_BYTES or group >= self.registration.key_groups:
+        group = int.from_bytes(key[:KEY_GROUP_BYTES], "big")
+        if len(key) < KEY_GROUP_BYTES or group >= self.registration.key_groups:
             raise RequestError(
                 f"{key[:16].hex()} is no stored key: it begins with none of the {self.registration.key_groups} key "
                 "groups."

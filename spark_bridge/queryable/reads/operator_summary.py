@@ -9,7 +9,7 @@ import pyarrow as pa
 from backends.encoding.operator_schema import OperatorSchema
 from coordinator_actor.messages import RunningOperator
 from spark_bridge.state_format.stored_rows import VariableRows
-from spark_bridge.state_format.windowed_keys import window_of
+from spark_bridge.state_format.windowed_keys import window_place
 
 
 def operator_summary(found: RunningOperator) -> dict[str, Any]:
@@ -37,7 +37,7 @@ def variables_summary(schema: OperatorSchema) -> list[dict[str, Any]]:
 
 
 def _described(rows: VariableRows) -> dict[str, Any]:
-    window = window_of(rows.variable)
+    window = window_place(rows.variable)
     described: dict[str, Any] = {
         "name": rows.variable.name,
         "kind": rows.kind,

@@ -9,14 +9,15 @@ from itertools import chain
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from backends.encoding.keys import GROUP_BYTES, KeyRange
+from backends.encoding.keys import KEY_GROUP_BYTES, KeyRange
+from backends.encoding.operator_schema import TIMERS
 from backends.ids import DEFAULT_FAMILY
 from spark_bridge.exceptions import RequestError
 from spark_bridge.queryable.protocol.request_context import raise_if_cancelled
 from spark_bridge.queryable.reads.answer_version import PartitionView
 from spark_bridge.queryable.reads.operator_plan import without_prefix
-from spark_bridge.queryable.reads.row_stream import gathered
-from spark_bridge.state_format.layouts import ROWS, TIMERS, VALUE
+from spark_bridge.queryable.reads.row_stream import gather_batches
+from spark_bridge.state_format.layouts import ROWS, VALUE
 from spark_bridge.state_format.stored_rows import VariableRows
 
 MAX_RANGES = 4096
@@ -47,12 +48,12 @@ class KeyBounds:
         """Return the ranges of stored keys in these key groups."""
         found: list[KeyRange] = []
         for group in groups:
-            begin = group.to_bytes(GROUP_BYTES, "big")
-            after = (group + 1).to_bytes(GROUP_BYTES, "big") if group + 1 < 1 << 16 else None
+            begin = group.to_bytes(KEY_GROUP_BYTES, "big")
+            after = (group + 1).to_bytes(KEY_GROUP_BYTES, "big") if group + 1 < 1 << 16 else None
             found.append((begin + (self.start or b""), after if self.end is None else begin + self.end))
         return found
 
-    def within(self, pairs: pa.RecordBatch, skipped: int = GROUP_BYTES) -> pa.RecordBatch:
+    def within(self, pairs: pa.RecordBatch, skipped: int = KEY_GROUP_BYTES) -> pa.RecordBatch:
         """Return the pairs whose keys are within the bounds; the first ``skipped`` bytes of a key do not count."""
         keys = without_prefix(pairs.column(0), skipped)
         if self.start:
@@ -90,12 +91,12 @@ def _pairs(
     if rows.kind == TIMERS:
         # Stored by time: the timers of some keys may be anywhere.
         found = state.scan(at, None, None, family, head=view.head)
-        return gathered(bounds.within(batch, GROUP_BYTES + _EXPIRY_BYTES) for batch in _checked(found))
+        return gather_batches(bounds.within(batch, KEY_GROUP_BYTES + _EXPIRY_BYTES) for batch in _checked(found))
     ranges = bounds.ranges(groups)
     if len(ranges) > MAX_RANGES:
         found = state.scan(at, ranges[0][0], ranges[-1][1], family, head=view.head)
-        return gathered(bounds.within(batch) for batch in _checked(found))
-    return gathered(chain.from_iterable(state.scan_ranges(ranges, at, family, head=view.head)))
+        return gather_batches(bounds.within(batch) for batch in _checked(found))
+    return gather_batches(chain.from_iterable(state.scan_ranges(ranges, at, family, head=view.head)))
 
 
 def has_row_per_pair(rows: VariableRows) -> bool:

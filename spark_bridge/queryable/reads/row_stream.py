@@ -8,8 +8,8 @@ import pyarrow as pa
 
 from spark_bridge.queryable.protocol.request_context import raise_if_cancelled
 
-BATCH_ROWS = 1 << 14
-BATCH_BYTES = 1 << 20
+STREAM_BATCH_ROWS = 1 << 14
+STREAM_BATCH_BYTES = 1 << 20
 """Smaller batches are gathered until they have so many rows or bytes."""
 
 
@@ -59,8 +59,8 @@ def limited(batches: Iterator[pa.RecordBatch], limit: int | None) -> Iterator[pa
                 return
 
 
-def gathered(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """Yield the same rows in batches of about ``BATCH_ROWS`` rows or ``BATCH_BYTES``.
+def gather_batches(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """Yield the same rows in batches of about ``STREAM_BATCH_ROWS`` rows or ``STREAM_BATCH_BYTES``.
 
     Larger batches stay as they are.
     """
@@ -72,7 +72,7 @@ def gathered(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
             continue
         held.append(batch)
         num_rows, nbytes = num_rows + batch.num_rows, nbytes + batch.nbytes
-        if num_rows >= BATCH_ROWS or nbytes >= BATCH_BYTES:
+        if num_rows >= STREAM_BATCH_ROWS or nbytes >= STREAM_BATCH_BYTES:
             yield _one(held)
             held, num_rows, nbytes = [], 0, 0
     if held:

@@ -21,7 +21,7 @@ MAX_VERSIONS = 4
 COPY_IDLE_SECONDS = 60.0
 COPY_LOADS_AT_ONCE = 2
 """Loading takes disk and network, which reads and commits need as well."""
-CopyKey = tuple[str, str, int]
+VersionCopyKey = tuple[str, str, int]
 """Run id, operator, version."""
 
 
@@ -59,7 +59,7 @@ class VersionCopies:
         # lock.
         self._lock = threading.RLock()
         self._loads = ThreadPoolExecutor(COPY_LOADS_AT_ONCE, thread_name_prefix="statestore-copy")
-        self._held: dict[CopyKey, _Copies] = {}
+        self._held: dict[VersionCopyKey, _Copies] = {}
         host.held.on_run_ended(self.drop)
         host.held.on_files_exchanged(self.drop)
         host.maintenance.on_maintenance(self.release_idle)
@@ -97,13 +97,13 @@ class VersionCopies:
         finally:
             self._release(copies)
 
-    def _is_loaded(self, key: CopyKey, partition: int) -> bool:
+    def _is_loaded(self, key: VersionCopyKey, partition: int) -> bool:
         with self._lock:
             held = self._held.get(key)
             loaded = None if held is None else held.partitions.get(partition)
         return loaded is not None and loaded.done()
 
-    def _reserved(self, key: CopyKey) -> _Copies:
+    def _reserved(self, key: VersionCopyKey) -> _Copies:
         held = self._held.get(key)
         if held is not None:
             return held

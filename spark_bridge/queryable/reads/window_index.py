@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 
 from backends.bounded_dict import BoundedDict
 from backends.encoding.columns import binary_content, fixed_dtype
-from backends.encoding.keys import GROUP_BYTES, decode_keys, encode_keys
+from backends.encoding.keys import KEY_GROUP_BYTES, decode_keys, encode_keys
 from backends.formats.changelog import Changes
 from backends.ids import DEFAULT_FAMILY
 from spark_bridge.host.instance import Instance
@@ -97,7 +97,7 @@ class KeyWindowIndex:
         before = [_width(field.type) for field in list(self._key)[: self._place]]
         width = _width(self._key.field(self._place).type)
         if width is not None and None not in before:
-            start = GROUP_BYTES + sum(w for w in before if w is not None)
+            start = KEY_GROUP_BYTES + sum(w for w in before if w is not None)
             content, offsets = binary_content(keys)
             at = offsets[:-1, None] + np.arange(start, start + width)
             return pa.Array.from_buffers(pa.binary(width), len(keys), [None, pa.py_buffer(content[at].tobytes())])
@@ -106,7 +106,7 @@ class KeyWindowIndex:
 
     def decoded(self, windows: frozenset[bytes]) -> pa.Array:
         """Return windows as a column, ascending."""
-        keys = pa.array([bytes(GROUP_BYTES) + window for window in sorted(windows)], pa.binary())
+        keys = pa.array([bytes(KEY_GROUP_BYTES) + window for window in sorted(windows)], pa.binary())
         return decode_keys(keys, pa.schema([self._key.field(self._place)])).column(0)
 
 

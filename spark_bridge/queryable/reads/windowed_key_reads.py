@@ -15,7 +15,7 @@ from backends.exceptions import SchemaMismatchError
 from spark_bridge.exceptions import RequestError
 from spark_bridge.queryable.protocol.request_context import raise_if_cancelled
 from spark_bridge.queryable.reads.answer_version import PartitionView
-from spark_bridge.queryable.reads.key_reads import FoundPairs, find_pairs, joined
+from spark_bridge.queryable.reads.key_reads import FoundPairs, find_pairs, joined_arrays
 from spark_bridge.queryable.reads.operator_plan import OperatorPlan
 from spark_bridge.queryable.reads.window_index import KeyWindowIndex
 from spark_bridge.state_format.stored_rows import Positions, VariableRows
@@ -63,8 +63,8 @@ class WindowedKeys:
             return FoundPairs(np.zeros(0, np.int64), nothing, nothing, {})
         return FoundPairs(
             np.concatenate([f.positions for f in found]),
-            joined([f.keys for f in found]),
-            joined([f.values for f in found]),
+            joined_arrays([f.keys for f in found]),
+            joined_arrays([f.values for f in found]),
             {},
         )
 

@@ -1,4 +1,4 @@
-"""Keys in chunks that one request may have, and the answers to the chunks as one."""
+"""Cuts keys into chunks that fit into a request, and joins the answers to the chunks."""
 
 from __future__ import annotations
 

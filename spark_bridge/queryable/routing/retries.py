@@ -44,19 +44,19 @@ restarted.
 """
 BUSY = (QueryBusyError, TooManyRequestsError)
 """Errors that pass by waiting: nothing has moved, and whoever was asked takes no more for the moment."""
-GONE = (QueryEndedError, UnknownOperatorError)
+FINAL_ERRORS = (QueryEndedError, UnknownOperatorError)
 """Errors that are final for a client that asks for the first time.
 
 A client that has had answers of the operator waits until its deadline for the query to be started again.
 """
-FIRST_DELAY = 0.02
-"""In seconds. The delay doubles with each failure up to ``LONGEST_DELAY``, and up to half of it is random."""
-LONGEST_DELAY = 0.5
+FIRST_RETRY_DELAY = 0.02
+"""In seconds. The delay doubles with each failure up to ``LONGEST_RETRY_DELAY``, and up to half of it is random."""
+LONGEST_RETRY_DELAY = 0.5
 
 
 def should_locate(error: Exception) -> bool:
     """Return whether an error says that what is known of the owners is wrong or old."""
-    return isinstance(error, (*MOVED, *GONE)) and not isinstance(error, (QueryTimeoutError, AccessDeniedError))
+    return isinstance(error, (*MOVED, *FINAL_ERRORS)) and not isinstance(error, (QueryTimeoutError, AccessDeniedError))
 
 
 class Attempts:
@@ -88,17 +88,17 @@ class Attempts:
         """Return the seconds to wait until the next attempt.
 
         Raises ``error`` itself if another attempt does not help. If there is no time for one, raises
-        ``QueryTimeoutError``, or ``error`` if it is one of ``GONE``, because that the query has not come back is an
-        answer.
+        ``QueryTimeoutError``, or ``error`` if it is one of ``FINAL_ERRORS``, because that the query has not come back
+        is an answer.
         """
         if not self._may_help(error):
             raise error
         self._failures += 1
-        longest = min(LONGEST_DELAY, FIRST_DELAY * 2 ** min(self._failures - 1, 10))
+        longest = min(LONGEST_RETRY_DELAY, FIRST_RETRY_DELAY * 2 ** min(self._failures - 1, 10))
         delay: float = longest * (0.5 + 0.5 * self._rng())
         now = self._clock()
         if now + delay >= self.deadline:
-            if isinstance(error, GONE):
+            if isinstance(error, FINAL_ERRORS):
                 raise error
             raise QueryTimeoutError(
                 f"{self._what} was not answered within {max(0.0, self.deadline - self._begun):.1f} s, in "
@@ -110,7 +110,7 @@ class Attempts:
     def _may_help(self, error: Exception) -> bool:
         if isinstance(error, (QueryTimeoutError, AccessDeniedError)):
             return False
-        if isinstance(error, GONE):
+        if isinstance(error, FINAL_ERRORS):
             return self._had_answer
         return isinstance(error, (*MOVED, *BUSY))
 

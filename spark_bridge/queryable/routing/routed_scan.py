@@ -1,7 +1,7 @@
 """The rows of several hosts as one stream, which goes on when one of the hosts dies.
 
-There is no thread and no queue: the thread that takes the rows reads from a connection that has some. What a host sends
-ahead waits in the socket, so a slow reader holds the hosts back, and memory stays flat.
+There is no thread and no queue: the thread that takes the rows reads from a connection that has some. Rows that a host
+sends ahead wait in the socket, so that a slow reader holds the hosts back, and memory stays flat.
 """
 
 from __future__ import annotations

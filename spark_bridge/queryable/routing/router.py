@@ -1,5 +1,5 @@
-"""``StateRouter``: asks the owners of an operator's partitions, all at once, and puts one answer of one version
-together.
+"""``StateRouter``: asks all owners of an operator's partitions at once, and combines their answers at one
+version.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ from spark_bridge.queryable.routing.scattered_requests import (
 )
 from spark_bridge.queryable.routing.version_alignment import VersionAlignment, read_in_chunks, retryable
 
-FEW_KEYS = 10_000
-FEW_KEYS_SECONDS = 10.0
+SMALL_LOOKUP_KEYS = 10_000
+SMALL_LOOKUP_SECONDS = 10.0
 """The answer for few keys is waited for so long at a time. A host that hangs may have lost its partitions by then."""
 PROXY_STREAMS = 2
 """A proxy is asked for so many scans at once, where each owner would be asked for one."""
-REMEMBERED_LOCATIONS = 64
+ROUTED_OPERATORS = 64
 
 
 class StateRouter:
@@ -97,7 +97,7 @@ class StateRouter:
         """Return the version, and the stored value of one stored key; None if the key has none."""
         table = self._table(location)
         run_id = location.run_id
-        deadline = min(deadline, self._clock() + FEW_KEYS_SECONDS)
+        deadline = min(deadline, self._clock() + SMALL_LOOKUP_SECONDS)
         is_completed = at.isolation == "completed"
         if is_completed:
             at = self.seen.floor(run_id, at)
@@ -300,7 +300,7 @@ class StateRouter:
     # -- details -------------------------------------------------------------------------------
 
     def _earlier(self, deadline: float, keys: pa.BinaryArray) -> float:
-        return min(deadline, self._clock() + FEW_KEYS_SECONDS) if len(keys) <= FEW_KEYS else deadline
+        return min(deadline, self._clock() + SMALL_LOOKUP_SECONDS) if len(keys) <= SMALL_LOOKUP_KEYS else deadline
 
     def _proxy(self) -> str:
         assert self._via is not None
@@ -312,6 +312,6 @@ class StateRouter:
             # The table keeps the location alive, so that no other location gets its id.
             table = self._tables[id(location)] = RoutingTable(location)
             # Without a lock, and so not a ``BoundedDict``: a process may fork while a thread is here.
-            for old in list(self._tables)[:-REMEMBERED_LOCATIONS]:
+            for old in list(self._tables)[:-ROUTED_OPERATORS]:
                 self._tables.pop(old, None)
         return table

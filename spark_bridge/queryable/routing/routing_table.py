@@ -12,13 +12,12 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from backends.encoding.columns import Records, binary_content, even_array, even_rows
-from backends.encoding.keys import GROUP_BYTES
-from backends.encoding.operator_schema import OperatorSchema, StateVariable
+from backends.encoding.keys import KEY_GROUP_BYTES
+from backends.encoding.operator_schema import TIMERS, OperatorSchema, StateVariable
 from backends.ids import DEFAULT_FAMILY
 from coordinator_actor.messages import OperatorLocation
 from spark_bridge.exceptions import UnknownKeyOrNamespaceError, UnknownKvStateKeyGroupLocationError
-from spark_bridge.state_format.layouts import TIMERS
-from spark_bridge.state_format.windowed_keys import window_of
+from spark_bridge.state_format.windowed_keys import window_place
 
 KeyPositions: TypeAlias = npt.NDArray[np.int64]
 """Positions of keys among all keys of a request."""
@@ -106,11 +105,11 @@ class RoutingTable:
 
     def _groups_of(self, keys: pa.BinaryArray, even: Records | None) -> npt.NDArray[np.intp]:
         groups: npt.NDArray[np.intp]
-        if even is not None and even.dtype.itemsize >= GROUP_BYTES:
+        if even is not None and even.dtype.itemsize >= KEY_GROUP_BYTES:
             groups = np.ndarray((len(even),), ">u2", even, 0, even.strides).astype(np.intp)
         else:
             content, offsets = binary_content(keys)
-            if int(np.diff(offsets).min()) < GROUP_BYTES:
+            if int(np.diff(offsets).min()) < KEY_GROUP_BYTES:
                 raise self._no_key(keys[int(np.diff(offsets).argmin())].as_py())
             begins = offsets[:-1]
             groups = (content[begins].astype(np.intp) << 8) | content[begins + 1]
@@ -175,7 +174,7 @@ class RoutingTable:
 @lru_cache(256)
 def is_windowed(schema: str, state: str | None) -> bool:
     """Return whether the state variable ``state`` of an operator with that schema (JSON) is an aggregate by windows."""
-    return any(window_of(v) is not None for v in _variables(schema, state))
+    return any(window_place(v) is not None for v in _variables(schema, state))
 
 
 @lru_cache(256)

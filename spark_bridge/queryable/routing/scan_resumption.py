@@ -28,7 +28,7 @@ from spark_bridge.queryable.routing.scan_sources import PendingScan, ScanSource,
 
 @dataclass(frozen=True)
 class ScanPlan:
-    """What is scanned, and how the streams of the scan are opened.
+    """The request of a scan, and the way to open its streams.
 
     - ``open_stream(address, request, deadline)`` sends the request without waiting for an answer.
     - ``address_of(location, partition)`` returns the address to ask for a partition.

@@ -1,4 +1,4 @@
-"""Where the rows of a routed scan come from: a stream of another host, or an iterator of this process."""
+"""Sources of the rows of a routed scan: a stream of another host, or an iterator of this process."""
 
 from __future__ import annotations
 

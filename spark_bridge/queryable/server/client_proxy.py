@@ -18,7 +18,6 @@ from spark_bridge.queryable.protocol.state_reads import StateReads
 from spark_bridge.queryable.server.forwarding_reads import ForwardingReads
 from spark_bridge.queryable.server.location_cache import LocationCache
 from spark_bridge.queryable.server.request_limits import RequestLimits
-from spark_bridge.queryable.server.request_statistics import RequestStatistics
 from spark_bridge.queryable.server.server import KvStateServer
 
 if TYPE_CHECKING:
@@ -29,12 +28,17 @@ FORWARDED_SECONDS = 30.0
 DESCRIBE_SECONDS = 5.0
 
 
+def connections_to_hosts(token: str, tls: ssl.SSLContext | None = None) -> KvConnections:
+    """Return the connections of a proxy to other hosts. ``tls`` is the context of a client."""
+    return KvConnections(token, tls, FORWARDED_SECONDS)
+
+
 class KvStateClientProxy(KvStateServer):
     """Answers queries of this host's state, and requests with ``forward`` for all hosts.
 
     ``reads`` returns what this host answers from; it is first called when something is asked. ``coordinator`` says
-    where state is. ``token`` is the cluster's, for other hosts, and ``client_tls`` the TLS context of a client of
-    theirs. The other arguments are those of ``KvStateServer``.
+    where state is. ``hosts`` are the connections to other hosts, with the cluster's token (``connections_to_hosts``);
+    the proxy closes them when it shuts down. The other arguments are those of ``KvStateServer``.
     """
 
     def __init__(
@@ -42,24 +46,18 @@ class KvStateClientProxy(KvStateServer):
         reads: Callable[[], StateReads],
         coordinator: CoordinatorPort,
         tokens: TokenVerifier,
+        hosts: KvConnections,
         *,
-        token: str,
         ip: str,
         port: int = 0,
         limits: RequestLimits = RequestLimits(),  # noqa: B008 - frozen
         tls: ssl.SSLContext | None = None,
-        client_tls: ssl.SSLContext | None = None,
-        statistics: RequestStatistics | None = None,
         host_id: str = "",
-        answer_seconds: float = FORWARDED_SECONDS,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._hosts = KvConnections(token, client_tls, answer_seconds)
-        self._locations = LocationCache(coordinator, clock)
+        self._hosts = hosts
+        self._locations = LocationCache(coordinator)
         forwarding = ForwardingReads(reads, lambda: self.server_address, self._locations, self._hosts)
-        super().__init__(
-            forwarding, tokens, ip=ip, port=port, limits=limits, tls=tls, statistics=statistics, host_id=host_id
-        )
+        super().__init__(forwarding, tokens, ip=ip, port=port, limits=limits, tls=tls, host_id=host_id)
 
     def get_kv_state_location_oracle(self, job_id: str) -> KvStateLocationOracle | None:
         """Return who owns which partitions of a query, as far as this proxy knows; else None. From any thread.

@@ -1,4 +1,4 @@
-"""Token check of the HTTP application: which tokens the coordinator has issued and revoked."""
+"""Token check of the HTTP application, by the tokens that the coordinator has issued and revoked."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from spark_bridge.exceptions import QueryTimeoutError
 from spark_bridge.queryable.protocol.connections import KvConnections
 from spark_bridge.queryable.protocol.messages import ChangesRequest, KeyRowsRequest, LookupRequest, ScanRequest
 from spark_bridge.queryable.protocol.state_reads import StateAnswer, StateReads
-from spark_bridge.queryable.routing.retries import GONE, MOVED, Attempts, should_locate
+from spark_bridge.queryable.routing.retries import FINAL_ERRORS, MOVED, Attempts, should_locate
 from spark_bridge.queryable.routing.router import StateRouter
 from spark_bridge.queryable.server.location_cache import LocationCache
 
@@ -112,7 +112,7 @@ class ForwardingReads:
             self._moved(request.run_id, error)
             try:
                 return self._locations.location(request.run_id, request.operator, with_schema=True)
-            except GONE as gone:
+            except FINAL_ERRORS as gone:
                 raise RetiredRunError(str(gone)) from gone  # the client must find out which run is next
 
         in_order = request.partitions is not None
@@ -172,7 +172,7 @@ class ForwardingReads:
             try:
                 location = self._locations.location(run_id, operator, with_schema=with_schema)
                 return ask(location, begun + self._connections.timeout)
-            except (RetiredRunError, *GONE) as error:
+            except (RetiredRunError, *FINAL_ERRORS) as error:
                 self._moved(run_id, error)
                 raise  # the client has named a run, and must find out which one is next
             except MOVED as error:

@@ -1,4 +1,4 @@
-"""``RequestLimits``: what a ``KvStateServer`` allows, so that a greedy client cannot stop a stream.
+"""``RequestLimits``: the bounds of a ``KvStateServer``, by which a greedy client cannot stop a stream.
 
 After Envoy's overload settings and Redis' ``maxclients``, ``timeout`` and query-buffer limits: everything that a client
 can make grow has a bound.

@@ -14,7 +14,7 @@ from spark_bridge.queryable.server.framed_socket import ClientGoneError, FramedS
 from spark_bridge.queryable.server.request_limits import RequestLimits
 from spark_bridge.queryable.server.row_sender import QUIET_SECONDS, RowSender
 
-SLOW_SECONDS = 5.0
+SLOW_LOOKUP_SECONDS = 5.0
 """Rows of keys that take longer than this to find go on under the limiter of slow lookups."""
 LARGE_ANSWER_BYTES = 1 << 16
 
@@ -23,8 +23,8 @@ class ServedRequest:
     """Implements ``RequestContext`` for one request, within a ``with``. For the thread of the connection.
 
     The ``with`` waits until ``limiter`` admits the request. When the work becomes slow the request moves to the limiter
-    ``slow``: when it says so (``before_slow_work``), and unless ``may_stay`` also after ``SLOW_SECONDS``. ``stopping``
-    is set when the server stops.
+    ``slow``: when it says so (``before_slow_work``), and unless ``may_stay`` also after ``SLOW_LOOKUP_SECONDS``.
+    ``stopping`` is set when the server stops.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class ServedRequest:
             return
         self._checked_at = now
         self._session.check_client(now)
-        if not self._may_stay and now - self._began > SLOW_SECONDS:
+        if not self._may_stay and now - self._began > SLOW_LOOKUP_SECONDS:
             self.before_slow_work()
         if self.rows is not None and self.is_slow:
             self.rows.keep_alive(now)

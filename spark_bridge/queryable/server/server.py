@@ -57,10 +57,9 @@ class KvStateServer:
         port: int = 0,
         limits: RequestLimits = RequestLimits(),  # noqa: B008 - frozen
         tls: ssl.SSLContext | None = None,
-        statistics: RequestStatistics | None = None,
         host_id: str = "",
     ) -> None:
-        self.statistics = RequestStatistics() if statistics is None else statistics
+        self.statistics = RequestStatistics()
         self._reads = reads
         self._tokens = tokens
         self._limits = limits

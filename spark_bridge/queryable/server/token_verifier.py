@@ -32,7 +32,9 @@ class Grant:
     admin: bool = False
 
 
-CLUSTER = Grant("cluster", read_only=False, admin=True)
+MAX_TOKEN = 4096
+"""Longer tokens are refused unread."""
+CLUSTER_GRANT = Grant("cluster", read_only=False, admin=True)
 
 
 class TokenVerifier(Protocol):
@@ -74,7 +76,7 @@ class ClusterTokens:
         if not is_issued(token):
             if not hmac.compare_digest(token.encode(errors="replace"), self._encoded):
                 raise AccessDeniedError("The token is unknown: it is of another cluster, or none at all.")
-            return CLUSTER
+            return CLUSTER_GRANT
         revoked = self._revoked()
         if revoked is None:
             raise HostUnavailableError(

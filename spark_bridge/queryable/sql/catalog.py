@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from spark_bridge.state_format.layouts import TIMERS
+from backends.encoding.operator_schema import TIMERS
 
 _IDENTIFIER = r'(?:"(?:[^"]|"")+"|[^\W\d][\w$]*)'
 _LEXEMES = re.compile(

@@ -42,7 +42,7 @@ class Literal:
 
 
 @dataclass(frozen=True)
-class Call:
+class FunctionCall:
     """A call of an Arrow compute function. ``options`` is a struct of the function's ``FunctionOptions``."""
 
     function: str
@@ -50,7 +50,7 @@ class Call:
     options: pa.StructScalar | None = None
 
 
-Node: TypeAlias = "FieldRef | Literal | Call"
+Node: TypeAlias = "FieldRef | Literal | FunctionCall"
 
 
 class UnknownExpressionError(Exception):
@@ -80,7 +80,7 @@ def columns_read(node: Node) -> set[str]:
     """Return the names of the columns that an expression reads."""
     if isinstance(node, FieldRef):
         return {node.path[0]}
-    return set().union(*map(columns_read, node.arguments)) if isinstance(node, Call) else set()
+    return set().union(*map(columns_read, node.arguments)) if isinstance(node, FunctionCall) else set()
 
 
 def _node(part: tuple[str, str], parts: Iterator[tuple[str, str]], batch: pa.RecordBatch, depth: int) -> Node:
@@ -99,7 +99,7 @@ def _node(part: tuple[str, str], parts: Iterator[tuple[str, str]], batch: pa.Rec
     options: pa.StructScalar | None = None
     for inner in parts:
         if inner == ("end", value):
-            return Call(value, tuple(arguments), options)
+            return FunctionCall(value, tuple(arguments), options)
         if inner[0] == "options":
             options = batch.column(int(inner[1]))[0]
         else:

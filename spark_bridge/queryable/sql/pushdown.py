@@ -19,8 +19,8 @@ import pyarrow.compute as pc
 
 from spark_bridge.queryable.protocol.messages import Comparison
 from spark_bridge.queryable.sql.expressions import (
-    Call,
     FieldRef,
+    FunctionCall,
     Literal,
     Node,
     UnknownExpressionError,
@@ -28,7 +28,7 @@ from spark_bridge.queryable.sql.expressions import (
     parse_expression,
 )
 
-MAX_KEYS = 10_000
+MAX_PUSHED_KEYS = 10_000
 """A statement that can have more keys than this scans instead of looking up keys."""
 MAX_WHERE_BYTES = 256 << 10
 """Longer comparisons are left to the client, because the header of a request is limited."""
@@ -45,7 +45,7 @@ _MIRRORED = {"=": "=", "!=": "!=", "<": ">", "<=": ">=", ">": "<", ">=": "<="}
 
 @dataclass(frozen=True)
 class ScanPushdown:
-    """What a scan is asked for. ``columns`` (None: all) includes the columns that the filter reads.
+    """The request of a scan. ``columns`` (None: all) includes the columns that the filter reads.
 
     ``keys``: only these keys have rows that pass. ``prefix``, or ``start`` (included) and ``end`` (not included): only
     keys within these bounds have rows that pass.
@@ -98,7 +98,7 @@ def push_down(
 
 def _conditions(node: Node, schema: pa.Schema) -> Iterator[ColumnCondition]:
     """Yield conditions that hold wherever the expression holds."""
-    if not isinstance(node, Call):
+    if not isinstance(node, FunctionCall):
         return
     if node.function in ("and", "and_kleene"):
         for argument in node.arguments:
@@ -107,28 +107,28 @@ def _conditions(node: Node, schema: pa.Schema) -> Iterator[ColumnCondition]:
         yield found
 
 
-def _condition(node: Call, schema: pa.Schema) -> ColumnCondition | None:
+def _condition(node: FunctionCall, schema: pa.Schema) -> ColumnCondition | None:
     match node:
-        case Call(function, (FieldRef((column,)), Literal(value))) if function in COMPARISONS:
+        case FunctionCall(function, (FieldRef((column,)), Literal(value))) if function in COMPARISONS:
             return _comparison(schema, column, COMPARISONS[function], value)
-        case Call(function, (Literal(value), FieldRef((column,)))) if function in COMPARISONS:
+        case FunctionCall(function, (Literal(value), FieldRef((column,)))) if function in COMPARISONS:
             return _comparison(schema, column, _MIRRORED[COMPARISONS[function]], value)
-        case Call("is_in", (FieldRef((column,)),), pa.StructScalar() as options):
+        case FunctionCall("is_in", (FieldRef((column,)),), pa.StructScalar() as options):
             return _in(schema, column, options, nulls=False)
-        case Call(
+        case FunctionCall(
             "if_else",
             (
-                Call("is_valid", (FieldRef((tested,)),)),
-                Call("is_in", (FieldRef((column,)),), pa.StructScalar() as options),
+                FunctionCall("is_valid", (FieldRef((tested,)),)),
+                FunctionCall("is_in", (FieldRef((column,)),), pa.StructScalar() as options),
                 Literal(otherwise),
             ),
         ) if tested == column and not otherwise.is_valid:
             return _in(schema, column, options, nulls=True)
-        case Call("is_valid", (FieldRef((column,)),)) if column in schema.names:
+        case FunctionCall("is_valid", (FieldRef((column,)),)) if column in schema.names:
             return ColumnCondition(column, "is not null")
-        case Call("is_null", (FieldRef((column,)),), pa.StructScalar() as options) if column in schema.names:
+        case FunctionCall("is_null", (FieldRef((column,)),), pa.StructScalar() as options) if column in schema.names:
             return ColumnCondition(column, "is null") if options.as_py().get("nan_is_null") is False else None
-        case Call("or" | "or_kleene"):
+        case FunctionCall("or" | "or_kleene"):
             return _alternatives(node, schema)
     return None
 
@@ -149,11 +149,11 @@ def _in(schema: pa.Schema, column: str, options: pa.StructScalar, *, nulls: bool
     return ColumnCondition(column, "in", found) if len(found) == len(values) else None
 
 
-def _alternatives(node: Call, schema: pa.Schema) -> ColumnCondition | None:
+def _alternatives(node: FunctionCall, schema: pa.Schema) -> ColumnCondition | None:
     """Return ``a = 1 or a = 2`` as ``a in (1, 2)``; None for other alternatives."""
     parts: list[ColumnCondition] = []
     for argument in node.arguments:
-        part = _condition(argument, schema) if isinstance(argument, Call) else None
+        part = _condition(argument, schema) if isinstance(argument, FunctionCall) else None
         if part is None or part.operator not in ("=", "in"):
             return None
         parts.append(part)
@@ -230,7 +230,7 @@ def _keys(conditions: Sequence[ColumnCondition], schema: pa.Schema, key: Sequenc
     """Return the only keys that can pass, if there are conditions on all columns of the key; else None."""
     choices = [_choices(conditions, column) for column in key]
     found = [c for c in choices if c is not None]
-    if not key or len(found) < len(choices) or math.prod(map(len, found)) > MAX_KEYS:
+    if not key or len(found) < len(choices) or math.prod(map(len, found)) > MAX_PUSHED_KEYS:
         return None
     rows = list(itertools.product(*(dict.fromkeys(v.as_py() for v in choice) for choice in found)))
     fields = [schema.field(column) for column in key]

@@ -1,4 +1,4 @@
-"""The seam between SQL and the client: what SQL needs of a client. A client depends on ``sql``, never the other way."""
+"""The interface of a client to SQL: the methods that SQL calls. A client depends on ``sql``, never the other way."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks of what a processor in columns answers: tables against schemas, masks against the number of keys."""
+"""Checks of the answers of a processor in columns: tables against schemas, masks against the number of keys."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 import pyarrow as pa
 
 from spark_bridge.exceptions import StatefulProcessorError
-from spark_bridge.stateful.arrow_processor import Columns, Flags, Mask
+from spark_bridge.stateful.arrow_processor import Columns, Flags, KeyMask
 
 
 def aligned(given: Columns, schema: pa.Schema, what: str) -> pa.Table:
@@ -38,7 +38,7 @@ def aligned(given: Columns, schema: pa.Schema, what: str) -> pa.Table:
     return pa.table(columns, schema=schema)
 
 
-def flags_of(given: Mask | None, n: int, what: str, *, default: bool) -> Flags:
+def flags_of(given: KeyMask | None, n: int, what: str, *, default: bool) -> Flags:
     """Return a mask of n keys that the processor gave, or ``default`` for all; raises ``StatefulProcessorError``."""
     if given is None:
         return np.full(n, default)

@@ -23,7 +23,7 @@ from spark_bridge.stateful.stateful_processor import ExpiredTimerInfo
 from spark_bridge.stateful.tasks.processor_output import OutputFrames, OutputRows, OutputSink
 from spark_bridge.stateful.tasks.processor_state import ProcessorState
 from spark_bridge.stateful.tasks.task_input import TaskInput
-from spark_bridge.stateful.values.pandas_values import PandasCodec, rows_of
+from spark_bridge.stateful.values.pandas_values import PandasCodec, rows_of_frame
 from spark_bridge.stateful.values.row_values import RowCodec
 from spark_bridge.task.external_sort import Limits, RowSorter, RowStep, with_keys
 from spark_bridge.task.output_spool import Spool
@@ -186,7 +186,7 @@ def opener(
     def open_frames(rows: pa.RecordBatch) -> Taker:
         frame = PandasCodec(given.struct, time_zone).to_frame(rows)
         size = frame_size(rows, frame_rows, frame_bytes)
-        return lambda start, stop: (rows_of(frame, i, min(i + size, stop)) for i in range(start, stop, size))
+        return lambda start, stop: (rows_of_frame(frame, i, min(i + size, stop)) for i in range(start, stop, size))
 
     return open_rows if mode == "rows" else open_frames
 

@@ -16,7 +16,7 @@ from pyspark.sql import Row
 from pyspark.sql.types import ArrayType, BinaryType, MapType, StructType
 
 from spark_bridge.exceptions import StatefulProcessorError
-from spark_bridge.stateful.values.pandas_values import Columns, PandasCodec
+from spark_bridge.stateful.values.pandas_values import FrameColumns, PandasCodec
 from spark_bridge.stateful.values.row_values import RowCodec
 from spark_bridge.stateful.values.value_arrays import shown
 from spark_bridge.task.output_spool import Spool
@@ -68,7 +68,7 @@ class OutputFrames:
 
     codec: PandasCodec
     sink: OutputSink
-    _frames: list[Columns] = field(default_factory=list)
+    _frames: list[FrameColumns] = field(default_factory=list)
     _num_rows: int = 0
 
     def take(self, given: Any) -> None:

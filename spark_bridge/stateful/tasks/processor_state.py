@@ -15,7 +15,7 @@ from spark_bridge.stateful.stateful_processor import TimerValues
 from spark_bridge.stateful.variables.handle import EVENT_TIME, NONE, TIME_MODES, StatefulProcessorHandle
 from spark_bridge.stateful.variables.list_state import ListState
 from spark_bridge.stateful.variables.map_state import MapState
-from spark_bridge.stateful.variables.step import CLOSED, StateFigures, Step
+from spark_bridge.stateful.variables.step import CLOSED, KeyStep, StateFigures
 from spark_bridge.stateful.variables.timers import Timers
 from spark_bridge.stateful.variables.ttl import stage_expired
 from spark_bridge.stateful.variables.value_state import ValueState
@@ -36,7 +36,7 @@ class ProcessorState:
         self._processor = processor
         self._key_schema = key_schema
         self._time_mode = time_mode
-        self._step = Step(store)
+        self._step = KeyStep(store)
         self._timers: Timers | None = None
         self.timer_values = TimerValues()
         if store is not None:

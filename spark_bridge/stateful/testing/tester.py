@@ -10,7 +10,7 @@ import tempfile
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -35,6 +35,7 @@ from spark_bridge.stateful.variables.handle import (
     NONE,
     PROCESSING_TIME,
     TIME_MODES,
+    State,
     StatefulProcessorHandle,
 )
 from spark_bridge.stateful.variables.list_state import ListState
@@ -45,7 +46,6 @@ from spark_bridge.task.local_state import LocalStateAccess
 if TYPE_CHECKING:
     import pandas as pd
 
-State = TypeVar("State", ValueState, ListState, MapState)
 
 _KEYS = pa.schema([pa.field("key", pa.int64())])
 """A key is stored as its number, in the order in which keys come: so it may be of any type."""

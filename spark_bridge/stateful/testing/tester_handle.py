@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from pyspark.sql.types import StructType
 
-from spark_bridge.stateful.variables.handle import StatefulProcessorHandle
+from spark_bridge.stateful.variables.handle import State, StatefulProcessorHandle
 from spark_bridge.stateful.variables.list_state import ListState
 from spark_bridge.stateful.variables.map_state import MapState
 from spark_bridge.stateful.variables.value_state import ValueState
 
-State = TypeVar("State", ValueState, ListState, MapState)
 
-
-class Declared(Protocol):
+class VariableFinder(Protocol):
     """Finds the state variables of a tester's processor."""
 
     def __call__(self, kind: type[State], name: str, /) -> State:
@@ -34,7 +32,7 @@ class TesterHandle:
         self,
         select: Callable[[Any], object],
         timers: Callable[[], StatefulProcessorHandle],
-        declared: Declared,
+        declared: VariableFinder,
         forget: Callable[[str], None],
     ) -> None:
         self._select = select

@@ -1,4 +1,4 @@
-"""The users' keys of map entries as Python values: what tells two keys apart, and their order, both as stored."""
+"""The users' keys of map entries as Python values: equality and order of keys are those of the stored keys."""
 
 from __future__ import annotations
 

@@ -24,9 +24,9 @@ from backends.encoding.columns import is_list_like, list_array, list_parts, null
 from spark_bridge.stateful.values.row_values import RowCodec
 from spark_bridge.stateful.values.value_arrays import to_array
 
-Values: TypeAlias = "np.ndarray[Any, Any] | pd.api.extensions.ExtensionArray"
+ColumnValues: TypeAlias = "np.ndarray[Any, Any] | pd.api.extensions.ExtensionArray"
 """A column's values, as pandas keeps them."""
-Columns: TypeAlias = "list[Values] | np.ndarray[Any, Any]"
+FrameColumns: TypeAlias = "list[ColumnValues] | np.ndarray[Any, Any]"
 """Columns of a frame; those of one numpy type may be the rows of an array."""
 
 _WALL_CLOCK = pa.timestamp("us")
@@ -59,7 +59,7 @@ class PandasCodec:
         inner._mgr._rebuild_blknos_and_blklocs()
         return frame
 
-    def to_columns(self, frame: pd.DataFrame) -> Columns:
+    def to_columns(self, frame: pd.DataFrame) -> FrameColumns:
         """Return copies of the columns of a frame, in the order of the schema.
 
         Columns go by name if any name is a string, otherwise by position. A frame without columns gives no columns.
@@ -70,17 +70,17 @@ class PandasCodec:
         inner: Any = frame
         blocks = inner._mgr.blocks
         if len(blocks) == 1 and type(blocks[0].values) is np.ndarray and _is_in_order(blocks[0].mgr_locs):
-            together: Columns = blocks[0].values.take(places, axis=0)
+            together: FrameColumns = blocks[0].values.take(places, axis=0)
             return together
         arrays = {place: block.iget(i) for block in blocks for i, place in enumerate(block.mgr_locs)}
         return [arrays[place].copy() for place in places.tolist()]
 
-    def to_batch(self, frames: Sequence[Columns]) -> pa.RecordBatch:
+    def to_batch(self, frames: Sequence[FrameColumns]) -> pa.RecordBatch:
         """Return a batch of the columns that ``to_columns`` has returned for some frames.
 
         Raises ``TypeError`` or ``ValueError`` naming field, type and value.
         """
-        joined: list[Columns] = []
+        joined: list[FrameColumns] = []
         for kind, some in groupby(frames, type):
             if kind is list:
                 joined += some
@@ -117,7 +117,7 @@ def _is_in_order(places: Any) -> bool:
     return bool(places.is_slice_like and places.indexer == slice(0, len(places), 1))
 
 
-def rows_of(frame: pd.DataFrame, start: int, stop: int) -> pd.DataFrame:
+def rows_of_frame(frame: pd.DataFrame, start: int, stop: int) -> pd.DataFrame:
     """Return some rows of a frame as a frame with an index from 0, in the same memory."""
     # The same as ``iloc`` and then a new index, in half the time.
     inner: Any = frame
@@ -133,7 +133,7 @@ def _numbers(n: int) -> pd.RangeIndex:
     return pd.RangeIndex(n)
 
 
-def _column(field: pa.Field, parts: Sequence[Values], time_zone: str) -> pa.Array:
+def _column(field: pa.Field, parts: Sequence[ColumnValues], time_zone: str) -> pa.Array:
     """Return a column of the output. Parts of different types are not joined by pandas, which would round integers."""
     arrays = []
     for _, alike in groupby(parts, lambda part: part.dtype):

@@ -25,8 +25,8 @@ from spark_bridge.stateful.variables.step import (
     INITIALIZED,
     INT64_MAX,
     PRE_INIT,
+    KeyStep,
     NoKey,
-    Step,
     invalid_handle_state,
 )
 from spark_bridge.stateful.variables.timers import Timers
@@ -40,7 +40,7 @@ _SPELLINGS = {NONE: "NoTime", PROCESSING_TIME: "ProcessingTime", EVENT_TIME: "Ev
 
 
 @dataclass(frozen=True)
-class Declared:
+class Declarations:
     """The declarations of ``init``: the state variables in order (those to delete first), and the objects of users."""
 
     variables: list[StateVariable]
@@ -53,7 +53,7 @@ class StatefulProcessorHandle(PySparkStatefulProcessorHandle):
     Names and meaning are those of PySpark 4.2.
     """
 
-    def __init__(self, key_schema: pa.Schema, time_mode: str, step: Step, timers: Timers | None) -> None:
+    def __init__(self, key_schema: pa.Schema, time_mode: str, step: KeyStep, timers: Timers | None) -> None:
         self._key_schema = key_schema
         self._time_mode = time_mode
         self._step = step
@@ -115,8 +115,8 @@ class StatefulProcessorHandle(PySparkStatefulProcessorHandle):
             make_deleted(self._states.pop(stateName), stateName, self._variables.pop(stateName).kind)
         self._deleted[stateName] = StateVariable(stateName, VALUE, {}, deleted=True)
 
-    def _all_declared(self) -> Declared:
-        return Declared([*self._deleted.values(), *self._variables.values()], self._states)
+    def _all_declared(self) -> Declarations:
+        return Declarations([*self._deleted.values(), *self._variables.values()], self._states)
 
     def _declared(
         self,

@@ -10,7 +10,7 @@ from spark_bridge.exceptions import IllegalStateValueError
 from spark_bridge.stateful.values.state_values import null_value
 from spark_bridge.stateful.variables.declaration import Declaration
 from spark_bridge.stateful.variables.pyspark_classes import PySparkListState
-from spark_bridge.stateful.variables.step import Step
+from spark_bridge.stateful.variables.step import KeyStep
 from spark_bridge.stateful.variables.stored_lists import ListChange, StoredLists
 
 
@@ -20,7 +20,7 @@ class ListState(PySparkListState):
     Methods read and change the list of the current key; see ``StatefulProcessorHandle.getListState``.
     """
 
-    def __init__(self, declaration: Declaration, variable: StateVariable, step: Step) -> None:
+    def __init__(self, declaration: Declaration, variable: StateVariable, step: KeyStep) -> None:
         self._name = declaration.name
         self._step = step
         self._stored = StoredLists(declaration, variable, step)

@@ -12,8 +12,8 @@ from spark_bridge.stateful.values.map_keys import hash_function, sort_key
 from spark_bridge.stateful.values.row_values import row_class
 from spark_bridge.stateful.variables.declaration import Declaration
 from spark_bridge.stateful.variables.pyspark_classes import PySparkMapState
-from spark_bridge.stateful.variables.step import Step
-from spark_bridge.stateful.variables.stored_maps import KeyMap, StoredMaps, Values
+from spark_bridge.stateful.variables.step import KeyStep
+from spark_bridge.stateful.variables.stored_maps import KeyMap, StoredMaps, ValueTuple
 from spark_bridge.stateful.variables.ttl import Ttl
 
 _MISSES_BEFORE_LOADING = 16
@@ -28,7 +28,7 @@ class MapState(PySparkMapState):
     Methods read and change the map of the current key; see ``StatefulProcessorHandle.getMapState``.
     """
 
-    def __init__(self, declaration: Declaration, variable: StateVariable, step: Step) -> None:
+    def __init__(self, declaration: Declaration, variable: StateVariable, step: KeyStep) -> None:
         self._step = step
         self._ttl = Ttl(declaration.ttl_ms, step)
         self._stored = StoredMaps(declaration, variable, step, self._ttl)
@@ -43,7 +43,7 @@ class MapState(PySparkMapState):
         found = self._map()
         return next(self._entries(found), None) is not None if found.is_large else bool(found.entries)
 
-    def getValue(self, key: Values) -> Row | None:
+    def getValue(self, key: ValueTuple) -> Row | None:
         """Return the value of an entry, None if there is no such entry.
 
         Raises ``IllegalStateValueError`` if ``key`` does not fit its schema.
@@ -54,14 +54,14 @@ class MapState(PySparkMapState):
         row: Row = tuple.__new__(self._value_row, value if self._values.is_immutable else self._values.copied(value))
         return row
 
-    def containsKey(self, key: Values) -> bool:
+    def containsKey(self, key: ValueTuple) -> bool:
         """Return whether the map has an entry of that key.
 
         Raises ``IllegalStateValueError`` if ``key`` does not fit its schema.
         """
         return self._value_of(self._keys.accept(key)) is not None
 
-    def updateValue(self, key: Values, value: Values) -> None:
+    def updateValue(self, key: ValueTuple, value: ValueTuple) -> None:
         """Set an entry; its TTL begins anew.
 
         Raises ``IllegalStateValueError`` if ``key`` or ``value`` does not fit its schema.
@@ -72,7 +72,7 @@ class MapState(PySparkMapState):
         found.written.add(hashed)
         found.is_changed = True
 
-    def iterator(self) -> Iterator[tuple[Values, Values]]:
+    def iterator(self) -> Iterator[tuple[ValueTuple, ValueTuple]]:
         """Yield the entries, in the order of their keys, as they are at the time of the call.
 
         A large map is read some entries at a time.
@@ -82,15 +82,15 @@ class MapState(PySparkMapState):
             return entries
         return ((self._keys.copied(k), self._values.copied(v)) for k, v in entries)
 
-    def keys(self) -> Iterator[Values]:
+    def keys(self) -> Iterator[ValueTuple]:
         """Yield the keys of the entries, in order."""
         return (key for key, _ in self.iterator())
 
-    def values(self) -> Iterator[Values]:
+    def values(self) -> Iterator[ValueTuple]:
         """Yield the values of the entries, in the order of their keys."""
         return (value for _, value in self.iterator())
 
-    def removeKey(self, key: Values) -> None:
+    def removeKey(self, key: ValueTuple) -> None:
         """Remove an entry, if there is one; raises ``IllegalStateValueError`` if ``key`` does not fit its schema."""
         key = self._keys.accept(key)
         found, hashed = self._map(), self._hashed(key)
@@ -130,14 +130,14 @@ class MapState(PySparkMapState):
             self._touched.append(index)
         return found
 
-    def _value_of(self, key: Values) -> Values | None:
+    def _value_of(self, key: ValueTuple) -> ValueTuple | None:
         found, hashed = self._map(), self._hashed(key)
         entry = found.entries.get(hashed)
         if entry is not None:
             return entry[1]
         return self._look_up(found, hashed, key) if found.is_large else None
 
-    def _look_up(self, found: KeyMap, hashed: Hashable, key: Values) -> Values | None:
+    def _look_up(self, found: KeyMap, hashed: Hashable, key: ValueTuple) -> ValueTuple | None:
         """Return the stored value of a large map's entry; after many look-ups all entries are loaded, if few enough."""
         if hashed in found.stored or found.is_loaded:
             return found.stored.get(hashed)
@@ -157,7 +157,7 @@ class MapState(PySparkMapState):
         prefix: bytes = self._step.keys[self._step.current].as_py()
         return prefix
 
-    def _entries(self, found: KeyMap) -> Iterator[tuple[Values, Values]]:
+    def _entries(self, found: KeyMap) -> Iterator[tuple[ValueTuple, ValueTuple]]:
         """Return the entries of a map as they are at the time of the call, in the order of their keys."""
         if not found.is_large:
             pairs = [(key, value) for key, value, _ in found.entries.values() if value is not None]
@@ -169,8 +169,8 @@ class MapState(PySparkMapState):
         return self._merged(prefix, sorted(changed, key=lambda c: c[0]))
 
     def _merged(
-        self, prefix: bytes, changed: list[tuple[bytes, Values, Values | None]]
-    ) -> Iterator[tuple[Values, Values]]:
+        self, prefix: bytes, changed: list[tuple[bytes, ValueTuple, ValueTuple | None]]
+    ) -> Iterator[tuple[ValueTuple, ValueTuple]]:
         """Yield the entries in the store, with the changed entries (sorted by stored key) in their places."""
         at = 0
         for stored in self._stored.scan(prefix, None):

@@ -16,7 +16,7 @@ INT64_MAX = (1 << 63) - 1
 
 @dataclass
 class StateFigures:
-    """What a processor did to its state: rows written and removed, and further figures under Spark's names."""
+    """Counts of a processor's work on its state: rows written and removed, and further figures under Spark's names."""
 
     num_rows_updated: int = 0
     num_rows_removed: int = 0
@@ -60,7 +60,7 @@ def invalid_handle_state(operation: str, phase: str) -> HandleStateError:
     )
 
 
-class Step:
+class KeyStep:
     """The sorted distinct stored keys of one step; ``index`` is the number of the current key, or a ``NoKey``.
 
     ``store`` None: on the driver, where state variables are declared only.

@@ -26,13 +26,13 @@ from spark_bridge.state_format.ranges import (
     flat_ranges,
     offsets_of,
     pick,
-    rows_of,
+    rows_of_structs,
     structs,
 )
 from spark_bridge.state_format.stored_keys import prefix_range
 from spark_bridge.stateful.values.state_values import StateValues
 from spark_bridge.stateful.variables.declaration import Declaration
-from spark_bridge.stateful.variables.step import Step
+from spark_bridge.stateful.variables.step import KeyStep
 from spark_bridge.stateful.variables.ttl import Ttl
 
 _FIRST_CHUNKS_READ = 4
@@ -68,7 +68,7 @@ class _Heads:
 class StoredLists:
     """Reads the lists of a step's keys, and stages changed lists. ``values`` checks what a user gives."""
 
-    def __init__(self, declaration: Declaration, variable: StateVariable, step: Step) -> None:
+    def __init__(self, declaration: Declaration, variable: StateVariable, step: KeyStep) -> None:
         self._codec = declaration.codec
         self._family, self._schema = family_of(variable)
         self._chunk_family, self._chunk_schema = family_of(variable, CHUNKS)
@@ -124,7 +124,7 @@ class StoredLists:
             for batch in self._step.store.scan([prefix_range(key)], self._chunk_family):
                 found = self._chunk_schema.decode_values(batch.column(1))
                 elements, _ = alive_lists(found.column(ELEMENTS), self._ttl.alive)
-                yield from self._tuples(rows_of(elements))
+                yield from self._tuples(rows_of_structs(elements))
             return
         first, at_once = 0, _FIRST_CHUNKS_READ
         while first < chunks:
@@ -132,7 +132,7 @@ class StoredLists:
             stored = self._step.store.get_many(chunk_keys(pa.array([key] * len(numbers)), numbers), self._chunk_family)
             found = self._chunk_schema.decode_values(stored.drop_null())
             elements, _ = alive_lists(found.column(ELEMENTS), None)
-            yield from self._tuples(rows_of(elements))
+            yield from self._tuples(rows_of_structs(elements))
             first, at_once = first + at_once, min(at_once * 2, _CHUNKS_READ)
 
     # -- staging -------------------------------------------------------------------------------

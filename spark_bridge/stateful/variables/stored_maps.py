@@ -20,15 +20,15 @@ from backends.encoding.operator_schema import StateVariable
 from spark_bridge.state_format.families import ENTRIES, family_of
 from spark_bridge.state_format.layouts import ENTRY_KEY, ENTRY_VALUE, IS_LARGE, MAP_ENTRIES, TTL_COLUMN
 from spark_bridge.state_format.parts_by_size import are_large
-from spark_bridge.state_format.ranges import LazyLists, alive_lists, offsets_of, pick, rows_of, structs
+from spark_bridge.state_format.ranges import LazyLists, alive_lists, offsets_of, pick, rows_of_structs, structs
 from spark_bridge.state_format.stored_keys import columns_of_key, prefix_range, with_more
 from spark_bridge.stateful.values.state_values import StateValues
 from spark_bridge.stateful.variables.declaration import Declaration
-from spark_bridge.stateful.variables.step import Step
+from spark_bridge.stateful.variables.step import KeyStep
 from spark_bridge.stateful.variables.ttl import Ttl
 
-Values: TypeAlias = tuple[Any, ...]
-Entry: TypeAlias = "tuple[Values, Values | None, int | None]"
+ValueTuple: TypeAlias = tuple[Any, ...]
+Entry: TypeAlias = "tuple[ValueTuple, ValueTuple | None, int | None]"
 """A user's key, its value (None: removed), and when the entry expires in ms since 1970 (None: never)."""
 
 
@@ -60,7 +60,7 @@ class KeyMap:
         self.is_changed = False
         self.is_loaded = False
         self.misses = 0
-        self.stored: dict[Hashable, Values | None] = {}
+        self.stored: dict[Hashable, ValueTuple | None] = {}
 
     @property
     def is_wiped(self) -> bool:
@@ -83,7 +83,7 @@ class _Heads:
 class StoredMaps:
     """Reads the maps of a step's keys, and stages changed maps. ``keys`` and ``values`` check what a user gives."""
 
-    def __init__(self, declaration: Declaration, variable: StateVariable, step: Step, ttl: Ttl) -> None:
+    def __init__(self, declaration: Declaration, variable: StateVariable, step: KeyStep, ttl: Ttl) -> None:
         self._codec, self._key_codec = declaration.codec, declaration.key_codec
         self._family, self._schema = family_of(variable)
         self._entry_family, self._entry_schema = family_of(variable, ENTRIES)
@@ -120,11 +120,11 @@ class StoredMaps:
         return self._read_heads
 
     def _decoded(self, entries: pa.RecordBatch) -> list[Entry]:
-        keys = self._key_codec.to_tuples(rows_of(entries.column(ENTRY_KEY)))
-        values = self._codec.to_tuples(rows_of(entries.column(ENTRY_VALUE)))
+        keys = self._key_codec.to_tuples(rows_of_structs(entries.column(ENTRY_KEY)))
+        values = self._codec.to_tuples(rows_of_structs(entries.column(ENTRY_VALUE)))
         return list(zip(keys, values, self._ttl.expiries(entries), strict=True))
 
-    def value(self, prefix: bytes, key: Values) -> Values | None:
+    def value(self, prefix: bytes, key: ValueTuple) -> ValueTuple | None:
         """Return the value of an entry of the large map under the stored key ``prefix``; None if there is none."""
         rows = self._key_codec.to_batch([key])
         stored = self._step.store.get_many(with_more(pa.array([prefix]), columns_of_key(rows)), self._entry_family)
@@ -132,11 +132,11 @@ class StoredMaps:
         is_alive = stored.null_count == 0 and (not self._ttl.is_on or self._ttl.alive(decoded).all())
         return self._codec.to_tuples(decoded.select(self._codec.schema.names))[0] if is_alive else None
 
-    def stored_keys(self, prefix: bytes, keys: list[Values]) -> list[bytes]:
+    def stored_keys(self, prefix: bytes, keys: list[ValueTuple]) -> list[bytes]:
         """Return the stored keys of entries of the large map under ``prefix``."""
         return [prefix + columns for columns in columns_of_key(self._key_codec.to_batch(keys)).to_pylist()]
 
-    def scan(self, prefix: bytes, limit: int | None) -> Iterator[list[tuple[bytes, Values, Values]]]:
+    def scan(self, prefix: bytes, limit: int | None) -> Iterator[list[tuple[bytes, ValueTuple, ValueTuple]]]:
         """Yield the entries of the large map under ``prefix``, some at a time: stored key, user's key and value.
 
         Expired entries are left out. ``limit`` is the most entries to read, expired ones included.

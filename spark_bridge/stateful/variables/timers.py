@@ -17,13 +17,13 @@ from spark_bridge.state_format.families import TIMERS_BY_EXPIRY, TIMERS_BY_KEY, 
 from spark_bridge.state_format.layouts import EXPIRIES, is_present
 from spark_bridge.state_format.ranges import offsets_of
 from spark_bridge.state_format.stored_keys import by_expiry, expired_ranges, without_expiry
-from spark_bridge.stateful.variables.step import Step
+from spark_bridge.stateful.variables.step import KeyStep
 
 
 class Timers:
     """The timers of one partition's grouping keys; those at or before ``until_ms`` (since 1970) fire in this batch."""
 
-    def __init__(self, variable: StateVariable, step: Step, until_ms: int) -> None:
+    def __init__(self, variable: StateVariable, step: KeyStep, until_ms: int) -> None:
         self._family, self._schema = family_of(variable, TIMERS_BY_KEY)
         self._expiry_family, self._expiry_schema = family_of(variable, TIMERS_BY_EXPIRY)
         self._step = step

@@ -31,9 +31,9 @@ from spark_bridge.state_format.layouts import (
     TTL_COLUMN,
     VALUE,
 )
-from spark_bridge.state_format.ranges import offsets_of, rows_of
+from spark_bridge.state_format.ranges import offsets_of, rows_of_structs
 from spark_bridge.state_format.stored_keys import group_range, prefix_range
-from spark_bridge.stateful.variables.step import INT64_MAX, Step
+from spark_bridge.stateful.variables.step import INT64_MAX, KeyStep
 
 SWEPT_ROWS = 20_000
 """Rows that a sweep looks at in a batch, at most, or one of each column family."""
@@ -47,7 +47,7 @@ _PARTS_SWEPT = {VALUE: ("",), LIST: (CHUNKS, ""), MAP: (ENTRIES, "")}
 class Ttl:
     """The TTL of one variable: its values live for ``ttl_ms`` after the batch that wrote them (None: for good)."""
 
-    def __init__(self, ttl_ms: int | None, step: Step) -> None:
+    def __init__(self, ttl_ms: int | None, step: KeyStep) -> None:
         self._ttl_ms = ttl_ms
         self._step = step
         self.is_on = ttl_ms is not None
@@ -87,7 +87,7 @@ def alive_at(rows: pa.RecordBatch, timestamp_ms: int) -> Mask:
     return alive
 
 
-def stage_expired(step: Step) -> None:
+def stage_expired(step: KeyStep) -> None:
     """Stage the removal of expired values in some key groups, and of some rows of deleted variables.
 
     To be called before all other changes are staged: a change staged later to the same key counts. An operator without
@@ -109,7 +109,7 @@ class _Family:
 class _Sweep:
     """The sweep of one batch: it looks at some key groups of the partition, at others in every batch."""
 
-    def __init__(self, step: Step) -> None:
+    def __init__(self, step: KeyStep) -> None:
         self._step = step
         self._groups = _rotated(step.store.key_groups, step.store.batch_id)
 
@@ -187,7 +187,7 @@ class _Sweep:
             return ~alive_at(rows, now)
         column = {CHUNKS: ELEMENTS, "": TAIL if variable.kind == LIST else MAP_ENTRIES}[part]
         elements, offsets = list_parts(rows.column(column))
-        alive = offsets_of(alive_at(rows_of(elements), now))[offsets]
+        alive = offsets_of(alive_at(rows_of_structs(elements), now))[offsets]
         is_over: Mask = alive[1:] == alive[:-1]
         if part == CHUNKS:
             return is_over

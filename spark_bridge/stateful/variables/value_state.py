@@ -14,7 +14,7 @@ from spark_bridge.state_format.families import family_of
 from spark_bridge.stateful.values.state_values import StateValues
 from spark_bridge.stateful.variables.declaration import Declaration
 from spark_bridge.stateful.variables.pyspark_classes import PySparkValueState
-from spark_bridge.stateful.variables.step import Step
+from spark_bridge.stateful.variables.step import KeyStep
 from spark_bridge.stateful.variables.ttl import Ttl
 
 _UNREAD: Any = object()
@@ -26,7 +26,7 @@ class ValueState(PySparkValueState):
     Methods read and change the value of the current key; see ``StatefulProcessorHandle.getValueState``.
     """
 
-    def __init__(self, declaration: Declaration, variable: StateVariable, step: Step) -> None:
+    def __init__(self, declaration: Declaration, variable: StateVariable, step: KeyStep) -> None:
         self._codec = declaration.codec
         self._family, self._schema = family_of(variable)
         self._step = step

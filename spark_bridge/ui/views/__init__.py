@@ -1,4 +1,4 @@
-"""The pages by their addresses: what is shown, what is sent, and what only administrators may send."""
+"""The pages by their addresses: pages to show, forms that are sent, and forms that only administrators may send."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ SEEN = {
     "/scan": scan.scan,
     "/scan.csv": scan.scan_csv,
     "/sql": sql.sql,
-    "/savepoints": savepoints.savepoints,
-    "/savepoint": savepoints.savepoint,
+    "/savepoints": savepoints.savepoints_page,
+    "/savepoint": savepoints.savepoint_page,
 }
-SENT = {
+POSTED = {
     "/sql": sql.sql,
     "/sql.csv": sql.sql_csv,
     "/savepoints": savepoints.trigger,

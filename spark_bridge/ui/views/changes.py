@@ -9,26 +9,26 @@ from collections.abc import Sequence
 from starlette.responses import Response
 
 from spark_bridge.exceptions import RequestError
-from spark_bridge.ui.lookups import READ_SECONDS
-from spark_bridge.ui.requests import Call
+from spark_bridge.ui.lookups import PAGE_READ_SECONDS
+from spark_bridge.ui.requests import PageCall
 from spark_bridge.ui.typed_values import text_of
 
-LOOKED_AT = 10
+SHOWN_VERSIONS = 10
 """So many of the last versions are looked at."""
 MOST_CHANGES = 200_000
 """So many changes are counted at most."""
 SHOWN = 20
 
 
-def hottest(call: Call) -> Response:
+def hottest(call: PageCall) -> Response:
     """Count the changes of the last versions by key."""
     table = call.table()
     if table is None:
         raise RequestError("table= must name the state whose keys are counted.")
     newest = table.versions.stop - 1
-    since = max(table.versions.start, newest - LOOKED_AT)
+    since = max(table.versions.start, newest - SHOWN_VERSIONS)
     counts: Counter[tuple[object, ...]] = Counter()
-    deadline, is_cut = time.monotonic() + READ_SECONDS, False
+    deadline, is_cut = time.monotonic() + PAGE_READ_SECONDS, False
     for change in call.system.recent_changes(table, since, newest) if since < newest else ():
         columns = [change.batch.column(name).to_pylist() for name in table.key]
         counts.update(_hashable(key) for key in zip(*columns, strict=True))

@@ -1,4 +1,4 @@
-"""The hosts: memory by what holds it, what they have done, and how they have answered requests."""
+"""The hosts: memory by its use, counters of their work, and statistics of their answers to requests."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 
 from starlette.responses import Response
 
-from spark_bridge.overview.process_faults import COORDINATOR
-from spark_bridge.overview.processes import Host
+from spark_bridge.overview.process_faults import COORDINATOR_PROCESS
+from spark_bridge.overview.processes import HostOverview
 from spark_bridge.ui.charts import Part, strip
-from spark_bridge.ui.requests import Call
+from spark_bridge.ui.requests import PageCall
 from spark_bridge.ui.views.system import BUDGET
 
 HOSTS_AT_ONCE = 50
-MOST_REQUESTS = 100
+MOST_REQUEST_ROWS = 100
 """So many rows of requests are shown, those with the most requests first."""
 
 
@@ -23,7 +23,7 @@ MOST_REQUESTS = 100
 class HostRow:
     """A host with its memory: the strip, and bytes by holder, the largest first."""
 
-    host: Host
+    host: HostOverview
     held: int
     budget: int
     strip: list[Part]
@@ -40,7 +40,7 @@ class RequestRow:
     figures: dict[str, Any]
 
 
-def hosts(call: Call) -> Response:
+def hosts(call: PageCall) -> Response:
     """Show the hosts."""
     there = call.overview.hosts
     first = call.number("from", 0)
@@ -49,7 +49,7 @@ def hosts(call: Call) -> Response:
     rows = [_row(host, kinds) for host in shown]
     requests = [request for host in shown for request in _requests(host)]
     requests.sort(key=lambda r: (-r.figures.get("failures", 0), -r.figures["requests"]))
-    subjects = {"hosts", COORDINATOR, *(f"host {host.host_id}" for host in there)}
+    subjects = {"hosts", COORDINATOR_PROCESS, *(f"host {host.host_id}" for host in there)}
     return call.render(
         "hosts.html",
         faults=[fault for fault in call.overview.faults if fault.subject in subjects],
@@ -57,13 +57,13 @@ def hosts(call: Call) -> Response:
         kinds=kinds,
         first=first,
         at_once=HOSTS_AT_ONCE,
-        requests=requests[:MOST_REQUESTS],
-        requests_left=max(0, len(requests) - MOST_REQUESTS),
+        requests=requests[:MOST_REQUEST_ROWS],
+        requests_left=max(0, len(requests) - MOST_REQUEST_ROWS),
         storage=sorted({kind for host in shown for kind in host.storage_requests}),
     )
 
 
-def _row(host: Host, kinds: list[str]) -> HostRow:
+def _row(host: HostOverview, kinds: list[str]) -> HostRow:
     holders = {f"m{i % 8}": float(host.memory.get(kind, 0)) for i, kind in enumerate(kinds)}
     held = sum(n for name, n in host.memory.items() if name != BUDGET)
     budget = host.memory.get(BUDGET, 0)
@@ -71,7 +71,7 @@ def _row(host: Host, kinds: list[str]) -> HostRow:
     return HostRow(host, held, budget, strip(holders, float(max(budget, held))), by_size)
 
 
-def _requests(host: Host) -> Iterator[RequestRow]:
+def _requests(host: HostOverview) -> Iterator[RequestRow]:
     for operator, verbs in host.requests.items():
         for verb, figures in verbs.items():
             yield RequestRow(host.host_id, operator, verb, figures)

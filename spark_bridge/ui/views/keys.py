@@ -8,12 +8,20 @@ from starlette.responses import Response
 
 from backends.exceptions import StateStoreError
 from spark_bridge.exceptions import RequestError, SparkBridgeError
-from spark_bridge.ui.lookups import READ_SECONDS, Found, has_key, inputs_of, key_of, schema_of, taken
-from spark_bridge.ui.requests import Call
+from spark_bridge.ui.lookups import (
+    PAGE_READ_SECONDS,
+    Found,
+    has_key,
+    inputs_of,
+    key_of_call,
+    take_rows,
+    variable_schema,
+)
+from spark_bridge.ui.requests import PageCall
 from spark_bridge.ui.system import StateTable, tables_of
 
 MOST_VERSIONS = 6
-MOST_ROWS = 100
+MOST_KEY_ROWS = 100
 
 
 @dataclass(frozen=True)
@@ -25,17 +33,17 @@ class Compared:
     is_changed: bool
 
 
-def keys(call: Call) -> Response:
+def keys(call: PageCall) -> Response:
     """Show the form, and what the key has."""
     tables = tables_of(call.overview)
     table = call.table() or (tables[0] if len(tables) == 1 else None)
     inputs, found, problem, status, watch = [], [], "", 200, ""
     if table is not None:
         try:
-            schema = schema_of(call, table)
+            schema = variable_schema(call, table)
             inputs = inputs_of(table, schema)
             if has_key(call, table):
-                key = key_of(call, table, schema)
+                key = key_of_call(call, table, schema)
                 found = [_found(call, table, key, version) for version in _versions(call, table)]
                 given = {n: v for n, v in call.query.items() if n.startswith(("key.", "null."))}
                 watch = call.url("watch", table=table.id, **given)
@@ -55,7 +63,7 @@ def keys(call: Call) -> Response:
     )
 
 
-def _versions(call: Call, table: StateTable) -> list[int | None]:
+def _versions(call: PageCall, table: StateTable) -> list[int | None]:
     """Return the versions asked for; None is the newest. Raises ``RequestError``."""
     text = call.given("versions")
     if not text:
@@ -66,11 +74,11 @@ def _versions(call: Call, table: StateTable) -> list[int | None]:
     return [int(part) for part in parts]
 
 
-def _found(call: Call, table: StateTable, key: tuple[object, ...], version: int | None) -> Found:
+def _found(call: PageCall, table: StateTable, key: tuple[object, ...], version: int | None) -> Found:
     rows = call.system.client().key_rows(
-        table.operator, [key], table.state, query=table.query, version=version, timeout=READ_SECONDS
+        table.operator, [key], table.state, query=table.query, version=version, timeout=PAGE_READ_SECONDS
     )
-    return taken(rows, MOST_ROWS)
+    return take_rows(rows, MOST_KEY_ROWS)
 
 
 def _compared(found: list[Found]) -> list[Compared]:

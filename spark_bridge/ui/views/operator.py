@@ -1,12 +1,12 @@
-"""One operator: how its partitions lie on the hosts, which are the hottest, and its schema."""
+"""One operator: its partitions by host, its hottest partitions, and its schema."""
 
 from __future__ import annotations
 
 from starlette.responses import Response
 
 from spark_bridge.overview.model import Operator, Partition, Query
-from spark_bridge.ui.charts import MEASURES, heat_map, in_words, measured
-from spark_bridge.ui.requests import Call, faults_about
+from spark_bridge.ui.charts import MEASURES, heat_map, measure_in_words, partition_measure
+from spark_bridge.ui.requests import PageCall, faults_about
 from spark_bridge.ui.system import reference, tables_of
 
 PARTITIONS_AT_ONCE = 50
@@ -14,7 +14,7 @@ HOTTEST = 10
 COLUMNS = ("partition", "keys", "bytes", "time", "rows", "lag")
 
 
-def named(call: Call) -> tuple[Query, Operator]:
+def named_operator(call: PageCall) -> tuple[Query, Operator]:
     """Return the operator that the request names. Raises ``LookupError`` with those that there are."""
     of, name = call.named_query(), call.given("operator")
     for operator_ in of.operators:
@@ -24,15 +24,15 @@ def named(call: Call) -> tuple[Query, Operator]:
     raise LookupError(f"Query {of.title} has no operator {name[:200]!r}; it has {there}.")
 
 
-def operator(call: Call) -> Response:
+def operator(call: PageCall) -> Response:
     """Show an operator."""
-    of, one = named(call)
-    there = [m for m in MEASURES if any(measured(p, m) is not None for p in one.partitions)]
+    of, one = named_operator(call)
+    there = [m for m in MEASURES if any(partition_measure(p, m) is not None for p in one.partitions)]
     measure = call.given("by") if call.given("by") in there else (there[0] if there else "")
     order = call.given("sort") if call.given("sort") in COLUMNS else "partition"
     first = call.number("from", 0)
     ordered = sorted(one.partitions, key=lambda p: _order(p, order))
-    hottest = sorted(one.partitions, key=lambda p: -(measured(p, measure) or 0))[:HOTTEST] if measure else []
+    hottest = sorted(one.partitions, key=lambda p: -(partition_measure(p, measure) or 0))[:HOTTEST] if measure else []
     ref = reference(of, call.overview.queries)
     return call.render(
         "operator.html",
@@ -42,9 +42,9 @@ def operator(call: Call) -> Response:
         measures=there,
         measure=measure,
         heat=heat_map(one, measure) if measure else None,
-        hottest=[(p, in_words(measure, measured(p, measure))) for p in hottest],
-        in_words=in_words,
-        bytes_of=lambda p: measured(p, "bytes"),
+        hottest=[(p, measure_in_words(measure, partition_measure(p, measure))) for p in hottest],
+        in_words=measure_in_words,
+        bytes_of=lambda p: partition_measure(p, "bytes"),
         partitions=ordered[first : first + PARTITIONS_AT_ONCE],
         order=order,
         columns=COLUMNS,
@@ -58,5 +58,5 @@ def _order(partition: Partition, by: str) -> tuple[float, int]:
     """Return the place of a partition: ascending by number, else those with most first."""
     if by == "partition":
         return (0.0, partition.partition)
-    value = partition.snapshot_lag if by == "lag" else measured(partition, by)
+    value = partition.snapshot_lag if by == "lag" else partition_measure(partition, by)
     return (-(value if value is not None else -1.0), partition.partition)

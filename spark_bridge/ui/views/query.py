@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from starlette.responses import Response
 
+from backends.encoding.operator_schema import TIMERS
 from spark_bridge.overview.faults import awaited
-from spark_bridge.state_format.layouts import TIMERS
-from spark_bridge.ui.charts import MOST_BARS, PHASES, pace, steps, timeline
-from spark_bridge.ui.requests import Call, faults_about
+from spark_bridge.ui.charts import MOST_DURATION_BARS, PHASES, pace, steps, timeline
+from spark_bridge.ui.requests import PageCall, faults_about
 from spark_bridge.ui.system import reference, state_id
 
 CHECKPOINTS_AT_ONCE = 25
 
 
-def query(call: Call) -> Response:
+def query(call: PageCall) -> Response:
     """Show a query."""
     of = call.named_query()
     first = call.number("from", 0)
     newest_first = of.checkpoints[::-1]
-    recent = of.checkpoints[-MOST_BARS:]
+    recent = of.checkpoints[-MOST_DURATION_BARS:]
     known = [c for c in recent if c.rows is not None]
     ref = reference(of, call.overview.queries)
     about = (f"query {of.title}", *(f"operator {o.name} of query {of.title}" for o in of.operators))

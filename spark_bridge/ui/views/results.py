@@ -15,9 +15,9 @@ from starlette.responses import Response, StreamingResponse
 from spark_bridge.overview.formats import rate
 from spark_bridge.ui.formats import value as value_text
 from spark_bridge.ui.lookups import Found
-from spark_bridge.ui.requests import Call
+from spark_bridge.ui.requests import PageCall
 
-MOST_BARS = 40
+MOST_RESULT_BARS = 40
 MOST_CSV_ROWS = 1_000_000
 _FORMULAS = ("=", "+", "-", "@", "\t", "\r")
 
@@ -45,7 +45,7 @@ class Chart:
     left_out: int
 
 
-def chart(call: Call, found: Found | None) -> Chart | None:
+def chart(call: PageCall, found: Found | None) -> Chart | None:
     """Return the chart of the rows by the columns that the request names; None without a column of numbers."""
     if found is None or not found.rows:
         return None
@@ -57,7 +57,7 @@ def chart(call: Call, found: Found | None) -> Chart | None:
     label = call.given("x") if call.given("x") in labels else labels[0]
     x, y = found.columns.index(label), found.columns.index(number)
     points = [(value_text(row[x]), float(row[y])) for row in found.rows if row[y] is not None]
-    shown = points[:MOST_BARS]
+    shown = points[:MOST_RESULT_BARS]
     low, high = min([0.0, *(v for _, v in shown)]), max([0.0, *(v for _, v in shown)])
     span = (high - low) or 1.0
     bars = [_bar(name, v, low, span) for name, v in shown]

@@ -12,13 +12,13 @@ from coordinator_actor.savepoints.savepoint_format import SavepointInfo
 from spark_bridge.exceptions import RequestError, SparkBridgeError
 from spark_bridge.overview.model import Query
 from spark_bridge.ui.live import default_directory
-from spark_bridge.ui.requests import Call
+from spark_bridge.ui.requests import PageCall
 from spark_bridge.ui.system import reference
 
 MOST_SAVEPOINTS = 100
 
 
-def savepoints(call: Call) -> Response:
+def savepoints_page(call: PageCall) -> Response:
     """List the savepoints of a query, the newest first, and say how far one is that was asked for."""
     queries = call.overview.queries
     named = call.given("query")
@@ -45,21 +45,21 @@ def savepoints(call: Call) -> Response:
     )
 
 
-def savepoint(call: Call) -> Response:
+def savepoint_page(call: PageCall) -> Response:
     """Describe a savepoint."""
     query = call.named_query()
     info = _described(call, query, check_files=False)
     return call.render("savepoint.html", query=query, info=info, is_checked=False, directory=_directory(call))
 
 
-def check(call: Call) -> Response:
+def check(call: PageCall) -> Response:
     """Read every file of a savepoint, and compare it with what was written."""
     query = call.named_query()
     info = _described(call, query, check_files=True)
     return call.render("savepoint.html", query=query, info=info, is_checked=True, directory=_directory(call))
 
 
-def trigger(call: Call) -> Response:
+def trigger(call: PageCall) -> Response:
     """Begin a savepoint, and show how far it is."""
     query = call.named_query()
     request = uuid.uuid4().hex
@@ -71,7 +71,7 @@ def trigger(call: Call) -> Response:
     return RedirectResponse(call.url("savepoints", query=ref, request=request, directory=path), 303)
 
 
-def _directory(call: Call) -> str | None:
+def _directory(call: PageCall) -> str | None:
     """Return the directory that is asked for. Only an administrator may look into any."""
     given = call.given("directory")
     if given and not call.grant.admin:
@@ -79,7 +79,7 @@ def _directory(call: Call) -> str | None:
     return given or None
 
 
-def _described(call: Call, query: Query, *, check_files: bool) -> SavepointInfo:
+def _described(call: PageCall, query: Query, *, check_files: bool) -> SavepointInfo:
     """Describe the savepoint of that name in the directory that is listed. Raises ``RequestError``."""
     name = call.given("name")
     if not name or "/" in name or name in (".", ".."):

@@ -12,27 +12,28 @@ from starlette.responses import Response
 from backends.exceptions import StateStoreError
 from spark_bridge.exceptions import RequestError, SparkBridgeError
 from spark_bridge.queryable.sql.duckdb_connections import import_duckdb
-from spark_bridge.ui.lookups import READ_SECONDS, Found, found_in
-from spark_bridge.ui.requests import Call
-from spark_bridge.ui.system import Answer, tables_of
+from spark_bridge.queryable.sql.relation import StateRelation
+from spark_bridge.ui.lookups import PAGE_READ_SECONDS, Found, found_in
+from spark_bridge.ui.requests import PageCall
+from spark_bridge.ui.system import tables_of
 from spark_bridge.ui.views.results import MOST_CSV_ROWS, chart, csv_response
 
-MOST_ROWS = 1_000
+MOST_SQL_ROWS = 1_000
 SQL_SECONDS = 30.0
 MOST_STATEMENTS = 4
-BATCH_ROWS = 1_024
+PAGE_BATCH_ROWS = 1_024
 _running = threading.BoundedSemaphore(MOST_STATEMENTS)
 """So many statements run at once in this process: each may take all processors."""
 
 
-def sql(call: Call) -> Response:
+def sql(call: PageCall) -> Response:
     """Show the form, and the rows of the statement that was sent."""
     found: Found | None = None
     problem, status = "", 200
     if call.form.get("statement", "").strip():
         try:
             with _answered(call) as answer:
-                found = found_in(_first(answer, MOST_ROWS + 1), MOST_ROWS)
+                found = found_in(_first(answer, MOST_SQL_ROWS + 1), MOST_SQL_ROWS)
         except (SparkBridgeError, StateStoreError) as error:
             problem, status = str(error), 400
     return call.render(
@@ -42,11 +43,11 @@ def sql(call: Call) -> Response:
         found=found,
         chart=chart(call, found),
         problem=problem,
-        most=MOST_ROWS,
+        most=MOST_SQL_ROWS,
     )
 
 
-def sql_csv(call: Call) -> Response:
+def sql_csv(call: PageCall) -> Response:
     """Return the rows of the statement as CSV."""
     with _answered(call) as answer:
         table = _first(answer, MOST_CSV_ROWS + 1)
@@ -54,13 +55,13 @@ def sql_csv(call: Call) -> Response:
 
 
 @contextmanager
-def _answered(call: Call) -> Iterator[Answer]:
+def _answered(call: PageCall) -> Iterator[StateRelation]:
     """Give the answer of the statement, which ends after ``SQL_SECONDS``. Raises ``RequestError`` for wrong SQL."""
     duckdb = import_duckdb()
     if not _running.acquire(timeout=SQL_SECONDS):
         raise RequestError(f"{MOST_STATEMENTS} statements are running, which is the limit; try again later.")
     try:
-        answer = call.system.client().sql(call.form["statement"], timeout=READ_SECONDS)
+        answer = call.system.client().sql(call.form["statement"], timeout=PAGE_READ_SECONDS)
         interrupting = threading.Timer(SQL_SECONDS, answer.interrupt)
         interrupting.start()
         try:
@@ -75,8 +76,8 @@ def _answered(call: Call) -> Iterator[Answer]:
         _running.release()
 
 
-def _first(answer: Answer, most: int) -> pa.Table:
-    reader = answer.to_arrow_reader(BATCH_ROWS)
+def _first(answer: StateRelation, most: int) -> pa.Table:
+    reader = answer.to_arrow_reader(PAGE_BATCH_ROWS)
     batches, given = [], 0
     for batch in reader:
         batches.append(batch.slice(0, most - given))

@@ -1,4 +1,4 @@
-"""The first page: is the system healthy, what is behind, how fast does it go."""
+"""The first page: the health of the system, and the delay and speed of each query."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from starlette.responses import Response
 from spark_bridge.overview.faults import AT_WORK
 from spark_bridge.overview.model import ERROR, RUNNING, Query
 from spark_bridge.ui.charts import pace, sparkline, strip
-from spark_bridge.ui.requests import Call
+from spark_bridge.ui.requests import PageCall
 
 MOST_FAULTS = 20
 QUERIES_AT_ONCE = 100
 BUDGET = "host_memory"
 
 
-def overview(call: Call) -> Response:
+def overview(call: PageCall) -> Response:
     """Show the faults, the queries and the hosts."""
     of = call.overview
     paces = [(q, pace(of, q.checkpoints, q.watermark_ms), sparkline(q.checkpoints)) for q in of.queries]

@@ -14,7 +14,7 @@ from backends.encoding.columns import (
     even_array,
     even_rows,
     placed,
-    taken,
+    take_binary,
 )
 from tests.effort import examples
 
@@ -51,14 +51,14 @@ def test_elements_are_taken_and_put_back(array, rng):
     order = list(range(len(array)))
     rng.shuffle(order)
     rows = np.array(order, np.int64)
-    there = taken(array, rows)
+    there = take_binary(array, rows)
     assert there.to_pylist() == [array[i].as_py() for i in order]
     assert placed([there], [rows]).equals(array)
 
 
 def test_rows_that_are_not_there_are_not_taken():
     with pytest.raises(IndexError):
-        taken(binary([b"ab", b"cd"]), np.array([2]))
+        take_binary(binary([b"ab", b"cd"]), np.array([2]))
 
 
 @pytest.mark.parametrize("values", [[b"ab", b"c", b"def"], [b"abcd", b"", b""], [b"a", b"", b"bc"]])
@@ -71,7 +71,7 @@ def test_as_many_bytes_as_of_one_width_are_not_yet_rows_of_one(values):
 def test_an_order_is_undone(values):
     """One that is not its own inverse."""
     rows = np.array([2, 0, 3, 1])
-    assert taken(binary(values), rows).to_pylist() == [values[2], values[0], values[3], values[1]]
+    assert take_binary(binary(values), rows).to_pylist() == [values[2], values[0], values[3], values[1]]
     assert placed([binary(values)], [rows]).to_pylist() == [values[1], values[3], values[0], values[2]]
 
 

@@ -104,7 +104,7 @@ def test_hashes_of_strings_are_xxh64_with_the_hash_before_as_seed(number, most):
     seeds = [xxhash.xxh64_intdigest(struct.pack("<q", i), seed=42) for i in ids]
     expected = [xxhash.xxh64_intdigest(s, seed=seed) for s, seed in zip(strings, seeds, strict=True)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(xxhash64, "STEP_ROWS", 1024)
+        patch.setattr(xxhash64, "HASH_STEP_ROWS", 1024)
         assert spark_xxhash64(batch).view(np.uint64).tolist() == expected
 
 

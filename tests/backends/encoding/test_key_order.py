@@ -16,8 +16,8 @@ from tests.effort import effort
 
 @pytest.fixture(autouse=True)
 def few_and_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "FEW_KEYS", 2)
-    monkeypatch.setattr(module, "LOOKED_AT", 12)
+    monkeypatch.setattr(module, "KEYS_BY_COMPARISON", 2)
+    monkeypatch.setattr(module, "COMPARED_BYTES", 12)
 
 
 KEYS = {

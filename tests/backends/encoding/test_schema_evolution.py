@@ -17,7 +17,7 @@ from backends.encoding import schema_evolution
 from backends.encoding import values as values_module
 from backends.encoding.operator_schema import OperatorSchema, StateVariable, evolved
 from backends.encoding.schema import MAX_HISTORY, StateSchema
-from backends.encoding.schema_evolution import evolved_schema, problem_of
+from backends.encoding.schema_evolution import evolution_problem, evolved_schema
 from backends.encoding.values import decode_values, encode_values
 from backends.exceptions import IncompatibleSchemaError, InvalidStateStoreArgument, SchemaMismatchError
 from tests.backends.strategies import comparable, kinds, values_of
@@ -288,7 +288,7 @@ def test_a_schema_can_change_as_often_as_rows_can_tell(monkeypatch: pytest.Monke
 @given(histories())
 def test_every_step_of_a_history_can_be_read_from_all_before_it(schemas: list[pa.Schema]) -> None:
     for i, later in enumerate(schemas):
-        assert [problem_of(earlier, later) for earlier in schemas[: i + 1]] == [None] * (i + 1)
+        assert [evolution_problem(earlier, later) for earlier in schemas[: i + 1]] == [None] * (i + 1)
 
 
 # -- the variables of an operator -----------------------------------------------------------------

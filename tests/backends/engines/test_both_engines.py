@@ -87,7 +87,7 @@ def test_ascending_ranges_come_one_behind_the_other(engine, family, monkeypatch)
     pairs = sorted(expected(family).items())
     for seed in range(60):
         monkeypatch.setattr(rocksdb_scan, "_SCAN_STEP", random.Random(seed).choice([1, 3, 512]))
-        monkeypatch.setattr(rocksdb_scan, "SCAN_ROWS", random.Random(seed).choice([4, 1 << 14]))
+        monkeypatch.setattr(rocksdb_scan, "ROCKSDB_SCAN_ROWS", random.Random(seed).choice([4, 1 << 14]))
         ranges = random_ranges(seed)
         rows = [(r["key"], r["value"]) for b in engine.scan_ranges(ranges, family) for r in b.to_pylist()]
         inside = [(k, v) for s, e in ranges for k, v in pairs if k >= s and (not e or k < e)]

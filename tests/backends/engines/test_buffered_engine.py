@@ -84,9 +84,9 @@ class Model:
 @pytest.mark.parametrize("seed", [0, 1, 2, *map(only_thorough, range(3, 40))])
 def test_reads_are_those_of_a_dict(seed: int, backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = random.Random(seed)
-    monkeypatch.setattr(buffered_engine, "BUFFER_BYTES", rng.choice([300, 1 << 20]))
-    monkeypatch.setattr(sorted_map, "CHUNK_ROWS", 8)
-    monkeypatch.setattr(sorted_map, "SCAN_ROWS", 3)
+    monkeypatch.setattr(buffered_engine, "BUFFERED_CHANGES_BYTES", rng.choice([300, 1 << 20]))
+    monkeypatch.setattr(sorted_map, "MAP_CHUNK_ROWS", 8)
+    monkeypatch.setattr(sorted_map, "MAP_SCAN_ROWS", 3)
     conf = with_room(ROOM if backend == "file" and rng.random() < 0.5 else 4 << 20, backend)
     model = Model(BufferedEngine(tmp_path / "engine", conf), rng)
     for step in range(effort(40, 100)):

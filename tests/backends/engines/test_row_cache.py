@@ -433,7 +433,7 @@ def test_rows_of_one_width_are_records_until_others_come():
 @pytest.mark.parametrize("width", [32, only_thorough(200)])
 def test_keys_that_are_looked_for_before_they_are_written_become_records(width):
     """Reads and writes as a stream's: a batch reads its keys, most of them new, and writes more than one step."""
-    below, n = Below(limit=32 * MIB), 3 * cached_rows.STEP_ROWS
+    below, n = Below(limit=32 * MIB), 3 * cached_rows.CACHE_STEP_ROWS
     for batch in range(3):
         keys = [b"key%09d" % i for i in range(n * batch, n * (batch + 1))]
         assert below.get(keys) == [None] * len(keys)
@@ -528,7 +528,7 @@ def test_readers_in_threads_while_rows_come_to_be_of_many_widths(limit):
 @pytest.fixture
 def all_rows(monkeypatch):
     """Few keys take the way of many."""
-    monkeypatch.setattr(rocksdb, "FEW_ROWS", 0)
+    monkeypatch.setattr(rocksdb, "KEYS_ONE_BY_ONE", 0)
 
 
 def conf(**kwargs):

@@ -25,9 +25,9 @@ LIMITS = st.none() | KEYS
 @pytest.fixture(autouse=True, scope="module")
 def small_chunks():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sorted_map, "CHUNK_ROWS", 8)
-        patch.setattr(sorted_map, "CHUNK_BYTES", 256)
-        patch.setattr(sorted_map, "SCAN_ROWS", 3)
+        patch.setattr(sorted_map, "MAP_CHUNK_ROWS", 8)
+        patch.setattr(sorted_map, "MAP_CHUNK_BYTES", 256)
+        patch.setattr(sorted_map, "MAP_SCAN_ROWS", 3)
         yield
 
 
@@ -82,7 +82,7 @@ def check_chunks(run, *, is_lowest):
     assert run.firsts == tuple(chunk.keys[0].as_py() for chunk in run.chunks)
     keys = [key for chunk in run.chunks for key in chunk.keys.to_pylist()]
     assert keys == sorted(set(keys))
-    assert all(len(chunk) <= 2 * sorted_map.CHUNK_ROWS for chunk in run.chunks)
+    assert all(len(chunk) <= 2 * sorted_map.MAP_CHUNK_ROWS for chunk in run.chunks)
     if is_lowest:
         assert all(not chunk.values.null_count for chunk in run.chunks)
 

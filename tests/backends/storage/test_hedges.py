@@ -11,9 +11,9 @@ import pytest
 from backends.exceptions import FileExistsInStorageError
 from backends.storage.checkpoint_storage import CheckpointStorage, digest
 from backends.storage.file_ref import FileRef
-from backends.storage.hedges import FEWEST, LEAST_SECONDS, MOST_AT_ONCE, REMEMBERED, SHARE, SMALL_BYTES, Hedges
+from backends.storage.hedges import FEWEST, HEDGED_BYTES, LEAST_SECONDS, MOST_AT_ONCE, REMEMBERED, SHARE, Hedges
 from backends.storage.request_counts import RequestCounts
-from backends.storage.traffic import Buckets
+from backends.storage.traffic import BucketTraffic
 from tests.backends.storage.s3_faults import Fault, FaultProxy, S3Server
 from tests.patience import PATIENCE
 
@@ -105,10 +105,10 @@ class Hedged:
         self.counts = RequestCounts()
         options = {"fs.s3a.endpoint": proxy.endpoint, "fs.s3a.path.style.access": "true"}
         options |= {"fs.s3a.access.key": "any", "fs.s3a.secret.key": "any"}
-        buckets = Buckets(lambda: 0.0)  # requests that are held back are held back for good
+        buckets = BucketTraffic(lambda: 0.0)  # requests that are held back are held back for good
         self.storage = CheckpointStorage.open(f"s3://{bucket}/ck", options, requests=self.counts, buckets=buckets)
         # Nothing is usual there: its requests have no second one, however slow the machine is.
-        self.direct = CheckpointStorage.open(f"s3://{bucket}/ck", options, buckets=Buckets())
+        self.direct = CheckpointStorage.open(f"s3://{bucket}/ck", options, buckets=BucketTraffic())
         hedges = buckets.of(f"s3://{bucket} {proxy.endpoint}", with_hedges=True).hedges
         assert hedges is not None
         for verb in ("read", "write"):
@@ -161,9 +161,9 @@ def test_a_late_write_whose_name_another_has_taken_is_not_ours(s3: Hedged) -> No
 
 def test_large_files_and_what_the_service_refuses_are_made_once(s3: Hedged) -> None:
     s3.proxy.plan = [Fault("delay", seconds=5 * LEAST_SECONDS, times=100)]
-    ref = s3.storage.put_new("large", bytes(SMALL_BYTES + 1))
+    ref = s3.storage.put_new("large", bytes(HEDGED_BYTES + 1))
     assert s3.counts.read()["put"] == 1
-    s3.storage.get_range("large", 0, SMALL_BYTES + 1)
+    s3.storage.get_range("large", 0, HEDGED_BYTES + 1)
     s3.storage.read(ref)
     assert s3.counts.read()["get"] == 2
     s3.proxy.plan = [Fault("answer", "GET", status=503), *s3.proxy.plan]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from backends.storage.checkpoint_storage import CheckpointStorage
-from backends.storage.pace import FREE_AT, GROWTH, LEAST_RATE, LONGEST_WAIT_SECONDS, Pace
-from backends.storage.traffic import Buckets
+from backends.storage.pace import FREE_AT, GROWTH, LEAST_RATE, LONGEST_WAIT_SECONDS, AdaptiveRateLimit
+from backends.storage.traffic import BucketTraffic
 from tests.backends.storage.s3_faults import Fault, FaultProxy, S3Server
 
 
@@ -31,18 +31,18 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def pace(clock: Clock) -> Pace:
-    return Pace("s3://bucket", clock, lambda: 0.5)
+def pace(clock: Clock) -> AdaptiveRateLimit:
+    return AdaptiveRateLimit("s3://bucket", clock, lambda: 0.5)
 
 
-def send(pace: Pace, clock: Clock, per_second: float, seconds: float = 3.0) -> None:
+def send(pace: AdaptiveRateLimit, clock: Clock, per_second: float, seconds: float = 3.0) -> None:
     """Send evenly for a while, as one thread would that waits for its turns."""
     for _ in range(int(per_second * seconds)):
         assert pace.wait_seconds() == 0.0
         clock.now += 1 / per_second
 
 
-def sent_in_a_second(pace: Pace, clock: Clock) -> int:
+def sent_in_a_second(pace: AdaptiveRateLimit, clock: Clock) -> int:
     end, sent = clock.now + 1, 0
     while True:
         clock.now += pace.wait_seconds()
@@ -51,12 +51,12 @@ def sent_in_a_second(pace: Pace, clock: Clock) -> int:
         sent += 1
 
 
-def test_nobody_waits_before_the_service_refuses(pace: Pace, clock: Clock) -> None:
+def test_nobody_waits_before_the_service_refuses(pace: AdaptiveRateLimit, clock: Clock) -> None:
     send(pace, clock, 10_000, 0.5)
     assert not pace.is_slowed
 
 
-def test_after_a_refusal_all_wait_and_go_on_at_half_the_rate(pace: Pace, clock: Clock) -> None:
+def test_after_a_refusal_all_wait_and_go_on_at_half_the_rate(pace: AdaptiveRateLimit, clock: Clock) -> None:
     send(pace, clock, 200)
     pace.refused(0.4)
     assert pace.is_slowed and pace.wait_seconds() == pytest.approx(0.4)
@@ -64,7 +64,7 @@ def test_after_a_refusal_all_wait_and_go_on_at_half_the_rate(pace: Pace, clock: 
     assert 98 <= sent_in_a_second(pace, clock) <= 100 * GROWTH
 
 
-def test_the_rate_comes_back(pace: Pace, clock: Clock) -> None:
+def test_the_rate_comes_back(pace: AdaptiveRateLimit, clock: Clock) -> None:
     send(pace, clock, 200)
     pace.refused(0.0)
     counts = [sent_in_a_second(pace, clock) for _ in range(6)]
@@ -77,7 +77,9 @@ def test_the_rate_comes_back(pace: Pace, clock: Clock) -> None:
     send(pace, clock, 10_000, 0.5)
 
 
-def test_requests_that_are_refused_together_lower_the_rate_once_and_a_later_one_again(pace: Pace, clock: Clock) -> None:
+def test_requests_that_are_refused_together_lower_the_rate_once_and_a_later_one_again(
+    pace: AdaptiveRateLimit, clock: Clock
+) -> None:
     send(pace, clock, 200)
     for _ in range(20):
         pace.refused(0.1)
@@ -88,7 +90,9 @@ def test_requests_that_are_refused_together_lower_the_rate_once_and_a_later_one_
     assert sent_in_a_second(pace, clock) <= 100 * GROWTH**2 / 2
 
 
-def test_the_rate_never_goes_to_nothing_and_no_wait_is_longer_than_the_longest(pace: Pace, clock: Clock) -> None:
+def test_the_rate_never_goes_to_nothing_and_no_wait_is_longer_than_the_longest(
+    pace: AdaptiveRateLimit, clock: Clock
+) -> None:
     send(pace, clock, 200)
     for _ in range(50):
         pace.refused(0.1)
@@ -103,7 +107,7 @@ def test_one_throttled_request_holds_back_the_others_of_its_bucket_alone(
     servers: tuple[S3Server, FaultProxy], clock: Clock
 ) -> None:
     server, proxy = servers
-    buckets = Buckets(clock)
+    buckets = BucketTraffic(clock)
     options = {"fs.s3a.endpoint": proxy.endpoint, "fs.s3a.path.style.access": "true"}
     options |= {"fs.s3a.access.key": "any", "fs.s3a.secret.key": "any"}
 

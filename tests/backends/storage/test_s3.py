@@ -9,7 +9,7 @@ from backends.exceptions import (
     VersionNotFoundError,
 )
 from backends.storage.checkpoint_storage import CheckpointStorage
-from backends.storage.traffic import Buckets
+from backends.storage.traffic import BucketTraffic
 from tests.backends.storage.s3_server import faulty_s3
 
 # Otherwise: test_s3_faults.py has a long list, a large file, failures of all kinds below a provider, and a commit that
@@ -79,7 +79,7 @@ def open_storage(s3, boto, request, waits):
             clock=lambda: now[0],
             sleep=sleep,
             retry_seconds=5.0,
-            buckets=Buckets(lambda: now[0]),
+            buckets=BucketTraffic(lambda: now[0]),
             **kwargs,
         )
 

@@ -21,9 +21,9 @@ from backends.exceptions import (
     UnsupportedLocationError,
 )
 from backends.storage.checkpoint_storage import CheckpointStorage, digest
-from backends.storage.create_if_absent import PROBE, CreateIfAbsentProofs
+from backends.storage.create_if_absent import CREATE_PROBE, CreateIfAbsentProofs
 from backends.storage.file_ref import FileRef
-from backends.storage.traffic import Buckets
+from backends.storage.traffic import BucketTraffic
 from tests.backends.storage.s3_faults import Fault, FaultProxy, Kind, S3Server
 from tests.effort import only_thorough
 
@@ -75,7 +75,7 @@ class S3:
             clock=lambda: self.clock.now,
             sleep=self.clock.sleep,
             retry_seconds=retry_seconds,
-            buckets=Buckets(lambda: self.clock.now),
+            buckets=BucketTraffic(lambda: self.clock.now),
         )
 
     def plan(self, *faults: Fault) -> None:
@@ -672,11 +672,11 @@ def test_a_store_that_ignores_if_none_match_is_refused_by_name_and_one_that_has_
     finally:
         s3.proxy.ignores_conditions = False
     assert f"{s3.bucket}/dir (at {s3.proxy.endpoint})" in str(refused.value)
-    s3.direct().delete(PROBE)
+    s3.direct().delete(CREATE_PROBE)
     s3.plan(Fault("drop_after", "PUT", times=2, skip=1, recurs=True), Fault("drop_after", "PUT"))
     proofs = CreateIfAbsentProofs()
     proofs.require(s3.open())
     asked = s3.proxy.count("PUT")
-    assert asked >= 4 and s3.direct().exists(PROBE)
+    assert asked >= 4 and s3.direct().exists(CREATE_PROBE)
     proofs.require(s3.open())
     assert s3.proxy.count("PUT") == asked

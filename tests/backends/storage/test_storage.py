@@ -21,7 +21,7 @@ from backends.exceptions import (
 from backends.storage.checkpoint_storage import CheckpointStorage
 from backends.storage.file_ref import FileRef
 from backends.storage.locations import parse_location, store_options
-from backends.storage.traffic import Buckets
+from backends.storage.traffic import BucketTraffic
 
 
 @pytest.fixture(params=["path", "file:", "memory:"])
@@ -208,7 +208,7 @@ def remote(clock, retry_seconds=60.0):
         clock=lambda: clock.now,
         sleep=clock.sleep,
         retry_seconds=retry_seconds,
-        buckets=Buckets(lambda: clock.now),
+        buckets=BucketTraffic(lambda: clock.now),
     )
 
 

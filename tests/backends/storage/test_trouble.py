@@ -11,7 +11,7 @@ from backends.exceptions import StorageError
 from backends.storage.checkpoint_storage import CheckpointStorage
 from backends.storage.failures import for_people
 from backends.storage.request_counts import RequestCounts
-from backends.storage.trouble import LONGEST_TEXT, MOST_FAILURES, MOST_LOCATIONS, StorageTrouble
+from backends.storage.trouble import LONGEST_TEXT, MOST_FAILURES, MOST_LOCATIONS, TroubleTracker
 
 
 class Clock:
@@ -21,13 +21,13 @@ class Clock:
         return self.now
 
 
-def fails(trouble: StorageTrouble, location: str = "s3://b/ck", text: str = "it is full") -> None:
+def fails(trouble: TroubleTracker, location: str = "s3://b/ck", text: str = "it is full") -> None:
     trouble.ended(trouble.began("put", location), OSError(text))
 
 
 def test_storage_that_answers_is_not_told_of() -> None:
     clock = Clock()
-    trouble = StorageTrouble(clock)
+    trouble = TroubleTracker(clock)
     quick, slow = trouble.began("get", "a"), trouble.began("get", "a")
     clock.now += 4.9
     trouble.ended(quick, None)
@@ -39,7 +39,7 @@ def test_storage_that_answers_is_not_told_of() -> None:
 
 def test_failures_are_told_for_a_minute_and_whether_they_are_over() -> None:
     clock = Clock()
-    trouble = StorageTrouble(clock)
+    trouble = TroubleTracker(clock)
     fails(trouble, text="of before")
     clock.now += 40
     fails(trouble)
@@ -59,7 +59,7 @@ def test_failures_are_told_for_a_minute_and_whether_they_are_over() -> None:
 
 def test_requests_without_an_answer_are_told_with_the_longest_wait() -> None:
     clock = Clock()
-    trouble = StorageTrouble(clock)
+    trouble = TroubleTracker(clock)
     first = trouble.began("put", "a")
     clock.now += 20
     trouble.began("get", "a")
@@ -74,7 +74,7 @@ def test_requests_without_an_answer_are_told_with_the_longest_wait() -> None:
 
 
 def test_a_text_is_bounded_and_has_no_signature() -> None:
-    trouble = StorageTrouble(Clock())
+    trouble = TroubleTracker(Clock())
     fails(trouble, text=f"url (https://a.blob/c?sv=1&sig=secret) {'x' * 1000} why?\nmore")
     error = trouble.read()[0]["error"]
     assert error.startswith("put: url (https://a.blob/c?...") and "secret" not in error and "more" not in error
@@ -84,7 +84,7 @@ def test_a_text_is_bounded_and_has_no_signature() -> None:
 
 def test_storage_that_refuses_writes_and_answers_reads_has_not_answered() -> None:
     clock = Clock()
-    trouble = StorageTrouble(clock)
+    trouble = TroubleTracker(clock)
     fails(trouble, "a")
     clock.now += 1
     trouble.ended(trouble.began("get", "a"), None)
@@ -94,7 +94,7 @@ def test_storage_that_refuses_writes_and_answers_reads_has_not_answered() -> Non
 
 
 def test_what_is_remembered_is_bounded() -> None:
-    trouble = StorageTrouble(Clock())
+    trouble = TroubleTracker(Clock())
     for n in range(MOST_FAILURES + 5):
         fails(trouble, "often")
         fails(trouble, f"other-{n}")

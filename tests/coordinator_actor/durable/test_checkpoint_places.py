@@ -21,7 +21,7 @@ from coordinator_actor.durable.moved_checkpoints import BoundCheckpoint, fork_ch
 from coordinator_actor.exceptions import CheckpointPlaceError
 from coordinator_actor.messages import QueryRegistration
 from coordinator_actor.reading.stored_versions import find_state
-from coordinator_actor.surgery.forgetting import Request, forget_in_storage
+from coordinator_actor.surgery.forgetting import ForgetRequest, forget_in_storage
 from spark_bridge.cli.main import app
 from tests.command_line import CliRunner
 from tests.coordinator_actor.coordinator_world import World
@@ -209,7 +209,7 @@ def test_a_fork_has_all_changelogs_those_in_groups_too(world: Elsewhere) -> None
 
 
 def test_a_fork_has_the_files_that_were_exchanged(world: Elsewhere) -> None:
-    forget_in_storage(find_state(str(world.root / "ck"), world.base), Request("op", keys_of))
+    forget_in_storage(find_state(str(world.root / "ck"), world.base), ForgetRequest("op", keys_of))
     forked = fork_checkpoint(world.copy(), world.base)
     log = ManifestLog(CheckpointStorage.open(forked.state_location), "test")
     log.refresh()

@@ -8,7 +8,7 @@ import pytest
 
 from backends import FileStateStoreProvider, StateStoreConf, StateStoreId
 from backends.exceptions import StorageError, UnsupportedLocationError
-from backends.storage.create_if_absent import PROBE, CreateIfAbsentProofs
+from backends.storage.create_if_absent import CREATE_PROBE, CreateIfAbsentProofs
 from coordinator_actor.coordinator import Coordinator
 from coordinator_actor.messages import HostReport
 from tests.coordinator_actor.coordinator_world import World
@@ -28,7 +28,7 @@ def test_a_query_on_storage_that_overwrites_is_refused_before_anything_is_writte
         refusal = c.register_query(registration).refusal
         assert refusal is not None
         assert f"{registration.state_location} overwrites files" in refusal and "If-None-Match" in refusal
-    assert [p.name for p in Path(registration.state_location).iterdir()] == [PROBE]
+    assert [p.name for p in Path(registration.state_location).iterdir()] == [CREATE_PROBE]
     assert c.describe()["queries"] == []
 
 
@@ -39,10 +39,10 @@ def test_a_location_is_tried_out_once(world: World) -> None:
     c = world.coordinator()
     for run in ("run1", "run2", "run3"):
         assert c.register_query(world.registration(run)).refusal is None
-    assert written.count(PROBE) == 2
+    assert written.count(CREATE_PROBE) == 2
     # One that starts later finds the file.
     assert world.coordinator().register_query(world.registration("run4")).refusal is None
-    assert written.count(PROBE) == 3
+    assert written.count(CREATE_PROBE) == 3
 
 
 def test_a_trial_that_failed_is_no_proof(world: World) -> None:

@@ -130,7 +130,7 @@ def test_old_claims_and_savepoint_records_go_and_a_replaced_run_is_still_refused
     store = grown("old-records", KEPT_CLAIMS + 8, KEPT_RECORDS + 5, tidied=False)
     assert store.coordinator.register_query(store.registration("new")).refusal is None
     run = run_of(store.coordinator, "new")
-    run.maintained_at(0.0)
+    run.lifetime.maintained_at(0.0)
     tidy_records(run)
     assert len(store.state.list(EPOCHS)) == KEPT_CLAIMS
     assert len(store.state.list(DIRECTORY)) == KEPT_RECORDS

@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 
 from backends.formats.manifest_chain import Layout
-from coordinator_actor.query.files_in_use import BUSY_SECONDS, RENEW_SECONDS, UPLOAD, FilesInUse
+from coordinator_actor.query.files_in_use import BUSY_SECONDS, FILES_RENEW_SECONDS, UPLOAD, FilesInUse
 from tests.coordinator_actor.coordinator_world import World
 from tests.coordinator_actor.coordinators import run_of
 
@@ -35,7 +35,7 @@ def test_a_use_that_is_renewed_goes_on_and_one_that_is_not_runs_out() -> None:
     assert files.directories(LAYOUTS, now) == EVERYTHING
     assert files.oldest(now) == 3
     while now < 10 * BUSY_SECONDS:
-        now += RENEW_SECONDS
+        now += FILES_RENEW_SECONDS
         assert files.renew(TASK, "long", now)
     assert files.oldest(now) == files.oldest(now + BUSY_SECONDS - 1) == 7
     assert files.oldest(now + BUSY_SECONDS) == math.inf
@@ -53,7 +53,7 @@ def test_a_renewal_keeps_files_of_a_version_that_is_given_up(tmp_path: Path) -> 
     c.batch_committed("run1", 0)
     c.lineage("run1", "op", 0, 1, "copy")
     run = run_of(c, "run1")
-    world.now += RENEW_SECONDS
+    world.now += FILES_RENEW_SECONDS
     assert c.renew_files("run1", "op", 0, "copy") and not c.renew_files("run1", "op", 1, "copy")
     assert run.files_in_use.directories(run.versions.layouts, world.now + BUSY_SECONDS - 1)
     c.release_files("run1", "op", 0, "copy")

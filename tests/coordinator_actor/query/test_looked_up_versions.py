@@ -13,7 +13,7 @@ from coordinator_actor.durable.lookup_records import LookupRecord, LookupRecords
 from coordinator_actor.exceptions import QueryEndedError
 from coordinator_actor.messages import LookedUp
 from coordinator_actor.query.known_files import LISTED_EVERY
-from coordinator_actor.query.looked_up_versions import KEPT_BATCHES, KEPT_SECONDS, PIN_SECONDS
+from coordinator_actor.query.looked_up_versions import KEPT_BATCHES, LOOKUP_RECORD_SECONDS, PIN_SECONDS
 from tests.coordinator_actor.coordinator_world import World
 from tests.coordinator_actor.coordinators import acknowledge
 from tests.coordinator_actor.query.retention_steps import upload
@@ -179,7 +179,7 @@ def test_the_records_of_a_query_that_is_gone_go_too_and_are_read_once(
     monkeypatch.setattr(looked_up._records, "find", lambda *key: (found.append(key), find(*key))[1])
     go_on(world, another, 3 * LISTED_EVERY, "run2")
     assert found == [("other", 1), ("other", 2)]
-    world.now += KEPT_SECONDS
+    world.now += LOOKUP_RECORD_SECONDS
     third = world.coordinator()
     register(world, third, "run3")
     look_up(third, 0, by="new")

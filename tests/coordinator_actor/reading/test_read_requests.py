@@ -27,7 +27,7 @@ def requests_for(world: World, version: int) -> tuple[int, list[bytes]]:
     values: list[bytes] = []
     for piece in reading.pieces:
         with opened_partition(place, piece, open_storage=counted) as state:
-            for batch in partition_reader.scan(state, "default"):
+            for batch in partition_reader.scan_family(state, "default"):
                 values += batch.column(1).to_pylist()
     return sum(counts.read().values()), values
 

@@ -24,7 +24,7 @@ from backends.storage.checkpoint_storage import CheckpointStorage
 from coordinator_actor.reading import partition_reader
 from coordinator_actor.reading.partition_reader import changes, opened_partition
 from coordinator_actor.reading.stored_versions import Piece, Reading, StateVersions, find_state
-from coordinator_actor.savepoints.restore import restore_savepoint
+from coordinator_actor.savepoints.restore import restore_into_checkpoint
 from tests.coordinator_actor.savepoints.savepoint_streams import KEYS, VALUES, Rows, Stream, run_and_clean
 
 Changed = list[tuple[int, int, int | None, int | None]]
@@ -57,7 +57,7 @@ def rows_of(reading: Reading) -> Rows:
     found: Rows = {}
     for piece in reading.pieces:
         with opened_partition(reading.place, piece) as state:
-            for batch in partition_reader.scan(state, "default"):
+            for batch in partition_reader.scan_family(state, "default"):
                 keys = decode_keys(batch.column(0), KEYS).column(0).to_pylist()
                 assert not found.keys() & set(keys)
                 found.update(zip(keys, decode_values(batch.column(1), VALUES).column(0).to_pylist(), strict=True))
@@ -309,8 +309,8 @@ def test_a_restored_checkpoint_is_read_from_its_first_version(stream, tmp_path):
     s.trigger()
     path = s.finish()
     behind, anew = tmp_path / "behind", tmp_path / "anew"
-    restore_savepoint(path, str(behind))
-    restore_savepoint(path, str(anew), state_only=True, num_partitions=3)
+    restore_into_checkpoint(path, str(behind))
+    restore_into_checkpoint(path, str(anew), state_only=True, num_partitions=3)
     for place, version in ((behind, 3), (anew, 0)):
         versions = StateVersions.look(find_state(str(place)))
         assert versions.readable == range(version, version + 1)
@@ -323,7 +323,7 @@ def test_a_new_query_that_began_with_a_state_has_changes_from_its_version_0_on(s
     s = stream(3)
     s.trigger()
     anew = tmp_path / "anew"
-    restored = restore_savepoint(s.finish(), str(anew / "ck"), state_only=True, num_partitions=2)
+    restored = restore_into_checkpoint(s.finish(), str(anew / "ck"), state_only=True, num_partitions=2)
     after = stream(2, anew, at={0: s.at[3]}, query_id=restored.query_id)
     assert [rows_of(look(after).reading("op", v)) for v in range(3)] == [after.at[v] for v in range(3)]
     found = changes_of(look(after).reading_of_changes("op", 0))
@@ -372,7 +372,7 @@ def test_nothing_is_left_in_the_temporary_directory(stream, tmp_path, monkeypatc
     reading = look(s).reading("op")
     with opened_partition(reading.place, reading.pieces[0]) as state:
         assert list(scratch.iterdir())
-        batches = partition_reader.scan(state, "default")
+        batches = partition_reader.scan_family(state, "default")
         next(batches)
     assert list(scratch.iterdir()) == []
     piece: Piece = reading.pieces[0]

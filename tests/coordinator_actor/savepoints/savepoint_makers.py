@@ -22,9 +22,9 @@ from backends.partition.partition_state import open_partition
 from backends.storage.checkpoint_storage import CheckpointStorage
 from coordinator_actor.durable.manifests import ManifestLog
 from coordinator_actor.savepoints.export import copy_spark_files, export_partition
-from coordinator_actor.savepoints.restore import RestoredSavepoint, restore_savepoint
-from coordinator_actor.savepoints.savepoint_catalog import write_metadata
+from coordinator_actor.savepoints.restore import RestoredSavepoint, restore_into_checkpoint
 from coordinator_actor.savepoints.savepoint_format import SavepointMetadata, SavepointOperator, SavepointVariable
+from coordinator_actor.savepoints.savepoint_metadata import write_metadata
 
 G = 32
 BATCH = 4
@@ -121,7 +121,7 @@ def small(tmp_path: Path) -> Savepoint:
 
 
 def restore(made: Savepoint, target: Path, **how: Any) -> RestoredSavepoint:
-    return restore_savepoint(str(made.path), str(target), open_storage=storage, clock=lambda: 5.0, **how)
+    return restore_into_checkpoint(str(made.path), str(target), open_storage=storage, clock=lambda: 5.0, **how)
 
 
 def loaded(target: Path, operator: str, scratch: Path, num_groups: int = G) -> dict[str, SortedPairs]:

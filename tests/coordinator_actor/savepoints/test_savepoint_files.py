@@ -29,16 +29,15 @@ from coordinator_actor.exceptions import SavepointError
 from coordinator_actor.messages import ExportedFile
 from coordinator_actor.savepoints import export as savepoint_export
 from coordinator_actor.savepoints.export import copy_spark_files, export_partition, file_schema
-from coordinator_actor.savepoints.restore import restore_savepoint
+from coordinator_actor.savepoints.restore import restore_into_checkpoint
 from coordinator_actor.savepoints.savepoint_catalog import (
-    delete_savepoint,
-    describe_savepoint,
-    list_savepoints,
-    read_metadata,
-    verify_savepoint,
-    write_metadata,
+    read_stored_savepoint,
+    read_stored_savepoints,
+    remove_stored_savepoint,
+    verify_stored_savepoint,
 )
 from coordinator_actor.savepoints.savepoint_format import SavepointMetadata, column_names
+from coordinator_actor.savepoints.savepoint_metadata import read_metadata, write_metadata
 from tests.coordinator_actor.savepoints.savepoint_makers import (
     BATCH,
     INTS,
@@ -274,36 +273,36 @@ def test_sources_that_change_meanwhile_are_listed_again(tmp_path: Path, rounds: 
 
 
 def test_a_savepoint_is_described_listed_verified_and_deleted(made: Savepoint, tmp_path: Path) -> None:
-    info = describe_savepoint(str(made.path), open_storage=storage)
+    info = read_stored_savepoint(str(made.path), open_storage=storage)
     assert info.metadata is not None and info.rows == 500 and info.damage is None
     assert info.size == sum((made.path / f).stat().st_size for f in tree(made.path) if f != "_metadata.json")
     assert [o.name for o in info.metadata.operators] == ["op", "none"]
     assert info.metadata.operators[0].variables[0].rows == 500
-    assert verify_savepoint(str(made.path), open_storage=storage) == info
+    assert verify_stored_savepoint(str(made.path), open_storage=storage) == info
     other = Savepoint(tmp_path / "sp/savepoint-0", {"op": (INTS, numbers(5))})
     other.make(tmp_path / "old", lambda m: msgspec.structs.replace(m, created_ms=999))
     (tmp_path / "sp/unfinished/operators").mkdir(parents=True)
     (tmp_path / "sp/unfinished/operators/x.parquet").write_bytes(b"x")
-    listed = list_savepoints(str(tmp_path / "sp"), open_storage=storage)
+    listed = read_stored_savepoints(str(tmp_path / "sp"), open_storage=storage)
     assert [i.path for i in listed] == [str(other.path), str(made.path)]
     assert listed[1] == info
-    assert list_savepoints(str(tmp_path / "nowhere"), open_storage=storage) == []
+    assert read_stored_savepoints(str(tmp_path / "nowhere"), open_storage=storage) == []
     (made.path / "notes.txt").write_text("mine")
-    delete_savepoint(str(made.path), open_storage=storage)
+    remove_stored_savepoint(str(made.path), open_storage=storage)
     assert tree(tmp_path / "sp/savepoint-1") == {"notes.txt"}
-    delete_savepoint(str(other.path), open_storage=storage)
+    remove_stored_savepoint(str(other.path), open_storage=storage)
     assert not other.path.exists()
-    assert list_savepoints(str(tmp_path / "sp"), open_storage=storage) == []
+    assert read_stored_savepoints(str(tmp_path / "sp"), open_storage=storage) == []
 
 
 def test_what_is_no_savepoint_is_refused_everywhere(made: Savepoint, tmp_path: Path) -> None:
     (made.path / "_metadata.json").unlink()
     for path in (made.path, tmp_path / "nowhere"):
-        for call in (describe_savepoint, verify_savepoint, delete_savepoint):
+        for call in (read_stored_savepoint, verify_stored_savepoint, remove_stored_savepoint):
             with pytest.raises(SavepointError, match=r"is no savepoint: there is no _metadata\.json"):
                 call(str(path), open_storage=storage)
         with pytest.raises(SavepointError, match="is no savepoint"):
-            restore_savepoint(str(path), str(tmp_path / "new"), open_storage=storage)
+            restore_into_checkpoint(str(path), str(tmp_path / "new"), open_storage=storage)
     assert (made.path / "operators").exists() and not (tmp_path / "new").exists()
 
 
@@ -313,7 +312,7 @@ def test_deletion_begins_with_the_metadata_file(made: Savepoint) -> None:
             raise OSError("dead")
 
     with pytest.raises(OSError, match="dead"):
-        delete_savepoint(str(made.path), open_storage=Dying.open)
+        remove_stored_savepoint(str(made.path), open_storage=Dying.open)
     assert not (made.path / "_metadata.json").exists() and (made.path / "operators").exists()
 
 
@@ -322,14 +321,14 @@ def test_a_damaged_or_newer_metadata_file_is_named(made: Savepoint, tmp_path: Pa
     whole = path.read_bytes()
     path.write_bytes(whole.replace(b"clicks", b"clocks"))
     with pytest.raises(DamagedFileError, match=r"_metadata\.json is damaged"):
-        describe_savepoint(str(made.path), open_storage=storage)
-    (damaged,) = list_savepoints(str(tmp_path / "sp"), open_storage=storage)
+        read_stored_savepoint(str(made.path), open_storage=storage)
+    (damaged,) = read_stored_savepoints(str(tmp_path / "sp"), open_storage=storage)
     assert damaged.metadata is None and "damaged" in str(damaged.damage) and damaged.rows == damaged.size == 0
     path.write_bytes(whole)
     metadata = read_metadata(storage(made.path))
     path.write_bytes(seal(msgspec.structs.replace(metadata, format_version=2)))
     with pytest.raises(SavepointError, match="has the format 2; this release reads 1"):
-        describe_savepoint(str(made.path), open_storage=storage)
+        read_stored_savepoint(str(made.path), open_storage=storage)
 
 
 def _without_a_file(m: SavepointMetadata) -> SavepointMetadata:

@@ -31,13 +31,13 @@ from coordinator_actor.exceptions import SavepointError, SavepointMismatchError
 from coordinator_actor.messages import OperatorSpec
 from coordinator_actor.savepoints import export as savepoint_export
 from coordinator_actor.savepoints.export import export_partition
-from coordinator_actor.savepoints.restore import restore_savepoint
+from coordinator_actor.savepoints.restore import restore_into_checkpoint
 from coordinator_actor.savepoints.savepoint_catalog import (
-    delete_savepoint,
-    list_savepoints,
-    read_metadata,
-    verify_savepoint,
+    read_stored_savepoints,
+    remove_stored_savepoint,
+    verify_stored_savepoint,
 )
+from coordinator_actor.savepoints.savepoint_metadata import read_metadata
 from tests.backends.strategies import FIXED, LEAVES, batches
 from tests.coordinator_actor.savepoints.savepoint_makers import (
     INTS,
@@ -317,7 +317,7 @@ def test_missing_and_damaged_files_are_all_named_and_nothing_is_written(made: Sa
     assert all(name in str(caught.value) for name in (first.name, second.name, "spark/offsets/3", "3 of 14 files"))
     assert not (tmp_path / "new").exists()
     with pytest.raises(DamagedFileError, match=first.name):
-        verify_savepoint(str(made.path), open_storage=storage)
+        verify_stored_savepoint(str(made.path), open_storage=storage)
     # What is not restored need not be whole.
     restore(made, tmp_path / "new", operators=["none"], state_only=True)
 
@@ -346,7 +346,9 @@ def test_of_two_restores_to_one_place_one_wins(made: Savepoint, tmp_path: Path) 
             return super().put_new(path, data)
 
     with pytest.raises(SavepointError, match="Somebody else is making a checkpoint"):
-        restore_savepoint(str(made.path), str(tmp_path / "new"), open_storage=lambda p, o: Slow.open(p, o, fsync=False))
+        restore_into_checkpoint(
+            str(made.path), str(tmp_path / "new"), open_storage=lambda p, o: Slow.open(p, o, fsync=False)
+        )
     assert_same(loaded(tmp_path / "new", "op", tmp_path)["default"], made.operators["op"][1])
 
 
@@ -356,9 +358,11 @@ def test_savepoints_live_in_object_stores_too(made: Savepoint, tmp_path: Path) -
     for path in tree(made.path):
         target.put_new(path, (made.path / path).read_bytes())
     said: list[str] = []
-    (listed,) = list_savepoints(f"{base}/sp", open_storage=storage)
-    assert listed.path == f"{base}/sp/savepoint-1" and verify_savepoint(listed.path, open_storage=storage) == listed
-    restore_savepoint(
+    (listed,) = read_stored_savepoints(f"{base}/sp", open_storage=storage)
+    assert (
+        listed.path == f"{base}/sp/savepoint-1" and verify_stored_savepoint(listed.path, open_storage=storage) == listed
+    )
+    restore_into_checkpoint(
         listed.path,
         str(tmp_path / "new"),
         num_partitions=3,
@@ -369,7 +373,7 @@ def test_savepoints_live_in_object_stores_too(made: Savepoint, tmp_path: Path) -
     assert_same(loaded(tmp_path / "new", "op", tmp_path)["default"], made.operators["op"][1])
     assert not list((tmp_path / "scratch").iterdir())
     assert len(said) == 1 + 6 and "restored partition 2 of 3 of operator 'op': " in "\n".join(said)
-    restore_savepoint(listed.path, f"{base}/new", state_only=True, open_storage=storage)
+    restore_into_checkpoint(listed.path, f"{base}/new", state_only=True, open_storage=storage)
     assert {p.partition("/")[0] for p, _ in storage(f"{base}/new").list()} == {"statestore", "metadata"}
-    delete_savepoint(listed.path, open_storage=storage)
+    remove_stored_savepoint(listed.path, open_storage=storage)
     assert storage(f"{base}/sp").list() == []

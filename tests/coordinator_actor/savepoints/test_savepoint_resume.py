@@ -18,7 +18,7 @@ from coordinator_actor.coordinator import Coordinator
 from coordinator_actor.durable.manifests import QueryFile
 from coordinator_actor.exceptions import SavepointError
 from coordinator_actor.messages import HostInfo, HostReport, OperatorSpec, QueryRegistration
-from coordinator_actor.savepoints.restore import RestoredSavepoint, restore_savepoint
+from coordinator_actor.savepoints.restore import RestoredSavepoint, restore_into_checkpoint
 from tests.coordinator_actor.savepoints.savepoint_makers import BATCH, INTS, G, Savepoint, restore, small, storage, tree
 from tests.effort import effort
 
@@ -110,7 +110,7 @@ class Dying(CheckpointStorage):
 def test_a_restore_that_died_is_refused_wherever_it_died(made: Savepoint, tmp_path: Path, state_only: bool) -> None:
     def run(target: Path, left: int) -> RestoredSavepoint:
         Dying.left, Dying.paths = left, []
-        return restore_savepoint(
+        return restore_into_checkpoint(
             str(made.path),
             str(target),
             num_partitions=2,

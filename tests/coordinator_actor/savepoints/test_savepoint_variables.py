@@ -22,10 +22,10 @@ from backends.formats.sealed import seal
 from coordinator_actor.durable.manifests import ManifestLog, schema_path
 from coordinator_actor.exceptions import SavepointError, SavepointMismatchError
 from coordinator_actor.messages import OperatorSpec
-from coordinator_actor.savepoints.restore import restore_savepoint
-from coordinator_actor.savepoints.run_savepoints import variables_of
-from coordinator_actor.savepoints.savepoint_catalog import read_metadata
+from coordinator_actor.savepoints.restore import restore_into_checkpoint
+from coordinator_actor.savepoints.run_savepoints import savepoint_families
 from coordinator_actor.savepoints.savepoint_format import SavepointMetadata
+from coordinator_actor.savepoints.savepoint_metadata import read_metadata
 from spark_bridge.transport.protocol import TaskIdentity
 from tests.coordinator_actor.savepoints.savepoint_makers import assert_same, loaded, storage
 from tests.coordinator_actor.savepoints.savepoint_streams import G, Stream
@@ -132,7 +132,7 @@ def expected() -> dict[str, SortedPairs]:
 def test_every_variable_that_is_not_deleted_is_in_it_with_rows_of_the_newest_schema(
     savepoint: tuple[Stream, str],
 ) -> None:
-    assert AFTER.families["a"].history == (OLD.value,) and list(variables_of(AFTER.to_json())) == FAMILIES
+    assert AFTER.families["a"].history == (OLD.value,) and list(savepoint_families(AFTER.to_json())) == FAMILIES
     metadata = read_metadata(storage(Path(savepoint[1])))
     (operator,) = metadata.operators
     assert operator.schema == AFTER.compacted() and operator.schema.settings == {"time_mode": "eventtime"}
@@ -152,7 +152,7 @@ def test_every_variable_that_is_not_deleted_is_in_it_with_rows_of_the_newest_sch
 @pytest.mark.parametrize(("n", "backend"), [(1, "rocksdb"), (3, "file"), only_thorough(16, "rocksdb")])
 def test_it_is_restored_to_any_layout(savepoint: tuple[Stream, str], tmp_path: Path, n: int, backend: str) -> None:
     target = tmp_path / "new"
-    restored = restore_savepoint(
+    restored = restore_into_checkpoint(
         savepoint[1], str(target), num_partitions=n, backend=backend, open_storage=storage, clock=lambda: 5.0
     )
     assert [(o.name, o.rows) for o in restored.operators] == [("op", 121)]
@@ -177,7 +177,7 @@ def test_a_program_may_go_on_from_it_as_it_may_from_a_checkpoint(savepoint: tupl
 
     def restore(spec: OperatorSpec) -> None:
         target = tmp_path / uuid.uuid4().hex
-        restore_savepoint(savepoint[1], str(target), operators=[spec], open_storage=storage)
+        restore_into_checkpoint(savepoint[1], str(target), operators=[spec], open_storage=storage)
 
     restore(spec(StateVariable("a", "value", {"a": StateSchema(KEY, pa.schema([("n", pa.float64())]))})))
     with pytest.raises(SavepointMismatchError) as caught:
@@ -223,6 +223,6 @@ def test_an_operator_without_variables_has_a_savepoint_as_well(stream: Callable[
     s.trigger()
     path = s.finish()
     assert read_metadata(storage(Path(path))).operators[0].variables == ()
-    restored = restore_savepoint(path, str(tmp_path / "new"), num_partitions=3, open_storage=storage)
+    restored = restore_into_checkpoint(path, str(tmp_path / "new"), num_partitions=3, open_storage=storage)
     assert [o.rows for o in restored.operators] == [0]
     assert all(len(p) == 0 for p in loaded(tmp_path / "new", "op", tmp_path, G).values())

@@ -24,10 +24,10 @@ from coordinator_actor.messages import (
     SavepointExported,
     SavepointStatus,
 )
-from coordinator_actor.savepoints.restore import restore_savepoint
+from coordinator_actor.savepoints.restore import restore_into_checkpoint
 from coordinator_actor.savepoints.savepoint_catalog import (
-    describe_savepoint,
-    list_savepoints,
+    read_stored_savepoint,
+    read_stored_savepoints,
 )
 from spark_bridge.transport.protocol import TaskIdentity
 from tests.coordinator_actor.coordinators import run_of
@@ -41,10 +41,10 @@ def test_a_savepoint_is_made_by_the_hosts_and_says_what_it_is_of(stream):
     path = s.finish()
     assert Path(path).parent == s.world.root / "sp" and Path(path).name == "savepoint-q-3"
     assert s.savepoint_rows(path) == s.at[2]
-    info = describe_savepoint(path)
+    info = read_stored_savepoint(path)
     assert (info.metadata.version, info.metadata.batch_id, info.metadata.checkpoint_id) == (2, 1, 3)
     assert (info.metadata.query_id, info.metadata.query_name, info.metadata.key_groups) == ("q", "name", G)
-    assert [i.path for i in list_savepoints(str(s.world.root / "sp"))] == [path]
+    assert [i.path for i in read_stored_savepoints(str(s.world.root / "sp"))] == [path]
 
 
 def test_sparks_files_of_the_batch_and_the_one_before_it_are_in_it(stream):
@@ -136,7 +136,7 @@ def test_the_same_request_begins_nothing_twice(stream):
     assert s.trigger().path == path
     s.c.deactivate_instances("run1")
     assert s.status().path == path == s.trigger().path, "though the query has ended"
-    assert len(list_savepoints(str(s.world.root / "sp"))) == 1
+    assert len(read_stored_savepoints(str(s.world.root / "sp"))) == 1
     assert s.status("another") == SavepointStatus(known=False)
 
 
@@ -157,7 +157,7 @@ def test_without_a_path_it_lies_beside_the_state_and_is_left_alone(stream):
     assert Path(path).parent == s.world.root / "ck/statestore/savepoints"
     run_and_clean(s, 2, 8)
     assert s.savepoint_rows(path) == s.at[2]
-    assert restore_savepoint(path, str(s.world.root / "new")).version == 2
+    assert restore_into_checkpoint(path, str(s.world.root / "new")).version == 2
 
 
 # -- hosts that go -----------------------------------------------------------------------------
@@ -315,7 +315,7 @@ def test_it_fails_with_the_reason(stream, happen):
     error, message = s.reason()
     assert error == kind
     assert re.search(words, message), message
-    assert list_savepoints(str(s.world.root / "sp")) == []
+    assert read_stored_savepoints(str(s.world.root / "sp")) == []
     s.c.expire()
     assert all(run.versions.pinned == {} for run in s.c.registries.runs.current()), "its version need not be kept"
 
@@ -432,7 +432,7 @@ def test_a_batch_that_has_begun_is_in_it(stream):
     s.commit(2)
     assert open_fails_as_held(s, 3)
     path = s.finish()
-    assert describe_savepoint(path).metadata.batch_id == 2
+    assert read_stored_savepoint(path).metadata.batch_id == 2
     after = s.savepoint_rows(path)
     first = {k for k in after if after[k] == 33}
     assert first == {3} and after.get(1) in (None, s.at[2].get(1))
@@ -559,7 +559,7 @@ def test_ids_ascend_for_good_and_are_shared_with_the_manifests(stream):
     ids = [m.id for m in s.log().manifests.values()]
     for i in range(2):
         s.trigger(f"r{i}")
-        ids.append(describe_savepoint(s.finish(f"r{i}")).metadata.checkpoint_id)
+        ids.append(read_stored_savepoint(s.finish(f"r{i}")).metadata.checkpoint_id)
         s.batch(2 + i)
         ids.append(max(s.log().manifests))
     assert ids == [1, 2, 3, 4, 5, 6]
@@ -569,7 +569,7 @@ def test_ids_ascend_for_good_and_are_shared_with_the_manifests(stream):
     assert s.c.trigger_savepoint("after", "name", str(s.world.root / "sp")).known
     s.batch(4)
     path = s.finish("after")
-    assert describe_savepoint(path).metadata.checkpoint_id == 9 and s.savepoint_rows(path) == s.at[4]
+    assert read_stored_savepoint(path).metadata.checkpoint_id == 9 and s.savepoint_rows(path) == s.at[4]
     assert max(s.log().manifests) == 10
     assert [(r.checkpoint_id, r.version) for r in s.log().savepoints.all()] == [(3, 2), (5, 3), (7, 4), (9, 4)]
     assert Path(path).name == "savepoint-q-9"
@@ -639,7 +639,7 @@ def test_a_query_goes_on_exactly_behind_a_savepoint(stream, tmp_path, n, backend
     path = s.finish()
     s.c.deactivate_instances("run1")
     root = tmp_path / "restored"
-    restored = restore_savepoint(path, str(root / "ck"), num_partitions=n, backend=backend)
+    restored = restore_into_checkpoint(path, str(root / "ck"), num_partitions=n, backend=backend)
     assert (restored.version, restored.batch_id) == (3, 2)
     after = Stream(root, n, backend=backend, at=dict(s.at), query_id=restored.query_id)
     try:
@@ -651,7 +651,7 @@ def test_a_query_goes_on_exactly_behind_a_savepoint(stream, tmp_path, n, backend
         after.trigger("r2")
         second = after.finish("r2")
         assert after.savepoint_rows(second) == after.at[4]
-        assert describe_savepoint(second).metadata.checkpoint_id == known[-1] + 1
+        assert read_stored_savepoint(second).metadata.checkpoint_id == known[-1] + 1
     finally:
         after.close()
     assert s.savepoint_rows(path) == s.at[3]

@@ -21,7 +21,7 @@ from coordinator_actor.messages import HostInfo
 from spark_bridge.host.host import Host
 from spark_bridge.host_actor.flight_server import HostFlightServer
 from spark_bridge.queryable.reads.host_reads import HostReads
-from spark_bridge.queryable.server.client_proxy import KvStateClientProxy
+from spark_bridge.queryable.server.client_proxy import KvStateClientProxy, connections_to_hosts
 from spark_bridge.queryable.server.request_limits import RequestLimits
 from spark_bridge.queryable.server.token_verifier import ClusterTokens
 from spark_bridge.transport.coordinator_calls import checked_call
@@ -45,7 +45,7 @@ def main(coordinator_address: str, address: str, number: str, host_files: str) -
         lambda: HostReads(host),
         coordinator,
         ClusterTokens(TOKEN, lambda: host.revoked_tokens),
-        token=TOKEN,
+        connections_to_hosts(TOKEN),
         ip=address,
         port=QUERY_PORT,
         limits=RequestLimits(),

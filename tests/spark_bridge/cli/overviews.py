@@ -7,7 +7,7 @@ import io
 from rich.console import Console, RenderableType
 
 from spark_bridge.overview.model import Checkpoint, Fault, Operator, Overview, Partition, Query
-from spark_bridge.overview.processes import CoordinatorInfo, Host
+from spark_bridge.overview.processes import CoordinatorInfo, HostOverview
 
 PARTITIONS = (
     Partition("aircraft", 0, 7, "host-a-0", 2_022, 3 << 20, 5, 2, commit_ms={"get_ms": 5.0, "changelog_ms": 7.4}),
@@ -41,7 +41,7 @@ QUERY = Query(
     pending_partitions=1,
 )
 HOSTS = (
-    Host(
+    HostOverview(
         "host-a-0",
         "grpc://192.0.2.1:5",
         query_address="192.0.2.1:7005",
@@ -50,7 +50,7 @@ HOSTS = (
         partitions=2,
         memory={"host_memory": 1 << 30, "cache": 512 << 20},
     ),
-    Host("host-a-1", "grpc://192.0.2.1:6", answered=False),
+    HostOverview("host-a-1", "grpc://192.0.2.1:6", answered=False),
 )
 FAULT = Fault("error", "host-silent", "host host-a-1", "Nothing was heard.", "Look at its machine.")
 OVERVIEW = Overview("cluster", 0, CoordinatorInfo("c", "statestore", "192.0.2.1", 11), (QUERY,), HOSTS, (FAULT,))

@@ -15,10 +15,10 @@ import yaml
 from coordinator_actor.metrics import HISTOGRAM, METRICS
 from spark_bridge.cli.main import app
 from spark_bridge.grafana.dashboard import FILE_NAME, config_map, dashboard
-from spark_bridge.grafana.panels import ROWS, Panel
+from spark_bridge.grafana.panels import DASHBOARD_ROWS, Panel
 from tests.command_line import CliRunner
 
-PANELS = [panel for row in ROWS.values() for panel in row]
+PANELS = [panel for row in DASHBOARD_ROWS.values() for panel in row]
 LABELS = {m.exported: {"namespace", *m.labels, *(("le",) if m.kind == HISTOGRAM else ())} for m in METRICS.values()}
 LABELS |= {
     f"{m.exported}_{series}": LABELS[m.exported]

@@ -91,8 +91,8 @@ def test_a_read_waits_for_a_tasks_load_for_a_bounded_time_and_is_told_how_far_it
     host = w.hosts[0]
     key, directory = w.instance(0).key, w.instance(0).state._context.directory
     host.loading.unload(w.instance(0))
-    assert 0 < partition_loading.READ_SECONDS < 60, "less than a client waits"
-    monkeypatch.setattr(partition_loading, "READ_SECONDS", 0.01)
+    assert 0 < partition_loading.SHARED_LOAD_SECONDS < 60, "less than a client waits"
+    monkeypatch.setattr(partition_loading, "SHARED_LOAD_SECONDS", 0.01)
     w.world.plan_spark(w.version)
     with HangingLoad(directory) as load:
         task = threading.Thread(target=host.open, args=(w.task(0),))

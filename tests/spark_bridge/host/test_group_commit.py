@@ -192,7 +192,7 @@ def test_a_large_changelog_goes_alone_and_holds_up_nobody(
 def test_a_group_that_has_become_large_waits_for_no_more(
     made: Callable[..., Committing], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(group_commit, "GROUP_BYTES", 100)
+    monkeypatch.setattr(group_commit, "COMMIT_GROUP_BYTES", 100)
     host = made(FOR_EVER)
     host.open(0, 1, 2)
     refs = results([host.commit(p, b"x" * 50) for p in (0, 1)])

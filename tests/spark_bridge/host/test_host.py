@@ -263,7 +263,7 @@ def test_a_partition_unloaded_meanwhile_does_not_stop_other_orders(tmp_path):
     """on_completed waits for the commit_lock of an instance that is destroyed meanwhile: StoreClosedError."""
     _w, c, (h,) = start(tmp_path)
     inst = next(iter(h.held.instances.values()))
-    done = c.registries.runs.by_id["run1"].announcement("h0")
+    done = c.registries.runs.by_id["run1"].announcements.to("h0")
     err = []
 
     def go():

@@ -14,13 +14,13 @@ import pytest
 
 from backends.exceptions import LoadEndedError
 from backends.partition import changelog_reads
-from coordinator_actor.query.files_in_use import BUSY_SECONDS, RENEW_SECONDS
+from coordinator_actor.query.files_in_use import BUSY_SECONDS, FILES_RENEW_SECONDS
 from tests.patience import PATIENCE
 from tests.spark_bridge.host.gated_world import GatedWorld
 from tests.spark_bridge.host.host_steps import make_host, plan_spark, reg, run_task, task
 
 KEEP = 3
-STEP = RENEW_SECONDS + 100
+STEP = FILES_RENEW_SECONDS + 100
 """Seconds from one file of a load to the next."""
 
 
@@ -167,13 +167,13 @@ def test_files_stay_while_one_step_of_a_load_takes_longer_than_the_lease(q: Reta
         loading = q.load_copy(2)
     assert q.world.arrived.acquire(timeout=PATIENCE)
     for _ in range(6):
-        q.world.now += RENEW_SECONDS
+        q.world.now += FILES_RENEW_SECONDS
         q.host.heartbeat()
         q.coordinator.driver_heartbeat("run1")
         run = q.coordinator.registries.runs.get("run1")
         used = run.files_in_use.directories(run.versions.layouts, q.world.now)
         assert used, "retention may remove what is being loaded"
-    assert 6 * RENEW_SECONDS > BUSY_SECONDS
+    assert 6 * FILES_RENEW_SECONDS > BUSY_SECONDS
     q.world.open_gate()
     assert value(getattr(loading.result(PATIENCE), "state", loading.result())) == [b"1" if of == "a copy" else b"3"]
     if of == "a copy":
@@ -201,12 +201,12 @@ def test_files_of_a_load_that_hangs_are_let_go_when_nobody_waits_for_it_any_more
 
     def is_used() -> bool:
         for _ in range(4):
-            q.world.now += RENEW_SECONDS
+            q.world.now += FILES_RENEW_SECONDS
             q.host.heartbeat()
             q.coordinator.driver_heartbeat("run1")
         return bool(run.files_in_use.directories(run.versions.layouts, q.world.now))
 
-    assert 4 * RENEW_SECONDS > BUSY_SECONDS
+    assert 4 * FILES_RENEW_SECONDS > BUSY_SECONDS
     assert is_used(), "somebody waits"
     abandoned.set()
     assert not is_used()

@@ -17,7 +17,7 @@ from coordinator_actor.durable.lookup_records import LookupRecord
 from coordinator_actor.reading.stored_versions import find_state
 from spark_bridge.exceptions import StateVersionError
 from spark_bridge.lookups import looked_up_state
-from spark_bridge.lookups.looked_up_state import Batch, LookedUpState, in_cluster, in_storage
+from spark_bridge.lookups.looked_up_state import Batch, LookedUpState, in_storage, state_in_cluster
 from spark_bridge.lookups.lookup_task import LookupTask
 from spark_bridge.task.endpoints import Endpoints
 from spark_bridge.task.local_properties import ADDRESSES, RUN_ID
@@ -87,7 +87,7 @@ def test_rows_are_those_of_a_loop(cluster: Cluster, endpoints: Endpoints, where:
     def found() -> LookedUpState:
         if where == "storage":
             return in_storage(place, "totals", None, batch, None)
-        return in_cluster(endpoints, "totals", "q", None, batch, None)
+        return state_in_cluster(endpoints, "totals", "q", None, batch, None)
 
     rng = random.Random(3)
     first = rows(rng, 200)
@@ -104,14 +104,14 @@ def test_hosts_and_storage_find_the_same_record(cluster: Cluster, endpoints: End
     place, batch = find_state(str(cluster.root / "ck")), Batch("other", 5)
     in_storage(place, "totals", None, batch, None)
     cluster.batch({0: (7, "x")})
-    found = in_cluster(endpoints, "totals", "q", None, batch, None)
+    found = state_in_cluster(endpoints, "totals", "q", None, batch, None)
     one = pa.RecordBatch.from_pydict({"id": [1], "who": [0], "text": [""]}, schema=ROWS)
     assert given(task(columns=("n",)), one, found) == [{"id": 1, "who": 0, "text": "", "n": 0}]
     assert in_storage(place, "totals", None, batch, None).at_ms == found.at_ms
 
 
 def test_hosts_that_move_and_runs_that_are_replaced_are_found_again(cluster: Cluster, endpoints: Endpoints) -> None:
-    found = in_cluster(endpoints, "totals", "q", None, Batch("other", 0), None)
+    found = state_in_cluster(endpoints, "totals", "q", None, Batch("other", 0), None)
     first = rows(random.Random(4), 50)
     assert given(task(), first, found) == expected(first, 10, is_inner=False)
     cluster.hosts[0].close()
@@ -122,7 +122,7 @@ def test_hosts_that_move_and_runs_that_are_replaced_are_found_again(cluster: Clu
 
 def test_no_rows_no_known_keys_and_a_version_that_is_fixed(cluster: Cluster, endpoints: Endpoints) -> None:
     cluster.batch({user: (user * 11, f"user {user}") for user in range(0, 60, 2)})
-    found = in_cluster(endpoints, "totals", "q", None, None, LookupRecord(1, "", 0))
+    found = state_in_cluster(endpoints, "totals", "q", None, None, LookupRecord(1, "", 0))
     nulls = pa.RecordBatch.from_pydict({"id": [1, 2], "who": [None, None], "text": ["", ""]}, schema=ROWS)
     assert given(task(is_inner=True), nulls, found) == []
     assert [row["n"] for row in given(task(), nulls, found)] == [None, None]

@@ -143,7 +143,7 @@ def test_which_row_goes_through_does_not_depend_on_the_order(
     "limits", [only_thorough(None), Limits(memory=10_000, step_rows=50, step_bytes=4000, fan_in=3)]
 )
 def test_many_keys_in_small_steps(limits: Limits | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deduplicate_task, "KEYS_PER_STEP", 7)
+    monkeypatch.setattr(deduplicate_task, "DEDUPLICATE_KEYS_PER_STEP", 7)
     monkeypatch.setattr("spark_bridge.task.keyed_rows.ROWS_PER_PART", 50)
     how = (("k",), True, 30)
     batches = [[(base + i % 50, f"k{i % 211}", i) for i in range(600)] for base in (0, 40, 200)]

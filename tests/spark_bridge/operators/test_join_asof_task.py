@@ -116,7 +116,7 @@ def test_rows_are_those_of_pandas(direction: str, monkeypatch: pytest.MonkeyPatc
     for _ in range(effort(1, 100)):
         tolerance = [None, 0, 3, 12][int(random.integers(4))]
         asof = Asof(direction, None if tolerance is None else tolerance * SECOND, bool(random.random() < 0.7))
-        monkeypatch.setattr(waiting_rows, "CHUNK_ROWS", int(random.choice([1, 3, 64])))
+        monkeypatch.setattr(waiting_rows, "WAITING_CHUNK_ROWS", int(random.choice([1, 3, 64])))
         rocks = random.random() < 0.2
         run = AsofRun(asof, int(random.choice([1, 3])), RocksDBStateStoreProvider if rocks else FileStateStoreProvider)
         try:

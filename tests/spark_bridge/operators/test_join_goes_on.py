@@ -11,7 +11,7 @@ import pytest
 from backends.encoding.key_groups import key_groups
 from spark_bridge.operators.join import waiting_rows
 from spark_bridge.operators.join.join_task import JoinLogic
-from spark_bridge.operators.join.sides import FULL, HOWS
+from spark_bridge.operators.join.sides import FULL, JOIN_TYPES
 from spark_bridge.task.step_timer import StepTimer
 from tests.effort import effort, only_thorough
 from tests.spark_bridge.operators.join_model import Case, Model, Pair, Row, pair_of, random_rows, shared_rows
@@ -42,13 +42,13 @@ def batch(query: Query, logic: JoinLogic, left: list[Row], right: list[Row], wat
     return found
 
 
-@pytest.mark.parametrize("how", [how if how == FULL else only_thorough(how) for how in HOWS])
+@pytest.mark.parametrize("how", [how if how == FULL else only_thorough(how) for how in JOIN_TYPES])
 def test_rows_are_those_of_the_reference_whatever_the_layout(
     how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for seed in np.random.default_rng().integers(1 << 30, size=effort(1, 5)).tolist():
         random = np.random.default_rng(seed)
-        monkeypatch.setattr(waiting_rows, "CHUNK_ROWS", int(random.choice([1, 3, 64])))
+        monkeypatch.setattr(waiting_rows, "WAITING_CHUNK_ROWS", int(random.choice([1, 3, 64])))
         case = Case(how, 0, 20) if random.random() < 0.8 else Case(how, in_key=True)
         logic, model, watermark = case.logic(), Model(case), Watermark(10)
         root = tmp_path / str(seed)

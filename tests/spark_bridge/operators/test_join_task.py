@@ -11,7 +11,7 @@ from backends.encoding.operator_schema import evolved
 from backends.exceptions import IncompatibleSchemaError
 from coordinator_actor.messages import BatchTimes
 from spark_bridge.operators.join import waiting_rows
-from spark_bridge.operators.join.sides import HOWS
+from spark_bridge.operators.join.sides import JOIN_TYPES
 from spark_bridge.task.external_sort import Limits
 from spark_bridge.task.local_state import LocalStateAccess
 from tests.effort import effort, only_thorough
@@ -19,8 +19,8 @@ from tests.spark_bridge.operators.join_model import Case, JoinRun, Model, check_
 from tests.spark_bridge.operators.operator_runs import Watermark
 
 SMALL = Limits(memory=1500, step_rows=3, step_bytes=500, fan_in=2)
-CASES = {how: [Case(how, *bounds) for bounds in ((0, 20), (-10, 5), (5, 5), (-30, -10))] for how in HOWS}
-CASES["key"] = [Case(how, in_key=True) for how in HOWS]
+CASES = {how: [Case(how, *bounds) for bounds in ((0, 20), (-10, 5), (5, 5), (-30, -10))] for how in JOIN_TYPES}
+CASES["key"] = [Case(how, in_key=True) for how in JOIN_TYPES]
 CASES["open"] = [
     Case("inner", timed=False),
     Case("inner", 5, None),
@@ -81,7 +81,7 @@ def test_rows_are_those_of_the_reference(cases: str, monkeypatch: pytest.MonkeyP
     for _ in range(effort(1, 100)):
         case = CASES[cases][int(random.integers(len(CASES[cases])))]
         seed = int(random.integers(1 << 30))
-        monkeypatch.setattr(waiting_rows, "CHUNK_ROWS", int(random.choice([1, 2, 5, 64])))
+        monkeypatch.setattr(waiting_rows, "WAITING_CHUNK_ROWS", int(random.choice([1, 2, 5, 64])))
         rocks = random.random() < 0.2
         run = JoinRun(
             case,
@@ -134,7 +134,7 @@ def test_a_key_of_many_rows_is_not_written_anew_for_each(monkeypatch: pytest.Mon
 
 def test_holes_do_not_outgrow_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """One row waits long while others come and go: the numbers of chunks are taken anew."""
-    monkeypatch.setattr(waiting_rows, "CHUNK_ROWS", 1)
+    monkeypatch.setattr(waiting_rows, "WAITING_CHUNK_ROWS", 1)
     run = JoinRun(Case("left", 0, 5))
     run.batch([("a", 10_000, 0), ("a", 10_000, 1)], [], BatchTimes())
     for n in range(1, 20):

@@ -135,7 +135,7 @@ STEPS = Limits(memory=20_000, step_rows=100, step_bytes=4000, fan_in=3)
     [("append", STEPS), *(only_thorough(*one) for one in [("append", None), ("complete", STEPS), ("complete", None)])],
 )
 def test_many_sessions_in_small_steps(mode: str, limits: Limits | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session_task, "KEYS_PER_STEP", 5)
+    monkeypatch.setattr(session_task, "SESSION_KEYS_PER_STEP", 5)
     monkeypatch.setattr("spark_bridge.task.keyed_rows.ROWS_PER_PART", 50)
     batches = [[(f"k{i % 37}", base + i * 7 % 60, 3 + i % 5, i) for i in range(400)] for base in (0, 50, 300)]
     check(run_of(mode, 2, limits=limits), Model(mode), batches, 100)

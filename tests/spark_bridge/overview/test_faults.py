@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 from msgspec import structs
 
+from coordinator_actor.durable.checkpoint_records import StepTime
 from spark_bridge.overview.faults import faults_of
-from spark_bridge.overview.model import Checkpoint, GivenUp, Operator, Overview, Partition, Query, Step
-from spark_bridge.overview.processes import CoordinatorInfo, Host, LostDriver, StorageTrouble
+from spark_bridge.overview.model import Checkpoint, GivenUp, Operator, Overview, Partition, Query
+from spark_bridge.overview.processes import CoordinatorInfo, HostOverview, LocationTrouble, LostDriver
 
 PARTITIONS = tuple(Partition("op", p, 30, "h0", 20_000, 1, 28, 2) for p in range(5))
 QUERY = Query(
@@ -28,7 +29,9 @@ QUERY = Query(
     tuple(Checkpoint(v, v, 1, "r", completed_ms=v * 10_000, retried=0) for v in range(1, 31)),
     batch_ms=50_000,
 )
-HOST = Host("h0", "grpc://192.0.2.1:5", heartbeat_ms=900, partitions=5, memory={"host_memory": 100, "cache": 99})
+HOST = HostOverview(
+    "h0", "grpc://192.0.2.1:5", heartbeat_ms=900, partitions=5, memory={"host_memory": 100, "cache": 99}
+)
 HEALTHY = Overview("cluster", 0, CoordinatorInfo("c", "statestore"), (QUERY,), (HOST,))
 
 
@@ -58,7 +61,7 @@ def coordinator(**changes: Any) -> Overview:
     return replace(HEALTHY, coordinator=CoordinatorInfo("c", "statestore", **changes))
 
 
-FAILS = StorageTrouble("/ck/statestore", 4, "put: no room is left", 2_000)
+FAILS = LocationTrouble("/ck/statestore", 4, "put: no room is left", 2_000)
 
 
 def timed(slowest: float, usual: float = 200.0, step: str = "merge_ms") -> Overview:
@@ -69,7 +72,7 @@ def timed(slowest: float, usual: float = 200.0, step: str = "merge_ms") -> Overv
 
 def stored_in(changelog_ms: float, duration_ms: int, n: int = 5, manifest_ms: int = 0) -> Overview:
     """In the last n checkpoints the slowest changelog and the manifest take so long."""
-    steps, phases = {"changelog_ms": Step(9_000.0, changelog_ms)}, {"manifest": manifest_ms}
+    steps, phases = {"changelog_ms": StepTime(9_000.0, changelog_ms)}, {"manifest": manifest_ms}
     last = tuple(
         structs.replace(c, steps=steps, phases=phases, duration_ms=duration_ms) for c in QUERY.checkpoints[-n:]
     )
@@ -98,11 +101,15 @@ def test_a_healthy_system_has_no_fault() -> None:
         (host(storage_trouble=(FAILS,)), "storage-fails", "error"),
         (host(storage_trouble=(replace(FAILS, is_over=True),)), "storage-fails", "warning"),
         (
-            coordinator(storage_trouble=(StorageTrouble("/ck", waiting=1, waiting_ms=12_000),)),
+            coordinator(storage_trouble=(LocationTrouble("/ck", waiting=1, waiting_ms=12_000),)),
             "storage-hangs",
             "warning",
         ),
-        (coordinator(storage_trouble=(StorageTrouble("/ck", waiting=1, waiting_ms=31_000),)), "storage-hangs", "error"),
+        (
+            coordinator(storage_trouble=(LocationTrouble("/ck", waiting=1, waiting_ms=31_000),)),
+            "storage-hangs",
+            "error",
+        ),
         (query(driver_ms=10_001), "driver-silent", "error"),
         (query(batch_ms=61_000), "checkpoint-late", "error"),
         (query(status="replaced", replaced_by="r2"), "run-replaced", "warning"),
@@ -157,7 +164,7 @@ def test_a_late_batch_says_what_it_waits_for(changes: dict[str, int], said: str,
         host(restarts=1, up_ms=601_000),
         host(restarts=0, up_ms=1_000),
         host(storage_trouble=(replace(FAILS, failures=2),)),
-        host(storage_trouble=(StorageTrouble("/ck", waiting=9, waiting_ms=9_000),)),
+        host(storage_trouble=(LocationTrouble("/ck", waiting=9, waiting_ms=9_000),)),
         timed(900.0),
         timed(1_600.0, usual=400.0),
         timed(1_600.0, step="input_wait"),

@@ -15,8 +15,8 @@ from coordinator_actor.query.checkpoint_history import WRITE_SECONDS
 from spark_bridge.host.partition_columns import in_columns
 from spark_bridge.overview.from_cluster import KnownCheckpoints, overview_of_cluster
 from spark_bridge.overview.from_storage import overview_of_checkpoint
-from spark_bridge.overview.model import FORMAT_VERSION, Checkpoint, GivenUp, Overview, to_plain
-from spark_bridge.overview.processes import StorageTrouble
+from spark_bridge.overview.model import OVERVIEW_FORMAT_VERSION, Checkpoint, GivenUp, Overview, to_plain
+from spark_bridge.overview.processes import LocationTrouble
 from tests.coordinator_actor.coordinators import run_of
 from tests.coordinator_actor.savepoints.savepoint_streams import Stream
 
@@ -210,7 +210,7 @@ def test_it_is_json_and_back(stream: Make) -> None:
     s = stream()
     for found in (of_cluster(s), of_storage(s)):
         plain: Any = msgspec.json.encode(to_plain(found))
-        assert b'"format_version":%d' % FORMAT_VERSION in plain
+        assert b'"format_version":%d' % OVERVIEW_FORMAT_VERSION in plain
         assert convert(to_plain(found), Overview) == found
 
 
@@ -232,7 +232,7 @@ def test_what_processes_say_of_themselves_and_what_was_given_up(stream: Make) ->
     coordinator = {**s.c.describe(), "namespace": "statestore", "restarts": 2, "up_seconds": 9.0}
     failed = {"id": 3, "trigger_timestamp": 12.5, "reason": "failed: it is full"}
     found = overview_of_cluster(coordinator, [host], {"run1": {"checkpoints": {"failures": [failed]}}}, now_ms=0)
-    assert found.hosts[0].storage_trouble == (StorageTrouble("/ck", 3, "put: no", 1_500, True, 1, 7_000),)
+    assert found.hosts[0].storage_trouble == (LocationTrouble("/ck", 3, "put: no", 1_500, True, 1, 7_000),)
     assert found.coordinator is not None
     assert (found.coordinator.restarts, found.coordinator.up_ms) == (2, 9_000)
     assert found.query(None).given_up == (GivenUp(3, 12_500, "failed: it is full"),)

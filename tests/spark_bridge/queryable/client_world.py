@@ -25,7 +25,7 @@ from coordinator_actor.messages import HostInfo, OperatorSpec
 from spark_bridge.host.host import Host
 from spark_bridge.queryable.client.client import QueryableStateClient
 from spark_bridge.queryable.reads.host_reads import HostReads
-from spark_bridge.queryable.server.client_proxy import KvStateClientProxy
+from spark_bridge.queryable.server.client_proxy import KvStateClientProxy, connections_to_hosts
 from spark_bridge.queryable.server.request_limits import RequestLimits
 from spark_bridge.queryable.server.token_verifier import ClusterTokens
 from spark_bridge.transport.protocol import TaskIdentity
@@ -63,11 +63,10 @@ def proxy_of(
         lambda: HostReads(host(), wait_seconds=0.5),
         port,
         ClusterTokens(TOKEN, lambda: ()),
-        token=TOKEN,
+        connections_to_hosts(TOKEN, None if tls is None else tls.client_context()),
         ip="127.0.0.1",
         limits=limits or RequestLimits(),
         tls=None if tls is None else tls.server_context(),
-        client_tls=None if tls is None else tls.client_context(),
     )
     if send_buffer is not None:
         listener = proxy._listener

@@ -14,7 +14,7 @@ from coordinator_actor.exceptions import HostUnavailableError, QueryEndedError, 
 from coordinator_actor.handlers.run_registry import LONGEST_FAILURE
 from coordinator_actor.messages import HostReport, QueryRegistration
 from coordinator_actor.port import CoordinatorPort
-from spark_bridge.session.ended_queries import EndedQueries, failure_of
+from spark_bridge.session.ended_queries import EndedQueries, failure_text
 from tests.coordinator_actor.coordinator_world import World
 from tests.coordinator_actor.coordinators import acknowledge
 from tests.coordinator_actor.hanging_storage import HangingStorage
@@ -154,7 +154,7 @@ def test_with_which_error_a_query_has_ended(world: World, port: Port, queries: C
     ],
 )
 def test_what_a_person_must_read_of_sparks_error(exception: str | None, read: str) -> None:
-    assert failure_of(exception) == read
+    assert failure_text(exception) == read
 
 
 def test_for_as_many_seconds_as_were_asked_for(world: World, port: Port, queries: Callable[..., EndedQueries]) -> None:

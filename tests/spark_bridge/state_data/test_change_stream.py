@@ -41,11 +41,11 @@ def stream(flow: Flow, **options: Any) -> Any:
     from pyspark.sql.pandas.types import from_arrow_schema
 
     from spark_bridge.state_data.change_stream import ChangeStreamReader
-    from spark_bridge.state_data.source_options import schema_of
+    from spark_bridge.state_data.source_options import source_schema
 
     given = {"path": flow.location, "operator": "op", "stateVarName": "total", "readChangeFeed": True, **options}
     of = SourceOptions.of({name: str(value) for name, value in given.items()})
-    return ChangeStreamReader(of, from_arrow_schema(schema_of(of)))
+    return ChangeStreamReader(of, from_arrow_schema(source_schema(of)))
 
 
 def rows(reader: Any, begin: int, end: int) -> list[Any]:

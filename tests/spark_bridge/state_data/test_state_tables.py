@@ -137,8 +137,8 @@ def test_batches_stay_small_and_in_order_whatever_is_read_at_once(worked, name, 
     collected = state_table(worked.location, "op", name, flatten=False)
     least = {"visits": 3, "pages": 40}[name]  # an element of a list is seldom a pair of its own
     for rows, size in ((7, 1 << 20), (1 << 14, 500)):
-        monkeypatch.setattr(partition_rows, "STEP_ROWS", rows)
-        monkeypatch.setattr(partition_rows, "STEP_BYTES", size)
+        monkeypatch.setattr(partition_rows, "DECODE_STEP_ROWS", rows)
+        monkeypatch.setattr(partition_rows, "DECODE_STEP_BYTES", size)
         with state_batches(worked.location, "op", name) as reader:
             batches = list(reader)
         assert len(batches) >= least, "each step is a batch"

@@ -11,7 +11,7 @@ import pytest
 from backends.encoding.operator_schema import OperatorSchema, StateVariable
 from backends.encoding.schema import StateSchema
 from backends.encoding.sorted_pairs import SortedPairs
-from coordinator_actor.reading.partition_reader import opened_partition, scan
+from coordinator_actor.reading.partition_reader import opened_partition, scan_family
 from coordinator_actor.reading.stored_versions import Piece, Reading, StateVersions, find_state
 from spark_bridge.state_format.families import ENDS_FAMILY
 from spark_bridge.state_format.layouts import LIST, MAP, SESSIONS, list_families, timers_variable
@@ -49,7 +49,10 @@ class Kept:
             )
             stored = {
                 family: pa.table(
-                    [pa.chunked_array(c, pa.binary()) for c in zip(*map(_columns, scan(state, family)), strict=True)]
+                    [
+                        pa.chunked_array(c, pa.binary())
+                        for c in zip(*map(_columns, scan_family(state, family)), strict=True)
+                    ]
                     or EMPTY,
                     ["k", "v"],
                 )

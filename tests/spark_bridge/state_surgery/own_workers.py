@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from spark_bridge.state_surgery.first_stage import Columns, ReadJob
+from spark_bridge.state_surgery.first_stage import ReadJob, TargetColumns
 from spark_bridge.state_surgery.second_stage import BuiltPartition, NewPartition
 from spark_bridge.state_surgery.workers import CutRows
 
@@ -12,7 +12,7 @@ from spark_bridge.state_surgery.workers import CutRows
 class OwnWorkers:
     """``Workers`` without Ray."""
 
-    def columns_of(self, jobs: Sequence[ReadJob], say: Callable[[str], None]) -> Columns | None:
+    def columns_of(self, jobs: Sequence[ReadJob], say: Callable[[str], None]) -> TargetColumns | None:
         found = (routing.columns(source.batches()) for source, routing in jobs)
         return next((columns for columns in found if columns is not None), None)
 

@@ -21,7 +21,7 @@ from coordinator_actor.durable.audit_log import AuditLog
 from coordinator_actor.exceptions import FencedError
 from coordinator_actor.reading.stored_files import stored_files
 from coordinator_actor.reading.stored_versions import StateVersions, find_state
-from coordinator_actor.surgery.forgetting import Request, forget_in_storage
+from coordinator_actor.surgery.forgetting import ForgetRequest, forget_in_storage
 from coordinator_actor.surgery.forgotten_keys import ForgottenKeys
 from spark_bridge.exceptions import SessionError, UnknownKeyOrNamespaceError
 from spark_bridge.operators.aggregate.aggregate_task import AggregateLogic
@@ -230,7 +230,7 @@ def test_whoever_dies_at_any_write_leaves_all_as_it_was_or_as_it_is_to_be(clicks
     for steps in range(100):
         storage = DyingStorage(steps)
         try:
-            forget_in_storage(place, Request("op", keys_of, open_storage=storage.open))
+            forget_in_storage(place, ForgetRequest("op", keys_of, open_storage=storage.open))
             break
         except Died:
             now = state_table(location, "op", "total")
@@ -254,9 +254,9 @@ def test_of_two_that_forget_at_once_one_is_fenced_off_and_may_do_it_again(clicks
     one, other = stream.names[:2]
     location = stream.flow.location
 
-    def request(name: str, **more: Any) -> Request:
+    def request(name: str, **more: Any) -> ForgetRequest:
         keys = [(name, 0), (name, 1)]
-        return Request("op", lambda schema, groups: keys_to_forget("op", schema, groups, keys), **more)
+        return ForgetRequest("op", lambda schema, groups: keys_to_forget("op", schema, groups, keys), **more)
 
     def opened(location_: str, options: Any) -> CheckpointStorage:
         storage = CheckpointStorage.open(location_, options, fsync=False)

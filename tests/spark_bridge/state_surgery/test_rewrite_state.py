@@ -51,7 +51,7 @@ def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs and steps of a few rows, so that each partition is made of many."""
     monkeypatch.setattr(first_stage, "FLUSH_BYTES", 300)
     monkeypatch.setattr(first_stage, "RUN_BYTES", 100)
-    monkeypatch.setattr(second_stage, "CHUNK_BYTES", 2_000)
+    monkeypatch.setattr(second_stage, "REWRITE_CHUNK_BYTES", 2_000)
 
 
 def rewritten(old: str, operator: Any, function: Any, new: Path, **options: Any) -> NewStateReport:

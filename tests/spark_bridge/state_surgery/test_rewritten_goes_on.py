@@ -25,7 +25,7 @@ def test_a_query_goes_on_from_rewritten_state(seed: int, tmp_path: Path, monkeyp
     backend, other = rng.sample(["rocksdb", "file"], 2)
     monkeypatch.setattr(first_stage, "RUN_BYTES", rng.choice([1, 500, 1 << 20]))
     monkeypatch.setattr(first_stage, "FLUSH_BYTES", rng.choice([1, 4_000, 1 << 20]))
-    monkeypatch.setattr(second_stage, "CHUNK_BYTES", rng.choice([1, 4_000, 1 << 20]))
+    monkeypatch.setattr(second_stage, "REWRITE_CHUNK_BYTES", rng.choice([1, 4_000, 1 << 20]))
     monkeypatch.setattr(rewrite_state, "new_query_id", lambda: "q")  # the id of the test's queries
     flow = Flow(tmp_path / "old", n=rng.choice([1, 3]), backend=backend)
     for _ in range(6):

@@ -19,7 +19,7 @@ from coordinator_actor.durable.manifests import ManifestLog
 from coordinator_actor.durable.rewritten_files import RewrittenFiles
 from coordinator_actor.exceptions import BatchHeldError, FencedError, InvalidRequestError
 from coordinator_actor.query.files_in_use import BUSY_SECONDS, UPLOAD
-from coordinator_actor.query.query_state import RECORDS_EVERY
+from coordinator_actor.query.run_lifetime import RECORDS_EVERY
 from coordinator_actor.reading.stored_versions import StateVersions, find_state
 from coordinator_actor.surgery import forgetting
 from spark_bridge.state_data.state_tables import state_table
@@ -243,7 +243,7 @@ def test_storage_that_hangs_holds_nobody_up_for_long(cluster, monkeypatch):
     """The caller stands still in its last write; the query goes on, and is exchanged when the storage answers."""
     worked(cluster)
     monkeypatch.setattr(forgetting, "MOST_HELD_SECONDS", 0.2)
-    monkeypatch.setattr(forgetting, "RENEW_SECONDS", 0.05)
+    monkeypatch.setattr(forgetting, "HOLD_RENEW_SECONDS", 0.05)
     stuck, free = threading.Event(), threading.Event()
     real = CheckpointStorage.put_new
 

@@ -17,7 +17,7 @@ from pandas.core.internals import BlockManager
 from pandas.core.internals.api import make_block
 
 from spark_bridge.stateful.values.ddl import struct_of
-from spark_bridge.stateful.values.pandas_values import PandasCodec, rows_of
+from spark_bridge.stateful.values.pandas_values import PandasCodec, rows_of_frame
 from spark_bridge.stateful.values.row_values import RowCodec
 from tests.effort import examples
 
@@ -75,21 +75,21 @@ def test_nested_values_are_dicts_and_arrays() -> None:
 
 def test_frames_may_be_written_to() -> None:
     frame = frame_of(codec("a long, b long, c double, d string"), [(i, i, i / 2, "x") for i in range(6)])
-    part = rows_of(frame, 2, 5)
+    part = rows_of_frame(frame, 2, 5)
     part["a"] += 1
     part.loc[0, "c"] = 9.0
     part.loc[1, "d"] = "y"
     part["e"] = 7
     assert part.index.tolist() == [0, 1, 2]
     assert part["a"].tolist() == [3, 4, 5]
-    rest = rows_of(frame, 5, 6)
+    rest = rows_of_frame(frame, 5, 6)
     assert rest.to_dict("list") == {"a": [5], "b": [5], "c": [2.5], "d": ["x"]}
 
 
 def test_parts_of_a_frame_share_nothing_that_shows() -> None:
     made = codec("a long, at timestamp, b long, d string")
     frame = frame_of(made, [(i, UTC_NOON, 10 * i, "x") for i in range(6)])
-    part = rows_of(frame, 2, 5)
+    part = rows_of_frame(frame, 2, 5)
     pd.testing.assert_frame_equal(part, frame.iloc[2:5].reset_index(drop=True))
     assert type(part.index) is pd.RangeIndex
     part.index.name, part.columns.name = "row", "column"
@@ -98,16 +98,16 @@ def test_parts_of_a_frame_share_nothing_that_shows() -> None:
     del part["at"]
     assert part.columns.tolist() == ["first", "a", "b", "d"]
     assert part["b"].tolist() == [20, 30, 40]
-    other = rows_of(frame, 2, 5)
+    other = rows_of_frame(frame, 2, 5)
     pd.testing.assert_frame_equal(other, frame.iloc[2:5].reset_index(drop=True))
     assert (other.index.name, other.columns.name) == (None, None)
-    assert rows_of(frame, 3, 3).empty
+    assert rows_of_frame(frame, 3, 3).empty
 
 
 def test_parts_of_a_frame_may_be_copied_on_write() -> None:
     with pd.option_context("mode.copy_on_write", True):
         frame = frame_of(codec("a long, b long"), [(i, i) for i in range(4)])
-        part, same = rows_of(frame, 1, 3), rows_of(frame, 1, 3)
+        part, same = rows_of_frame(frame, 1, 3), rows_of_frame(frame, 1, 3)
         part.loc[0, "a"] = 9
         assert part["a"].tolist() == [9, 2]
         assert same["a"].tolist() == [1, 2]

@@ -14,7 +14,7 @@ from pyspark.sql.streaming import StreamingQuery
 from spark_bridge import QueryableStateClient, aggregate, deduplicate
 from spark_bridge import functions as S
 from spark_bridge.exceptions import StateVersionError
-from spark_bridge.grafana.panels import ROWS
+from spark_bridge.grafana.panels import DASHBOARD_ROWS
 from tests.patience import PATIENCE
 from tests.prometheus import Prometheus, needs_prometheus, panel_query, running_prometheus
 from tests.spark_bridge.conftest import Stream, settle, wait_until
@@ -74,7 +74,7 @@ def test_every_panel_has_data_and_no_alert_fires(make_stream: Callable[..., Stre
             client.get("once", 0, version=10**6)
         asked = {
             (panel.title, target): panel_query(panel.title, target)
-            for row in ROWS.values()
+            for row in DASHBOARD_ROWS.values()
             for panel in row
             for target in range(len(panel.targets))
             if panel.title not in FAULTS

@@ -11,7 +11,7 @@ import pytest
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.streaming import StreamingQuery
 
-from backends.formats.changelog_group import GROUPS, SUFFIX, read_index
+from backends.formats.changelog_group import GROUPS_DIRECTORY, SUFFIX, read_index
 from backends.storage.checkpoint_storage import CheckpointStorage
 from spark_bridge import QueryableStateClient, rebalance
 from spark_bridge.session.current import current_cluster
@@ -37,7 +37,7 @@ def layouts(stream: Stream, operator: str) -> set[int]:
     """The partition counts of which there is state, in files of partitions or in groups of a host's changelogs."""
     storage = CheckpointStorage.open(str(Path(stream.checkpoint, "statestore")))
     paths = [path.split("/") for path, _ in storage.list("operators")]
-    groups = [(path, size) for path, size in storage.list(GROUPS) if path.endswith(SUFFIX)]
+    groups = [(path, size) for path, size in storage.list(GROUPS_DIRECTORY) if path.endswith(SUFFIX)]
     grouped = [meta for path, size in groups for meta, _ in read_index(storage, path, size)]
     return {int(n) for _, name, n, *_ in paths if name == operator} | {
         meta.num_partitions for meta in grouped if meta.operator == operator

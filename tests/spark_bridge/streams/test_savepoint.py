@@ -310,7 +310,7 @@ def test_stopping_with_a_savepoint_lets_no_sink_see_a_later_batch(
     flow: Flow, client: QueryableStateClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The query is stopped only that late: time enough for batches that nothing holds.
-    monkeypatch.setattr("spark_bridge.session.savepoints.POLL_SECONDS", 4.0)
+    monkeypatch.setattr("spark_bridge.session.savepoints.SAVEPOINT_POLL_SECONDS", 4.0)
     flow.add(2)
     sink = Sink(0.15)
     query = start(flow.frame(), flow.stream.checkpoint, sink)

@@ -17,7 +17,7 @@ from backends.exceptions import StorageError
 from backends.partition.load_watch import LoadProgress
 from coordinator_actor.coordinator import Coordinator
 from spark_bridge.exceptions import HostUnavailableError
-from spark_bridge.host.partition_loading import KEPT_SECONDS
+from spark_bridge.host.partition_loading import LOADED_FILES_SECONDS
 from spark_bridge.host.shared_loads import ABANDONED_SECONDS, SharedLoads
 from spark_bridge.host_actor.flight_server import HostFlightServer
 from spark_bridge.task import task_store as task_client
@@ -223,7 +223,7 @@ def test_a_load_that_nobody_waits_for_ends_and_what_it_has_loaded_goes_later(loa
     assert not loads.host.held.all() and len(loads.host.loading._kept) == 1
     loads.host.maintenance.do_maintenance()
     assert len(loads.host.loading._kept) == 1
-    loads.clock.now += KEPT_SECONDS + 1
+    loads.clock.now += LOADED_FILES_SECONDS + 1
     loads.host.maintenance.do_maintenance()
     assert not loads.host.loading._kept
     assert not [path for path in loads.tmp_path.glob("local0b/*/run1/operators/*/2/0") if any(path.rglob("engine"))]

@@ -100,7 +100,7 @@ def cable(server: Server) -> Iterator[Cable]:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, seconds in (("SLOW_SECONDS", 0.1), ("WATCH_SECONDS", 0.05), ("PROBE_SECONDS", 0.3)):
+    for name, seconds in (("SILENT_SECONDS", 0.1), ("CALL_WATCH_SECONDS", 0.05), ("PROBE_SECONDS", 0.3)):
         monkeypatch.setattr(silent_hosts, name, seconds)
 
 
@@ -140,13 +140,13 @@ def test_only_hosts_of_calls_that_wait_for_long_are_probed(monkeypatch: pytest.M
         listener.setblocking(False)
         with hosts.watched(("127.0.0.1", listener.getsockname()[1])) as call:
             hosts.look()
-            call.since -= silent_hosts.SLOW_SECONDS + 1
+            call.since -= silent_hosts.SILENT_SECONDS + 1
             call.pause()
             hosts.look()
             with pytest.raises(BlockingIOError):
                 listener.accept()
             call.go_on()
-            call.since -= silent_hosts.SLOW_SECONDS + 1
+            call.since -= silent_hosts.SILENT_SECONDS + 1
             hosts.look()
             listener.accept()[0].close()
         hosts.look()
@@ -162,7 +162,7 @@ def test_one_probe_without_an_answer_gives_nobody_up(monkeypatch: pytest.MonkeyP
     with socket.create_server(("127.0.0.1", 0)) as listener:
         place = listener.getsockname()
     with hosts.watched(place) as call:
-        call.since -= silent_hosts.SLOW_SECONDS + 1
+        call.since -= silent_hosts.SILENT_SECONDS + 1
         hosts.look()
         assert given_up == []
         with socket.create_server(place):

@@ -131,7 +131,7 @@ def _copy(described: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     """Serve until the process is ended."""
-    overviews.FRESH_SECONDS = 0.0
+    overviews.PAGE_FRESH_SECONDS = 0.0
     cluster = LargeCluster(Path(sys.argv[1]))
     client = cluster.real.client()
     page = create_ui(LiveSystem("statestore", cluster.overview, lambda: client, cluster.call), Tokens())

@@ -10,14 +10,23 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from coordinator_actor.durable.checkpoint_records import StepTime
 from coordinator_actor.messages import SavepointStatus
 from coordinator_actor.savepoints.savepoint_format import SavepointInfo
 from spark_bridge.exceptions import AccessDeniedError, EnvironmentProblemError, RequestError
 from spark_bridge.host.partition_columns import in_columns
 from spark_bridge.overview.faults import faults_of
 from spark_bridge.overview.from_cluster import overview_of_cluster
-from spark_bridge.overview.model import Checkpoint, Operator, Overview, Partition, Query, SchemaUse, Step, Variable
-from spark_bridge.overview.processes import CoordinatorInfo, Host
+from spark_bridge.overview.model import (
+    Checkpoint,
+    Operator,
+    Overview,
+    Partition,
+    Query,
+    SchemaUse,
+    Variable,
+)
+from spark_bridge.overview.processes import CoordinatorInfo, HostOverview
 from spark_bridge.queryable.server.token_verifier import Grant
 from spark_bridge.ui.live import LiveSystem
 from tests.spark_bridge.queryable.client_world import Cluster
@@ -91,11 +100,11 @@ def checkpoints(n: int, seed: int, slow: float = 1.0, storage: float = 1.0) -> t
             "commit": random_.randint(30, 90),
         }
         steps = {
-            "input_wait": Step(900, 150),
-            "merge_ms": Step(500 * slow, 90 * slow),
-            "get_ms": Step(260, 40),
-            "put_ms": Step(150, 30),
-            "changelog_ms": Step(400 * storage, 60 * storage),
+            "input_wait": StepTime(900, 150),
+            "merge_ms": StepTime(500 * slow, 90 * slow),
+            "get_ms": StepTime(260, 40),
+            "put_ms": StepTime(150, 30),
+            "changelog_ms": StepTime(400 * storage, 60 * storage),
         }
         ended = NOW - (n - v) * 10_000
         duration = sum(phases.values()) - phases["commit"]
@@ -189,10 +198,10 @@ def query(name: str, operators: tuple[Operator, ...], seed: int, **changes: Any)
     return replace(made, **changes)
 
 
-def host(i: int, **changes: Any) -> Host:
+def host(i: int, **changes: Any) -> HostOverview:
     mib = 1 << 20
     return replace(
-        Host(
+        HostOverview(
             f"host-{i}",
             f"grpc://10.0.0.{i + 1}:41000",
             "node",
@@ -241,7 +250,7 @@ def healthy() -> Overview:
 
 
 @cache
-def hosts(n: int) -> tuple[Host, ...]:
+def hosts(n: int) -> tuple[HostOverview, ...]:
     return tuple(host(i) for i in range(n))
 
 

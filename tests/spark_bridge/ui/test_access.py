@@ -12,7 +12,7 @@ from starlette.testclient import TestClient
 from spark_bridge.ui import app as page_app
 from spark_bridge.ui.app import create_ui
 from spark_bridge.ui.sign_in import SESSION_COOKIE, OwnToken, form_token
-from spark_bridge.ui.views import SEEN, SENT
+from spark_bridge.ui.views import POSTED, SEEN
 from spark_bridge.ui.web import POLICY
 from tests.spark_bridge.ui.conftest import Look
 from tests.spark_bridge.ui.hostile import HOSTILE, Forms
@@ -45,7 +45,7 @@ def test_without_a_token_nothing_is_shown(path: str) -> None:
     assert client.get(path, headers={"Authorization": "Bearer wrong"}).status_code == 401
 
 
-@pytest.mark.parametrize("path", [*SENT, "/signout"])
+@pytest.mark.parametrize("path", [*POSTED, "/signout"])
 def test_without_a_token_nothing_is_sent(path: str) -> None:
     system = ModelSystem(healthy())
     assert browser(system=system).post(path, data={"query": "q-clicks"}).status_code in (401, 403)
@@ -156,7 +156,7 @@ def test_a_form_of_another_site_is_refused(headers: dict[str, str], changes: dic
     client = browser(system=system)
     sign_in(client, ACT)
     fields = {**forms_of(client), "statement": "select 1", **changes}
-    for path in (*SENT, "/signout"):
+    for path in (*POSTED, "/signout"):
         assert client.post(path, data=fields, headers=headers).status_code == 403, path
     assert system.triggered == [] and client.get("/").status_code == 200
     own = {"Origin": "http://testserver", "Sec-Fetch-Site": "same-origin"}
@@ -177,7 +177,7 @@ def test_forms_have_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     large = client.post("/sql", data={"statement": "x" * 70_000})
     assert large.status_code == 413
     assert client.post("/sql", json={"statement": "select 1"}).status_code == 415
-    monkeypatch.setattr(page_app, "MOST_REQUESTS", 0)
+    monkeypatch.setattr(page_app, "MOST_PAGE_REQUESTS", 0)
     assert client.get("/").status_code == 429
 
 
@@ -220,7 +220,7 @@ def test_hostile_parameters_are_text(text: str, look: Look) -> None:
             assert answer.status_code in (200, 400, 404), path
             assert Forms(answer.text).suspect == [], path
             assert not re.search(r"\b1337\b", answer.text)
-    for path in SENT:
+    for path in POSTED:
         fields = {"form_token": form_token(ACT), "statement": text, "query": "q-clicks", "path": text, "name": text}
         answer = client.post(path, data=fields, follow_redirects=False)
         assert answer.status_code in (200, 303, 400, 404) and Forms(answer.text).suspect == []

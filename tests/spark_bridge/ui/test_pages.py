@@ -289,7 +289,7 @@ def test_a_page_waits_for_a_newer_overview_only_if_the_last_one_is_not_recent(mo
     asked: Any = Asked()
     shared = asked.shared()
     shared.get()
-    monkeypatch.setattr("spark_bridge.ui.overviews.WAIT_SECONDS", PATIENCE)
+    monkeypatch.setattr("spark_bridge.ui.overviews.OVERVIEW_WAIT_SECONDS", PATIENCE)
     ask = shared._ask
     monkeypatch.setattr(shared, "_ask", lambda: held.wait(PATIENCE) and ask())
     asked.now = RECENT_SECONDS - 0.1
@@ -303,7 +303,7 @@ def test_an_overview_that_takes_long_is_shown_with_its_age(monkeypatch: pytest.M
     asked: Any = Asked()
     shared = asked.shared()
     shared.get()
-    monkeypatch.setattr("spark_bridge.ui.overviews.WAIT_SECONDS", 0.0)
+    monkeypatch.setattr("spark_bridge.ui.overviews.OVERVIEW_WAIT_SECONDS", 0.0)
     monkeypatch.setattr(shared, "_refresh", lambda done: done.wait(PATIENCE))
     asked.now = OLD_SECONDS + 2
     seen = shared.get()

@@ -247,7 +247,7 @@ def test_a_watched_key_tells_each_version_that_changed_it(tmp_path: Path) -> Non
 
 
 def test_a_watch_of_a_checkpoint_tells_what_completes(hosts: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("spark_bridge.state_data.checkpoint_client.POLL_SECONDS", 0.01)
+    monkeypatch.setattr("spark_bridge.state_data.checkpoint_client.WATCH_POLL_SECONDS", 0.01)
     changes = stored(hosts).client().watch("totals", [(5,)], from_version=0)
     told = [next(iterator) for iterator in [iter(changes)] for _ in range(3)]
     assert [(c.version, c.batch.column("change_type").to_pylist()) for c in told] == [

@@ -17,7 +17,7 @@ from spark_bridge.cli.doctor.checks import Check, checked
 from spark_bridge.cli.doctor.storage import storage_checks
 from spark_bridge.cli.main import app
 from spark_bridge.overview.model import Fault, Overview
-from spark_bridge.overview.processes import CoordinatorInfo, Host
+from spark_bridge.overview.processes import CoordinatorInfo, HostOverview
 from tests.command_line import CliRunner
 
 
@@ -135,9 +135,9 @@ def test_ports_and_faults() -> None:
         address = f"127.0.0.1:{open_port.getsockname()[1]}"
         fault = Fault("error", "host-silent", "host h", "Nothing was heard.", "Look at its machine.")
         info = CoordinatorInfo("c", "ns", "127.0.0.1")
-        sound = Overview("cluster", 0, info, (), (Host("h", f"grpc://{address}", query_address=address),))
+        sound = Overview("cluster", 0, info, (), (HostOverview("h", f"grpc://{address}", query_address=address),))
         assert of(cluster.overview_checks(sound))["ports"].status == "ok"
-        hosts = (Host("h", f"grpc://{address}", query_address=f"127.0.0.1:{closed}"),)
+        hosts = (HostOverview("h", f"grpc://{address}", query_address=f"127.0.0.1:{closed}"),)
         found = of(cluster.overview_checks(Overview("cluster", 0, info, (), hosts, (fault,))))
     assert f"127.0.0.1:{closed} of h (for queries)" in found["ports"].found
     assert found["host-silent"].status == "error"

@@ -10,11 +10,11 @@ import pytest
 
 from spark_bridge.cli.jobs.supervision import (
     ENDED_WELL,
-    FAILED,
     GAVE_UP,
-    STOPPED,
+    JOB_FAILED,
+    JOB_STOPPED,
+    JOB_SUCCEEDED,
     STOPPED_ELSEWHERE,
-    SUCCEEDED,
     ClusterAwayError,
     JobRun,
     NotOursError,
@@ -26,8 +26,8 @@ from spark_bridge.cli.jobs.supervision import (
 
 COMMAND = "python clicks.py"
 RUNNING = "RUNNING"
-KILLED = JobRun(0, FAILED, exit_code=-9, cause="JOB_ENTRYPOINT_COMMAND_ERROR")
-WELL = JobRun(0, SUCCEEDED, exit_code=0)
+KILLED = JobRun(0, JOB_FAILED, exit_code=-9, cause="JOB_ENTRYPOINT_COMMAND_ERROR")
+WELL = JobRun(0, JOB_SUCCEEDED, exit_code=0)
 
 
 @dataclass
@@ -76,7 +76,7 @@ class PlayedCluster:
     def stop(self, number: int) -> None:
         self._answer()
         if number in self.runs:
-            self.runs[number] = replace(self.runs[number], status=STOPPED)
+            self.runs[number] = replace(self.runs[number], status=JOB_STOPPED)
 
     def follow(self, number: int) -> None:
         self.followed.append(number)
@@ -142,7 +142,7 @@ def test_a_run_that_was_long_enough_ends_the_row() -> None:
 
 
 def test_a_job_that_somebody_stopped_stays_stopped() -> None:
-    played = Played(PlayedCluster([JobRun(0, STOPPED)]))
+    played = Played(PlayedCluster([JobRun(0, JOB_STOPPED)]))
     assert played.supervise() == STOPPED_ELSEWHERE
     assert played.cluster.submitted == [1]
 
@@ -188,7 +188,7 @@ def test_a_signal_stops_the_job_and_is_in_the_exit_code(sent: signal.Signals) ->
 
     played = Played(cluster, at_wait=at_wait)
     assert played.supervise() == 128 + sent
-    assert cluster.runs[1].status == STOPPED
+    assert cluster.runs[1].status == JOB_STOPPED
     assert signal.getsignal(sent) == signal.SIG_DFL  # the next one ends the supervisor at once
 
 
@@ -202,11 +202,11 @@ def test_a_signal_between_two_starts_starts_nothing_more() -> None:
 @pytest.mark.parametrize(
     ("run", "words"),
     [
-        (JobRun(1, FAILED, exit_code=137), "killed by SIGKILL (by hand, or by the system for want of memory)"),
-        (JobRun(1, FAILED, exit_code=1), "exit code 1"),
-        (JobRun(1, FAILED, exit_code=250), "exit code 250"),
-        (JobRun(1, FAILED, cause="JOB_SUPERVISOR_ACTOR_DIED", message="Job supervisor died: x"), "machine"),
-        (JobRun(1, FAILED, message="what Ray says\nmore"), "it failed (Ray: what Ray says)"),
+        (JobRun(1, JOB_FAILED, exit_code=137), "killed by SIGKILL (by hand, or by the system for want of memory)"),
+        (JobRun(1, JOB_FAILED, exit_code=1), "exit code 1"),
+        (JobRun(1, JOB_FAILED, exit_code=250), "exit code 250"),
+        (JobRun(1, JOB_FAILED, cause="JOB_SUPERVISOR_ACTOR_DIED", message="Job supervisor died: x"), "machine"),
+        (JobRun(1, JOB_FAILED, message="what Ray says\nmore"), "it failed (Ray: what Ray says)"),
         (None, "head of the cluster has died"),
     ],
 )

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pytest
 from click.testing import Result
 
-from spark_bridge.cli.keys import bound_of, condition_of, key_of
+from spark_bridge.cli.keys import bound_of, condition_of, key_of_words
 from spark_bridge.cli.main import app
 from spark_bridge.exceptions import RequestError, UnknownKeyOrNamespaceError
 from spark_bridge.state_data import checkpoint_client
@@ -43,23 +43,27 @@ def as_json(*args: str, code: int = 0, at: str = CHECKPOINT) -> Any:
     "words", [["k=a,b", "g=0"], ["g=0", "k=a,b"], ["a,b", "0"], ['"a,b",0'], ['["a,b", 0]'], ['{"g": 0, "k": "a,b"}']]
 )
 def test_a_key_is_written_in_several_ways(words: list[str]) -> None:
-    assert key_of(words, KEY) == ("a,b", 0)
+    assert key_of_words(words, KEY) == ("a,b", 0)
 
 
 def test_a_key_of_one_column() -> None:
     text, number = pa.schema([("k", pa.string())]), pa.schema([("n", pa.int64())])
-    assert key_of(["a=b"], text) == "a=b", "only the name of a column stands before its value"
-    assert key_of(["k=b"], text) == "b"
-    assert key_of(["{7}"], text) == "{7}" and key_of(["null"], text) == "null" and key_of(["7"], text) == "7"
-    assert key_of(["7"], number) == key_of(["n=7"], number) == 7
-    assert key_of(["null"], number) is None and key_of(["[null]"], text) is None
+    assert key_of_words(["a=b"], text) == "a=b", "only the name of a column stands before its value"
+    assert key_of_words(["k=b"], text) == "b"
+    assert (
+        key_of_words(["{7}"], text) == "{7}"
+        and key_of_words(["null"], text) == "null"
+        and key_of_words(["7"], text) == "7"
+    )
+    assert key_of_words(["7"], number) == key_of_words(["n=7"], number) == 7
+    assert key_of_words(["null"], number) is None and key_of_words(["[null]"], text) is None
 
 
 def test_a_wrong_key_says_what_is_wanted() -> None:
     with pytest.raises(UnknownKeyOrNamespaceError, match=r"3 values were given; the key has 2 columns \(k: string"):
-        key_of(["a", "b", "c"], KEY)
+        key_of_words(["a", "b", "c"], KEY)
     with pytest.raises(UnknownKeyOrNamespaceError, match="Key column 'g': 'x' is no int32"):
-        key_of(["k=a", "g=x"], KEY)
+        key_of_words(["k=a", "g=x"], KEY)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from backends.encoding.keys import encode_keys
 from backends.encoding.operator_schema import OperatorSchema
 from backends.encoding.schema import StateSchema
 from coordinator_actor.messages import OperatorFigures
-from spark_bridge.queryable.routing.retries import GONE, Attempts
+from spark_bridge.queryable.routing.retries import FINAL_ERRORS, Attempts
 from tests.spark_bridge.operators.operator_runs import WINDOW
 from tests.spark_bridge.state_flows import G, HostAccess, Query
 
@@ -25,7 +25,7 @@ class UntilGone(Attempts):
     found_gone = 0
 
     def delay(self, error: Exception) -> float:
-        self.found_gone += isinstance(error, GONE)
+        self.found_gone += isinstance(error, FINAL_ERRORS)
         if self.found_gone == 3:
             self.deadline = 0.0
         return super().delay(error)

@@ -68,7 +68,7 @@ def client(filled: Cluster, request: pytest.FixtureRequest) -> QueryableStateCli
 @pytest.fixture
 def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Cluster]]:
     """Makes queries whose hosts soon ask the coordinator where these are."""
-    monkeypatch.setattr(operator_directory, "KEPT_SECONDS", 0.05)
+    monkeypatch.setattr(operator_directory, "DIRECTORY_SECONDS", 0.05)
     made: list[Cluster] = []
 
     def make(**arguments: Any) -> Cluster:
@@ -464,7 +464,7 @@ def test_a_client_that_asks_the_coordinator_finds_all_hosts(filled: Cluster) -> 
 def test_who_has_little_time_waits_for_the_coordinator_no_longer(
     filled: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("spark_bridge.queryable.client.discovery.COORDINATOR_SECONDS", 2 * PATIENCE)
+    monkeypatch.setattr("spark_bridge.queryable.client.discovery.DISCOVERY_SECONDS", 2 * PATIENCE)
     given: list[float] = []
 
     def within(seconds: float) -> Any:

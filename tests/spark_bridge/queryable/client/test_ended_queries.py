@@ -21,7 +21,7 @@ USERS = 40
 
 @pytest.fixture
 def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
-    monkeypatch.setattr(operator_directory, "KEPT_SECONDS", 0.02)
+    monkeypatch.setattr(operator_directory, "DIRECTORY_SECONDS", 0.02)
     monkeypatch.setattr(completion_wait, "ASK_COORDINATOR_SECONDS", 0.1)
     made = Cluster(tmp_path)
     for n in (1, 2):

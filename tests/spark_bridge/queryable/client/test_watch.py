@@ -35,7 +35,7 @@ from tests.spark_bridge.state_flows import Flow
 @pytest.fixture
 def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Cluster]]:
     """Makes queries whose hosts soon ask the coordinator where these are, and whether they have ended."""
-    monkeypatch.setattr(operator_directory, "KEPT_SECONDS", 0.05)
+    monkeypatch.setattr(operator_directory, "DIRECTORY_SECONDS", 0.05)
     monkeypatch.setattr(completion_wait, "ASK_COORDINATOR_SECONDS", 0.1)
     made: list[Cluster] = []
 

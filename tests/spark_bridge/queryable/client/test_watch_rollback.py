@@ -23,7 +23,7 @@ from tests.spark_bridge.queryable.rollback import go_back
 @pytest.fixture
 def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
     """A query whose hosts soon ask the coordinator where it is, and whether it has ended."""
-    monkeypatch.setattr(operator_directory, "KEPT_SECONDS", 0.05)
+    monkeypatch.setattr(operator_directory, "DIRECTORY_SECONDS", 0.05)
     monkeypatch.setattr(completion_wait, "ASK_COORDINATOR_SECONDS", 0.1)
     made = Cluster(tmp_path, partitions=1)
     yield made

@@ -16,8 +16,8 @@ from tests.spark_bridge.queryable.reads.loaded_hosts import KEYS, exactly, fille
 
 @pytest.mark.parametrize("backend", ["file", "rocksdb"])
 def test_a_scan_shows_its_version_however_long_it_takes(make, monkeypatch, backend):
-    monkeypatch.setattr("spark_bridge.state_format.partition_rows.STEP_ROWS", 3)
-    monkeypatch.setattr("spark_bridge.queryable.reads.row_stream.BATCH_ROWS", 3)
+    monkeypatch.setattr("spark_bridge.state_format.partition_rows.DECODE_STEP_ROWS", 3)
+    monkeypatch.setattr("spark_bridge.queryable.reads.row_stream.STREAM_BATCH_ROWS", 3)
     w = make(backend=backend, n=3)
     w.batch(filled(1))
     w.batch({**filled(2), 5: None})
@@ -40,7 +40,7 @@ def test_a_scan_shows_its_version_however_long_it_takes(make, monkeypatch, backe
 
 
 def test_a_scan_of_a_partition_that_leaves_ends_with_an_error_that_says_so(make, monkeypatch):
-    monkeypatch.setattr("spark_bridge.queryable.reads.row_stream.BATCH_ROWS", 1)
+    monkeypatch.setattr("spark_bridge.queryable.reads.row_stream.STREAM_BATCH_ROWS", 1)
     w = make()
     w.batch(filled(1))
     answer = w.reads[0].scan(ScanRequest(w.run, "op"))

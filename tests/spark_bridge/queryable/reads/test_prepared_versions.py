@@ -356,7 +356,7 @@ def test_an_error_of_storage_is_an_error_and_the_next_reader_looks_again(make):
 
 
 def test_a_look_is_paced(make, monkeypatch):
-    monkeypatch.setattr(prepared_versions, "LOOK_SECONDS", HANG)
+    monkeypatch.setattr(prepared_versions, "PREPARED_LOOK_SECONDS", HANG)
     w = make()
     w.batch(filled(1))
     w.write(filled(2))

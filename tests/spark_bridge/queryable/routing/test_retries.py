@@ -27,7 +27,7 @@ from spark_bridge.exceptions import (
     TooManyRequestsError,
     UnknownOperatorError,
 )
-from spark_bridge.queryable.routing.retries import LONGEST_DELAY, Attempts, retrying, should_locate
+from spark_bridge.queryable.routing.retries import LONGEST_RETRY_DELAY, Attempts, retrying, should_locate
 from spark_bridge.transport.error_codec import rebuilt_error
 
 HELPED = (
@@ -119,7 +119,7 @@ def test_in_the_end_it_is_said_what_was_asked_how_long_and_what_failed_last() ->
     assert "last failure: HostUnavailableError: 10.0.0.1:7 does not answer" in str(raised.value)
     assert isinstance(raised.value.__cause__, HostUnavailableError)
     assert clock.now <= 103.0
-    assert max(clock.slept) == LONGEST_DELAY
+    assert max(clock.slept) == LONGEST_RETRY_DELAY
     assert all(a <= b for a, b in pairwise(clock.slept))
 
 

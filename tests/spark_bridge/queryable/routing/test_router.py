@@ -120,7 +120,7 @@ def test_what_is_no_stored_key(cluster: Cluster, connections: KvConnections) -> 
 def test_a_host_that_hangs_is_not_waited_for_until_the_deadline(
     connections: KvConnections, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(router_module, "FEW_KEYS_SECONDS", 0.05)
+    monkeypatch.setattr(router_module, "SMALL_LOOKUP_SECONDS", 0.05)
     go_on = threading.Event()
 
     class Hanging(MemoryReads):

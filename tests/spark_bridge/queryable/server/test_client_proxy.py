@@ -51,7 +51,7 @@ from spark_bridge.queryable.protocol.state_reads import StateAnswer
 from spark_bridge.queryable.routing.retries import Attempts, retrying
 from spark_bridge.queryable.routing.router import StateRouter
 from spark_bridge.queryable.server import location_cache
-from spark_bridge.queryable.server.client_proxy import KvStateClientProxy
+from spark_bridge.queryable.server.client_proxy import KvStateClientProxy, connections_to_hosts
 from spark_bridge.queryable.server.location_cache import LocationCache
 from spark_bridge.queryable.server.server import KvStateServer
 from tests.effort import effort
@@ -465,10 +465,9 @@ def test_hosts_that_use_tls_forward_by_tls() -> None:
         lambda: MemoryReads({key: b"here"}),
         Away(),  # type: ignore[arg-type]
         OneToken({TOKEN}),
-        token=TOKEN,
+        connections_to_hosts(TOKEN, theirs),
         ip="127.0.0.1",
         tls=ours,
-        client_tls=theirs,
     )
     proxy.update_kv_state_location_oracle("q1", oracle_of("r1", other.server_address, operator="totals"))
     try:

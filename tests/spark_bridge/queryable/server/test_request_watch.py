@@ -36,7 +36,7 @@ from spark_bridge.queryable.protocol.messages import (
 from spark_bridge.queryable.protocol.request_context import active_context
 from spark_bridge.queryable.protocol.state_reads import StateAnswer
 from spark_bridge.queryable.reads import key_reads, operator_directory, partition_scans, version_copies
-from spark_bridge.queryable.reads.row_stream import gathered, limited
+from spark_bridge.queryable.reads.row_stream import gather_batches, limited
 from spark_bridge.queryable.routing.routed_scan import RoutedScan, ScanPlan
 from spark_bridge.queryable.server import client_session, row_sender, served_request, server
 from tests.patience import HANG, PATIENCE
@@ -178,7 +178,7 @@ def test_rows_that_are_dropped_are_checked_for_everywhere():
     plan = ScanPlan(
         ScanRequest("run", "totals"), location, lambda *_: lambda: endless, lambda *_: "a:1", None, timeout=1.0
     )
-    for batches in (limited(none(), 5), gathered(none()), RoutedScan(plan, [("a:1", [0])], 0.0)):
+    for batches in (limited(none(), 5), gather_batches(none()), RoutedScan(plan, [("a:1", [0])], 0.0)):
         with active_context(Watch(checks=5)), pytest.raises(Stopped):
             next(batches)
 
@@ -193,13 +193,13 @@ def test_runs_that_nobody_knows_cost_neither_memory_nor_the_coordinator(world, m
         with pytest.raises(UnknownRunError):
             reads.await_completed(f"nobody{i}", 0, 0.01)
     assert len(host.version_requests._asking) <= 10
-    monkeypatch.setattr(version_requests, "UNKNOWN_SECONDS", HANG)
+    monkeypatch.setattr(version_requests, "UNKNOWN_RUN_SECONDS", HANG)
     before = world.port.calls["completed"]
     for _ in range(30):
         with pytest.raises(UnknownRunError, match="nobody29"):
             reads.lookup(LookupRequest("nobody29", "op"), stored([1]))
     assert world.port.calls["completed"] == before
-    monkeypatch.setattr(version_requests, "UNKNOWN_SECONDS", 0.0)
+    monkeypatch.setattr(version_requests, "UNKNOWN_RUN_SECONDS", 0.0)
     with pytest.raises(UnknownRunError):
         reads.await_completed("nobody29", 0, 0.01)
     assert world.port.calls["completed"] == before + 1
@@ -343,7 +343,7 @@ def test_the_coordinator_is_asked_once_for_many_who_ask_the_same(world, monkeypa
         assert [o["operator"] for o in reads.operators()] == ["op"]
         assert len(reads.describe("op", None)["operators"]) == 1
     assert (calls["locate"], calls["operators"]) == (1, 1)
-    monkeypatch.setattr(operator_directory, "KEPT_SECONDS", 0.0)
+    monkeypatch.setattr(operator_directory, "DIRECTORY_SECONDS", 0.0)
     reads._directory._locations = BoundedDict(1)
     for query in (None, world.run, None, world.run):
         assert reads.locate("op", query).run_id == world.run

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from spark_bridge.queryable.protocol.messages import Comparison
 from spark_bridge.queryable.sql import pushdown
 from spark_bridge.queryable.sql.expressions import (
-    Call,
     FieldRef,
+    FunctionCall,
     UnknownExpressionError,
     columns_read,
     parse_expression,
@@ -34,10 +34,10 @@ from tests.spark_bridge.queryable.sql.memory_state import (
 
 def test_an_expression_can_be_taken_apart() -> None:
     tree = parse_expression((pc.field("a") > 3) & pc.field("s", "x").isin(["p", 'q"', None]))
-    assert isinstance(tree, Call) and tree.function == "and_kleene"
+    assert isinstance(tree, FunctionCall) and tree.function == "and_kleene"
     greater, is_in = tree.arguments
-    assert isinstance(greater, Call) and greater.arguments[0] == FieldRef(("a",))
-    assert isinstance(is_in, Call) and is_in.arguments == (FieldRef(("s", "x")),)
+    assert isinstance(greater, FunctionCall) and greater.arguments[0] == FieldRef(("a",))
+    assert isinstance(is_in, FunctionCall) and is_in.arguments == (FieldRef(("s", "x")),)
     assert is_in.options is not None and is_in.options["value_set"].as_py() == ["p", 'q"', None]
     assert columns_read(tree) == {"a", "s"}
 
@@ -202,7 +202,7 @@ def test_long_lists_are_not_sent_twice_over(monkeypatch: pytest.MonkeyPatch) -> 
     values = ", ".join(f"'{'x' * 2000}{n}'" for n in range(150))
     assert sql(client, f"select count(*) from aircraft where carrier in ({values}, 'AA')").fetchall() == [(4,)]
     assert [a.where for a in client.scans] == [[]]
-    monkeypatch.setattr(pushdown, "MAX_KEYS", 100)
+    monkeypatch.setattr(pushdown, "MAX_PUSHED_KEYS", 100)
     client = memory()
     many = ", ".join(map(str, range(50, 151)))
     assert sql(client, f"select count(*) from users where user in ({many})").fetchall() == [(50,)]
