@@ -7,7 +7,7 @@ Tasks use the real ``spark_bridge.task.task_store.TaskStore``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, ItemsView, Iterable
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -394,6 +394,10 @@ class PerProcess:
     def pop(self, key: Any, default: Any) -> Any:
         """As a dict's."""
         return self._mine().pop(key, default)
+
+    def items(self) -> ItemsView[Any, Any]:
+        """As a dict's."""
+        return self._mine().items()
 
     def __contains__(self, key: Any) -> bool:
         return key in self._mine()

@@ -26,17 +26,19 @@ import pytest
 
 from backends.exceptions import FileExistsInStorageError, StorageError
 from backends.formats import manifest_chain, retention
+from backends.formats.changelog import Changes
 from backends.formats.changelog_group import group_path, write_group
-from backends.formats.manifest import Manifest, OperatorEntry
+from backends.formats.manifest import ChangelogRef, Lineage, Manifest, OperatorEntry
 from backends.formats.partition_entries import PartitionEntries
 from backends.formats.retention import Retention
+from backends.partition.before_images import state_after
 from backends.partition.loading import Loading
 from backends.partition.pending_changes import PendingChanges
 from backends.storage.create_if_absent import CreateIfAbsentProofs
 from backends.storage.file_ref import FileRef
 from coordinator_actor import coordinator as coordinator_module
 from coordinator_actor.checkpoints.checkpoint_id import CheckpointIDCounter
-from coordinator_actor.durable.fencing import EPOCHS, Epochs
+from coordinator_actor.durable.fencing import EPOCHS, FENCE, MANIFESTS, Epochs
 from coordinator_actor.durable.lookup_records import LookupRecords
 from coordinator_actor.durable.manifests import ManifestLog, manifest_path
 from coordinator_actor.handlers import batches, owners
@@ -104,7 +106,7 @@ def last_speaker(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def no_fencing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Epochs, "_close", lambda self, epochs: None)
+    monkeypatch.setattr(Epochs, "_fence", lambda self, last: last[1])
 
 
 def leapt_fences(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,7 +128,7 @@ def late_fences(monkeypatch: pytest.MonkeyPatch) -> None:
     close: Callable[..., None] = Epochs._close
 
     def claim(self: Any, run_id: str, layouts: Any = (), schema_ids: Any = None) -> None:
-        monkeypatch.setattr(Epochs, "_close", lambda self, epochs: None)
+        monkeypatch.setattr(Epochs, "_fence", lambda self, last: last[1])
         self.epochs.claim(run_id, layouts, schema_ids)
         self._sequence = 0
         self.refresh()
@@ -137,14 +139,14 @@ def late_fences(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def no_claim(monkeypatch: pytest.MonkeyPatch) -> None:
-    claim: Callable[..., None] = Epochs.claim
+    claim: Callable[..., list[str]] = Epochs.claim
 
-    def joining(self: Any, *args: Any) -> None:
+    def joining(self: Any, *args: Any) -> list[str]:
         claimed = self._files.numbers(EPOCHS)
-        if claimed:
-            self.current = claimed[-1]
-        else:
-            claim(self, *args)
+        if not claimed:
+            return claim(self, *args)
+        self.current = claimed[-1]
+        return [path for path, size in self._files.storage.list(f"{MANIFESTS}/") if size != len(FENCE)]
 
     monkeypatch.setattr(Epochs, "claim", joining)
 
@@ -275,14 +277,23 @@ def prepared_is_completed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def forgotten_changelog(monkeypatch: pytest.MonkeyPatch) -> None:
-    replay: Callable[..., None] = Loading._replay
+    run: Callable[..., None] = Loading.run
+    replay_one: Callable[..., None] = Loading._replay_one
 
-    def hasty(self: Any, changelogs: Any) -> None:
-        replay(self, changelogs[:-1])
-        if changelogs:
-            self.version, self.head = changelogs[-1].version, changelogs[-1].file.path
+    def told(self: Any, lineage: Lineage) -> None:
+        self.wanted = lineage.version
+        run(self, lineage)
 
-    monkeypatch.setattr(Loading, "_replay", hasty)
+    def hasty(self: Any, ref: ChangelogRef, data: bytes) -> None:
+        if ref.version < self.wanted:
+            replay_one(self, ref, data)
+            return
+        nothing = Changes({})
+        self._engine.prepare(nothing)(state_after(self._engine.state, ref.version, ref.file.path, nothing, None))
+        self.version, self.head = ref.version, ref.file.path
+
+    monkeypatch.setattr(Loading, "run", told)
+    monkeypatch.setattr(Loading, "_replay_one", hasty)
 
 
 def forgotten_source(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -454,7 +465,7 @@ FAULTS: Sequence[PlantedFault] = (
         "no-fencing",
         "A coordinator that has lost the query goes on completing versions.",
         no_fencing,
-        range(135, 235),
+        range(152, 252),
         prepare=restless_in_two_clusters,
     ),
     PlantedFault(
@@ -565,7 +576,7 @@ FAULTS: Sequence[PlantedFault] = (
         "prepared-is-completed",
         "Behind a restart of the coordinator a prepared version is completed without Spark's commit.",
         prepared_is_completed,
-        range(53, 353),
+        range(151, 451),
         test="tests/coordinator_actor/handlers/test_repeated_batches.py::"
         "test_a_coordinator_that_restarts_in_a_repeat_goes_on_with_it",
     ),

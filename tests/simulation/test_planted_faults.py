@@ -46,6 +46,7 @@ def searched(fault: PlantedFault) -> Any:
 def test_the_simulation_finds_a_planted_fault(fault: PlantedFault, monkeypatch: pytest.MonkeyPatch) -> None:
     fault.plant(monkeypatch)
     found = first_failure(fault.seeds, fault.max_steps, fault.prepare)
+    assert not isinstance(found.failure, TypeError | AttributeError | NameError), "the fault was planted wrongly"
     assert f"--seed {found.seed}" in str(found) and len(found.last_events) > 10
 
 

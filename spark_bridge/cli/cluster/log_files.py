@@ -9,8 +9,8 @@ from typing import Any
 
 from spark_bridge.exceptions import EnvironmentProblemError
 
-COORDINATOR, HOST = "StateStoreCoordinator", "StateStoreHost"
-HOST_PREFIX = f"{HOST}-"
+COORDINATOR_ACTOR, HOST_ACTOR = "StateStoreCoordinator", "StateStoreHost"
+HOST_PREFIX = f"{HOST_ACTOR}-"
 WHOLE = -1
 MOST_LOOKED_AT = 500
 """Of so many logs of other processes on a machine it is asked whether an actor that was started again wrote them."""
@@ -47,7 +47,7 @@ def _log_files(address: str, namespace: str, coordinator: str, tail: int) -> tup
 
     actors = [
         actor
-        for name in (COORDINATOR, HOST)
+        for name in (COORDINATOR_ACTOR, HOST_ACTOR)
         for actor in list_actors(
             address,
             filters=[("class_name", "=", name), ("ray_namespace", "=", namespace)],
@@ -58,7 +58,7 @@ def _log_files(address: str, namespace: str, coordinator: str, tail: int) -> tup
     jobs = {job.job_id: job for job in list_jobs(address, limit=10_000)}
     files, missing, drivers = list[LogFile](), list[str](), set[str]()
     for actor in actors:
-        is_coordinator = actor.class_name == COORDINATOR
+        is_coordinator = actor.class_name == COORDINATOR_ACTOR
         if is_coordinator and actor.name != coordinator:
             continue
         if not is_coordinator:
