@@ -77,7 +77,7 @@ class StateStoreConf:
     provider: str = "rocksdb"
     storage_options: Mapping[str, str] = field(default_factory=dict, hash=False)
     fsync: bool = True
-    commit_linger: float = 0.2
+    commit_linger: float = 0.4
     compression: str = "lz4"
     min_versions_to_retain: int = 100
     deltas_per_snapshot: int = 10

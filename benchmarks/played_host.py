@@ -6,6 +6,7 @@ coordinator, which is in the process that has started it, through a socket.
 
 from __future__ import annotations
 
+import sys
 import threading
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,6 +23,7 @@ import pyarrow as pa
 
 from backends.conf import StateStoreConf
 from backends.formats.changelog import Changes
+from backends.without_pandas import keep_pandas_out
 from coordinator_actor.messages import HostInfo
 from coordinator_actor.port import CoordinatorPort
 from spark_bridge.host.host import Host
@@ -32,6 +34,8 @@ Redirects = Mapping[tuple[str, int], str]
 AUTHENTICATION = uuid.uuid4().bytes
 MOST_KEYS = 100_000
 """Keys are drawn from so many in each partition."""
+SWITCH_SECONDS = 0.0005
+"""How long a thread of a host keeps the interpreter while others wait, in seconds."""
 
 
 @dataclass(frozen=True)
@@ -183,6 +187,9 @@ def _serve(
     directory: Path,
     conf: StateStoreConf,
 ) -> None:
+    # As a host's actor does (``spark_bridge/host_actor/actor.py``).
+    keep_pandas_out()
+    sys.setswitchinterval(SWITCH_SECONDS)
     host = HostHere(info, PortThroughDoor(door, key), directory, conf)
     at_work = threading.Thread(target=_obey, args=(tasks, host), name="tasks", daemon=True)
     at_work.start()

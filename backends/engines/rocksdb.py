@@ -73,6 +73,8 @@ without write buffers and block cache: 268 KiB with 2 column families, 397 with 
 """
 BULK_DIRECTORY = "bulk"
 """Where files are written that the database then takes over. RocksDB leaves alone what it does not know."""
+IDENTITY = "IDENTITY"
+"""The name of the file with a database's id."""
 META_FAMILY = "__statestore__"
 _META_KEY = b"state"
 _WRITE_BUFFERS = "rocksdb.cur-size-all-mem-tables"
@@ -360,6 +362,8 @@ class LocalRocksDB:
             if file.suffix != ".log" and not file.name.startswith("OPTIONS"):
                 file.rename(directory / file.name)
         shutil.rmtree(checkpoint)
+        # Without the file, RocksDB writes and syncs one with the id of the manifest when a copy is opened.
+        (directory / IDENTITY).hardlink_to(self._path / IDENTITY)
         return lambda: None
 
     def restore(self, directory: Path) -> None:

@@ -7,7 +7,7 @@ that refers to the file proves that the bytes are intact.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -43,6 +43,24 @@ class Changes:
         Raises ``InvalidStateStoreArgument`` for null keys, a key that is given twice, or other types.
         """
         return cls({column_family: SortedPairs.of(keys, values)})
+
+    @classmethod
+    def together(cls, steps: Sequence[Changes]) -> Changes:
+        """Return the changes that lead where these lead, one after the other."""
+        if len(steps) == 1:
+            return steps[0]
+        families: dict[str, list[SortedPairs]] = {}
+        for step in steps:
+            for name, pairs in step.families.items():
+                families.setdefault(name, []).append(pairs)
+        return cls(
+            {
+                name: SortedPairs.last_wins(
+                    pa.concat_arrays([part.keys for part in parts]), pa.concat_arrays([part.values for part in parts])
+                )
+                for name, parts in families.items()
+            }
+        )
 
     @property
     def num_changes(self) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -16,9 +16,16 @@ from backends import fault_points
 from backends.engines.backend import backend_of
 from backends.engines.buffered_engine import BufferedEngine
 from backends.engines.engine import StateEngine
-from backends.exceptions import DamagedFileError, LocalDiskFullError, LocalStateDamagedError, MissingFileError
+from backends.exceptions import (
+    DamagedFileError,
+    LoadEndedError,
+    LocalDiskFullError,
+    LocalStateDamagedError,
+    MissingFileError,
+    StorageError,
+)
 from backends.formats import snapshot
-from backends.formats.changelog import read_changelog
+from backends.formats.changelog import Changes, read_changelog
 from backends.formats.local_state import LocalState
 from backends.formats.manifest import ChangelogRef, Lineage, Rescaled, SnapshotRef, SourcePartition
 from backends.partition import rescaling
@@ -29,6 +36,9 @@ from backends.partition.load_watch import LoadWatch
 from backends.partition.local_directory import Scratch
 
 log = logging.getLogger(__name__)
+
+REPLAYED_BYTES = 1 << 20
+"""Changelogs of so many bytes are applied at once: each look-up of old values and each write has a price of its own."""
 
 
 class Loading:
@@ -65,9 +75,7 @@ class Loading:
                             f"among the files that lead to version {lineage.version}."
                         )
                     self._watch.expect(len(rest), sum(ref.file.size for ref in rest))
-                    for ref, data in reads:
-                        self._replay_one(ref, data)
-                        self._watch.step(1, ref.file.size)
+                    self._replay(reads)
                 self._context.scratch.drop_kept()
                 return
             except LocalDiskFullError:
@@ -175,15 +183,46 @@ class Loading:
             finally:
                 engine.close()
 
-    def _replay_one(self, ref: ChangelogRef, data: bytes) -> None:
+    def _replay(self, changelogs: Iterable[tuple[ChangelogRef, bytes]]) -> None:
+        """Apply changelogs in their order, several small ones at once. A load that is to be gone on with loses none."""
+        head = self.head
+        waiting: list[tuple[ChangelogRef, Changes]] = []
+        nbytes = 0
+        try:
+            for ref, data in changelogs:
+                changes = self._decoded(ref, data, head)
+                if waiting and nbytes + changes.nbytes > REPLAYED_BYTES:
+                    self._apply(waiting)
+                    waiting, nbytes = [], 0
+                waiting.append((ref, changes))
+                head, nbytes = ref.file.path, nbytes + changes.nbytes
+                if nbytes >= REPLAYED_BYTES:
+                    self._apply(waiting)
+                    waiting, nbytes = [], 0
+                self._watch.step(1, ref.file.size)
+        except (StorageError, LoadEndedError):
+            if waiting:
+                self._apply(waiting)
+            raise
+        if waiting:
+            self._apply(waiting)
+
+    def _decoded(self, ref: ChangelogRef, data: bytes, head: str | None) -> Changes:
+        """Return the changes of a changelog, which are to lead on from ``head``."""
         name = self._context.storage.full_location(ref.file.path)
         meta, changes = read_changelog(data, name)
-        if meta.version != ref.version or meta.base != self.head:
+        if meta.version != ref.version or meta.base != head:
             raise DamagedFileError(
                 f"{name} holds version {meta.version} on top of {meta.base}, but version {ref.version} on top of "
-                f"{self.head} is needed here: files have been exchanged. Restore them from a copy."
+                f"{head} is needed here: files have been exchanged. Restore them from a copy."
             )
+        return changes
+
+    def _apply(self, steps: Sequence[tuple[ChangelogRef, Changes]]) -> None:
+        """Apply the changes of changelogs, at least one, of which each leads on from the one before it."""
+        last, _ = steps[-1]
+        changes = Changes.together([changes for _, changes in steps])
         before = replaced_pairs(self._engine, changes) if self._context.conf.track_total_number_of_rows else None
-        state = state_after(self._engine.state, ref.version, ref.file.path, changes, before)
+        state = state_after(self._engine.state, last.version, last.file.path, changes, before)
         self._engine.prepare(changes)(state)
-        self.version, self.head = ref.version, ref.file.path
+        self.version, self.head = last.version, last.file.path

@@ -337,6 +337,12 @@ class CheckpointStorage:
             raise self._damaged(ref, len(data), digest(data))
         return data
 
+    def is_being_shared(self, ref: FileRef) -> bool:
+        """Return whether ``read`` will find a part of an object in memory, or will wait for somebody who reads it."""
+        if self.shared is None or ref.within is None:
+            return False
+        return self.shared.has(self.full_location(ref.within), ref.offset + ref.size)
+
     def read_together(self, refs: Sequence[FileRef]) -> dict[str, bytes]:
         """Return parts of one object by their paths, checked as by ``read``: parts that lie near to each other are one
         request.

@@ -55,6 +55,11 @@ class SharedObjects:
             with self._lock:
                 self._loads -= 1
 
+    def has(self, name: str, end: int) -> bool:
+        """Return whether an object is held up to ``end``, or is being read for all."""
+        with self._lock:
+            return end <= OBJECT_BYTES and name in self._held
+
     def part(
         self, name: str, offset: int, size: int, read: Callable[[int], bytes], *, is_new_reader: bool = True
     ) -> bytes | None:
@@ -70,9 +75,9 @@ class SharedObjects:
             self._asked[name] = asked
             if len(self._asked) > MOST_OBJECTS:
                 self._asked.popitem(last=False)
-            if asked <= ALONE and self._loads <= ALONE:
-                return None
             future = self._held.get(name)
+            if future is None and asked <= ALONE and self._loads <= ALONE:
+                return None
             reads = future is None
             if future is None:
                 future = self._held[name] = Future()

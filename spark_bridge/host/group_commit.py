@@ -71,8 +71,8 @@ class GroupCommit:
 class _Batch:
     """The newest batch of a run that this host has opened, which makes ``version``.
 
-    ``about_to_commit`` are the partitions that have opened the batch and have not committed since; ``group`` is the one
-    that still takes members. ``write_seconds`` is how long the run's writes have taken lately.
+    ``about_to_commit`` are the partitions for which tasks have asked in the batch and that have not committed since;
+    ``group`` is the one that still takes members. ``write_seconds`` is how long the run's writes have taken lately.
     """
 
     version: int
@@ -98,7 +98,7 @@ class GroupCommits:
         self._batches: dict[str, _Batch] = {}
 
     def opened(self, run_id: str, version: int, operator: str, partition: int) -> None:
-        """Take note that a task has opened a partition, and will commit changes that lead to ``version``."""
+        """Take note that a task asks for a partition, perhaps one to be loaded, and will commit ``version`` of it."""
         with self._changed:
             batch = self._batches.get(run_id)
             if batch is None:

@@ -13,6 +13,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
+import backends.providers.rocksdb  # noqa: F401 - most hosts need it, and their first batch would wait for its import
 from backends.conf import StateStoreConf
 from backends.exceptions import StoreClosedError
 from backends.formats.changelog import Changes
@@ -151,6 +152,8 @@ class Host:
             return OpenReply(grant.owner.address, grant.version)
         # Before the state is loaded, which may take long: a coordinator that is restarted meanwhile must know.
         self.held.note_opened(grant.registration, task.batch_id)
+        # Before that, too: those that are loaded first are stored together with those that are loaded next.
+        self.group_commits.opened(task.run_id, task.batch_id + 1, task.operator, task.partition)
         instance = self.shared_loads.opened(grant, task.operator, task.partition, task.invocation)
         if isinstance(instance, LoadProgress):
             return OpenReply(None, grant.version, loading=instance)
@@ -168,7 +171,6 @@ class Host:
                 "a second time. Something behind the operator merges its partitions (coalesce, union); "
                 "put .repartition(n) between the operator and it."
             )
-        self.group_commits.opened(task.run_id, task.batch_id + 1, task.operator, task.partition)
         schema = spec_of(grant.registration, task.operator).schema
         return OpenReply(None, grant.version, grant.registration.key_groups, schema, grant.times)
 

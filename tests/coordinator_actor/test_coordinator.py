@@ -11,6 +11,7 @@ import pytest
 
 from backends.encoding.schema import StateSchema
 from backends.exceptions import DamagedFileError, MissingFileError, StorageError
+from backends.storage.checkpoint_storage import CheckpointStorage
 from coordinator_actor.coordinator import Coordinator
 from coordinator_actor.coordinator_conf import CoordinatorConf
 from coordinator_actor.durable.fencing import place_path
@@ -291,6 +292,28 @@ def test_a_damaged_index_of_a_group_that_a_version_may_need_is_named(world: Worl
     group.write_bytes(whole)
     older.write_bytes(b"x")  # its version has a manifest
     assert world.coordinator().register_query(world.registration("run2")).refusal is None
+
+
+def test_a_stale_listing_that_hides_a_group_refuses_the_query_and_makes_no_other_state(
+    world: World, started: Coordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.run_grouped_batch(started, 0)
+    world.stage_group({p: world.open(started, 1, p) for p in range(2)}, 1, "t", "run1")
+    world.commit_spark(1)
+    list_all = CheckpointStorage.list
+
+    def stale(storage: CheckpointStorage, directory: str = "", after: str | None = None) -> list[tuple[str, int]]:
+        found = list_all(storage, directory, after=after)
+        return [(path, size) for path, size in found if not path.startswith("groups/2-")]
+
+    with monkeypatch.context() as patched:
+        patched.setattr(CheckpointStorage, "list", stale)
+        refusal = world.coordinator().register_query(world.registration("run2")).refusal
+    assert refusal is not None and refusal.startswith("Spark has committed batch 1 of"), refusal
+    assert max(m["version"] for m in world.manifests()) == 1
+    c = world.coordinator()
+    assert c.register_query(world.registration("run3")).refusal is None
+    assert run_of(c, "run3").versions.completed == 2
 
 
 def test_changes_of_two_runs_never_make_one_version(world: World, started: Coordinator) -> None:

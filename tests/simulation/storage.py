@@ -155,6 +155,10 @@ class SimulatedStorage:
             raise DamagedFileError(f"{self.full_location(ref.stored_in)} is damaged.")
         return data
 
+    def is_being_shared(self, ref: FileRef) -> bool:
+        """Return that no object is read for several loads."""
+        return False
+
     def read_together(self, refs: Sequence[FileRef]) -> dict[str, bytes]:
         """Parts of one object, those that are there and whole."""
         try:

@@ -7,6 +7,8 @@ import pytest
 from backends import RocksDBStateStoreProvider, StateStoreConf, StateStoreId, fault_points
 from backends.engines import rocksdb
 from backends.exceptions import LocalStateDamagedError, MissingFileError
+from backends.formats.local_state import LocalState
+from tests.backends.partition.partition_steps import changes
 from tests.backends.providers.providers import commit, content
 
 
@@ -150,3 +152,18 @@ def test_a_partition_that_is_empty_is_read_without_a_database(location, tmp_path
         assert not list((tmp_path / "local").rglob("CURRENT"))
         commit(provider, 0, a="1")
         assert content(provider.get_store(1)) == {"a": "1"}
+
+
+def test_the_copy_of_a_database_keeps_the_file_of_its_id_so_that_nobody_waits_for_a_new_one(tmp_path):
+    conf, captured = StateStoreConf(), tmp_path / "captured"
+    engine = rocksdb.LocalRocksDB(tmp_path / "first", conf)
+    engine.prepare(changes({b"k": b"1"}))(LocalState(1, "head"))
+    captured.mkdir()
+    engine.capture(captured)()
+    engine.close()
+    written = (captured / rocksdb.IDENTITY).stat()
+    again = rocksdb.LocalRocksDB(tmp_path / "second", conf)
+    again.restore(captured)
+    assert again.get_one(b"k") == b"1" and again.state == LocalState(1, "head")
+    again.close()
+    assert (tmp_path / "second" / rocksdb.IDENTITY).stat().st_ino == written.st_ino

@@ -15,7 +15,10 @@ from backends.conf import StateStoreConf
 from backends.exceptions import DamagedFileError, InvalidStateStoreArgument, StorageError
 from backends.formats.changelog import ChangelogMeta
 from backends.formats.changelog_group import read_index
+from backends.formats.manifest import Lineage
 from backends.host_memory import CHANGELOGS, host_memory
+from backends.partition.load_watch import LoadWatch
+from backends.partition.partition_state import PartitionState
 from backends.storage.checkpoint_storage import CheckpointStorage
 from backends.storage.file_ref import FileRef
 from spark_bridge.host import group_commit, tasks_at_work
@@ -467,6 +470,45 @@ def test_a_version_that_no_manifest_names_is_put_together_from_the_index(query: 
     entries = run_of(query.coordinator, "run2").versions.chain[2].operators["op"].partitions
     assert {entries[p].changelog.within is not None for p in range(PARTITIONS)} == {True}
     query.assert_holds(1, "run2")
+
+
+def test_a_partition_that_is_loaded_waits_for_one_that_still_is_being_loaded(
+    query: Query, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    query.batch(0)
+    plan_spark(query.world, 1)
+    query.start("run2", "b")
+    query.host.group_commits._linger = FOR_EVER
+    may_load = threading.Event()
+    load = PartitionState.load
+
+    def gated(state: PartitionState, lineage: Lineage, watch: LoadWatch | None = None) -> None:
+        if "/0/" not in lineage.changelogs[0].file.path:
+            assert may_load.wait(PATIENCE)
+        load(state, lineage, watch)
+
+    monkeypatch.setattr(PartitionState, "load", gated)
+
+    def run(p: int) -> None:
+        one = task(1, p, "run2")
+        while query.host.open(one).loading is not None:
+            pass
+        query.host.commit(one, ch(b"1"), {})
+
+    others = [Threads.submit(run, p) for p in range(1, PARTITIONS)]
+    wait_until(lambda: len(query.host.loading.loads_under_way()) == PARTITIONS - 1, "the others are not being loaded")
+    first = Threads.submit(run, 0)
+    groups = query.host.group_commits
+
+    def has_member() -> bool:
+        batch = groups._batches.get("run2")
+        return batch is not None and batch.group is not None and len(batch.group.members) == 1
+
+    wait_until(has_member, "the first one does not wait for the others")
+    may_load.set()
+    for done in (first, *others):
+        done.result(PATIENCE)
+    assert query.stored("groups/2-*") == ["2"] and query.stored("operators/**/*.changelog") == []
 
 
 def test_a_damaged_part_of_a_group_spoils_no_other_partition(query: Query) -> None:

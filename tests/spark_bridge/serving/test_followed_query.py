@@ -11,6 +11,7 @@ import pytest
 from backends.conf import StateStoreConf
 from backends.encoding.key_groups import key_groups
 from backends.encoding.keys import encode_keys
+from backends.formats.changelog import Changes
 from backends.formats.manifest import ChangelogRef
 from backends.partition.loading import Loading
 from coordinator_actor.coordinator import Coordinator
@@ -114,13 +115,13 @@ def test_a_version_that_is_prepared_and_not_committed_is_not_seen(query: Cluster
 def test_what_is_loaded_is_gone_on_with(query: Cluster, follower: Follower, monkeypatch: pytest.MonkeyPatch) -> None:
     assert follower.version() == 1
     read: list[int] = []
-    replayed = Loading._replay_one
+    decoded = Loading._decoded
 
-    def noted(self: Loading, ref: ChangelogRef, data: bytes) -> None:
+    def noted(self: Loading, ref: ChangelogRef, data: bytes, head: str | None) -> Changes:
         read.append(ref.version)
-        replayed(self, ref, data)
+        return decoded(self, ref, data, head)
 
-    monkeypatch.setattr(Loading, "_replay_one", noted)
+    monkeypatch.setattr(Loading, "_decoded", noted)
     batch(query)
     follower.look()
     assert follower.version() == 2
