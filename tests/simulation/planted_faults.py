@@ -550,7 +550,7 @@ FAULTS: Sequence[PlantedFault] = (
         "greedy-retention",
         "Maintenance removes the snapshot with which the oldest kept version begins: one too many.",
         greedy_retention,
-        range(52, 152),
+        range(146, 246),
     ),
     PlantedFault(
         "last-speaker",
@@ -570,7 +570,7 @@ FAULTS: Sequence[PlantedFault] = (
         "prepared-is-completed",
         "Behind a restart of the coordinator a prepared version is completed without Spark's commit.",
         prepared_is_completed,
-        range(151, 451),
+        range(8, 308),
         test="tests/coordinator_actor/handlers/test_repeated_batches.py::"
         "test_a_coordinator_that_restarts_in_a_repeat_goes_on_with_it",
     ),
