@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from backends.exceptions import VersionNotFoundError
 from coordinator_actor.handlers.locations import Locations
 from coordinator_actor.handlers.registries import Registries
 from coordinator_actor.messages import LookedUp
@@ -19,5 +20,9 @@ class Lookups:
         location = self._locations.locate(operator, query)
         run = self._registries.runs.get(location.run_id)
         run.lifetime.require_served()
-        record = run.looked_up.resolve(by, batch_id, self._registries.clock(), run.lock)
+        try:
+            record = run.looked_up.resolve(by, batch_id, self._registries.clock(), run.lock)
+        except VersionNotFoundError:
+            run.manifests.epochs.check()  # one that has been replaced does not know the versions of its successor
+            raise
         return LookedUp(location, record.version, record.at_ms)

@@ -10,7 +10,7 @@ from backends.exceptions import InvalidStateStoreArgument, VersionNotFoundError
 from backends.storage.checkpoint_storage import CheckpointStorage
 from coordinator_actor.coordinator import Coordinator
 from coordinator_actor.durable.lookup_records import LookupRecord, LookupRecords
-from coordinator_actor.exceptions import QueryEndedError
+from coordinator_actor.exceptions import FencedError, QueryEndedError
 from coordinator_actor.messages import LookedUp
 from coordinator_actor.query.known_files import LISTED_EVERY
 from coordinator_actor.query.looked_up_versions import KEPT_BATCHES, LOOKUP_RECORD_SECONDS, PIN_SECONDS
@@ -185,6 +185,18 @@ def test_the_records_of_a_query_that_is_gone_go_too_and_are_read_once(
     look_up(third, 0, by="new")
     go_on(world, third, 1, "run3")
     assert [name.split("/")[0] for name in records(world)] == ["new"]
+
+
+def test_who_has_been_replaced_says_so_and_not_that_the_version_of_a_record_is_gone(
+    world: World, c: Coordinator
+) -> None:
+    batch(world, c)
+    newer = world.coordinator()
+    register(world, newer, "run2")
+    batch(world, newer, "run2")
+    assert look_up(newer, 3).version == 2
+    with pytest.raises(FencedError, match="taken over by another coordinator"):
+        look_up(c, 3)
 
 
 def test_old_records_go(world: World, c: Coordinator) -> None:
