@@ -21,8 +21,9 @@ takes far more, has no part in it. Not in it is Ray's export of what was publish
 With ``--spark`` the batches are whole: a stream on RayDP with two executors and two hosts, ``aggregate`` over 1,000
 rows a batch, each begun as soon as the one before is through. Each turn runs batches with metrics and batches without,
 the other first in the next turn: the processes are told to publish nothing for a while. The first batch behind such a
-change does not count. The table has the seconds of a batch, and those of the processor that all processes used for it,
-Spark's too. Ray goes on to export the last values for 20 s, so its export is not in the difference here either.
+change does not count. The table has the time of a batch, that of the processor which all processes used for it, Spark's
+too, and that of the processor which publishing took, counted in the processes that publish. Ray goes on to export the
+last values for 20 s, so its export is not in the difference here either.
 """
 
 from __future__ import annotations
@@ -189,10 +190,14 @@ ROWS, KEYS, PARTITIONS, WARM_UP = 1_000, 100_000, 4, 40
 
 @dataclass
 class Arm:
-    """The batches with metrics, or those without. A turn has the seconds of its batches, and the processor's of one."""
+    """The batches with metrics, or those without.
+
+    A turn has the seconds of its batches; and of the processor, for one batch, those used and those for publishing.
+    """
 
     seconds: list[list[float]] = field(default_factory=list)
     cpu: list[float] = field(default_factory=list)
+    published: list[float] = field(default_factory=list)
 
 
 def measure_in_spark(turns: int, batches: int) -> dict[str, Arm]:
@@ -214,9 +219,11 @@ def measure_in_spark(turns: int, batches: int) -> dict[str, Arm]:
         for turn in range(turns):
             for name in (ON, OFF) if turn % 2 == 0 else (OFF, ON):
                 _let_publish(name == ON)
+                _published()
                 before = stateful_profile.cpu_seconds()
                 arms[name].seconds.append(lane.run(batches)[1:])
                 arms[name].cpu.append(sum(stateful_profile.cpu_since(before).values()) / batches)
+                arms[name].published.append(_published() / batches)
         _let_publish(True)
         lane.check()
         lane.stop()
@@ -224,16 +231,26 @@ def measure_in_spark(turns: int, batches: int) -> dict[str, Arm]:
 
 
 def _let_publish(on: bool) -> None:
-    """Let coordinator, hosts and driver publish their metrics, or let them not."""
+    """Let coordinator, hosts and driver publish their metrics, and count the time, or let them not."""
+    _in_processes(_host_publishes, _coordinator_publishes, on)
+    _replaced(StreamMetrics, ("publish", "batch"), on)
+
+
+def _published() -> float:
+    """Return the seconds of the processor that publishing took since the last call."""
+    return sum(_in_processes(_taken, _coordinator_taken)) + _taken(StreamMetrics)
+
+
+def _in_processes(of_host: Callable[..., Any], of_coordinator: Callable[..., Any], *args: Any) -> list[Any]:
     import ray
 
     from spark_bridge.session.current import current_cluster
 
     cluster = current_cluster()
     coordinator = ray.get_actor(cluster.options.coordinator_name, namespace=cluster.options.namespace)
-    told = [host.__ray_call__.remote(_host_publishes, on) for host in cluster.hosts]
-    ray.get([*told, coordinator.__ray_call__.remote(_coordinator_publishes, on)], timeout=30)
-    _replaced(StreamMetrics, ("publish", "batch"), on)
+    told = [host.__ray_call__.remote(of_host, *args) for host in cluster.hosts]
+    answers: list[Any] = ray.get([*told, coordinator.__ray_call__.remote(of_coordinator, *args)], timeout=30)
+    return answers
 
 
 def _host_publishes(host: Any, on: bool) -> None:
@@ -245,16 +262,32 @@ def _coordinator_publishes(coordinator: Any, on: bool) -> None:
     _replaced(coordinator, ("_acknowledged",), on)
 
 
+def _coordinator_taken(coordinator: Any) -> float:
+    return _taken(coordinator) + _taken(coordinator._query_metrics)
+
+
 def _replaced(owner: Any, methods: tuple[str, ...], on: bool) -> None:
-    """Put methods back that were replaced by ones that do nothing, or replace them."""
+    """Replace methods by ones that count their time, or by ones that do nothing."""
     for name in methods:
         kept = f"_kept_{name}"
-        if on and hasattr(owner, kept):
-            setattr(owner, name, getattr(owner, kept))
-            delattr(owner, kept)
-        elif not on and not hasattr(owner, kept):
+        if not hasattr(owner, kept):
             setattr(owner, kept, getattr(owner, name))
-            setattr(owner, name, lambda *_: None)
+        setattr(owner, name, _counted(owner, getattr(owner, kept)) if on else lambda *_: None)
+
+
+def _counted(owner: Any, method: Callable[..., None]) -> Callable[..., None]:
+    def counted(*args: Any) -> None:
+        began = time.thread_time()
+        method(*args)
+        owner.taken_by_metrics = getattr(owner, "taken_by_metrics", 0.0) + time.thread_time() - began
+
+    return counted
+
+
+def _taken(owner: Any) -> float:
+    taken = float(getattr(owner, "taken_by_metrics", 0.0))
+    owner.taken_by_metrics = 0.0
+    return taken
 
 
 def report_in_spark(arms: dict[str, Arm]) -> Table:
@@ -271,6 +304,13 @@ def report_in_spark(arms: dict[str, Arm]) -> Table:
             f"{statistics.median(more):+.1%}",
             f"{min(more):+.1%} to {max(more):+.1%}",
         )
+    shares = [published / used for published, used in zip(arms[ON].published, arms[ON].cpu, strict=True)]
+    table.add_row(
+        "of it publishing, ms",
+        *(f"{statistics.median(arms[name].published) * 1000:.2f}" for name in (ON, OFF)),
+        f"{statistics.median(shares):.2%} of the batch's",
+        f"{min(shares):.2%} to {max(shares):.2%}",
+    )
     return table
 
 

@@ -139,7 +139,8 @@ def _silent_driver(query: Query, subject: str) -> Iterator[Fault]:
 
 def _damaged(query: Query, subject: str) -> Fault:
     more = f" And {len(query.damages) - 1} more." if len(query.damages) > 1 else ""
-    whole = f"The versions {query.readable} of the state" if query.readable else "No version of the state"
+    spans = " and ".join(f"{first} to {last}" if first < last else f"{first}" for first, last in query.readable)
+    whole = f"The versions {spans} of the state" if spans else "No version of the state"
     return Fault(
         ERROR,
         "damaged-manifest",

@@ -18,7 +18,7 @@ from coordinator_actor.durable.record_files import RecordFiles
 from coordinator_actor.durable.schema_history import schema_history
 from coordinator_actor.durable.spark_commits import SparkCommits, query_id_of
 from coordinator_actor.messages import BatchTimes
-from coordinator_actor.reading.stored_versions import StatePlace, StateVersions, find_state, named
+from coordinator_actor.reading.stored_versions import StatePlace, StateVersions, find_state, spans
 from spark_bridge.overview.faults import faults_of
 from spark_bridge.overview.model import (
     STORAGE,
@@ -84,7 +84,7 @@ def stored_query(place: StatePlace, versions: StateVersions, open_storage: OpenS
         watermark_ms=times.watermark_ms or None,
         batch_time_ms=times.timestamp_ms or None,
         damages=tuple(versions.damages.values()),
-        readable=named(readable) if versions.damages else "",
+        readable=tuple(spans(readable)) if versions.damages else (),
     )
 
 

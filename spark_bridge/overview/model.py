@@ -186,8 +186,8 @@ class Query:
     ``failure`` if with one. ``watermark_ms`` and ``batch_time_ms`` are the event time up to which the last batch
     expects no more rows, and its processing time, as Spark has logged them; None without a watermark. A coordinator
     knows them where an operator needs times. ``damages`` says what is wrong with manifests that were passed over when
-    storage was looked at, and ``readable`` names the versions that can be read all the same. Its driver
-    was last heard of ``driver_ms`` ago.
+    storage was looked at, and ``readable`` has the first and the last of those versions in a row
+    that can be read all the same. Its driver was last heard of ``driver_ms`` ago.
     """
 
     query_id: str
@@ -213,7 +213,7 @@ class Query:
     ended_ms: int | None = None
     failure: str = ""
     damages: tuple[str, ...] = ()
-    readable: str = ""
+    readable: tuple[tuple[int, int], ...] = ()
     driver_ms: int | None = None
 
     @property

@@ -45,7 +45,10 @@ class System(Protocol):
 
 @dataclass(frozen=True)
 class StateTable:
-    """One state variable of an operator of a query, as the page names it. ``id`` names it in addresses."""
+    """One state variable of an operator of a query, as the page names it. ``id`` names it in addresses.
+
+    ``schema_version`` is the version that tells the columns; None stands for the newest.
+    """
 
     query: str
     query_title: str
@@ -56,6 +59,7 @@ class StateTable:
     window: str | None
     versions: range
     types: dict[str, str] = field(default_factory=dict, hash=False)
+    schema_version: int | None = None
 
     @property
     def id(self) -> str:
@@ -85,13 +89,20 @@ def tables_of(overview: Overview) -> list[StateTable]:
             variable.kind,
             tuple(name for name in variable.key if name != variable.window),
             variable.window,
-            range(query.oldest_version or 0, query.completed_version + 1),
+            _readable(query),
             {**variable.key, **variable.inner, **variable.value},
+            # Where a manifest is damaged, the newest version may not be there.
+            query.readable[-1][-1] if query.readable else None,
         )
         for query in overview.queries
         for operator in query.operators
         for variable in operator.variables
     ]
+
+
+def _readable(query: Query) -> range:
+    first, last = query.readable[-1] if query.readable else (query.oldest_version or 0, query.completed_version)
+    return range(first, last + 1)
 
 
 def state_id(query: str, operator: str, state: str) -> str:

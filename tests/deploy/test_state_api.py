@@ -7,6 +7,7 @@ import base64
 import datetime as dt
 import json
 import random
+import re
 import threading
 from typing import Any
 
@@ -55,8 +56,10 @@ def test_the_overview_is_asked_for_once_a_second_however_many_want_it(memory: Me
             found = made.get("/v1/overview", headers=BEARER).json()
         assert (found["taken_ms"], found["format_version"]) == (1000, OVERVIEW_FORMAT_VERSION)
         assert found["faults"][0]["remedy"] == "c" and asked == [0.0, 1.0]
-        schemas = made.get("/openapi.json", headers=BEARER).json()["components"]["schemas"]
+        description = made.get("/openapi.json", headers=BEARER).text
+        schemas = json.loads(description)["components"]["schemas"]
         assert "faults" in schemas["Overview"]["properties"]
+        assert set(re.findall(r'"#/components/schemas/([^"]+)"', description)) <= set(schemas)
         now[0] = 3.0
         assert made.get("/v1/overview", headers=BEARER).json()["error"] == "HostUnavailableError"
 

@@ -16,7 +16,7 @@ what the manifest names) and any-base (a host applies changes to what the manife
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -28,7 +28,7 @@ from backends.exceptions import FileExistsInStorageError, StorageError
 from backends.formats import manifest_chain, retention
 from backends.formats.changelog import Changes
 from backends.formats.changelog_group import group_path, write_group
-from backends.formats.manifest import ChangelogRef, Lineage, Manifest, OperatorEntry
+from backends.formats.manifest import ChangelogRef, Manifest, OperatorEntry
 from backends.formats.partition_entries import PartitionEntries
 from backends.formats.retention import Retention
 from backends.partition.before_images import state_after
@@ -277,23 +277,17 @@ def prepared_is_completed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def forgotten_changelog(monkeypatch: pytest.MonkeyPatch) -> None:
-    run: Callable[..., None] = Loading.run
-    replay_one: Callable[..., None] = Loading._replay_one
+    replay: Callable[..., None] = Loading._replay
 
-    def told(self: Any, lineage: Lineage) -> None:
-        self.wanted = lineage.version
-        run(self, lineage)
+    def hasty(self: Any, changelogs: Iterable[tuple[ChangelogRef, bytes]]) -> None:
+        given = list(changelogs)
+        replay(self, given[:-1])
+        if given:
+            last, nothing = given[-1][0], Changes({})
+            self._engine.prepare(nothing)(state_after(self._engine.state, last.version, last.file.path, nothing, None))
+            self.version, self.head = last.version, last.file.path
 
-    def hasty(self: Any, ref: ChangelogRef, data: bytes) -> None:
-        if ref.version < self.wanted:
-            replay_one(self, ref, data)
-            return
-        nothing = Changes({})
-        self._engine.prepare(nothing)(state_after(self._engine.state, ref.version, ref.file.path, nothing, None))
-        self.version, self.head = ref.version, ref.file.path
-
-    monkeypatch.setattr(Loading, "run", told)
-    monkeypatch.setattr(Loading, "_replay_one", hasty)
+    monkeypatch.setattr(Loading, "_replay", hasty)
 
 
 def forgotten_source(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -556,7 +550,7 @@ FAULTS: Sequence[PlantedFault] = (
         "greedy-retention",
         "Maintenance removes the snapshot with which the oldest kept version begins: one too many.",
         greedy_retention,
-        range(52, 152),
+        range(146, 246),
     ),
     PlantedFault(
         "last-speaker",
@@ -576,7 +570,7 @@ FAULTS: Sequence[PlantedFault] = (
         "prepared-is-completed",
         "Behind a restart of the coordinator a prepared version is completed without Spark's commit.",
         prepared_is_completed,
-        range(151, 451),
+        range(8, 308),
         test="tests/coordinator_actor/handlers/test_repeated_batches.py::"
         "test_a_coordinator_that_restarts_in_a_repeat_goes_on_with_it",
     ),

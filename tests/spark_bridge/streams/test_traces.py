@@ -98,9 +98,10 @@ def test_one_trace_a_batch(traces: Traces) -> None:
             f"{commit} > host.acknowledge",
             "batch > coordinator.open_batch",
             "batch > coordinator.acknowledge > coordinator.manifest > storage.put",
-            "batch > coordinator.complete",
             "batch > host.apply",
         } <= traces.paths(trace)
+        # The coordinator is killed behind version 2, with the spans that it has not sent yet.
+        assert version == 2 or "batch > coordinator.complete" in traces.paths(trace)
         tasks = traces.named(trace, "task")
         assert sorted(t["partition"] for t in tasks) == list(range(partitions))
         assert all(root.began <= t.began and t.ended <= root.ended for t in tasks)
@@ -138,9 +139,12 @@ def test_other_partitions(traces: Traces) -> None:
     assert claim["rescaled"] is True
     trace = trace_ids.batch(traces.said["second"], 4)
     loads = traces.named(trace, "host.load")
-    assert sorted(load["partition"] for load in loads) == [0, 1, 2]
-    assert all(load["rescaled"] for load in loads)
-    assert any(path.endswith("host.open > host.load > storage.get") for path in traces.paths(trace))
+    # Hosts load before tasks ask, and may have begun with a partition when its task does.
+    assert {load["partition"] for load in loads} == {0, 1, 2} and all(load["rescaled"] for load in loads)
+    assert any(
+        path.endswith(("host.open > host.load > storage.get", "host.warm_up > host.load > storage.get"))
+        for path in traces.paths(trace)
+    )
 
 
 def test_a_partition_that_moves(traces: Traces) -> None:

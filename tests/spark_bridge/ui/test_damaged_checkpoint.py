@@ -24,12 +24,14 @@ def test_the_newest_manifest_is_damaged_and_again_fine_when_put_back(look: Look,
     front = look(StoredSystem(checkpoint)).get("/").text
     assert "Nothing is known" in front and "No query runs" not in front and "Nothing is wrong" not in front
     manifest.write_bytes(sound)
-    assert "Nothing is wrong" in look(StoredSystem(checkpoint)).get("/").text
+    front = look(StoredSystem(checkpoint)).get("/").text
+    assert "Nothing is wrong" in front and "<code>statestore verify</code> reads the files" in front
 
 
 def test_an_older_manifest_is_damaged_and_what_is_whole_is_shown(look: Look, tmp_path: Path) -> None:
     checkpoint = copied(Stored("file").checkpoint, tmp_path / "ck")
     manifest = sorted(Path(checkpoint, "statestore/manifests").iterdir())[0]
+    sound = manifest.read_bytes()
     manifest.write_bytes(b"rubbish")
     system = StoredSystem(checkpoint)
     client = look(system)
@@ -40,3 +42,11 @@ def test_an_older_manifest_is_damaged_and_what_is_whole_is_shown(look: Look, tmp
     for path in ("/query", f"/scan?table={totals}", "/savepoints", "/keys"):
         answer = client.get(path)
         assert answer.status_code == 200 and "Nothing can be shown." not in answer.text, path
+    manifest.write_bytes(sound)
+    last = sorted(Path(checkpoint, "statestore/manifests").iterdir())[4]  # with it goes the last version
+    last.write_bytes(b"rubbish")
+    client = look(StoredSystem(checkpoint))
+    for path, status in ((f"/scan?table={totals}&limit=9", 400), (f"/scan?table={totals}&limit=9&version=3", 200)):
+        answer = client.get(path)
+        assert (answer.status_code, last.name in answer.text) == (status, status == 400), path
+    assert "Versions 0 to 3 can be read" in client.get(f"/keys?table={totals}").text

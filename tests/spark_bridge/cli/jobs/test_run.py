@@ -142,8 +142,8 @@ def supervised(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Super
 def test_the_driver_is_killed_and_the_counts_are_exact(supervised: Supervised) -> None:
     driver = supervised.driver(1)
     supervised.await_batches()
-    host = supervised.head.named("ray::StateStoreHost")
-    host.kill()
+    coordinator = supervised.head.named("ray::StateStoreCoordinator")
+    coordinator.kill()
     supervised.add()
     supervised.await_batches()
     os.kill(driver, signal.SIGKILL)
@@ -154,9 +154,9 @@ def test_the_driver_is_killed_and_the_counts_are_exact(supervised: Supervised) -
     events = supervised.statestore("logs", "--all")
     assert {"coordinator", "driver"} < {event["source"].split()[0] for event in events}
     assert [event["time"] for event in events] == sorted(event["time"] for event in events)
-    (log,) = Path(supervised.head.directory, "session_latest", "logs").glob(f"worker-*-{host.pid}.err")
-    last = log.read_text().splitlines()[-1]
-    assert last in {line for event in events for line in event["text"].splitlines()}, "a host that was killed"
+    (log,) = Path(supervised.head.directory, "session_latest", "logs").glob(f"worker-*-{coordinator.pid}.err")
+    written = [line for line in log.read_text().splitlines() if "Registered query" in line]
+    assert written and set(written) <= {event["text"] for event in events}, "by a process that was killed"
     supervised.end()
     assert "RayDP's master" not in supervised.said()  # which ends with the program
 

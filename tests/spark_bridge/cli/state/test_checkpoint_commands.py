@@ -60,7 +60,8 @@ def test_status_queries_and_partitions(stream: Make) -> None:
     assert as_json("status", "--checkpoint", location(s))["faults"] == []
     (operator,) = as_json("partitions", "--operator", "op", "--checkpoint", location(s))
     assert [p["partition"] for p in operator["partitions"]] == [0, 1]
-    assert "Nothing is wrong" in run("status", "--checkpoint", location(s)).stdout
+    said = run("status", "--checkpoint", location(s)).stdout
+    assert "Nothing is wrong" in said and "'statestore verify' reads the files" in said
 
 
 def test_an_error_among_the_faults_is_exit_code_1(stream: Make) -> None:

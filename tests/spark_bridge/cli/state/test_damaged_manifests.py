@@ -12,7 +12,7 @@ from click.testing import Result
 
 from backends.exceptions import DamagedFileError, VersionNotFoundError
 from coordinator_actor.reading.stored_files import UNKNOWN
-from coordinator_actor.reading.stored_versions import StateVersions, find_state, named
+from coordinator_actor.reading.stored_versions import StateVersions, find_state, spans
 from spark_bridge.cli.main import app
 from spark_bridge.cli.output import DAMAGED
 from spark_bridge.overview.from_storage import overview_of_checkpoint
@@ -125,7 +125,7 @@ def test_each_version_is_read_rightly_or_refused_with_the_damage(s: Stream) -> N
                 with pytest.raises(Exception, match=file.name):
                     client.get("op", 29, version=version)
         (query,) = overview_of_checkpoint(where(s)).queries
-        assert query.oldest_version == min(whole) and query.readable == named(sorted(whole))
+        assert query.oldest_version == min(whole) and query.readable == tuple(spans(sorted(whole)))
         assert query.completed_version == NEWEST and len(query.damages) == 1
         if NEWEST in gone:
             newest = run("scan", "op", "--checkpoint", where(s), code=2)
