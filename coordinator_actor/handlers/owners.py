@@ -20,7 +20,7 @@ from backends.tracing import spans, trace_ids
 from coordinator_actor.checkpoints.tasks import TaskKey
 from coordinator_actor.exceptions import UnknownHostError
 from coordinator_actor.handlers.registries import Registries
-from coordinator_actor.messages import WarmUp
+from coordinator_actor.messages import HostInfo, WarmUp
 from coordinator_actor.query.current_assignment import Assignment, NewOwners
 from coordinator_actor.query.partition_owners import assign
 from coordinator_actor.query.query_state import QueryState
@@ -105,23 +105,39 @@ def _assigned(
     by_task = {task: owners.get(name) for name, task in names.items()}
     assignment = Assignment.of(number, generation, infos, by_task, held.reports)
     location = run.registration.checkpoint_location
+    new: dict[str, set[TaskKey]] = {}
     with registries.lock:
         for task in tasks:
             owner = assignment.find(*task)
             former = None if current is None else current.find(*task)
-            if owner is not None and (former is None or former.host_id != owner.host_id):
+            if owner is None:
+                continue
+            if former is None or former.host_id != owner.host_id:
                 instance = StateStoreProviderId(StateStoreId(location, *task), run.run_id)
                 registries.instances.report(instance, owner.ip, owner.host_id)
+            # Another incarnation of a host has nothing of what the host has owned.
+            has_it = before.get(task) == owner.host_id if former is None else _same(former, owner)
+            if not has_it:
+                new.setdefault(owner.host_id, set()).add(task)
     completed = run.versions.completed
     # Of several that an earlier coordinator has let hold a partition, all but the owner have given it away.
     givers = [*before.items(), *reported]
     given = {host_id: completed for task, host_id in givers if by_task.get(task) not in (None, host_id)}
     held.given = {**{host_id: at for host_id, at in held.given.items() if at >= completed}, **given}
-    earlier = held.new_owners.by_task if held.new_owners.version == completed else {}
-    new = {task: host_id for task, host_id in by_task.items() if host_id is not None and before.get(task) != host_id}
-    held.new_owners = NewOwners(completed, {**earlier, **new})
+    earlier = held.new_owners.of_host if held.new_owners.version == completed else {}
+    held.new_owners = NewOwners(
+        completed,
+        {
+            host_id: frozenset(new.get(host_id, set()) | earlier.get(host_id, frozenset()).intersection(owned_now))
+            for host_id, owned_now in assignment.of_host.items()
+        },
+    )
     held.change(assignment, None if reporting else planned)
     return assignment
+
+
+def _same(one: HostInfo, other: HostInfo) -> bool:
+    return (one.host_id, one.incarnation) == (other.host_id, other.incarnation)
 
 
 def _placed(
@@ -165,7 +181,8 @@ def plan_moves(registries: Registries, run: QueryState) -> None:
     if not held.is_made:
         return
     with suppress(UnknownHostError):  # the last host is just going
-        assigned(registries, run)
+        if not _spread(registries, run):
+            assigned(registries, run)
         if held.planned and run.lock.acquire(blocking=False):
             try:
                 before = held.current
@@ -176,12 +193,29 @@ def plan_moves(registries: Registries, run: QueryState) -> None:
                 run.lock.release()
 
 
+def _spread(registries: Registries, run: QueryState) -> bool:
+    """Give all hosts their share of a run that has opened no batch yet: no host has anything that a batch needs.
+
+    Hosts may come between the registration of a run and its first batch. Return whether that was done.
+    """
+    if run.batch.highest_opened >= 0 or run.assignment.awaits_reports or not run.lock.acquire(blocking=False):
+        return False
+    try:
+        if run.batch.highest_opened >= 0:
+            return False
+        assigned(registries, run)
+        assigned(registries, run, rebalance=True)
+        return True
+    finally:
+        run.lock.release()
+
+
 def warm_up(run: QueryState, host_id: str) -> WarmUp | None:
     """Return what a host is to load of a run before tasks ask for it. Needs no lock of the run."""
     completed, new = run.versions.completed, run.assignment.new_owners
     wanted = [task for task, receiver in run.assignment.planned.items() if receiver == host_id]
     if completed and new.version == completed:
-        wanted += [task for task, owner in new.by_task.items() if owner == host_id]
+        wanted += sorted(new.of_host.get(host_id, ()))
     if not wanted:
         return None
     heads: dict[str, dict[int, str | None]] = {}

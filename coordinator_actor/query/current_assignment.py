@@ -69,10 +69,10 @@ class Assignment:
 
 @dataclass(frozen=True)
 class NewOwners:
-    """The hosts that own partitions since the completed ``version`` is the newest, and did not before, by partition."""
+    """The partitions that hosts own since the completed ``version`` is the newest, and did not before, by host."""
 
     version: int = 0
-    by_task: Mapping[TaskKey, str] = field(default_factory=dict)
+    of_host: Mapping[str, frozenset[TaskKey]] = field(default_factory=dict)
 
 
 class RunAssignment:

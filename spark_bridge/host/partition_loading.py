@@ -138,7 +138,8 @@ class PartitionLoading:
     ) -> None:
         """Load a copy of a partition that is to become this host's, and keep it for the load by the first task.
 
-        Does nothing if the partition is held or being loaded, or the copy is there already. Raises as ``load`` does.
+        Does nothing if the partition ``is_warm`` or being loaded. Raises as ``load`` does, and ``LocalDiskFullError``
+        where there is no room beside what else is loaded: a copy drops nothing of others.
         """
         key = (grant.registration.query_id, operator, partition)
         run_id = grant.registration.run_id
@@ -146,10 +147,7 @@ class PartitionLoading:
         if not lock.acquire(blocking=False):
             return
         try:
-            warm = self.warm_version(grant.registration, operator, partition)
-            with self._held.lock:
-                held = self._held.instances.get(key)
-            if (held is not None and held.registration.run_id == run_id) or (warm or -1) >= grant.version:
+            if self.is_warm(grant, operator, partition):
                 return
             trace = trace_ids.batch(run_id, grant.version + 1)
             with (
@@ -160,6 +158,24 @@ class PartitionLoading:
                 self._brought(grant, operator, partition, watch, for_read=False, holds=False)
         finally:
             lock.release()
+
+    def is_warm(self, grant: OpenGrant, operator: str, partition: int) -> bool:
+        """Return whether a partition is held, or there is a copy of its version. Such a copy is kept for longer."""
+        key = (grant.registration.query_id, operator, partition)
+        with self._held.lock:
+            held, kept = self._held.instances.get(key), self._kept.get(key)
+            if held is not None and held.registration.run_id == grant.registration.run_id:
+                return True
+            if kept is None or kept.registration.run_id != grant.registration.run_id:
+                return False
+            state = kept.state
+            # Files of a version may have been exchanged: then its head is another one.
+            is_there = kept.loaded_at == state.version and (
+                state.version > grant.version or (state.version, state.head) == (grant.version, grant.head)
+            )
+            if is_there:
+                kept.kept_since = self._clock()
+            return is_there
 
     def warm_version(self, registration: QueryRegistration, operator: str, partition: int) -> int | None:
         """Return the version of the copy of a partition that a load has left here whole; None if there is none."""
@@ -208,7 +224,7 @@ class PartitionLoading:
                 others = [*self._held.instances.values(), *self._kept.values()]
                 runs = {*(i.registration.run_id for i in others), *self._loading_runs.values()}
             spec = spec_of(registration, operator)
-            state = self._with_room(lambda: self._files.open_own(registration, spec, partition, runs))
+            state = self._with_room(lambda: self._files.open_own(registration, spec, partition, runs), drops=holds)
             instance = Instance(registration, operator, partition, state, loaded_at=grant.version)
         elif grant.version < instance.state.version:
             if for_read:
@@ -218,7 +234,7 @@ class PartitionLoading:
             )
         instance.epoch = grant.epoch
         try:
-            is_there = self._advanced(instance, grant, watch, is_right=instance is not kept)
+            is_there = self._advanced(instance, grant, watch, is_right=instance is not kept, drops=holds)
         except BaseException as error:
             self._held.remove(instance)
             if _leaves_files_right(error) and (watch is None or not watch.is_over):
@@ -235,7 +251,9 @@ class PartitionLoading:
             self._keep(instance)
         return None
 
-    def _advanced(self, instance: Instance, grant: OpenGrant, watch: LoadWatch | None, *, is_right: bool) -> bool:
+    def _advanced(
+        self, instance: Instance, grant: OpenGrant, watch: LoadWatch | None, *, is_right: bool, drops: bool
+    ) -> bool:
         is_first = True
 
         def advance() -> bool:
@@ -244,14 +262,16 @@ class PartitionLoading:
             with instance.commit_lock:
                 return self._advance(instance, grant, watch, is_right=is_untouched)
 
-        return self._with_room(advance)
+        return self._with_room(advance, drops=drops)
 
-    def _with_room(self, work: Callable[[], T]) -> T:
-        """Do some work; if the disk is full, drop what other loads have left there, and do the work again."""
+    def _with_room(self, work: Callable[[], T], *, drops: bool) -> T:
+        """Do some work; if the disk is full and one ``drops`` what other loads have left there, do the work again."""
         while True:
             try:
                 return work()
             except LocalDiskFullError as error:
+                if not drops:
+                    raise
                 dropped = self._drop(lambda kept: True)
                 if not dropped:
                     raise
@@ -422,9 +442,15 @@ class PartitionLoading:
         """
         self._completed.note(completed)
         known = self._held.last_exchange(completed.run_id)
+        is_clean = True
         if completed.rewritten != known:
             self._held.tell_exchanged(completed.run_id)
-        is_clean = True
+            # Copies may be of the files from before. One that is being loaded now may become one.
+            self.drop_kept(completed.run_id)
+            with self._held.lock:
+                copies = [i.registration.run_id for i in self._kept.values()]
+                loads = [grant.registration.run_id for grant, _ in self._watches.values()]
+            is_clean = completed.run_id not in (*copies, *loads)
         for instance in self._held.of_run(completed.run_id):
             owned = completed.heads.get(instance.operator)
             if owned is None or instance.state.version > completed.version:

@@ -118,8 +118,14 @@ def silent_places(
             probe = socket.socket(socket.AF_INET6 if ":" in place[0] else socket.AF_INET, socket.SOCK_STREAM)
             connecting[probe.fileno()] = probe, place
             probe.setblocking(False)
-            probe.connect_ex(place)
-            poll.register(probe, select.POLLOUT)
+            error = probe.connect_ex(place)
+            if error in (0, errno.EINPROGRESS):
+                poll.register(probe, select.POLLOUT)
+            else:  # such as a network that is not to be reached
+                del connecting[probe.fileno()]
+                probe.close()
+                if error == errno.ECONNREFUSED and not refusals:
+                    silent.discard(place)
         deadline = time.monotonic() + seconds
         left = len(connecting)
         while left and (wait := deadline - time.monotonic()) > 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from coordinator_actor.messages import HandOver, HostOrders
+from backends.exceptions import LoadEndedError, LocalDiskFullError, StorageError
+from backends.partition.partition_state import PartitionState
+from coordinator_actor.messages import HandOver, HostOrders, OpenGrant
 from tests.coordinator_actor.savepoints.savepoint_streams import Stream
 
 ALL = dict.fromkeys(range(30), 1)
@@ -185,6 +188,96 @@ def test_a_query_that_is_started_again_is_loaded_while_spark_plans_its_first_bat
     s.heartbeat_until(lambda: sum(host.counters.read()["loads"] for host in s.hosts.values()) == 4)
     s.batch(3)
     assert s.rows() == s.at[4]
+
+
+def test_the_copies_of_a_quiet_query_stay(stream):
+    s = stream(batches=2, hosts=2, n=6)
+    lost = [p for p, owner in enumerate(owners(s)) if owner == "h1"]
+    s.lose(1)
+    s.heartbeat_until(lambda: is_warm(s, 0, lost))
+    for _ in range(4):
+        s.world.now += 400
+        s.c.driver_heartbeat("run1")
+        s.c.heartbeat_host("h0", "a", {"run1": 2})
+        s.heartbeat()
+        s.hosts[0].loading.drop_kept()
+        assert is_warm(s, 0, lost)
+    assert s.hosts[0].counters.read()["loads"] == len(lost)
+
+
+def test_copies_of_files_that_were_exchanged_go(stream):
+    s = stream(batches=2, hosts=2, n=6)
+    lost = [p for p, owner in enumerate(owners(s)) if owner == "h1"]
+    s.lose(1)
+    s.heartbeat_until(lambda: is_warm(s, 0, lost))
+    host = s.hosts[0]
+    (order,) = beat(s, 0).warm_up
+    other = OpenGrant(host.info, order.version, "a changelog of other files", order.registration, order.epoch)
+    assert not host.loading.is_warm(other, "op", lost[0])
+    completed = s.c.completed("run1", "h0")
+    host.loading.complete(msgspec.structs.replace(completed, rewritten="rewritten/1"))
+    assert not host.hand_overs.report().warm["run1"]["op"]
+    s.heartbeat_until(lambda: is_warm(s, 0, lost))
+    assert host.counters.read()["loads"] == 2 * len(lost)
+
+
+def test_a_copy_that_cannot_be_loaded_is_tried_again_less_and_less(stream, monkeypatch, caplog):
+    s = stream(batches=2, hosts=2, n=6)
+    lost = [p for p, owner in enumerate(owners(s)) if owner == "h1"]
+    host, tried = s.hosts[0], []
+
+    def failing(grant: Any, operator: str, partition: int, is_abandoned: Any) -> None:
+        tried.append(partition)
+        raise StorageError("there is no answer")
+
+    monkeypatch.setattr(host.loading, "warm_up", failing)
+    s.lose(1)
+    s.heartbeat_until(lambda: sorted(tried) == lost)
+    for _ in range(12):
+        s.world.now += 1
+        s.heartbeat()
+        before = len(tried)
+        time.sleep(0.02)  # the loads of a heartbeat are threads
+    assert len(tried) <= 5 * len(lost), "behind 1, 2, 4 and 8 s"
+    assert before >= 3 * len(lost)
+    told = [r for r in caplog.records if "could not be loaded ahead" in r.message]
+    assert sum(r.exc_info is not None and bool(r.exc_info) for r in told) == len(lost), "why is said once"
+
+
+def test_a_copy_for_which_there_is_no_room_drops_no_other(stream, monkeypatch):
+    s = stream(batches=2, hosts=2, n=6)
+    lost = [p for p, owner in enumerate(owners(s)) if owner == "h1"]
+    host = s.hosts[0]
+    load = PartitionState.load
+
+    def with_room_for_all_but_one(self: Any, *args: Any) -> None:
+        if f"{self._directory}/".endswith(f"/{lost[-1]}/default/"):
+            raise LocalDiskFullError("no space left") if is_warm(s, 0, lost[:-1]) else LoadEndedError("later")
+        load(self, *args)
+
+    monkeypatch.setattr(PartitionState, "load", with_room_for_all_but_one)
+    s.lose(1)
+    s.heartbeat_until(lambda: is_warm(s, 0, lost[:-1]) and len(host.hand_overs._failed) == 1)
+    assert host.counters.read()["loads"] == len(lost) - 1
+
+
+def test_hosts_that_come_before_the_first_batch_of_a_query_have_their_share(stream):
+    s = stream(batches=2, hosts=1, n=4)
+    s.registration = msgspec.structs.replace(s.registration, run_id="run2")
+    s.register()
+    s.add_host(1)
+    s.c.expire()
+    current = s.c.registries.runs.by_id["run2"].assignment.current
+    assert sorted(current.find("op", p).host_id for p in range(4)) == ["h0", "h0", "h1", "h1"]
+
+
+def test_a_host_that_was_started_again_loads_what_it_owns(stream):
+    s = stream(batches=2, hosts=2, n=6)
+    mine = [p for p, owner in enumerate(owners(s)) if owner == "h1"]
+    s.kill(1)
+    s.add_host(1, "b")
+    s.c.expire()
+    s.heartbeat_until(lambda: is_warm(s, 1, mine))
 
 
 def test_a_query_without_state_has_nothing_loaded(stream):
