@@ -123,26 +123,28 @@ LINES_AND_THEIR_REST = (
 SIMULATED_STEPS = 10**7
 """Over how many steps a thorough run searches worlds of fresh seeds for broken rules, about a quarter of an hour."""
 NO_CLUSTER = ("-m", "not ray and not spark")
-NO_BROWSER = ("-m", "not ray and not spark and not browser")
-"""A browser takes a core for half a minute: a usual run has it beside the clusters, where simple mistakes are found."""
 _STATE = ["tests/backends"]
+_CLIENTS = [f"tests/spark_bridge/queryable/{name}" for name in ("client", "protocol", "server")]
 _QUERIES = ["tests/spark_bridge/queryable", "tests/spark_bridge/cli", "tests/spark_bridge/state_data"]
-_PROTOCOL = ["tests/simulation", "tests/coordinator_actor", "tests/spark_bridge/host", "tests/spark_bridge/ui"]
+_PROTOCOL = ["tests/simulation", "tests/coordinator_actor", "tests/spark_bridge/host"]
+_PAGE = ["tests/spark_bridge/ui"]
 _ABOUT = ["tests/benchmarks", "tests/deploy", "tests/docs", "tests/test_public_names.py", "tests/test_run.py"]
 WITHOUT_CLUSTERS = {
     "state": _STATE,
-    "queries": _QUERIES,
+    "clients": _CLIENTS,
+    "queries": [*_QUERIES, *(f"--ignore={path}" for path in _CLIENTS)],
     "protocol": _PROTOCOL,
-    "the rest": ["tests", *(f"--ignore={path}" for path in (*_STATE, *_QUERIES, *_PROTOCOL, *_ABOUT))],
+    "the rest": ["tests", *(f"--ignore={path}" for path in (*_STATE, *_QUERIES, *_PROTOCOL, *_PAGE, *_ABOUT))],
 }
 """The tests without clusters, in parts of about the same length: each process collects and imports its own alone.
 
-They are twice as many as cores, since the tests of a part wait about half of their time.
+They are more than twice as many as cores, since the tests of a part wait about half of their time.
 """
-AROUND = {"around it": _ABOUT}
-"""The tests without clusters of what is around the product: benchmarks, deployment, documentation, the suite.
+AROUND = {"around it": _ABOUT, "the page": _PAGE}
+"""The tests without clusters of what is around the product: benchmarks, deployment, documentation, the suite, the page.
 
-They start many processes. A usual run has them beside the clusters, so that mistakes in the product show sooner.
+They start many processes, and a browser, which takes a core for half a minute. A usual run has them beside the
+clusters, so that mistakes in the product show sooner.
 """
 
 
@@ -155,8 +157,7 @@ def steps_of(is_thorough: bool, arguments: Sequence[str]) -> list[list[Part]]:
         return Part(name, command, None if is_thorough else bound, given)
 
     def without_clusters(parts: Mapping[str, Sequence[str]], bound: float | None = None) -> list[Part]:
-        marks = NO_CLUSTER if is_thorough else NO_BROWSER
-        return [part(name, ".venv", *of, *marks, bound=bound) for name, of in parts.items()]
+        return [part(name, ".venv", *of, *NO_CLUSTER, bound=bound) for name, of in parts.items()]
 
     search = [".venv/bin/python", "-m", "tests.simulation", "--fresh", "--steps", str(SIMULATED_STEPS)]
     return [
@@ -166,7 +167,6 @@ def steps_of(is_thorough: bool, arguments: Sequence[str]) -> list[list[Part]]:
             part("Spark 3.5", ".venv", "-m", LINES_AND_THEIR_REST[0][is_thorough]),
             part("Spark 4.2", ".venv42", "-m", LINES_AND_THEIR_REST[1][is_thorough]),
             *([] if is_thorough else without_clusters(AROUND)),
-            *([] if is_thorough else [part("the page", ".venv", "tests/spark_bridge/ui", "-m", "browser")]),
         ],
     ]
 
