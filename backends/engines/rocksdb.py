@@ -13,6 +13,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +37,14 @@ from backends import fault_points
 from backends.conf import StateStoreConf
 from backends.decoders import json_decoder
 from backends.encoding.key_order import key_order
-from backends.encoding.keys import KeyRange
+from backends.encoding.keys import KEY_GROUP_BYTES, KeyRange
 from backends.encoding.sorted_pairs import SortedPairs, is_strictly_sorted, to_bytes_list
 from backends.engines.full_disk import disk_full, is_full_disk
 from backends.engines.key_hashes import KeyHashes, hash_keys
 from backends.engines.rocksdb_scan import RocksDBRangesScan, RocksDBScan
 from backends.engines.row_cache import CacheBudget, RowCache
 from backends.engines.sorted_files import write_sorted_files
+from backends.engines.table_scan import FEW_PAIRS, Table, TableScan, listed_tables, open_scan, part_of
 from backends.exceptions import ConcurrentCommitError, LocalStateDamagedError, StateStoreError, StoreClosedError
 from backends.formats.changelog import Changes
 from backends.formats.local_state import LocalState
@@ -78,6 +80,9 @@ IDENTITY = "IDENTITY"
 META_FAMILY = "__statestore__"
 _META_KEY = b"state"
 _WRITE_BUFFERS = "rocksdb.cur-size-all-mem-tables"
+_NUM_KEYS = "rocksdb.estimate-num-keys"
+_TABLES = "rocksdb.sstables"
+_IN_MEMORY = ("rocksdb.num-entries-active-mem-table", "rocksdb.num-entries-imm-mem-tables")
 
 _shared_lock = threading.Lock()
 _shared: dict[HostMemory, _SharedMemory] = {}
@@ -111,7 +116,7 @@ class LocalRocksDB:
     def __init__(self, path: Path, conf: StateStoreConf) -> None:
         self._path = path
         self._conf = conf
-        self._scans: weakref.WeakSet[RocksDBScan | RocksDBRangesScan] = weakref.WeakSet()
+        self._scans: weakref.WeakSet[RocksDBScan | RocksDBRangesScan | TableScan] = weakref.WeakSet()
         self._families: dict[str, _Family] = {}
         self._closed = False
         self._damage: str | None = None
@@ -389,9 +394,20 @@ class LocalRocksDB:
         family = self._families.get(column_family)
         if family is None:
             return iter(())
-        scan = RocksDBScan(family.db, start, end, self._failure)
+        scan = self._scan_of_files(family.db, start, end) or RocksDBScan(family.db, start, end, self._failure)
         self._scans.add(scan)
         return scan
+
+    def _scan_of_files(self, db: Rdict, start: bytes | None, end: bytes | None) -> TableScan | None:
+        """Return a scan of many pairs that are all in files; None if RocksDB is to scan them."""
+        if len(start or b"") > KEY_GROUP_BYTES or len(end or b"") > KEY_GROUP_BYTES:
+            return None
+        if any(db.property_int_value(name) != 0 for name in _IN_MEMORY):  # or None: RocksDB does not say
+            return None
+        tables = _tables(db)
+        if tables is None or int(db.property_int_value(_NUM_KEYS) or 0) * part_of(tables, start, end) < FEW_PAIRS:
+            return None
+        return open_scan(self._path, partial(_tables, db), start, end, self._failure)
 
     def scan_ranges(self, ranges: Sequence[KeyRange], column_family: str = DEFAULT_FAMILY) -> Iterator[pa.RecordBatch]:
         """Return the pairs of ascending ranges, one behind the other, as they are now."""
@@ -407,11 +423,7 @@ class LocalRocksDB:
         """Return the number of keys; RocksDB's estimate if keys are not counted."""
         if self.state.num_keys is not None:
             return self.state.num_keys
-        return sum(
-            int(f.db.property_int_value("rocksdb.estimate-num-keys") or 0)
-            for n, f in self._families.items()
-            if n != META_FAMILY
-        )
+        return sum(int(f.db.property_int_value(_NUM_KEYS) or 0) for n, f in self._families.items() if n != META_FAMILY)
 
     def memory_bytes(self) -> int:
         """Return the bytes of this database's write buffers and of its own, without the shared block cache."""
@@ -484,6 +496,10 @@ class _Given:
         except Exception as error:
             self.error = error
             raise
+
+
+def _tables(db: Rdict) -> list[Table] | None:
+    return listed_tables(db.property_value(_TABLES) or "")
 
 
 def _own_bytes(num_families: int) -> int:

@@ -1,7 +1,7 @@
 """Writes the files of a savepoint: the rows of one partition as Parquet, and copies of Spark's own files.
 
 Exports run beside the stream, in the processes that own the state. So an export takes one batch at a time, reports
-after each batch how long it took, and lets the caller sleep.
+after each batch how long it took and how much of that the processor worked, and lets the caller sleep.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def export_partition(
     batches: Iterator[pa.RecordBatch],
     *,
     scratch: Path,
-    throttle: Callable[[float], None] | None = None,
+    throttle: Callable[[float, float], None] | None = None,
     is_cancelled: Callable[[], bool] = lambda: False,
 ) -> ExportedFile:
     """Write the pairs of key groups ``first_group`` to ``last_group``, both included, as one Parquet file.
@@ -58,7 +58,8 @@ def export_partition(
     ``variable`` is the column family. ``batches`` have ``key`` and ``value`` (binary, encoded by
     ``backends.encoding.keys`` and ``backends.encoding.values``, by any schema of the history), ascending by key over
     all batches, as ``PartitionState.scan`` gives them. The file is made in ``scratch`` (any local directory) and then
-    uploaded. ``throttle`` is called after each batch with the seconds that the batch took, and may sleep.
+    uploaded. ``throttle`` is called after each batch with the seconds that the batch took, and the seconds of a
+    processor that this thread had of them; it may sleep.
 
     The same pairs give the same bytes, however they come in batches. So a file that an earlier attempt has uploaded is
     either the same, and stays, or was cut short when that attempt died, and is replaced.
@@ -69,7 +70,7 @@ def export_partition(
     path = file_path(operator, variable, first_group, last_group)
     scratch.mkdir(parents=True, exist_ok=True)
     local = scratch / f"{uuid.uuid4().hex}.parquet"
-    started = time.perf_counter()
+    started, computed = time.perf_counter(), time.thread_time()
     try:
         with _Writer(local, schema, first_group, last_group, storage_of_savepoint.full_location(path)) as writer:
             for batch in batches:
@@ -77,8 +78,8 @@ def export_partition(
                     raise StoreClosedError(f"The export of {storage_of_savepoint.full_location(path)} was cancelled.")
                 writer.add(batch)
                 if throttle is not None:
-                    throttle(time.perf_counter() - started)
-                started = time.perf_counter()
+                    throttle(time.perf_counter() - started, time.thread_time() - computed)
+                started, computed = time.perf_counter(), time.thread_time()
         if is_cancelled():
             raise StoreClosedError(f"The export of {storage_of_savepoint.full_location(path)} was cancelled.")
         ref = _upload(storage_of_savepoint, path, local)

@@ -1,8 +1,9 @@
 """A host's part in savepoints: exporting its partitions while the stream goes on.
 
-The host exports one partition after the other, and sleeps for most of the time: the stream's batches may take at most
-1.3 times as long meanwhile. A query that stops with the savepoint is held until then and has no batches to slow down,
-so its export does not sleep.
+The host exports one partition after the other, and leaves the processors to the stream: the stream's batches should
+take at most 1.2 times as long meanwhile. An export works on as long as nobody else wants the core on which it is, nor
+Python's lock in this process. Where it has had to wait for one of them, it sleeps (see ``pause``). A query that stops
+with the savepoint is held until then and has no batches to slow down, so its export does not sleep.
 
 All partitions of an order are pinned at the savepoint's version when the order comes. The stream soon leaves that
 version behind, and reading a partition back from storage costs much more than exporting it.
@@ -38,8 +39,21 @@ Scans = dict[str, Iterator[pa.RecordBatch]]
 Key = tuple[str, int, str, int]
 """Run id, checkpoint id, operator, partition."""
 
-SHARE_OF_A_CORE = 0.25
-"""The part of the time that an export works; it sleeps for the rest."""
+SHARE_OF_A_CORE = 0.15
+"""The part of the time that an export has a core where others want it; it waits or sleeps for the rest."""
+WAITED_LITTLE = 0.1
+"""An export that has waited for less than this part of the time was in nobody's way."""
+
+
+def pause(took: float, computed: float) -> float:
+    """Return for how many seconds to sleep behind a step that took so many seconds, of which a processor worked some.
+
+    The rest of the step the export has waited: for a core, for Python's lock, for the disk. The stream was at work
+    then, so what was waited counts as slept.
+    """
+    if took - computed <= WAITED_LITTLE * took:
+        return 0.0
+    return max(0.0, computed / SHARE_OF_A_CORE - took)
 
 
 class SavepointExports:
@@ -152,13 +166,18 @@ class SavepointExports:
                     end - 1,
                     scans[variable],
                     scratch=self._scratch / uuid.uuid4().hex,
-                    throttle=None if order.is_held else lambda worked: self._sleep(worked * (1 / SHARE_OF_A_CORE - 1)),
+                    throttle=None if order.is_held else self._make_way,
                     is_cancelled=lambda: self._is_given_up(key),
                 )
                 for variable, schema in savepoint_families(spec.schema).items()
             }
         finally:
             close()
+
+    def _make_way(self, took: float, computed: float) -> None:
+        seconds = pause(took, computed)
+        if seconds:
+            self._sleep(seconds)
 
     def give_up_others(self, pending: Mapping[str, Collection[int]]) -> None:
         """Give up all exports but those of ``pending``: by run id, the checkpoint ids of unfinished savepoints."""

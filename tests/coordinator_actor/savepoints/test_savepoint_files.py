@@ -147,33 +147,40 @@ def test_what_an_earlier_attempt_left_is_taken_if_it_is_whole_and_replaced_if_no
 
 
 def test_an_export_is_throttled_and_cancelled_between_batches(tmp_path: Path) -> None:
-    spent: list[float] = []
-    export(tmp_path, numbers(1000), throttle=spent.append)
-    assert len(spent) == 10 and all(s > 0 for s in spent)
+    spent: list[tuple[float, float]] = []
+
+    def throttle(took: float, computed: float) -> None:
+        spent.append((took, computed))
+
+    export(tmp_path, numbers(1000), throttle=throttle)
+    assert len(spent) == 10 and all(took > 0 and computed > 0 for took, computed in spent)
     with pytest.raises(StoreClosedError, match="cancelled"):
-        export(tmp_path / "b", numbers(1000), throttle=spent.append, is_cancelled=lambda: len(spent) >= 13)
+        export(tmp_path / "b", numbers(1000), throttle=throttle, is_cancelled=lambda: len(spent) >= 13)
     assert len(spent) == 13
     assert tree(tmp_path / "b") == set()
 
 
 def test_time_that_the_throttle_slept_is_not_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [0.0]
+    now, processor = [0.0], [0.0]
     monkeypatch.setattr(savepoint_export.time, "perf_counter", lambda: now[0])
-    spent: list[float] = []
+    monkeypatch.setattr(savepoint_export.time, "thread_time", lambda: processor[0])
+    spent: list[tuple[float, float]] = []
 
-    def throttle(seconds: float) -> None:
-        spent.append(seconds)
+    def throttle(took: float, computed: float) -> None:
+        spent.append((took, computed))
         now[0] += 1000.0
+        processor[0] += 1.0
 
     def batches() -> Iterator[pa.RecordBatch]:
         for batch in cut(numbers(300), 0, G, 100):
             now[0] += 2.0
+            processor[0] += 0.5
             yield batch
 
     export_partition(
         storage(tmp_path), "op", "default", INTS, 0, G - 1, batches(), scratch=tmp_path / "scratch", throttle=throttle
     )
-    assert spent == [2.0, 2.0, 2.0]
+    assert spent == [(2.0, 0.5)] * 3
 
 
 def test_pairs_that_do_not_belong_into_the_file_are_refused(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ from coordinator_actor.savepoints.savepoint_catalog import (
     read_stored_savepoint,
     read_stored_savepoints,
 )
+from spark_bridge.host import savepoint_exports
 from spark_bridge.transport.protocol import TaskIdentity
 from tests.coordinator_actor.coordinators import run_of
 from tests.coordinator_actor.savepoints.savepoint_streams import G, Stream, run_and_clean
@@ -408,7 +409,8 @@ def test_stopping_holds_the_next_batch_until_the_query_has_ended(stream):
     assert s.status().path is not None
 
 
-def test_hosts_sleep_for_the_sake_of_batches_and_only_then(stream):
+def test_hosts_sleep_for_the_sake_of_batches_and_only_then(stream, monkeypatch):
+    monkeypatch.setattr(savepoint_exports, "pause", lambda took, computed: 1.0)  # others want the core
     s, slept = stream(), []
     for host in s.hosts.values():
         host.exports._sleep = slept.append

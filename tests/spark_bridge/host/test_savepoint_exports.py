@@ -147,29 +147,41 @@ def test_every_partition_of_an_order_is_exported_and_reported(host):
     assert not [p for p in (host.root / "scratch").rglob("*") if p.is_file()]
 
 
-def test_it_works_for_a_quarter_of_the_time_and_sleeps_for_the_rest(host, monkeypatch):
-    """By a clock that shows what each batch has taken: 1 s, 2 s, 3 s, and so on."""
-    ticks = [0.0]
-
-    def clock() -> float:
-        return ticks[0]
-
+def exported_by(monkeypatch: pytest.MonkeyPatch, host: Exporting, step: tuple[float, float]) -> int:
+    """Export a partition by clocks that show for each batch how long it took and how much of that was work."""
+    clock, processor = [0.0], [0.0]
     add = savepoint_export._Writer.add
-    work = iter(range(1, 100))
-    worked: list[float] = []
+    steps: list[int] = []
 
     def timed(self: Any, batch: pa.RecordBatch) -> None:
-        worked.append(float(next(work)))
-        ticks[0] += worked[-1]
+        steps.append(len(batch))
+        clock[0] += step[0]
+        processor[0] += step[1]
         add(self, batch)
 
     monkeypatch.setattr(savepoint_export._Writer, "add", timed)
-    monkeypatch.setattr(savepoint_export.time, "perf_counter", clock)
+    monkeypatch.setattr(savepoint_export.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(savepoint_export.time, "thread_time", lambda: processor[0])
     host.take(0)
     host.wait_sent(1)
-    assert len(worked) >= 2
-    assert host.slept == pytest.approx([w * 3 for w in worked])
-    assert sum(worked) / (sum(worked) + sum(host.slept)) == pytest.approx(SHARE_OF_A_CORE) == 0.25
+    assert len(steps) >= 2
+    return len(steps)
+
+
+def test_where_others_want_the_core_it_has_a_small_share_of_it_and_sleeps_for_the_rest(host, monkeypatch):
+    steps = exported_by(monkeypatch, host, (4.0, 1.5))
+    assert host.slept == [pytest.approx(6.0)] * steps
+    assert 1.5 / (4.0 + host.slept[0]) == pytest.approx(SHARE_OF_A_CORE) == 0.15
+
+
+def test_while_it_waits_for_a_core_the_stream_has_it_and_that_counts_as_sleep(host, monkeypatch):
+    exported_by(monkeypatch, host, (10.0, 1.0))
+    assert host.slept == []
+
+
+def test_it_does_not_sleep_while_nobody_else_wants_the_core(host, monkeypatch):
+    exported_by(monkeypatch, host, (1.0, 0.95))
+    assert host.slept == []
 
 
 def test_it_does_not_sleep_while_the_query_waits_for_it(host):
