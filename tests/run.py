@@ -125,16 +125,20 @@ SIMULATED_STEPS = 10**7
 NO_CLUSTER = ("-m", "not ray and not spark")
 _STATE = ["tests/backends"]
 _CLIENTS = [f"tests/spark_bridge/queryable/{name}" for name in ("client", "protocol", "server")]
+_SURGERY = ["tests/spark_bridge/state_surgery"]
 _QUERIES = ["tests/spark_bridge/queryable", "tests/spark_bridge/cli", "tests/spark_bridge/state_data"]
 _PROTOCOL = ["tests/simulation", "tests/coordinator_actor", "tests/spark_bridge/host"]
 _PAGE = ["tests/spark_bridge/ui"]
 _ABOUT = ["tests/benchmarks", "tests/deploy", "tests/docs", "tests/test_public_names.py", "tests/test_run.py"]
 WITHOUT_CLUSTERS = {
     "state": _STATE,
-    "clients": _CLIENTS,
+    "clients, surgery": [*_CLIENTS, *_SURGERY],
     "queries": [*_QUERIES, *(f"--ignore={path}" for path in _CLIENTS)],
     "protocol": _PROTOCOL,
-    "the rest": ["tests", *(f"--ignore={path}" for path in (*_STATE, *_QUERIES, *_PROTOCOL, *_PAGE, *_ABOUT))],
+    "the rest": [
+        "tests",
+        *(f"--ignore={path}" for path in (*_STATE, *_QUERIES, *_SURGERY, *_PROTOCOL, *_PAGE, *_ABOUT)),
+    ],
 }
 """The tests without clusters, in parts of about the same length: each process collects and imports its own alone.
 

@@ -64,7 +64,7 @@ _FIRST_BYTES = np.array([(1 << 8 * n) - 1 for n in range(9)], "<u8")
 _U4, _WORD = np.dtype("<u4"), np.dtype("<u8")
 
 Block: TypeAlias = "bytes | memoryview | pa.Buffer"
-Positions = npt.NDArray[np.int64]
+_Positions = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint64]
 
 
@@ -303,7 +303,7 @@ def _is_there(kinds: npt.NDArray[np.uint8]) -> npt.NDArray[np.bool_]:
     return is_there
 
 
-def _runs(data: Bytes, begins: Positions, ends: Positions) -> tuple[Positions, Positions]:
+def _runs(data: Bytes, begins: _Positions, ends: _Positions) -> tuple[_Positions, _Positions]:
     """Return where the runs between the restart points of blocks begin and end."""
     counts = gather_fixed(data, ends - 4, _U4).astype(np.int64)
     if (counts >= 1 << 31).any():
@@ -322,18 +322,18 @@ def _runs(data: Bytes, begins: Positions, ends: Positions) -> tuple[Positions, P
 class _Step(NamedTuple):
     """The n-th pairs of runs. ``goes_on`` says which runs of the step before have one; None if all have."""
 
-    runs: Positions
+    runs: _Positions
     goes_on: npt.NDArray[np.bool_] | None
-    shared: Positions
-    key_at: Positions
-    value_at: Positions
-    ends: Positions
+    shared: _Positions
+    key_at: _Positions
+    value_at: _Positions
+    ends: _Positions
 
 
 class _Entries:
     """The pairs of many runs. All first pairs are found together, then all second ones, and so on."""
 
-    def __init__(self, data: Bytes, starts: Positions, stops: Positions) -> None:
+    def __init__(self, data: Bytes, starts: _Positions, stops: _Positions) -> None:
         self._data = data
         self._steps: list[_Step] = []
         counts = np.zeros(len(starts), np.int64)
@@ -356,9 +356,9 @@ class _Entries:
         self._lengths = self._placed([step.shared + step.value_at - step.key_at for step in self._steps])
         self._num_words = -(-int(self._lengths.max(initial=_SEQUENCE)) // 8)
 
-    def longest(self) -> Positions:
+    def longest(self) -> _Positions:
         """Return the length of the longest key of each run."""
-        longest: Positions = np.maximum.reduceat(self._lengths, self._first)
+        longest: _Positions = np.maximum.reduceat(self._lengths, self._first)
         return longest
 
     def keys(self) -> tuple[pa.BinaryArray, npt.NDArray[np.uint8]]:
@@ -410,7 +410,7 @@ class _Entries:
         content, offsets = gather_ranges(self._data, begins, ends)
         return binary_array(content, offsets, None if is_there.all() else ~is_there)
 
-    def _placed(self, steps: Sequence[Positions]) -> Positions:
+    def _placed(self, steps: Sequence[_Positions]) -> _Positions:
         """Return figures of all pairs in the order of the pairs."""
         placed = np.empty(self._num, np.int64)
         for rows, step in zip(self._rows, steps, strict=True):
@@ -418,7 +418,7 @@ class _Entries:
         return placed
 
 
-def _headers(data: Bytes, at: Positions) -> tuple[Positions, Positions, Positions, Positions]:
+def _headers(data: Bytes, at: _Positions) -> tuple[_Positions, _Positions, _Positions, _Positions]:
     """Return how many bytes pairs share with the key before, how many more their keys and their values have.
 
     The last are the positions behind these three numbers.
@@ -433,7 +433,7 @@ def _headers(data: Bytes, at: Positions) -> tuple[Positions, Positions, Position
     return shared, more, size, at
 
 
-def _varints(data: Bytes, at: Positions) -> tuple[Positions, Positions]:
+def _varints(data: Bytes, at: _Positions) -> tuple[_Positions, _Positions]:
     """Return the numbers that begin at positions, and where they end."""
     numbers = np.zeros(len(at), np.int64)
     at = at.copy()
