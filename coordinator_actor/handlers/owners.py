@@ -194,18 +194,23 @@ def plan_moves(registries: Registries, run: QueryState) -> None:
 
 
 def _spread(registries: Registries, run: QueryState) -> bool:
-    """Give all hosts their share of a run that has opened no batch yet: no host has anything that a batch needs.
+    """Give all hosts their share of a run of which no host has anything yet: nothing is lost by moving at once.
 
     Hosts may come between the registration of a run and its first batch. Return whether that was done.
     """
-    if run.batch.highest_opened >= 0 or run.assignment.awaits_reports or not run.lock.acquire(blocking=False):
+    with registries.lock:
+        has_copies = any(
+            warm
+            for lease in registries.hosts.leases.values()
+            for warm in lease.hand_over.warm.get(run.run_id, {}).values()
+        )
+    if has_copies or run.assignment.awaits_reports or not run.lock.acquire(blocking=False):
         return False
     try:
-        if run.batch.highest_opened >= 0:
-            return False
-        assigned(registries, run)
-        assigned(registries, run, rebalance=True)
-        return True
+        is_untouched = run.batch.highest_opened < 0
+        if is_untouched:
+            assigned(registries, run, rebalance=True)
+        return is_untouched
     finally:
         run.lock.release()
 
