@@ -48,7 +48,7 @@ from coordinator_actor.messages import (
     QueryRegistration,
     SnapshotUploaded,
 )
-from coordinator_actor.query import files_in_use
+from coordinator_actor.query.files import files_in_use
 from coordinator_actor.query_threads import QueryThreads
 
 T = TypeVar("T")

@@ -30,7 +30,7 @@ from coordinator_actor.handlers.locations import Locations
 from coordinator_actor.handlers.lookups import Lookups
 from coordinator_actor.handlers.owners import plan_moves
 from coordinator_actor.handlers.queries import Queries
-from coordinator_actor.handlers.registries import Registries
+from coordinator_actor.handlers.registries.registries import Registries
 from coordinator_actor.handlers.rewritings import Rewritings
 from coordinator_actor.handlers.savepoints import Savepoints
 from coordinator_actor.port import MESSAGES, CoordinatorPort

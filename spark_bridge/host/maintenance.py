@@ -24,7 +24,7 @@ from backends.partition.partition_state import PartitionState
 from backends.tracing import spans
 from coordinator_actor.exceptions import BatchHeldError
 from coordinator_actor.messages import SnapshotUploaded
-from coordinator_actor.query.files_in_use import UPLOAD
+from coordinator_actor.query.files.files_in_use import UPLOAD
 from spark_bridge.host.coordination.registration import HostRegistration
 from spark_bridge.host.coordination.version_requests import VersionRequests
 from spark_bridge.host.counters import Counters

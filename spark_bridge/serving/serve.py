@@ -30,9 +30,9 @@ from spark_bridge.host_actor.session_options import SessionOptions
 from spark_bridge.queryable.client.client import QueryableStateClient
 from spark_bridge.queryable.server.request_limits import RequestLimits
 from spark_bridge.serving.followed_query import FollowedQuery
-from spark_bridge.session.ended_queries import EndedQueries
-from spark_bridge.session.ray_cluster import join_or_start_ray, stop_ray
-from spark_bridge.session.state_cluster import StateCluster
+from spark_bridge.session.cluster.ray_cluster import join_or_start_ray, stop_ray
+from spark_bridge.session.hosts.state_cluster import StateCluster
+from spark_bridge.session.queries.ended_queries import EndedQueries
 from spark_bridge.state_data.stored_query import query_in_storage
 from spark_bridge.transport.tls import TlsConf
 

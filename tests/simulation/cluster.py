@@ -118,7 +118,7 @@ class HostSlot:
         self.start()
 
     def end(self) -> None:
-        """It owns nothing any more, and is not started again (``spark_bridge.session.host_placement``)."""
+        """It owns nothing any more, and is not started again (``spark_bridge.session.hosts.host_placement``)."""
         self._has_gone = True
         for process in (self.process, *self.replaced):
             if process is not None:
@@ -270,7 +270,7 @@ class Session:
             self.leaving.append(slot)
 
     def _place(self) -> None:
-        """What ``spark_bridge.session.host_placement`` does: tell which hosts are to go, and end those that may."""
+        """Do what ``spark_bridge.session.hosts.host_placement`` does: tell which hosts are to go, end the idle ones."""
         s, port = self.world.scheduler, self.cluster.port()
         while True:
             s.sleep(self.world.slowness)

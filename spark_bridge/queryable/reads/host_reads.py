@@ -23,17 +23,17 @@ from spark_bridge.exceptions import NotOwnerError, RequestError
 from spark_bridge.host.host import Host
 from spark_bridge.queryable.protocol.messages import ChangesRequest, KeyRowsRequest, LookupRequest, ScanRequest
 from spark_bridge.queryable.protocol.state_reads import StateAnswer
-from spark_bridge.queryable.reads.answer_version import MAX_WAIT_SECONDS, PartitionView, VersionedReader
-from spark_bridge.queryable.reads.change_feed import ChangeFeed
-from spark_bridge.queryable.reads.completion_wait import CompletionWait
-from spark_bridge.queryable.reads.key_reads import FoundPairs, find_pairs, joined_arrays, rows_of_keys, values_of
-from spark_bridge.queryable.reads.operator_directory import OperatorDirectory
-from spark_bridge.queryable.reads.operator_plan import OperatorPlan
-from spark_bridge.queryable.reads.partition_scans import KeyBounds, Pairs, has_row_per_pair, pairs_of
-from spark_bridge.queryable.reads.row_selection import RowSelection
-from spark_bridge.queryable.reads.row_stream import RowStream, gather_batches, limited
-from spark_bridge.queryable.reads.version_copies import VersionCopies
-from spark_bridge.queryable.reads.windowed_key_reads import WindowedKeys
+from spark_bridge.queryable.reads.changes.change_feed import ChangeFeed
+from spark_bridge.queryable.reads.operators.operator_directory import OperatorDirectory
+from spark_bridge.queryable.reads.operators.operator_plan import OperatorPlan
+from spark_bridge.queryable.reads.rows.key_reads import FoundPairs, find_pairs, joined_arrays, rows_of_keys, values_of
+from spark_bridge.queryable.reads.rows.partition_scans import KeyBounds, Pairs, has_row_per_pair, pairs_of
+from spark_bridge.queryable.reads.rows.row_selection import RowSelection
+from spark_bridge.queryable.reads.rows.row_stream import RowStream, gather_batches, limited
+from spark_bridge.queryable.reads.rows.windowed_key_reads import WindowedKeys
+from spark_bridge.queryable.reads.versions.answer_version import MAX_WAIT_SECONDS, PartitionView, VersionedReader
+from spark_bridge.queryable.reads.versions.completion_wait import CompletionWait
+from spark_bridge.queryable.reads.versions.version_copies import VersionCopies
 from spark_bridge.state_format.partition_rows import partition_rows
 from spark_bridge.state_format.windowed_keys import window_place
 

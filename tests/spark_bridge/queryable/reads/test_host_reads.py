@@ -23,7 +23,7 @@ from spark_bridge.exceptions import (
     UnknownKvStateIdError,
 )
 from spark_bridge.queryable.protocol.messages import At, LookupRequest, ScanRequest
-from spark_bridge.queryable.reads import completion_wait
+from spark_bridge.queryable.reads.versions import completion_wait
 from tests.effort import effort, only_thorough
 from tests.patience import HANG, PATIENCE
 from tests.spark_bridge.queryable.host_world import changes_of, partitions_of, stored

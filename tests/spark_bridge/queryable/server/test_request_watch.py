@@ -35,8 +35,10 @@ from spark_bridge.queryable.protocol.messages import (
 )
 from spark_bridge.queryable.protocol.request_context import active_context
 from spark_bridge.queryable.protocol.state_reads import StateAnswer
-from spark_bridge.queryable.reads import key_reads, operator_directory, partition_scans, version_copies
-from spark_bridge.queryable.reads.row_stream import gather_batches, limited
+from spark_bridge.queryable.reads.operators import operator_directory
+from spark_bridge.queryable.reads.rows import key_reads, partition_scans
+from spark_bridge.queryable.reads.rows.row_stream import gather_batches, limited
+from spark_bridge.queryable.reads.versions import version_copies
 from spark_bridge.queryable.routing.routed_scan import RoutedScan, ScanPlan
 from spark_bridge.queryable.server import client_session, row_sender, served_request, server
 from tests.patience import HANG, PATIENCE
