@@ -45,9 +45,9 @@ from rich.console import Console
 from rich.table import Table
 
 from backends.storage.requests.request_counts import RequestCounts
-from coordinator_actor.lease_watch import LEASE_WATCH_SECONDS
 from coordinator_actor.on_ray.ray_metrics import RayMetrics
 from coordinator_actor.query_metrics import QueryMetrics
+from coordinator_actor.threads.lease_watch import LEASE_WATCH_SECONDS
 from spark_bridge.host_actor.host_metrics import HOST_METRICS_SECONDS as HOST_SECONDS
 from spark_bridge.host_actor.host_metrics import HostMetrics
 from spark_bridge.queryable.server.request_statistics import RequestStatistics

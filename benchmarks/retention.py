@@ -49,7 +49,7 @@ from coordinator_actor.messages import (
     SnapshotUploaded,
 )
 from coordinator_actor.query.files import files_in_use
-from coordinator_actor.query_threads import QueryThreads
+from coordinator_actor.threads.query_threads import QueryThreads
 
 T = TypeVar("T")
 SESSION = "session"

@@ -30,7 +30,7 @@ from coordinator_actor.messages import (
     SessionPlacement,
 )
 from coordinator_actor.query.query_state import QueryState
-from coordinator_actor.query_threads import Apart
+from coordinator_actor.threads.query_threads import Apart
 
 log = logging.getLogger(__name__)
 

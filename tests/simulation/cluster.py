@@ -12,9 +12,9 @@ from backends.conf import StateStoreConf
 from backends.exceptions import ConcurrentCommitError
 from coordinator_actor.coordinator import Coordinator
 from coordinator_actor.coordinator_conf import CoordinatorConf
-from coordinator_actor.dispatcher import Dispatcher
 from coordinator_actor.messages import HostInfo
-from coordinator_actor.query_threads import QueryThreads
+from coordinator_actor.threads.dispatcher import Dispatcher
+from coordinator_actor.threads.query_threads import QueryThreads
 from spark_bridge.host.host import Host
 from spark_bridge.queryable.reads.host_reads import HostReads
 from tests.simulation import engine

@@ -52,7 +52,7 @@ from coordinator_actor.query.retention import remove_garbage
 from coordinator_actor.query.versions import recovery
 from coordinator_actor.query.versions.looked_up_versions import LookedUpVersions
 from coordinator_actor.query.versions.query_versions import QueryVersions
-from coordinator_actor.query_threads import QueryThreads
+from coordinator_actor.threads.query_threads import QueryThreads
 from spark_bridge.host.commits import group_commit
 from spark_bridge.host.commits.group_commit import GroupCommit, GroupCommits
 from spark_bridge.host.held.instance import Instance

@@ -15,7 +15,7 @@ from typing import Any
 
 from backends.tracing import spans
 from coordinator_actor.port import GROUPS, CoordinatorPort, Group
-from coordinator_actor.query_threads import QueryThreads, in_place
+from coordinator_actor.threads.query_threads import QueryThreads, in_place
 
 REGISTRATION_THREADS = 32
 """A registration waits for a second where the storage of a query hangs."""
