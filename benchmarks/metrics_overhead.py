@@ -44,7 +44,7 @@ from ray_cluster import own_ray
 from rich.console import Console
 from rich.table import Table
 
-from backends.storage.requests.request_counts import RequestCounts
+from backends.storage.sending.request_counts import RequestCounts
 from coordinator_actor.on_ray.ray_metrics import RayMetrics
 from coordinator_actor.query_metrics import QueryMetrics
 from coordinator_actor.threads.lease_watch import LEASE_WATCH_SECONDS

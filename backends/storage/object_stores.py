@@ -30,7 +30,7 @@ _RETRIES_OF_PARTS: RetryConfig = {
 class ObjectStores:
     """obstore's stores of one location. Making one asks nobody. Many threads may share one.
 
-    ``plain`` repeats nothing: that is the work of ``requests/sender.py``. ``in_parts`` is for large files that go up in
+    ``plain`` repeats nothing: that is the work of ``sending/sender.py``. ``in_parts`` is for large files that go up in
     parts, and repeats each part by itself. Raises obstore's errors, and ``ValueError``, for a wrong option.
     """
 

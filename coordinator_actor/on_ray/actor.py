@@ -15,7 +15,7 @@ from typing import Any
 import ray
 
 from backends.storage.checkpoint_storage import CheckpointStorage
-from backends.storage.requests.request_counts import RequestCounts
+from backends.storage.sending.request_counts import RequestCounts
 from backends.tracing.set_up import try_set_up
 from backends.without_pandas import keep_pandas_out
 from coordinator_actor.access_tokens import AccessTokens

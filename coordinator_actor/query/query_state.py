@@ -11,7 +11,7 @@ import msgspec
 from backends.encoding.operator_schema import OperatorSchema
 from backends.formats.manifest import PartitionEntry
 from backends.formats.manifest_chain import Layout
-from backends.storage.requests.request_counts import used_together
+from backends.storage.sending.request_counts import used_together
 from backends.tracing.spans import Pool
 from coordinator_actor.checkpoints.checkpoint_id import CheckpointIDCounter
 from coordinator_actor.checkpoints.checkpoint_stats import CheckpointStatsTracker

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from backends.storage.requests.request_counts import RequestCounts
+from backends.storage.sending.request_counts import RequestCounts
 from coordinator_actor.metrics import REQUEST_DURATION_BOUNDS, MetricSink, running_totals, storage_totals
 from spark_bridge.queryable.server.request_statistics import RequestStatistics
 

@@ -18,7 +18,7 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp
 
 from backends.exceptions import StateStoreError
-from backends.storage.requests.prices import STANDARD, Prices
+from backends.storage.sending.prices import STANDARD, Prices
 from coordinator_actor.exceptions import CoordinatorError
 from spark_bridge.exceptions import AccessDeniedError, HostUnavailableError, SparkBridgeError
 from spark_bridge.queryable.server.token_verifier import Grant, TokenVerifier

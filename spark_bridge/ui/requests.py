@@ -11,7 +11,7 @@ from urllib.parse import urlencode
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from starlette.responses import HTMLResponse, Response
 
-from backends.storage.requests.prices import STANDARD, Prices
+from backends.storage.sending.prices import STANDARD, Prices
 from spark_bridge.exceptions import RequestError
 from spark_bridge.overview import formats
 from spark_bridge.overview.model import Fault, Overview, Query

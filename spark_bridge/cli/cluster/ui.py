@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from backends.storage.requests.prices import Prices
+from backends.storage.sending.prices import Prices
 from spark_bridge.cli.joined_ray import joined_ray
 from spark_bridge.cli.output import complain, errors_explained
 from spark_bridge.cli.prices import PricesOption

@@ -15,7 +15,7 @@ from backends.bounded_dict import BoundedDict
 from backends.exceptions import LineageMismatchError, StoreClosedError
 from backends.formats.changelog import ChangelogMeta, Changes
 from backends.storage.file_ref import FileRef
-from backends.storage.requests.request_counts import COUNTED_LOCATIONS, used_since
+from backends.storage.sending.request_counts import COUNTED_LOCATIONS, used_since
 from backends.tracing import spans
 from coordinator_actor.exceptions import CoordinatorError
 from coordinator_actor.messages import (

@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass, field
 from json import dumps
 from typing import TYPE_CHECKING, Any
 
-from backends.storage.requests.prices import Prices
-from backends.storage.requests.request_counts import KINDS, RECEIVED, SENT
+from backends.storage.sending.prices import Prices
+from backends.storage.sending.request_counts import KINDS, RECEIVED, SENT
 from spark_bridge.session.current import current_cluster
 from spark_bridge.session.settings import STORAGE_PRICES_CONF
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from backends.exceptions import StateStoreError
-from backends.storage.requests.failures import for_people
+from backends.storage.sending.failures import for_people
 from coordinator_actor.exceptions import CoordinatorError, SparkBridgeError
 from coordinator_actor.handlers.registries.run_registry import LONGEST_FAILURE
 from coordinator_actor.messages import QueryRegistration

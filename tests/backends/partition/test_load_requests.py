@@ -13,7 +13,7 @@ from backends.partition import changelog_reads
 from backends.partition.changelog_reads import ChangelogReads
 from backends.partition.partition_state import PartitionState, open_partition
 from backends.storage.checkpoint_storage import CheckpointStorage
-from backends.storage.requests.request_counts import RequestCounts
+from backends.storage.sending.request_counts import RequestCounts
 from backends.storage.shared_objects import ALONE, SharedObjects
 from tests.backends.partition.partition_steps import commit
 from tests.critical_path import CriticalPath

@@ -12,7 +12,7 @@ import pytest
 from backends.exceptions import StorageError
 from backends.formats import snapshot
 from backends.storage.checkpoint_storage import CheckpointStorage
-from backends.storage.requests.sender import RequestSender
+from backends.storage.sending.sender import RequestSender
 from coordinator_actor.coordinator import Coordinator
 from coordinator_actor.exceptions import FencedError
 from coordinator_actor.query import retention

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from backends.storage.requests.request_counts import RequestCounts
+from backends.storage.sending.request_counts import RequestCounts
 from coordinator_actor.messages import OperatorSpec
 from spark_bridge.host_actor.host_metrics import MOST_PARTITIONS, HostMetrics, every
 from spark_bridge.queryable.server.request_statistics import RequestStatistics

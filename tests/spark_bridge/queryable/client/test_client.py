@@ -377,7 +377,7 @@ def test_a_replaced_coordinator_is_not_noticed(cluster: Callable[..., Cluster]) 
 def test_a_restarted_query_is_found_again_with_other_partitions(
     cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("known_operators", "client"):  # it is not by chance that the location is looked up again
+    for module in ("cluster.known_operators", "client"):  # it is not by chance that the location is looked up again
         monkeypatch.setattr(f"spark_bridge.queryable.client.{module}.REFRESH_SECONDS", 1000.0)
     c = cluster()
     c.batch(NAMES)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from backends.storage.requests.prices import Prices
+from backends.storage.sending.prices import Prices
 from coordinator_actor.durable.checkpoint_records import CheckpointRecord, as_plain
 from spark_bridge.session.progress import operator_progress
 from spark_bridge.session.progress.checkpoint_progress import CheckpointProgress, progress_of_record

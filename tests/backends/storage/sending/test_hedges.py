@@ -11,7 +11,7 @@ import pytest
 from backends.exceptions import FileExistsInStorageError
 from backends.storage.checkpoint_storage import CheckpointStorage, digest
 from backends.storage.file_ref import FileRef
-from backends.storage.requests.hedges import (
+from backends.storage.sending.hedges import (
     FEWEST,
     HEDGED_BYTES,
     LEAST_SECONDS,
@@ -20,8 +20,8 @@ from backends.storage.requests.hedges import (
     SHARE,
     Hedges,
 )
-from backends.storage.requests.request_counts import RequestCounts
-from backends.storage.requests.traffic import BucketTraffic
+from backends.storage.sending.request_counts import RequestCounts
+from backends.storage.sending.traffic import BucketTraffic
 from tests.backends.storage.s3_faults import Fault, FaultProxy, S3Server
 from tests.patience import PATIENCE
 

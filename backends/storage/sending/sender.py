@@ -13,9 +13,9 @@ from typing import TypeVar
 from obstore.exceptions import BaseError
 
 from backends.exceptions import StorageError
-from backends.storage.requests.failures import first_line, is_expired, is_throttling, is_transient
-from backends.storage.requests.request_counts import KINDS, RequestCounts
-from backends.storage.requests.traffic import Traffic
+from backends.storage.sending.failures import first_line, is_expired, is_throttling, is_transient
+from backends.storage.sending.request_counts import KINDS, RequestCounts
+from backends.storage.sending.traffic import Traffic
 from backends.tracing import spans
 from backends.tracing.spans import Span
 

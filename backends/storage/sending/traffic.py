@@ -9,8 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from backends.bounded_dict import BoundedDict
-from backends.storage.requests.hedges import Hedges
-from backends.storage.requests.pace import AdaptiveRateLimit
+from backends.storage.sending.hedges import Hedges
+from backends.storage.sending.pace import AdaptiveRateLimit
 
 REMEMBERED_BUCKETS = 1000
 

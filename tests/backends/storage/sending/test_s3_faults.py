@@ -23,7 +23,7 @@ from backends.exceptions import (
 from backends.storage.checkpoint_storage import CheckpointStorage, digest
 from backends.storage.create_if_absent import CREATE_PROBE, CreateIfAbsentProofs
 from backends.storage.file_ref import FileRef
-from backends.storage.requests.traffic import BucketTraffic
+from backends.storage.sending.traffic import BucketTraffic
 from tests.backends.storage.s3_faults import Fault, FaultProxy, Kind, S3Server
 from tests.effort import only_thorough
 

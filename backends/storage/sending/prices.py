@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 from backends.exceptions import InvalidStateStoreArgument
-from backends.storage.requests.request_counts import RECEIVED, SENT
+from backends.storage.sending.request_counts import RECEIVED, SENT
 
 MONTH_SECONDS = 730 * 3600.0
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from backends.bounded_dict import BoundedDict
 from backends.buckets import BucketCounts, HistogramBuckets
-from backends.storage.requests.trouble import TroubleTracker
+from backends.storage.sending.trouble import TroubleTracker
 
 KINDS = {"write": "put", "read": "get", "look up": "head", "list": "list", "delete": "delete"}
 """The kind of request by what ``CheckpointStorage`` calls it in its errors."""

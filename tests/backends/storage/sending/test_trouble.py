@@ -9,9 +9,9 @@ import pytest
 
 from backends.exceptions import StorageError
 from backends.storage.checkpoint_storage import CheckpointStorage
-from backends.storage.requests.failures import for_people
-from backends.storage.requests.request_counts import RequestCounts
-from backends.storage.requests.trouble import LONGEST_TEXT, MOST_FAILURES, MOST_LOCATIONS, TroubleTracker
+from backends.storage.sending.failures import for_people
+from backends.storage.sending.request_counts import RequestCounts
+from backends.storage.sending.trouble import LONGEST_TEXT, MOST_FAILURES, MOST_LOCATIONS, TroubleTracker
 
 
 class Clock:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from backends.bounded_dict import BoundedDict
-from backends.storage.requests.failures import first_line, for_people
+from backends.storage.sending.failures import first_line, for_people
 
 FAILURE_SECONDS = 60.0
 """A failure is told of for so long."""

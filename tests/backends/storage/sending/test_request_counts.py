@@ -10,7 +10,7 @@ import pytest
 from backends.exceptions import FileExistsInStorageError, MissingFileError
 from backends.storage.checkpoint_storage import CheckpointStorage, digest
 from backends.storage.file_ref import FileRef
-from backends.storage.requests.request_counts import RequestCounts, num_requests, used_since, used_together
+from backends.storage.sending.request_counts import RequestCounts, num_requests, used_since, used_together
 from tests.backends.storage.s3_faults import Fault, FaultProxy, S3Server
 
 
