@@ -61,7 +61,7 @@ class SelectedSource:
         """Give the rows of one partition. Raises ``VersionNotFoundError`` if the version has been removed meanwhile."""
         source = self.source
         with opened_partition(source.reading.place, piece, open_storage=source.open_storage) as state:
-            view = PartitionView(piece.partition, state, source.reading.version, None)
+            view = PartitionView(piece.partition, state.reads, source.reading.version, None)
             pairs = pairs_of(view, source.rows, self._key_groups(piece), self.bounds)
             for batch in partition_rows(source.rows, pairs, piece.partition):
                 found = self.selection.rows(batch)

@@ -273,6 +273,6 @@ class StoredReads:
     def _view(self, piece: Piece, version: int) -> Iterator[PartitionView]:
         try:
             with opened_partition(self.place, piece, open_storage=self._open) as state:
-                yield PartitionView(piece.partition, state, version, None)
+                yield PartitionView(piece.partition, state.reads, version, None)
         except VersionNotFoundError as error:
             raise StateVersionError(str(error)) from error

@@ -528,7 +528,7 @@ class World:
         state = open_partition(local, self.disk.open(stream.state), layout, conf)  # type: ignore[arg-type]
         state.load(run.versions.lineage(operator, partition, version))
         keys = [k for k in model.KEYS if model.partition_of(k, n) == partition]
-        contents = state.get_many(model.to_array(keys)).to_pylist()
+        contents = state.reads.get_many(model.to_array(keys)).to_pylist()
         stream.model.check_attempts(run.versions.chain[version].id, operator, keys, contents)
         values = [model.value_in(c) for c in contents]
         expected = [plan.values.get((operator, k)) for k in keys]

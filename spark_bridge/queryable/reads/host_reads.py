@@ -17,7 +17,7 @@ from backends.bounded_dict import BoundedDict
 from backends.encoding.columns import placed, take_binary
 from backends.exceptions import InvalidStateStoreArgument, StoreClosedError, VersionNotFoundError
 from backends.ids import DEFAULT_FAMILY
-from backends.partition.partition_state import PartitionState
+from backends.partition.version_reads import VersionReads
 from coordinator_actor.messages import OperatorLocation
 from spark_bridge.exceptions import NotOwnerError, RequestError
 from spark_bridge.host.host import Host
@@ -106,12 +106,12 @@ class HostReads:
                 if head is not None:
                     instance.is_read = True
                     try:
-                        return completed.version, _value_of(instance.state, key, family, completed.version, head)
+                        return completed.version, _value_of(instance.state.reads, key, family, completed.version, head)
                     except (VersionNotFoundError, StoreClosedError):
                         pass  # the reader below finds out why
         with ExitStack() as keep:
             version, (value,) = self._reader.read(
-                plan, [partition], at, lambda v: _value_of(v.state, key, family, v.version, v.head), keep
+                plan, [partition], at, lambda v: _value_of(v.reads, key, family, v.version, v.head), keep
             )
         return version, value
 
@@ -227,7 +227,7 @@ class HostReads:
         is_all = bounds.is_open and set(plan.schema.families) == {rows.main}
 
         def counted(view: PartitionView) -> int | Pairs:
-            known = view.state.num_keys(view.version, head=view.head) if is_all and view.instance is not None else None
+            known = view.reads.num_keys(view.version, head=view.head) if is_all and view.instance is not None else None
             return pairs_of(view, rows, plan.key_groups_of(view.partition), bounds) if known is None else known
 
         with ExitStack() as keep:
@@ -292,9 +292,9 @@ def _key_runs(of_keys: npt.NDArray[np.uint16], num_partitions: int) -> dict[int,
     return runs if len(runs) == len(begins) else None
 
 
-def _value_of(state: PartitionState, key: bytes, family: str, version: int, head: str | None) -> bytes | None:
+def _value_of(reads: VersionReads, key: bytes, family: str, version: int, head: str | None) -> bytes | None:
     try:
-        return state.get_one(key, version, family, head=head)
+        return reads.get_one(key, version, family, head=head)
     except InvalidStateStoreArgument:
         if family == DEFAULT_FAMILY:
             raise

@@ -57,8 +57,8 @@ class CopiedState:
                 continue
             with opened_partition(self.place, piece) as state:
                 for family in self.families:
-                    if family in state.column_families():
-                        for batch in state.scan(None, lower, upper, family):
+                    if family in state.reads.column_families():
+                        for batch in state.reads.scan(None, lower, upper, family):
                             keys, values = as_binary("keys", batch.column(0)), as_binary("values", batch.column(1))
                             yield family, SortedPairs(keys, values)
 

@@ -43,9 +43,9 @@ def group_of(stored: bytes) -> int:
 
 def content_of(state: PartitionState, version: int | None = None) -> Content:
     found: Content = {}
-    for family in state.column_families(version):
+    for family in state.reads.column_families(version):
         pairs = found[family] = {}
-        for batch in state.scan(version, column_family=family):
+        for batch in state.reads.scan(version, column_family=family):
             pairs.update(zip(batch.column("key").to_pylist(), batch.column("value").to_pylist(), strict=True))
     return found
 
@@ -107,8 +107,8 @@ class Query:
                 for name, f in given.items()
             }
             meta = ChangelogMeta("run", "op", p, n, version, attempt, state.head)
-            ref = state.stage(meta, Changes(own))
-            state.accept(version, attempt)
+            ref = state.attempts.stage(meta, Changes(own))
+            state.attempts.accept(version, attempt)
             state.complete(version, ref.path)
             entries[p] = PartitionEntry(attempt, ref, self.unnamed.pop(p, ()))
         self.append(version, entries)
@@ -143,7 +143,7 @@ class Query:
         """Take snapshots of some partitions, or of all; the next commit's manifest names them."""
         for p in partitions or self.states:
             known = self.lineage(p).snapshots
-            self.unnamed[p] = (self.states[p].snapshot(known[-1] if known else None),)
+            self.unnamed[p] = (self.states[p].snapshots.store(known[-1] if known else None),)
         return self
 
     def retain(self, target: int) -> tuple[Retention, list[str]]:
@@ -374,8 +374,8 @@ def test_every_column_family_comes_along_the_empty_ones_too(query, backend):
     q.commit(everywhere(b"1"), timers={key(3, "t"): b"t", key(30, "t"): b"u"}, gone={key(8): b"x"})
     q.commit({}, gone={key(8): None})
     q.rescale(3, OTHER[backend])
-    assert {s.column_families() for s in q.states.values()} == {frozenset({"default", "timers", "gone"})}
-    assert q.states[0].get_many(pa.array([key(3, "t")]), column_family="gone").to_pylist() == [None]
+    assert {s.reads.column_families() for s in q.states.values()} == {frozenset({"default", "timers", "gone"})}
+    assert q.states[0].reads.get_many(pa.array([key(3, "t")]), column_family="gone").to_pylist() == [None]
     q.commit({}, timers={key(3, "t"): None, key(4, "t"): b"v"})
     q.assert_held()
 

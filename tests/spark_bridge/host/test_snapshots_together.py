@@ -143,7 +143,7 @@ def test_a_partition_that_takes_long_does_not_hold_up_those_of_other_threads(
     for _ in range(10):
         query.batch()
     slow, go_on = query.host.held.all()[0], threading.Event()
-    prepare = slow.state.prepare_snapshot
+    prepare = slow.state.snapshots.prepare
 
     def waits(*given: Any) -> Any:
         assert go_on.wait(HANG)

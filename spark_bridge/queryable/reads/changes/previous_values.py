@@ -9,6 +9,7 @@ import pyarrow as pa
 from backends.exceptions import StoreClosedError, VersionNotFoundError
 from backends.ids import DEFAULT_FAMILY
 from backends.partition.partition_state import PartitionState
+from backends.partition.version_reads import VersionReads
 from coordinator_actor.reading import partition_reader
 from coordinator_actor.reading.stored_versions import Piece
 from spark_bridge.exceptions import StateVersionError
@@ -43,8 +44,8 @@ class PreviousValues:
         if head is not None and instance is not None and self._follower is None:
             # A partition in memory does not know the heads of earlier layouts, and old versions are gone.
             with suppress(VersionNotFoundError, StoreClosedError):
-                return _values(instance.state, version, head, family, keys)
-        return _values(self._copy_at(version), None, None, family, keys)
+                return _values(instance.state.reads, version, head, family, keys)
+        return _values(self._copy_at(version).reads, None, None, family, keys)
 
     def _copy_at(self, version: int) -> PartitionState:
         if self._follower is None:
@@ -61,8 +62,8 @@ class PreviousValues:
 
 
 def _values(
-    state: PartitionState, version: int | None, head: str | None, family: str, keys: pa.BinaryArray
+    reads: VersionReads, version: int | None, head: str | None, family: str, keys: pa.BinaryArray
 ) -> pa.BinaryArray:
-    if family != DEFAULT_FAMILY and family not in state.column_families(version, head=head):
+    if family != DEFAULT_FAMILY and family not in reads.column_families(version, head=head):
         return pa.nulls(len(keys), pa.binary())
-    return state.get_many(keys, version, family, head=head, remember=False)
+    return reads.get_many(keys, version, family, head=head, remember=False)

@@ -53,7 +53,7 @@ class FoundPairs:
 
 def values_of(view: PartitionView, keys: pa.BinaryArray, family: str) -> pa.BinaryArray:
     """Return the values of stored keys, null where there is none. Sorted keys are fastest."""
-    if family != DEFAULT_FAMILY and family not in view.state.column_families(view.version, head=view.head):
+    if family != DEFAULT_FAMILY and family not in view.reads.column_families(view.version, head=view.head):
         return pa.nulls(len(keys), pa.binary())
     # A completed version is applied when the reads of the version before are done: no single read may take long.
     parts: list[pa.BinaryArray] = []
@@ -61,7 +61,7 @@ def values_of(view: PartitionView, keys: pa.BinaryArray, family: str) -> pa.Bina
     while at < len(keys) or not parts:
         raise_if_cancelled()
         try:
-            part = view.state.get_many(keys.slice(at, step), view.version, family, head=view.head, remember=False)
+            part = view.reads.get_many(keys.slice(at, step), view.version, family, head=view.head, remember=False)
         except pa.ArrowInvalid as error:
             if "overflow" not in str(error):
                 raise
@@ -125,11 +125,11 @@ def _more(
     else:
         is_long = np.asarray(stored.column(IS_LARGE).fill_null(False))
     asked = np.flatnonzero(is_long).tolist()
-    if not asked or rows.second not in view.state.column_families(view.version, head=view.head):
+    if not asked or rows.second not in view.reads.column_families(view.version, head=view.head):
         return {}
     # An iterator for each position: a key that is asked for twice is read twice.
     return {
-        int(positions[i]): view.state.scan(
+        int(positions[i]): view.reads.scan(
             view.version, *prefix_range(keys[i].as_py()), column_family=rows.second, head=view.head
         )
         for i in asked

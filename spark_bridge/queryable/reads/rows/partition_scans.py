@@ -83,20 +83,20 @@ def _checked(pairs: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
 def _pairs(
     view: PartitionView, rows: VariableRows, family: str, groups: range, bounds: KeyBounds
 ) -> Iterator[pa.RecordBatch]:
-    state, at = view.state, view.version
-    if family != DEFAULT_FAMILY and family not in state.column_families(at, head=view.head):
+    reads, at = view.reads, view.version
+    if family != DEFAULT_FAMILY and family not in reads.column_families(at, head=view.head):
         return iter(())
     if bounds.is_open:
-        return state.scan(at, None, None, family, head=view.head)
+        return reads.scan(at, None, None, family, head=view.head)
     if rows.kind == TIMERS:
         # Stored by time: the timers of some keys may be anywhere.
-        found = state.scan(at, None, None, family, head=view.head)
+        found = reads.scan(at, None, None, family, head=view.head)
         return gather_batches(bounds.within(batch, KEY_GROUP_BYTES + _EXPIRY_BYTES) for batch in _checked(found))
     ranges = bounds.ranges(groups)
     if len(ranges) > MAX_RANGES:
-        found = state.scan(at, ranges[0][0], ranges[-1][1], family, head=view.head)
+        found = reads.scan(at, ranges[0][0], ranges[-1][1], family, head=view.head)
         return gather_batches(bounds.within(batch) for batch in _checked(found))
-    return gather_batches(chain.from_iterable(state.scan_ranges(ranges, at, family, head=view.head)))
+    return gather_batches(chain.from_iterable(reads.scan_ranges(ranges, at, family, head=view.head)))
 
 
 def has_row_per_pair(rows: VariableRows) -> bool:

@@ -73,7 +73,7 @@ class KeyWindowIndex:
             is_known = view.head in self._heads and (view.head is not None or view.version == 0)
             if is_known and len(self._windows) <= 2 * self._scanned + _MIN_RESCAN:
                 return self._windows
-        scanned = view.state.scan(view.version, head=view.head)
+        scanned = view.reads.scan(view.version, head=view.head)
         found = self._windows_of(batch.column(0) for batch in scanned)
         with self._lock:
             if is_known:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from backends.exceptions import StoreClosedError, VersionNotFoundError
-from backends.partition.partition_state import PartitionState
+from backends.partition.version_reads import VersionReads
 from spark_bridge.exceptions import HostUnavailableError, NotOwnerError, RequestError, StateVersionError
 from spark_bridge.host.coordination.completed_versions import CompletedVersion
 from spark_bridge.host.held.instance import Instance
@@ -41,7 +41,7 @@ class PartitionView:
     """
 
     partition: int
-    state: PartitionState
+    reads: VersionReads
     version: int
     head: str | None
     instance: Instance | None = None
@@ -139,7 +139,7 @@ class VersionedReader:
                 raise VersionNotFoundError(f"Version {completed.version} is not the last completed one any more.")
             head = newest.head(plan.operator, partition)
         self.loader.wait_loaded(instance, self.wait_seconds)
-        return PartitionView(partition, instance.state, completed.version, head, instance)
+        return PartitionView(partition, instance.state.reads, completed.version, head, instance)
 
     def _settle(self, plan: OperatorPlan, partition: int, completed: CompletedVersion, failure: Exception) -> None:
         """Do what may help a partition that does not have the last completed version."""
@@ -181,7 +181,7 @@ class VersionedReader:
             self.loader.wait_loaded(instance, self.wait_seconds)
             version, head = instance.state.newest()
             try:
-                return version, read(PartitionView(partition, instance.state, version, head, instance))
+                return version, read(PartitionView(partition, instance.state.reads, version, head, instance))
             except (VersionNotFoundError, StoreClosedError) as error:
                 if time.monotonic() > deadline:
                     raise self._unsettled(plan, partition, error) from error
@@ -220,7 +220,7 @@ class VersionedReader:
                         "here; "
                         f"version {instance.state.version} is."
                     )
-                return read(PartitionView(partition, instance.state, at.version, head, instance))
+                return read(PartitionView(partition, instance.state.reads, at.version, head, instance))
             except StoreClosedError as error:
                 if time.monotonic() > deadline:
                     raise self._unsettled(plan, partition, error) from error
@@ -230,4 +230,4 @@ class VersionedReader:
                     raise StateVersionError(str(error)) from error
                 break
         copy = keep.enter_context(self._copies.at(plan.registration, plan.spec, partition, at.version))
-        return read(PartitionView(partition, copy, at.version, None))
+        return read(PartitionView(partition, copy.reads, at.version, None))

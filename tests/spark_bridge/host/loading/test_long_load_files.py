@@ -97,7 +97,7 @@ def q(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Retained]:
 
 
 def value(state: Any) -> Any:
-    return state.get_many(pa.array([b"k"], pa.binary())).to_pylist()
+    return state.reads.get_many(pa.array([b"k"], pa.binary())).to_pylist()
 
 
 def test_files_of_a_copy_stay_while_the_copy_is_loaded_and_go_behind_it(q: Retained) -> None:

@@ -181,7 +181,7 @@ def stored_keys(cluster: Cluster) -> list[bytes]:
     keys: list[bytes] = []
     for h in cluster.hosts:
         for instance in h.host.held.instances.values():
-            for pairs in instance.state.scan():
+            for pairs in instance.state.reads.scan():
                 keys += pairs.column(0).to_pylist()
     return keys
 

@@ -287,7 +287,7 @@ def test_a_large_answer_is_refused_while_it_is_read(world, monkeypatch):
     monkeypatch.setattr(key_reads, "READ_KEYS", 4)
     sizes: list[int] = []
     state = world.instance(0).state
-    get_many = state.get_many
+    get_many = state.reads.get_many
 
     def counted(asked: pa.BinaryArray, *args: Any, **kw: Any) -> pa.BinaryArray:
         sizes.append(len(asked))

@@ -113,8 +113,8 @@ def test_a_partition_that_lacks_what_was_completed_is_loaded_anew(make):
     w.write(filled(2))
     w.complete(tell=False)
     state = w.instance(0).state
-    ((meta, _, _),) = state.pending()
-    state.discard(2, meta.attempt)
+    ((meta, _, _),) = state.attempts.pending()
+    state.attempts.discard(2, meta.attempt)
     w.hosts[0].completed.note(w.c.completed(w.run, "h0"))
     loads = w.hosts[0].describe()["loads"]
     assert w.lookup(KEYS) == (2, [2] * len(KEYS))
@@ -166,7 +166,7 @@ def test_a_state_that_is_closed_while_it_is_read_is_read_again(make, monkeypatch
     w = make()
     w.batch(filled(1))
     instance, calls = w.instance(0), []
-    real = instance.state.get_many
+    real = instance.state.reads.get_many
 
     def closed(*args: Any, **kwargs: Any) -> Any:
         calls.append(1)
@@ -175,7 +175,7 @@ def test_a_state_that_is_closed_while_it_is_read_is_read_again(make, monkeypatch
             raise StoreClosedError("closed")
         return real(*args, **kwargs)
 
-    instance.state.get_many = closed
+    instance.state.reads.get_many = closed
     assert w.lookup(KEYS) == (1, [1] * len(KEYS))
     assert len(calls) == 1
 
