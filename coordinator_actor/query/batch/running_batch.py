@@ -20,7 +20,7 @@ from types import MappingProxyType
 
 from backends.formats.manifest import Manifest, PartitionEntry
 from coordinator_actor.checkpoints.acknowledgements import AcknowledgeCheckpoint
-from coordinator_actor.checkpoints.checkpoint_coordinator import CheckpointCoordinator
+from coordinator_actor.checkpoints.checkpoint_coordinator import CheckpointCoordinator, CheckpointHooks
 from coordinator_actor.checkpoints.checkpoint_id import CheckpointIDCounter
 from coordinator_actor.checkpoints.completed_checkpoint import CompletedCheckpoint
 from coordinator_actor.checkpoints.pending_checkpoint import PendingCheckpoint
@@ -67,10 +67,10 @@ class RunningBatch:
         self.checkpoints = CheckpointCoordinator(
             run_id,
             self._tasks,
+            CheckpointHooks(store=self._write_manifest),
             id_counter=counter,
             timeout=None,  # Spark commits a batch however long it took
             clock=clock,
-            on_fully_acknowledged_checkpoint=self._write_manifest,
         )
 
     def opened(self, batch_id: int) -> None:

@@ -11,8 +11,8 @@ from backends.conf import StateStoreConf
 from backends.formats.manifest import ChangelogRef, Lineage, SnapshotRef
 from backends.partition import changelog_reads
 from backends.partition.changelog_reads import ChangelogReads
-from backends.partition.partition_state import PartitionState
-from backends.partition.snapshot_uploads import open_partition, store_snapshots
+from backends.partition.partition_state import PartitionState, open_partition
+from backends.partition.snapshot_uploads import store_snapshots
 from backends.storage.checkpoint_storage import CheckpointStorage
 from backends.storage.sending.request_counts import RequestCounts
 from backends.storage.shared_objects import ALONE, SharedObjects
