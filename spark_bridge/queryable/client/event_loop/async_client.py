@@ -1,29 +1,44 @@
-"""``AsyncQueryableStateClient``: the client for programs on an event loop; concurrent lookups go out in
-batches.
-"""
+"""``AsyncQueryableStateClient``: the client for programs on an event loop; concurrent lookups go out in batches."""
 
 from __future__ import annotations
 
 import asyncio
+import inspect
 import ssl
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import pyarrow as pa
 
 from coordinator_actor.coordinator_conf import COORDINATOR_NAME, NAMESPACE
-from spark_bridge.queryable.client.arguments.conditions import WhereCondition
 from spark_bridge.queryable.client.client import QueryableStateClient
 from spark_bridge.queryable.client.event_loop.async_results import AsyncStateScan, AsyncStateWatch
 from spark_bridge.queryable.client.event_loop.async_sql import AsyncSqlRows
 from spark_bridge.queryable.client.event_loop.lookup_batching import LookupBatcher, LookupGroup
 from spark_bridge.transport.tls import TlsConf
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 CLIENT_THREADS = 16
+
+
+def _takes(
+    call: Callable[Concatenate[QueryableStateClient, P], object],
+) -> Callable[[Callable[..., T]], Callable[Concatenate[AsyncQueryableStateClient, P], T]]:
+    """Give a method the arguments of a method of the other client, for type checkers, completion and ``help``.
+
+    The arguments are declared there alone.
+    """
+
+    def given(method: Callable[..., T]) -> Callable[Concatenate[AsyncQueryableStateClient, P], T]:
+        returned = inspect.signature(method).return_annotation
+        method.__signature__ = inspect.signature(call).replace(return_annotation=returned)  # type: ignore[attr-defined]
+        return method
+
+    return given
 
 
 class AsyncQueryableStateClient:
@@ -108,146 +123,40 @@ class AsyncQueryableStateClient:
         if self._lookups.get(lookups.group) is lookups:
             del self._lookups[lookups.group]
 
-    async def get_many(
-        self,
-        operator: str,
-        keys: Any,
-        query: str | None = None,
-        state: str | None = None,
-        *,
-        window: Any = None,
-        isolation: str = "completed",
-        version: int | None = None,
-        timeout: float | None = None,
-        as_: str = "arrow",
-    ) -> Any:
+    @_takes(QueryableStateClient.get_many)
+    async def get_many(self, *args: Any, **given: Any) -> Any:
         """See ``QueryableStateClient.get_many``."""
-        return await self._run(
-            self._client.get_many,
-            operator,
-            keys,
-            query,
-            state,
-            window=window,
-            isolation=isolation,
-            version=version,
-            timeout=timeout,
-            as_=as_,
-        )
+        return await self._run(self._client.get_many, *args, **given)
 
-    def scan(
-        self,
-        operator: str,
-        state: str | None = None,
-        prefix: Any = None,
-        start: Any = None,
-        end: Any = None,
-        limit: int | None = None,
-        columns: Sequence[str] | None = None,
-        *,
-        where: Sequence[WhereCondition] | None = None,
-        query: str | None = None,
-        isolation: str = "completed",
-        version: int | None = None,
-        timeout: float | None = None,
-    ) -> AsyncStateScan:
+    @_takes(QueryableStateClient.scan)
+    def scan(self, *args: Any, **given: Any) -> AsyncStateScan:
         """See ``QueryableStateClient.scan``. An awaited scan has begun, and has a schema and a version."""
-        begin = partial(
-            self._client.scan,
-            operator,
-            state,
-            prefix,
-            start,
-            end,
-            limit,
-            columns,
-            where=where,
-            query=query,
-            isolation=isolation,
-            version=version,
-            timeout=timeout,
-        )
-        return AsyncStateScan(begin)
+        return AsyncStateScan(partial(self._client.scan, *args, **given))
 
-    def key_rows(
-        self,
-        operator: str,
-        keys: Any,
-        state: str | None = None,
-        columns: Sequence[str] | None = None,
-        *,
-        query: str | None = None,
-        isolation: str = "completed",
-        version: int | None = None,
-        timeout: float | None = None,
-    ) -> AsyncStateScan:
+    @_takes(QueryableStateClient.key_rows)
+    def key_rows(self, *args: Any, **given: Any) -> AsyncStateScan:
         """See ``QueryableStateClient.key_rows``, and ``scan``."""
-        begin = partial(
-            self._client.key_rows,
-            operator,
-            keys,
-            state,
-            columns,
-            query=query,
-            isolation=isolation,
-            version=version,
-            timeout=timeout,
-        )
-        return AsyncStateScan(begin)
+        return AsyncStateScan(partial(self._client.key_rows, *args, **given))
 
-    async def count(
-        self,
-        operator: str,
-        state: str | None = None,
-        *,
-        prefix: Any = None,
-        start: Any = None,
-        end: Any = None,
-        where: Sequence[WhereCondition] | None = None,
-        query: str | None = None,
-        isolation: str = "completed",
-        version: int | None = None,
-        timeout: float | None = None,
-    ) -> int:
+    @_takes(QueryableStateClient.count)
+    async def count(self, *args: Any, **given: Any) -> int:
         """See ``QueryableStateClient.count``."""
-        return await self._run(
-            self._client.count,
-            operator,
-            state,
-            prefix=prefix,
-            start=start,
-            end=end,
-            where=where,
-            query=query,
-            isolation=isolation,
-            version=version,
-            timeout=timeout,
-        )
+        return await self._run(self._client.count, *args, **given)
 
-    def watch(
-        self,
-        operator: str,
-        keys: Any = None,
-        *,
-        state: str | None = None,
-        query: str | None = None,
-        from_version: int | None = None,
-        timeout: float | None = None,
-    ) -> AsyncStateWatch:
+    @_takes(QueryableStateClient.watch)
+    def watch(self, *args: Any, **given: Any) -> AsyncStateWatch:
         """See ``QueryableStateClient.watch``. Returns an asynchronous iterator of ``StateChange``s."""
-        return AsyncStateWatch(
-            self._client.watch(operator, keys, state=state, query=query, from_version=from_version, timeout=timeout)
-        )
+        return AsyncStateWatch(self._client.watch(*args, **given))
 
-    async def operators(self, *, timeout: float | None = None) -> list[dict[str, Any]]:
+    @_takes(QueryableStateClient.operators)
+    async def operators(self, *args: Any, **given: Any) -> list[dict[str, Any]]:
         """See ``QueryableStateClient.operators``."""
-        return await self._run(self._client.operators, timeout=timeout)
+        return await self._run(self._client.operators, *args, **given)
 
-    async def describe(
-        self, operator: str, query: str | None = None, *, timeout: float | None = None
-    ) -> dict[str, Any]:
+    @_takes(QueryableStateClient.describe)
+    async def describe(self, *args: Any, **given: Any) -> dict[str, Any]:
         """See ``QueryableStateClient.describe``."""
-        return await self._run(self._client.describe, operator, query, timeout=timeout)
+        return await self._run(self._client.describe, *args, **given)
 
     async def sql(
         self, query: str, *, query_params: Any = None, version: int | None = None, timeout: float | None = None

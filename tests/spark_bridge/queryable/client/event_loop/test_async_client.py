@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import os
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from spark_bridge.exceptions import (
     UnknownOperatorError,
 )
 from spark_bridge.queryable.client.calls import watch as watching
+from spark_bridge.queryable.client.client import QueryableStateClient
 from spark_bridge.queryable.client.event_loop.async_client import AsyncQueryableStateClient
 from spark_bridge.queryable.server import request_handler
 from tests.patience import HANG, PATIENCE
@@ -48,6 +50,15 @@ def run(
             await asyncio.wait_for(what(client), HANG)
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    "verb", ["connect", "count", "describe", "get", "get_many", "key_rows", "operators", "scan", "watch"]
+)
+def test_both_clients_take_the_same_arguments(verb: str) -> None:
+    of_both = (inspect.signature(getattr(of, verb)) for of in (QueryableStateClient, AsyncQueryableStateClient))
+    one, other = ([p.replace(annotation=p.empty) for p in of.parameters.values()] for of in of_both)
+    assert one == other
 
 
 def count_batches(client: AsyncQueryableStateClient) -> list[int]:
