@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import pyarrow as pa
 
@@ -11,7 +11,7 @@ from backends.encoding.keys import KeyRange
 from backends.encoding.merged_scan import merged_scan
 from backends.encoding.sorted_pairs import SortedPairs, as_binary, is_strictly_sorted
 from backends.exceptions import InvalidStateStoreArgument
-from backends.host_memory import SCANS, HostMemory
+from backends.host_memory import SCANS, Claim, HostMemory
 from backends.ids import DEFAULT_FAMILY
 from backends.partition.context import PartitionContext
 from backends.partition.counted_scan import counted_scan
@@ -124,15 +124,10 @@ class VersionReads:
         with self._versions.reading(version, head) as view:
             self._check_family(column_family, view)
             bases = [self._engine.scan(start, end, column_family) for start, end in ranges]
-        changes = SortedPairs.empty()
-        for layer in view.layers:
-            if column_family in layer.changes.families:
-                pairs = layer.changes.families[column_family]
-                changes = changes.under(pairs.between(*ranges[0]) if len(ranges) == 1 else pairs)
-        memory = self._memory
-        claim = memory.claim(SCANS, changes.nbytes, f"A scan of {self._directory}") if len(changes) else None
+        only = ranges[0] if len(ranges) == 1 else (None, None)
+        changes, claim = self._changes(view, column_family, lambda pairs: pairs.between(*only))
         return [
-            counted_scan(merged_scan(base, changes.between(*bounds) if len(changes) else changes), memory, claim)
+            counted_scan(merged_scan(base, changes.between(*bounds) if len(changes) else changes), self._memory, claim)
             for base, bounds in zip(bases, ranges, strict=True)
         ]
 
@@ -151,13 +146,19 @@ class VersionReads:
         with self._versions.reading(version, head) as view:
             self._check_family(column_family, view)
             base = self._engine.scan_ranges(ranges, column_family)
+        changes, claim = self._changes(view, column_family, lambda pairs: pairs.within(ranges))
+        return counted_scan(merged_scan(base, changes), self._memory, claim)
+
+    def _changes(
+        self, view: VersionView, column_family: str, wanted: Callable[[SortedPairs], SortedPairs]
+    ) -> tuple[SortedPairs, Claim | None]:
+        """Return what the layers of a view change of the wanted keys, and the claim to the memory of that."""
         changes = SortedPairs.empty()
         for layer in view.layers:
             if column_family in layer.changes.families:
-                changes = changes.under(layer.changes.families[column_family].within(ranges))
-        memory = self._memory
-        claim = memory.claim(SCANS, changes.nbytes, f"A scan of {self._directory}") if len(changes) else None
-        return counted_scan(merged_scan(base, changes), memory, claim)
+                changes = changes.under(wanted(layer.changes.families[column_family]))
+        claim = self._memory.claim(SCANS, changes.nbytes, f"A scan of {self._directory}") if len(changes) else None
+        return changes, claim
 
     def num_keys(self, version: int | None = None, *, head: str | None = None) -> int | None:
         """Return the exact number of keys of all column families at a version; None if it is not at hand.
