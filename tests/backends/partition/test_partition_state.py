@@ -289,9 +289,9 @@ def test_what_was_kept_of_older_versions_is_forgotten_when_another_is_loaded(tmp
     chain, seen = history(state)
     late = open_state(tmp_path / "late")
     late.load(lineage(chain[:2]))
-    late.stage(meta(3, late.head), changes({b"v": b"3", b"k3": b"x", b"k1": None}))
-    late.accept(3, "a")
-    late.complete(3, late.pending()[0][1].path)
+    late.attempts.stage(meta(3, late.head), changes({b"v": b"3", b"k3": b"x", b"k1": None}))
+    late.attempts.accept(3, "a")
+    late.complete(3, late.attempts.pending()[0][1].path)
     assert everything(late, 2) == seen[2]
     late.load(lineage(chain[:3]))  # the same version, made by another attempt
     late.load(lineage(chain))
@@ -308,7 +308,7 @@ def test_pending_changes_outlive_a_load_from_a_snapshot(tmp_path, state, open_st
     other = open_state(tmp_path / "other")
     chain = lineage([(1, first)])
     other.load(chain)
-    state.load(Lineage(1, chain.changelogs, (other.snapshot(None),)))
+    state.load(Lineage(1, chain.changelogs, (other.snapshots.store(None),)))
     assert (state.version, state.metrics().custom["load_ms"] > 0) == (1, True)
     state.attempts.accept(2, "a")
     state.complete(2, second.path)
@@ -321,7 +321,7 @@ def test_a_snapshot_of_another_lineage_is_not_used(tmp_path, state, open_state):
     for _ in range(2):
         commit(other, {b"foreign": b"1"})
     fresh = open_state(tmp_path / "fresh")
-    fresh.load(Lineage(3, lineage(chain).changelogs, (other.snapshot(None),)))
+    fresh.load(Lineage(3, lineage(chain).changelogs, (other.snapshots.store(None),)))
     assert everything(fresh) == seen[3]
 
 

@@ -293,7 +293,7 @@ def test_a_large_answer_is_refused_while_it_is_read(world, monkeypatch):
         sizes.append(len(asked))
         return get_many(asked, *args, **kw)
 
-    monkeypatch.setattr(state, "get_many", counted)
+    monkeypatch.setattr(state.reads, "get_many", counted)
     lookup = LookupRequest(world.run, "op")
     assert world.lookup(range(20))[1] == list(range(20)) and sizes == [4] * 5
     sizes.clear()
@@ -312,7 +312,7 @@ def test_a_large_answer_is_refused_while_it_is_read(world, monkeypatch):
     def overflowing(*_: Any, **__: Any) -> pa.BinaryArray:
         raise pa.ArrowInvalid("offset overflow while concatenating arrays, consider casting")
 
-    monkeypatch.setattr(state, "get_many", overflowing)
+    monkeypatch.setattr(state.reads, "get_many", overflowing)
     with pytest.raises(RequestLimitError, match="fewer keys"):
         world.reads[0].lookup(lookup, stored(range(4)))
 
