@@ -55,7 +55,7 @@ def test_a_named_version_is_what_its_manifest_names_and_not_what_this_host_has_m
     w.hosts[1].commit(task, changes_of(filled(3), moved, 4), {})
     w.complete(tell=False)
     held = w.instance(moved).state
-    assert [(meta.version, is_accepted) for meta, _, is_accepted in held.pending()] == [(2, True)]
+    assert [(meta.version, is_accepted) for meta, _, is_accepted in held.attempts.pending()] == [(2, True)]
     assert w.lookup([key], exactly(2)) == (2, [3])
     assert w.one(key, exactly(2)) == (2, 3)
     with pytest.raises(StateVersionError, match=f"Version 2 of partition {moved} .*not held here; version 1 is"):
