@@ -26,7 +26,7 @@ from coordinator_actor.checkpoints.pending_checkpoints import Completing, Pendin
 from coordinator_actor.checkpoints.tasks import TaskKey, Tasks
 from coordinator_actor.exceptions import CheckpointNotTriggeredError, InvalidRequestError
 
-LOG = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class CheckpointCoordinator:
         Raises ``CheckpointNotTriggeredError`` or ``CheckpointCoordinatorShutdownError`` with the reason.
         """
         pending, completing = self._pending.trigger(checkpoint_id, timestamp, states or {}, properties)
-        LOG.debug("Triggering checkpoint %d of %s @ %s", pending.id, self.job_id, pending.timestamp)
+        log.debug("Triggering checkpoint %d of %s @ %s", pending.id, self.job_id, pending.timestamp)
         if completing is not None:
             self._complete(completing)
         elif self._hooks.trigger is not None:
@@ -107,7 +107,7 @@ class CheckpointCoordinator:
             except Exception as error:
                 why = f"its tasks could not be told: {error}"
                 if not self._cancel(pending.id, CancelReason.FAILED, why, error):
-                    LOG.exception("Telling the tasks of checkpoint %d failed after it was over", pending.id)
+                    log.exception("Telling the tasks of checkpoint %d failed after it was over", pending.id)
                     return pending
                 raise CheckpointNotTriggeredError(
                     f"Checkpoint {pending.id} of {self.job_id} was not triggered: {why}"
@@ -146,10 +146,10 @@ class CheckpointCoordinator:
                 self._tell_cancelled([pending], error if isinstance(error, Exception) else None)
             if is_kept:
                 raise
-            LOG.warning("Checkpoint %d of %s could not be stored", pending.id, self.job_id, exc_info=error)
+            log.warning("Checkpoint %d of %s could not be stored", pending.id, self.job_id, exc_info=error)
             return Received.ABORTED
         subsumed = self._pending.succeeded(completing, subsumes=hooks.subsumes)
-        LOG.debug("Completed checkpoint %d of %s in %.3f s", completed.id, self.job_id, completed.duration)
+        log.debug("Completed checkpoint %d of %s in %.3f s", completed.id, self.job_id, completed.duration)
         if hooks.completed is not None:
             hooks.completed(completed)
         self._tell_cancelled(subsumed)
@@ -184,7 +184,7 @@ class CheckpointCoordinator:
         """
         ended = self._pending.shut_down()
         if ended is not None:
-            LOG.info("The checkpoint coordinator of %s is shut down", self.job_id)
+            log.info("The checkpoint coordinator of %s is shut down", self.job_id)
             self._tell_cancelled(ended)
 
     def is_shutdown(self) -> bool:
@@ -195,13 +195,13 @@ class CheckpointCoordinator:
         for pending in cancelled:
             assert pending.cancelled is not None
             reason, why = pending.cancelled
-            LOG.info("Checkpoint %d of %s was given up (%s): %s", pending.id, self.job_id, reason.value, why)
+            log.info("Checkpoint %d of %s was given up (%s): %s", pending.id, self.job_id, reason.value, why)
             if self._hooks.cancelled is None:
                 continue
             try:
                 self._hooks.cancelled(pending, error)
             except Exception:
-                LOG.exception("The callback for the cancelled checkpoint %d failed", pending.id)
+                log.exception("The callback for the cancelled checkpoint %d failed", pending.id)
 
     # ---- figures
 

@@ -17,7 +17,7 @@ from coordinator_actor.checkpoints.pending_checkpoint import CancelReason, Pendi
 from coordinator_actor.checkpoints.tasks import TaskKey, Tasks
 from coordinator_actor.exceptions import CheckpointCoordinatorShutdownError, InvalidRequestError
 
-LOG = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 RECENT_IDS = 16
 """The number of finished checkpoints that are remembered, to tell late messages from wrong ones (as in Flink)."""
@@ -156,7 +156,7 @@ class PendingCheckpoints:
         """Answer a message that has no pending checkpoint."""
         if self._shutdown or message.checkpoint_id not in self._recent:
             return Received.UNKNOWN
-        LOG.debug("A message of %s for checkpoint %d came after its end", message.task, message.checkpoint_id)
+        log.debug("A message of %s for checkpoint %d came after its end", message.task, message.checkpoint_id)
         return Received.LATE
 
     # ---- the end of checkpoints

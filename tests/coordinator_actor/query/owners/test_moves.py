@@ -256,7 +256,7 @@ def test_a_copy_for_which_there_is_no_room_drops_no_other(stream, monkeypatch):
     load = PartitionState.load
 
     def with_room_for_all_but_one(self: Any, *args: Any) -> None:
-        if f"{self._directory}/".endswith(f"/{lost[-1]}/default/"):
+        if f"{self._context.directory}/".endswith(f"/{lost[-1]}/default/"):
             raise LocalDiskFullError("no space left") if is_warm(s, 0, lost[:-1]) else LoadEndedError("later")
         load(self, *args)
 
