@@ -224,11 +224,6 @@ class StateView:
         return list(with_distinct_names([*self.codec.schema, *inner, *value]))
 
     @property
-    def scan_columns(self) -> list[str]:
-        """The names of ``scan_fields``."""
-        return [f.name for f in self.scan_fields]
-
-    @property
     def types(self) -> dict[str, pa.DataType]:
         """The types of ``scan_fields``."""
         return {f.name: f.type for f in self.scan_fields}
