@@ -50,7 +50,7 @@ from coordinator_actor.query_metrics import QueryMetrics
 from coordinator_actor.threads.lease_watch import LEASE_WATCH_SECONDS
 from spark_bridge.host_actor.host_metrics import HOST_METRICS_SECONDS as HOST_SECONDS
 from spark_bridge.host_actor.host_metrics import HostMetrics
-from spark_bridge.queryable.server.request_statistics import RequestStatistics
+from spark_bridge.queryable.server.limits.request_statistics import RequestStatistics
 from spark_bridge.session.progress.operator_progress import StateOperatorProgress
 from spark_bridge.session.progress.stream_metrics import STREAM_METRICS_SECONDS as DRIVER_SECONDS
 from spark_bridge.session.progress.stream_metrics import StreamMetrics

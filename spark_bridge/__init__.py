@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from spark_bridge.queryable.client.calls.watch import StateChange, StateWatch
     from spark_bridge.queryable.client.client import QueryableStateClient
     from spark_bridge.queryable.client.event_loop.async_client import AsyncQueryableStateClient
-    from spark_bridge.queryable.server.client_proxy import KvStateClientProxy
-    from spark_bridge.queryable.server.request_limits import RequestLimits
+    from spark_bridge.queryable.server.limits.request_limits import RequestLimits
+    from spark_bridge.queryable.server.proxy.client_proxy import KvStateClientProxy
     from spark_bridge.queryable.server.server import KvStateServer
     from spark_bridge.serving.serve import StateServing, serve_state
     from spark_bridge.session.cluster.ray_on_spark import setup_ray_on_spark
@@ -151,14 +151,14 @@ _HOMES = {
     "CheckpointListener": "spark_bridge.session.progress.operator_progress",
     "CheckpointProgress": "spark_bridge.session.progress.checkpoint_progress",
     "ExpiredTimerInfo": "spark_bridge.stateful.stateful_processor",
-    "KvStateClientProxy": "spark_bridge.queryable.server.client_proxy",
+    "KvStateClientProxy": "spark_bridge.queryable.server.proxy.client_proxy",
     "KvStateServer": "spark_bridge.queryable.server.server",
     "ListState": "spark_bridge.stateful.variables.list_state",
     "MapState": "spark_bridge.stateful.variables.map_state",
     "NewStateReport": "spark_bridge.state_surgery.stages.new_state",
     "ProcessorTester": "spark_bridge.stateful.testing.tester",
     "QueryableStateClient": "spark_bridge.queryable.client.client",
-    "RequestLimits": "spark_bridge.queryable.server.request_limits",
+    "RequestLimits": "spark_bridge.queryable.server.limits.request_limits",
     "StateChange": "spark_bridge.queryable.client.calls.watch",
     "StateOperatorListener": "spark_bridge.session.progress.operator_progress",
     "StateOperatorProgress": "spark_bridge.session.progress.operator_progress",

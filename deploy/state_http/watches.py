@@ -15,7 +15,7 @@ from spark_bridge.exceptions import AccessDeniedError, RequestError, StateVersio
 from spark_bridge.queryable.client.answers import json_values as values
 from spark_bridge.queryable.client.calls.watch import StateChange
 from spark_bridge.queryable.client.event_loop.async_results import AsyncStateWatch
-from spark_bridge.queryable.server.token_verifier import TokenVerifier
+from spark_bridge.queryable.server.tokens.token_verifier import TokenVerifier
 
 EVENT_STREAM = "text/event-stream"
 

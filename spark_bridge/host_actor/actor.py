@@ -35,8 +35,8 @@ from spark_bridge.host_actor.flight_server import HostFlightServer
 from spark_bridge.host_actor.host_metrics import HOST_METRICS_SECONDS, HostMetrics, every
 from spark_bridge.host_actor.session_options import SessionOptions, require_same_driver
 from spark_bridge.queryable.reads.host_reads import HostReads
-from spark_bridge.queryable.server.client_proxy import KvStateClientProxy, connections_to_hosts
-from spark_bridge.queryable.server.token_verifier import ClusterTokens
+from spark_bridge.queryable.server.proxy.client_proxy import KvStateClientProxy, connections_to_hosts
+from spark_bridge.queryable.server.tokens.token_verifier import ClusterTokens
 from spark_bridge.transport.coordinator_calls import checked_call
 from spark_bridge.transport.protocol import HostFile
 

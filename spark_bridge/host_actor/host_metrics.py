@@ -7,7 +7,7 @@ from typing import Any
 
 from backends.storage.sending.request_counts import RequestCounts
 from coordinator_actor.metrics import REQUEST_DURATION_BOUNDS, MetricSink, running_totals, storage_totals
-from spark_bridge.queryable.server.request_statistics import RequestStatistics
+from spark_bridge.queryable.server.limits.request_statistics import RequestStatistics
 
 MOST_PARTITIONS = 100
 """Operators of more partitions have one value for each host: the number of series must not follow the partitions."""

@@ -11,7 +11,7 @@ from coordinator_actor.coordinator_conf import COORDINATOR_NAME, NAMESPACE, Coor
 from coordinator_actor.process.log_lines import format_of_environment
 from coordinator_actor.wire_version import WIRE_VERSION, other_version
 from spark_bridge.exceptions import EnvironmentProblemError, SessionError
-from spark_bridge.queryable.server.request_limits import RequestLimits
+from spark_bridge.queryable.server.limits.request_limits import RequestLimits
 from spark_bridge.transport.tls import TlsConf
 
 DEFAULT_RECOVERY_TIMEOUT = 60.0

@@ -13,7 +13,7 @@ from backends.tracing.set_up import set_up
 from coordinator_actor.coordinator_conf import COORDINATOR_NAME, NAMESPACE, CoordinatorConf
 from spark_bridge.exceptions import EnvironmentProblemError
 from spark_bridge.host_actor.session_options import DEFAULT_RECOVERY_TIMEOUT, SessionOptions, require_num_hosts
-from spark_bridge.queryable.server.request_limits import RequestLimits
+from spark_bridge.queryable.server.limits.request_limits import RequestLimits
 from spark_bridge.session.cluster.executors import await_executors, executor_cores
 from spark_bridge.session.cluster.java import ensure_java
 from spark_bridge.session.cluster.ray_cluster import join_or_start_ray, stop_ray

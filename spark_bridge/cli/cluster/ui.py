@@ -80,7 +80,7 @@ def _serve_cluster(source: Source, place: _Place) -> None:
     from spark_bridge.overview.from_cluster import KnownCheckpoints
     from spark_bridge.overview.on_ray import cluster_overview
     from spark_bridge.queryable.client.client import QueryableStateClient
-    from spark_bridge.queryable.server.coordinator_tokens import CoordinatorTokens
+    from spark_bridge.queryable.server.tokens.coordinator_tokens import CoordinatorTokens
     from spark_bridge.ui.live import LiveSystem
     from spark_bridge.ui.sign_in import OwnToken
 

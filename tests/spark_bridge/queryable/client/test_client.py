@@ -37,7 +37,7 @@ from spark_bridge.queryable.client.cluster.discovery import CoordinatorDiscovery
 from spark_bridge.queryable.protocol.connections import KvConnections
 from spark_bridge.queryable.reads.operators import operator_directory
 from spark_bridge.queryable.routing.router import StateRouter
-from spark_bridge.queryable.server.request_limits import RequestLimits
+from spark_bridge.queryable.server.limits.request_limits import RequestLimits
 from tests.coordinator_actor.coordinator_world import World
 from tests.effort import only_thorough
 from tests.patience import HANG, PATIENCE
@@ -235,7 +235,7 @@ def test_the_rows_of_some_keys(client: QueryableStateClient) -> None:
 def test_operators_and_description(
     client: QueryableStateClient, filled: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("spark_bridge.queryable.server.client_proxy.DESCRIBE_SECONDS", PATIENCE)
+    monkeypatch.setattr("spark_bridge.queryable.server.proxy.client_proxy.DESCRIBE_SECONDS", PATIENCE)
     client.get("totals", 1)
     (operator,) = client.operators()
     assert (operator["operator"], operator["query_name"], operator["completed_version"]) == ("totals", "name", 2)

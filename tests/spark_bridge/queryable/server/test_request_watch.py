@@ -40,7 +40,9 @@ from spark_bridge.queryable.reads.rows import key_reads, partition_scans
 from spark_bridge.queryable.reads.rows.row_stream import gather_batches, limited
 from spark_bridge.queryable.reads.versions import version_copies
 from spark_bridge.queryable.routing.routed_scan import RoutedScan, ScanPlan
-from spark_bridge.queryable.server import client_session, row_sender, served_request, server
+from spark_bridge.queryable.server import server
+from spark_bridge.queryable.server.answering import row_sender, served_request
+from spark_bridge.queryable.server.connection import client_session
 from tests.patience import HANG, PATIENCE
 from tests.spark_bridge.queryable.host_world import STATE, HostWorld, stored
 from tests.spark_bridge.queryable.memory_reads import (

@@ -24,7 +24,7 @@ from spark_bridge.queryable.client.calls import watch as watching
 from spark_bridge.queryable.client.calls.watch import StateChange, StateWatch
 from spark_bridge.queryable.reads.operators import operator_directory
 from spark_bridge.queryable.reads.versions import completion_wait
-from spark_bridge.queryable.server import request_handler
+from spark_bridge.queryable.server.answering import request_handler
 from tests.effort import only_thorough
 from tests.patience import HANG, PATIENCE
 from tests.spark_bridge.queryable.client.client_rows import UntilGone

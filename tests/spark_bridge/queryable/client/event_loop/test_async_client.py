@@ -24,7 +24,7 @@ from spark_bridge.exceptions import (
 from spark_bridge.queryable.client.calls import watch as watching
 from spark_bridge.queryable.client.client import QueryableStateClient
 from spark_bridge.queryable.client.event_loop.async_client import AsyncQueryableStateClient
-from spark_bridge.queryable.server import request_handler
+from spark_bridge.queryable.server.answering import request_handler
 from tests.patience import HANG, PATIENCE
 from tests.spark_bridge.queryable.client_world import TOKEN, Cluster, served
 from tests.spark_bridge.state_flows import Flow

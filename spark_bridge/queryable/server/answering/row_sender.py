@@ -11,7 +11,7 @@ import pyarrow as pa
 from spark_bridge.queryable.protocol.messages import EndOfRows, RowsReply, frame
 from spark_bridge.queryable.protocol.request_context import before_slow_work
 from spark_bridge.queryable.protocol.state_reads import StateAnswer
-from spark_bridge.queryable.server.framed_socket import FramedSocket
+from spark_bridge.queryable.server.connection.framed_socket import FramedSocket
 
 FRAME_BYTES = 4 << 20
 """The most bytes that the rows of one ``RowsReply`` take, unless one row is larger."""

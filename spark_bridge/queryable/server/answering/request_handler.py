@@ -34,16 +34,16 @@ from spark_bridge.queryable.protocol.messages import (
     frame,
 )
 from spark_bridge.queryable.protocol.state_reads import StateAnswer, StateReads
-from spark_bridge.queryable.server.admission import AdmissionControl, AdmissionLimiter, seconds_left
-from spark_bridge.queryable.server.client_session import ClientSession
-from spark_bridge.queryable.server.framed_socket import FramedSocket
-from spark_bridge.queryable.server.request_limits import RequestLimits
-from spark_bridge.queryable.server.request_statistics import RequestStatistics
-from spark_bridge.queryable.server.row_sender import RowSender, slices
-from spark_bridge.queryable.server.served_request import ServedRequest
+from spark_bridge.queryable.server.answering.row_sender import RowSender, slices
+from spark_bridge.queryable.server.answering.served_request import ServedRequest
+from spark_bridge.queryable.server.connection.client_session import ClientSession
+from spark_bridge.queryable.server.connection.framed_socket import FramedSocket
+from spark_bridge.queryable.server.limits.admission import AdmissionControl, AdmissionLimiter, seconds_left
+from spark_bridge.queryable.server.limits.request_limits import RequestLimits
+from spark_bridge.queryable.server.limits.request_statistics import RequestStatistics
 
 if TYPE_CHECKING:
-    from spark_bridge.queryable.server.token_verifier import TokenVerifier
+    from spark_bridge.queryable.server.tokens.token_verifier import TokenVerifier
 
 MAX_AWAIT_SECONDS = 30.0
 AWAIT_SLICE_SECONDS = 1.0

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from spark_bridge.queryable.server.latency_histogram import QUANTILES, LatencyHistogram, bucket_of
+from spark_bridge.queryable.server.limits.latency_histogram import QUANTILES, LatencyHistogram, bucket_of
 
 MAX_SERIES = 512
 """Pairs of operator and verb that are counted apart. Names come from clients, and must not make memory grow."""

@@ -20,7 +20,7 @@ from spark_bridge.queryable.protocol.messages import ChangesRequest, KeyRowsRequ
 from spark_bridge.queryable.protocol.state_reads import StateAnswer, StateReads
 from spark_bridge.queryable.routing.retries import FINAL_ERRORS, MOVED, Attempts, should_locate
 from spark_bridge.queryable.routing.router import StateRouter
-from spark_bridge.queryable.server.location_cache import LocationCache
+from spark_bridge.queryable.server.proxy.location_cache import LocationCache
 
 T = TypeVar("T")
 

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from spark_bridge.exceptions import AccessDeniedError, HostUnavailableError
-from spark_bridge.queryable.server.token_verifier import ClusterTokens, Grant
+from spark_bridge.queryable.server.tokens.token_verifier import ClusterTokens, Grant
 
 log = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from spark_bridge.exceptions import TooManyRequestsError
-from spark_bridge.queryable.server.request_limits import RequestLimits
+from spark_bridge.queryable.server.limits.request_limits import RequestLimits
 
 MAX_QUEUE = 4096
 COORDINATOR_REQUESTS = 4

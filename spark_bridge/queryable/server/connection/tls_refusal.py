@@ -9,7 +9,7 @@ import time
 
 from spark_bridge.exceptions import TlsError
 from spark_bridge.queryable.protocol.messages import Failure, frame
-from spark_bridge.queryable.server.framed_socket import LINGER_SECONDS
+from spark_bridge.queryable.server.connection.framed_socket import LINGER_SECONDS
 from spark_bridge.transport.tls import NO_TLS
 
 LINGER_READS = 16

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from spark_bridge.queryable.server.framed_socket import ClientGoneError, FramedSocket
+from spark_bridge.queryable.server.connection.framed_socket import ClientGoneError, FramedSocket
 
 if TYPE_CHECKING:
-    from spark_bridge.queryable.server.token_verifier import TokenVerifier
+    from spark_bridge.queryable.server.tokens.token_verifier import TokenVerifier
 
 TOKEN_SECONDS = 1.0
 """A token that was checked longer ago is checked again: a revoked token ends its connections by the next request or

@@ -15,13 +15,13 @@ from spark_bridge.exceptions import SparkBridgeError
 from spark_bridge.queryable.protocol.connections import KvConnections
 from spark_bridge.queryable.protocol.messages import DescribeReply, DescribeRequest
 from spark_bridge.queryable.protocol.state_reads import StateReads
-from spark_bridge.queryable.server.forwarding_reads import ForwardingReads
-from spark_bridge.queryable.server.location_cache import LocationCache
-from spark_bridge.queryable.server.request_limits import RequestLimits
+from spark_bridge.queryable.server.limits.request_limits import RequestLimits
+from spark_bridge.queryable.server.proxy.forwarding_reads import ForwardingReads
+from spark_bridge.queryable.server.proxy.location_cache import LocationCache
 from spark_bridge.queryable.server.server import KvStateServer
 
 if TYPE_CHECKING:
-    from spark_bridge.queryable.server.token_verifier import TokenVerifier
+    from spark_bridge.queryable.server.tokens.token_verifier import TokenVerifier
 
 FORWARDED_SECONDS = 30.0
 """Another host may take so long for an answer, or for the next rows of one."""

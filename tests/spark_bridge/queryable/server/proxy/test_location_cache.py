@@ -9,9 +9,9 @@ import pytest
 
 from coordinator_actor.exceptions import RetiredRunError
 from spark_bridge.exceptions import HostUnavailableError, QueryEndedError, UnknownOperatorError
-from spark_bridge.queryable.server.location_cache import LocationCache
+from spark_bridge.queryable.server.proxy.location_cache import LocationCache
 from tests.spark_bridge.queryable.memory_reads import eventually
-from tests.spark_bridge.queryable.server.oracle_source import Source, oracle_of
+from tests.spark_bridge.queryable.server.proxy.oracle_source import Source, oracle_of
 
 
 def test_an_oracle_in_use_is_looked_at_again_aside_from_its_users() -> None:

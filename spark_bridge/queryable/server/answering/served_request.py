@@ -8,11 +8,11 @@ from contextlib import ExitStack
 
 from spark_bridge.exceptions import RequestLimitError
 from spark_bridge.queryable.protocol.request_context import active_context
-from spark_bridge.queryable.server.admission import AdmissionLimiter
-from spark_bridge.queryable.server.client_session import TOKEN_SECONDS, ClientSession
-from spark_bridge.queryable.server.framed_socket import ClientGoneError, FramedSocket
-from spark_bridge.queryable.server.request_limits import RequestLimits
-from spark_bridge.queryable.server.row_sender import QUIET_SECONDS, RowSender
+from spark_bridge.queryable.server.answering.row_sender import QUIET_SECONDS, RowSender
+from spark_bridge.queryable.server.connection.client_session import TOKEN_SECONDS, ClientSession
+from spark_bridge.queryable.server.connection.framed_socket import ClientGoneError, FramedSocket
+from spark_bridge.queryable.server.limits.admission import AdmissionLimiter
+from spark_bridge.queryable.server.limits.request_limits import RequestLimits
 
 SLOW_LOOKUP_SECONDS = 5.0
 """Rows of keys that take longer than this to find go on under the limiter of slow lookups."""

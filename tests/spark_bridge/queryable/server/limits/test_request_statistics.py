@@ -7,8 +7,14 @@ import threading
 
 import pytest
 
-from spark_bridge.queryable.server.latency_histogram import OCTAVES, SUB_BUCKETS, LatencyHistogram, bucket_of, middle_of
-from spark_bridge.queryable.server.request_statistics import MAX_SERIES, OTHER, RequestStatistics
+from spark_bridge.queryable.server.limits.latency_histogram import (
+    OCTAVES,
+    SUB_BUCKETS,
+    LatencyHistogram,
+    bucket_of,
+    middle_of,
+)
+from spark_bridge.queryable.server.limits.request_statistics import MAX_SERIES, OTHER, RequestStatistics
 
 
 def test_a_bucket_is_wrong_by_six_percent_at_most():

@@ -20,7 +20,7 @@ import numpy as np
 
 from spark_bridge.exceptions import RequestError, RequestLimitError
 from spark_bridge.queryable.protocol.messages import FRAME_PREFIX, MAX_HEADER_BYTES
-from spark_bridge.queryable.server.admission import AdmissionLimiter, seconds_left
+from spark_bridge.queryable.server.limits.admission import AdmissionLimiter, seconds_left
 
 RECEIVE_BUFFER_BYTES = 1 << 16
 """The most bytes that one ``recv`` brings, usually whole frames. Larger frames get memory of their own."""

@@ -47,8 +47,8 @@ from spark_bridge.queryable.protocol.messages import (
 from spark_bridge.queryable.protocol.state_reads import StateAnswer
 from spark_bridge.queryable.routing.retries import Attempts, retrying
 from spark_bridge.queryable.routing.router import StateRouter
-from spark_bridge.queryable.server import location_cache
-from spark_bridge.queryable.server.client_proxy import KvStateClientProxy, connections_to_hosts
+from spark_bridge.queryable.server.proxy import location_cache
+from spark_bridge.queryable.server.proxy.client_proxy import KvStateClientProxy, connections_to_hosts
 from spark_bridge.queryable.server.server import KvStateServer
 from tests.effort import effort
 from tests.patience import HANG, PATIENCE
@@ -64,7 +64,7 @@ from tests.spark_bridge.queryable.routing.router_world import (
     soon,
     stored,
 )
-from tests.spark_bridge.queryable.server.oracle_source import oracle_of
+from tests.spark_bridge.queryable.server.proxy.oracle_source import oracle_of
 
 USERS = list(range(1000))
 Q = "q"
@@ -424,7 +424,7 @@ def test_runs_and_operators_that_nobody_knows(cluster: Cluster, connections: KvC
 def test_what_all_hosts_say_of_an_operator(
     cluster: Cluster, connections: KvConnections, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("spark_bridge.queryable.server.client_proxy.DESCRIBE_SECONDS", PATIENCE)
+    monkeypatch.setattr("spark_bridge.queryable.server.proxy.client_proxy.DESCRIBE_SECONDS", PATIENCE)
 
     def described(**request: Any) -> Any:
         reply, body = connections.request(cluster.hosts[1].address, DescribeRequest(**request))
