@@ -24,7 +24,7 @@ from backends.encoding.keys import KeyRange
 from backends.encoding.merged_scan import merged_scan
 from backends.encoding.sorted_pairs import SortedPairs, as_binary, is_strictly_sorted
 from backends.engines.backend import backend_of
-from backends.engines.buffered_engine import BufferedEngine
+from backends.engines.buffered_engine import BufferedEngine, DeferredEngine
 from backends.engines.engine import StateEngine
 from backends.engines.full_disk import writing_to
 from backends.exceptions import InvalidStateStoreArgument, LineageMismatchError
@@ -501,5 +501,5 @@ def open_partition(
     ``is_copy``: it will be read a little and thrown away, so that changes need not get into the engine's own order.
     """
     backend = backend_of(conf)
-    engine = BufferedEngine if is_copy else backend.engine
+    engine = BufferedEngine if is_copy else DeferredEngine if backend.opens_slowly else backend.engine
     return PartitionState(local_dir, storage, directory, conf, backend.name, engine)

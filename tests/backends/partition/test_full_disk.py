@@ -86,8 +86,9 @@ def test_a_database_that_has_found_the_disk_full_is_opened_anew_by_the_next_load
     chain = written(storage, tmp_path / "a").changelogs
     state = open_partition(tmp_path / "b", storage, DIRECTORY, CONF)
     state.load(Lineage(4, chain[:4]))
+    state.write_out()
     engine: Any = state._engine
-    engine._db = FullDatabase(engine._db)
+    engine._below._db = FullDatabase(engine._below._db)
     with pytest.raises(LocalDiskFullError, match="Make room there"):
         state.load(Lineage(8, chain))
     state.load(Lineage(8, chain))
