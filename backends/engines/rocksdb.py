@@ -108,11 +108,11 @@ class _Family:
 class LocalRocksDB:
     """RocksDB in the directory ``path``.
 
-    What is in the directory is opened at once. An empty database is made only when something is written, and a restored
-    one is opened for reading until then: to open one for writing syncs five files and more, under Python's lock, so
-    that no other thread can run for 20 ms on an ordinary disk; to open one for reading takes half a millisecond. A
-    directory that cannot be opened is emptied: it is only a copy. Raises ``ConcurrentCommitError`` if another provider
-    has the directory open.
+    What is in the directory, or is restored, is opened for reading until something is written, and an empty database is
+    made only then: to open one for writing syncs five files and more, under Python's lock, so that no other thread can
+    run for 20 ms on an ordinary disk; to open one for reading takes half a millisecond. A directory that cannot be
+    opened is emptied: it is only a copy. Writes raise ``ConcurrentCommitError`` if another provider has the directory
+    open for writing.
     """
 
     def __init__(self, path: Path, conf: StateStoreConf) -> None:
@@ -133,7 +133,7 @@ class LocalRocksDB:
         if not (path / "CURRENT").exists():
             return
         try:
-            self._open()
+            self._open(AccessType.read_only())
         except LocalStateDamagedError:
             shutil.rmtree(path)
 
