@@ -17,6 +17,7 @@ from backends.engines.buffered_engine import DeferredEngine
 from backends.engines.engine import StateEngine
 from backends.engines.rocksdb import LocalRocksDB
 from backends.exceptions import ConcurrentCommitError, LocalStateDamagedError
+from backends.formats.changelog import Changes
 from backends.formats.local_state import LocalState
 from backends.formats.manifest import ChangelogRef, Lineage
 from backends.partition.partition_state import PartitionState, open_partition
@@ -125,8 +126,8 @@ def test_more_than_a_little_is_written_at_once(
 
 
 def test_a_snapshot_bears_the_version_of_batches_that_changed_nothing(restored: DeferredEngine, tmp_path: Path) -> None:
-    restored.prepare(changes({}))(LocalState(2, "head 2"))
-    write(restored, 3, {})
+    restored.prepare(Changes({}))(LocalState(2, "head 2"))
+    restored.prepare(Changes({}))(LocalState(3, "head 3"))
     capture(restored, tmp_path / "again")
     copy = LocalRocksDB(tmp_path / "copy", CONF)
     copy.restore(tmp_path / "again")
