@@ -403,7 +403,6 @@ class LocalRocksDB:
         shutil.rmtree(self._path, ignore_errors=True)
         self._path.parent.mkdir(parents=True, exist_ok=True)
         directory.rename(self._path)
-        directory.mkdir()  # the caller removes it
         self._closed, self._damage = False, None
         try:
             self._open(AccessType.read_only())
