@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pyarrow as pa
 import pytest
 from rocksdict import AccessType
@@ -225,3 +228,76 @@ def test_a_process_that_is_still_there_keeps_the_database_from_being_opened_for_
     other.close()
     capture(restored, tmp_path / "again")
     assert read(restored, KEYS[:2]) == [b"new", b"old"]
+
+
+DYING = """
+import os, sys
+from pathlib import Path
+
+import msgspec
+
+from backends import fault_points
+from backends.engines import rocksdb
+from backends.formats.manifest import ChangelogRef, Lineage
+from backends.partition.partition_state import open_partition
+from backends.storage.checkpoint_storage import CheckpointStorage
+from tests.backends.engines.test_deferred_engine import CONF, DIRECTORY
+from tests.backends.partition.partition_steps import commit
+
+root, point, number = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+lineage = msgspec.json.decode((root / "lineage").read_bytes(), type=Lineage)
+rocksdb.WRITE_ROWS = 2
+seen = []
+
+def reach(name):
+    seen.append(name)
+    if seen.count(point) == number:
+        os._exit(9)
+
+fault_points.set_hook(reach)
+state = open_partition(root / "local", CheckpointStorage.open(str(root / "durable"), fsync=False), DIRECTORY, CONF)
+state.load(lineage)
+for version in (4, 5, 6):
+    ref = ChangelogRef(*commit(state, {b"%d" % i: b"%d" % version for i in range(version)}))
+    os.write(1, msgspec.json.encode(ref) + b"\\n")
+    if version == 5:
+        state.snapshot(None)
+"""
+"""A process that takes a host's partition over at version 3, and dies at a point that it reaches the nth time."""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("point", "number"),
+    [
+        ("load:downloaded", 1),
+        ("commit:durable", 2),
+        ("apply", 2),
+        ("apply:batch", 1),
+        ("apply:batch", 3),
+        ("snapshot:captured", 1),
+        ("snapshot:uploaded", 1),
+        ("apply", 3),
+    ],
+)
+def test_a_process_that_dies_before_or_in_the_first_write_loses_nothing(
+    tmp_path: Path, point: str, number: int
+) -> None:
+    storage = CheckpointStorage.open(str(tmp_path / "durable"), fsync=False)
+    first = open_partition(tmp_path / "first", storage, DIRECTORY, CONF)
+    refs = [ChangelogRef(*commit(first, {b"a": b"%d" % version})) for version in (1, 2)]
+    snapshots = (first.snapshot(None),)
+    refs.append(ChangelogRef(*commit(first, {b"b": b"3"})))
+    first.destroy()
+    (tmp_path / "lineage").write_bytes(msgspec.json.encode(Lineage(3, tuple(refs), snapshots)))
+    command = [sys.executable, "-c", DYING, str(tmp_path), point, str(number)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, check=False)
+    assert done.returncode == 9, f"{point} is not reached"
+    refs += [msgspec.json.decode(line, type=ChangelogRef) for line in done.stdout.splitlines()]
+    for _ in range(2):
+        state = open_partition(tmp_path / "local", storage, DIRECTORY, CONF)
+        state.load(Lineage(len(refs), tuple(refs), snapshots))
+        newest = {b"%d" % i: b"%d" % version for version in range(4, len(refs) + 1) for i in range(version)}
+        assert rows(state.scan()) == {b"a": b"2", b"b": b"3", **newest}
+        state.snapshot(snapshots[0])
+        state.close()
