@@ -32,8 +32,8 @@ from backends.ids import DEFAULT_FAMILY
 
 BUFFERED_CHANGES_BYTES = 128 << 20
 """More changes of a copy than that go into the engine below."""
-UNWRITTEN_BYTES = 1 << 20
-"""More changes of a host's partition than that do."""
+UNWRITTEN_BYTES = 256 << 10
+"""More changes of a host's partition than that do: they are merged by all reads, and leave less memory for batches."""
 
 
 @dataclass(frozen=True)

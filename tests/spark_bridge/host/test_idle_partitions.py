@@ -123,8 +123,9 @@ def test_an_idle_query_gives_its_write_buffers_to_a_busy_one(
 
 
 def test_an_idle_query_writes_what_it_has_not_written_when_others_need_the_room(
-    host: tuple[World, Coordinator, Host],
+    host: tuple[World, Coordinator, Host], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(buffered_engine, "UNWRITTEN_BYTES", MIB)
     idle, busy = Query(*host, "idle"), Query(*host, "busy")
     for _ in range(5):
         idle.run_batch(10_000)
