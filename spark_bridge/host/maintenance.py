@@ -19,12 +19,12 @@ from backends.conf import StateStoreConf
 from backends.exceptions import StoreClosedError
 from backends.formats.manifest import SnapshotRef
 from backends.formats.snapshot import PreparedSnapshot, StoredSnapshot
-from backends.host_memory import WRITE_BUFFERS, HostMemory
-from backends.partition.partition_state import PartitionState
+from backends.host_memory import COPIES, WRITE_BUFFERS, HostMemory
+from backends.partition.snapshot_uploads import store_snapshots
 from backends.tracing import spans
 from coordinator_actor.exceptions import BatchHeldError
 from coordinator_actor.messages import SnapshotUploaded
-from coordinator_actor.query.files_in_use import UPLOAD
+from coordinator_actor.query.files.files_in_use import UPLOAD
 from spark_bridge.host.coordination.registration import HostRegistration
 from spark_bridge.host.coordination.version_requests import VersionRequests
 from spark_bridge.host.counters import Counters
@@ -114,8 +114,8 @@ class Maintenance:
     def do_maintenance(self) -> list[Future[None]]:
         """Unload partitions that are another's by now, and begin the work that is due; return what was begun.
 
-        That are uploads of snapshots, and, while the write buffers are more than half full, the writing of files by
-        partitions to which nothing was committed since the last maintenance.
+        That are uploads of snapshots, and, while the write buffers or the room for unwritten changes are more than half
+        full, the writing of files by partitions to which nothing was committed since the last maintenance.
         """
         log.debug("Doing maintenance")
         for work in self._hooks:
@@ -126,7 +126,10 @@ class Maintenance:
         self._unload_unread()
         begun = []
         due: dict[str, list[Instance]] = {}
-        is_crowded = 2 * self._memory.held().get(WRITE_BUFFERS, 0) > self._write_buffer_bytes
+        used = self._memory.held()
+        is_crowded = (
+            2 * used.get(WRITE_BUFFERS, 0) > self._write_buffer_bytes or 2 * used[COPIES] > self._memory.copies_bytes
+        )
         with self._held.lock:
             for key, instance in self._held.instances.items():
                 if self._held.has_ended(instance.registration.run_id):
@@ -220,7 +223,7 @@ class Maintenance:
                     coordinator.release_files(run_id, operator, partition, UPLOAD)
                     continue
                 earlier = lineage.snapshots[-1] if lineage.snapshots else None
-                prepared = instance.state.prepare_snapshot(earlier, INLINE_FILES_BYTES, listed)
+                prepared = instance.state.snapshots.prepare(earlier, INLINE_FILES_BYTES, listed)
                 ready = together.add(_Ready(instance, earlier, prepared))
             self._store(ready)
 
@@ -229,7 +232,7 @@ class Maintenance:
             return
         made: list[StoredSnapshot] = []
         with self._logged([r.instance for r in ready]):
-            made = PartitionState.store_snapshots([(r.instance.state, r.prepared) for r in ready])
+            made = store_snapshots([(r.instance.state.snapshots, r.prepared) for r in ready])
         for (instance, earlier, _), stored in zip(ready, made, strict=False):
             with self._logged([instance]):
                 self._report(instance, earlier, stored)
