@@ -1,7 +1,7 @@
 """Sorts many keys by their bytes, several times as fast as by comparing the keys one by one.
 
 The first bytes in which keys differ at all are compared as one integer. Keys of a table have most bytes in common: an
-id of eight bytes differs in three or four, behind two of the key group.
+id of eight bytes differs in three or four, after two of the key group.
 """
 
 from __future__ import annotations

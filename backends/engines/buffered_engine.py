@@ -85,7 +85,7 @@ class BufferedEngine:
         return scan
 
     def scan_ranges(self, ranges: Sequence[KeyRange], column_family: str = DEFAULT_FAMILY) -> Iterator[pa.RecordBatch]:
-        """Return the pairs of ascending ranges, one behind the other, as they are now."""
+        """Return the pairs of ascending ranges, one after the other, as they are now."""
         scans = [self.scan(start, end, column_family) for start, end in ranges]
         return chain.from_iterable(scans)
 

@@ -100,7 +100,7 @@ class SortedMapEngine:
         return scan
 
     def scan_ranges(self, ranges: Sequence[KeyRange], column_family: str = DEFAULT_FAMILY) -> Iterator[pa.RecordBatch]:
-        """Return the pairs of ascending ranges, one behind the other, as they are now."""
+        """Return the pairs of ascending ranges, one after the other, as they are now."""
         self._check_open()
         held = self._maps.get(column_family, SortedMap())
         scan = SortedMapScan(batch for start, end in ranges for batch in held.scan(start, end))

@@ -411,7 +411,7 @@ class LocalRocksDB:
         return open_scan(self._path, partial(_tables, db), start, end, self._failure)
 
     def scan_ranges(self, ranges: Sequence[KeyRange], column_family: str = DEFAULT_FAMILY) -> Iterator[pa.RecordBatch]:
-        """Return the pairs of ascending ranges, one behind the other, as they are now."""
+        """Return the pairs of ascending ranges, one after the other, as they are now."""
         self._check_open()
         family = self._families.get(column_family)
         if family is None or not ranges:

@@ -1,6 +1,6 @@
 """Changelog groups: the changelogs of several partitions and operators of one version, in one object.
 
-The changelogs come one after the other, each with the bytes that it would have as a file of its own. Behind them come
+The changelogs come one after the other, each with the bytes that it would have as a file of its own. After them come
 an index, sealed, and a footer: the index's length in bytes (8 bytes, little-endian) and ``MAGIC``. A manifest names
 object, offset, size and digest of each part, so a load needs no index, and a damaged part leaves the others readable.
 The index is for a coordinator that must put a version together without its manifest. The idea is that of WarpStream and

@@ -49,7 +49,7 @@ class LoadWatch:
     """Counts what one load does. ``what`` names the load in logs.
 
     ``is_abandoned`` is asked between two steps: if it is true, or ``end`` was called, the next step raises
-    ``LoadEndedError``. ``on_step`` is called behind each step, in the thread that loads. Threads that fetch files call
+    ``LoadEndedError``. ``on_step`` is called after each step, in the thread that loads. Threads that fetch files call
     ``begin_file`` and ``end_file``; the lock is held for moments. A look at the progress goes over the files that are
     being fetched now, of which there are as many as ``load_threads``.
     """

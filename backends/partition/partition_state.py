@@ -367,7 +367,7 @@ class PartitionState:
         *,
         head: str | None = None,
     ) -> Iterator[pa.RecordBatch]:
-        """Scan ascending ranges, of which no two overlap, one behind the other; a batch may have pairs of many ranges.
+        """Scan ascending ranges, of which no two overlap, one after the other; a batch may have pairs of many ranges.
 
         See ``scan``.
         """

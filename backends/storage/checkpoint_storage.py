@@ -262,7 +262,7 @@ class CheckpointStorage:
         self._read_in_pieces(ref, lambda piece, start: None)
 
     def _read_in_pieces(self, ref: FileRef, take: Callable[[bytes, int], None]) -> None:
-        """Give each piece of a file to ``take``, with its offset. Goes on behind the last one if a connection breaks.
+        """Give each piece of a file to ``take``, with its offset. Goes on after the last one if a connection breaks.
 
         Raises as ``read`` does: then the pieces that were given are worth nothing.
         """
@@ -433,7 +433,7 @@ class CheckpointStorage:
     def list(self, prefix: str = "", *, after: str | None = None) -> list[tuple[str, int]]:
         """Return path and size in bytes of every file in the directory ``prefix`` and below, sorted by path.
 
-        With ``after``, only those whose paths sort behind it: an object store does not even look at the others.
+        With ``after``, only those whose paths sort after it: an object store does not even look at the others.
         """
         key = self._key(prefix.rstrip("/")) if prefix.strip("/") else self._prefix.rstrip("/")
         if self.is_local and not Path(f"/{key}").is_dir():

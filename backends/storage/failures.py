@@ -61,7 +61,7 @@ def is_expired(error: BaseException, *, has_body: bool) -> bool:
 
 
 def is_out_of_range(error: BaseException) -> bool:
-    """Return whether a range begins behind the end of the file; one that only ends there is cut short."""
+    """Return whether a range begins after the end of the file; one that only ends there is cut short."""
     return _OUT_OF_RANGE.search(str(error)) is not None
 
 

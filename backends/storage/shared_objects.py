@@ -21,7 +21,7 @@ ALONE = 2
 Where more loads are under way, the first one reads for all: they are most likely those of a host that starts anew.
 """
 OBJECT_BYTES = 4 << 20
-"""So much of an object is read for all. Parts behind are read alone."""
+"""So much of an object is read for all. Parts after are read alone."""
 MOST_OBJECTS = 64
 MOST_BYTES = 16 << 20
 """What is kept of all objects; what was used longest ago goes first."""

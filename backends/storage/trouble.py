@@ -71,7 +71,7 @@ class TroubleTracker:
         """Return what is wrong by location, as JSON types; nothing for storage that answers.
 
         ``failures`` of the last minute (``MOST_FAILURES`` at most), the last with ``error``, ``failed_seconds`` ago;
-        ``answered_since``: a request of its kind was answered behind that failure; ``waiting`` requests have had no
+        ``answered_since``: a request of its kind was answered after that failure; ``waiting`` requests have had no
         answer for ``WAITING_SECONDS``, the longest for ``waiting_seconds``.
         """
         with self._lock:

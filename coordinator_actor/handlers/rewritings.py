@@ -38,7 +38,7 @@ class Rewritings:
                 )
             if run.savepoint_hold.batch_id is not None:
                 raise InvalidRequestError(
-                    f"Run {run.run_id} stops with a savepoint: its files are not written anew meanwhile. Do it behind "
+                    f"Run {run.run_id} stops with a savepoint: its files are not written anew meanwhile. Do it after "
                     "the stop, with the checkpoint location."
                 )
             catch_up(self._runs, run)

@@ -1,7 +1,7 @@
 """Reads every file from which a version can be loaded, and says which are damaged, and whether it still can be.
 
 Nothing is written or locked. A version has more files than its newest snapshots need: with an older snapshot and the
-changelogs behind it, a damaged newer one is got round.
+changelogs after it, a damaged newer one is got round.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Makes a new checkpoint, with the state of a savepoint, with rewritten state or with given rows.
 
 Everything is checked before anything is written. ``query.json`` with the id of the new query is written first, then the
-snapshots of all partitions and the manifest; Spark's ``sources``, ``offsets`` and ``commits`` before or behind these;
+snapshots of all partitions and the manifest; Spark's ``sources``, ``offsets`` and ``commits`` before or after these;
 and Spark's ``metadata`` with that id last. Before ``metadata`` exists, Spark gives the query an id of its own, and the
 coordinator refuses the query: ``query.json`` names another id, or, where the state lies elsewhere, there is no state of
 Spark's id at the version that ``commits`` ask for. So whoever dies half-way never leaves a checkpoint that starts with

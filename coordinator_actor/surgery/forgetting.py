@@ -3,7 +3,7 @@
 Nothing that a version needs is touched before the new files count. They count from one manifest on, which is written
 under the fencing of all manifests: of a query that does not run by whoever forgets, who claims an epoch for that, and
 of one that runs by its coordinator, between two batches. Whoever dies before leaves all as it was, and files that are
-removed when their versions are no longer kept. Whoever dies behind that manifest leaves old files: forgetting the same
+removed when their versions are no longer kept. Whoever dies after that manifest leaves old files: forgetting the same
 keys again removes them.
 """
 

@@ -55,7 +55,7 @@ class Rewriting:
     """Writes the files of an operator anew without the rows of some keys.
 
     ``run`` may be called again when more versions are there: what it has written before is not written again.
-    ``rows`` is the number of rows that have gone from the newest snapshots and the changelogs behind them, as far as
+    ``rows`` is the number of rows that have gone from the newest snapshots and the changelogs after them, as far as
     that is known: a changelog says that a key has a new value, not whether the key had one.
     """
 

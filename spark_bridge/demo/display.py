@@ -150,7 +150,7 @@ def event_line(event: DemoEvent) -> str | None:
     if isinstance(event, Progress):
         return f"{event.text} ..."
     if isinstance(event, Started) and event.done:
-        return f"Going on behind batch {event.done}, which an earlier run committed."
+        return f"Going on after batch {event.done}, which an earlier run committed."
     if isinstance(event, HostsStand):
         return "State hosts by machine: " + ", ".join(f"{at}: {count}" for at, count in event.by_machine.items())
     if isinstance(event, HostKilled):

@@ -33,7 +33,7 @@ class RayForDemo:
 
 @contextmanager
 def own_cluster(directory: Path) -> Iterator[RayForDemo]:
-    """Start a cluster for this demo alone, with its files below ``directory``; end the cluster behind the demo."""
+    """Start a cluster for this demo alone, with its files below ``directory``; end the cluster after the demo."""
     directory.mkdir(parents=True)
     context = ray.init(
         address="local",

@@ -170,7 +170,7 @@ class FlightStream:
             if error is not None:
                 raise DemoError(f"the query failed: {error}")
             if not query.isActive:
-                raise DemoError(f"the query stopped by itself behind batch {reported}")
+                raise DemoError(f"the query stopped by itself after batch {reported}")
             for progress in query.recentProgress:
                 number = progress["batchId"] + 1
                 if number <= reported or progress["numInputRows"] == 0:

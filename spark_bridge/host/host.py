@@ -168,7 +168,7 @@ class Host:
         if earlier != task.invocation:
             raise PartitionMismatchError(
                 f"Task attempt {task.attempt} of operator {task.operator!r} opened partition {task.partition} "
-                "a second time. Something behind the operator merges its partitions (coalesce, union); "
+                "a second time. Something after the operator merges its partitions (coalesce, union); "
                 "put .repartition(n) between the operator and it."
             )
         schema = spec_of(grant.registration, task.operator).schema

@@ -75,7 +75,7 @@ def _of_query(overview: Overview, query: Query) -> Iterator[Fault]:
             "query-failed",
             subject,
             f"The query has ended{ago} with an error: {query.failure}",
-            "Mend what the error says, and start the query again: it goes on behind version "
+            "Mend what the error says, and start the query again: it goes on after version "
             f"{query.completed_version}, and nothing is lost. Until then its last version is answered from.",
         )
     if query.status != RUNNING and query.replaced_by is not None:
@@ -208,7 +208,7 @@ def _awaited(query: Query) -> tuple[str, str]:
         )
     if query.prepared_version > query.completed_version:
         return (
-            "Its state is stored, and Spark has not committed it: the sink takes the time, or what is behind state.",
+            "Its state is stored, and Spark has not committed it: the sink takes the time, or what follows the state.",
             "Look at what the stream writes to: does it answer, is it slow, is it locked? Spark's UI shows the stage.",
         )
     return (

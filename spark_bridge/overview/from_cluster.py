@@ -64,7 +64,9 @@ class KnownCheckpoints:
         return "" if known is None else known.mark
 
     def of(self, query: Description, stats: Description) -> tuple[Checkpoint, ...]:
-        """Return the checkpoints of a run, behind an answer to ``checkpoint_stats``. {} stands for none in time."""
+        """Return the checkpoints of a run: those that were known, and those in ``stats``, an answer to
+        ``checkpoint_stats``. {} stands for no answer in time.
+        """
         known = self._of_runs.setdefault(query["run_id"], _OfRun())
         told, first = stats.get("history", ()), stats.get("history_first")
         is_all = stats.get("history_is_all", False)

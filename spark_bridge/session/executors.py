@@ -42,7 +42,7 @@ def executor_cores(spark: SparkSession) -> dict[str, int]:
 
 
 def await_executors(spark: SparkSession, count: int) -> None:
-    """Wait until so many executors are there; go on without them behind ``EXECUTOR_SECONDS``."""
+    """Wait until so many executors are there; go on without them after ``EXECUTOR_SECONDS``."""
     store = spark.sparkContext._jsc.sc().statusStore()
     deadline = time.monotonic() + EXECUTOR_SECONDS
     while True:

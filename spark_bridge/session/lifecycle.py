@@ -199,7 +199,7 @@ def _join(spark: SparkSession, options: SessionOptions, *, raydp_app: str | None
     from spark_bridge.session.state_cluster import StateCluster
     from spark_bridge.task import local_properties
 
-    # Behind Ray's start, whose hook may have set a provider.
+    # After Ray's start, whose hook may have set a provider.
     set_up(options.tracing, {"role": "driver", "namespace": options.namespace})
     apply_settings(spark)
     redact(spark, local_properties.TOKEN)

@@ -114,7 +114,7 @@ def executor_places(spark: SparkSession) -> dict[str, Place | None]:
 def place_of(host_port: str) -> Place | None:
     """Return address and port of what Spark says of an executor; None of one that is new, whose port Spark says later.
 
-    The place of an executor is that of its block manager, which registers behind the executor itself.
+    The place of an executor is that of its block manager, which registers after the executor itself.
     """
     machine = machine_of(host_port)
     return None if machine == host_port else (address_of(machine), int(host_port[len(machine) + 1 :]))

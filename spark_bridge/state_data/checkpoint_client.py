@@ -159,7 +159,7 @@ class StoredWatch:
             self._closed.wait(WATCH_POLL_SECONDS)
 
     def up_to(self, version: int) -> Iterator[StateChange]:
-        """Give the changes that are behind ``position``, up to a completed version."""
+        """Give the changes that are after ``position``, up to a completed version."""
         while self.position < version and not self._closed.is_set():
             yield from self._of_version(self.position + 1)
             self.position += 1

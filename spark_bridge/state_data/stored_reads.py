@@ -226,7 +226,7 @@ class StoredReads:
     def changes(self, request: ChangesRequest, keys: pa.BinaryArray | None) -> StateAnswer:
         """See ``StateReads``."""
         if request.after > request.until:
-            raise RequestError(f"Changes behind version {request.after} up to version {request.until}: there are none.")
+            raise RequestError(f"Changes after version {request.after} up to version {request.until}: there are none.")
         versions = self.versions()
         try:
             newest = versions.resolve(request.until)

@@ -3,7 +3,7 @@
 The key of a row begins with the columns of the grouping key, unless another column is named first.
 
 ============== ==================== ================ =============================================================
-kind           family               key behind it    value
+kind           family               key after it    value
 ============== ==================== ================ =============================================================
 rows           ``default``                           the state columns of an ``aggregate``, see ``state_columns``
 sessions       ``default``                           ``sessions`` (an array, ascending), ``__due``
@@ -67,7 +67,7 @@ DUE = "__due"
 LEFT, RIGHT = "left", "right"
 """The state variables of ``join``: the rows of each side that may still find a match."""
 MATCHED = "matched"
-"""Whether a row of ``join`` has found a match; behind the row's own columns, under another name if they have one."""
+"""Whether a row of ``join`` has found a match; after the row's own columns, under another name if they have one."""
 TAIL_NUMBER = -1
 """Stands for the last rows of a key, which are in no chunk, among the chunks of ``join`` by time."""
 EXPIRES_AT = "__expires_at"

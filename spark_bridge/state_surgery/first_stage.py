@@ -168,7 +168,7 @@ class Routing:
 
     @cached_property
     def _first_groups(self) -> dict[OperatorVariable, list[int]]:
-        """Return the first key group of each partition, by target, and the one behind the last."""
+        """Return the first key group of each partition, by target, and the one after the last."""
         return {
             name: [partition_range(p, t.num_partitions, self.num_groups)[0] for p in range(t.num_partitions)]
             + [self.num_groups]

@@ -90,7 +90,7 @@ def forget_keys(
 
 
 def _served(port: CoordinatorPort, place: StatePlace) -> list[RunningOperator]:
-    """Return the operators of the query with that state that this cluster runs, or reads on behind its end."""
+    """Return the operators of the query with that state that this cluster runs, or reads on after its end."""
     file = ManifestLog(CheckpointStorage.open(place.state_location, place.options), "reader").query_file()
     return [o for o in port.operators() if file is not None and o.query_id == file.query_id]
 

@@ -103,7 +103,7 @@ def rewrite_state(
     at = versions.resolve(version)
     if at == 0 and not state_only:
         raise InvalidStateStoreArgument(
-            f"No batch of {checkpoint_location} is committed yet, so there is nothing to go on behind: give "
+            f"No batch of {checkpoint_location} is committed yet, so there is nothing to go on after: give "
             "state_only=True for a new query that begins with the rewritten state."
         )
     rewritten = rewritten_operators(versions, at, operator, function)

@@ -146,7 +146,7 @@ class RayWorkers:
                 return
             names.extend(given)
         _result(last)  # what was taken for a run is what the task has raised
-        raise RuntimeError(f"A task of the first stage ended before its counts, behind {last}.")
+        raise RuntimeError(f"A task of the first stage ended before its counts, after {last}.")
 
     def _references(self, stream: Any, say: Callable[[str], None], done: str) -> Iterator[Any]:
         import ray

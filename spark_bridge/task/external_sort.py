@@ -224,7 +224,7 @@ def with_keys(steps: Iterator[RowStep], others: pa.BinaryArray, limit: int) -> I
     """Give the steps with ``others`` (sorted, distinct) among their keys; a key that no row has gets no rows.
 
     A step takes at most ``limit`` of these keys. A step that would take more is cut. Keys before the first key or
-    behind the last key of all steps make steps of their own, whose rows have no columns.
+    after the last key of all steps make steps of their own, whose rows have no columns.
     """
     no_rows = pa.RecordBatch.from_arrays([], names=[])
     held: RowStep | None = None

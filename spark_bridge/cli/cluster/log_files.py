@@ -107,7 +107,7 @@ def _of_earlier_processes(address: str, actor: Any, missing: list[str]) -> Itera
 def is_log_of(actor: str, begin: Iterable[str]) -> bool:
     """Return whether a log whose first lines are given was written for an actor that describes itself so.
 
-    The ports that the actor names behind its place are those of one process.
+    The ports that the actor names after its place are those of one process.
     """
     mark = f":actor_name:{actor.partition(' on ')[0]} on "
     return any(line.startswith(mark) for line in begin)

@@ -24,7 +24,7 @@ _LEVEL = re.compile(r"\b(DEBUG|INFO|WARNING|WARN|ERROR|CRITICAL)\b")
 
 @dataclass(frozen=True)
 class LogEvent:
-    """One event of a log: its first line, and those behind that belong to it, such as a traceback."""
+    """One event of a log: its first line, and those after that belong to it, such as a traceback."""
 
     source: str
     time: str

@@ -89,7 +89,7 @@ def diff(
 ) -> None:
     """Show the keys that were added, removed or changed from version V1 to V2. The exit code is 1 if there are any.
 
-    Version N+1 is the state behind batch N. Both versions are read, one batch of rows at a time.
+    Version N+1 is the state after batch N. Both versions are read, one batch of rows at a time.
 
     Examples: statestore diff user_totals 17 18; statestore diff user_totals 17 --summary --json;
     statestore diff user_totals 17 18 --checkpoint ck/ --format csv

@@ -23,7 +23,7 @@ CheckpointArgument = Annotated[
     str, typer.Argument(metavar="CHECKPOINT", help="Spark's checkpoint location of the query.")
 ]
 VersionOption = Annotated[
-    int | None, typer.Option(help="A version that is kept; version N+1 is the state behind batch N.")
+    int | None, typer.Option(help="A version that is kept; version N+1 is the state after batch N.")
 ]
 
 

@@ -90,7 +90,7 @@ class PreparedVersions:
 
         That is if this host has no lease: behind a cut cable it is asked by clients that still reach it. Or if it gives
         partitions away. Or if it has registered again, and has had no part in a version since: others may have made the
-        next one before. As long as Spark has committed no batch behind the last one that is known here, its answers are
+        next one before. As long as Spark has committed no batch after the last one that is known here, its answers are
         right.
         """
         newest = self._completed.newest(run_id)

@@ -102,7 +102,7 @@ class Instance:
     def describe(self) -> dict[str, object]:
         """Return version, size and last commits, as JSON types. Raises ``StoreClosedError`` as ``size`` does.
 
-        A commit has ``keys``, the number of keys behind it, once it is applied: readers see a version before that.
+        A commit has ``keys``, the number of keys after it, once it is applied: readers see a version before that.
         """
         commits, keys_at = self.commits, self.keys_at
         keys = {v: {"keys": keys_at[v]} for v in commits if v in keys_at}

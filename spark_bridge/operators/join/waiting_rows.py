@@ -170,7 +170,7 @@ class WaitingRows:
 
         ``kept``, ``matched`` and ``due_at`` are of the rows of ``waiting``: which of them stay, which have found a
         match by now, and when each is due (microseconds; ``NO_TIME``). ``due`` are the chunks whose entries by time
-        were taken. ``new_rows`` come behind the others; ``new_ids`` are the places of their keys. ``has_entries``:
+        were taken. ``new_rows`` come after the others; ``new_ids`` are the places of their keys. ``has_entries``:
         chunks that were not due have an entry that is not after ``due_at``.
         """
         num_keys = len(keys)

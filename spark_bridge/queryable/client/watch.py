@@ -133,7 +133,7 @@ class StateWatch:
                 try:
                     delay = attempts.delay(error)
                 except (QueryEndedError, QueryTimeoutError):
-                    # What comes behind the end is as good: the last request may have had too little time.
+                    # What comes after the end is as good: the last request may have had too little time.
                     if has_ended:
                         return
                     raise

@@ -137,7 +137,7 @@ class _Sweep:
         return group_range(self._groups[0])[0] + family.encode()
 
     def _note(self, family: str, position: bytes | None) -> None:
-        """Stage where the next sweep of this batch's first key group goes on: behind that key, or at the beginning."""
+        """Stage where the next sweep of this batch's first key group goes on: after that key, or at the beginning."""
         values = None if position is None else pa.array([position], pa.binary())
         self._step.stage(pa.array([self._position_key(family)], pa.binary()), values, SWEEP_FAMILY)
 
@@ -153,7 +153,7 @@ class _Sweep:
                 left -= batch.num_rows
 
     def _stage_family(self, family: _Family, rows: int, position: bytes | None) -> None:
-        """Look at so many rows: of the first key group those behind ``position``, then of the others."""
+        """Look at so many rows: of the first key group those after ``position``, then of the others."""
         first, *others = map(group_range, self._groups)
         behind = first if position is None else (position + b"\x00", first[1])
         left, last = self._stage_ranges(family, [behind], rows)

@@ -149,7 +149,7 @@ def test_plain_lines_without_a_terminal() -> None:
     assert "\x1b" not in out.getvalue()
     assert lines == [
         "starting Ray ...",
-        "Going on behind batch 3, which an earlier run committed.",
+        "Going on after batch 3, which an earlier run committed.",
         "batch 4/50 | 6,735 rows | 8,900 rows/s | 1,200 aircraft touched | 3,000 in the state | "
         "checkpoint 4 | 756 ms, state 61 ms",
         "batch 5/50 | 6,735 rows | 8,900 rows/s | checkpoint 5 | 756 ms",
