@@ -14,9 +14,9 @@ import pyarrow.compute as pc
 from backends.encoding.columns import binary_content, gather_fixed
 
 KEYS_BY_COMPARISON = 20_000
-"""Up to so many keys are sorted faster by comparing them."""
+"""At most this many keys are sorted faster by comparing them."""
 COMPARED_BYTES = 32
-"""So many bytes of each key are looked at."""
+"""The number of bytes of each key that are looked at."""
 _WORD = 8
 
 

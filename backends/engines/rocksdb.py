@@ -58,7 +58,7 @@ BULK_ROWS = 1 << 16
 WRITE_ROWS = 1 << 10
 """Pairs of one write batch. No other thread can run while RocksDB writes a batch, about a microsecond per pair."""
 KEYS_ONE_BY_ONE = 12
-"""Up to so many keys are got faster one by one."""
+"""At most this many keys are got faster one by one."""
 ARENA_BYTES = 4 << 10
 """What a column family takes of the write buffers with its first write, and again whenever that is full.
 
@@ -91,7 +91,7 @@ _shared: dict[HostMemory, _SharedMemory] = {}
 
 @dataclass(frozen=True)
 class _SharedMemory:
-    """The block cache, the write buffers and the budget of the row caches, if there are any."""
+    """The block cache, the write buffers, and the budget of the row caches; None if there are none."""
 
     blocks: Cache
     buffers: WriteBufferManager
@@ -256,8 +256,8 @@ class LocalRocksDB:
         """Collect all changes in write batches; return the function that writes them, and the state with the last
         batch.
 
-        Between several batches, the database is marked as unfinished, which is no version. So it is after a crash
-        there.
+        Between several batches, the database is marked as unfinished, which is no version. A crash between two batches
+        leaves that mark.
         """
         self._check_open()
         opened, families = self._opened, self._families
@@ -327,7 +327,7 @@ class LocalRocksDB:
         self._made()
         directory = self._path / BULK_DIRECTORY
         directory.mkdir()
-        given = _Given(parts)
+        given = _CallersPairs(parts)
         try:
             files = write_sorted_files(given, directory, self._options())
             for name in {name for name, _ in files} - self._families.keys():
@@ -469,7 +469,7 @@ class LocalRocksDB:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise StoreClosedError(f"{self._path} is closed.")
+            raise StoreClosedError(f"{self._path} is closed: open it again.")
         if self._damage is not None:
             raise LocalStateDamagedError(self._damage)
 
@@ -484,8 +484,8 @@ class LocalRocksDB:
         )
 
 
-class _Given:
-    """Pairs that somebody gives, and the error with which they have ended: it is none of RocksDB's."""
+class _CallersPairs:
+    """The caller's pairs, and the error that the caller's iterator raised, which must not be reported as RocksDB's."""
 
     def __init__(self, parts: Iterable[tuple[str, SortedPairs]]) -> None:
         self._parts = parts
@@ -528,7 +528,7 @@ def _fill(batch: WriteBatch, pairs: SortedPairs, handle: object) -> None:
 
 
 def _shared_memory(conf: StateStoreConf) -> _SharedMemory:
-    """Return what all stores of the process with the same limits share."""
+    """Return the block cache, write buffers and row-cache budget that stores of the process with equal limits share."""
     memory = host_memory(conf)
     with _shared_lock:
         if memory not in _shared:

@@ -13,9 +13,9 @@ from rocksdict import Options, SstFileWriter
 from backends.encoding.sorted_pairs import SortedPairs, to_bytes_list
 
 FILE_BYTES = 64 << 20
-"""A file has about so many bytes of keys and values: a compaction, or a later snapshot, makes whole files anew."""
+"""A file has about this many bytes of keys and values: a compaction, or a later snapshot, makes whole files anew."""
 FILE_STEP_ROWS = 1 << 10
-"""So many pairs are Python objects at a time."""
+"""At most this many pairs are Python objects at a time."""
 
 
 def write_sorted_files(

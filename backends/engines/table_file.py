@@ -25,9 +25,11 @@ from backends.encoding.columns import Bytes, binary_array, even_array, gather_fi
 from backends.encoding.sorted_pairs import SortedPairs, is_strictly_sorted
 
 FIRST_BLOCKS, STEP_BLOCKS = 4, 256
-"""So many blocks are decoded together: few at first, for a reader may want no more than some pairs, and then more."""
+"""At most this many blocks are decoded together: few at first, for a reader may want no more than some pairs, and then
+more.
+"""
 STEP_BYTES = 1 << 20
-"""Blocks with so many bytes are not decoded together with more."""
+"""Blocks that have this many bytes together are not decoded with further ones."""
 MEAN_KEY_BYTES = 64
 """Files whose stored keys are longer on average are read faster by RocksDB."""
 LONG_KEY_BYTES = 256
@@ -142,7 +144,7 @@ class TableFile:
         self._closed()
 
     def _steps(self, start: bytes | None, end: bytes | None) -> Iterator[list[Block]]:
-        """Return the blocks that may have keys of a range, so many at a time as are decoded together."""
+        """Return the blocks that may have keys of a range, in lists of those that are decoded together."""
         most = FIRST_BLOCKS
         handles = self._handles(start, end)
         while together := _first(handles, most):

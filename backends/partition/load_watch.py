@@ -16,7 +16,7 @@ from backends.exceptions import LoadEndedError
 log = logging.getLogger(__name__)
 
 LOG_SECONDS = 10.0
-"""A load that takes longer is logged with its progress, once in so many seconds."""
+"""A load that takes longer is logged with its progress, once in this many seconds."""
 
 
 class LoadProgress(Struct, frozen=True):
@@ -112,7 +112,7 @@ class LoadWatch:
                 self._nbytes += size
 
     def step(self, files: int = 0, nbytes: int = 0) -> None:
-        """Take note of a step of work: so many files and bytes are done with it."""
+        """Take note of a step of work: ``files`` files and ``nbytes`` bytes are done with it."""
         with self._lock:
             self._steps += 1
             self._files += files

@@ -38,10 +38,10 @@ if TYPE_CHECKING:
 
 
 _MOST_AT_ONCE = 1000
-"""So many files S3 removes with one request, and lists on one page."""
+"""S3 removes at most this many files with one request, and lists at most this many on one page."""
 _CHUNK_BYTES = 4 << 20
 _PART_BYTES, _PARTS_AT_ONCE, _MOST_PARTS = 8 << 20, 4, 10_000
-"""Large files go up in parts of so many bytes, a few at once; S3 takes so many parts at most."""
+"""The bytes of a part, in which large files go up, a few at once; and the most parts that S3 takes."""
 
 
 def digest(data: bytes) -> str:

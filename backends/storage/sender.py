@@ -115,7 +115,7 @@ class RequestSender:
             wait = min(wait * 2, _LONGEST_WAIT_SECONDS)
 
     def _wait(self, seconds: float) -> None:
-        """Wait for so many seconds, and until it is the turn of a request of this bucket."""
+        """Wait for ``seconds``, and until it is the turn of a request of this bucket."""
         turn = 0.0 if self._traffic is None else self._traffic.pace.wait_seconds()
         if max(seconds, turn) > 0:
             self._sleep(max(seconds, turn))

@@ -14,9 +14,9 @@ from backends.bounded_dict import BoundedDict
 from backends.storage.failures import first_line, for_people
 
 FAILURE_SECONDS = 60.0
-"""A failure is told of for so long."""
+"""A failure is reported for this many seconds."""
 WAITING_SECONDS = 5.0
-"""A request that has had no answer for so long is told of."""
+"""A request that has had no answer for this many seconds is reported."""
 MOST_LOCATIONS = 1_000
 MOST_FAILURES = 100
 LONGEST_TEXT = 300

@@ -28,7 +28,7 @@ FENCE = b"fence\n"
 """The content of every fence. A listing tells it from a manifest by its size, which no manifest has."""
 REMEMBERED_RUNS = 1000
 KEPT_CLAIMS = 32
-"""So many claims are kept: a version that no manifest names was made by a run of late."""
+"""At least this many claims are kept: a version that no manifest names was made by a run of late."""
 
 
 class EpochFile(Struct, frozen=True):

@@ -9,7 +9,7 @@ from coordinator_actor.durable.record_files import RecordFiles, numbered_path, n
 DIRECTORY = "savepoint-ids"
 RELEASED = ".released"
 KEPT_RECORDS = 20
-"""So many records are kept. The newest one says which ids are taken; a hold is the last, or nearly."""
+"""At most this many records are kept. The newest one says which ids are taken; a hold is the last, or nearly."""
 
 
 class SavepointRecord(Struct, frozen=True):

@@ -26,7 +26,9 @@ from coordinator_actor.query.partition_owners import assign
 from coordinator_actor.query.query_state import QueryState
 
 WARM_VERSIONS = 10
-"""A copy that is so many versions behind is warm: their changelogs are read when the new owner opens the partition."""
+"""A copy that is at most this many versions behind is warm: their changelogs are read when the new owner opens the
+partition.
+"""
 
 
 def assigned(

@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 REWRITTEN_GROUP_BYTES = 32 << 20
 """Changelogs are written together in objects of about this size."""
 REWRITE_THREADS = 4
-"""So many partitions are read, or built, at once."""
+"""At most this many partitions are read, or built, at once."""
 
 
 class Rewriting:

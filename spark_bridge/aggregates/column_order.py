@@ -21,7 +21,7 @@ WORD = 8
 MAX_WORDS = 6
 """Words of eight bytes in which keys may differ; longer keys are left to Arrow's sort, which reads bytes as needed."""
 DENSE = 4
-"""Integers whose span is at most so many times their number are counted in a table instead of a hash map."""
+"""Integers whose span is at most this many times their number are counted in a table instead of a hash map."""
 MAX_SPAN = 1 << 62
 """The least product of spans that ``combined`` refuses."""
 

@@ -27,7 +27,7 @@ from spark_bridge.overview.pace import RECENT_CHECKPOINTS
 from spark_bridge.overview.process_faults import process_faults
 
 LATE_INTERVALS = 3
-"""A checkpoint is late after so many of the usual intervals between two."""
+"""A checkpoint is late after this many of the usual intervals between two."""
 LEAST_LATE_MS = 60_000
 """No checkpoint is late before: short intervals vary."""
 MOST_SKEW = 5.0
@@ -39,16 +39,18 @@ MOST_TIME_SKEW = 5.0
 LEAST_SKEWED_MS = 1_000
 """A partition whose batch takes less slows nothing down."""
 SLOW_STORAGE_MS = 1_000
-"""Storage is slow if the slowest changelog of a usual batch and its manifest take so long, and half of the batch."""
+"""Storage is slow if the slowest changelog of a usual batch and its manifest take at least this long, and half the
+batch.
+"""
 CHANGELOG_STEP, MANIFEST_PHASE = "changelog_ms", "manifest"
 SILENT_DRIVER_MS = 10_000
 """A driver's heartbeats come every second."""
 RECENT_STORED = 5
-"""Of so many, whether storage is slow: that is to be told within a few batches."""
+"""Whether storage is slow is computed from this many checkpoints, so that it shows within a few batches."""
 AT_WORK = (RUNNING, STORED)
 """How the batches of a query that has ended went need not be looked at any more."""
 RECENT_MS = 600_000
-"""A checkpoint that was given up is told of for so long."""
+"""A checkpoint that was given up is reported for this long."""
 LONGEST_REASON = 300
 
 

@@ -35,7 +35,7 @@ from spark_bridge.overview.state_variables import variables_in_use
 Description = Mapping[str, Any]
 _RECORDED = Checkpoint.__struct_fields__
 MOST_SCHEMAS = 1_000
-"""Of so many schemas the variables are kept from one look to the next."""
+"""The variables of at most this many schemas are kept from one look to the next."""
 _COUNTERS = ("opens", "commits", "keys_written", "keys_read", "loads", "snapshots")
 
 

@@ -18,7 +18,7 @@ HOST_NAME_PREFIX = "StateStoreHost-"
 """``start_host`` names an actor so, and its host ``host-`` with the same session and number."""
 RAY_ANSWER_SECONDS = 10.0
 MOST_SILENT = 50
-"""Of so many hosts that do not answer Ray is asked what it knows."""
+"""Ray is asked about at most this many hosts that do not answer."""
 
 
 def cluster_overview(

@@ -170,7 +170,7 @@ def attach(
 
 
 def scale_hosts(num_hosts: int | None) -> None:
-    """Have so many hosts in this process's session from now on; None for one per executor core.
+    """Have ``num_hosts`` hosts in this process's session from now on; None for one per executor core.
 
     Returns when further hosts are being started. Partitions move to them, and away from hosts that are to go, while the
     streams run: each is loaded by its new owner first, and handed over between two batches. Raises ``SessionError`` if

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 AUTH_MODE = "RAY_AUTH_MODE"
 SETTLED_SECONDS = 5.0
-"""Executors that have not come in so long, after the last ones, are not on their way."""
+"""Executors that have not come within this many seconds after the last ones are not on their way."""
 RAY_JOB_GROUP = "ray-cluster-"
 """With this begin the job groups of the Spark jobs that are Ray's workers."""
 

@@ -24,7 +24,7 @@ from spark_bridge.state_format.partition_rows import partition_rows
 from spark_bridge.state_format.stored_rows import VariableRows
 
 MAX_SELECTED_KEYS = 10_000
-"""Conditions that so many keys can meet, or more, leave out no partition."""
+"""Conditions that this many keys can meet, or more, leave out no partition."""
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,7 @@ from spark_bridge.state_format.windowed_keys import window_place
 ADDRESS = "storage"
 """The address under which a router finds these reads in its own process."""
 MANIFEST_LOOK_SECONDS = 1.0
-"""Manifests that were read are taken for the last ones for so long."""
+"""Manifests that were read are taken for the last ones for this many seconds."""
 
 
 class StoredReads:

@@ -26,7 +26,7 @@ from spark_bridge.state_surgery.given_rows import conformed, in_key_order
 FLUSH_BYTES = 64 << 20
 RUN_BYTES = 1 << 20
 SAMPLE_ROWS = 5
-"""So many rows of each source and target are kept to be looked at."""
+"""At most this many rows of each source and target are kept to be looked at."""
 SORT_KEY = "__key"
 """The column of a run that has the sort key; the others are numbered."""
 

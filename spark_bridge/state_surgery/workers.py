@@ -30,9 +30,9 @@ log = logging.getLogger(__name__)
 WORKER_WAIT_SECONDS = 10.0
 """So often the progress is told while no task ends."""
 END_SECONDS = 600.0
-"""So long tasks are waited for that still write when another one has failed."""
+"""Tasks that still write when another one has failed are waited for at most this many seconds."""
 TASKS_PER_CPU = 2
-"""So many tasks are given to Ray at once: rows that a driver still has to make are not made long before."""
+"""At most this many tasks are given to Ray at once: rows that a driver still has to make are not made long before."""
 FEWEST_TASKS = 8
 
 

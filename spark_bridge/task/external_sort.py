@@ -62,7 +62,7 @@ class _Run:
     has_more: bool = True
 
     def read(self, num_bytes: int) -> None:
-        """Read at least so many bytes of rows more into memory, if there are so many."""
+        """Read at least ``num_bytes`` bytes of further rows into memory, if there are as many."""
         batches = (
             [] if self.rows is None or not self.rows.num_rows else [self.rows.append_column(KEY_COLUMN, self.keys)]
         )
@@ -264,7 +264,7 @@ def _without_rows(keys: pa.BinaryArray, limit: int, no_rows: pa.RecordBatch) -> 
 
 
 def _in_parts(step: RowStep, limit: int) -> Iterator[RowStep]:
-    """Give the step, or, if it has more than ``limit`` keys, steps of so many keys."""
+    """Give the step, or, if it has more than ``limit`` keys, steps of ``limit`` keys each."""
     if len(step.keys) <= limit:
         yield step
         return

@@ -27,7 +27,7 @@ from spark_bridge.task.worker_process import settle_worker
 from spark_bridge.transport.protocol import TaskIdentity
 
 OUTPUT_ROWS = 1 << 16
-"""Output is given in batches of at most so many rows."""
+"""Output is given in batches of at most this many rows."""
 
 
 class Logic(Protocol):

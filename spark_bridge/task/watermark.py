@@ -1,4 +1,4 @@
-"""The watermark's work: which rows are late, and which keys are done, by the event time of rows and keys.
+"""Applies the watermark: which rows are late, and which keys are done, by the event time of rows and keys.
 
 Spark computes the watermark, and the coordinator reads it from Spark's offset log for each batch (``BatchTimes``,
 ``coordinator_actor/durable/spark_commits.py``). A timestamp is compared with the watermark itself, a window by its end,

@@ -39,7 +39,7 @@ from spark_bridge.ui.web import SafeHeaders, form_of
 
 STATIC = Path(__file__).with_name("static")
 MOST_PAGE_REQUESTS = 32
-"""So many requests are answered at once, watches apart; each may have a thread."""
+"""At most this many requests are answered at once, watches apart; each may have a thread."""
 SESSION_SECONDS = 12 * 3600
 _NEXT = re.compile(r"/(?![/\\])[\x21-\x7e]*")
 

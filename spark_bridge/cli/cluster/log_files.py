@@ -13,7 +13,7 @@ COORDINATOR_ACTOR, HOST_ACTOR = "StateStoreCoordinator", "StateStoreHost"
 HOST_PREFIX = f"{HOST_ACTOR}-"
 WHOLE = -1
 MOST_LOOKED_AT = 500
-"""Of so many logs of other processes on a machine it is asked whether an actor that was started again wrote them."""
+"""At most this many logs of other processes on a machine are checked for an actor that was started again."""
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ class LogEvent:
 
 def logs(
     query: QueryArgument = None,
-    tail: Annotated[int, typer.Option(min=1, help="Look at so many of the last lines of each log.")] = 10_000,
+    tail: Annotated[int, typer.Option(min=1, help="Look at this many of the last lines of each log.")] = 10_000,
     errors: Annotated[bool, typer.Option("--errors", help="Only warnings and errors.")] = False,
     everything: Annotated[bool, typer.Option("--all", help="Also lines that name no query.")] = False,
     address: Address = None,

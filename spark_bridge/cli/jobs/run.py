@@ -47,7 +47,7 @@ def run(
         int, typer.Option(min=0, help="Failures in a row after which nothing is started again.")
     ] = 20,
     healthy_after: Annotated[
-        float, typer.Option(min=0.0, help="Seconds; a run that took so long ends the row of failures.")
+        float, typer.Option(min=0.0, help="Seconds; a run that took at least this long ends the row of failures.")
     ] = 600.0,
     cluster_timeout: Annotated[
         float, typer.Option(min=0.0, help="Seconds to wait for a cluster that does not answer.")

@@ -17,7 +17,7 @@ from typing import Protocol, TypeVar
 T = TypeVar("T")
 
 JOB_POLL_SECONDS = 1.0
-"""One request to Ray in so long."""
+"""Ray is asked once in this many seconds."""
 FIRST_RESTART_DELAY = 1.0
 LONGEST_RESTART_DELAY = 60.0
 STOP_SLACK = 30.0
@@ -95,7 +95,7 @@ class Patience:
     stop_timeout: float = 30.0
 
     def delay(self, failures: int) -> float:
-        """Return the seconds before the next start, after so many failures in a row."""
+        """Return the seconds before the next start, after ``failures`` failures in a row."""
         return float(min(FIRST_RESTART_DELAY * 2.0 ** min(failures - 1, 16), LONGEST_RESTART_DELAY))
 
 
@@ -117,7 +117,7 @@ class Stop:
         return self._signal
 
     def wait(self, seconds: float) -> None:
-        """Wait so long, or until a signal comes."""
+        """Wait ``seconds``, or until a signal comes."""
         self._set.wait(seconds)
 
 

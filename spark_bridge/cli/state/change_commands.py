@@ -29,7 +29,7 @@ def watch(
     from_version: Annotated[
         int | None, typer.Option(min=0, help="Begin with the changes after this version; default: with the next ones.")
     ] = None,
-    changes: Annotated[int | None, typer.Option(min=1, help="End after so many changed rows.")] = None,
+    changes: Annotated[int | None, typer.Option(min=1, help="End after this many changed rows.")] = None,
     wait: Annotated[
         float, typer.Option(min=1.0, help="Seconds that a query may be gone, for a restart, until the watch ends.")
     ] = 30.0,

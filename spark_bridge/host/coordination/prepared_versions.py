@@ -23,9 +23,10 @@ from spark_bridge.host.coordination.registration import HostRegistration
 from spark_bridge.host.held.held_partitions import HeldPartitions
 
 PREPARED_LOOK_SECONDS = 0.002
-"""Between two looks for one version lies at least so long, however many readers wait for the next one."""
+"""Between two looks for one version lie at least this many seconds, however many readers wait for the next one."""
 HANGS_SECONDS = 0.5
-"""A reader waits so long for a look that another one began: a waiting one takes room from readers of other runs."""
+"""A reader waits at most this many seconds for a look that another one began: it takes room from readers of other runs.
+"""
 MAX_RUNS = 1000
 
 

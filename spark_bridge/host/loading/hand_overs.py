@@ -26,13 +26,13 @@ from spark_bridge.host.loading.partition_loading import PartitionLoading
 log = logging.getLogger(__name__)
 
 WANTED_SECONDS = 10.0
-"""The load of a copy ends if the coordinator has not asked for it for so long."""
+"""The load of a copy ends if the coordinator has not asked for it for this many seconds."""
 LANES = 4
-"""So many copies of a run are loaded side by side."""
+"""At most this many copies of a run are loaded side by side."""
 MOST_LOADS = 16
-"""So many copies are loaded side by side for all runs."""
+"""At most this many copies are loaded side by side for all runs."""
 AGAIN_SECONDS, LONGEST_AGAIN_SECONDS = 1.0, 60.0
-"""A copy that could not be loaded is tried again after so long, and after twice as long each time."""
+"""The seconds until a copy that could not be loaded is tried again; twice as many after each further failure."""
 
 _Copy = tuple[str, str, int, str | None]
 """Run id, operator, partition and head of a copy."""

@@ -31,7 +31,7 @@ from spark_bridge.state_format.layouts import ROWS, VALUE, WINDOWS
 T = TypeVar("T")
 
 WINDOWS_LOOKED_AT = 1000
-"""So many windows must have one length for ``window=`` to be given by its start alone."""
+"""At least this many windows must have one length for ``window=`` to be given by its start alone."""
 
 
 @dataclass(frozen=True)

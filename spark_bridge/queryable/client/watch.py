@@ -27,9 +27,10 @@ from spark_bridge.queryable.protocol.row_batches import RowBatchDecoder
 from spark_bridge.queryable.routing.retries import Attempts
 
 AWAIT_SECONDS = 2.0
-"""A host waits so long for the next version before it answers that there is none; ``close`` may take as long."""
+"""A host waits this many seconds for the next version before it answers that there is none; ``close`` may take as long.
+"""
 VERSIONS_AT_ONCE = 64
-"""A watch that is far behind asks for so many versions at a time."""
+"""A watch that is far behind asks for at most this many versions at a time."""
 LAST_COLUMNS = 2
 """Key group and partition, which come after all other columns."""
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from spark_bridge.queryable.server.token_verifier import TokenVerifier
 
 FORWARDED_SECONDS = 30.0
-"""Another host may take so long for an answer, or for the next rows of one."""
+"""Another host may take this many seconds for an answer, or for the next rows of one."""
 DESCRIBE_SECONDS = 5.0
 
 

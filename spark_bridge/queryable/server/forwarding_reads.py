@@ -25,8 +25,8 @@ from spark_bridge.queryable.server.location_cache import LocationCache
 T = TypeVar("T")
 
 MAX_RETRY_SECONDS = 1.0
-"""When owners have moved, a request is repeated here for so long. The client has more time, and waits without taking
-room here.
+"""When owners have moved, a request is repeated here for at most this many seconds. The client has more time, and waits
+without taking room here.
 """
 
 
