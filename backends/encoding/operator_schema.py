@@ -189,7 +189,7 @@ def evolved(stored: OperatorSchema | None, declared: OperatorSchema) -> Operator
     exactly as they were.
 
     The result does not change any more if it, or the program's own declaration, is declared again. Raises
-    ``IncompatibleSchemaError`` naming both sides.
+    ``IncompatibleSchemaError`` naming both sides; callers add the operator and what to do.
     """
     if any(v.kind == "rows" for v in (*declared.variables, *(stored.variables if stored else ()))):
         return _same_rows(stored, declared)

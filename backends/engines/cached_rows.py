@@ -6,8 +6,8 @@ comparing keys. A look-up compares whole keys, so that colliding hashes push eac
 value.
 
 Rows lie in one of two ways. If all keys have one width and all values another, as those of fixed-width columns have, a
-row is a record of both (``EvenRows``): one access to memory serves the look-up of a key, and a few calls of numpy serve
-all keys. Otherwise keys and values are binary arrays of Arrow (``VaryingRows``).
+row is a record of both (``EvenRows``). One access to memory then serves the look-up of a key, and a few calls of numpy
+serve all keys. Otherwise keys and values are binary arrays of Arrow (``VaryingRows``).
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ def write_group(path: str, members: Sequence[GroupMember]) -> tuple[bytes, list[
 
 
 def read_index(storage: CheckpointStorage, path: str, size: int) -> list[tuple[ChangelogMeta, FileRef]]:
-    """Return what is in a group of ``size`` bytes: each commit, and the reference to its changelog.
+    """Return the content of a group of ``size`` bytes: each commit, and the reference to its changelog.
 
     One request, or two for a long index. Raises ``MissingFileError``; ``DamagedFileError`` if the index is not whole;
     ``InvalidStateStoreArgument`` if a newer release wrote the group.

@@ -22,12 +22,12 @@ class HeldVersions:
 
     How reads stay exact while versions advance: every read notes which layers it lays over the engine. ``applying``
     first makes the delta a layer of all new reads, then waits for the reads that do not have it, and only then lets the
-    engine be written: a read that is still under way takes the changed keys from the delta itself.
+    engine be written. A read that is still under way then takes the changed keys from the delta itself.
 
     Locks: ``changed`` guards everything here, ``pending`` included. It is held for moments only, except to wait on it.
     The completed version is read without it (see ``begin_read``). ``complete`` and ``load`` of a partition come one at
-    a time, by a lock of the partition that is always taken first; only they write ``version``, ``head`` and the undos,
-    but for ``drop_undo``, which any thread may call that holds no ``changed``.
+    a time, by a lock of the partition that is always taken first. Only they write ``version``, ``head`` and the undos,
+    with one exception: any thread that does not hold ``changed`` may call ``drop_undo``.
     """
 
     def __init__(self, engine: StateEngine, directory: str, conf: StateStoreConf, memory: HostMemory) -> None:

@@ -78,7 +78,7 @@ def code(error: BaseException) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return what an error says, short enough for a message."""
+    """Return the text of an error, short enough for a message."""
     line = str(error).split("\n", 1)[0].split("<?xml", 1)[0].rstrip(": ")
     return f"{line}: {code(error)}" if code(error) else line
 

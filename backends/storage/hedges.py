@@ -63,7 +63,7 @@ class Hedges:
         return max(LEAST_SECONDS, TIMES_USUAL * known[int(USUAL_SHARE * len(known))])
 
     def first_answer(self, kind: str, attempt: Callable[[], T], on_second: Callable[[], None]) -> T:
-        """Return what ``attempt`` returns, which is called once more, by another thread, if the first call is late.
+        """Return the result of ``attempt``, which is called once more, by another thread, if the first call is late.
 
         ``on_second`` is called before the second call. The first call that returns wins; the other one goes on in its
         thread until it ends. Raises what the first call has raised if neither returns.

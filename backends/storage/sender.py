@@ -65,7 +65,7 @@ class RequestSender:
         on_second: Callable[[], None] | None = None,
         progress: Callable[[], int] = lambda: 0,
     ) -> T:
-        """Return what ``call`` returns, which makes a request, and is repeated while an error may pass.
+        """Return the result of ``call``, which makes a request, and is repeated while an error may pass.
 
         Raises ``StorageError`` once it has been repeated for ``retry_seconds`` without ``progress`` changing, and at
         once for an error that will not pass. ``FileExistsError`` passes through. With ``on_second`` the request may be

@@ -68,7 +68,7 @@ class TroubleTracker:
             place.kind, place.error = kind, f"{kind}: {text}"
 
     def read(self) -> list[dict[str, Any]]:
-        """Return what is wrong by location, as JSON types; nothing for storage that answers.
+        """Return the troubles by location, as JSON types; none for storage that answers.
 
         ``failures`` of the last minute (``MOST_FAILURES`` at most), the last with ``error``, ``failed_seconds`` ago;
         ``answered_since``: a request of its kind was answered after that failure; ``waiting`` requests have had no

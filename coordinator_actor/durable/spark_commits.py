@@ -31,7 +31,7 @@ class SparkCommits:
 
     @property
     def used(self) -> dict[str, int]:
-        """Return what was asked of Spark's directory: ``CheckpointStorage.used``."""
+        """Return the counts of requests to Spark's directory: ``CheckpointStorage.used``."""
         return self._storage.used
 
     def next_batch(self) -> int:

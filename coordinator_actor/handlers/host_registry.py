@@ -161,7 +161,7 @@ class HostRegistry:
             lease.seen = min(now, lease.seen + seconds)
 
     def expire_nodes(self, nodes: Collection[str]) -> list[HostInfo]:
-        """Drop the hosts on these nodes. Return what they have said of themselves."""
+        """Drop the hosts on these nodes. Return their descriptions."""
         lost = [lease.info for lease in self.leases.values() if lease.info.node_id in nodes]
         for info in lost:
             del self.leases[info.host_id]

@@ -166,7 +166,7 @@ def verify_version(
 
 
 def damages_of_manifests(versions: StateVersions) -> tuple[Damage, ...]:
-    """Return what is wrong with the manifests that were passed over."""
+    """Return the damages of the manifests that were passed over."""
     return tuple(Damage(path, None, None, None, what) for path, what in versions.damages.items())
 
 

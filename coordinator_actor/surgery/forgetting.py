@@ -1,10 +1,10 @@
 """Forgets keys: exchanges the files of a query's kept versions for ones without the rows of the keys.
 
 Nothing that a version needs is touched before the new files count. They count from one manifest on, which is written
-under the fencing of all manifests: of a query that does not run by whoever forgets, who claims an epoch for that, and
-of one that runs by its coordinator, between two batches. Whoever dies before leaves all as it was, and files that are
-removed when their versions are no longer kept. Whoever dies after that manifest leaves old files: forgetting the same
-keys again removes them.
+under the fencing of all manifests. If the query does not run, the process that forgets writes the manifest, and claims
+an epoch for that. If the query runs, its coordinator does so between two batches. Whoever dies before leaves all as it
+was, and files that are removed when their versions are no longer kept. Whoever dies after that manifest leaves old
+files: forgetting the same keys again removes them.
 """
 
 from __future__ import annotations

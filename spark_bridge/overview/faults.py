@@ -196,12 +196,12 @@ def _late(overview: Overview, query: Query, subject: str) -> Iterator[Fault]:
 
 
 def awaited(query: Query) -> str:
-    """Return what a batch waits for."""
+    """Return the reason for which a batch waits."""
     return _awaited(query)[0]
 
 
 def _awaited(query: Query) -> tuple[str, str]:
-    """Return what a batch waits for, and what to do if that takes long."""
+    """Return the reason for which a batch waits, and the remedy if that takes long."""
     if query.pending_partitions:
         return (
             f"{query.pending_partitions} partitions have not acknowledged it.",

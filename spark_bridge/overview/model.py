@@ -218,7 +218,7 @@ class Query:
 
     @property
     def title(self) -> str:
-        """Return what people call the query."""
+        """Return the name of the query for people."""
         return self.name or self.query_id
 
 

@@ -68,7 +68,7 @@ def cluster_overview(
 
 
 def _actor(name: str, namespace: str) -> dict[str, Any]:
-    """Return what Ray knows of a host that has not answered."""
+    """Return Ray's record of a host that has not answered."""
     known: dict[str, Any] = {"host_id": f"host-{name.removeprefix(HOST_NAME_PREFIX)}"}
     with suppress(ValueError, KeyError):  # it has ended meanwhile
         found = ray._private.state.actors(ray.get_actor(name, namespace=namespace)._actor_id.hex())

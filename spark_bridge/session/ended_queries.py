@@ -32,7 +32,7 @@ _ERROR = re.compile(r"^[\w.]*(?:Error|Exception)\b: .+")
 
 
 def failure_text(exception: str | None) -> str:
-    """Return what a person must read of the error with which Spark says that a query has ended; "" for none.
+    """Return the part for people of the error with which Spark says that a query has ended; "" for none.
 
     Spark's text has the errors of Java around that of Python, and all stacks: the innermost error of Python counts.
     """

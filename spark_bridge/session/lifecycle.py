@@ -74,9 +74,9 @@ def init_spark(
     any free port, and clients outside must be told the new port after a restart. ``request_limits`` are the limits of
     these answers.
 
-    Raises ``EnvironmentProblemError`` if Java is missing or the versions of RayDP and PySpark do not fit together,
-    ``SessionError`` if this process has a session already, ``num_hosts`` is below 1 or ``keep_serving`` below 0,
-    ``TlsError`` if certificates do not fit, ``InvalidRequestError`` if no node can take the coordinator.
+    Raises ``EnvironmentProblemError`` if Java is missing or the versions of RayDP and PySpark do not fit together.
+    Raises ``SessionError`` if this process has a session already, ``num_hosts`` is below 1 or ``keep_serving`` below 0.
+    Raises ``TlsError`` if certificates do not fit, and ``InvalidRequestError`` if no node can take the coordinator.
     """
     require_no_session()
     options = SessionOptions(

@@ -43,8 +43,8 @@ def setup_ray_on_spark(spark: SparkSession, num_workers: int, cpus_per_worker: i
     ``ray.util.spark.shutdown_ray_cluster()`` ends the cluster.
 
     Raises ``EnvironmentProblemError``, before anything is started, if Ray's token authentication is on, with which Ray
-    cannot start on Spark, if no cores would be left for streams, if the program ``ray`` is not on the PATH, or if the
-    session is ``local[n]``.
+    cannot start on Spark. Raises the same if no cores would be left for streams, if the program ``ray`` is not on the
+    PATH, or if the session is ``local[n]``.
     """
     require_no_token()
     if shutil.which("ray") is None:

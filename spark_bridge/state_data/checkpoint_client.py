@@ -86,7 +86,7 @@ class CheckpointClient(QueryableStateClient):
         from_version: int | None = None,
         timeout: float | None = None,
     ) -> StoredWatch:
-        """Return what each completed version changes, as storage shows it; see ``StoredWatch``."""
+        """Return the changes of each completed version, as storage shows them; see ``StoredWatch``."""
         return StoredWatch(self.reads, operator, keys, state, query, from_version)
 
 

@@ -64,7 +64,7 @@ class Workers(Protocol):
     """Runs the tasks of both stages."""
 
     def columns_of(self, jobs: Sequence[ReadJob], say: Callable[[str], None]) -> TargetColumns | None:
-        """Return what the function of the jobs makes of the first rows; None if it makes none."""
+        """Return the columns that the function of the jobs makes of the first rows; None if it makes none."""
         ...
 
     def cut(self, jobs: Iterable[ReadJob], say: Callable[[str], None]) -> CutRows:

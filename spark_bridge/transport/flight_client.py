@@ -119,7 +119,7 @@ class HostClient:
         return self._action("coordinator", CoordinatorCall(method, args), Any)
 
     def describe(self) -> dict[str, Any]:
-        """Return what the host holds."""
+        """Return the description of the host."""
         described: dict[str, Any] = self._action("describe", {}, dict[str, Any])
         return described
 

@@ -172,7 +172,7 @@ class _Page:
             return PlainTextResponse(str(error), 400)
 
     def _granted(self, request: Request) -> Grant:
-        """Return what the request may do. Raises ``AccessDeniedError``."""
+        """Return the rights of the request. Raises ``AccessDeniedError``."""
         try:
             return self._verifier.verify(_token(request))
         except HostUnavailableError as error:

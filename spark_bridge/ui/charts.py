@@ -146,7 +146,7 @@ MEASURES = ("keys", "bytes", "time", "rows")
 
 
 def partition_measure(partition: Partition, measure: str) -> float | None:
-    """Return what a partition has of a measure; None if it is not known."""
+    """Return the value of a measure for a partition; None if it is not known."""
     if measure == "keys":
         return partition.keys
     if measure == "bytes":

@@ -68,7 +68,7 @@ class StateTable:
 
     @property
     def title(self) -> str:
-        """Return what people call the table."""
+        """Return the name of the table for people."""
         of = self.operator if self.state == "default" else f"{self.operator}.{self.state}"
         return f"{of} of {self.query_title}"
 

@@ -114,7 +114,7 @@ def is_log_of(actor: str, begin: Iterable[str]) -> bool:
 
 
 def _reader(tail: int, *, is_begin: bool = False, **named: Any) -> Callable[[], Iterator[str]]:
-    """Return what reads the last lines of a log; with ``is_begin`` only what comes first of it."""
+    """Return the function that reads the last lines of a log; with ``is_begin`` only the first part of these."""
 
     def read() -> Iterator[str]:
         from ray.util.state import get_log

@@ -144,7 +144,7 @@ def restore(
 
 
 def _plain(info: SavepointInfo) -> dict[str, Any]:
-    """Return what people ask of a savepoint, without the names of its files."""
+    """Return the description of a savepoint for people, without the names of its files."""
     made = info.metadata
     if made is None:
         return {"path": info.path, "damage": info.damage}

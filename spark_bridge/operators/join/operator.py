@@ -70,9 +70,9 @@ def join(
       inner join goes without, and keeps all rows for good.
     - ``left_time``, ``right_time``: the columns that ``within`` is about, by default those with the watermark.
     - ``apply``: a function that makes the output. It takes matching rows of both sides as two ``pyarrow.Table``, row i
-      of one with row i of the other (nulls in place of a side that has no match), and gives a table of any number of
-      rows with the columns ``output``. It runs in the tasks, may be called several times in a batch, and must give the
-      same for the same rows.
+      of one with row i of the other; a side without a match has nulls. It gives a table of any number of rows with the
+      columns ``output``. It runs in the tasks, may be called several times in a batch, and must give the same for the
+      same rows.
     - ``output``: the columns that ``apply`` gives, as a ``StructType`` or in DDL.
     - ``event_time_column``: the output column that is the event time of this project's operators after the join, one
       of the times of the sides; or a column that ``apply`` makes, with times not before those of the rows that it was

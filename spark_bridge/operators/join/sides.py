@@ -125,7 +125,7 @@ class Bounds:
 
     @property
     def in_words(self) -> str:
-        """Return what must not change while there is state."""
+        """Return the bounds in words, which must not change while there is state."""
         if self.left is None or self.right is None:
             return "no bounds"
         if self.in_key:

@@ -5,9 +5,9 @@ with many rows is not written anew for each row. Rows leave when the watermark h
 order in which they came: what remains of a chunk is written anew, and the numbers of chunks that are gone stay free.
 Where more numbers are free than not, the chunks of the key are made anew.
 
-The chunks of all keys by the time at which the first of their rows is due are a column family of their own, so that
-only those are read which the watermark has reached (as in Spark's state format 4 of stream-stream joins). An entry may
-be too early, or be that of a chunk that is gone: it is looked at when it is due.
+A column family of its own has the chunks of all keys by the time at which the first of their rows is due. So only
+chunks are read that the watermark has reached (as in Spark's state format 4 of stream-stream joins). An entry may be
+too early, or be that of a chunk that is gone: it is looked at when it is due.
 """
 
 from __future__ import annotations

@@ -64,10 +64,10 @@ class StateWatch:
 
     A watch outlives hosts, coordinator and restarts of the query, if they come back within the ``timeout``. Else it
     raises ``QueryTimeoutError``. If the query has ended and has not come back, all of its versions have been given, and
-    the iteration ends. It raises ``QueryEndedError`` at the beginning if the query has ended and is not read on, and
-    ``StateVersionError`` if the next versions are no longer retained, or if the query went back to an older version
-    than the watch has given: what it gave of later versions no longer holds. For one thread at a time; ``close`` is for
-    any thread.
+    the iteration ends. It raises ``QueryEndedError`` at the beginning if the query has ended and is not read on. It
+    raises ``StateVersionError`` if the next versions are no longer retained, or if the query went back to an older
+    version than the watch has given: the later versions that the watch gave no longer hold. For one thread at a time;
+    ``close`` is for any thread.
     """
 
     def __init__(

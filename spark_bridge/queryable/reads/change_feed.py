@@ -57,7 +57,7 @@ class ChangeFeed:
         keys: pa.BinaryArray | None,
         previous_run: str = "",
     ) -> StateAnswer:
-        """Return what the versions after ``after`` up to ``until`` changed, of the rows of some grouping keys or of
+        """Return the rows that the versions after ``after`` up to ``until`` changed, of some grouping keys or of
         all.
 
         ``previous_run`` is the earlier run that gave the changes before. Raises ``StateVersionError`` if versions are

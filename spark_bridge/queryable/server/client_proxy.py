@@ -84,7 +84,7 @@ class KvStateClientProxy(KvStateServer):
         return {"hosts": self._described(addresses, asked)}
 
     def _described(self, addresses: Iterable[str], request: DescribeRequest) -> list[dict[str, Any]]:
-        """Return what hosts say of themselves; for a host that does not answer, why."""
+        """Return the descriptions of hosts; for a host that does not answer, the reason."""
         deadline = time.monotonic() + DESCRIBE_SECONDS
         answers: list[dict[str, Any]] = []
         begun = []

@@ -161,7 +161,7 @@ class ForwardingReads:
         *,
         with_schema: bool = False,
     ) -> T:
-        """Return what ``ask`` returns; repeat it for a little while if partitions have moved.
+        """Return the result of ``ask``; repeat the call for a little while if partitions have moved.
 
         Raises what the owners raise.
         """

@@ -148,7 +148,7 @@ class KvStateServer:
             )
 
     def describe(self, request: DescribeRequest) -> dict[str, Any]:
-        """Return what ``reads`` says, and as ``requests`` how this server has answered.
+        """Return the description of ``reads``, and as ``requests`` the counts of this server's answers.
 
         A proxy overrides it for ``forward``.
         """

@@ -231,7 +231,7 @@ def for_each_key(
 
 
 def figures_of(state: ProcessorState, num_rows: int, num_late: int) -> OperatorFigures:
-    """Return what a task has done."""
+    """Return the figures of a task."""
     return OperatorFigures(
         num_rows=num_rows,
         num_rows_updated=state.figures.num_rows_updated,

@@ -58,7 +58,7 @@ class ProcessorState:
 
     @property
     def figures(self) -> StateFigures:
-        """Return what has been written and removed so far."""
+        """Return the counts of rows written and removed so far."""
         return self._step.figures
 
     @property
