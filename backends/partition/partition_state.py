@@ -46,9 +46,10 @@ class PartitionState:
     left in ``local_dir`` is used if ``load`` finds it in the lineage, and thrown away if not. Raises
     ``ConcurrentCommitError`` if ``local_dir`` is in use.
 
-    Locks, in the order in which they are taken: the one of ``SnapshotUploads`` for a whole upload; ``_mutation`` for
-    ``load``, ``complete``, the capture of a snapshot and ``close``, so that one of them at a time uses the engine; the
-    one of ``HeldVersions`` for moments, also for the figures here that add up.
+    There are three locks, in the order in which they are taken. The lock of ``SnapshotUploads`` is held for a whole
+    upload. ``_mutation`` is held for ``load``, ``complete``, the capture of a snapshot and ``close``, so that one of
+    them at a time uses the engine. The lock of ``HeldVersions`` is held for moments, also for the figures here that add
+    up.
     """
 
     def __init__(

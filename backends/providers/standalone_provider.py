@@ -196,7 +196,7 @@ class LocalStateStoreProvider(StateStoreProvider):
                     f"{oldest}."
                 )
             reader = self._reader(base, stays=True)
-            reader.keeps = from_version  # and the changelogs behind it
+            reader.keeps = from_version  # and the changelogs after it
         return change_feed.read(self._storage, reader, lineage)
 
     def _reader(self, lineage: Lineage, *, stays: bool) -> _VersionReader:

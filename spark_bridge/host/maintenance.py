@@ -36,11 +36,13 @@ log = logging.getLogger(__name__)
 
 
 INLINE_FILES_BYTES = 1 << 20
-"""So many bytes of small files of one snapshot are stored with its descriptor."""
+"""At most this many bytes of small files of one snapshot are stored with its descriptor."""
 TOGETHER_BYTES = 16 << 20
 TOGETHER_SECONDS = 10.0
 MEET_SECONDS = 1.0
-"""So long a thread that has prepared its snapshots waits for the others, so that one object has those of all."""
+"""A thread that has prepared its snapshots waits at most this many seconds for the others, so that they share an
+object.
+"""
 
 
 class _Ready(NamedTuple):

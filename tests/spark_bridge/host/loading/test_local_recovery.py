@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,15 +11,24 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
+from backends.engines.buffered_engine import UNWRITTEN_BYTES
+from backends.formats.changelog import Changes
 from backends.formats.file_names import version_in
 from coordinator_actor.messages import Completed, OperatorSpec
 from spark_bridge.host.loading.partition_loading import LOADED_FILES_SECONDS
 from tests.coordinator_actor.coordinator_world import SCHEMA, World
-from tests.spark_bridge.host.host_steps import ch, make_host, plan_spark, task
+from tests.spark_bridge.host.host_steps import make_host, plan_spark, task
 
 KEY = pa.array([b"\0\0k"])
 """A key of the first key group, and so of partition 0 in every layout."""
 BATCHES = 3
+LARGE = os.urandom(2 * UNWRITTEN_BYTES)
+"""A value that is written to the local files at once: less may stay in the memory of a host."""
+
+
+def changes_of(value: bytes) -> Changes:
+    """Return changes of ``KEY``, and of another key with a large value."""
+    return Changes.of(pa.array([KEY[0].as_py(), b"\0\0l"]), pa.array([value, LARGE]))
 
 
 @dataclass
@@ -61,7 +71,7 @@ class Restarts:
         """Run a batch, whose value is its number."""
         plan_spark(self.world, self.batches)
         given = self.open(self.batches)
-        self.host.commit(given, ch(b"%d" % self.batches, KEY[0].as_py()), {})
+        self.host.commit(given, changes_of(b"%d" % self.batches), {})
         if is_committed:
             self.world.commit_spark(self.batches)
             self.batches += 1
@@ -75,7 +85,7 @@ class Restarts:
         self.open(self.batches)
         instance = self.host.held.instance(self.run, "op", 0)
         assert instance.state.version == self.batches
-        found: bytes | None = instance.state.get_many(KEY).to_pylist()[0]
+        found: bytes | None = instance.state.reads.get_many(KEY).to_pylist()[0]
         return found
 
     def remove_files_up_to(self, version: int) -> None:
@@ -126,7 +136,7 @@ def test_a_restarted_query_loads_nothing_where_its_partition_was(
 
 
 @pytest.mark.parametrize("when", [heard, not_heard])
-def test_what_the_run_before_has_not_completed_here_is_loaded_behind_it(
+def test_what_the_run_before_has_not_completed_here_is_loaded_after_it(
     query: Restarts, when: Callable[[Restarts], None]
 ) -> None:
     query.complete()
@@ -218,6 +228,6 @@ def test_a_late_task_of_the_run_before_does_not_commit_into_the_next_run(query: 
     query.restart()
     query.open(query.batches)
     with pytest.raises(Exception, match="open"):
-        query.host.commit(late, ch(b"late", KEY[0].as_py()), {})
+        query.host.commit(late, changes_of(b"late"), {})
     assert old.state.is_closed
     assert query.value() == b"2"
