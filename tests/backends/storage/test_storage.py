@@ -2,6 +2,7 @@
 
 import os
 import threading
+import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,10 +19,11 @@ from backends.exceptions import (
     StorageError,
     UnsupportedLocationError,
 )
-from backends.storage.checkpoint_storage import CheckpointStorage
+from backends.storage.checkpoint_storage import CheckpointStorage, digest
 from backends.storage.file_ref import FileRef
 from backends.storage.locations import parse_location, store_options
 from backends.storage.traffic import BucketTraffic
+from tests.patience import PATIENCE
 
 
 @pytest.fixture(params=["path", "file:", "memory:"])
@@ -51,6 +53,27 @@ def test_what_is_put_can_be_read_listed_and_deleted(storage):
     storage.put_new("f", b"")
     storage.delete_all(["a/b", "f", "a/c/d"])
     assert storage.list() == [("a/e", 0)]
+
+
+def test_parts_end_where_the_file_ends_and_a_directory_is_no_file(storage, monkeypatch):
+    whole = storage.put_new("a/b", b"0123456789")
+    assert storage.get_range("a/b", 8, 1 << 50) == b"89"
+    pread = os.pread
+    monkeypatch.setattr(os, "pread", lambda file, length, start: pread(file, min(length, 3), start))
+    assert storage.read(whole) == b"0123456789"
+    ranges = ((0, 4), (8, 4), (10, 4), (1 << 40, 4), (3, 0))
+    assert [storage.get_range("a/b", *one) for one in ranges] == [b"0123", b"89", b"", b"", b""]
+    inside = FileRef("c", 5, digest(b"34567"), within="a/b", offset=3)
+    behind = FileRef("d", 4, digest(b"89"), within="a/b", offset=8)
+    assert storage.read_together([inside, behind]) == {"c": b"34567"}
+    assert storage.read_together([FileRef("c", 5, inside.digest, within="none")]) == {}
+    for path in ("a", "a/c"):
+        assert storage.modified_ms(path) is None
+        with pytest.raises(MissingFileError):
+            storage.get(path)
+        with pytest.raises(MissingFileError):
+            storage.get_range(path, 0, 1)
+    assert abs(storage.modified_ms("a/b") - 1000 * time.time()) < 1000 * PATIENCE
 
 
 def test_a_file_is_never_overwritten(storage):
