@@ -442,14 +442,16 @@ class CheckpointStorage:
         With ``after``, only those whose paths sort behind it: an object store does not even look at the others.
         """
         key = self._key(prefix.rstrip("/")) if prefix.strip("/") else self._prefix.rstrip("/")
-        if self.is_local and not Path(f"/{key}").is_dir():
+        files = self._files
+        if files is not None and not Path(f"/{key}").is_dir():
             return []
         offset = None if after is None else self._key(after)
 
         def list_all() -> list[tuple[str, int]]:
+            if files is not None:
+                return [found for found in files.listed(prefix) if after is None or found[0] > after]
             found = obstore.list(self._store, prefix=key or None, offset=offset).collect()
-            if not self.is_local:
-                self._counts.note("list", self.location, len(found) // _MOST_AT_ONCE)  # further pages
+            self._counts.note("list", self.location, len(found) // _MOST_AT_ONCE)  # further pages
             return sorted((str(meta["path"]).removeprefix(self._prefix), int(meta["size"])) for meta in found)
 
         return self._sender.send("list", prefix, list_all)
