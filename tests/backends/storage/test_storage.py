@@ -23,7 +23,7 @@ from backends.exceptions import (
 from backends.storage.checkpoint_storage import CheckpointStorage, digest
 from backends.storage.file_ref import FileRef
 from backends.storage.locations import parse_location, store_options
-from backends.storage.traffic import BucketTraffic
+from backends.storage.sending.traffic import BucketTraffic
 from tests.patience import PATIENCE
 
 
