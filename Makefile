@@ -10,13 +10,10 @@ DOCS_STAMP  := $(VENV)/.docs-installed
 BIN    := $(VENV)/bin
 BIN42  := $(VENV42)/bin
 
-# The first Python of 3.10 to 3.13 on this machine that can make an environment, unless PYTHON= names one. The system's
-# own comes before others of its version: pyenv builds without optimizations unless it is told to, and such a Python
-# takes 1.7 times as long.
-PYTHONS := $(foreach version,3.11 3.12 3.13 3.10,/usr/bin/python$(version) python$(version)) python3
-FIND_PYTHON = for p in $(if $(PYTHON),"$(PYTHON)",$(PYTHONS)); do \
-	if "$$p" -c 'import ensurepip, sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null; then echo "$$p"; exit 0; fi; done; \
-	echo "make: no Python of 3.10 to 3.13 found$(if $(PYTHON), at PYTHON=$(PYTHON),) that can make an environment (on Debian: python3-venv); install one, or name it with make PYTHON=/path/to/python3.11" >&2; exit 1
+# The first Python of 3.10 to 3.13 on this machine, unless PYTHON= names one.
+FIND_PYTHON = for p in $(if $(PYTHON),"$(PYTHON)",python3.11 python3.12 python3.13 python3.10 python3); do \
+	if "$$p" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null; then echo "$$p"; exit 0; fi; done; \
+	echo "make: no Python of 3.10 to 3.13 found$(if $(PYTHON), at PYTHON=$(PYTHON),); install one, or name it with make PYTHON=/path/to/python3.11" >&2; exit 1
 
 # $(call make_venv,directory,constraints file,further requirements,what it is)
 define make_venv
