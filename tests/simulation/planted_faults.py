@@ -59,6 +59,7 @@ from spark_bridge.host.held.instance import Instance
 from spark_bridge.host.host import Host
 from spark_bridge.host.loading.hand_overs import HandOvers
 from spark_bridge.host.loading.partition_loading import PartitionLoading
+from spark_bridge.host.loading.unloading import PartitionUnloading
 from spark_bridge.queryable.reads.versions.answer_version import PartitionView, VersionedReader
 from spark_bridge.queryable.routing.monotonic_reads import SeenVersions
 from tests.simulation.searches import (
@@ -262,7 +263,7 @@ def greedy_retention(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def lost_orders(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PartitionLoading, "unload_run", lambda self, run_id: None)
+    monkeypatch.setattr(PartitionUnloading, "unload_run", lambda self, run_id: None)
 
 
 def prepared_is_completed(monkeypatch: pytest.MonkeyPatch) -> None:

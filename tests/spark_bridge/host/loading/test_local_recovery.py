@@ -15,7 +15,7 @@ from backends.engines.buffered_engine import UNWRITTEN_BYTES
 from backends.formats.changelog import Changes
 from backends.formats.file_names import version_in
 from coordinator_actor.messages import Completed, OperatorSpec
-from spark_bridge.host.loading.partition_loading import LOADED_FILES_SECONDS
+from spark_bridge.host.loading.kept_partitions import LOADED_FILES_SECONDS
 from tests.coordinator_actor.coordinator_world import SCHEMA, World
 from tests.spark_bridge.host.host_steps import make_host, plan_spark, task
 
@@ -216,7 +216,7 @@ def test_files_from_before_an_exchange_are_not_laid_aside_any_longer(query: Rest
     query.restart()
     with query.host.held.lock:
         query.host.held.registrations[query.run] = query.world.registration(query.run, 1)
-    query.host.loading.complete(Completed(query.run, query.batches, {"op": {}}, rewritten="an exchange"))
+    query.host.completion.complete(Completed(query.run, query.batches, {"op": {}}, rewritten="an exchange"))
     assert not query.directories()
 
 

@@ -46,7 +46,7 @@ def test_one_partition_is_loaded_behind_what_is_noted_for_the_others(make):
     w.batch(filled(1))
     w.write(filled(2))
     w.complete(tell=False)
-    w.hosts[0].loading.unload(w.instance(0))
+    w.hosts[0].unloading.unload(w.instance(0))
     assert w.hosts[0].completed.newest(w.run).version == 1
     assert w.lookup(KEYS) == (2, [2] * len(KEYS)), "one can only be loaded at 2, so all are read there"
     assert w.lookup(KEYS) == (2, [2] * len(KEYS))
@@ -171,7 +171,7 @@ def test_a_state_that_is_closed_while_it_is_read_is_read_again(make, monkeypatch
     def closed(*args: Any, **kwargs: Any) -> Any:
         calls.append(1)
         if len(calls) == 1:
-            w.hosts[0].loading.unload(instance)
+            w.hosts[0].unloading.unload(instance)
             raise StoreClosedError("closed")
         return real(*args, **kwargs)
 
