@@ -43,7 +43,7 @@ PEAK_OF_COPY = 3
 PEAK_OF_COMMIT = 3
 """While it is received, a commit has its changes twice; then it has what it keeps, and its changelog."""
 MAX_WAITING = 1000
-"""So many commits of a run may wait for their turn: each has a thread of the server."""
+"""At most this many commits of a run wait for their turn: each has a thread of the server."""
 
 _lock = threading.Lock()
 _budgets: dict[tuple[int, int, int, int], HostMemory] = {}
@@ -168,7 +168,7 @@ class HostMemory:
 
     @contextmanager
     def admitted(self, run_id: str, nbytes: int, what: str, seconds: float) -> Iterator[None]:
-        """Let a commit of changes of so many bytes in, for a ``with``, once it fits beside the others that are in.
+        """Let a commit of ``nbytes`` bytes of changes in, for a ``with``, once it fits beside the others that are in.
 
         Commits go in the order in which they come. One of each run goes without room, too, so that a run never waits
         for the storage of another: memory is above its budget by at most that. Raises ``HostMemoryError`` for changes
@@ -268,7 +268,7 @@ class HostMemory:
             claim.kind = kind
 
     def resize(self, claim: Claim, nbytes: int) -> None:
-        """Count a claim that cannot be refused any more with so many bytes from now on."""
+        """Count a claim that cannot be refused any more with ``nbytes`` bytes from now on."""
         with _lock:
             self._held[claim.kind] += nbytes - claim.nbytes
             claim.nbytes = nbytes

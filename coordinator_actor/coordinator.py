@@ -30,14 +30,14 @@ from coordinator_actor.handlers.locations import Locations
 from coordinator_actor.handlers.lookups import Lookups
 from coordinator_actor.handlers.owners import plan_moves
 from coordinator_actor.handlers.queries import Queries
-from coordinator_actor.handlers.registries import Registries
+from coordinator_actor.handlers.registries.registries import Registries
 from coordinator_actor.handlers.rewritings import Rewritings
 from coordinator_actor.handlers.savepoints import Savepoints
 from coordinator_actor.port import MESSAGES, CoordinatorPort
 from coordinator_actor.query.query_state import QueryState
 from coordinator_actor.query.retention import loaded_bytes, remove_garbage, tidy_records
-from coordinator_actor.query_threads import Apart, in_place
 from coordinator_actor.savepoints.run_savepoints import InBackground, RunSavepoints
+from coordinator_actor.threads.query_threads import Apart, in_place
 
 log = logging.getLogger(__name__)
 
@@ -111,7 +111,7 @@ class Coordinator(CoordinatorPort):
         Leases do not run while the coordinator itself has stood still, for ``stood_still`` seconds since the last call:
         heartbeats of that time may wait to be heard, or their senders may have stood still as well.
         """
-        # All leases are compared with one reading of the clock: who stands still behind that reading loses no host.
+        # All leases are compared with one reading of the clock: who stands still after that reading loses no host.
         now = self._clock()
         with self.registries.lock:
             self.registries.prolong(stood_still, now)

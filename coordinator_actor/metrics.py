@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from backends.storage.request_counts import RequestCounts
+from backends.storage.sending.request_counts import RequestCounts
 
 COUNTER, GAUGE, HISTOGRAM = "counter", "gauge", "histogram"
 COORDINATOR, HOST, DRIVER = "coordinator", "host", "driver"
@@ -38,7 +38,7 @@ REQUEST_DURATION_BOUNDS = (
 """The same for requests of query clients. Above them stands ``+Inf``."""
 
 OPERATOR_FIGURES = {
-    "numRowsTotal": "Pairs of all column families behind the batch.",
+    "numRowsTotal": "Pairs of all column families after the batch.",
     "numRowsUpdated": "Keys that the batch has written.",
     "numRowsRemoved": "Keys that the batch has removed.",
     "numRowsDroppedByWatermark": "Rows of the batch that were late.",

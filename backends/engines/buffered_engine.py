@@ -138,7 +138,7 @@ class BufferedEngine:
         return scan
 
     def scan_ranges(self, ranges: Sequence[KeyRange], column_family: str = DEFAULT_FAMILY) -> Iterator[pa.RecordBatch]:
-        """Return the pairs of ascending ranges, one behind the other, as they are now."""
+        """Return the pairs of ascending ranges, one after the other, as they are now."""
         changes = self._changes(column_family)
         below = self._below.scan_ranges(ranges, column_family)
         if not changes.runs:

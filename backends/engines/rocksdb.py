@@ -59,7 +59,7 @@ BULK_ROWS = 1 << 16
 WRITE_ROWS = 1 << 10
 """Pairs of one write batch. No other thread can run while RocksDB writes a batch, about a microsecond per pair."""
 KEYS_ONE_BY_ONE = 12
-"""Up to so many keys are got faster one by one."""
+"""At most this many keys are got faster one by one."""
 ARENA_BYTES = 4 << 10
 """What a column family takes of the write buffers with its first write, and again whenever that is full.
 
@@ -72,8 +72,8 @@ FAMILY_BYTES = 72 << 10
 included.
 
 RocksDB has no figure for it. Measured is the growth of a process's resident memory from 150 to 450 open databases,
-without write buffers and block cache: 268 KiB with 2 column families, 397 with 4, and 622 with 7, the
-project's own among them (RocksDB of rocksdict 0.3, x86-64, glibc).
+without write buffers and block cache. It is 268 KiB with 2 column families, 397 with 4, and 622 with 7, the project's
+own among them (RocksDB of rocksdict 0.3, x86-64, glibc).
 """
 BULK_DIRECTORY = "bulk"
 """Where files are written that the database then takes over. RocksDB leaves alone what it does not know."""
@@ -92,7 +92,7 @@ _shared: dict[HostMemory, _SharedMemory] = {}
 
 @dataclass(frozen=True)
 class _SharedMemory:
-    """The block cache, the write buffers and the budget of the row caches, if there are any."""
+    """The block cache, the write buffers, and the budget of the row caches; None if there are none."""
 
     blocks: Cache
     buffers: WriteBufferManager
@@ -280,8 +280,8 @@ class LocalRocksDB:
         """Collect all changes in write batches; return the function that writes them, and the state with the last
         batch.
 
-        Between several batches, the database is marked as unfinished, which is no version. So it is after a crash
-        there.
+        Between several batches, the database is marked as unfinished, which is no version. A crash between two batches
+        leaves that mark.
         """
         self._check_open()
         opened, families = self._opened, self._families
@@ -352,7 +352,7 @@ class LocalRocksDB:
         self._open_for_writing()
         directory = self._path / BULK_DIRECTORY
         directory.mkdir()
-        given = _Given(parts)
+        given = _CallersPairs(parts)
         try:
             files = write_sorted_files(given, directory, self._options())
             for name in {name for name, _ in files} - self._families.keys():
@@ -435,7 +435,7 @@ class LocalRocksDB:
         return open_scan(self._path, partial(_tables, db), start, end, self._failure)
 
     def scan_ranges(self, ranges: Sequence[KeyRange], column_family: str = DEFAULT_FAMILY) -> Iterator[pa.RecordBatch]:
-        """Return the pairs of ascending ranges, one behind the other, as they are now."""
+        """Return the pairs of ascending ranges, one after the other, as they are now."""
         self._check_open()
         family = self._families.get(column_family)
         if family is None or not ranges:
@@ -494,7 +494,7 @@ class LocalRocksDB:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise StoreClosedError(f"{self._path} is closed.")
+            raise StoreClosedError(f"{self._path} is closed: open it again.")
         if self._damage is not None:
             raise LocalStateDamagedError(self._damage)
 
@@ -509,8 +509,8 @@ class LocalRocksDB:
         )
 
 
-class _Given:
-    """Pairs that somebody gives, and the error with which they have ended: it is none of RocksDB's."""
+class _CallersPairs:
+    """The caller's pairs, and the error that the caller's iterator raised, which must not be reported as RocksDB's."""
 
     def __init__(self, parts: Iterable[tuple[str, SortedPairs]]) -> None:
         self._parts = parts
@@ -559,7 +559,7 @@ def _fill(batch: WriteBatch, pairs: SortedPairs, handle: object) -> None:
 
 
 def _shared_memory(conf: StateStoreConf) -> _SharedMemory:
-    """Return what all stores of the process with the same limits share."""
+    """Return the block cache, write buffers and row-cache budget that stores of the process with equal limits share."""
     memory = host_memory(conf)
     with _shared_lock:
         if memory not in _shared:

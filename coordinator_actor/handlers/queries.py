@@ -19,12 +19,12 @@ from coordinator_actor.durable.spark_commits import SparkCommits
 from coordinator_actor.exceptions import CoordinatorError, FencedError, InvalidRequestError, UnknownHostError
 from coordinator_actor.handlers.completion import advance, catch_up
 from coordinator_actor.handlers.owners import assigned
-from coordinator_actor.handlers.registries import Registries
-from coordinator_actor.handlers.run_registry import LEASE_OVER, STOPPED
+from coordinator_actor.handlers.registries.registries import Registries
+from coordinator_actor.handlers.registries.run_registry import LEASE_OVER, STOPPED
 from coordinator_actor.messages import QueryRegistration, RegisteredQuery
 from coordinator_actor.query.compatibility import bound_elsewhere, evolved_operators, refusal_of
-from coordinator_actor.query.first_look import first_look
 from coordinator_actor.query.query_state import QueryState
+from coordinator_actor.query.versions.first_look import first_look
 from coordinator_actor.savepoints.run_savepoints import InBackground, RunSavepoints
 
 log = logging.getLogger(__name__)
@@ -126,7 +126,7 @@ class Queries:
 
     def _finish_repeats(self, state_location: str) -> None:
         """Have manifests name all that runs on this state have acknowledged: a new run is about to replace them."""
-        for other in self._runs.on(state_location):
+        for other in self._runs.at_location(state_location):
             with other.lock:
                 if other.lifetime.is_current:
                     try:
@@ -211,7 +211,7 @@ class Queries:
     def serve_ended(self, registration: QueryRegistration, failure: str = "") -> RegisteredQuery:
         """See ``CoordinatorPort``."""
         with self._registries.lock:
-            self._runs.failed(registration.run_id, failure)
+            self._runs.note_failure(registration.run_id, failure)
             registering = self._registering.setdefault(registration.state_location, threading.Lock())
         with registering:
             run = self._runs.find(registration.run_id)

@@ -7,11 +7,11 @@ from contextlib import suppress
 from coordinator_actor.exceptions import InvalidRequestError, UnknownHostError
 from coordinator_actor.handlers.completion import catch_up
 from coordinator_actor.handlers.owners import assigned
-from coordinator_actor.handlers.registries import Registries
+from coordinator_actor.handlers.registries.registries import Registries
 from coordinator_actor.messages import HeldQuery
-from coordinator_actor.query.files_in_use import BUSY_SECONDS
+from coordinator_actor.query.batch.rewriting_hold import Hold
+from coordinator_actor.query.files.files_in_use import BUSY_SECONDS
 from coordinator_actor.query.query_state import QueryState
-from coordinator_actor.query.rewriting_hold import Hold
 
 
 class Rewritings:
@@ -38,7 +38,7 @@ class Rewritings:
                 )
             if run.savepoint_hold.batch_id is not None:
                 raise InvalidRequestError(
-                    f"Run {run.run_id} stops with a savepoint: its files are not written anew meanwhile. Do it behind "
+                    f"Run {run.run_id} stops with a savepoint: its files are not written anew meanwhile. Do it after "
                     "the stop, with the checkpoint location."
                 )
             catch_up(self._runs, run)
@@ -75,7 +75,9 @@ class Rewritings:
             run.rewriting.exchanged(now)
 
     def _copied(self, run: QueryState, now: float) -> str | None:
-        """Return what copies the state of a run, or has yet to say that it does; None if nothing does."""
+        """Return the name of what copies the state of a run, or may do so and has not reported yet; None if nothing
+        does.
+        """
         savepoints = self._runs.savepoints_of(run.run_id)
         if run.files_in_use.is_uploading(now):
             return f"uploads of snapshots, or {BUSY_SECONDS:.0f} s after a restart of the coordinator"

@@ -17,7 +17,7 @@ from msgspec import structs
 from backends.exceptions import FileExistsInStorageError
 from backends.formats.checkpoint_size import delta_bytes
 from backends.formats.manifest import Manifest
-from backends.storage.request_counts import num_requests, used_since, used_together
+from backends.storage.sending.request_counts import num_requests, used_since, used_together
 from coordinator_actor.checkpoints.tasks import TaskKey
 from coordinator_actor.durable.checkpoint_records import MOST_RECORDS, CheckpointRecord, CheckpointRecords, StepTime
 from coordinator_actor.messages import MOST_STEPS, Acknowledge, CommitFigures
@@ -125,7 +125,9 @@ class CheckpointHistory:
             return tuple(self._records.values())
 
     def changed_since(self, mark: str) -> Changed:
-        """Return what has come or changed since the answer with that mark; all for an empty or unknown one."""
+        """Return the checkpoints that are new or changed since the answer with that mark; all for an empty or unknown
+        mark.
+        """
         name, _, number = mark.partition(":")
         is_known = name == self._name and number.isdecimal()
         since = int(number) if is_known else -1

@@ -10,14 +10,14 @@ import pyarrow as pa
 import pyarrow.csv as pacsv
 
 from deploy.state_http.problems import problem_of
-from spark_bridge.queryable.client import json_values as values
+from spark_bridge.queryable.client.answers import json_values as values
 
 ARROW = "application/vnd.apache.arrow.stream"
 LINES = "application/x-ndjson"
 JSON = "application/json"
 CSV = "text/csv"
 PIECE_ROWS = 4096
-"""So many rows are made into JSON at once, and sent as one piece."""
+"""At most this many rows are made into JSON at once, and sent as one piece."""
 
 
 class Body(Protocol):

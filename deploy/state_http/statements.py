@@ -26,7 +26,7 @@ from deploy.state_http.bounded_reads import BoundedReads
 from deploy.state_http.limits import HttpLimits
 from deploy.state_http.models import SqlRequest
 from spark_bridge.exceptions import QueryTimeoutError, RequestError, RequestLimitError
-from spark_bridge.queryable.client.async_client import AsyncQueryableStateClient
+from spark_bridge.queryable.client.event_loop.async_client import AsyncQueryableStateClient
 
 T = TypeVar("T")
 
@@ -132,7 +132,7 @@ class Statements:
 
 
 async def _next(batches: AsyncIterator[pa.RecordBatch]) -> pa.RecordBatch | None:
-    """Return the next batch; None behind the last one."""
+    """Return the next batch; None after the last one."""
     return await anext(batches, None)
 
 

@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from backends.decoders import json_decoder
 from spark_bridge.exceptions import RequestError, UnknownKeyOrNamespaceError
-from spark_bridge.queryable.client.json_values import from_json, key_of_json, key_of_text
+from spark_bridge.queryable.client.answers.json_values import from_json, key_of_json, key_of_text
 
 _CONDITION = re.compile(
     r"\s*(?P<column>.+?)\s*(?:(?P<null>\bis(?:\s+not)?\s+null)|(?P<operator><=|>=|!=|<>|==?|<|>|\bin\b)\s*(?P<value>.+))",
@@ -82,7 +82,7 @@ def condition_of(text: str) -> tuple[Any, ...]:
     operator, written = found["operator"].lower(), found["value"].strip()
     value = _json(written)
     if operator == "in" and not isinstance(value, list):
-        raise RequestError(f"{text!r}: behind 'in' comes a JSON array, such as [1, 2].")
+        raise RequestError(f"{text!r}: after 'in' comes a JSON array, such as [1, 2].")
     return found["column"], operator, written if value is None else value
 
 

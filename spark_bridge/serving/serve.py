@@ -28,11 +28,11 @@ from coordinator_actor.savepoints.savepoint_format import METADATA_FILE
 from spark_bridge.exceptions import SessionError
 from spark_bridge.host_actor.session_options import SessionOptions
 from spark_bridge.queryable.client.client import QueryableStateClient
-from spark_bridge.queryable.server.request_limits import RequestLimits
+from spark_bridge.queryable.server.limits.request_limits import RequestLimits
 from spark_bridge.serving.followed_query import FollowedQuery
-from spark_bridge.session.ended_queries import EndedQueries
-from spark_bridge.session.ray_cluster import join_or_start_ray, stop_ray
-from spark_bridge.session.state_cluster import StateCluster
+from spark_bridge.session.cluster.ray_cluster import join_or_start_ray, stop_ray
+from spark_bridge.session.hosts.state_cluster import StateCluster
+from spark_bridge.session.queries.ended_queries import EndedQueries
 from spark_bridge.state_data.stored_query import query_in_storage
 from spark_bridge.transport.tls import TlsConf
 
@@ -77,8 +77,8 @@ def serve_state(
     ``init_spark``. The actors end with ``stop``, or with this process.
 
     Raises ``InvalidStateStoreArgument`` for an unknown operator, a ``name`` that Ray cannot take and ``replicas`` below
-    1; ``SessionError`` if state is served by that name already; ``MissingFileError`` if there is no state;
-    ``VersionNotFoundError`` if no version is completed; ``EnvironmentProblemError`` if no Ray cluster answers at
+    1; ``SessionError`` if state is served by that name already; ``MissingFileError`` if there is no state. Raises
+    ``VersionNotFoundError`` if no version is completed, and ``EnvironmentProblemError`` if no Ray cluster answers at
     ``ray_address``.
     """
     if replicas < 1:
@@ -140,7 +140,7 @@ class StateServing:
 
     @property
     def coordinator_name(self) -> str:
-        """Return what clients in the Ray cluster give as ``coordinator_name`` to find the state."""
+        """Return the ``coordinator_name`` by which clients in the Ray cluster find the state."""
         return self._cluster.options.coordinator_name
 
     @property

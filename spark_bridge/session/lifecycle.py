@@ -13,7 +13,11 @@ from backends.tracing.set_up import set_up
 from coordinator_actor.coordinator_conf import COORDINATOR_NAME, NAMESPACE, CoordinatorConf
 from spark_bridge.exceptions import EnvironmentProblemError
 from spark_bridge.host_actor.session_options import DEFAULT_RECOVERY_TIMEOUT, SessionOptions, require_num_hosts
-from spark_bridge.queryable.server.request_limits import RequestLimits
+from spark_bridge.queryable.server.limits.request_limits import RequestLimits
+from spark_bridge.session.cluster.executors import await_executors, executor_cores
+from spark_bridge.session.cluster.java import ensure_java
+from spark_bridge.session.cluster.ray_cluster import join_or_start_ray, stop_ray
+from spark_bridge.session.cluster.ray_on_spark import require_cores
 from spark_bridge.session.current import (
     Session,
     begin_session,
@@ -21,10 +25,6 @@ from spark_bridge.session.current import (
     end_session,
     require_no_session,
 )
-from spark_bridge.session.executors import await_executors, executor_cores
-from spark_bridge.session.java import ensure_java
-from spark_bridge.session.ray_cluster import join_or_start_ray, stop_ray
-from spark_bridge.session.ray_on_spark import require_cores
 from spark_bridge.transport.tls import TlsConf
 
 if TYPE_CHECKING:
@@ -74,9 +74,9 @@ def init_spark(
     any free port, and clients outside must be told the new port after a restart. ``request_limits`` are the limits of
     these answers.
 
-    Raises ``EnvironmentProblemError`` if Java is missing or the versions of RayDP and PySpark do not fit together,
-    ``SessionError`` if this process has a session already, ``num_hosts`` is below 1 or ``keep_serving`` below 0,
-    ``TlsError`` if certificates do not fit, ``InvalidRequestError`` if no node can take the coordinator.
+    Raises ``EnvironmentProblemError`` if Java is missing or the versions of RayDP and PySpark do not fit together.
+    Raises ``SessionError`` if this process has a session already, ``num_hosts`` is below 1 or ``keep_serving`` below 0.
+    Raises ``TlsError`` if certificates do not fit, and ``InvalidRequestError`` if no node can take the coordinator.
     """
     require_no_session()
     options = SessionOptions(
@@ -170,7 +170,7 @@ def attach(
 
 
 def scale_hosts(num_hosts: int | None) -> None:
-    """Have so many hosts in this process's session from now on; None for one per executor core.
+    """Have ``num_hosts`` hosts in this process's session from now on; None for one per executor core.
 
     Returns when further hosts are being started. Partitions move to them, and away from hosts that are to go, while the
     streams run: each is loaded by its new owner first, and handed over between two batches. Raises ``SessionError`` if
@@ -192,14 +192,14 @@ def _join(spark: SparkSession, options: SessionOptions, *, raydp_app: str | None
 
     ``raydp_app`` is the name of the application that ``init_spark`` has started by RayDP.
     """
-    from spark_bridge.session.listener import StateStoreQueryListener
-    from spark_bridge.session.lost_executors import LostExecutors
+    from spark_bridge.session.cluster.lost_executors import LostExecutors
+    from spark_bridge.session.cluster.spark_master import SparkMasterWatch
+    from spark_bridge.session.hosts.state_cluster import StateCluster
+    from spark_bridge.session.queries.listener import StateStoreQueryListener
     from spark_bridge.session.settings import STATE_LOCATION_CONF, apply_settings, redact
-    from spark_bridge.session.spark_master import SparkMasterWatch
-    from spark_bridge.session.state_cluster import StateCluster
     from spark_bridge.task import local_properties
 
-    # Behind Ray's start, whose hook may have set a provider.
+    # After Ray's start, whose hook may have set a provider.
     set_up(options.tracing, {"role": "driver", "namespace": options.namespace})
     apply_settings(spark)
     redact(spark, local_properties.TOKEN)
@@ -242,7 +242,7 @@ def _set_log_level(spark: SparkSession, level: str) -> None:
 
 
 def _spark_configs(given: dict[str, str] | None, cores: int) -> dict[str, str]:
-    from spark_bridge.session.raydp_settings import SHUFFLE, MasterSettings, master_on_head
+    from spark_bridge.session.cluster.raydp_settings import SHUFFLE, MasterSettings, master_on_head
     from spark_bridge.session.settings import EXCLUDED_RULES, STATELESS_AQE, excluded_rules
 
     ours = {

@@ -12,9 +12,9 @@ from backends.storage.checkpoint_storage import CheckpointStorage, OpenStorage
 from coordinator_actor.messages import OperatorLocation
 from coordinator_actor.reading.stored_versions import find_state
 from spark_bridge.exceptions import RequestError, StateVersionError
+from spark_bridge.queryable.client.calls.watch import LAST_COLUMNS, StateChange
 from spark_bridge.queryable.client.client import QueryableStateClient
-from spark_bridge.queryable.client.known_operators import KnownOperator
-from spark_bridge.queryable.client.watch import LAST_COLUMNS, StateChange
+from spark_bridge.queryable.client.cluster.known_operators import KnownOperator
 from spark_bridge.queryable.protocol.connections import KvConnections
 from spark_bridge.queryable.protocol.messages import ChangesRequest
 from spark_bridge.queryable.routing.router import StateRouter
@@ -86,7 +86,7 @@ class CheckpointClient(QueryableStateClient):
         from_version: int | None = None,
         timeout: float | None = None,
     ) -> StoredWatch:
-        """Return what each completed version changes, as storage shows it; see ``StoredWatch``."""
+        """Return the changes of each completed version, as storage shows them; see ``StoredWatch``."""
         return StoredWatch(self.reads, operator, keys, state, query, from_version)
 
 
@@ -159,7 +159,7 @@ class StoredWatch:
             self._closed.wait(WATCH_POLL_SECONDS)
 
     def up_to(self, version: int) -> Iterator[StateChange]:
-        """Give the changes that are behind ``position``, up to a completed version."""
+        """Give the changes that are after ``position``, up to a completed version."""
         while self.position < version and not self._closed.is_set():
             yield from self._of_version(self.position + 1)
             self.position += 1

@@ -9,7 +9,7 @@ import pyarrow as pa
 from backends.formats.changelog import read_changelog
 from backends.storage.checkpoint_storage import OpenStorage
 from coordinator_actor.reading.stored_versions import Piece, Reading
-from spark_bridge.queryable.reads.key_filter import GroupingKeyFilter
+from spark_bridge.queryable.reads.changes.key_filter import GroupingKeyFilter
 from spark_bridge.state_format.stored_changes import VariableChanges
 from spark_bridge.state_format.stored_rows import VariableRows
 
@@ -39,7 +39,7 @@ def changes_by_version(
 def _touches(
     reading: Reading, piece: Piece, rows: VariableRows, wanted: GroupingKeyFilter | None, open_storage: OpenStorage
 ) -> bool:
-    """Return whether a changelog behind ``piece.since`` has pairs of the variable, and perhaps of the keys."""
+    """Return whether a changelog after ``piece.since`` has pairs of the variable, and perhaps of the keys."""
     storage = open_storage(reading.place.state_location, reading.place.options)
     since = piece.lineage.version if piece.since is None else piece.since
     for ref in piece.lineage.changelogs:

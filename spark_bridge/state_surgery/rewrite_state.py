@@ -12,17 +12,17 @@ from backends.storage.checkpoint_storage import CheckpointStorage
 from coordinator_actor.reading.stored_versions import StateVersions, find_state
 from coordinator_actor.savepoints.new_checkpoint import NewCheckpoint
 from coordinator_actor.savepoints.savepoint_format import METADATA_FILE
-from spark_bridge.state_surgery.new_state import (
+from spark_bridge.state_surgery.programs import Combining, Program
+from spark_bridge.state_surgery.rewriting.rewrite_plan import planned_rewrite
+from spark_bridge.state_surgery.rewriting.rewritten_operators import Functions, rewritten_operators
+from spark_bridge.state_surgery.stages.new_state import (
     NewState,
     NewStateReport,
     new_query_id,
     session_options,
     session_state_location,
 )
-from spark_bridge.state_surgery.programs import Combining, Program
-from spark_bridge.state_surgery.rewrite_plan import planned_rewrite
-from spark_bridge.state_surgery.rewritten_operators import Functions, rewritten_operators
-from spark_bridge.state_surgery.workers import RayWorkers, Workers
+from spark_bridge.state_surgery.stages.workers import RayWorkers, Workers
 
 log = logging.getLogger(__name__)
 
@@ -83,10 +83,10 @@ def rewrite_state(
     rows of one key group, and with the backend ``file`` a partition; the rest is in Ray's object store, and on disk
     where that is full.
 
-    Raises, with nothing left at the new place, ``MissingFileError``, ``VersionNotFoundError``, ``SavepointError`` (the
-    new place is not empty), ``InvalidStateStoreArgument`` (no such operator or variable; rows that do not have the
-    columns of the state; keys that come several times), ``StorageError``, and what ``function`` raises. The idea is
-    that of Flink's State Processor API.
+    Raises ``MissingFileError``, ``VersionNotFoundError``, ``SavepointError`` (the new place is not empty),
+    ``StorageError``, and what ``function`` raises. Raises ``InvalidStateStoreArgument`` for an operator or a variable
+    that does not exist, for rows that do not have the columns of the state, and for keys that come several times.
+    Nothing is left at the new place then. The idea is that of Flink's State Processor API.
     """
     say = progress or log.info
     options = session_options(storage_options)
@@ -103,7 +103,7 @@ def rewrite_state(
     at = versions.resolve(version)
     if at == 0 and not state_only:
         raise InvalidStateStoreArgument(
-            f"No batch of {checkpoint_location} is committed yet, so there is nothing to go on behind: give "
+            f"No batch of {checkpoint_location} is committed yet, so there is nothing to go on after: give "
             "state_only=True for a new query that begins with the rewritten state."
         )
     rewritten = rewritten_operators(versions, at, operator, function)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from starlette.datastructures import Headers
 
 from spark_bridge.exceptions import AccessDeniedError
-from spark_bridge.queryable.server.token_verifier import MAX_TOKEN, Grant, TokenVerifier
+from spark_bridge.queryable.server.tokens.token_verifier import MAX_TOKEN, Grant, TokenVerifier
 
 SESSION_COOKIE = "statestore_session"
 VISIT_COOKIE = "statestore_visit"
@@ -62,7 +62,7 @@ def token_of_request(headers: Headers, cookies: Mapping[str, str]) -> str:
 
 
 def form_token(secret: str) -> str:
-    """Return what a form of a page must send back: it follows from a cookie that no other site can read."""
+    """Return the token that a form of a page must send back: it follows from a cookie that no other site can read."""
     return hmac.digest(secret.encode(), b"form of the page", "sha256").hex()
 
 

@@ -12,17 +12,17 @@ from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from backends.exceptions import StateStoreError
 from coordinator_actor.exceptions import CoordinatorError
 from spark_bridge.exceptions import AccessDeniedError, RequestError, SparkBridgeError
-from spark_bridge.queryable.client.async_results import BlockingCalls
-from spark_bridge.queryable.client.watch import StateChange, StateWatch
+from spark_bridge.queryable.client.calls.watch import StateChange, StateWatch
+from spark_bridge.queryable.client.event_loop.async_results import BlockingCalls
 from spark_bridge.ui.formats import value
 from spark_bridge.ui.lookups import key_of_call, variable_schema
 from spark_bridge.ui.requests import PageCall
 
 MOST_WATCHES = 16
 BEAT_SECONDS = 5.0
-"""After so many seconds without a change a line is sent, so that a browser that has left is noticed."""
+"""After this many seconds without a change a line is sent, so that a browser that has left is noticed."""
 MOST_WATCH_ROWS = 50
-"""So many changed rows of one version are sent."""
+"""At most this many changed rows of one version are sent."""
 
 
 class PageWatches:

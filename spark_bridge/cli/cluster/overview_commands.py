@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from backends.storage.prices import Prices
+from backends.storage.sending.prices import Prices
 from spark_bridge.cli.cluster import views
 from spark_bridge.cli.output import FOUND, AsJson, errors_explained, show
 from spark_bridge.cli.prices import PricesOption
@@ -53,7 +53,7 @@ def queries(
 def checkpoints(
     source: Source,
     query: QueryArgument = None,
-    most: Annotated[int, typer.Option("--last", min=1, help="So many of the last checkpoints.")] = 20,
+    most: Annotated[int, typer.Option("--last", min=1, help="This many of the last checkpoints.")] = 20,
     requests: Annotated[bool, typer.Option("--requests", help="Requests by kind, bytes, cost in place of times.")] = (
         False
     ),

@@ -16,7 +16,7 @@ from packaging.requirements import Requirement
 from spark_bridge.cli.doctor.checks import OK, Check
 from spark_bridge.exceptions import EnvironmentProblemError
 from spark_bridge.overview.model import ERROR, WARNING
-from spark_bridge.session.java import ensure_java
+from spark_bridge.session.cluster.java import ensure_java
 from spark_bridge.session.settings import MIN_BATCHES_CONF, STATE_LOCATION_CONF, STATELESS_AQE
 
 MACHINE_AREA = "machine"
@@ -147,7 +147,7 @@ def _wrong_settings(settings: Mapping[str, str]) -> Iterator[Check]:
         )
     cores = settings.get("spark.task.cpus", "1")
     if cores.isdigit() and int(cores) > 1:
-        remedy = "Each state task takes so many cores: fewer partitions run at once. 1 is usual."
+        remedy = "Each state task takes this many cores: fewer partitions run at once. 1 is usual."
         yield check("spark.task.cpus", WARNING, remedy)
 
 

@@ -27,14 +27,15 @@ from backends.tracing import spans
 from spark_bridge.host.commits.tasks_at_work import TasksAtWork
 
 LARGE_BYTES = 4 << 20
-"""A changelog of so many bytes goes alone: its transfer takes longer than a request, and the others would wait for it.
+"""A changelog of at least this many bytes goes alone: its transfer takes longer than a request, and the others would
+wait for it.
 """
 COMMIT_GROUP_BYTES = 16 << 20
-"""A group that has come to so many bytes waits for no more."""
+"""A group of at least this many bytes waits for no more."""
 LOCAL_SECONDS = 0.01
 """Nobody waits longer on a local disk, however slow it is lately: there a write costs nothing but its time."""
 OBJECT_SECONDS = 0.03
-"""So long a wait pays on object storage however fast it is lately: there each write costs money."""
+"""On object storage a wait of this many seconds pays however fast storage is: there each write costs money."""
 LOCAL_MEMBERS = 4
 """On a local disk nobody waits for a smaller group: few tasks at once sync their own files as fast as one for all."""
 FIRST_WRITE_SECONDS = 0.01

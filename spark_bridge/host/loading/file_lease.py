@@ -8,7 +8,7 @@ from collections.abc import Callable
 from backends.exceptions import StateStoreError
 from backends.formats.manifest import Lineage
 from coordinator_actor.exceptions import CoordinatorError, SparkBridgeError
-from coordinator_actor.query.files_in_use import FILES_RENEW_SECONDS
+from coordinator_actor.query.files.files_in_use import FILES_RENEW_SECONDS
 from spark_bridge.host.coordination.registration import HostRegistration
 
 log = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ class FileLease:
     def renew(self) -> None:
         """Renew the lease if that is due: one message in ``FILES_RENEW_SECONDS``.
 
-        A load calls this behind each of its steps. A failure is logged, since the load may be
+        A load calls this after each of its steps. A failure is logged, since the load may be
         through before the lease has run out.
         """
         if not self.is_due:

@@ -17,12 +17,12 @@ from backends.formats.file_names import partition_directory
 from backends.host_memory import LAST_READS, host_memory
 from backends.partition.partition_state import PartitionState, open_partition
 from backends.storage.checkpoint_storage import CheckpointStorage, OpenStorage
-from backends.storage.request_counts import RequestCounts
+from backends.storage.sending.request_counts import RequestCounts
 from backends.storage.shared_objects import SharedObjects
 from coordinator_actor.messages import OperatorSpec, QueryRegistration
 
 MOST_STORAGES = 64
-"""So many storages are remembered: one for each running query, and those of runs before."""
+"""At most this many storages are remembered: one for each running query, and those of runs before."""
 
 
 class PartitionFiles:

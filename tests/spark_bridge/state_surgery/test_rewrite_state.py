@@ -29,11 +29,11 @@ from spark_bridge.state_data.state_tables import state_table
 from spark_bridge.state_format.layouts import join_schema
 from spark_bridge.state_format.rows_to_pairs import PairsOfRows
 from spark_bridge.state_format.stored_rows import VariableRows
-from spark_bridge.state_surgery import first_stage, second_stage
 from spark_bridge.state_surgery import rewrite_state as rewrite_state_module
-from spark_bridge.state_surgery.given_rows import conformed
-from spark_bridge.state_surgery.new_state import NewStateReport, new_query_id
 from spark_bridge.state_surgery.rewrite_state import rewrite_state
+from spark_bridge.state_surgery.stages import first_stage, second_stage
+from spark_bridge.state_surgery.stages.given_rows import conformed
+from spark_bridge.state_surgery.stages.new_state import NewStateReport, new_query_id
 from tests.effort import effort, only_thorough
 from tests.spark_bridge.state_data.format_fixtures import Stored, copied
 from tests.spark_bridge.state_flows import Flow
@@ -476,7 +476,7 @@ def test_numbers_are_not_rounded_and_times_are_there(old: str, tmp_path: Path) -
     for operator, function, said in (
         ("reminders", {"timers": timeless}, "'expiration_timestamp_ms'.* nulls"),
         ("totals", rounded, "'n.count.count'.*double"),
-        ("sessions", endless, "do not end behind their beginning"),
+        ("sessions", endless, "do not end after their beginning"),
     ):
         with pytest.raises(InvalidStateStoreArgument, match=said):
             rewritten(old, operator, function, tmp_path / "new", program=program_of(old))
