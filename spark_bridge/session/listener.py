@@ -43,7 +43,8 @@ from spark_bridge.session.ended_queries import EndedQueries, failure_text
 from spark_bridge.session.events_in_java import EventsInJava
 from spark_bridge.session.operator_progress import has_listeners, newest_progress, progress_of_batch, tell_listeners
 from spark_bridge.session.query_refusal import end_with, sources_refusal
-from spark_bridge.session.settings import (
+from spark_bridge.session.spark_at_work import is_at_work
+from spark_bridge.session.spark_settings import (
     MIN_BATCHES_CONF,
     SHARED_FILES_CONF,
     STATE_LOCATION_CONF,
@@ -51,7 +52,6 @@ from spark_bridge.session.settings import (
     storage_settings,
     unsafe_settings,
 )
-from spark_bridge.session.spark_at_work import is_at_work
 from spark_bridge.session.state_cluster import StateCluster
 from spark_bridge.session.stream_metrics import StreamMetrics
 from spark_bridge.task import local_properties as properties

@@ -15,12 +15,12 @@ from backends.encoding.key_groups import partition_of, partition_range
 from backends.encoding.sorted_pairs import SortedPairs
 from backends.exceptions import DamagedFileError, MissingFileError
 from backends.formats import manifest_chain as chains
-from backends.formats import retention, snapshot
+from backends.formats import retention_rules, snapshot
 from backends.formats.changelog import ChangelogMeta, Changes
 from backends.formats.file_names import version_in
 from backends.formats.manifest import Lineage, Manifest, OperatorEntry, PartitionEntry, SnapshotRef
 from backends.formats.manifest_chain import Layout, Segment
-from backends.formats.retention import Retention
+from backends.formats.retention_rules import Retention
 from backends.formats.sealed import seal, unseal
 from backends.partition.partition_state import PartitionState, open_partition
 from backends.storage.checkpoint_storage import CheckpointStorage
@@ -148,11 +148,13 @@ class Query:
 
     def retain(self, target: int) -> tuple[Retention, list[str]]:
         """Keep versions from ``target`` on; returns what is removed."""
-        kept = retention.retain(self.chain, ["op"], target, self.oldest, lambda ref: True)
+        kept = retention_rules.retain(self.chain, ["op"], target, self.oldest, lambda ref: True)
         self.oldest, self.chain_from = kept.oldest, kept.chain_from
         files = [path for path, _ in self.storage.list("operators")]
-        needed = retention.needed_files(self.chain, kept, lambda s: snapshot.read_descriptor(self.storage, s).paths)
-        gone = retention.garbage(files, needed, kept.oldest)
+        needed = retention_rules.needed_files(
+            self.chain, kept, lambda s: snapshot.read_descriptor(self.storage, s).paths
+        )
+        gone = retention_rules.garbage(files, needed, kept.oldest)
         for path in gone:
             self.storage.delete(path)
         self.chain = {v: m for v, m in self.chain.items() if v >= kept.chain_from}
@@ -605,13 +607,13 @@ def test_what_was_planned_before_the_query_went_back_is_not_taken_for_another_la
     q = query(4).commit(everywhere(b"1")).snapshots()
     for value in (b"2", b"3", b"4", b"5"):
         q.commit({key(0): value})
-    kept = retention.retain(q.chain, ["op"], 5, 0, lambda ref: True)
+    kept = retention_rules.retain(q.chain, ["op"], 5, 0, lambda ref: True)
     assert kept.oldest == 1
     q.chain = {v: m for v, m in q.chain.items() if v <= 3}
     q.rescale(3, "file").commit({key(0): b"4 again"}).commit({key(1): b"5 again"})
     files = [path for path, _ in q.storage.list("operators")]
-    needed = retention.needed_files(q.chain, kept, lambda ref: snapshot.read_descriptor(q.storage, ref).paths)
-    gone = retention.garbage(files, needed, kept.oldest)
+    needed = retention_rules.needed_files(q.chain, kept, lambda ref: snapshot.read_descriptor(q.storage, ref).paths)
+    gone = retention_rules.garbage(files, needed, kept.oldest)
     assert gone and all("/1-" in path and path.endswith(".changelog") for path in gone)
     for path in gone:
         q.storage.delete(path)

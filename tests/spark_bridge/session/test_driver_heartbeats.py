@@ -12,8 +12,8 @@ from py4j.protocol import Py4JNetworkError
 
 from coordinator_actor.coordinator import Coordinator
 from coordinator_actor.coordinator_conf import CoordinatorConf
+from coordinator_actor.coordinator_port import CoordinatorPort
 from coordinator_actor.messages import HostReport, QueryRegistration
-from coordinator_actor.port import CoordinatorPort
 from spark_bridge.session.driver_heartbeats import DriverHeartbeats
 from spark_bridge.session.spark_at_work import is_at_work
 from tests.coordinator_actor.coordinator_world import World
