@@ -78,7 +78,7 @@ class StateEngine(Protocol):
         """
 
     def restore(self, directory: Path) -> None:
-        """Replace everything by the files that ``capture`` made; they may be moved away from ``directory``.
+        """Replace everything by the files that ``capture`` made; they, or ``directory`` itself, may be moved away.
 
         Raises ``DamagedFileError`` or ``LocalStateDamagedError`` if the files are not usable; the engine is empty then.
         """

@@ -16,7 +16,7 @@ from pathlib import Path
 from backends import fault_points
 from backends.conf import StateStoreConf
 from backends.engines.backend import backend_of
-from backends.engines.buffered_engine import BufferedEngine
+from backends.engines.buffered_engine import BufferedEngine, DeferredEngine
 from backends.engines.engine import StateEngine
 from backends.engines.full_disk import writing_to
 from backends.formats.manifest import Lineage
@@ -230,5 +230,5 @@ def open_partition(
     ``is_copy``: it will be read a little and thrown away, so that changes need not get into the engine's own order.
     """
     backend = backend_of(conf)
-    engine = BufferedEngine if is_copy else backend.engine
+    engine = BufferedEngine if is_copy else DeferredEngine if backend.opens_slowly else backend.engine
     return PartitionState(local_dir, storage, directory, conf, backend.name, engine)

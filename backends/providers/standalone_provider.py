@@ -62,6 +62,8 @@ class LocalStateStoreProvider(StateStoreProvider):
 
     backend: ClassVar[str]
     engine: ClassVar[type[StateEngine]]
+    opens_slowly: ClassVar[bool] = False
+    """Whether a host opens the engine for writing only once it has something to write; see ``BackendEngine``."""
 
     def __init__(
         self,
