@@ -16,7 +16,7 @@ from backends.ids import DEFAULT_FAMILY
 from backends.partition.context import PartitionContext
 from backends.partition.counted_scan import counted_scan
 from backends.partition.held_versions import HeldVersions
-from backends.partition.layers import Undo, VersionView
+from backends.partition.layers import OlderVersion, VersionView
 from backends.partition.recent_reads import RecentReads
 
 
@@ -173,7 +173,7 @@ class VersionReads:
         if not view.layers:
             return self._engine.state.num_keys
         last = view.layers[-1]
-        return last.num_keys if isinstance(last, Undo) else None
+        return last.num_keys if isinstance(last, OlderVersion) else None
 
     def column_families(self, version: int | None = None, *, head: str | None = None) -> frozenset[str]:
         """Return the names of the column families that exist at a version."""
