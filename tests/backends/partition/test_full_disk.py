@@ -110,7 +110,7 @@ def test_a_first_write_that_finds_the_disk_full_says_so_and_the_next_load_goes_o
     with suppress(OSError), filler.open("wb", buffering=0) as file:
         while file.write(bytes(4096)):
             pass
-    assert [state.get_one(key) for key in (b"a", b"b")] == [b"1", b"2"]
+    assert [state.reads.get_one(key) for key in (b"a", b"b")] == [b"1", b"2"]
     with pytest.raises(LocalDiskFullError, match=rf"The disk of {small}/local.* is full"):
         state.snapshots.store(snapshot)
     filler.unlink()
@@ -119,5 +119,5 @@ def test_a_first_write_that_finds_the_disk_full_says_so_and_the_next_load_goes_o
     again = state.snapshots.store(snapshot)
     state.destroy()
     first.load(Lineage(2, tuple(refs), (again,)))
-    assert [first.get_one(key) for key in (b"a", b"b")] == [b"1", b"2"]
+    assert [first.reads.get_one(key) for key in (b"a", b"b")] == [b"1", b"2"]
     first.destroy()
