@@ -23,8 +23,8 @@ from backends.encoding.merged_scan import merged_scan
 from backends.encoding.sorted_pairs import SortedPairs
 from backends.engines.backend import backend_of
 from backends.engines.engine import StateEngine
-from backends.engines.file import SortedMapScan
 from backends.engines.sorted_map import SortedMap
+from backends.engines.sorted_map_engine import SortedMapScan
 from backends.formats.changelog import Changes
 from backends.formats.local_state import LocalState
 from backends.host_memory import Claim, host_memory
@@ -186,7 +186,7 @@ class BufferedEngine:
         self._write(Changes({f: held.between(None, None) for f, held in self._held.maps.items()}), self.state)
 
     def _write(self, changes: Changes, state: LocalState) -> None:
-        """Have the engine below hold changes, behind which nothing is held any more."""
+        """Have the engine below hold changes, after which nothing is held any more."""
         before = self._below.state
         try:
             self._below.prepare(changes)(state)

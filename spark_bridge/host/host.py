@@ -21,12 +21,12 @@ from backends.host_memory import host_memory
 from backends.partition.load_watch import LoadProgress
 from backends.storage.checkpoint_storage import OpenStorage
 from backends.tracing import spans, trace_ids
+from coordinator_actor.coordinator_port import CoordinatorPort
 from coordinator_actor.messages import (
     Acknowledged,
     HostInfo,
     OperatorFigures,
 )
-from coordinator_actor.port import CoordinatorPort
 from spark_bridge.exceptions import PartitionMismatchError
 from spark_bridge.host.commits.group_commit import GroupCommits
 from spark_bridge.host.commits.task_commit import TaskCommits

@@ -25,12 +25,12 @@ import msgspec
 import pytest
 
 from backends.exceptions import FileExistsInStorageError, StorageError
-from backends.formats import manifest_chain, retention
+from backends.formats import manifest_chain, retention_rules
 from backends.formats.changelog import Changes
 from backends.formats.changelog_group import group_path, write_group
 from backends.formats.manifest import ChangelogRef, Manifest, OperatorEntry
 from backends.formats.partition_entries import PartitionEntries
-from backends.formats.retention import Retention
+from backends.formats.retention_rules import Retention
 from backends.partition.before_images import state_after
 from backends.partition.loading import Loading
 from backends.partition.pending_changes import PendingChanges
@@ -248,7 +248,7 @@ def uncommitted_reads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def greedy_retention(monkeypatch: pytest.MonkeyPatch) -> None:
-    needed_files: Callable[..., set[str]] = retention.needed_files
+    needed_files: Callable[..., set[str]] = retention_rules.needed_files
 
     def greedy(chain: Any, kept: Retention, *args: Any) -> set[str]:
         bases = [
@@ -259,7 +259,7 @@ def greedy_retention(monkeypatch: pytest.MonkeyPatch) -> None:
         ]
         return needed_files(chain, Retention(kept.oldest, kept.chain_from, bases), *args)
 
-    monkeypatch.setattr(retention, "needed_files", greedy)
+    monkeypatch.setattr(retention_rules, "needed_files", greedy)
 
 
 def lost_orders(monkeypatch: pytest.MonkeyPatch) -> None:

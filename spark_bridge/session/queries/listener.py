@@ -50,8 +50,8 @@ from spark_bridge.session.queries.driver_heartbeats import DriverHeartbeats
 from spark_bridge.session.queries.ended_queries import EndedQueries, failure_text
 from spark_bridge.session.queries.events_in_java import EventsInJava
 from spark_bridge.session.queries.query_refusal import end_with, sources_refusal
-from spark_bridge.session.queries.spark_at_work import is_at_work
-from spark_bridge.session.settings import (
+from spark_bridge.session.queries.spark_status import is_at_work
+from spark_bridge.session.spark_settings import (
     MIN_BATCHES_CONF,
     SHARED_FILES_CONF,
     STATE_LOCATION_CONF,

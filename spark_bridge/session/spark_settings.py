@@ -1,5 +1,7 @@
 """Spark settings that stateful operators need, and those that the state store reads.
 
+The options of ``init_spark`` and ``attach`` are in ``spark_bridge/host_actor/session_options.py``.
+
 Spark takes a query with these operators for stateless. It drops operators that it thinks empty and still commits the
 batch, so that their tasks would not run and their state would have no commit.
 """
