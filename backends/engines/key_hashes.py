@@ -69,7 +69,7 @@ def _hash_even(keys: Records) -> KeyHashes:
 
 
 def _even_words(width: int) -> tuple[np.uint64, Iterator[tuple[int, np.uint64]]]:
-    """Return what is added for the width, and the positions and factors of the words after the first one."""
+    """Return the term added for the width, and the positions and factors of the words after the first one."""
     added = np.uint64((width * int(_FACTORS[0]) + int(_SEED)) & _WORD)
     places = (width - 8, *range(8, min(width - 8, _HASHED_BYTES), 8))
     return added, zip(places, _FACTORS[2:], strict=False)

@@ -22,7 +22,7 @@ from backends.storage.shared_objects import SharedObjects
 from coordinator_actor.messages import OperatorSpec, QueryRegistration
 
 MOST_STORAGES = 64
-"""So many storages are remembered: one for each running query, and those of runs before."""
+"""At most this many storages are remembered: one for each running query, and those of runs before."""
 
 
 class PartitionFiles:

@@ -40,9 +40,9 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 LOADED_FILES_SECONDS = 600.0
-"""What a load has left that did not come through is removed if no other goes on with it for so long."""
+"""Files of an unfinished load are removed if no other load has continued with them for this many seconds."""
 SHARED_LOAD_SECONDS = 10.0
-"""So long a read waits for a task's load of the same partition: its thread is needed for reads of other queries."""
+"""A read waits at most this many seconds for a task's load of the partition: its thread is needed for other reads."""
 
 
 class PartitionLoading:
@@ -111,7 +111,7 @@ class PartitionLoading:
         try:
             with self._noted_as_loading(grant.registration.run_id):
                 with self._watching(key, grant, is_abandoned) as watch:
-                    instance = self._brought(grant, operator, partition, watch, for_read=for_read)
+                    instance = self._bring_to_grant(grant, operator, partition, watch, for_read=for_read)
                 assert instance is not None
                 return instance
         finally:
@@ -129,7 +129,7 @@ class PartitionLoading:
             return None
         try:
             with self._noted_as_loading(grant.registration.run_id):
-                return self._brought(grant, operator, partition, None, for_read=False)
+                return self._bring_to_grant(grant, operator, partition, None, for_read=False)
         finally:
             lock.release()
 
@@ -155,7 +155,7 @@ class PartitionLoading:
                 self._noted_as_loading(run_id),
                 self._watching(key, grant, is_abandoned) as watch,
             ):
-                self._brought(grant, operator, partition, watch, for_read=False, holds=False)
+                self._bring_to_grant(grant, operator, partition, watch, for_read=False, holds=False)
         finally:
             lock.release()
 
@@ -185,7 +185,7 @@ class PartitionLoading:
             return None
         return kept.loaded_at
 
-    def _brought(
+    def _bring_to_grant(
         self,
         grant: OpenGrant,
         operator: str,
@@ -234,7 +234,7 @@ class PartitionLoading:
             )
         instance.epoch = grant.epoch
         try:
-            is_there = self._advanced(instance, grant, watch, is_right=instance is not kept, drops=holds)
+            is_there = self._advance_making_room(instance, grant, watch, is_whole=instance is not kept, drops=holds)
         except BaseException as error:
             self._held.remove(instance)
             if _leaves_files_right(error) and (watch is None or not watch.is_over):
@@ -251,16 +251,16 @@ class PartitionLoading:
             self._keep(instance)
         return None
 
-    def _advanced(
-        self, instance: Instance, grant: OpenGrant, watch: LoadWatch | None, *, is_right: bool, drops: bool
+    def _advance_making_room(
+        self, instance: Instance, grant: OpenGrant, watch: LoadWatch | None, *, is_whole: bool, drops: bool
     ) -> bool:
         is_first = True
 
         def advance() -> bool:
             nonlocal is_first
-            is_untouched, is_first = is_right and is_first, False
+            is_untouched, is_first = is_whole and is_first, False
             with instance.commit_lock:
-                return self._advance(instance, grant, watch, is_right=is_untouched)
+                return self._advance(instance, grant, watch, is_whole=is_untouched)
 
         return self._with_room(advance, drops=drops)
 
@@ -322,7 +322,9 @@ class PartitionLoading:
         return [f"{watch.what}: {watch.progress()}" for _, watch in list(self._watches.values())]
 
     def due_leases(self) -> list[tuple[str, Callable[[], None]]]:
-        """Return what renews the leases of loads under way that are due, each with its run: a step may take long.
+        """Return, for each load under way whose lease is due, the run id and the function that renews the lease.
+
+        A renewal may take long.
 
         The files of a load that nobody waits for any more are let go, though storage may keep its thread for ever.
         """
@@ -375,29 +377,29 @@ class PartitionLoading:
         self._held.tell_ended(retired)
         _destroy(instance)
 
-    def _advance(self, instance: Instance, grant: OpenGrant, watch: LoadWatch | None, *, is_right: bool) -> bool:
+    def _advance(self, instance: Instance, grant: OpenGrant, watch: LoadWatch | None, *, is_whole: bool) -> bool:
         """Bring an instance to the grant's version: by its own accepted changes, else from storage.
 
-        Unless the instance ``is_right``, a load has left it midway: then ``PartitionState.load`` alone knows what of it
+        Unless the instance ``is_whole``, a load has left it midway: then ``PartitionState.load`` alone knows what of it
         can be used. Return False if files must be fetched and there is no ``watch``: nothing has changed then.
         """
         state = instance.state
-        if is_right and (state.version, state.head) == (grant.version, grant.head):
+        if is_whole and (state.version, state.head) == (grant.version, grant.head):
             return True
         if (
-            is_right
+            is_whole
             and grant.head is not None
             and grant.version == state.version + 1
             and _complete(instance, grant.version, grant.head)
         ):
             return True
-        if watch is None and (grant.head is not None or not is_right):
+        if watch is None and (grant.head is not None or not is_whole):
             return False
         lineage = Lineage(0)
         if grant.head is not None:
             lineage = self._lease(*instance.run_key, grant.version).lineage()
         started = time.perf_counter()
-        # Below the task that waits for it; what nobody waits for belongs to the batch that goes on meanwhile.
+        # The span stands below the task that waits for the load, else in the trace of the running batch.
         trace = trace_ids.batch(instance.registration.run_id, grant.version + 1)
         with spans.span("host.load", trace, operator=instance.operator, partition=instance.partition) as span:
             span.note(snapshots=len(lineage.snapshots), rescaled=lineage.rescaled is not None)
@@ -459,7 +461,7 @@ class PartitionLoading:
             head = owned.get(instance.partition)
             if instance.state.version == completed.version:
                 if instance.state.head != head and (head is not None or completed.rewritten != known):
-                    # The files of the version were exchanged: what they do not have must be gone here as well.
+                    # The files of the version were exchanged: keys that the new files lack must be gone here as well.
                     self.unload(instance, waits=False)
                     is_clean &= not self._held.holds(instance)
                 continue
@@ -477,7 +479,7 @@ class PartitionLoading:
                 # incarnation of this one. If the partition is still this host's, the next open loads it; or it is
                 # loading it now, and what was loaded must stay.
                 self.unload(instance, waits=False)
-            # Changes on top of files that were exchanged are none that the coordinator has accepted.
+            # The coordinator never accepted changes made on top of exchanged files.
             is_clean &= not stale or not self._held.holds(instance)
         if is_clean:
             self._held.note_exchanged(completed.run_id, completed.rewritten)
