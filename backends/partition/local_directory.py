@@ -55,7 +55,7 @@ class LocalDirectory:
     """
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self.path = path
         self._lock_file = lock(path)
         self.engine = path / "engine"
         self.scratch = Scratch(path / "scratch")
@@ -66,7 +66,7 @@ class LocalDirectory:
 
     def remove(self) -> None:
         """Remove the directory and everything in it."""
-        shutil.rmtree(self._path, ignore_errors=True)
+        shutil.rmtree(self.path, ignore_errors=True)
 
 
 def lock(directory: Path) -> int:

@@ -90,6 +90,16 @@ class PartitionState:
         """The path of the changelog that made the completed version; None for the empty version 0."""
         return self._versions.head
 
+    @property
+    def local_dir(self) -> Path:
+        """The directory that holds the local files."""
+        return self._local.path
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the state was closed. The local files may still be there."""
+        return self._versions.is_closed
+
     def newest(self) -> tuple[int, str | None]:
         """Return the version with all that was accepted, and its head."""
         return self._versions.newest()

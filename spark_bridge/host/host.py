@@ -252,8 +252,7 @@ class Host:
 
     def close(self) -> None:
         """Unload everything and remove the local files."""
-        for run_id in {*self.held.registrations, *(i.registration.run_id for i in self.held.all())}:
-            self.loading.unload_run(run_id)
+        self.loading.close()
         self.held.tell_ended(None)
         self.exports.close()
         self.maintenance.close()

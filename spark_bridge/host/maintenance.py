@@ -169,7 +169,7 @@ class Maintenance:
         for instance in self._held.all():
             if self._held.has_ended(instance.registration.run_id) and not instance.state.is_loading:
                 if not instance.is_read:
-                    self._loading.unload(instance, waits=False)
+                    self._loading.lay_aside(instance, waits=False)
                 instance.is_read = False
 
     def _write_out(self, instance: Instance, version: int) -> None:

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from typing import TypeVar
 
 from backends.exceptions import (
@@ -74,7 +75,7 @@ class PartitionLoading:
         self._version_requests = version_requests
         self._counters = counters
         self._locks: dict[InstanceKey, threading.Lock] = {}
-        self._loading_runs: dict[object, str] = {}
+        self._loading_runs: dict[object, set[str]] = {}
         self._clock = clock
         # What was loaded in part, and the loads under way with what they are for.
         self._kept: dict[InstanceKey, Instance] = {}
@@ -109,7 +110,7 @@ class PartitionLoading:
                 "Ask again in a moment."
             )
         try:
-            with self._noted_as_loading(grant.registration.run_id):
+            with self._noted_as_loading(grant.registration.run_id, key):
                 with self._watching(key, grant, is_abandoned) as watch:
                     instance = self._bring_to_grant(grant, operator, partition, watch, for_read=for_read)
                 assert instance is not None
@@ -128,7 +129,7 @@ class PartitionLoading:
             self._end_older_load(key, grant)
             return None
         try:
-            with self._noted_as_loading(grant.registration.run_id):
+            with self._noted_as_loading(grant.registration.run_id, key):
                 return self._bring_to_grant(grant, operator, partition, None, for_read=False)
         finally:
             lock.release()
@@ -152,7 +153,7 @@ class PartitionLoading:
             trace = trace_ids.batch(run_id, grant.version + 1)
             with (
                 spans.span("host.warm_up", trace, operator=operator, partition=partition),
-                self._noted_as_loading(run_id),
+                self._noted_as_loading(run_id, key),
                 self._watching(key, grant, is_abandoned) as watch,
             ):
                 self._bring_to_grant(grant, operator, partition, watch, for_read=False, holds=False)
@@ -205,27 +206,24 @@ class PartitionLoading:
             kept = self._kept.pop(key, None)
             instance = self._held.instances.get(key)
             self._held.registrations[registration.run_id] = registration
-        if kept is not None and kept.registration.run_id != registration.run_id:
+        left: Instance | None = None
+        if kept is not None and (kept.registration.run_id != registration.run_id or kept.state.is_closed):
             if grant.epoch < kept.epoch:
                 self._keep(kept)
                 raise _replaced(registration.run_id, kept)
-            _destroy(kept)
-            kept = None
+            kept, left = None, kept
         if kept is not None and grant.version < kept.state.version:
             _destroy(kept)
             kept = None
         if instance is not None and instance.registration.run_id != registration.run_id:
             self._retire(instance, grant)
-            instance = None
+            if left is not None:
+                _destroy(left)
+            instance, left = None, instance
         if instance is None:
             instance = kept
         if instance is None:
-            with self._held.lock:
-                others = [*self._held.instances.values(), *self._kept.values()]
-                runs = {*(i.registration.run_id for i in others), *self._loading_runs.values()}
-            spec = spec_of(registration, operator)
-            state = self._with_room(lambda: self._files.open_own(registration, spec, partition, runs), drops=holds)
-            instance = Instance(registration, operator, partition, state, loaded_at=grant.version)
+            instance = self._opened(grant, operator, partition, left, drops=holds)
         elif grant.version < instance.state.version:
             if for_read:
                 return instance
@@ -250,6 +248,32 @@ class PartitionLoading:
         if not is_held:
             self._keep(instance)
         return None
+
+    def _opened(
+        self, grant: OpenGrant, operator: str, partition: int, left: Instance | None, *, drops: bool
+    ) -> Instance:
+        """Open a partition, with the local files that were left of it here, if there are some (Flink: local recovery).
+
+        ``left`` is of an older run of the query, or was laid aside. Of another layout or backend its files are removed.
+        """
+        registration = grant.registration
+        spec = spec_of(registration, operator)
+        goes_on = False
+        if left is not None:
+            _close(left)
+            same = (left.spec.num_partitions, left.spec.backend) == (spec.num_partitions, spec.backend)
+            goes_on = same and self._files.hand_on(left.state, registration, spec, partition)
+            if not goes_on:
+                _destroy(left)
+        with self._held.lock:
+            others = [*self._held.instances.values(), *self._kept.values()]
+            runs = {*(i.registration.run_id for i in others), *chain.from_iterable(self._loading_runs.values())}
+        state = self._with_room(lambda: self._files.open_own(registration, spec, partition, runs), drops=drops)
+        instance = Instance(registration, operator, partition, state, loaded_at=grant.version)
+        if left is not None and goes_on:
+            log.info("Opened %s with the files left here, at version %d", instance, state.version)
+            instance.snapshot_version, instance.rescaled_at = left.snapshot_version, left.rescaled_at
+        return instance
 
     def _advance_making_room(
         self, instance: Instance, grant: OpenGrant, watch: LoadWatch | None, *, is_whole: bool, drops: bool
@@ -290,6 +314,14 @@ class PartitionLoading:
             self._drop(lambda kept: now - kept.kept_since > LOADED_FILES_SECONDS)
         else:
             self._drop(lambda kept: kept.registration.run_id == run_id)
+
+    def close(self) -> None:
+        """Unload everything, and remove the local files."""
+        for instance in self._held.all():
+            self.unload(instance)
+        self._drop(lambda kept: True)
+        for run_id in {*self._held.registrations}:
+            self.unload_run(run_id)
 
     def _drop(self, is_meant: Callable[[Instance], bool]) -> int:
         """Remove what was loaded in part, where nobody goes on with it. Return of how many partitions."""
@@ -366,7 +398,7 @@ class PartitionLoading:
             watched[1].end(f"run {run_id} has replaced run {watched[0].registration.run_id}", is_over=True)
 
     def _retire(self, instance: Instance, grant: OpenGrant) -> None:
-        """Unload a partition of another run of the query: it makes room for the run of the grant, which is newer."""
+        """Hold a partition of another run of the query no longer: the run of the grant is newer. Its files stay."""
         if grant.epoch < instance.epoch:
             raise _replaced(grant.registration.run_id, instance)
         retired = instance.registration.run_id
@@ -375,7 +407,6 @@ class PartitionLoading:
             if not self._held.of_run(retired):
                 self._forget_run(retired)
         self._held.tell_ended(retired)
-        _destroy(instance)
 
     def _advance(self, instance: Instance, grant: OpenGrant, watch: LoadWatch | None, *, is_whole: bool) -> bool:
         """Bring an instance to the grant's version: by its own accepted changes, else from storage.
@@ -424,11 +455,15 @@ class PartitionLoading:
             return self._locks.setdefault(key, threading.Lock())
 
     @contextmanager
-    def _noted_as_loading(self, run_id: str) -> Iterator[None]:
-        """Keep the run's local directory from being removed: a partition that is being loaded is not held yet."""
+    def _noted_as_loading(self, run_id: str, key: InstanceKey) -> Iterator[None]:
+        """Keep the run's local directory from being removed: a partition that is being loaded is not held yet.
+
+        That of the run before stays, too: the load may go on with its files. The partition's loading lock is held.
+        """
         token = object()
         with self._held.lock:
-            self._loading_runs[token] = run_id
+            there = (self._held.instances.get(key), self._kept.get(key))
+            self._loading_runs[token] = {run_id, *(i.registration.run_id for i in there if i is not None)}
         try:
             yield
         finally:
@@ -448,7 +483,9 @@ class PartitionLoading:
         if completed.rewritten != known:
             self._held.tell_exchanged(completed.run_id)
             # Copies may be of the files from before. One that is being loaded now may become one.
-            self.drop_kept(completed.run_id)
+            registration = self._held.registration(completed.run_id)
+            query_id = None if registration is None else registration.query_id
+            self._drop(lambda kept: completed.run_id == kept.registration.run_id or query_id == kept.key[0])
             with self._held.lock:
                 copies = [i.registration.run_id for i in self._kept.values()]
                 loads = [grant.registration.run_id for grant, _ in self._watches.values()]
@@ -500,8 +537,29 @@ class PartitionLoading:
         finally:
             lock.release()
 
+    def lay_aside(self, instance: Instance, *, waits: bool = True) -> None:
+        """Unload a partition, but keep its local files for a while: its query may be started again.
+
+        ``waits``: see ``unload``.
+        """
+        lock = self.lock_of(instance.key)
+        if not lock.acquire(blocking=waits):
+            return
+        try:
+            if not self._held.remove(instance):
+                return
+            with self._held.lock:
+                is_free = instance.key not in self._kept
+            if is_free:
+                _close(instance)
+                self._keep(instance)
+            else:  # a copy that is loaded for a newer run
+                _destroy(instance)
+        finally:
+            lock.release()
+
     def unload_run(self, run_id: str) -> None:
-        """Unload the partitions of a run that is over, and forget the run."""
+        """Lay the partitions of a run aside that is over, and forget the run."""
         with self._held.lock:
             gone = self._held.of_run(run_id)
             self._forget_run(run_id)
@@ -509,13 +567,14 @@ class PartitionLoading:
                 if grant.registration.run_id == run_id:
                     watch.end("its run is over", is_over=True)
         self._held.tell_ended(run_id)
-        for instance in gone:
-            self.unload(instance)
         self.drop_kept(run_id)
+        for instance in gone:
+            self.lay_aside(instance)
         with self._held.lock:
-            is_loading = run_id in self._loading_runs.values()
+            is_loading = any(run_id in runs for runs in self._loading_runs.values())
             is_back = run_id in self._held.registrations
-        if not is_loading and not is_back:
+            is_kept = any(i.registration.run_id == run_id for i in self._kept.values())
+        if not is_loading and not is_back and not is_kept:
             self._files.remove_run(run_id)
 
     def _forget_run(self, run_id: str) -> None:
@@ -554,6 +613,11 @@ def _leaves_files_right(error: BaseException) -> bool:
     if isinstance(error, MissingFileError | DamagedFileError):
         return False
     return isinstance(error, StorageError | LoadEndedError | CoordinatorError | SparkBridgeError)
+
+
+def _close(instance: Instance) -> None:
+    with instance.commit_lock:
+        instance.state.close()
 
 
 def _destroy(instance: Instance) -> None:
