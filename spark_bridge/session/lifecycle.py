@@ -194,7 +194,7 @@ def _join(spark: SparkSession, options: SessionOptions, *, raydp_app: str | None
     """
     from spark_bridge.session.listener import StateStoreQueryListener
     from spark_bridge.session.lost_executors import LostExecutors
-    from spark_bridge.session.settings import STATE_LOCATION_CONF, apply_settings, redact
+    from spark_bridge.session.settings import STATE_LOCATION_CONF, apply_settings, redact, spare_processes
     from spark_bridge.session.spark_master import SparkMasterWatch
     from spark_bridge.session.state_cluster import StateCluster
     from spark_bridge.task import local_properties
@@ -202,6 +202,8 @@ def _join(spark: SparkSession, options: SessionOptions, *, raydp_app: str | None
     # Behind Ray's start, whose hook may have set a provider.
     set_up(options.tracing, {"role": "driver", "namespace": options.namespace})
     apply_settings(spark)
+    if raydp_app is not None:  # a session that is not ours goes on without our listener
+        spare_processes(spark)
     redact(spark, local_properties.TOKEN)
     if options.state_location is not None:
         spark.conf.set(STATE_LOCATION_CONF, options.state_location)
