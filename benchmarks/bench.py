@@ -26,14 +26,17 @@ import argparse
 import json
 import signal
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from datetime import datetime, timezone
 from pathlib import Path
 
 from comparisons import COMPARISONS
 from rich.console import Console
-from suite import report, runner
+from suite import report, runner, whole_run
 from suite.comparison import ENVIRONMENTS, Comparison, Kind
+from suite.machine import commit
 from suite.model import Result, Size, load, save
 from suite.ratios import Slower, in_both, slower
 
@@ -88,7 +91,7 @@ def write_results() -> None:
     """Write ``RESULTS.md`` and the plots, from the kept results."""
     results = load(RESULTS)
     remarks = {path.stem: path.read_text() for path in sorted((HERE / "remarks").glob("*.md"))}
-    (HERE / "RESULTS.md").write_text(report.render(COMPARISONS, results, remarks))
+    (HERE / "RESULTS.md").write_text(report.render(COMPARISONS, results, remarks, whole_run.load(RESULTS)))
     drawn = report.plots(COMPARISONS, results)
     RESULTS.mkdir(exist_ok=True)
     for name, text in drawn.items():
@@ -139,6 +142,7 @@ def measure(chosen: Sequence[Comparison], kind: Kind, options: argparse.Namespac
                 kept[comparison.name] = before.with_part(part)
                 save(directory, kept[comparison.name])
             if kind == "full":
+                whole_run.note_again(RESULTS, [f"{comparison.name} on {ENVIRONMENTS[environment]}"])
                 write_results()
     for line in report.in_words(found):
         console.print(f"slower: {line}", style="yellow", markup=False)
@@ -151,6 +155,20 @@ def measure(chosen: Sequence[Comparison], kind: Kind, options: argparse.Namespac
             f"Nothing is kept to compare with of {', '.join(unknown)}: run this with --keep on a quiet machine."
         )
     return 1 if failed else 0
+
+
+def measure_all(chosen: Sequence[Comparison], options: argparse.Namespace) -> int:
+    """Run all comparisons in one go, at full size and then at smoke size. Return 1 if one failed."""
+    whole_run.forget(RESULTS)
+    run, began = whole_run.WholeRun(f"{datetime.now(timezone.utc):%Y-%m-%d %H:%M}", commit(), 0.0), time.perf_counter()
+    status = measure(chosen, "full", options, {})
+    run = replace(run, seconds=time.perf_counter() - began)
+    whole_run.save(RESULTS, run)
+    write_results()
+    console.print(run.sentence(), markup=False)
+    console.print("[bold]Once more at smoke size[/], for later smoke runs to compare with")
+    options.keep = True
+    return status | measure([c for c in chosen if c.in_smoke], "smoke", options, {})
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -180,12 +198,9 @@ def main(arguments: Sequence[str]) -> int:
     except ValueError as error:
         console.print(str(error), style="bold red", markup=False)
         return 2
-    status = measure(chosen, kind, options, given)
-    if kind == "full" and not options.names and options.environment is None:
-        console.print("[bold]Once more at smoke size[/], for later smoke runs to compare with")
-        options.keep = True
-        status |= measure([c for c in chosen if c.in_smoke], "smoke", options, {})
-    return status
+    if kind == "smoke" or options.names or options.environment is not None:
+        return measure(chosen, kind, options, given)
+    return measure_all(chosen, options)
 
 
 if __name__ == "__main__":

@@ -67,11 +67,12 @@ who writes while they are full writes files. So with 1 MiB a host of a hundred p
 """
 DATABASE_BYTES = 128 << 10
 FAMILY_BYTES = 72 << 10
-"""What an open database takes for itself, and each of its column families, ours included.
+"""What an open database takes for itself, and each of its column families, the project's own (``META_FAMILY``)
+included.
 
 RocksDB has no figure for it. Measured is the growth of a process's resident memory from 150 to 450 open databases,
-without write buffers and block cache: 268 KiB with 2 column families, 397 with 4, and 622 with 7 (RocksDB of rocksdict
-0.3, x86-64, glibc).
+without write buffers and block cache: 268 KiB with 2 column families, 397 with 4, and 622 with 7, the
+project's own among them (RocksDB of rocksdict 0.3, x86-64, glibc).
 """
 BULK_DIRECTORY = "bulk"
 """Where files are written that the database then takes over. RocksDB leaves alone what it does not know."""

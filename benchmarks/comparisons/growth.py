@@ -61,8 +61,8 @@ COMPARISONS = (
                 "contestants": ["native", "aggregate"],
                 "partitions": 2,
                 "warm_up": 5,
-                "turns": 5,
-                "batches": 5,
+                "turns": 3,
+                "batches": 4,
             },
             "smoke": {
                 "keys": [5_000, 50_000],
@@ -76,6 +76,22 @@ COMPARISONS = (
         },
         minutes={"full": 45, "smoke": 6},
         targets=(
+            Target(
+                "`aggregate` against native RocksDB, 10^6 keys",
+                "1,000,000 keys in the state",
+                "aggregate",
+                4.5,
+                against="native",
+                at_least=True,
+            ),
+            Target(
+                "`aggregate` against native RocksDB, 10^7 keys",
+                "10,000,000 keys in the state",
+                "aggregate",
+                6,
+                against="native",
+                at_least=True,
+            ),
             Target(
                 "growth from 10^5 to 10^7 keys",
                 "10,000,000 keys in the state",

@@ -9,8 +9,10 @@ from contextlib import ExitStack
 from suite.comparison import Comparison, Measured
 from suite.model import Case, Contestant, Size
 from suite.progress import Steps
+from suite.ratios import Target
 
 OURS, REDIS = "ours", "redis"
+SCAN = "scan of all rows"
 UNITS = {"single": "lookups/s", "async": "lookups/s", "batched": "keys/s"}
 WORK = {
     "single": "single blocking lookups",
@@ -116,7 +118,7 @@ def _scan(keys: int, port: int, turns: int, steps: Steps) -> Case:
             if found != expected:
                 raise AssertionError(f"The scan of {name} gave {found}, not {expected} (rows, sum of spent).")
             steps.advance()
-    return Case("scan of all rows", "rows/s", rates, more_is_better=True)
+    return Case(SCAN, "rows/s", rates, more_is_better=True)
 
 
 COMPARISONS = (
@@ -144,6 +146,21 @@ COMPARISONS = (
             },
         },
         minutes={"full": 20, "smoke": 6},
+        targets=(
+            *(
+                Target(what, what, OURS, 0.8, against=REDIS, at_least=True)
+                for what in (f"{WORK['single']}, 1 client", f"{WORK['single']}, 8 clients")
+            ),
+            Target(
+                f"{WORK['batched']}, 8 clients, against `MGET`",
+                f"{WORK['batched']}, 8 clients",
+                OURS,
+                1.2,
+                against=REDIS,
+                at_least=True,
+            ),
+            Target(SCAN, SCAN, OURS, 5e6, "value", unit="rows/s", at_least=True),
+        ),
         picture="bars",
     ),
 )

@@ -13,6 +13,7 @@ from typing import Any
 from suite.comparison import Comparison, Measured
 from suite.model import Case, Contestant, Size
 from suite.progress import Steps
+from suite.ratios import Target
 
 from comparisons.streams import directory
 
@@ -165,6 +166,24 @@ COMPARISONS = (
             "smoke": {"keys": 50_000, "turns": 5, "quix": False},
         },
         minutes={"full": 15, "smoke": 6},
+        targets=(
+            Target(
+                "`rocksdb` provider, put with changelog, against raw rocksdict that syncs its log",
+                "bulk put and commit, empty state",
+                "rocksdb provider",
+                0.8,
+                against="raw synced, lists",
+                at_least=True,
+            ),
+            Target(
+                "`rocksdb` provider, scan",
+                "full scan in key order",
+                "rocksdb provider",
+                0.9,
+                against="raw, lists",
+                at_least=True,
+            ),
+        ),
         picture="bars",
     ),
 )

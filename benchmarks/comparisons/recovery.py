@@ -167,7 +167,7 @@ COMPARISONS = (
                 "host kill to the next completed checkpoint, beyond the batch's own time",
                 BEYOND,
                 OURS,
-                5,
+                2.5,
                 "value",
                 unit="s",
             ),

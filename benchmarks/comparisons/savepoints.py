@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from suite.comparison import VENV, VENV42, Comparison, Measured
 from suite.model import Case, Contestant, Size
 from suite.progress import Steps
+from suite.ratios import Target
 
 from comparisons.streams import AT_ONCE, EQUAL, ON_CLUSTER, described, directory
 
@@ -21,6 +22,8 @@ FILL_ROWS = 500_000
 OURS, NATIVE, AGAIN = "aggregate", "native", "native, computed again"
 BESIDE, WITHOUT = "beside a savepoint", "without one"
 FEW, MANY = 4, 8
+BATCH, SAVEPOINT = "a batch", "a savepoint, while batches go on"
+RESCALED = "{} to {} partitions, to the first completed batch"
 PARTITIONS = "spark.sql.shuffle.partitions"
 
 
@@ -99,9 +102,9 @@ def _savepoints(lane: Lane, given: Input, path: Path, size: Size, steps: Steps, 
         beside.append(meanwhile)
         steps.advance()
     measured.cases += [
-        Case("a batch", "s a batch", {BESIDE: beside, WITHOUT: without}),
-        Case("a savepoint, while batches go on", "s", {OURS: seconds}),
-        Case("a savepoint, while batches go on: Parquet written", "MB/s", {OURS: rates}, more_is_better=True),
+        Case(BATCH, "s a batch", {BESIDE: beside, WITHOUT: without}),
+        Case(SAVEPOINT, "s", {OURS: seconds}),
+        Case(f"{SAVEPOINT}: Parquet written", "MB/s", {OURS: rates}, more_is_better=True),
     ]
     measured.notes.append("Batches beside a savepoint are those that began while it was being made.")
 
@@ -163,7 +166,7 @@ def _rescales(
         before = after
         steps.advance()
     for (before, after), its in turns.items():
-        measured.cases.append(Case(f"{before} to {after} partitions, to the first completed batch", "s", its))
+        measured.cases.append(Case(RESCALED.format(before, after), "s", its))
     if NATIVE not in lanes_of:
         measured.notes.append(
             "This Spark cannot change the partitions of a checkpoint: only computing all input again is left to "
@@ -219,11 +222,40 @@ COMPARISONS = (
         "or computes everything again.",
         run=run,
         sizes={
-            "full": {"keys": 10_000_000, "rows": 100_000, "savepoints": 3, "batches": 6, "rescales": 3},
+            "full": {"keys": 10_000_000, "rows": 100_000, "savepoints": 2, "batches": 6, "rescales": 2},
             "smoke": {"keys": 20_000, "rows": 5_000, "savepoints": 1, "batches": 2, "rescales": 1},
         },
         minutes={"full": 60, "smoke": 6},
         environments=(VENV, VENV42),
+        targets=(
+            Target("a savepoint of 10^7 keys beside a full stream", SAVEPOINT, OURS, 20, "value", unit="s"),
+            Target(
+                "the same: batches beside, at most 1.2 times as long",
+                BATCH,
+                BESIDE,
+                0.833,
+                against=WITHOUT,
+                at_least=True,
+            ),
+            Target(
+                "a savepoint of 10^7 keys beside a full stream, Spark 4.2",
+                SAVEPOINT,
+                OURS,
+                20,
+                "value",
+                unit="s",
+                environment=VENV42,
+            ),
+            Target(
+                "4 to 8 partitions, against Spark's offline repartition (4.2)",
+                RESCALED.format(FEW, MANY),
+                OURS,
+                4,
+                against=NATIVE,
+                at_least=True,
+                environment=VENV42,
+            ),
+        ),
         in_smoke=False,
         picture="bars",
     ),

@@ -11,12 +11,13 @@ from pathlib import Path
 
 import psutil
 
+WRITTEN = ("benchmarks/results", "benchmarks/RESULTS.md")
 PACKAGES = {"Spark": "pyspark", "Ray": "ray", "RayDP": "raydp", "rocksdict": "rocksdict", "pyarrow": "pyarrow"}
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of the interpreter, the packages of this environment, Redis and the operating system."""
-    found = {"Python": platform.python_version()}
+    """Return this project's commit, and the versions of Python, packages, Redis and the operating system."""
+    found = {"ray-statestore": commit(), "Python": platform.python_version()}
     for name, package in PACKAGES.items():
         try:
             found[name] = metadata.version(package)
@@ -27,6 +28,23 @@ def versions() -> dict[str, str]:
         found["Redis"] = next((word[2:] for word in said.split() if word.startswith("v=")), said.strip())
     found["OS"] = f"{_os_name()}, Linux {platform.release()}"
     return found
+
+
+def commit() -> str:
+    """Return the commit that is measured, shortened; ``, changed`` behind it if other files than results differ.
+
+    Outside a git checkout, return the version of the installed package.
+    """
+    try:
+        changed = _git("status", "--porcelain", "--", ":/", *(f":(top,exclude){path}" for path in WRITTEN))
+        return f"{_git('rev-parse', '--short=8', 'HEAD')}{', changed' * bool(changed)}"
+    except (OSError, subprocess.CalledProcessError):
+        return metadata.version("ray-statestore")
+
+
+def _git(*arguments: str) -> str:
+    command = ["git", "-C", str(Path(__file__).parent), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def _os_name() -> str:

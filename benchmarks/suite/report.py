@@ -9,6 +9,7 @@ from suite.comparison import ENVIRONMENTS, Comparison
 from suite.model import Case, Contestant, Part, Result
 from suite.ratios import Judged, Slower, Spread, judge, ratio
 from suite.svg import amount
+from suite.whole_run import WholeRun
 
 HEAD = """# Results
 
@@ -21,13 +22,20 @@ median of a contestant's turns, a ratio the median of the ratios turn by turn, w
 brackets. "Times as fast" is above 1 where ours is faster. No figure is given unless the results of all contestants
 were equal.
 """
+PIECES = (
+    "The parts were measured at different times: each has its date and its commit. `make bench` makes all in one go."
+)
 
 
 def render(
-    comparisons: Mapping[str, Comparison], results: Mapping[str, Result], remarks: Mapping[str, str] | None = None
+    comparisons: Mapping[str, Comparison],
+    results: Mapping[str, Result],
+    remarks: Mapping[str, str] | None = None,
+    whole_run: WholeRun | None = None,
 ) -> str:
     """Return the text of ``RESULTS.md``. ``remarks`` are written by hand, by the name of the comparison."""
-    sections = [HEAD, "## Targets\n", *_targets(comparisons, results)]
+    made = PIECES if whole_run is None else whole_run.sentence()
+    sections = [HEAD, f"{made}\n", "## Targets\n", *_targets(comparisons, results)]
     for name, comparison in comparisons.items():
         sections += _section(comparison, results.get(name))
         if remarks and name in remarks:

@@ -1,7 +1,11 @@
-"""Links to pages outside of docs/, such as SECURITY.md: on the site they lead to the page that includes the file."""
+"""Links to pages outside of docs/, such as SECURITY.md: on the site they lead to the page that includes the file.
+
+Pages that the site writes have a note for readers on GitHub, where they are nearly empty. The site leaves the note out.
+"""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from docutils import nodes
@@ -22,6 +26,12 @@ PAGES = {
 _BY_NAME = {Path(file).name: page for file, page in PAGES.items() if "README" not in file}
 _BY_PATH = {str(ROOT / file).removesuffix(".md"): page for file, page in PAGES.items()}
 
+NOTE_FOR_GITHUB = re.compile(r"^> On GitHub .*?\n\n", re.DOTALL | re.MULTILINE)
+
+
+def _without_note(_app: Sphinx, _page: str, source: list[str]) -> None:
+    source[0] = NOTE_FOR_GITHUB.sub("", source[0], count=1)
+
 
 def _redirect(app: Sphinx, document: nodes.document) -> None:
     for reference in document.findall(addnodes.pending_xref):
@@ -35,10 +45,11 @@ def _page_of_included(target: str) -> str | None:
     """Return the page for a link of an included file, which is relative to another directory."""
     if target.startswith("docs/"):
         return target.removeprefix("docs/").removesuffix(".md")
-    return _BY_NAME.get(Path(target).name)
+    return PAGES.get(target) or _BY_NAME.get(Path(target).name)
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
-    """Register the hook."""
+    """Register the hooks."""
+    app.connect("source-read", _without_note)
     app.connect("doctree-read", _redirect)
     return {"parallel_read_safe": True}

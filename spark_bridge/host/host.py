@@ -28,26 +28,26 @@ from coordinator_actor.messages import (
 )
 from coordinator_actor.port import CoordinatorPort
 from spark_bridge.exceptions import PartitionMismatchError
-from spark_bridge.host.completed_versions import CompletedVersions
-from spark_bridge.host.copy_loading import CopyLoading
+from spark_bridge.host.commits.group_commit import GroupCommits
+from spark_bridge.host.commits.task_commit import TaskCommits
+from spark_bridge.host.coordination.completed_versions import CompletedVersions
+from spark_bridge.host.coordination.grants import Grants
+from spark_bridge.host.coordination.prepared_versions import PreparedVersions
+from spark_bridge.host.coordination.registration import HostRegistration
+from spark_bridge.host.coordination.run_orders import RunOrders
+from spark_bridge.host.coordination.version_requests import VersionRequests
 from spark_bridge.host.counters import Counters
-from spark_bridge.host.grants import Grants
-from spark_bridge.host.group_commit import GroupCommits
-from spark_bridge.host.hand_overs import HandOvers
-from spark_bridge.host.held_partitions import HeldPartitions
-from spark_bridge.host.instance import spec_of
+from spark_bridge.host.held.held_partitions import HeldPartitions
+from spark_bridge.host.held.instance import spec_of
+from spark_bridge.host.loading.copy_loading import CopyLoading
+from spark_bridge.host.loading.hand_overs import HandOvers
+from spark_bridge.host.loading.partition_files import PartitionFiles
+from spark_bridge.host.loading.partition_loading import PartitionLoading
+from spark_bridge.host.loading.shared_loads import SharedLoads
 from spark_bridge.host.maintenance import Maintenance
-from spark_bridge.host.partition_files import PartitionFiles
-from spark_bridge.host.partition_loading import PartitionLoading
-from spark_bridge.host.prepared_versions import PreparedVersions
 from spark_bridge.host.reads import PartitionReads
-from spark_bridge.host.registration import HostRegistration
-from spark_bridge.host.run_orders import RunOrders
-from spark_bridge.host.savepoint_exports import SavepointExports
-from spark_bridge.host.savepoint_partitions import SavepointPartitions
-from spark_bridge.host.shared_loads import SharedLoads
-from spark_bridge.host.task_commit import TaskCommits
-from spark_bridge.host.version_requests import VersionRequests
+from spark_bridge.host.savepoints.savepoint_exports import SavepointExports
+from spark_bridge.host.savepoints.savepoint_partitions import SavepointPartitions
 from spark_bridge.transport.protocol import OpenReply, TaskIdentity
 
 REVOKED_SECONDS = 60.0
@@ -90,9 +90,9 @@ class Host:
         self.counters = Counters()
         self.memory = host_memory(conf)
         self.completed = CompletedVersions()
-        self.held = HeldPartitions(self.completed)
+        self.held = HeldPartitions()
         self.files = PartitionFiles(local_dir, info.incarnation, conf, open_storage)
-        registration = self.registration = HostRegistration(info, coordinator, self.held, clock)
+        registration = self.registration = HostRegistration(info, coordinator, self.held, self.completed, clock)
         self.version_requests = VersionRequests(registration, self.held, self.completed)
         self.grants = Grants(registration, self.completed, clock)
         self.loading = PartitionLoading(

@@ -25,12 +25,12 @@ from backends.tracing import spans
 from coordinator_actor.exceptions import BatchHeldError
 from coordinator_actor.messages import SnapshotUploaded
 from coordinator_actor.query.files_in_use import UPLOAD
+from spark_bridge.host.coordination.registration import HostRegistration
+from spark_bridge.host.coordination.version_requests import VersionRequests
 from spark_bridge.host.counters import Counters
-from spark_bridge.host.held_partitions import HeldPartitions
-from spark_bridge.host.instance import Instance, InstanceKey
-from spark_bridge.host.partition_loading import PartitionLoading
-from spark_bridge.host.registration import HostRegistration
-from spark_bridge.host.version_requests import VersionRequests
+from spark_bridge.host.held.held_partitions import HeldPartitions
+from spark_bridge.host.held.instance import Instance, InstanceKey
+from spark_bridge.host.loading.partition_loading import PartitionLoading
 
 log = logging.getLogger(__name__)
 

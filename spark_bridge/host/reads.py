@@ -12,14 +12,14 @@ from backends.exceptions import StoreClosedError, VersionNotFoundError
 from backends.ids import DEFAULT_FAMILY
 from coordinator_actor.messages import Completed, OpenGrant
 from spark_bridge.exceptions import NotOwnerError, not_open
-from spark_bridge.host.completed_versions import CompletedVersions
+from spark_bridge.host.coordination.completed_versions import CompletedVersions
+from spark_bridge.host.coordination.grants import Grants
+from spark_bridge.host.coordination.prepared_versions import PreparedVersions
+from spark_bridge.host.coordination.registration import HostRegistration
 from spark_bridge.host.counters import Counters
-from spark_bridge.host.grants import Grants
-from spark_bridge.host.held_partitions import HeldPartitions
-from spark_bridge.host.instance import Instance
-from spark_bridge.host.partition_loading import PartitionLoading
-from spark_bridge.host.prepared_versions import PreparedVersions
-from spark_bridge.host.registration import HostRegistration
+from spark_bridge.host.held.held_partitions import HeldPartitions
+from spark_bridge.host.held.instance import Instance
+from spark_bridge.host.loading.partition_loading import PartitionLoading
 from spark_bridge.transport.protocol import ScanCommand
 
 LOOK_WAIT_SECONDS = 10.0

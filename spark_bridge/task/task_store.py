@@ -1,7 +1,7 @@
 """A state task's way to its partition: find the owner, read, commit, and go on when a host dies.
 
 A PySpark worker does not join Ray. It knows host addresses from Spark's local properties, and looks into the node's Ray
-session directory for newer ones. What a host does with a commit stands in ``spark_bridge.host.task_commit``.
+session directory for newer ones. What a host does with a commit stands in ``spark_bridge.host.commits.task_commit``.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ class Page:
     def needs_spark(self) -> bool:
         """Whether the code of the page uses Spark or Ray."""
         return any(
-            _NEEDS_SPARK.search(b.code) if b.language == RUN else bool(_commands(b, "statestore"))
+            _NEEDS_SPARK.search(b.code) if b.language == RUN else bool(commands(b, "statestore"))
             for b in self.run_blocks()
         )
 
@@ -116,7 +116,7 @@ def run(page: Page, shell: Any = None) -> dict[str, Any]:
     namespace: dict[str, Any] = {"__name__": "__main__"}
     for block in page.run_blocks():
         if block.language == SHELL:
-            for words in _commands(block, "statestore"):
+            for words in commands(block, "statestore"):
                 namespace["shell_output"] = shell(words)
             continue
         # With as many empty lines before it, errors name lines of the page.
@@ -125,7 +125,8 @@ def run(page: Page, shell: Any = None) -> dict[str, Any]:
     return namespace
 
 
-def _commands(block: Block, program: str) -> list[list[str]]:
+def commands(block: Block, program: str) -> list[list[str]]:
+    """Return the lines of a shell block that call ``program``, each as its words."""
     found = [shlex.split(line, comments=True) for line in block.code.replace("\\\n", " ").splitlines()]
     return [words for words in found if words and words[0] == program]
 

@@ -1,12 +1,15 @@
-"""What the pages name exists: files, modules and tests of the repository, and links between pages."""
+"""What the pages name exists: files, modules and tests of the repository, commands and their options, and links."""
 
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
+import typer.main
 
-from tests.docs.pages import ROOT, Page, pages
+from spark_bridge.cli.main import app
+from tests.docs.pages import ROOT, SHELL, Page, commands, pages
 
 TOP = ("backends", "benchmarks", "coordinator_actor", "deploy", "docs", "examples", "spark_bridge", "tests")
 _CODE = re.compile(r"`([^`\n]+)`")
@@ -14,6 +17,7 @@ _PATH = re.compile(rf"^(?:{'|'.join(TOP)})(?:/[\w.*<>-]+)*/?(?:::\w+)?$")
 _MODULE = re.compile(r"^(?:backends|coordinator_actor|spark_bridge)(?:\.\w+)+$")
 _OPTIONS = re.compile(r"^```\{options\} (\S+)$", re.MULTILINE)
 _LINK = re.compile(r"\]\(([^)#\s]+)(#[^)\s]*)?\)")
+_COMMAND = re.compile(r"^statestore\b[^|]*")
 _RECORD_OF_THE_PAST = ("CHANGELOG.md", "benchmarks/RESULTS.md")
 PAGES = [p for p in pages() if p.name not in _RECORD_OF_THE_PAST]
 
@@ -51,6 +55,32 @@ def _defines(place: str, name: str) -> bool:
     return re.search(rf"\b{name}\b", source) is not None
 
 
+def not_in_the_program(words: list[str]) -> str | None:
+    """Which of the words of a ``statestore`` line is neither a command of the program nor an option of the command;
+    None if all are. Arguments, values of options and what stands after ``--`` are not looked at.
+    """
+    command: Any = typer.main.get_command(app)
+    for word in words[1:]:
+        if word == "--":
+            break
+        if word.startswith("-"):
+            names = {name for option in command.params for name in (*option.opts, *option.secondary_opts)}
+            if word.split("=")[0] not in {*names, "--help"}:
+                return f"no option {word}"
+        elif hasattr(command, "commands"):
+            if word not in command.commands:
+                return f"no command {word}"
+            command = command.commands[word]
+    return None
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_commands_and_their_options_exist(page: Page) -> None:
+    inline = [found[0].split() for name in _CODE.findall(prose(page)) if (found := _COMMAND.match(name))]
+    shown = [words for block in page.blocks() if block.language == SHELL for words in commands(block, "statestore")]
+    assert {" ".join(words): why for words in inline + shown if (why := not_in_the_program(words)) is not None} == {}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_files_modules_and_tests_exist(page: Page) -> None:
     text = prose(page)
@@ -76,3 +106,8 @@ def test_what_does_not_exist_is_found() -> None:
     assert missing("spark_bridge.nowhere.at_all.Nothing") == "there is no such module"
     assert missing("spark_bridge.aggregate") is None
     assert missing("client.get") is None
+    assert not_in_the_program(["statestore", "savepoint", "list", "PATH"]) is None
+    assert not_in_the_program(["statestore", "status", "--json"]) is None
+    assert not_in_the_program(["statestore", "run", "my_stream.py", "--", "--input", "x"]) is None
+    assert not_in_the_program(["statestore", "savepoint", "trigger", "--stop"]) == "no command trigger"
+    assert not_in_the_program(["statestore", "status", "--jsonl"]) == "no option --jsonl"

@@ -53,12 +53,12 @@ from coordinator_actor.query.retention import remove_garbage
 from coordinator_actor.query.rewriting_hold import RewritingHold
 from coordinator_actor.query.running_batch import RunningBatch
 from coordinator_actor.query_threads import QueryThreads
-from spark_bridge.host import group_commit
-from spark_bridge.host.group_commit import GroupCommit, GroupCommits
-from spark_bridge.host.hand_overs import HandOvers
+from spark_bridge.host.commits import group_commit
+from spark_bridge.host.commits.group_commit import GroupCommit, GroupCommits
+from spark_bridge.host.held.instance import Instance
 from spark_bridge.host.host import Host
-from spark_bridge.host.instance import Instance
-from spark_bridge.host.partition_loading import PartitionLoading
+from spark_bridge.host.loading.hand_overs import HandOvers
+from spark_bridge.host.loading.partition_loading import PartitionLoading
 from spark_bridge.queryable.reads.answer_version import PartitionView, VersionedReader
 from spark_bridge.queryable.routing.monotonic_reads import SeenVersions
 from tests.simulation.searches import (

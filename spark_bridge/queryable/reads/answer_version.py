@@ -17,9 +17,9 @@ from typing import TypeVar
 from backends.exceptions import StoreClosedError, VersionNotFoundError
 from backends.partition.partition_state import PartitionState
 from spark_bridge.exceptions import HostUnavailableError, NotOwnerError, RequestError, StateVersionError
-from spark_bridge.host.completed_versions import CompletedVersion
+from spark_bridge.host.coordination.completed_versions import CompletedVersion
+from spark_bridge.host.held.instance import Instance
 from spark_bridge.host.host import Host
-from spark_bridge.host.instance import Instance
 from spark_bridge.queryable.protocol.messages import At
 from spark_bridge.queryable.reads.operator_plan import OperatorPlan
 from spark_bridge.queryable.reads.partition_loading import PartitionLoader

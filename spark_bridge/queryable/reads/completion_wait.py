@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from backends.bounded_dict import BoundedDict
 from coordinator_actor.exceptions import CoordinatorError, QueryEndedError
-from spark_bridge.host.completed_versions import CompletedVersion
+from spark_bridge.host.coordination.completed_versions import CompletedVersion
 from spark_bridge.host.host import Host
 
 ASK_COORDINATOR_SECONDS = 1.0

@@ -7,8 +7,8 @@ import time
 
 from backends.bounded_dict import BoundedDict
 from spark_bridge.exceptions import NotOwnerError
+from spark_bridge.host.held.instance import Instance, RunKey
 from spark_bridge.host.host import Host
-from spark_bridge.host.instance import Instance, RunKey
 from spark_bridge.queryable.reads.background_loads import BackgroundLoads
 from spark_bridge.queryable.reads.operator_plan import OperatorPlan
 

@@ -19,7 +19,7 @@ from backends.encoding.columns import binary_content, fixed_dtype
 from backends.encoding.keys import KEY_GROUP_BYTES, decode_keys, encode_keys
 from backends.formats.changelog import Changes
 from backends.ids import DEFAULT_FAMILY
-from spark_bridge.host.instance import Instance
+from spark_bridge.host.held.instance import Instance
 from spark_bridge.queryable.reads.answer_version import PartitionView
 from spark_bridge.queryable.reads.operator_plan import without_prefix
 

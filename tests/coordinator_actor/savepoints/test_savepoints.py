@@ -29,7 +29,7 @@ from coordinator_actor.savepoints.savepoint_catalog import (
     read_stored_savepoint,
     read_stored_savepoints,
 )
-from spark_bridge.host import savepoint_exports
+from spark_bridge.host.savepoints import savepoint_exports
 from spark_bridge.transport.protocol import TaskIdentity
 from tests.coordinator_actor.coordinators import run_of
 from tests.coordinator_actor.savepoints.savepoint_streams import G, Stream, run_and_clean

@@ -17,15 +17,15 @@ from backends.exceptions import StorageError
 from backends.partition.load_watch import LoadProgress
 from coordinator_actor.coordinator import Coordinator
 from spark_bridge.exceptions import HostUnavailableError
-from spark_bridge.host.partition_loading import LOADED_FILES_SECONDS
-from spark_bridge.host.shared_loads import ABANDONED_SECONDS, SharedLoads
+from spark_bridge.host.loading.partition_loading import LOADED_FILES_SECONDS
+from spark_bridge.host.loading.shared_loads import ABANDONED_SECONDS, SharedLoads
 from spark_bridge.host_actor.flight_server import HostFlightServer
 from spark_bridge.task import task_store as task_client
 from spark_bridge.task.endpoints import Endpoints
 from spark_bridge.task.task_store import TaskStore
 from tests.patience import PATIENCE
-from tests.spark_bridge.host.gated_world import GatedWorld
 from tests.spark_bridge.host.host_steps import make_host, plan_spark, reg, run_task, task
+from tests.spark_bridge.host.loading.gated_world import GatedWorld
 
 VERSIONS = 8
 TIMEOUT = 60.0

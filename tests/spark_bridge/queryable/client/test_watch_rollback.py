@@ -12,7 +12,7 @@ import pytest
 
 from coordinator_actor.exceptions import RetiredRunError, UnknownRunError
 from spark_bridge.exceptions import RequestLimitError, StateVersionError
-from spark_bridge.host.version_requests import IDLE_RUN_SECONDS
+from spark_bridge.host.coordination.version_requests import IDLE_RUN_SECONDS
 from spark_bridge.queryable.protocol.messages import ChangesRequest, RowsReply
 from spark_bridge.queryable.reads import completion_wait, operator_directory
 from spark_bridge.queryable.reads.run_manifests import MANIFESTS_IDLE_SECONDS

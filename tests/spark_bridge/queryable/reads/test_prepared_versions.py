@@ -12,8 +12,8 @@ import pytest
 
 from coordinator_actor.messages import HostOrders
 from spark_bridge.exceptions import HostUnavailableError, NotOwnerError
-from spark_bridge.host import prepared_versions
-from spark_bridge.host.grants import GRANT_SECONDS
+from spark_bridge.host.coordination import prepared_versions
+from spark_bridge.host.coordination.grants import GRANT_SECONDS
 from spark_bridge.queryable.reads.host_reads import HostReads
 from tests.patience import HANG
 from tests.spark_bridge.queryable.host_world import COMPLETED, HostWorld, changes_of, partitions_of

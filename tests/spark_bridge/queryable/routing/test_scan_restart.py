@@ -22,7 +22,7 @@ from spark_bridge.exceptions import (
     RequestError,
     StateVersionError,
 )
-from spark_bridge.host.version_requests import VersionRequests
+from spark_bridge.host.coordination.version_requests import VersionRequests
 from spark_bridge.queryable.client.state_scan import StateScan
 from spark_bridge.queryable.protocol.connections import KvConnections
 from spark_bridge.queryable.protocol.messages import At, ScanRequest

@@ -16,7 +16,7 @@ from backends.bounded_dict import BoundedDict
 from coordinator_actor.exceptions import UnknownRunError
 from coordinator_actor.messages import HostInfo, OperatorLocation, OperatorSpec
 from spark_bridge.exceptions import RequestError, RequestLimitError
-from spark_bridge.host import version_requests
+from spark_bridge.host.coordination import version_requests
 from spark_bridge.queryable.protocol.byte_arrays import pack_bytes
 from spark_bridge.queryable.protocol.messages import (
     At,

@@ -1,0 +1,1 @@
+"""What passes between a host and the coordinator: registration and heartbeat, grants, completed versions, orders."""

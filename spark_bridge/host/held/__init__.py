@@ -1,0 +1,1 @@
+"""What a host holds: the loaded partitions and their runs, in memory."""
