@@ -44,16 +44,16 @@ from ray_cluster import own_ray
 from rich.console import Console
 from rich.table import Table
 
-from backends.storage.request_counts import RequestCounts
-from coordinator_actor.lease_watch import LEASE_WATCH_SECONDS
+from backends.storage.sending.request_counts import RequestCounts
 from coordinator_actor.on_ray.ray_metrics import RayMetrics
 from coordinator_actor.query_metrics import QueryMetrics
+from coordinator_actor.threads.lease_watch import LEASE_WATCH_SECONDS
 from spark_bridge.host_actor.host_metrics import HOST_METRICS_SECONDS as HOST_SECONDS
 from spark_bridge.host_actor.host_metrics import HostMetrics
-from spark_bridge.queryable.server.request_statistics import RequestStatistics
-from spark_bridge.session.operator_progress import StateOperatorProgress
-from spark_bridge.session.stream_metrics import STREAM_METRICS_SECONDS as DRIVER_SECONDS
-from spark_bridge.session.stream_metrics import StreamMetrics
+from spark_bridge.queryable.server.limits.request_statistics import RequestStatistics
+from spark_bridge.session.progress.operator_progress import StateOperatorProgress
+from spark_bridge.session.progress.stream_metrics import STREAM_METRICS_SECONDS as DRIVER_SECONDS
+from spark_bridge.session.progress.stream_metrics import StreamMetrics
 
 BATCHES = 5
 """Batches of a turn; the least number behind which all is published once."""

@@ -70,8 +70,8 @@ def commit(state: PartitionState, keys: pa.BinaryArray, values: pa.BinaryArray) 
     """All steps of one version."""
     version = state.version + 1
     meta = ChangelogMeta("bench", "bench", 0, 1, version, "1", state.head)
-    ref = state.stage(meta, Changes.of(keys, values))
-    state.accept(version, "1")
+    ref = state.attempts.stage(meta, Changes.of(keys, values))
+    state.attempts.accept(version, "1")
     state.complete(version, ref.path)
 
 
@@ -114,7 +114,7 @@ class Loaded:
         """Read every key once."""
         for at in range(0, len(self.rows), 50_000):
             for state in self.states.values():
-                state.get_many(binary(self.rows[at : at + 50_000]), remember=False)
+                state.reads.get_many(binary(self.rows[at : at + 50_000]), remember=False)
 
     def close(self) -> None:
         """Close all of them."""
@@ -169,7 +169,7 @@ def measure_get(held: Loaded, rounds: int) -> None:
             order = held.rng.permutation(len(held.rows))[: size * (per_turn + 1)]
             requests = iter([binary(held.rows[part]) for part in np.array_split(order, per_turn + 1)])
             state = held.states["rocksdb"]
-            return turn(lambda _: state.get_many(next(requests), remember=False))
+            return turn(lambda _: state.reads.get_many(next(requests), remember=False))
 
         def in_dict(keys: pa.BinaryArray) -> pa.BinaryArray:
             return pa.array(list(map(held.dict.get, to_bytes_list(keys))), pa.binary())
@@ -178,8 +178,8 @@ def measure_get(held: Loaded, rounds: int) -> None:
         expected = in_dict(keys := held.random_keys(size))
         contestants: dict[str, Callable[[], float]] = {}
         for name, state in held.states.items():
-            assert state.get_many(keys, remember=False).equals(expected), name
-            contestants[name] = lambda state=state: turn(lambda keys: state.get_many(keys, remember=False))  # type: ignore[misc]
+            assert state.reads.get_many(keys, remember=False).equals(expected), name
+            contestants[name] = lambda state=state: turn(lambda keys: state.reads.get_many(keys, remember=False))  # type: ignore[misc]
         contestants["dict"] = lambda: turn(in_dict)
         contestants["raw"] = lambda: turn(lambda keys: held.raw.get(sorted(keys.to_pylist())))
         columns[f"{size:,} keys"] = {
@@ -213,10 +213,10 @@ def measure_one(held: Loaded, rounds: int) -> None:
         contestants: dict[str, Callable[[], float]] = {}
         for name, state in held.states.items():
             if name != "rocksdb, no cache":
-                contestants[name] = lambda state=state, threads=threads: turn(state.get_one, threads)  # type: ignore[misc]
+                contestants[name] = lambda state=state, threads=threads: turn(state.reads.get_one, threads)  # type: ignore[misc]
         state = held.states["rocksdb"]
         contestants["rocksdb, get_many of one"] = lambda state=state, threads=threads: turn(  # type: ignore[misc]
-            lambda key: state.get_many(pa.array([key], pa.binary()), remember=False), threads
+            lambda key: state.reads.get_many(pa.array([key], pa.binary()), remember=False), threads
         )
         contestants["raw"] = lambda threads=threads: turn(held.raw.get, threads)  # type: ignore[misc]
         columns[f"{threads} threads"] = take_turns(contestants, rounds)
@@ -279,7 +279,7 @@ def measure_write(held: Loaded, rounds: int) -> None:
         for name in names[i % 3 :] + names[: i % 3]:
             state = held.states[name]
             started = time.process_time()
-            state.get_many(pairs.keys)
+            state.reads.get_many(pairs.keys)
             read = time.process_time()
             commit(state, pairs.keys, pairs.values)
             steps["read"].setdefault(name, []).append((read - started) / len(order))

@@ -48,8 +48,8 @@ from coordinator_actor.messages import (
     QueryRegistration,
     SnapshotUploaded,
 )
-from coordinator_actor.query import files_in_use
-from coordinator_actor.query_threads import QueryThreads
+from coordinator_actor.query.files import files_in_use
+from coordinator_actor.threads.query_threads import QueryThreads
 
 T = TypeVar("T")
 SESSION = "session"

@@ -30,14 +30,14 @@ from coordinator_actor.handlers.locations import Locations
 from coordinator_actor.handlers.lookups import Lookups
 from coordinator_actor.handlers.owners import plan_moves
 from coordinator_actor.handlers.queries import Queries
-from coordinator_actor.handlers.registries import Registries
+from coordinator_actor.handlers.registries.registries import Registries
 from coordinator_actor.handlers.rewritings import Rewritings
 from coordinator_actor.handlers.savepoints import Savepoints
 from coordinator_actor.port import MESSAGES, CoordinatorPort
 from coordinator_actor.query.query_state import QueryState
 from coordinator_actor.query.retention import loaded_bytes, remove_garbage, tidy_records
-from coordinator_actor.query_threads import Apart, in_place
 from coordinator_actor.savepoints.run_savepoints import InBackground, RunSavepoints
+from coordinator_actor.threads.query_threads import Apart, in_place
 
 log = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 from backends.tracing.set_up import checked_setting, setting_of_environment
 from coordinator_actor.checkpoints.snapshot_lag import SnapshotLagConf
-from coordinator_actor.log_lines import checked_format, format_of_environment
+from coordinator_actor.process.log_lines import checked_format, format_of_environment
 
 NAMESPACE = "statestore"
 COORDINATOR_NAME = "StateStoreCoordinator"

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from backends.storage.request_counts import RequestCounts
+from backends.storage.sending.request_counts import RequestCounts
 
 COUNTER, GAUGE, HISTOGRAM = "counter", "gauge", "histogram"
 COORDINATOR, HOST, DRIVER = "coordinator", "host", "driver"

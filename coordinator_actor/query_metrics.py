@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 
-from backends.storage.request_counts import KINDS, RECEIVED, SENT, RequestCounts
+from backends.storage.sending.request_counts import KINDS, RECEIVED, SENT, RequestCounts
 from coordinator_actor.durable.checkpoint_records import CheckpointRecord
 from coordinator_actor.metrics import MetricSink, running_totals, storage_totals
 from coordinator_actor.query.query_state import QueryState

@@ -25,7 +25,7 @@ from coordinator_actor.coordinator_conf import COORDINATOR_NAME, NAMESPACE
 from deploy.state_http.app import create_app
 from deploy.state_http.limits import HttpLimits
 from deploy.state_http.overview import add_overview
-from spark_bridge.queryable.server.coordinator_tokens import CoordinatorTokens
+from spark_bridge.queryable.server.tokens.coordinator_tokens import CoordinatorTokens
 from spark_bridge.transport.tls import TlsConf
 
 COORDINATOR_SECONDS = 10.0

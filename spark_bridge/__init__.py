@@ -16,18 +16,19 @@ if TYPE_CHECKING:
     from spark_bridge.operators.aggregate.operator import aggregate
     from spark_bridge.operators.deduplicate.operator import deduplicate
     from spark_bridge.operators.join.operator import join, join_asof
-    from spark_bridge.queryable.client.async_client import AsyncQueryableStateClient
+    from spark_bridge.queryable.client.calls.state_scan import StateScan
+    from spark_bridge.queryable.client.calls.version_diff import VersionDiff
+    from spark_bridge.queryable.client.calls.watch import StateChange, StateWatch
     from spark_bridge.queryable.client.client import QueryableStateClient
-    from spark_bridge.queryable.client.state_scan import StateScan
-    from spark_bridge.queryable.client.version_diff import VersionDiff
-    from spark_bridge.queryable.client.watch import StateChange, StateWatch
-    from spark_bridge.queryable.server.client_proxy import KvStateClientProxy
-    from spark_bridge.queryable.server.request_limits import RequestLimits
+    from spark_bridge.queryable.client.event_loop.async_client import AsyncQueryableStateClient
+    from spark_bridge.queryable.server.limits.request_limits import RequestLimits
+    from spark_bridge.queryable.server.proxy.client_proxy import KvStateClientProxy
     from spark_bridge.queryable.server.server import KvStateServer
     from spark_bridge.serving.serve import StateServing, serve_state
-    from spark_bridge.session.checkpoint_progress import CheckpointProgress, checkpoint_progress
+    from spark_bridge.session.cluster.ray_on_spark import setup_ray_on_spark
     from spark_bridge.session.lifecycle import attach, init_spark, scale_hosts, stop_spark
-    from spark_bridge.session.operator_progress import (
+    from spark_bridge.session.progress.checkpoint_progress import CheckpointProgress, checkpoint_progress
+    from spark_bridge.session.progress.operator_progress import (
         CheckpointListener,
         StateOperatorListener,
         StateOperatorProgress,
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
         remove_state_operator_listener,
         state_operator_progress,
     )
-    from spark_bridge.session.ray_on_spark import setup_ray_on_spark
     from spark_bridge.session.savepoints import (
         delete_savepoint,
         describe_savepoint,
@@ -56,8 +56,8 @@ if TYPE_CHECKING:
     )
     from spark_bridge.state_surgery.bootstrap_state import bootstrap_state
     from spark_bridge.state_surgery.forget_keys import forget_keys
-    from spark_bridge.state_surgery.new_state import NewStateReport
     from spark_bridge.state_surgery.rewrite_state import rewrite_state
+    from spark_bridge.state_surgery.stages.new_state import NewStateReport
     from spark_bridge.stateful.arrow_processor import ArrowBatch, ArrowResult, ArrowStatefulProcessor
     from spark_bridge.stateful.stateful_processor import ExpiredTimerInfo, StatefulProcessor, TimerValues
     from spark_bridge.stateful.testing.tester import ProcessorTester
@@ -146,37 +146,37 @@ _HOMES = {
     "ArrowBatch": "spark_bridge.stateful.arrow_processor",
     "ArrowResult": "spark_bridge.stateful.arrow_processor",
     "ArrowStatefulProcessor": "spark_bridge.stateful.arrow_processor",
-    "AsyncQueryableStateClient": "spark_bridge.queryable.client.async_client",
+    "AsyncQueryableStateClient": "spark_bridge.queryable.client.event_loop.async_client",
     "CheckpointClient": "spark_bridge.state_data.checkpoint_client",
-    "CheckpointListener": "spark_bridge.session.operator_progress",
-    "CheckpointProgress": "spark_bridge.session.checkpoint_progress",
+    "CheckpointListener": "spark_bridge.session.progress.operator_progress",
+    "CheckpointProgress": "spark_bridge.session.progress.checkpoint_progress",
     "ExpiredTimerInfo": "spark_bridge.stateful.stateful_processor",
-    "KvStateClientProxy": "spark_bridge.queryable.server.client_proxy",
+    "KvStateClientProxy": "spark_bridge.queryable.server.proxy.client_proxy",
     "KvStateServer": "spark_bridge.queryable.server.server",
     "ListState": "spark_bridge.stateful.variables.list_state",
     "MapState": "spark_bridge.stateful.variables.map_state",
-    "NewStateReport": "spark_bridge.state_surgery.new_state",
+    "NewStateReport": "spark_bridge.state_surgery.stages.new_state",
     "ProcessorTester": "spark_bridge.stateful.testing.tester",
     "QueryableStateClient": "spark_bridge.queryable.client.client",
-    "RequestLimits": "spark_bridge.queryable.server.request_limits",
-    "StateChange": "spark_bridge.queryable.client.watch",
-    "StateOperatorListener": "spark_bridge.session.operator_progress",
-    "StateOperatorProgress": "spark_bridge.session.operator_progress",
-    "StateScan": "spark_bridge.queryable.client.state_scan",
+    "RequestLimits": "spark_bridge.queryable.server.limits.request_limits",
+    "StateChange": "spark_bridge.queryable.client.calls.watch",
+    "StateOperatorListener": "spark_bridge.session.progress.operator_progress",
+    "StateOperatorProgress": "spark_bridge.session.progress.operator_progress",
+    "StateScan": "spark_bridge.queryable.client.calls.state_scan",
     "StateServing": "spark_bridge.serving.serve",
     "StateStoreHost": "spark_bridge.host_actor.actor",
-    "StateWatch": "spark_bridge.queryable.client.watch",
+    "StateWatch": "spark_bridge.queryable.client.calls.watch",
     "StatefulProcessor": "spark_bridge.stateful.stateful_processor",
     "StatefulProcessorHandle": "spark_bridge.stateful.variables.handle",
     "TimerValues": "spark_bridge.stateful.stateful_processor",
     "TlsConf": "spark_bridge.transport.tls",
     "ValueState": "spark_bridge.stateful.variables.value_state",
-    "VersionDiff": "spark_bridge.queryable.client.version_diff",
-    "add_state_operator_listener": "spark_bridge.session.operator_progress",
+    "VersionDiff": "spark_bridge.queryable.client.calls.version_diff",
+    "add_state_operator_listener": "spark_bridge.session.progress.operator_progress",
     "aggregate": "spark_bridge.operators.aggregate.operator",
     "attach": "spark_bridge.session.lifecycle",
     "bootstrap_state": "spark_bridge.state_surgery.bootstrap_state",
-    "checkpoint_progress": "spark_bridge.session.checkpoint_progress",
+    "checkpoint_progress": "spark_bridge.session.progress.checkpoint_progress",
     "deduplicate": "spark_bridge.operators.deduplicate.operator",
     "delete_savepoint": "spark_bridge.session.savepoints",
     "describe_savepoint": "spark_bridge.session.savepoints",
@@ -190,19 +190,19 @@ _HOMES = {
     "read_state_changes": "spark_bridge.state_data.spark_frames",
     "read_state_dataset": "spark_bridge.state_data.ray_dataset",
     "rebalance": "spark_bridge.session.savepoints",
-    "remove_state_operator_listener": "spark_bridge.session.operator_progress",
+    "remove_state_operator_listener": "spark_bridge.session.progress.operator_progress",
     "restore_savepoint": "spark_bridge.session.savepoints",
     "rewrite_state": "spark_bridge.state_surgery.rewrite_state",
     "scale_hosts": "spark_bridge.session.lifecycle",
     "serve_state": "spark_bridge.serving.serve",
-    "setup_ray_on_spark": "spark_bridge.session.ray_on_spark",
+    "setup_ray_on_spark": "spark_bridge.session.cluster.ray_on_spark",
     "state_as_of": "spark_bridge.lookups.state_as_of",
     "state_batches": "spark_bridge.state_data.state_tables",
     "state_changes_batches": "spark_bridge.state_data.state_tables",
     "state_changes_table": "spark_bridge.state_data.state_tables",
     "state_metadata": "spark_bridge.state_data.spark_frames",
     "state_metadata_table": "spark_bridge.state_data.metadata",
-    "state_operator_progress": "spark_bridge.session.operator_progress",
+    "state_operator_progress": "spark_bridge.session.progress.operator_progress",
     "state_table": "spark_bridge.state_data.state_tables",
     "stop_spark": "spark_bridge.session.lifecycle",
     "transform_with_state": "spark_bridge.stateful.transform_with_state",

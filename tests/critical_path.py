@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from backends.storage.sender import RequestSender
+from backends.storage.sending.sender import RequestSender
 from backends.tracing.spans import Pool
 
 

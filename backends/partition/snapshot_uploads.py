@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
+from collections.abc import Sequence
 
 from backends import fault_points
 from backends.exceptions import DamagedFileError, MissingFileError, VersionNotFoundError
 from backends.formats import snapshot
 from backends.formats.manifest import SnapshotRef
-from backends.formats.snapshot import PreparedSnapshot
+from backends.formats.snapshot import PreparedSnapshot, StoredSnapshot
 from backends.formats.snapshot_descriptor import SnapshotDescriptor
 from backends.partition.context import PartitionContext
 from backends.partition.held_versions import HeldVersions
@@ -19,10 +21,11 @@ log = logging.getLogger(__name__)
 
 
 class SnapshotUploads:
-    """Uploads snapshots, one at a time.
+    """Uploads snapshots of one partition, one at a time.
 
     Locks: ``_uploading`` is held for a whole upload, and taken first. ``mutation`` is the partition's, held while the
-    engine is captured, so that nothing is written then.
+    engine is captured, so that nothing is written then. The lock of ``HeldVersions`` guards the figures: ``count`` and
+    ``bytes_written`` add up over all snapshots, ``milliseconds`` is the time of the last upload.
     """
 
     def __init__(self, context: PartitionContext, versions: HeldVersions, mutation: threading.Lock) -> None:
@@ -32,14 +35,36 @@ class SnapshotUploads:
         self._uploading = threading.Lock()
         self._digests = snapshot.Digests()
         self._last: SnapshotDescriptor | None = None
+        self.count = 0
+        self.bytes_written = 0
+        self.milliseconds = 0.0
+
+    def store(self, earlier: SnapshotRef | None) -> SnapshotRef:
+        """Upload the completed version, but for the files that ``earlier`` has; commits and reads go on meanwhile.
+
+        The returned snapshot counts once a manifest names it. Raises ``StorageError``, ``StoreClosedError`` if the
+        state is closed meanwhile, ``VersionNotFoundError`` for the empty version 0.
+        """
+        (made,) = store_snapshots([(self, self.prepare(earlier))])
+        return made.ref
 
     def prepare(
+        self, earlier: SnapshotRef | None, small_bytes: int = 0, listed: dict[str, dict[str, int]] | None = None
+    ) -> PreparedSnapshot:
+        """Do the part of ``store`` that concerns this partition alone: ``store_snapshots`` does the rest.
+
+        Small files, up to ``small_bytes`` together, are left for that. ``listed``: see ``backends.formats.snapshot``.
+        Raises as ``store`` does.
+        """
+        started = time.perf_counter()
+        prepared = self._upload(earlier, small_bytes, listed)
+        with self._versions.changed:
+            self.milliseconds = (time.perf_counter() - started) * 1e3
+        return prepared
+
+    def _upload(
         self, earlier: SnapshotRef | None, small_bytes: int, listed: dict[str, dict[str, int]] | None
     ) -> PreparedSnapshot:
-        """Upload the large files of what the engine holds, but for those that ``earlier`` has.
-
-        See ``PartitionState.prepare_snapshot``.
-        """
         context = self._context
         storage, directory, engine = context.storage, context.directory, context.engine
         with self._uploading, context.scratch.directory() as local:
@@ -77,11 +102,28 @@ class SnapshotUploads:
             log.warning("All of %s is uploaded, for an earlier snapshot is no help: %s", directory, error)
             return None
 
-    def stored(self, descriptor: SnapshotDescriptor) -> None:
+    def _note(self, stored: StoredSnapshot) -> None:
         """Take note of what was stored: the next snapshot may share its files."""
-        self._last = descriptor.without_content
+        self._last = stored.descriptor.without_content
+        with self._versions.changed:
+            self.count += 1
+            self.bytes_written += stored.written
+        log.info(
+            "Written snapshot file for version %d of %s at %s",
+            stored.ref.version,
+            self._context.directory,
+            self._context.storage.full_location(stored.ref.file.stored_in),
+        )
 
     def close(self) -> None:
         """Wait for an upload under way, which ends with the file that it is at, and remove the local files."""
         with self._uploading:
             self._context.scratch.clear()
+
+
+def store_snapshots(prepared: Sequence[tuple[SnapshotUploads, PreparedSnapshot]]) -> list[StoredSnapshot]:
+    """Finish snapshots of partitions with the same state location, with one request. Raises ``StorageError``."""
+    made = snapshot.store_together(prepared[0][0]._context.storage, [one for _, one in prepared])
+    for (uploads, _), stored in zip(prepared, made, strict=True):
+        uploads._note(stored)
+    return made

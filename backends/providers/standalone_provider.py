@@ -160,20 +160,20 @@ class LocalStateStoreProvider(StateStoreProvider):
                 base=lineage.head,
                 store=self._id.store_name,
             )
-            file = self.main.stage(meta, changes)
+            file = self.main.attempts.stage(meta, changes)
             started = time.perf_counter()
             try:
                 self._manifests.append(version, newest, attempt, file)
                 self._manifest_ms = (time.perf_counter() - started) * 1e3
             except ConcurrentCommitError:
-                self.main.discard(version, attempt)
+                self.main.attempts.discard(version, attempt)
                 # No manifest names it, and none ever will.
                 self._storage.delete(file.path)
                 raise
             except BaseException:
-                self.main.discard(version, attempt)
+                self.main.attempts.discard(version, attempt)
                 raise
-            self.main.accept(version, attempt)
+            self.main.attempts.accept(version, attempt)
             self.main.complete(version, file.path)
             figures = self.metrics()
         log.info("Committed version %d for %s to file %s", version, self, self._storage.full_location(file.path))
@@ -219,7 +219,7 @@ class LocalStateStoreProvider(StateStoreProvider):
                 head = self.main.head
                 is_current = head is not None and head == self._manifests.head_at(self.main.version)
                 due = is_current and self.main.version - done >= self._conf.deltas_per_snapshot
-            made = self.main.snapshot(newest) if due else None
+            made = self.main.snapshots.store(newest) if due else None
             with self._lock:
                 self._check_open()
                 sizes = dict(self._storage.list(self._manifests.directory))
@@ -376,15 +376,15 @@ class _VersionReader:
 
     def get_many(self, keys: pa.BinaryArray, column_family: str) -> pa.BinaryArray:
         head = self.lineage.head
-        return self._read(lambda state: state.get_many(keys, self.version, column_family, head=head))
+        return self._read(lambda state: state.reads.get_many(keys, self.version, column_family, head=head))
 
     def scan(self, start: bytes | None, end: bytes | None, column_family: str) -> Iterator[pa.RecordBatch]:
         head = self.lineage.head
-        return self._read(lambda state: state.scan(self.version, start, end, column_family, head=head))
+        return self._read(lambda state: state.reads.scan(self.version, start, end, column_family, head=head))
 
     def column_families(self) -> frozenset[str]:
         head = self.lineage.head
-        return self._read(lambda state: state.column_families(self.version, head=head))
+        return self._read(lambda state: state.reads.column_families(self.version, head=head))
 
     def metrics(self) -> StateStoreMetrics:
         state = self._copy or self._provider.main

@@ -21,16 +21,16 @@ from backends.exceptions import (
     InvalidStateStoreArgument,
     MissingFileError,
 )
-from backends.storage.failures import check_bucket, first_line, is_out_of_range
 from backends.storage.file_ref import FileRef
-from backends.storage.hedges import HEDGED_BYTES
 from backends.storage.local_files import LocalFiles
 from backends.storage.locations import Location, parse_location
 from backends.storage.object_stores import ObjectStores
-from backends.storage.request_counts import RequestCounts
-from backends.storage.sender import RequestSender
+from backends.storage.sending.failures import check_bucket, first_line, is_out_of_range
+from backends.storage.sending.hedges import HEDGED_BYTES
+from backends.storage.sending.request_counts import RequestCounts
+from backends.storage.sending.sender import RequestSender
+from backends.storage.sending.traffic import BucketTraffic, buckets_of_process
 from backends.storage.shared_objects import SharedObjects
-from backends.storage.traffic import BucketTraffic, buckets_of_process
 
 if TYPE_CHECKING:
     from obstore import GetOptions

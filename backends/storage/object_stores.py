@@ -30,8 +30,8 @@ _RETRIES_OF_PARTS: RetryConfig = {
 class ObjectStores:
     """obstore's stores of one location. Making one asks nobody. Many threads may share one.
 
-    ``plain`` repeats nothing: that is the work of ``sender.py``. ``in_parts`` is for large files that go up in parts,
-    and repeats each part by itself. Raises obstore's errors, and ``ValueError``, for a wrong option.
+    ``plain`` repeats nothing: that is the work of ``sending/sender.py``. ``in_parts`` is for large files that go up in
+    parts, and repeats each part by itself. Raises obstore's errors, and ``ValueError``, for a wrong option.
     """
 
     def __init__(self, location: Location, options: Mapping[str, str]) -> None:

@@ -81,7 +81,7 @@ def _as_hosts(provider: Any, schema: Any, times: Any) -> Any:
     class Store(LocalStateAccess):
         def scan(self, ranges: Any, column_family: str = "default", limit: int | None = None) -> Any:
             assert limit is None
-            return provider.main.scan_in_turn(ranges, self.batch_id, column_family) if self.batch_id else iter(())
+            return provider.main.reads.scan_in_turn(ranges, self.batch_id, column_family) if self.batch_id else iter(())
 
     return Store(provider, schema, times, (0, GROUPS), GROUPS)
 

@@ -20,9 +20,9 @@ from pyspark.sql.functions import col
 from benchmarks.on_machines.expected import STEP
 from spark_bridge import aggregate, init_spark
 from spark_bridge import functions as S
+from spark_bridge.session.cluster.executors import executor_cores
+from spark_bridge.session.cluster.lost_executors import executor_places
 from spark_bridge.session.current import current_cluster
-from spark_bridge.session.executors import executor_cores
-from spark_bridge.session.lost_executors import executor_places
 
 log = logging.getLogger(__name__)
 

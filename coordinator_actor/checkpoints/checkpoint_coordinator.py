@@ -12,10 +12,9 @@ Differences from Flink, and the reasons:
 from __future__ import annotations
 
 import logging
-import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from coordinator_actor.checkpoints.acknowledgements import AcknowledgeCheckpoint, DeclineCheckpoint, Received
@@ -23,100 +22,63 @@ from coordinator_actor.checkpoints.checkpoint_id import CheckpointIDCounter
 from coordinator_actor.checkpoints.checkpoint_stats import CheckpointStatsTracker
 from coordinator_actor.checkpoints.completed_checkpoint import CompletedCheckpoint
 from coordinator_actor.checkpoints.pending_checkpoint import CancelReason, PendingCheckpoint
+from coordinator_actor.checkpoints.pending_checkpoints import Completing, PendingCheckpoints
 from coordinator_actor.checkpoints.tasks import TaskKey, Tasks
-from coordinator_actor.exceptions import (
-    CheckpointCoordinatorShutdownError,
-    CheckpointNotTriggeredError,
-    InvalidRequestError,
-)
+from coordinator_actor.exceptions import CheckpointNotTriggeredError, InvalidRequestError
 
-LOG = logging.getLogger(__name__)
-
-RECENT_IDS = 16
-"""The number of finished checkpoints that are remembered, to tell late messages from wrong ones (as in Flink)."""
+log = logging.getLogger(__name__)
 
 
-class _Attempt:
-    """One pending checkpoint, with what only its coordinator needs to know.
+@dataclass(frozen=True)
+class CheckpointHooks:
+    """What is called as a checkpoint goes on, and what a completed or failed one means for the others.
 
-    ``completing`` is the id of the thread that completes the checkpoint. ``verdict`` is the reason to give the
-    checkpoint up if that completion fails. Without a verdict the checkpoint goes on waiting.
+    All hooks are called without any lock held. If ``store`` raises, the checkpoint is not completed, and the
+    acknowledger gets the error. So ``store`` may be called several times for one checkpoint. While it runs, other
+    acknowledgers of the same checkpoint wait. Therefore a caller must hold its own lock around all calls that may
+    complete a checkpoint, or around none of them; ``cancel_all``, ``expire`` and ``shutdown`` wait for no completion.
     """
 
-    def __init__(self, pending: PendingCheckpoint) -> None:
-        self.pending = pending
-        self.completing: int | None = None
-        self.verdict: tuple[CancelReason, str] | None = None
+    trigger: Callable[[PendingCheckpoint], None] | None = None
+    """Tells the tasks of a new checkpoint."""
+    store: Callable[[CompletedCheckpoint], None] | None = None
+    """Stores a checkpoint that all tasks have acknowledged."""
+    completed: Callable[[CompletedCheckpoint], None] | None = None
+    """Hears of a checkpoint that is stored and no longer pending."""
+    cancelled: Callable[[PendingCheckpoint, Exception | None], None] | None = None
+    """Hears of a checkpoint that was given up (``PendingCheckpoint.cancelled`` says why), and of the error that made
+    its completion fail. An error of this hook is logged.
+    """
+    subsumes: bool = True
+    """A completed checkpoint ends the pending ones with lower ids."""
+    keeps_failed: bool = True
+    """A checkpoint that could not be stored stays pending with its acknowledgements: the next one tries again."""
 
 
 class CheckpointCoordinator:
     """The checkpoints of one job over a fixed set of tasks. Safe to use from many threads.
 
-    ``trigger`` tells the tasks of a new checkpoint. ``timeout``, in seconds: ``expire`` gives up older checkpoints
-    (None: never). ``subsume``: a completed checkpoint ends the pending ones with lower ids.
-    ``on_fully_acknowledged_checkpoint`` can be handed in, or overridden like the other hooks.
-
-    The hooks ``on_fully_acknowledged_checkpoint``, ``on_completed_checkpoint`` and ``on_cancel_checkpoint`` are called
-    without any lock held. If the first one raises, the checkpoint is not completed: it stays pending with all its
-    acknowledgements, the acknowledger gets the error, and the next acknowledgement tries again. So this hook may be
-    called several times for one checkpoint. While it runs, other acknowledgers of the same checkpoint wait. Therefore a
-    caller must hold its own lock around all calls that may complete a checkpoint, or around none of them;
-    ``cancel_all``, ``expire`` and ``shutdown`` wait for no completion.
-
-    One lock, ``_lock``, guards all state. The hooks are called outside of it.
+    ``timeout``, in seconds: ``expire`` gives up older checkpoints (None: never). ``PendingCheckpoints`` has all state.
     """
 
     def __init__(
         self,
         job_id: str,
         tasks: Iterable[TaskKey],
+        hooks: CheckpointHooks | None = None,
         *,
         id_counter: CheckpointIDCounter | None = None,
-        stats_tracker: CheckpointStatsTracker | None = None,
-        trigger: Callable[[PendingCheckpoint], None] | None = None,
         timeout: float | None = 600.0,
         clock: Callable[[], float] = time.time,
-        subsume: bool = True,
-        on_fully_acknowledged_checkpoint: Callable[[CompletedCheckpoint], None] | None = None,
     ) -> None:
         if timeout is not None and not timeout > 0:
             raise InvalidRequestError(f"timeout is {timeout}; it must be more than 0 seconds, or None.")
         self.job_id = job_id
         self.id_counter = id_counter if id_counter is not None else CheckpointIDCounter()
-        self.stats = stats_tracker if stats_tracker is not None else CheckpointStatsTracker()
-        self._tasks = Tasks(tasks)
-        self._trigger = trigger
+        self.stats = CheckpointStatsTracker()
+        self._hooks = hooks or CheckpointHooks()
         self._timeout = timeout
-        self._clock = clock
-        self._subsume = subsume
-        self._acknowledged_callback = on_fully_acknowledged_checkpoint
-        self._lock = threading.Lock()
-        self._completion_ended = threading.Condition(self._lock)
-        self._attempts: dict[int, _Attempt] = {}  # in the order of their trigger
-        self._recent: deque[int] = deque(maxlen=RECENT_IDS)
-        self._shutdown = False
-
-    # ---- hooks
-
-    def on_fully_acknowledged_checkpoint(self, completed: CompletedCheckpoint) -> None:
-        """Store a checkpoint that all tasks have acknowledged. If this raises, the checkpoint is not completed."""
-        if self._acknowledged_callback is not None:
-            self._acknowledged_callback(completed)
-
-    def on_completed_checkpoint(self, completed: CompletedCheckpoint) -> None:
-        """Take note of a checkpoint that is stored and no longer pending."""
-
-    def on_cancel_checkpoint(self, pending: PendingCheckpoint, error: Exception | None) -> None:
-        """Take note of a checkpoint that was given up: ``pending.cancelled`` says why.
-
-        ``error`` made its completion fail. An error of this hook is logged.
-        """
-
-    def _keeps_failed(self) -> bool:
-        """Return whether a checkpoint that could not be stored stays pending, for another try."""
-        return True
-
-    # ---- triggering
+        self._pending = PendingCheckpoints(job_id, Tasks(tasks), self.id_counter, self.stats, clock)
 
     def trigger_checkpoint(
         self,
@@ -135,238 +97,118 @@ class CheckpointCoordinator:
 
         Raises ``CheckpointNotTriggeredError`` or ``CheckpointCoordinatorShutdownError`` with the reason.
         """
-        completed: CompletedCheckpoint | None = None
-        with self._lock:
-            now = self._clock()
-            self._check_not_shut_down()
-            # Under the lock, so that of two checkpoints the later one gets the higher id.
-            taken = self.id_counter.get_and_increment() if checkpoint_id is None else checkpoint_id
-            if taken in self._attempts or taken in self._recent:
-                raise InvalidRequestError(f"Checkpoint {taken} of {self.job_id} was triggered before: take a new id.")
-            stamp = now if timestamp is None else timestamp
-            pending = PendingCheckpoint(self.job_id, taken, stamp, self._tasks, started=now, properties=properties)
-            for task, state in (states or {}).items():
-                pending.acknowledge(task, state, at=now)
-            attempt = self._attempts[taken] = _Attempt(pending)
-            self.stats.on_triggered(pending)
-            if pending.is_fully_acknowledged:
-                attempt.verdict = (CancelReason.FAILED, "it could not be completed")
-                completed = self._begin_completion(attempt, now)
-        LOG.debug("Triggering checkpoint %d of %s @ %s", taken, self.job_id, stamp)
-        if completed is not None:
-            self._complete(attempt, completed)
-        elif self._trigger is not None:
+        pending, completing = self._pending.trigger(checkpoint_id, timestamp, states or {}, properties)
+        log.debug("Triggering checkpoint %d of %s @ %s", pending.id, self.job_id, pending.timestamp)
+        if completing is not None:
+            self._complete(completing)
+        elif self._hooks.trigger is not None:
             try:
-                self._trigger(pending)
+                self._hooks.trigger(pending)
             except Exception as error:
-                if not self._cancel(attempt, CancelReason.FAILED, f"its tasks could not be told: {error}", error):
-                    LOG.exception("Telling the tasks of checkpoint %d failed after it was over", taken)
+                why = f"its tasks could not be told: {error}"
+                if not self._cancel(pending.id, CancelReason.FAILED, why, error):
+                    log.exception("Telling the tasks of checkpoint %d failed after it was over", pending.id)
                     return pending
                 raise CheckpointNotTriggeredError(
-                    f"Checkpoint {taken} of {self.job_id} was not triggered: its tasks could not be told: {error}"
+                    f"Checkpoint {pending.id} of {self.job_id} was not triggered: {why}"
                 ) from error
         return pending
-
-    # ---- messages
 
     def receive_acknowledge_message(self, message: AcknowledgeCheckpoint) -> Received:
         """Take an acknowledgement. The answer is true for a pending or a recently ended checkpoint.
 
         Raises ``InvalidRequestError`` for another job or an unknown task, and the error of a failed completion.
         """
-        with self._lock:
-            attempt = self._attempt(message, "acknowledge")
-            if attempt is None:
-                return self._late(message)
-            now = self._clock()
-            pending = attempt.pending
-            pending.acknowledge(message.task, message.state, message.size, message.duration, at=now)
-            if not pending.is_fully_acknowledged:
-                return Received.PENDING
-            completed = self._begin_completion(attempt, now)
-        return self._complete(attempt, completed)
+        received = self._pending.acknowledge(message)
+        return self._complete(received) if isinstance(received, Completing) else received
 
     def receive_decline_message(self, message: DeclineCheckpoint) -> Received:
         """Give a checkpoint up because a task declines it. The answer is true for a pending or a recently ended one.
 
         Raises ``InvalidRequestError`` for another job or an unknown task.
         """
-        with self._lock:
-            attempt = self._attempt(message, "decline")
-            if attempt is None:
-                return self._late(message)
-            attempt.pending.check_task(message.task)
-            operator, partition = message.task
-            self._end(attempt, CancelReason.DECLINED, f"declined by {operator}/{partition}: {message.reason}")
-        self._notify(attempt)
+        received = self._pending.decline(message)
+        if isinstance(received, Received):
+            return received
+        self._tell_cancelled([received])
         return Received.ABORTED
 
-    def _attempt(self, message: AcknowledgeCheckpoint | DeclineCheckpoint, verb: str) -> _Attempt | None:
-        """Return the pending checkpoint of a message. Waits for a completion that is under way."""
-        if self._shutdown:
-            return None
-        if message.job_id != self.job_id:
-            raise InvalidRequestError(
-                f"{message.task[0]}/{message.task[1]} wants to {verb} checkpoint {message.checkpoint_id} of "
-                f"{message.job_id}, but this is the coordinator of {self.job_id}."
-            )
-        while True:
-            attempt = self._attempts.get(message.checkpoint_id)
-            if attempt is None or self._shutdown:
-                return None
-            if attempt.completing is None:
-                return attempt
-            if attempt.completing == threading.get_ident():
-                raise InvalidRequestError(f"Checkpoint {message.checkpoint_id} is being completed by its own callback.")
-            self._completion_ended.wait()
-
-    def _late(self, message: AcknowledgeCheckpoint | DeclineCheckpoint) -> Received:
-        """Answer a message that has no pending checkpoint."""
-        if self._shutdown or message.checkpoint_id not in self._recent:
-            return Received.UNKNOWN
-        LOG.debug("A message of %s for checkpoint %d came after its end", message.task, message.checkpoint_id)
-        return Received.LATE
-
-    # ---- completing
-
-    def _begin_completion(self, attempt: _Attempt, now: float) -> CompletedCheckpoint:
-        attempt.completing = threading.get_ident()
-        return attempt.pending.to_completed(now)
-
-    def _complete(self, attempt: _Attempt, completed: CompletedCheckpoint) -> Received:
-        pending = attempt.pending
+    def _complete(self, completing: Completing) -> Received:
+        pending, completed = completing
+        hooks = self._hooks
         try:
-            self.on_fully_acknowledged_checkpoint(completed)
+            if hooks.store is not None:
+                hooks.store(completed)
         except BaseException as error:
-            kept = not isinstance(error, Exception) or self._keeps_failed()
-            with self._lock:
-                attempt.completing = None
-                verdict = attempt.verdict
-                if verdict is None and not kept:
-                    verdict = (CancelReason.FAILED, f"it could not be stored: {error}")
-                if verdict is not None:
-                    self._end(attempt, *verdict)
-                self._completion_ended.notify_all()
-            if verdict is not None:
-                self._notify(attempt, error if isinstance(error, Exception) else None)
-            if kept:
+            is_kept = not isinstance(error, Exception) or hooks.keeps_failed
+            verdict = None if is_kept else (CancelReason.FAILED, f"it could not be stored: {error}")
+            if self._pending.failed(completing, verdict):
+                self._tell_cancelled([pending], error if isinstance(error, Exception) else None)
+            if is_kept:
                 raise
-            LOG.warning("Checkpoint %d of %s could not be stored", pending.id, self.job_id, exc_info=error)
+            log.warning("Checkpoint %d of %s could not be stored", pending.id, self.job_id, exc_info=error)
             return Received.ABORTED
-        with self._lock:
-            attempt.completing = None
-            pending.completed = completed
-            self._remove(attempt)
-            older = [a for i, a in self._attempts.items() if i < completed.id] if self._subsume else []
-            why = f"checkpoint {completed.id}, a later one, is completed"
-            subsumed = self._end_all(older, CancelReason.SUBSUMED, why)
-            self.stats.on_completed(completed, pending.figures())
-            self._completion_ended.notify_all()
-        LOG.debug("Completed checkpoint %d of %s in %.3f s", completed.id, self.job_id, completed.duration)
-        self.on_completed_checkpoint(completed)
-        for dropped in subsumed:
-            self._notify(dropped)
+        subsumed = self._pending.succeeded(completing, subsumes=hooks.subsumes)
+        log.debug("Completed checkpoint %d of %s in %.3f s", completed.id, self.job_id, completed.duration)
+        if hooks.completed is not None:
+            hooks.completed(completed)
+        self._tell_cancelled(subsumed)
         return Received.COMPLETED
 
     # ---- giving up
 
     def expire(self) -> list[int]:
         """Give up the checkpoints that are older than the timeout. Return their ids."""
-        if self._timeout is None:
-            return []
-        with self._lock:
-            now = self._clock()
-            overdue = [a for a in self._attempts.values() if now - a.pending.started >= self._timeout]
-            expired = self._end_all(overdue, CancelReason.EXPIRED, f"not complete within {self._timeout} s")
-        for attempt in expired:
-            self._notify(attempt)
-        return [a.pending.id for a in expired]
+        expired = [] if self._timeout is None else self._pending.cancel_older(self._timeout)
+        self._tell_cancelled(expired)
+        return [pending.id for pending in expired]
 
     def cancel_checkpoint(self, checkpoint_id: int, reason: str) -> bool:
         """Give a pending checkpoint up. Return False if there is none of that id, or if it is being completed."""
-        with self._lock:
-            attempt = self._attempts.get(checkpoint_id)
-        return attempt is not None and self._cancel(attempt, CancelReason.CANCELLED, reason)
+        return self._cancel(checkpoint_id, CancelReason.CANCELLED, reason)
+
+    def _cancel(self, checkpoint_id: int, reason: CancelReason, why: str, error: Exception | None = None) -> bool:
+        cancelled = self._pending.cancel(checkpoint_id, reason, why)
+        if cancelled is not None:
+            self._tell_cancelled([cancelled], error)
+        return cancelled is not None
 
     def cancel_all(self, why: str) -> None:
         """Give all pending checkpoints up."""
-        with self._lock:
-            ended = self._end_all(list(self._attempts.values()), CancelReason.STOPPED, why)
-        for attempt in ended:
-            self._notify(attempt)
-
-    def _cancel(self, attempt: _Attempt, reason: CancelReason, why: str, error: Exception | None = None) -> bool:
-        with self._lock:
-            if attempt.pending.is_discarded or attempt.completing is not None:
-                return False
-            self._end(attempt, reason, why)
-        self._notify(attempt, error)
-        return True
-
-    def _end_all(self, attempts: list[_Attempt], reason: CancelReason, why: str) -> list[_Attempt]:
-        """Give up checkpoints. One that is being completed is given up only if its completion fails."""
-        ended = []
-        for attempt in attempts:
-            if attempt.completing is None:
-                self._end(attempt, reason, why)
-                ended.append(attempt)
-            elif attempt.verdict is None:
-                attempt.verdict = (reason, why)
-        return ended
-
-    def _end(self, attempt: _Attempt, reason: CancelReason, why: str) -> None:
-        if reason is CancelReason.EXPIRED:
-            why = f"{why}: {attempt.pending.describe_missing()}"
-        attempt.pending.cancelled = (reason, why)
-        self._remove(attempt)
-        self.stats.on_failed(attempt.pending.id, f"{reason.value}: {why}")
-
-    def _remove(self, attempt: _Attempt) -> None:
-        del self._attempts[attempt.pending.id]
-        self._recent.append(attempt.pending.id)
-
-    def _notify(self, attempt: _Attempt, error: Exception | None = None) -> None:
-        assert attempt.pending.cancelled is not None
-        reason, why = attempt.pending.cancelled
-        LOG.info("Checkpoint %d of %s was given up (%s): %s", attempt.pending.id, self.job_id, reason.value, why)
-        try:
-            self.on_cancel_checkpoint(attempt.pending, error)
-        except Exception:
-            LOG.exception("The callback for the cancelled checkpoint %d failed", attempt.pending.id)
-
-    # ---- shutdown
+        self._tell_cancelled(self._pending.cancel_all(CancelReason.STOPPED, why))
 
     def shutdown(self) -> None:
         """Give up all that is pending, and take no more messages.
 
         A completion that is under way still counts if it succeeds.
         """
-        with self._lock:
-            if self._shutdown:
-                return
-            self._shutdown = True
-            attempts = list(self._attempts.values())
-            ended = self._end_all(attempts, CancelReason.SHUTDOWN, "the coordinator was shut down")
-            self._completion_ended.notify_all()
-        LOG.info("The checkpoint coordinator of %s is shut down", self.job_id)
-        for attempt in ended:
-            self._notify(attempt)
+        ended = self._pending.shut_down()
+        if ended is not None:
+            log.info("The checkpoint coordinator of %s is shut down", self.job_id)
+            self._tell_cancelled(ended)
 
     def is_shutdown(self) -> bool:
         """Return whether the coordinator was shut down."""
-        return self._shutdown
+        return self._pending.is_shut_down
 
-    def _check_not_shut_down(self) -> None:
-        if self._shutdown:
-            raise CheckpointCoordinatorShutdownError(f"The checkpoint coordinator of {self.job_id} is shut down.")
+    def _tell_cancelled(self, cancelled: Iterable[PendingCheckpoint], error: Exception | None = None) -> None:
+        for pending in cancelled:
+            assert pending.cancelled is not None
+            reason, why = pending.cancelled
+            log.info("Checkpoint %d of %s was given up (%s): %s", pending.id, self.job_id, reason.value, why)
+            if self._hooks.cancelled is None:
+                continue
+            try:
+                self._hooks.cancelled(pending, error)
+            except Exception:
+                log.exception("The callback for the cancelled checkpoint %d failed", pending.id)
 
     # ---- figures
 
     def get_pending_checkpoints(self) -> dict[int, PendingCheckpoint]:
         """Return the pending checkpoints by id, in the order of their trigger."""
-        with self._lock:
-            return {i: a.pending for i, a in self._attempts.items()}
+        return self._pending.by_id()
 
     def get_number_of_pending_checkpoints(self) -> int:
         """Return the number of pending checkpoints."""
-        return len(self._attempts)
+        return len(self._pending)

@@ -22,7 +22,7 @@ from coordinator_actor.exceptions import (
 )
 from coordinator_actor.handlers.completion import advance
 from coordinator_actor.handlers.owners import assigned
-from coordinator_actor.handlers.registries import Registries
+from coordinator_actor.handlers.registries.registries import Registries
 from coordinator_actor.messages import (
     Acknowledge,
     Acknowledged,
@@ -33,8 +33,8 @@ from coordinator_actor.messages import (
     Refused,
     SnapshotUploaded,
 )
-from coordinator_actor.query.current_assignment import Assignment
-from coordinator_actor.query.files_in_use import UPLOAD
+from coordinator_actor.query.files.files_in_use import UPLOAD
+from coordinator_actor.query.owners.current_assignment import Assignment
 from coordinator_actor.query.query_state import QueryState
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from backends.tracing import spans, trace_ids
 from coordinator_actor.exceptions import InvalidRequestError, StaleBatchError
-from coordinator_actor.handlers.run_registry import RunRegistry
+from coordinator_actor.handlers.registries.run_registry import RunRegistry
 from coordinator_actor.query.query_state import QueryState
 
 

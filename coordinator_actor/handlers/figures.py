@@ -8,7 +8,7 @@ from msgspec import to_builtins
 
 from coordinator_actor.durable.checkpoint_records import as_plain
 from coordinator_actor.durable.schema_history import schema_history
-from coordinator_actor.handlers.registries import Registries
+from coordinator_actor.handlers.registries.registries import Registries
 from coordinator_actor.query.query_state import QueryState
 
 MOST_LOST = 100

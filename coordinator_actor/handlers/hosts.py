@@ -18,7 +18,7 @@ from coordinator_actor.checkpoints.tasks import TaskKey
 from coordinator_actor.exceptions import CoordinatorError, QueryBusyError, ReplacedHostError
 from coordinator_actor.handlers.owners import assigned, gives, needed_by, warm_up
 from coordinator_actor.handlers.queries import Queries
-from coordinator_actor.handlers.registries import Registries
+from coordinator_actor.handlers.registries.registries import Registries
 from coordinator_actor.messages import (
     Completed,
     HandOver,
@@ -30,7 +30,7 @@ from coordinator_actor.messages import (
     SessionPlacement,
 )
 from coordinator_actor.query.query_state import QueryState
-from coordinator_actor.query_threads import Apart
+from coordinator_actor.threads.query_threads import Apart
 
 log = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from datetime import datetime, timezone
 
 from coordinator_actor.exceptions import QueryEndedError, UnknownOperatorError, UnknownRunError
 from coordinator_actor.handlers.owners import assigned
-from coordinator_actor.handlers.registries import Registries
+from coordinator_actor.handlers.registries.registries import Registries
 from coordinator_actor.location_oracle import KvStateLocationOracle
 from coordinator_actor.messages import OperatorLocation, RunningOperator
 from coordinator_actor.query.query_state import QueryState

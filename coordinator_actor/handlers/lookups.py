@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from backends.exceptions import VersionNotFoundError
 from coordinator_actor.handlers.locations import Locations
-from coordinator_actor.handlers.registries import Registries
+from coordinator_actor.handlers.registries.registries import Registries
 from coordinator_actor.messages import LookedUp
 
 

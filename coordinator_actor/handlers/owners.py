@@ -1,4 +1,4 @@
-"""Gives the partitions of a run owners among the live hosts. ``query/partition_owners.py`` decides which ones.
+"""Gives the partitions of a run owners among the live hosts. ``query/owners/partition_owners.py`` decides which ones.
 
 A coordinator that was just started knows no owner of the runs that were there before it. For a while it goes by what
 hosts report that they hold, and leaves the other partitions without an owner: the host that reports first must not get
@@ -19,10 +19,10 @@ from backends.ids import StateStoreId, StateStoreProviderId
 from backends.tracing import spans, trace_ids
 from coordinator_actor.checkpoints.tasks import TaskKey
 from coordinator_actor.exceptions import UnknownHostError
-from coordinator_actor.handlers.registries import Registries
+from coordinator_actor.handlers.registries.registries import Registries
 from coordinator_actor.messages import HostInfo, WarmUp
-from coordinator_actor.query.current_assignment import Assignment, NewOwners
-from coordinator_actor.query.partition_owners import assign
+from coordinator_actor.query.owners.current_assignment import Assignment, NewOwners
+from coordinator_actor.query.owners.partition_owners import assign
 from coordinator_actor.query.query_state import QueryState
 
 WARM_VERSIONS = 10

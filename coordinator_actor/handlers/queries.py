@@ -19,12 +19,12 @@ from coordinator_actor.durable.spark_commits import SparkCommits
 from coordinator_actor.exceptions import CoordinatorError, FencedError, InvalidRequestError, UnknownHostError
 from coordinator_actor.handlers.completion import advance, catch_up
 from coordinator_actor.handlers.owners import assigned
-from coordinator_actor.handlers.registries import Registries
-from coordinator_actor.handlers.run_registry import LEASE_OVER, STOPPED
+from coordinator_actor.handlers.registries.registries import Registries
+from coordinator_actor.handlers.registries.run_registry import LEASE_OVER, STOPPED
 from coordinator_actor.messages import QueryRegistration, RegisteredQuery
 from coordinator_actor.query.compatibility import bound_elsewhere, evolved_operators, refusal_of
-from coordinator_actor.query.first_look import first_look
 from coordinator_actor.query.query_state import QueryState
+from coordinator_actor.query.versions.first_look import first_look
 from coordinator_actor.savepoints.run_savepoints import InBackground, RunSavepoints
 
 log = logging.getLogger(__name__)

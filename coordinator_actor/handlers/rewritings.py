@@ -7,11 +7,11 @@ from contextlib import suppress
 from coordinator_actor.exceptions import InvalidRequestError, UnknownHostError
 from coordinator_actor.handlers.completion import catch_up
 from coordinator_actor.handlers.owners import assigned
-from coordinator_actor.handlers.registries import Registries
+from coordinator_actor.handlers.registries.registries import Registries
 from coordinator_actor.messages import HeldQuery
-from coordinator_actor.query.files_in_use import BUSY_SECONDS
+from coordinator_actor.query.batch.rewriting_hold import Hold
+from coordinator_actor.query.files.files_in_use import BUSY_SECONDS
 from coordinator_actor.query.query_state import QueryState
-from coordinator_actor.query.rewriting_hold import Hold
 
 
 class Rewritings:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from coordinator_actor.exceptions import RetiredRunError
 from coordinator_actor.handlers.completion import catch_up
-from coordinator_actor.handlers.registries import Registries
+from coordinator_actor.handlers.registries.registries import Registries
 from coordinator_actor.messages import SavepointExported, SavepointStatus
 from coordinator_actor.savepoints.run_savepoints import status_of
 

@@ -17,7 +17,7 @@ from msgspec import structs
 from backends.exceptions import FileExistsInStorageError
 from backends.formats.checkpoint_size import delta_bytes
 from backends.formats.manifest import Manifest
-from backends.storage.request_counts import num_requests, used_since, used_together
+from backends.storage.sending.request_counts import num_requests, used_since, used_together
 from coordinator_actor.checkpoints.tasks import TaskKey
 from coordinator_actor.durable.checkpoint_records import MOST_RECORDS, CheckpointRecord, CheckpointRecords, StepTime
 from coordinator_actor.messages import MOST_STEPS, Acknowledge, CommitFigures

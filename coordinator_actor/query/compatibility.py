@@ -16,8 +16,8 @@ from coordinator_actor.durable.checkpoint_place import CheckpointPlace, is_insid
 from coordinator_actor.durable.manifests import QueryFile
 from coordinator_actor.messages import OperatorSpec
 from coordinator_actor.query.query_state import QueryState
-from coordinator_actor.query.query_versions import tasks_of
-from coordinator_actor.query.recovery import incomplete_message
+from coordinator_actor.query.versions.query_versions import tasks_of
+from coordinator_actor.query.versions.recovery import incomplete_message
 
 
 def refusal_of(run: QueryState, stored: QueryFile | None, place: CheckpointPlace | None) -> str | None:

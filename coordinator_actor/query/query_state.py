@@ -11,7 +11,7 @@ import msgspec
 from backends.encoding.operator_schema import OperatorSchema
 from backends.formats.manifest import PartitionEntry
 from backends.formats.manifest_chain import Layout
-from backends.storage.request_counts import used_together
+from backends.storage.sending.request_counts import used_together
 from backends.tracing.spans import Pool
 from coordinator_actor.checkpoints.checkpoint_id import CheckpointIDCounter
 from coordinator_actor.checkpoints.checkpoint_stats import CheckpointStatsTracker
@@ -25,22 +25,22 @@ from coordinator_actor.durable.rewritten_files import RewrittenFiles
 from coordinator_actor.durable.spark_commits import SparkCommits
 from coordinator_actor.exceptions import IncompleteBatchError, InvalidRequestError, LineageError
 from coordinator_actor.messages import OperatorSpec, QueryRegistration
-from coordinator_actor.query.announcements import Announcements
+from coordinator_actor.query.batch.logged_times import LoggedTimes
+from coordinator_actor.query.batch.rewriting_hold import RewritingHold
+from coordinator_actor.query.batch.running_batch import NO_DURATIONS, RunningBatch
+from coordinator_actor.query.batch.savepoint_hold import SavepointHold
+from coordinator_actor.query.batch.spark_at_work import SparkAtWork
+from coordinator_actor.query.batch.spark_logs import SparkLogs
 from coordinator_actor.query.checkpoint_history import CheckpointHistory
-from coordinator_actor.query.current_assignment import RunAssignment
-from coordinator_actor.query.files_in_use import FilesInUse
-from coordinator_actor.query.known_files import KnownFiles
-from coordinator_actor.query.logged_times import LoggedTimes
-from coordinator_actor.query.looked_up_versions import LookedUpVersions
-from coordinator_actor.query.manifest_writer import NO_STAGES, ManifestWriter
-from coordinator_actor.query.query_versions import QueryVersions, tasks_of
-from coordinator_actor.query.recovery import StoredChanges, incomplete_message, stored_changes
-from coordinator_actor.query.rewriting_hold import RewritingHold
+from coordinator_actor.query.files.files_in_use import FilesInUse
+from coordinator_actor.query.files.known_files import KnownFiles
+from coordinator_actor.query.owners.announcements import Announcements
+from coordinator_actor.query.owners.current_assignment import RunAssignment
 from coordinator_actor.query.run_lifetime import RunLifetime
-from coordinator_actor.query.running_batch import NO_DURATIONS, RunningBatch
-from coordinator_actor.query.savepoint_hold import SavepointHold
-from coordinator_actor.query.spark_at_work import SparkAtWork
-from coordinator_actor.query.spark_logs import SparkLogs
+from coordinator_actor.query.versions.looked_up_versions import LookedUpVersions
+from coordinator_actor.query.versions.manifest_writer import NO_STAGES, ManifestWriter
+from coordinator_actor.query.versions.query_versions import QueryVersions, tasks_of
+from coordinator_actor.query.versions.recovery import StoredChanges, incomplete_message, stored_changes
 
 log = logging.getLogger(__name__)
 

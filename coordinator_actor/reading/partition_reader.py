@@ -117,13 +117,13 @@ def changes(
             if not found:
                 continue
             load(place, state, piece, ref.version - 1, open_storage=open_storage)
-            there = state.column_families()
+            there = state.reads.column_families()
             yield (
                 ref.version,
                 {
                     family: ChangedPairs(
                         pairs.keys,
-                        state.get_many(pairs.keys, None, family)
+                        state.reads.get_many(pairs.keys, None, family)
                         if family in there
                         else pa.nulls(len(pairs), pa.binary()),
                         pairs.values,
@@ -135,4 +135,5 @@ def changes(
 
 def scan_family(state: PartitionState, family: str) -> Iterator[pa.RecordBatch]:
     """Yield all pairs of a column family in the order of keys, in batches; none if the partition has no such family."""
-    return state.scan(None, None, None, family) if family in state.column_families() else iter(())
+    reads = state.reads
+    return reads.scan(None, None, None, family) if family in reads.column_families() else iter(())

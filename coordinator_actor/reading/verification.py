@@ -260,6 +260,6 @@ def _is_loadable(versions: StateVersions, lineage: Lineage, bad: set[str]) -> bo
 
 def _rows_in(versions: StateVersions, piece: Piece, open_storage: OpenStorage) -> int:
     with opened_partition(versions.place, piece, open_storage=open_storage) as state:
-        return sum(
-            batch.num_rows for family in state.column_families() for batch in state.scan(None, None, None, family)
-        )
+        reads = state.reads
+        families = reads.column_families()
+        return sum(batch.num_rows for family in families for batch in reads.scan(None, None, None, family))

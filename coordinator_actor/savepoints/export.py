@@ -57,7 +57,7 @@ def export_partition(
 
     ``variable`` is the column family. ``batches`` have ``key`` and ``value`` (binary, encoded by
     ``backends.encoding.keys`` and ``backends.encoding.values``, by any schema of the history), ascending by key over
-    all batches, as ``PartitionState.scan`` gives them. The file is made in ``scratch`` (any local directory) and then
+    all batches, as ``VersionReads.scan`` gives them. The file is made in ``scratch`` (any local directory) and then
     uploaded. ``throttle`` is called after each batch with the seconds that the batch took, and the seconds of a
     processor that this thread had of them; it may sleep.
 

@@ -24,7 +24,7 @@ from coordinator_actor.checkpoints.tasks import TaskKey
 from coordinator_actor.durable.savepoint_records import SavepointRecord
 from coordinator_actor.exceptions import InvalidRequestError
 from coordinator_actor.messages import OperatorSpec, Refused, SavepointExported, SavepointOrder, SavepointStatus
-from coordinator_actor.query.current_assignment import Assignment
+from coordinator_actor.query.owners.current_assignment import Assignment
 from coordinator_actor.query.query_state import QueryState
 from coordinator_actor.savepoints.export import copy_spark_files
 from coordinator_actor.savepoints.savepoint_coordinator import SavepointCoordinator

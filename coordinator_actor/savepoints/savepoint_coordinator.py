@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from backends.tracing import spans, trace_ids
-from coordinator_actor.checkpoints.checkpoint_coordinator import CheckpointCoordinator
+from coordinator_actor.checkpoints.checkpoint_coordinator import CheckpointCoordinator, CheckpointHooks
 from coordinator_actor.checkpoints.checkpoint_id import CheckpointIDCounter
 from coordinator_actor.checkpoints.completed_checkpoint import CompletedCheckpoint
 from coordinator_actor.checkpoints.pending_checkpoint import CancelReason, PendingCheckpoint
@@ -38,10 +38,10 @@ class SavepointCoordinator(CheckpointCoordinator):
     """The savepoints of one job. Safe to use from many threads.
 
     ``store`` writes a savepoint that all tasks have acknowledged, and returns its path. It is called once per
-    savepoint, without any lock held. If it raises, the savepoint has failed. ``trigger``, ``timeout`` and ``clock`` are
-    those of a ``CheckpointCoordinator``.
+    savepoint, without any lock held. If it raises, the savepoint has failed. ``trigger`` tells the tasks of a new
+    savepoint; ``timeout`` and ``clock`` are those of a ``CheckpointCoordinator``.
 
-    ``_futures_lock`` guards the futures and paths. It is never held together with the lock of the base class.
+    ``_futures_lock`` guards the futures and paths. It is never held together with the lock of ``PendingCheckpoints``.
     """
 
     def __init__(
@@ -55,9 +55,10 @@ class SavepointCoordinator(CheckpointCoordinator):
         timeout: float | None = 600.0,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        super().__init__(
-            job_id, tasks, id_counter=id_counter, trigger=trigger, timeout=timeout, clock=clock, subsume=False
+        hooks = CheckpointHooks(
+            trigger, self._store, self._hand_over, self._cancelled, subsumes=False, keeps_failed=False
         )
+        super().__init__(job_id, tasks, hooks, id_counter=id_counter, timeout=timeout, clock=clock)
         self._write = store
         # A future moves from ``_futures`` to ``_storing`` when the completion claims it. Until then the user may cancel
         # it. Each future is claimed once: by its completion, or by the failure of its savepoint.
@@ -103,7 +104,7 @@ class SavepointCoordinator(CheckpointCoordinator):
 
     # ---- hooks of the base class
 
-    def on_fully_acknowledged_checkpoint(self, completed: CompletedCheckpoint) -> None:
+    def _store(self, completed: CompletedCheckpoint) -> None:
         """Store the savepoint, unless its future was cancelled."""
         with self._futures_lock:
             future = self._futures.pop(completed.id, None)
@@ -115,13 +116,13 @@ class SavepointCoordinator(CheckpointCoordinator):
         with self._futures_lock:
             self._paths[completed.id] = path
 
-    def on_completed_checkpoint(self, completed: CompletedCheckpoint) -> None:
+    def _hand_over(self, completed: CompletedCheckpoint) -> None:
         """Hand the path to the user who asked for the savepoint."""
         with self._futures_lock:
             future, path = self._storing.pop(completed.id), self._paths.pop(completed.id)
         future.set_result(path)
 
-    def on_cancel_checkpoint(self, pending: PendingCheckpoint, error: Exception | None) -> None:
+    def _cancelled(self, pending: PendingCheckpoint, error: Exception | None) -> None:
         """Make the future fail with the reason."""
         assert pending.cancelled is not None
         reason, why = pending.cancelled
@@ -130,9 +131,6 @@ class SavepointCoordinator(CheckpointCoordinator):
         )
         failure.__cause__ = error
         self._fail(pending.id, failure)
-
-    def _keeps_failed(self) -> bool:
-        return False
 
     def _fail(self, checkpoint_id: int, error: Exception) -> None:
         with self._futures_lock:

@@ -209,7 +209,7 @@ class Rewriting:
         assert head is not None
         removed = 0
         with opened_partition(versions.place, piece, open_storage=self._open) as state:
-            families = sorted(state.column_families())
+            families = sorted(state.reads.column_families())
 
             def kept() -> Iterator[tuple[str, SortedPairs]]:
                 nonlocal removed

@@ -11,7 +11,7 @@ from typing import Any
 from deploy.state_http import problems
 from deploy.state_http.limits import HttpLimits
 from spark_bridge.exceptions import AccessDeniedError, HostUnavailableError
-from spark_bridge.queryable.server.token_verifier import MAX_TOKEN, TokenVerifier
+from spark_bridge.queryable.server.tokens.token_verifier import MAX_TOKEN, TokenVerifier
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]

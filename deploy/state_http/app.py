@@ -18,9 +18,9 @@ from deploy.state_http.limits import HttpLimits
 from deploy.state_http.service import StateService
 from deploy.state_http.statements import Statements, while_there
 from deploy.state_http.watches import EVENT_STREAM, HttpWatches
-from spark_bridge.queryable.client import json_values as values
-from spark_bridge.queryable.client.async_client import AsyncQueryableStateClient
-from spark_bridge.queryable.server.token_verifier import TokenVerifier
+from spark_bridge.queryable.client.answers import json_values as values
+from spark_bridge.queryable.client.event_loop.async_client import AsyncQueryableStateClient
+from spark_bridge.queryable.server.tokens.token_verifier import TokenVerifier
 
 VERSION_HEADER = "X-Statestore-Version"
 VERSIONS_HEADER = "X-Statestore-Versions"

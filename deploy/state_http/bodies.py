@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.csv as pacsv
 
 from deploy.state_http.problems import problem_of
-from spark_bridge.queryable.client import json_values as values
+from spark_bridge.queryable.client.answers import json_values as values
 
 ARROW = "application/vnd.apache.arrow.stream"
 LINES = "application/x-ndjson"

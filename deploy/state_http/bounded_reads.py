@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from spark_bridge.exceptions import TooManyRequestsError
-from spark_bridge.queryable.client.async_results import AsyncStateScan
-from spark_bridge.queryable.client.async_sql import AsyncSqlRows
+from spark_bridge.queryable.client.event_loop.async_results import AsyncStateScan
+from spark_bridge.queryable.client.event_loop.async_sql import AsyncSqlRows
 
 
 class BoundedReads:

@@ -13,7 +13,7 @@ from fastapi.responses import Response
 from fastapi.security import HTTPBasic, HTTPBearer
 
 from spark_bridge.overview.model import Overview, to_plain
-from spark_bridge.queryable.client.json_values import json_bytes
+from spark_bridge.queryable.client.answers.json_values import json_bytes
 
 ANSWER_REUSE_SECONDS = 1.0
 """An answer of coordinator and hosts is given again for so long: however many ask, these are asked once a second."""

@@ -30,7 +30,7 @@ from spark_bridge.exceptions import (
     UnknownLocationError,
     UnknownOperatorError,
 )
-from spark_bridge.queryable.client.json_values import json_bytes
+from spark_bridge.queryable.client.answers.json_values import json_bytes
 
 log = logging.getLogger(__name__)
 

@@ -23,9 +23,9 @@ from spark_bridge.exceptions import (
     UnknownKvStateIdError,
     UnknownOperatorError,
 )
-from spark_bridge.queryable.client import json_values as values
-from spark_bridge.queryable.client.async_client import AsyncQueryableStateClient
-from spark_bridge.queryable.client.async_results import AsyncStateScan
+from spark_bridge.queryable.client.answers import json_values as values
+from spark_bridge.queryable.client.event_loop.async_client import AsyncQueryableStateClient
+from spark_bridge.queryable.client.event_loop.async_results import AsyncStateScan
 
 SHAPE_SECONDS = 30.0
 """For so many seconds the key columns of an operator are not asked for again."""

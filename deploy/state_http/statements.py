@@ -26,7 +26,7 @@ from deploy.state_http.bounded_reads import BoundedReads
 from deploy.state_http.limits import HttpLimits
 from deploy.state_http.models import SqlRequest
 from spark_bridge.exceptions import QueryTimeoutError, RequestError, RequestLimitError
-from spark_bridge.queryable.client.async_client import AsyncQueryableStateClient
+from spark_bridge.queryable.client.event_loop.async_client import AsyncQueryableStateClient
 
 T = TypeVar("T")
 

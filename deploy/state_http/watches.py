@@ -12,10 +12,10 @@ from deploy.state_http.models import WatchRequest
 from deploy.state_http.problems import problem_of
 from deploy.state_http.service import StateService
 from spark_bridge.exceptions import AccessDeniedError, RequestError, StateVersionError, TooManyRequestsError
-from spark_bridge.queryable.client import json_values as values
-from spark_bridge.queryable.client.async_results import AsyncStateWatch
-from spark_bridge.queryable.client.watch import StateChange
-from spark_bridge.queryable.server.token_verifier import TokenVerifier
+from spark_bridge.queryable.client.answers import json_values as values
+from spark_bridge.queryable.client.calls.watch import StateChange
+from spark_bridge.queryable.client.event_loop.async_results import AsyncStateWatch
+from spark_bridge.queryable.server.tokens.token_verifier import TokenVerifier
 
 EVENT_STREAM = "text/event-stream"
 

@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from backends.decoders import json_decoder
 from spark_bridge.exceptions import RequestError, UnknownKeyOrNamespaceError
-from spark_bridge.queryable.client.json_values import from_json, key_of_json, key_of_text
+from spark_bridge.queryable.client.answers.json_values import from_json, key_of_json, key_of_text
 
 _CONDITION = re.compile(
     r"\s*(?P<column>.+?)\s*(?:(?P<null>\bis(?:\s+not)?\s+null)|(?P<operator><=|>=|!=|<>|==?|<|>|\bin\b)\s*(?P<value>.+))",

@@ -12,7 +12,7 @@ import pyarrow as pa
 import typer
 
 from spark_bridge.cli.output import filled, json_line, printer
-from spark_bridge.queryable.client.json_values import rows_to_json
+from spark_bridge.queryable.client.answers.json_values import rows_to_json
 
 TABLE_ROWS = 500
 """So many rows make a table; those behind make another, so that memory stays flat."""

@@ -24,7 +24,7 @@ from spark_bridge.overview.from_cluster import KnownCheckpoints
 from spark_bridge.overview.from_storage import overview_of_checkpoint
 from spark_bridge.overview.model import Overview
 from spark_bridge.queryable.client.client import QueryableStateClient
-from spark_bridge.queryable.client.discovery import from_environment
+from spark_bridge.queryable.client.cluster.discovery import from_environment
 from spark_bridge.transport.tls import TlsConf
 
 CheckpointOption = Annotated[

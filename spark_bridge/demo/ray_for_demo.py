@@ -15,8 +15,8 @@ from ray.util.placement_group import PlacementGroup
 
 from coordinator_actor.coordinator_conf import NAMESPACE
 from spark_bridge.demo.events import DemoError
+from spark_bridge.session.cluster.ray_cluster import system_config
 from spark_bridge.session.current import current_cluster
-from spark_bridge.session.ray_cluster import system_config
 
 MIB = 1 << 20
 EXECUTOR_MEMORY = 1 << 30

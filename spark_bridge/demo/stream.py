@@ -55,8 +55,8 @@ from spark_bridge.demo.ray_for_demo import (
     machines_of_cluster,
     own_cluster,
 )
+from spark_bridge.session.cluster.java import ensure_java
 from spark_bridge.session.current import current_cluster
-from spark_bridge.session.java import ensure_java
 
 log = logging.getLogger(__name__)
 

@@ -20,11 +20,11 @@ from backends.exceptions import StoreClosedError
 from backends.formats.manifest import SnapshotRef
 from backends.formats.snapshot import PreparedSnapshot, StoredSnapshot
 from backends.host_memory import WRITE_BUFFERS, HostMemory
-from backends.partition.partition_state import PartitionState
+from backends.partition.snapshot_uploads import store_snapshots
 from backends.tracing import spans
 from coordinator_actor.exceptions import BatchHeldError
 from coordinator_actor.messages import SnapshotUploaded
-from coordinator_actor.query.files_in_use import UPLOAD
+from coordinator_actor.query.files.files_in_use import UPLOAD
 from spark_bridge.host.coordination.registration import HostRegistration
 from spark_bridge.host.coordination.version_requests import VersionRequests
 from spark_bridge.host.counters import Counters
@@ -220,7 +220,7 @@ class Maintenance:
                     coordinator.release_files(run_id, operator, partition, UPLOAD)
                     continue
                 earlier = lineage.snapshots[-1] if lineage.snapshots else None
-                prepared = instance.state.prepare_snapshot(earlier, INLINE_FILES_BYTES, listed)
+                prepared = instance.state.snapshots.prepare(earlier, INLINE_FILES_BYTES, listed)
                 ready = together.add(_Ready(instance, earlier, prepared))
             self._store(ready)
 
@@ -229,7 +229,7 @@ class Maintenance:
             return
         made: list[StoredSnapshot] = []
         with self._logged([r.instance for r in ready]):
-            made = PartitionState.store_snapshots([(r.instance.state, r.prepared) for r in ready])
+            made = store_snapshots([(r.instance.state.snapshots, r.prepared) for r in ready])
         for (instance, earlier, _), stored in zip(ready, made, strict=False):
             with self._logged([instance]):
                 self._report(instance, earlier, stored)

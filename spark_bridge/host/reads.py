@@ -69,9 +69,9 @@ class PartitionReads:
         elif instance is None or instance.state.version != version:
             raise self._not_open(run_id, operator, partition, version)
         try:
-            if column_family != DEFAULT_FAMILY and column_family not in instance.state.column_families(version):
+            if column_family != DEFAULT_FAMILY and column_family not in instance.state.reads.column_families(version):
                 return pa.nulls(len(keys), pa.binary())
-            values = instance.state.get_many(keys, version, column_family)
+            values = instance.state.reads.get_many(keys, version, column_family)
         except (VersionNotFoundError, StoreClosedError) as error:
             raise self._not_open(run_id, operator, partition, version) from error
         self._counters.add("keys_read", len(keys))
@@ -85,10 +85,10 @@ class PartitionReads:
             raise self._not_open(run_id, operator, partition, version)
         left = command.limit
         try:
-            is_there = command.column_family in instance.state.column_families(version)
+            is_there = command.column_family in instance.state.reads.column_families(version)
             if not is_there:
                 return
-            for batch in instance.state.scan_in_turn(ranges, version, command.column_family):
+            for batch in instance.state.reads.scan_in_turn(ranges, version, command.column_family):
                 pairs = batch if left is None else batch.slice(0, left)
                 if left is not None:
                     left -= pairs.num_rows

@@ -21,22 +21,22 @@ import ray
 
 from backends.tracing.set_up import try_set_up
 from backends.without_pandas import keep_pandas_out
-from coordinator_actor.log_lines import set_up_logging
 from coordinator_actor.messages import (
     HostInfo,
 )
 from coordinator_actor.on_ray.ray_metrics import RayMetrics
 from coordinator_actor.on_ray.ray_port import RayCoordinatorPort
 from coordinator_actor.on_ray.restarts import restarts_of_this_actor
-from coordinator_actor.priority import take_ordinary_priority
+from coordinator_actor.process.log_lines import set_up_logging
+from coordinator_actor.process.priority import take_ordinary_priority
 from spark_bridge.host.host import Host
 from spark_bridge.host.partition_columns import in_columns
 from spark_bridge.host_actor.flight_server import HostFlightServer
 from spark_bridge.host_actor.host_metrics import HOST_METRICS_SECONDS, HostMetrics, every
 from spark_bridge.host_actor.session_options import SessionOptions, require_same_driver
 from spark_bridge.queryable.reads.host_reads import HostReads
-from spark_bridge.queryable.server.client_proxy import KvStateClientProxy, connections_to_hosts
-from spark_bridge.queryable.server.token_verifier import ClusterTokens
+from spark_bridge.queryable.server.proxy.client_proxy import KvStateClientProxy, connections_to_hosts
+from spark_bridge.queryable.server.tokens.token_verifier import ClusterTokens
 from spark_bridge.transport.coordinator_calls import checked_call
 from spark_bridge.transport.protocol import HostFile
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from backends.storage.request_counts import RequestCounts
+from backends.storage.sending.request_counts import RequestCounts
 from coordinator_actor.metrics import REQUEST_DURATION_BOUNDS, MetricSink, running_totals, storage_totals
-from spark_bridge.queryable.server.request_statistics import RequestStatistics
+from spark_bridge.queryable.server.limits.request_statistics import RequestStatistics
 
 MOST_PARTITIONS = 100
 """Operators of more partitions have one value for each host: the number of series must not follow the partitions."""

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from backends.conf import StateStoreConf
 from backends.tracing.set_up import setting_of_environment
 from coordinator_actor.coordinator_conf import COORDINATOR_NAME, NAMESPACE, CoordinatorConf
-from coordinator_actor.log_lines import format_of_environment
+from coordinator_actor.process.log_lines import format_of_environment
 from coordinator_actor.wire_version import WIRE_VERSION, other_version
 from spark_bridge.exceptions import EnvironmentProblemError, SessionError
-from spark_bridge.queryable.server.request_limits import RequestLimits
+from spark_bridge.queryable.server.limits.request_limits import RequestLimits
 from spark_bridge.transport.tls import TlsConf
 
 DEFAULT_RECOVERY_TIMEOUT = 60.0
@@ -23,7 +23,7 @@ class SessionOptions:
     """The options of ``init_spark`` and ``attach`` that concern the state store; see there for their meaning.
 
     ``session_id`` names the session among those that use the same coordinator. ``log_format`` is that of the hosts'
-    logs (``coordinator_actor.log_lines``). ``tracing`` says where the spans of driver, tasks and hosts go
+    logs (``coordinator_actor.process.log_lines``). ``tracing`` says where the spans of driver, tasks and hosts go
     (``backends.tracing.set_up``). ``wire_version`` is the driver's: made with the object, so that none is
     there where the driver's release has none.
 

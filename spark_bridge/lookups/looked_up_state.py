@@ -14,12 +14,12 @@ from backends.decoders import convert
 from backends.storage.checkpoint_storage import CheckpointStorage
 from coordinator_actor.durable.lookup_records import LookupRecord, LookupRecords
 from coordinator_actor.messages import LookedUp, OperatorLocation
-from coordinator_actor.query.looked_up_versions import LookedUpVersions
+from coordinator_actor.query.versions.looked_up_versions import LookedUpVersions
 from coordinator_actor.reading.stored_versions import StatePlace, StateVersions
 from spark_bridge.exceptions import HostUnavailableError
-from spark_bridge.queryable.client.key_lookups import KeyLookups
-from spark_bridge.queryable.client.known_operators import KnownOperator
-from spark_bridge.queryable.client.state_views import StateView
+from spark_bridge.queryable.client.answers.state_views import StateView
+from spark_bridge.queryable.client.calls.key_lookups import KeyLookups
+from spark_bridge.queryable.client.cluster.known_operators import KnownOperator
 from spark_bridge.queryable.protocol.connections import KvConnections
 from spark_bridge.queryable.protocol.messages import At
 from spark_bridge.queryable.routing.retries import Attempts, retrying

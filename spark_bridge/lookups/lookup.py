@@ -19,8 +19,8 @@ from spark_bridge.exceptions import InvalidOperatorError
 from spark_bridge.lookups.looked_up_state import recorded_in_storage
 from spark_bridge.lookups.lookup_task import LookupTask
 from spark_bridge.operators.spark_types import arrow_type
-from spark_bridge.queryable.client.known_operators import KnownOperator
-from spark_bridge.queryable.client.state_views import StateView
+from spark_bridge.queryable.client.answers.state_views import StateView
+from spark_bridge.queryable.client.cluster.known_operators import KnownOperator
 from spark_bridge.session.current import current_cluster
 from spark_bridge.state_data.spark_frames import spark_schema, state_place
 from spark_bridge.state_data.stored_reads import StoredReads

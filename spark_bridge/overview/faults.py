@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from statistics import median
 
-from backends.storage.failures import for_people
+from backends.storage.sending.failures import for_people
 from spark_bridge.overview.formats import duration
 from spark_bridge.overview.model import (
     ENDED,

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from backends.storage.request_counts import KINDS
+from backends.storage.sending.request_counts import KINDS
 from coordinator_actor.durable.checkpoint_records import StepTime
 from spark_bridge.overview.processes import CoordinatorInfo, HostOverview
 

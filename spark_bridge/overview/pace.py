@@ -19,14 +19,17 @@ class QueryPace:
 
     ``rows_per_second`` are the input rows of the last checkpoints over the time from the first to the last of them;
     ``usual_ms`` is the median duration of these checkpoints, ``interval_ms`` the median time between two.
-    ``freshness_ms`` is the age of the last completed one, ``batch_ms`` how long the running batch has run. ``hottest``
-    is the partition whose last commit took longest, as ``operator/partition``, and ``hottest_ms`` that time.
+    ``freshness_ms`` is the age of the last completed one, or, where none is known to be completed, of the last prepared
+    one. ``watermark_behind_ms`` says how far the watermark is behind now, ``batch_ms`` how long the running batch has
+    run. ``hottest`` is the partition whose last commit took longest, as ``operator/partition``, and ``hottest_ms`` that
+    time.
     """
 
     query: str
     status: str
     version: int
     freshness_ms: int | None = None
+    watermark_behind_ms: int | None = None
     batch_ms: int | None = None
     usual_ms: float | None = None
     interval_ms: float | None = None
@@ -40,20 +43,23 @@ class QueryPace:
 
 def pace_of(overview: Overview) -> tuple[QueryPace, ...]:
     """Return the pace of each query, in the order of the overview."""
-    return tuple(_pace(query, overview.taken_ms) for query in overview.queries)
+    return tuple(query_pace(query, overview.taken_ms) for query in overview.queries)
 
 
-def _pace(query: Query, now_ms: int) -> QueryPace:
+def query_pace(query: Query, now_ms: int) -> QueryPace:
+    """Return the pace of one query at a moment, in ms since 1970."""
     recent = [c for c in query.checkpoints[-RECENT_CHECKPOINTS:] if c.completed_ms is not None]
     moments = [c.completed_ms for c in recent if c.completed_ms is not None]
     durations = [c.duration_ms for c in recent if c.duration_ms is not None]
     added = [c.delta_bytes for c in recent if c.delta_bytes is not None]
+    newest = moments[-1] if moments else query.checkpoints[-1].prepared_ms if query.checkpoints else None
     hottest = _hottest(query.operators)
     return QueryPace(
         query.title,
         query.status,
         query.completed_version,
-        freshness_ms=max(0, now_ms - moments[-1]) if moments else None,
+        freshness_ms=_since(newest, now_ms),
+        watermark_behind_ms=_since(query.watermark_ms, now_ms),
         batch_ms=query.batch_ms,
         usual_ms=median(durations) if durations else None,
         interval_ms=median(b - a for a, b in pairwise(moments)) if len(moments) > 1 else None,
@@ -64,6 +70,10 @@ def _pace(query: Query, now_ms: int) -> QueryPace:
         hottest=None if hottest is None else hottest[1],
         hottest_ms=None if hottest is None else hottest[0],
     )
+
+
+def _since(moment_ms: int | None, now_ms: int) -> int | None:
+    return None if moment_ms is None else max(0, now_ms - moment_ms)
 
 
 def _rate(recent: Sequence[Checkpoint], moments: Sequence[int]) -> float | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from backends.encoding.operator_schema import OperatorSchema
 from spark_bridge.overview.model import Variable
-from spark_bridge.queryable.reads.operator_summary import variables_summary
+from spark_bridge.queryable.reads.operators.operator_summary import variables_summary
 
 
 def variables_in_use(schema: OperatorSchema) -> tuple[Variable, ...]:

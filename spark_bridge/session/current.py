@@ -11,7 +11,7 @@ from spark_bridge.exceptions import SessionError
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-    from spark_bridge.session.state_cluster import StateCluster
+    from spark_bridge.session.hosts.state_cluster import StateCluster
 
 
 @dataclass(frozen=True)

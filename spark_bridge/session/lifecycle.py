@@ -13,7 +13,11 @@ from backends.tracing.set_up import set_up
 from coordinator_actor.coordinator_conf import COORDINATOR_NAME, NAMESPACE, CoordinatorConf
 from spark_bridge.exceptions import EnvironmentProblemError
 from spark_bridge.host_actor.session_options import DEFAULT_RECOVERY_TIMEOUT, SessionOptions, require_num_hosts
-from spark_bridge.queryable.server.request_limits import RequestLimits
+from spark_bridge.queryable.server.limits.request_limits import RequestLimits
+from spark_bridge.session.cluster.executors import await_executors, executor_cores
+from spark_bridge.session.cluster.java import ensure_java
+from spark_bridge.session.cluster.ray_cluster import join_or_start_ray, stop_ray
+from spark_bridge.session.cluster.ray_on_spark import require_cores
 from spark_bridge.session.current import (
     Session,
     begin_session,
@@ -21,10 +25,6 @@ from spark_bridge.session.current import (
     end_session,
     require_no_session,
 )
-from spark_bridge.session.executors import await_executors, executor_cores
-from spark_bridge.session.java import ensure_java
-from spark_bridge.session.ray_cluster import join_or_start_ray, stop_ray
-from spark_bridge.session.ray_on_spark import require_cores
 from spark_bridge.transport.tls import TlsConf
 
 if TYPE_CHECKING:
@@ -192,11 +192,11 @@ def _join(spark: SparkSession, options: SessionOptions, *, raydp_app: str | None
 
     ``raydp_app`` is the name of the application that ``init_spark`` has started by RayDP.
     """
-    from spark_bridge.session.listener import StateStoreQueryListener
-    from spark_bridge.session.lost_executors import LostExecutors
+    from spark_bridge.session.cluster.lost_executors import LostExecutors
+    from spark_bridge.session.cluster.spark_master import SparkMasterWatch
+    from spark_bridge.session.hosts.state_cluster import StateCluster
+    from spark_bridge.session.queries.listener import StateStoreQueryListener
     from spark_bridge.session.settings import STATE_LOCATION_CONF, apply_settings, redact, spare_processes
-    from spark_bridge.session.spark_master import SparkMasterWatch
-    from spark_bridge.session.state_cluster import StateCluster
     from spark_bridge.task import local_properties
 
     # Behind Ray's start, whose hook may have set a provider.
@@ -244,7 +244,7 @@ def _set_log_level(spark: SparkSession, level: str) -> None:
 
 
 def _spark_configs(given: dict[str, str] | None, cores: int) -> dict[str, str]:
-    from spark_bridge.session.raydp_settings import SHUFFLE, MasterSettings, master_on_head
+    from spark_bridge.session.cluster.raydp_settings import SHUFFLE, MasterSettings, master_on_head
     from spark_bridge.session.settings import EXCLUDED_RULES, STATELESS_AQE, excluded_rules
 
     ours = {

@@ -12,9 +12,9 @@ from backends.storage.checkpoint_storage import CheckpointStorage, OpenStorage
 from coordinator_actor.messages import OperatorLocation
 from coordinator_actor.reading.stored_versions import find_state
 from spark_bridge.exceptions import RequestError, StateVersionError
+from spark_bridge.queryable.client.calls.watch import LAST_COLUMNS, StateChange
 from spark_bridge.queryable.client.client import QueryableStateClient
-from spark_bridge.queryable.client.known_operators import KnownOperator
-from spark_bridge.queryable.client.watch import LAST_COLUMNS, StateChange
+from spark_bridge.queryable.client.cluster.known_operators import KnownOperator
 from spark_bridge.queryable.protocol.connections import KvConnections
 from spark_bridge.queryable.protocol.messages import ChangesRequest
 from spark_bridge.queryable.routing.router import StateRouter

@@ -12,7 +12,7 @@ from ray.data.block import BlockMetadata
 
 from coordinator_actor.reading.stored_versions import find_state
 from spark_bridge.exceptions import RequestError
-from spark_bridge.queryable.client.conditions import WhereCondition
+from spark_bridge.queryable.client.arguments.conditions import WhereCondition
 from spark_bridge.state_data.packed_pieces import packed_pieces, unpacked_piece, without_pieces
 from spark_bridge.state_data.selected_rows import selected
 from spark_bridge.state_data.state_sources import StateSource, state_source

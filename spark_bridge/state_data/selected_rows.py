@@ -13,12 +13,12 @@ from backends.encoding.key_groups import key_groups, partition_range
 from backends.encoding.keys import KEY_GROUP_BYTES, encode_keys
 from coordinator_actor.reading.partition_reader import opened_partition
 from coordinator_actor.reading.stored_versions import Piece
-from spark_bridge.queryable.client.conditions import WhereCondition, comparisons
-from spark_bridge.queryable.client.key_ranges import first_key_after
+from spark_bridge.queryable.client.arguments.conditions import WhereCondition, comparisons
+from spark_bridge.queryable.client.arguments.key_ranges import first_key_after
 from spark_bridge.queryable.protocol.messages import Comparison
-from spark_bridge.queryable.reads.answer_version import PartitionView
-from spark_bridge.queryable.reads.partition_scans import KeyBounds, pairs_of
-from spark_bridge.queryable.reads.row_selection import RowSelection, scalar_of
+from spark_bridge.queryable.reads.rows.partition_scans import KeyBounds, pairs_of
+from spark_bridge.queryable.reads.rows.row_selection import RowSelection, scalar_of
+from spark_bridge.queryable.reads.versions.answer_version import PartitionView
 from spark_bridge.state_data.state_sources import StateSource
 from spark_bridge.state_format.partition_rows import partition_rows
 from spark_bridge.state_format.stored_rows import VariableRows
@@ -61,7 +61,7 @@ class SelectedSource:
         """Give the rows of one partition. Raises ``VersionNotFoundError`` if the version has been removed meanwhile."""
         source = self.source
         with opened_partition(source.reading.place, piece, open_storage=source.open_storage) as state:
-            view = PartitionView(piece.partition, state, source.reading.version, None)
+            view = PartitionView(piece.partition, state.reads, source.reading.version, None)
             pairs = pairs_of(view, source.rows, self._key_groups(piece), self.bounds)
             for batch in partition_rows(source.rows, pairs, piece.partition):
                 found = self.selection.rows(batch)

@@ -28,15 +28,15 @@ from coordinator_actor.reading.stored_versions import Piece, StatePlace, StateVe
 from spark_bridge.exceptions import RequestError, StateVersionError, UnknownOperatorError
 from spark_bridge.queryable.protocol.messages import At, ChangesRequest, KeyRowsRequest, LookupRequest, ScanRequest
 from spark_bridge.queryable.protocol.state_reads import StateAnswer
-from spark_bridge.queryable.reads.answer_version import PartitionView
-from spark_bridge.queryable.reads.key_filter import GroupingKeyFilter
-from spark_bridge.queryable.reads.key_reads import FoundPairs, find_pairs, rows_of_keys, values_of
-from spark_bridge.queryable.reads.operator_plan import OperatorPlan
-from spark_bridge.queryable.reads.operator_summary import operator_summary
-from spark_bridge.queryable.reads.partition_scans import KeyBounds, pairs_of
-from spark_bridge.queryable.reads.row_selection import RowSelection
-from spark_bridge.queryable.reads.row_stream import gather_batches, limited
-from spark_bridge.queryable.reads.windowed_key_reads import WindowedKeys
+from spark_bridge.queryable.reads.changes.key_filter import GroupingKeyFilter
+from spark_bridge.queryable.reads.operators.operator_plan import OperatorPlan
+from spark_bridge.queryable.reads.operators.operator_summary import operator_summary
+from spark_bridge.queryable.reads.rows.key_reads import FoundPairs, find_pairs, rows_of_keys, values_of
+from spark_bridge.queryable.reads.rows.partition_scans import KeyBounds, pairs_of
+from spark_bridge.queryable.reads.rows.row_selection import RowSelection
+from spark_bridge.queryable.reads.rows.row_stream import gather_batches, limited
+from spark_bridge.queryable.reads.rows.windowed_key_reads import WindowedKeys
+from spark_bridge.queryable.reads.versions.answer_version import PartitionView
 from spark_bridge.state_data.stored_query import query_in_storage
 from spark_bridge.state_data.version_changes import changes_by_version
 from spark_bridge.state_format.partition_rows import partition_rows
@@ -273,6 +273,6 @@ class StoredReads:
     def _view(self, piece: Piece, version: int) -> Iterator[PartitionView]:
         try:
             with opened_partition(self.place, piece, open_storage=self._open) as state:
-                yield PartitionView(piece.partition, state, version, None)
+                yield PartitionView(piece.partition, state.reads, version, None)
         except VersionNotFoundError as error:
             raise StateVersionError(str(error)) from error

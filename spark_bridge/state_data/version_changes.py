@@ -9,7 +9,7 @@ import pyarrow as pa
 from backends.formats.changelog import read_changelog
 from backends.storage.checkpoint_storage import OpenStorage
 from coordinator_actor.reading.stored_versions import Piece, Reading
-from spark_bridge.queryable.reads.key_filter import GroupingKeyFilter
+from spark_bridge.queryable.reads.changes.key_filter import GroupingKeyFilter
 from spark_bridge.state_format.stored_changes import VariableChanges
 from spark_bridge.state_format.stored_rows import VariableRows
 

@@ -16,16 +16,6 @@ from spark_bridge.session.current import current_spark
 from spark_bridge.state_format.families import ENDS_FAMILY
 from spark_bridge.state_format.layouts import SESSIONS
 from spark_bridge.state_surgery.aggregate_states import StatesOfRows
-from spark_bridge.state_surgery.first_stage import Function, OperatorVariable, ReadJob, Routing, Target, target_name
-from spark_bridge.state_surgery.new_state import (
-    NewOperator,
-    NewState,
-    NewStateReport,
-    check_partitions,
-    new_query_id,
-    session_options,
-    session_state_location,
-)
 from spark_bridge.state_surgery.programs import (
     MERGE,
     Combining,
@@ -38,7 +28,24 @@ from spark_bridge.state_surgery.programs import (
     written_by_hand,
 )
 from spark_bridge.state_surgery.row_sources import sources_of
-from spark_bridge.state_surgery.workers import RayWorkers, Workers
+from spark_bridge.state_surgery.stages.first_stage import (
+    Function,
+    OperatorVariable,
+    ReadJob,
+    Routing,
+    Target,
+    target_name,
+)
+from spark_bridge.state_surgery.stages.new_state import (
+    NewOperator,
+    NewState,
+    NewStateReport,
+    check_partitions,
+    new_query_id,
+    session_options,
+    session_state_location,
+)
+from spark_bridge.state_surgery.stages.workers import RayWorkers, Workers
 
 log = logging.getLogger(__name__)
 

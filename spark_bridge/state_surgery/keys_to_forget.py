@@ -9,7 +9,7 @@ import pyarrow as pa
 from backends.encoding.operator_schema import OperatorSchema
 from backends.exceptions import InvalidStateStoreArgument
 from coordinator_actor.surgery.forgotten_keys import ForgottenKeys
-from spark_bridge.queryable.client.key_codec import KeyCodec, names_in_order
+from spark_bridge.queryable.client.arguments.key_codec import KeyCodec, names_in_order
 from spark_bridge.state_format.families import family_of
 from spark_bridge.state_format.windowed_keys import window_place
 

@@ -12,7 +12,7 @@ from spark_bridge.aggregates.aggregator import Aggregator
 from spark_bridge.state_format.rows_to_pairs import PairsOfRows
 from spark_bridge.state_format.stored_rows import VariableRows
 from spark_bridge.state_surgery.aggregate_states import MergedStates
-from spark_bridge.state_surgery.first_stage import Combine, OperatorVariable, Target
+from spark_bridge.state_surgery.stages.first_stage import Combine, OperatorVariable, Target
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame

@@ -12,17 +12,17 @@ from backends.storage.checkpoint_storage import CheckpointStorage
 from coordinator_actor.reading.stored_versions import StateVersions, find_state
 from coordinator_actor.savepoints.new_checkpoint import NewCheckpoint
 from coordinator_actor.savepoints.savepoint_format import METADATA_FILE
-from spark_bridge.state_surgery.new_state import (
+from spark_bridge.state_surgery.programs import Combining, Program
+from spark_bridge.state_surgery.rewriting.rewrite_plan import planned_rewrite
+from spark_bridge.state_surgery.rewriting.rewritten_operators import Functions, rewritten_operators
+from spark_bridge.state_surgery.stages.new_state import (
     NewState,
     NewStateReport,
     new_query_id,
     session_options,
     session_state_location,
 )
-from spark_bridge.state_surgery.programs import Combining, Program
-from spark_bridge.state_surgery.rewrite_plan import planned_rewrite
-from spark_bridge.state_surgery.rewritten_operators import Functions, rewritten_operators
-from spark_bridge.state_surgery.workers import RayWorkers, Workers
+from spark_bridge.state_surgery.stages.workers import RayWorkers, Workers
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 
 from backends.exceptions import InvalidStateStoreArgument
-from spark_bridge.state_surgery.first_stage import PackedRows, RowSource, packed, unpacked_rows
+from spark_bridge.state_surgery.stages.first_stage import PackedRows, RowSource, packed, unpacked_rows
 
 SOURCE_BYTES = 64 << 20
 """A task of the first stage gets about so many bytes of a table."""

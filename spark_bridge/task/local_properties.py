@@ -1,7 +1,7 @@
 """The local properties of Spark by which the driver tells the tasks of a query where the hosts are.
 
-The driver's query listener sets them (``spark_bridge.session.listener``), and Spark gives them to every task of the
-query.
+The driver's query listener sets them (``spark_bridge.session.queries.listener``), and Spark gives them to every task of
+the query.
 """
 
 from __future__ import annotations

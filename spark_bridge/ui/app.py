@@ -18,10 +18,10 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp
 
 from backends.exceptions import StateStoreError
-from backends.storage.prices import STANDARD, Prices
+from backends.storage.sending.prices import STANDARD, Prices
 from coordinator_actor.exceptions import CoordinatorError
 from spark_bridge.exceptions import AccessDeniedError, HostUnavailableError, SparkBridgeError
-from spark_bridge.queryable.server.token_verifier import Grant, TokenVerifier
+from spark_bridge.queryable.server.tokens.token_verifier import Grant, TokenVerifier
 from spark_bridge.ui import views
 from spark_bridge.ui.overviews import SharedOverview
 from spark_bridge.ui.requests import PageCall, plain_page

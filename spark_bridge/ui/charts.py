@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from spark_bridge.overview.formats import duration, number, size
-from spark_bridge.overview.model import Checkpoint, Operator, Overview, Partition
+from spark_bridge.overview.model import Checkpoint, Operator, Partition
 
 PHASES = ("tasks", "acknowledge", "manifest", "commit")
 """The phases of a batch in their order, as in ``CheckpointRecord.phases``."""
@@ -203,31 +203,3 @@ def sparkline(checkpoints: Sequence[Checkpoint]) -> str:
         return ""
     top = max(known) or 1
     return " ".join(f"{i / (len(known) - 1) * 100:.1f},{19 - ms / top * 18:.1f}" for i, ms in enumerate(known))
-
-
-@dataclass(frozen=True)
-class RecentPace:
-    """The recent speed of a query: rows a second and usual duration of its last checkpoints, age of the newest one."""
-
-    rows_per_second: float | None
-    usual_ms: float | None
-    age_ms: int | None
-    watermark_behind_ms: int | None
-
-
-def pace(overview: Overview, checkpoints: Sequence[Checkpoint], watermark_ms: int | None, most: int = 20) -> RecentPace:
-    """Return the pace by the last ``most`` completed checkpoints."""
-    done = [c for c in checkpoints if c.completed_ms is not None][-most:]
-    rate = None
-    if len(done) >= 2:
-        span = (done[-1].completed_ms or 0) - (done[0].completed_ms or 0)
-        rows = [c.rows for c in done[1:] if c.rows is not None]
-        rate = sum(rows) / span * 1000 if span > 0 and rows else None
-    durations = [c.duration_ms for c in done if c.duration_ms is not None]
-    newest = (done[-1].completed_ms if done else None) or (checkpoints[-1].prepared_ms if checkpoints else None)
-    return RecentPace(
-        rate,
-        median(durations) if durations else None,
-        None if newest is None else max(0, overview.taken_ms - newest),
-        None if watermark_ms is None else max(0, overview.taken_ms - watermark_ms),
-    )

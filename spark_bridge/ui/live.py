@@ -10,8 +10,8 @@ from coordinator_actor.messages import SavepointStatus
 from coordinator_actor.savepoints import savepoint_catalog
 from coordinator_actor.savepoints.savepoint_format import SavepointInfo
 from spark_bridge.overview.model import Overview, Query
+from spark_bridge.queryable.client.calls.watch import StateChange
 from spark_bridge.queryable.client.client import QueryableStateClient
-from spark_bridge.queryable.client.watch import StateChange
 from spark_bridge.ui.system import StateTable
 
 SAVEPOINTS = "savepoints"

@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow as pa
 
 from spark_bridge.exceptions import RequestError
-from spark_bridge.queryable.client.state_scan import StateScan
+from spark_bridge.queryable.client.calls.state_scan import StateScan
 from spark_bridge.ui.requests import PageCall
 from spark_bridge.ui.system import StateTable
 from spark_bridge.ui.typed_values import Input, input_for, parsed

@@ -11,12 +11,12 @@ from urllib.parse import urlencode
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from starlette.responses import HTMLResponse, Response
 
-from backends.storage.prices import STANDARD, Prices
+from backends.storage.sending.prices import STANDARD, Prices
 from spark_bridge.exceptions import RequestError
 from spark_bridge.overview import formats
 from spark_bridge.overview.model import Fault, Overview, Query
 from spark_bridge.overview.process_faults import COORDINATOR_PROCESS
-from spark_bridge.queryable.server.token_verifier import Grant
+from spark_bridge.queryable.server.tokens.token_verifier import Grant
 from spark_bridge.ui.formats import value
 from spark_bridge.ui.sign_in import form_token
 from spark_bridge.ui.system import StateTable, System, reference, tables_of

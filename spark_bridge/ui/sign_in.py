@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from starlette.datastructures import Headers
 
 from spark_bridge.exceptions import AccessDeniedError
-from spark_bridge.queryable.server.token_verifier import MAX_TOKEN, Grant, TokenVerifier
+from spark_bridge.queryable.server.tokens.token_verifier import MAX_TOKEN, Grant, TokenVerifier
 
 SESSION_COOKIE = "statestore_session"
 VISIT_COOKIE = "statestore_visit"

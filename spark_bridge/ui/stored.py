@@ -12,7 +12,7 @@ from coordinator_actor.savepoints.savepoint_format import SavepointInfo
 from spark_bridge.exceptions import RequestError
 from spark_bridge.overview.from_storage import overview_of_checkpoint
 from spark_bridge.overview.model import Overview, Query
-from spark_bridge.queryable.client.watch import StateChange
+from spark_bridge.queryable.client.calls.watch import StateChange
 from spark_bridge.state_data.checkpoint_client import CheckpointClient
 from spark_bridge.ui.live import default_directory
 from spark_bridge.ui.system import StateTable

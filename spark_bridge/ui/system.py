@@ -9,8 +9,8 @@ from typing import Protocol
 from coordinator_actor.messages import SavepointStatus
 from coordinator_actor.savepoints.savepoint_format import SavepointInfo
 from spark_bridge.overview.model import Overview, Query
+from spark_bridge.queryable.client.calls.watch import StateChange
 from spark_bridge.queryable.client.client import QueryableStateClient
-from spark_bridge.queryable.client.watch import StateChange
 
 
 class System(Protocol):

@@ -12,8 +12,8 @@ from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from backends.exceptions import StateStoreError
 from coordinator_actor.exceptions import CoordinatorError
 from spark_bridge.exceptions import AccessDeniedError, RequestError, SparkBridgeError
-from spark_bridge.queryable.client.async_results import BlockingCalls
-from spark_bridge.queryable.client.watch import StateChange, StateWatch
+from spark_bridge.queryable.client.calls.watch import StateChange, StateWatch
+from spark_bridge.queryable.client.event_loop.async_results import BlockingCalls
 from spark_bridge.ui.formats import value
 from spark_bridge.ui.lookups import key_of_call, variable_schema
 from spark_bridge.ui.requests import PageCall

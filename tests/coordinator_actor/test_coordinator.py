@@ -32,7 +32,7 @@ from coordinator_actor.messages import (
     HostReport,
     OperatorSpec,
 )
-from coordinator_actor.query.partition_owners import assign
+from coordinator_actor.query.owners.partition_owners import assign
 from spark_bridge.transport.error_codec import rebuilt_error
 from tests.coordinator_actor.coordinator_world import SCHEMA, World
 from tests.coordinator_actor.coordinators import acknowledge, run_of

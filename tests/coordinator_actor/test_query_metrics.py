@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from backends.storage.request_counts import RequestCounts
+from backends.storage.sending.request_counts import RequestCounts
 from coordinator_actor.coordinator import Coordinator
 from coordinator_actor.messages import CommitFigures
 from coordinator_actor.query_metrics import QueryMetrics

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from spark_bridge.exceptions import (
     UnknownKeyOrNamespaceError,
 )
-from spark_bridge.queryable.client import json_values as values
+from spark_bridge.queryable.client.answers import json_values as values
 from tests.deploy.memory_client import TOTALS, UTC
 from tests.effort import examples
 

@@ -17,7 +17,7 @@ from fastapi.testclient import TestClient
 from deploy.state_http.app import create_app
 from deploy.state_http.bodies import ARROW, CSV, JSON, LINES
 from deploy.state_http.limits import HttpLimits
-from spark_bridge.queryable.client.async_client import AsyncQueryableStateClient
+from spark_bridge.queryable.client.event_loop.async_client import AsyncQueryableStateClient
 from tests.deploy.memory_client import TOKEN, Tokens
 from tests.patience import PATIENCE
 from tests.spark_bridge.queryable.client_world import Cluster

@@ -14,7 +14,7 @@ import pytest
 from deploy.state_http import watches
 from deploy.state_http.app import create_app
 from deploy.state_http.limits import HttpLimits
-from spark_bridge.queryable.client.async_client import AsyncQueryableStateClient
+from spark_bridge.queryable.client.event_loop.async_client import AsyncQueryableStateClient
 from tests.deploy.memory_client import TOKEN, Tokens
 from tests.patience import PATIENCE
 from tests.spark_bridge.queryable.client_world import Cluster

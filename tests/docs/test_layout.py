@@ -114,8 +114,8 @@ def test_ray_and_spark_are_imported_where_the_page_says() -> None:
     assert within == {f"spark_bridge/{name}" for name in packages}
     assert set(importers("ray", "spark_bridge/overview")) == {"spark_bridge/overview/on_ray.py"}
     assert set(importers("ray", "spark_bridge/state_data")) == {"spark_bridge/state_data/ray_dataset.py"}
-    by_hand = {f"spark_bridge/state_surgery/{name}.py" for name in ("workers", "row_sources")}
+    by_hand = {f"spark_bridge/state_surgery/{name}.py" for name in ("stages/workers", "row_sources")}
     assert set(importers("ray", "spark_bridge/state_surgery")) == by_hand
-    assert set(importers("ray", "spark_bridge/queryable")) == {"spark_bridge/queryable/client/discovery.py"}
+    assert set(importers("ray", "spark_bridge/queryable")) == {"spark_bridge/queryable/client/cluster/discovery.py"}
     spark_free = ("host", "host_actor", "queryable", "transport", "aggregates", "state_format")
     assert {of: importers("pyspark", f"spark_bridge/{of}") for of in spark_free} == {of: set() for of in spark_free}

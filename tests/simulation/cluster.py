@@ -12,9 +12,9 @@ from backends.conf import StateStoreConf
 from backends.exceptions import ConcurrentCommitError
 from coordinator_actor.coordinator import Coordinator
 from coordinator_actor.coordinator_conf import CoordinatorConf
-from coordinator_actor.dispatcher import Dispatcher
 from coordinator_actor.messages import HostInfo
-from coordinator_actor.query_threads import QueryThreads
+from coordinator_actor.threads.dispatcher import Dispatcher
+from coordinator_actor.threads.query_threads import QueryThreads
 from spark_bridge.host.host import Host
 from spark_bridge.queryable.reads.host_reads import HostReads
 from tests.simulation import engine
@@ -118,7 +118,7 @@ class HostSlot:
         self.start()
 
     def end(self) -> None:
-        """It owns nothing any more, and is not started again (``spark_bridge.session.host_placement``)."""
+        """It owns nothing any more, and is not started again (``spark_bridge.session.hosts.host_placement``)."""
         self._has_gone = True
         for process in (self.process, *self.replaced):
             if process is not None:
@@ -270,7 +270,7 @@ class Session:
             self.leaving.append(slot)
 
     def _place(self) -> None:
-        """What ``spark_bridge.session.host_placement`` does: tell which hosts are to go, and end those that may."""
+        """Do what ``spark_bridge.session.hosts.host_placement`` does: tell which hosts are to go, end the idle ones."""
         s, port = self.world.scheduler, self.cluster.port()
         while True:
             s.sleep(self.world.slowness)

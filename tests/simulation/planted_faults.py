@@ -42,24 +42,24 @@ from coordinator_actor.durable.fencing import EPOCHS, FENCE, MANIFESTS, Epochs
 from coordinator_actor.durable.lookup_records import LookupRecords
 from coordinator_actor.durable.manifests import ManifestLog, manifest_path
 from coordinator_actor.handlers import batches, owners
-from coordinator_actor.handlers.host_registry import HostRegistry
+from coordinator_actor.handlers.registries.host_registry import HostRegistry
 from coordinator_actor.messages import Acknowledged
-from coordinator_actor.query import recovery
-from coordinator_actor.query.files_in_use import FilesInUse
-from coordinator_actor.query.looked_up_versions import LookedUpVersions
+from coordinator_actor.query.batch.rewriting_hold import RewritingHold
+from coordinator_actor.query.batch.running_batch import RunningBatch
+from coordinator_actor.query.files.files_in_use import FilesInUse
 from coordinator_actor.query.query_state import QueryState
-from coordinator_actor.query.query_versions import QueryVersions
 from coordinator_actor.query.retention import remove_garbage
-from coordinator_actor.query.rewriting_hold import RewritingHold
-from coordinator_actor.query.running_batch import RunningBatch
-from coordinator_actor.query_threads import QueryThreads
+from coordinator_actor.query.versions import recovery
+from coordinator_actor.query.versions.looked_up_versions import LookedUpVersions
+from coordinator_actor.query.versions.query_versions import QueryVersions
+from coordinator_actor.threads.query_threads import QueryThreads
 from spark_bridge.host.commits import group_commit
 from spark_bridge.host.commits.group_commit import GroupCommit, GroupCommits
 from spark_bridge.host.held.instance import Instance
 from spark_bridge.host.host import Host
 from spark_bridge.host.loading.hand_overs import HandOvers
 from spark_bridge.host.loading.partition_loading import PartitionLoading
-from spark_bridge.queryable.reads.answer_version import PartitionView, VersionedReader
+from spark_bridge.queryable.reads.versions.answer_version import PartitionView, VersionedReader
 from spark_bridge.queryable.routing.monotonic_reads import SeenVersions
 from tests.simulation.searches import (
     STEPS,
@@ -436,7 +436,7 @@ def uncarried_record(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ManifestLog, "append", forgetting)
 
 
-_LOOKUPS = "tests/coordinator_actor/query/test_looked_up_versions.py"
+_LOOKUPS = "tests/coordinator_actor/query/versions/test_looked_up_versions.py"
 
 FAULTS: Sequence[PlantedFault] = (
     PlantedFault(
@@ -590,7 +590,7 @@ FAULTS: Sequence[PlantedFault] = (
         "unseen-duplicate",
         "A host that has loaded a partition for a duplicate attempt alone does not look whether Spark has gone on.",
         unseen_duplicate,
-        test="tests/spark_bridge/queryable/reads/test_prepared_versions.py::"
+        test="tests/spark_bridge/queryable/reads/versions/test_prepared_versions.py::"
         "test_a_host_that_a_duplicate_attempt_has_opened_is_not_behind_spark",
     ),
     PlantedFault(
@@ -681,13 +681,13 @@ FAULTS: Sequence[PlantedFault] = (
         "cold-moves",
         "Partitions move to a host that has not loaded them.",
         cold_moves,
-        test="tests/coordinator_actor/query/test_moves.py::test_nothing_moves_to_a_host_that_has_not_loaded_it",
+        test="tests/coordinator_actor/query/owners/test_moves.py::test_nothing_moves_to_a_host_that_has_not_loaded_it",
     ),
     PlantedFault(
         "trusting-givers",
         "A host whose partitions have moved takes the version that it knows for the newest.",
         trusting_givers,
-        test="tests/coordinator_actor/query/test_moves.py::"
+        test="tests/coordinator_actor/query/owners/test_moves.py::"
         "test_an_owner_that_has_given_partitions_away_never_answers_from_before_sparks_last_batch",
     ),
 )

@@ -28,7 +28,7 @@ from coordinator_actor.durable.fencing import FENCE
 from coordinator_actor.durable.rewritten_files import REWRITTEN, RewrittenFiles
 from coordinator_actor.exceptions import IncompleteBatchError, InvalidRequestError
 from coordinator_actor.messages import Acknowledged, HostInfo, HostReport
-from coordinator_actor.query.files_in_use import BUSY_SECONDS
+from coordinator_actor.query.files.files_in_use import BUSY_SECONDS
 from spark_bridge.exceptions import PartitionMismatchError
 from spark_bridge.host.maintenance import INLINE_FILES_BYTES
 from tests.simulation import engine, model, threads
@@ -528,7 +528,7 @@ class World:
         state = open_partition(local, self.disk.open(stream.state), layout, conf)  # type: ignore[arg-type]
         state.load(run.versions.lineage(operator, partition, version))
         keys = [k for k in model.KEYS if model.partition_of(k, n) == partition]
-        contents = state.get_many(model.to_array(keys)).to_pylist()
+        contents = state.reads.get_many(model.to_array(keys)).to_pylist()
         stream.model.check_attempts(run.versions.chain[version].id, operator, keys, contents)
         values = [model.value_in(c) for c in contents]
         expected = [plan.values.get((operator, k)) for k in keys]
@@ -561,7 +561,7 @@ def run(
     replacements = {
         ("coordinator_actor.durable.manifest_folds", "FOLDED"): 3,
         ("coordinator_actor.durable.manifests", "FEW"): 0,
-        ("coordinator_actor.query.known_files", "LISTED_EVERY"): 1 + seed % 3,
+        ("coordinator_actor.query.files.known_files", "LISTED_EVERY"): 1 + seed % 3,
         ("backends.partition.local_directory", "lock"): locks.lock,
         ("backends.partition.local_directory", "os"): types.SimpleNamespace(close=locks.close),
         ("backends.partition.background", "_pool"): threads.Background(),

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from backends.storage.prices import Prices
+from backends.storage.sending.prices import Prices
 from spark_bridge.cli.cluster import views
 from spark_bridge.cli.output import FOUND, AsJson, errors_explained, show
 from spark_bridge.cli.prices import PricesOption

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from backends.storage.prices import Prices
+from backends.storage.sending.prices import Prices
 from spark_bridge.cli.joined_ray import joined_ray
 from spark_bridge.cli.output import complain, errors_explained
 from spark_bridge.cli.prices import PricesOption
@@ -80,7 +80,7 @@ def _serve_cluster(source: Source, place: _Place) -> None:
     from spark_bridge.overview.from_cluster import KnownCheckpoints
     from spark_bridge.overview.on_ray import cluster_overview
     from spark_bridge.queryable.client.client import QueryableStateClient
-    from spark_bridge.queryable.server.coordinator_tokens import CoordinatorTokens
+    from spark_bridge.queryable.server.tokens.coordinator_tokens import CoordinatorTokens
     from spark_bridge.ui.live import LiveSystem
     from spark_bridge.ui.sign_in import OwnToken
 

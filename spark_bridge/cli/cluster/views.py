@@ -8,8 +8,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from backends.storage.prices import MONTH_SECONDS, STANDARD, Prices
-from backends.storage.request_counts import KINDS, RECEIVED, SENT
+from backends.storage.sending.prices import MONTH_SECONDS, STANDARD, Prices
+from backends.storage.sending.request_counts import KINDS, RECEIVED, SENT
 from spark_bridge.cli.output import add_row, filled, table
 from spark_bridge.overview.formats import duration, moment, number, size
 from spark_bridge.overview.model import CLUSTER, ERROR, RUNNING, STORAGE, Checkpoint, Fault, Overview, Query

@@ -15,7 +15,7 @@ from spark_bridge.cli.rows import PrintedForm, cell, print_rows
 from spark_bridge.cli.sources import Source, with_state_source
 from spark_bridge.cli.state.state_commands import KEY_HELP, FormOption, OperatorArgument, QueryName, StateName
 from spark_bridge.exceptions import QueryEndedError
-from spark_bridge.queryable.client.json_values import rows_to_json
+from spark_bridge.queryable.client.answers.json_values import rows_to_json
 from spark_bridge.state_format.changed_rows import AFTER, BEFORE, CHANGE_TYPE
 
 CHANGE_WORDS = {"insert": "added", "update": "changed", "delete": "removed"}

@@ -15,7 +15,7 @@ from spark_bridge.cli.output import FOUND, AsJson, complain, errors_explained, j
 from spark_bridge.cli.rows import PrintedForm, cell, print_rows
 from spark_bridge.cli.sources import Source, with_state_source
 from spark_bridge.exceptions import RequestError
-from spark_bridge.queryable.client.json_values import bound_of_json, to_json, window_of_text
+from spark_bridge.queryable.client.answers.json_values import bound_of_json, to_json, window_of_text
 from spark_bridge.queryable.sql.duckdb_connections import import_duckdb
 
 OperatorArgument = Annotated[str, typer.Argument(metavar="OPERATOR", help="The name of the operator.")]

@@ -15,7 +15,7 @@ from backends.bounded_dict import BoundedDict
 from backends.exceptions import LineageMismatchError, StoreClosedError
 from backends.formats.changelog import ChangelogMeta, Changes
 from backends.storage.file_ref import FileRef
-from backends.storage.request_counts import COUNTED_LOCATIONS, used_since
+from backends.storage.sending.request_counts import COUNTED_LOCATIONS, used_since
 from backends.tracing import spans
 from coordinator_actor.exceptions import CoordinatorError
 from coordinator_actor.messages import (
@@ -90,7 +90,7 @@ class TaskCommits:
             )
             try:
                 with spans.step("host.changelog"):
-                    file = instance.state.stage(meta, changes, self._groups.put)
+                    file = instance.state.attempts.stage(meta, changes, self._groups.put)
                 if instance.key_windows is not None:
                     instance.key_windows.add(meta.base, file.path, changes)
             except (LineageMismatchError, StoreClosedError) as error:
@@ -103,9 +103,9 @@ class TaskCommits:
                 with spans.step("host.acknowledge"):
                     answer = self._registration.call(lambda: self._acknowledgements.acknowledge(message))
             except CoordinatorError:
-                instance.state.discard(version, task.attempt)
+                instance.state.attempts.discard(version, task.attempt)
                 raise
-            instance.state.accept(version, task.attempt)
+            instance.state.attempts.accept(version, task.attempt)
             instance.acknowledged[version] = message
             self._prepared.accepted(instance.registration, version, under)
         done = time.perf_counter()

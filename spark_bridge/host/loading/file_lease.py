@@ -8,7 +8,7 @@ from collections.abc import Callable
 from backends.exceptions import StateStoreError
 from backends.formats.manifest import Lineage
 from coordinator_actor.exceptions import CoordinatorError, SparkBridgeError
-from coordinator_actor.query.files_in_use import FILES_RENEW_SECONDS
+from coordinator_actor.query.files.files_in_use import FILES_RENEW_SECONDS
 from spark_bridge.host.coordination.registration import HostRegistration
 
 log = logging.getLogger(__name__)

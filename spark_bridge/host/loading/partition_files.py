@@ -17,7 +17,7 @@ from backends.formats.file_names import partition_directory
 from backends.host_memory import LAST_READS, host_memory
 from backends.partition.partition_state import PartitionState, open_partition
 from backends.storage.checkpoint_storage import CheckpointStorage, OpenStorage
-from backends.storage.request_counts import RequestCounts
+from backends.storage.sending.request_counts import RequestCounts
 from backends.storage.shared_objects import SharedObjects
 from coordinator_actor.messages import OperatorSpec, QueryRegistration
 

@@ -537,7 +537,7 @@ def _complete(instance: Instance, version: int, head: str) -> bool:
     for done in [v for v in instance.acknowledged if v <= version]:
         del instance.acknowledged[done]
     earlier = {v: keys for v, keys in instance.keys_at.items() if version - REMEMBERED_COMMITS < v < version}
-    instance.keys_at = {**earlier, version: instance.state.num_keys(version)}
+    instance.keys_at = {**earlier, version: instance.state.reads.num_keys(version)}
     return True
 
 

@@ -58,5 +58,5 @@ class SavepointPartitions:
 
 def _scans(state: PartitionState, variables: Iterable[str], version: int | None = None) -> Scans:
     """Return the pairs of all state variables; a variable that was never written to is empty."""
-    there = state.column_families(version)
-    return {v: state.scan(version, column_family=v) if v in there else iter(()) for v in variables}
+    there = state.reads.column_families(version)
+    return {v: state.reads.scan(version, column_family=v) if v in there else iter(()) for v in variables}

@@ -17,23 +17,23 @@ from backends.bounded_dict import BoundedDict
 from backends.encoding.columns import placed, take_binary
 from backends.exceptions import InvalidStateStoreArgument, StoreClosedError, VersionNotFoundError
 from backends.ids import DEFAULT_FAMILY
-from backends.partition.partition_state import PartitionState
+from backends.partition.version_reads import VersionReads
 from coordinator_actor.messages import OperatorLocation
 from spark_bridge.exceptions import NotOwnerError, RequestError
 from spark_bridge.host.host import Host
 from spark_bridge.queryable.protocol.messages import ChangesRequest, KeyRowsRequest, LookupRequest, ScanRequest
 from spark_bridge.queryable.protocol.state_reads import StateAnswer
-from spark_bridge.queryable.reads.answer_version import MAX_WAIT_SECONDS, PartitionView, VersionedReader
-from spark_bridge.queryable.reads.change_feed import ChangeFeed
-from spark_bridge.queryable.reads.completion_wait import CompletionWait
-from spark_bridge.queryable.reads.key_reads import FoundPairs, find_pairs, joined_arrays, rows_of_keys, values_of
-from spark_bridge.queryable.reads.operator_directory import OperatorDirectory
-from spark_bridge.queryable.reads.operator_plan import OperatorPlan
-from spark_bridge.queryable.reads.partition_scans import KeyBounds, Pairs, has_row_per_pair, pairs_of
-from spark_bridge.queryable.reads.row_selection import RowSelection
-from spark_bridge.queryable.reads.row_stream import RowStream, gather_batches, limited
-from spark_bridge.queryable.reads.version_copies import VersionCopies
-from spark_bridge.queryable.reads.windowed_key_reads import WindowedKeys
+from spark_bridge.queryable.reads.changes.change_feed import ChangeFeed
+from spark_bridge.queryable.reads.operators.operator_directory import OperatorDirectory
+from spark_bridge.queryable.reads.operators.operator_plan import OperatorPlan
+from spark_bridge.queryable.reads.rows.key_reads import FoundPairs, find_pairs, joined_arrays, rows_of_keys, values_of
+from spark_bridge.queryable.reads.rows.partition_scans import KeyBounds, Pairs, has_row_per_pair, pairs_of
+from spark_bridge.queryable.reads.rows.row_selection import RowSelection
+from spark_bridge.queryable.reads.rows.row_stream import RowStream, gather_batches, limited
+from spark_bridge.queryable.reads.rows.windowed_key_reads import WindowedKeys
+from spark_bridge.queryable.reads.versions.answer_version import MAX_WAIT_SECONDS, PartitionView, VersionedReader
+from spark_bridge.queryable.reads.versions.completion_wait import CompletionWait
+from spark_bridge.queryable.reads.versions.version_copies import VersionCopies
 from spark_bridge.state_format.partition_rows import partition_rows
 from spark_bridge.state_format.windowed_keys import window_place
 
@@ -106,12 +106,12 @@ class HostReads:
                 if head is not None:
                     instance.is_read = True
                     try:
-                        return completed.version, _value_of(instance.state, key, family, completed.version, head)
+                        return completed.version, _value_of(instance.state.reads, key, family, completed.version, head)
                     except (VersionNotFoundError, StoreClosedError):
                         pass  # the reader below finds out why
         with ExitStack() as keep:
             version, (value,) = self._reader.read(
-                plan, [partition], at, lambda v: _value_of(v.state, key, family, v.version, v.head), keep
+                plan, [partition], at, lambda v: _value_of(v.reads, key, family, v.version, v.head), keep
             )
         return version, value
 
@@ -227,7 +227,7 @@ class HostReads:
         is_all = bounds.is_open and set(plan.schema.families) == {rows.main}
 
         def counted(view: PartitionView) -> int | Pairs:
-            known = view.state.num_keys(view.version, head=view.head) if is_all and view.instance is not None else None
+            known = view.reads.num_keys(view.version, head=view.head) if is_all and view.instance is not None else None
             return pairs_of(view, rows, plan.key_groups_of(view.partition), bounds) if known is None else known
 
         with ExitStack() as keep:
@@ -292,9 +292,9 @@ def _key_runs(of_keys: npt.NDArray[np.uint16], num_partitions: int) -> dict[int,
     return runs if len(runs) == len(begins) else None
 
 
-def _value_of(state: PartitionState, key: bytes, family: str, version: int, head: str | None) -> bytes | None:
+def _value_of(reads: VersionReads, key: bytes, family: str, version: int, head: str | None) -> bytes | None:
     try:
-        return state.get_one(key, version, family, head=head)
+        return reads.get_one(key, version, family, head=head)
     except InvalidStateStoreArgument:
         if family == DEFAULT_FAMILY:
             raise

@@ -2,7 +2,7 @@
 
 Hosts hear of a completed version one after the other, so their first answers may be of different versions. Then the
 hosts that are ahead are asked again for exactly the lowest version, which they usually still hold. So two round trips
-are enough, unless one host is far behind. ``reads/answer_version.py`` decides within one host.
+are enough, unless one host is far behind. ``reads/versions/answer_version.py`` decides within one host.
 
 A large request goes out in chunks, one after the other. The answer to the first chunk fixes the version of all chunks.
 """

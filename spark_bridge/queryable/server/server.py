@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING, Any
 from spark_bridge.exceptions import TooManyRequestsError
 from spark_bridge.queryable.protocol.messages import DescribeRequest
 from spark_bridge.queryable.protocol.state_reads import StateReads
-from spark_bridge.queryable.server.admission import AdmissionControl, seconds_left
-from spark_bridge.queryable.server.request_handler import ServerContext
-from spark_bridge.queryable.server.request_limits import RequestLimits
-from spark_bridge.queryable.server.request_statistics import RequestStatistics
+from spark_bridge.queryable.server.answering.request_handler import ServerContext
+from spark_bridge.queryable.server.connection.tls_refusal import refuse_handshake
+from spark_bridge.queryable.server.limits.admission import AdmissionControl, seconds_left
+from spark_bridge.queryable.server.limits.request_limits import RequestLimits
+from spark_bridge.queryable.server.limits.request_statistics import RequestStatistics
 from spark_bridge.queryable.server.server_connection import HELLO_SECONDS, ServerConnection
-from spark_bridge.queryable.server.tls_refusal import refuse_handshake
 
 if TYPE_CHECKING:
-    from spark_bridge.queryable.server.token_verifier import TokenVerifier
+    from spark_bridge.queryable.server.tokens.token_verifier import TokenVerifier
 
 log = logging.getLogger(__name__)
 

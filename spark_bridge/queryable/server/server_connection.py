@@ -25,10 +25,10 @@ from spark_bridge.queryable.protocol.messages import (
     Welcome,
     decode_request,
 )
-from spark_bridge.queryable.server.client_session import ClientSession
-from spark_bridge.queryable.server.failures import failure_of
-from spark_bridge.queryable.server.framed_socket import ClientGoneError, FramedSocket, IdleClientError
-from spark_bridge.queryable.server.request_handler import RequestHandler, ServerContext
+from spark_bridge.queryable.server.answering.request_handler import RequestHandler, ServerContext
+from spark_bridge.queryable.server.connection.client_session import ClientSession
+from spark_bridge.queryable.server.connection.failures import failure_of
+from spark_bridge.queryable.server.connection.framed_socket import ClientGoneError, FramedSocket, IdleClientError
 
 log = logging.getLogger(__name__)
 

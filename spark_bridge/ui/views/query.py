@@ -6,7 +6,8 @@ from starlette.responses import Response
 
 from backends.encoding.operator_schema import TIMERS
 from spark_bridge.overview.faults import awaited
-from spark_bridge.ui.charts import MOST_DURATION_BARS, PHASES, pace, steps, timeline
+from spark_bridge.overview.pace import query_pace
+from spark_bridge.ui.charts import MOST_DURATION_BARS, PHASES, steps, timeline
 from spark_bridge.ui.requests import PageCall, faults_about
 from spark_bridge.ui.system import reference, state_id
 
@@ -27,7 +28,7 @@ def query(call: PageCall) -> Response:
         query=of,
         faults=faults_about(call.overview.faults, *about),
         awaited=awaited(of),
-        pace=pace(call.overview, of.checkpoints, of.watermark_ms),
+        pace=query_pace(of, call.overview.taken_ms),
         timeline=timeline(of.checkpoints),
         phases=PHASES,
         steps=steps(recent),

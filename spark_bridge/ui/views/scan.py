@@ -8,8 +8,8 @@ from starlette.responses import Response
 
 from backends.exceptions import StateStoreError
 from spark_bridge.exceptions import RequestError, SparkBridgeError
-from spark_bridge.queryable.client.conditions import OPERATORS
-from spark_bridge.queryable.client.state_scan import StateScan
+from spark_bridge.queryable.client.arguments.conditions import OPERATORS
+from spark_bridge.queryable.client.calls.state_scan import StateScan
 from spark_bridge.ui.lookups import PAGE_READ_SECONDS, Found, conditions_of, take_rows, variable_schema
 from spark_bridge.ui.requests import PageCall
 from spark_bridge.ui.system import StateTable, tables_of

@@ -6,7 +6,8 @@ from starlette.responses import Response
 
 from spark_bridge.overview.faults import AT_WORK
 from spark_bridge.overview.model import ERROR, RUNNING, Query
-from spark_bridge.ui.charts import pace, sparkline, strip
+from spark_bridge.overview.pace import query_pace
+from spark_bridge.ui.charts import sparkline, strip
 from spark_bridge.ui.requests import PageCall
 
 MOST_FAULTS = 20
@@ -17,7 +18,7 @@ BUDGET = "host_memory"
 def overview(call: PageCall) -> Response:
     """Show the faults, the queries and the hosts."""
     of = call.overview
-    paces = [(q, pace(of, q.checkpoints, q.watermark_ms), sparkline(q.checkpoints)) for q in of.queries]
+    paces = [(q, query_pace(q, of.taken_ms), sparkline(q.checkpoints)) for q in of.queries]
     faulty = {fault.subject for fault in of.faults}
     first = call.number("from", 0)
     # What is wrong stands first, then what runs, and of that what is at a batch.
@@ -43,7 +44,7 @@ def overview(call: PageCall) -> Response:
         partitions=sum(o.num_partitions for q, _ in at_work for o in q.operators),
         behind=sum(q.pending_partitions > 0 for q in of.queries),
         rows_per_second=sum(rates) if rates else None,
-        oldest=max((p.age_ms for _, p in at_work if p.age_ms is not None), default=None),
+        oldest=max((p.freshness_ms for _, p in at_work if p.freshness_ms is not None), default=None),
         silent=sum(not host.answered for host in of.hosts),
         held=held,
         budget=budget,

@@ -219,7 +219,7 @@ def local(made, tmp_path_factory):
         with opened("rocksdb", directory, ALL_KEPT, local=path, partition=partition) as provider:
             for version in (LAST - 2, LAST):
                 provider.get_store(version)
-                provider.main.snapshot(None)  # makes RocksDB write its files
+                provider.main.snapshots.store(None)  # makes RocksDB write its files
     return directory
 
 

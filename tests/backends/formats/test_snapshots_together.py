@@ -24,7 +24,7 @@ from backends.formats.snapshot import (
 from backends.formats.snapshot_descriptor import SnapshotDescriptor
 from backends.partition.load_watch import LoadWatch
 from backends.storage.checkpoint_storage import CheckpointStorage
-from backends.storage.request_counts import RequestCounts
+from backends.storage.sending.request_counts import RequestCounts
 
 SMALL = 1 << 20
 

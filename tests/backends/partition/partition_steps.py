@@ -24,13 +24,13 @@ def meta(version, base, attempt="a"):
 def stage(state, pairs, *, version=None, base="head", attempt="a", **families):
     version = state.version + 1 if version is None else version
     base = state.head if base == "head" else base
-    return state.stage(meta(version, base, attempt), changes(pairs, **families))
+    return state.attempts.stage(meta(version, base, attempt), changes(pairs, **families))
 
 
 def commit(state, pairs, **families):
     """All steps of one version, as a host takes them."""
     version = state.version + 1
     ref = stage(state, pairs, **families)
-    state.accept(version, "a")
+    state.attempts.accept(version, "a")
     state.complete(version, ref.path)
     return version, ref

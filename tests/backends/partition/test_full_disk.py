@@ -47,7 +47,7 @@ def written(storage: CheckpointStorage, local: Path) -> Lineage:
     for version in range(1, 9):
         pairs = {b"%d-%d" % (version, i): random.randbytes(MIB // 10) for i in range(10)}
         chain.append(ChangelogRef(*commit(state, pairs)))
-    snapshot = state.snapshot(None)
+    snapshot = state.snapshots.store(None)
     state.destroy()
     return Lineage(8, tuple(chain), (snapshot,))
 
@@ -63,7 +63,7 @@ def test_a_load_that_finds_the_disk_full_says_so_and_goes_on_when_there_is_room(
         state.load(lineage)
     filler.unlink()
     state.load(lineage)
-    assert (state.version, sum(b.num_rows for b in state.scan())) == (8, 80)
+    assert (state.version, sum(b.num_rows for b in state.reads.scan())) == (8, 80)
     state.destroy()
 
 
@@ -91,5 +91,5 @@ def test_a_database_that_has_found_the_disk_full_is_opened_anew_by_the_next_load
     with pytest.raises(LocalDiskFullError, match="Make room there"):
         state.load(Lineage(8, chain))
     state.load(Lineage(8, chain))
-    assert (state.version, sum(b.num_rows for b in state.scan())) == (8, 80)
+    assert (state.version, sum(b.num_rows for b in state.reads.scan())) == (8, 80)
     state.destroy()

@@ -59,15 +59,15 @@ def keys_of(some):
 
 def read(state, keys):
     for family in FAMILIES if state.version else ():
-        state.get_many(keys, state.version, family)
+        state.reads.get_many(keys, state.version, family)
 
 
 def staged(state, keys, attempt="a", families=FAMILIES):
     """Write other values to each family, as a task does; return the version's changelog."""
     values = pa.array([random.randbytes(VALUE_BYTES) for _ in range(len(keys))], pa.binary())
     changes = Changes({family: SortedPairs(keys, values.take(pa.array(range(len(values))))) for family in families})
-    ref = state.stage(meta(state.version + 1, state.head, attempt), changes)
-    state.accept(state.version + 1, attempt)
+    ref = state.attempts.stage(meta(state.version + 1, state.head, attempt), changes)
+    state.attempts.accept(state.version + 1, attempt)
     return ref
 
 
@@ -149,7 +149,7 @@ def test_what_was_read_is_counted_until_its_task_commits(opened):
     parts = [keys.slice(at, 5_000) for at in range(0, len(keys), 5_000)]
     for family in FAMILIES:
         for part in parts:
-            state.get_many(part, 2, family)
+            state.reads.get_many(part, 2, family)
     del part, parts
     added = arrow_bytes() - in_arrow
     assert added > 3 * 20_000 * VALUE_BYTES
@@ -184,10 +184,10 @@ def test_a_commit_that_does_not_fit_is_refused_and_changes_nothing(opened):
     accepted = staged(first, keys_of(range(20_000)), families=("default",))
     with pytest.raises(HostMemoryError, match=r"The commit of version 1 of op/1 needs .* host_memory=16,777,216"):
         staged(second, keys_of(range(60_000)), families=("default",))
-    assert second.pending() == [] and second.version == 0
+    assert second.attempts.pending() == [] and second.version == 0
     first.complete(2, accepted.path)
     commit(second, keys_of(range(100)))
-    assert first.num_keys(2) == 20_000 + 2 * 100 and second.num_keys() == 300
+    assert first.reads.num_keys(2) == 20_000 + 2 * 100 and second.reads.num_keys() == 300
     first.destroy()
     second.destroy()
     gc.collect()
@@ -210,7 +210,7 @@ def test_a_commit_that_comes_again_is_not_refused_beside_the_one_that_it_replace
         ref = staged(state, keys, attempt, families=("default",))
         assert taken_by_commits(memory, before) == once, "it takes the place of the one before, and as much"
     state.complete(2, ref.path)
-    assert state.num_keys(2) == len(keys) + 2 * 100
+    assert state.reads.num_keys(2) == len(keys) + 2 * 100
 
 
 def test_older_versions_make_room_and_the_newest_is_read_on(opened):
@@ -223,11 +223,11 @@ def test_older_versions_make_room_and_the_newest_is_read_on(opened):
     held = []
     for state in states:
         try:
-            assert state.get_many(keys, 2).null_count == 0
+            assert state.reads.get_many(keys, 2).null_count == 0
             held.append(True)
         except VersionNotFoundError:
             held.append(False)
-        assert state.get_many(keys, 3).null_count == 0
+        assert state.reads.get_many(keys, 3).null_count == 0
     assert held[-1] and not held[0]
 
 
@@ -238,7 +238,7 @@ def test_a_scan_is_counted_while_it_lives(opened):
     keys = keys_of(range(20_000))
     commit(state, keys)
     ref = staged(state, keys, families=("default",))
-    scan = state.scan(2, head=ref.path)
+    scan = state.reads.scan(2, head=ref.path)
     assert counted(memory)[SCANS] >= 20_000 * (KEY_BYTES + VALUE_BYTES)
     over = counted(memory)[SCANS]
     next(scan)

@@ -85,7 +85,7 @@ def written(files: Files, conf: StateStoreConf, local: Path, *, with_snapshot: b
         pairs = {b"%d-%d" % (version, i): random.randbytes(30_000) for i in range(10)}
         chain.append(ChangelogRef(*commit(state, pairs, **{f"f{version}": pairs})))
         if with_snapshot and version == 4:
-            snapshots.append(state.snapshot(None))
+            snapshots.append(state.snapshots.store(None))
     state.destroy()
     return Lineage(8, tuple(chain), tuple(snapshots))
 
@@ -100,7 +100,7 @@ def opened(files: Files, conf: StateStoreConf, local: Path) -> PartitionState:
 
 
 def rows(state: PartitionState) -> int:
-    return sum(batch.num_rows for batch in state.scan())
+    return sum(batch.num_rows for batch in state.reads.scan())
 
 
 def test_files_of_a_snapshot_are_fetched_once(files: Files, conf: StateStoreConf, tmp_path: Path) -> None:

@@ -12,8 +12,9 @@ from backends.formats.manifest import ChangelogRef, Lineage, SnapshotRef
 from backends.partition import changelog_reads
 from backends.partition.changelog_reads import ChangelogReads
 from backends.partition.partition_state import PartitionState, open_partition
+from backends.partition.snapshot_uploads import store_snapshots
 from backends.storage.checkpoint_storage import CheckpointStorage
-from backends.storage.request_counts import RequestCounts
+from backends.storage.sending.request_counts import RequestCounts
 from backends.storage.shared_objects import ALONE, SharedObjects
 from tests.backends.partition.partition_steps import commit
 from tests.critical_path import CriticalPath
@@ -38,8 +39,8 @@ class Stored:
                 _, ref = commit(state, {b"k": b"%d of %d" % (version, p), b"v%d" % version: b""})
                 logs[p].append(ChangelogRef(version, ref))
             if version == SNAPSHOT:
-                prepared = [(state, state.prepare_snapshot(None, 1 << 20)) for state in states]
-                snapshots = [made.ref for made in PartitionState.store_snapshots(prepared)]
+                prepared = [(state.snapshots, state.snapshots.prepare(None, 1 << 20)) for state in states]
+                snapshots = [made.ref for made in store_snapshots(prepared)]
         for state in states:
             state.close()
         self.lineages = [Lineage(LAST, tuple(logs[p]), (snapshots[p],)) for p in range(PARTITIONS)]
@@ -52,7 +53,7 @@ class Stored:
     def load(self, host: str, partition: int) -> None:
         state = self.opened(host, partition)
         state.load(self.lineages[partition])
-        assert state.get_one(b"k") == b"%d of %d" % (LAST, partition) and state.version == LAST
+        assert state.reads.get_one(b"k") == b"%d of %d" % (LAST, partition) and state.version == LAST
         state.close()
 
     def gets(self) -> int:

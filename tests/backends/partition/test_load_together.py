@@ -51,8 +51,10 @@ def _others(step: Pairs) -> Pairs:
 
 def _rows(state: PartitionState) -> dict[str, list[tuple[bytes, bytes]]]:
     return {
-        family: [(row["key"], row["value"]) for batch in state.scan(column_family=family) for row in batch.to_pylist()]
-        for family in sorted(state.column_families())
+        family: [
+            (row["key"], row["value"]) for batch in state.reads.scan(column_family=family) for row in batch.to_pylist()
+        ]
+        for family in sorted(state.reads.column_families())
     }
 
 
@@ -70,7 +72,7 @@ def test_changelogs_that_are_applied_together_lead_to_the_same_state(
         state = open_partition(tmp_path / str(most), storage, "operators/op/1/0", conf)
         state.load(lineage)
         rows = _rows(state)
-        assert state.num_keys() == sum(map(len, rows.values()))
+        assert state.reads.num_keys() == sum(map(len, rows.values()))
         found.append((state.version, state.head, rows))
         state.close()
     assert found[0] == found[1] == found[2]
@@ -104,7 +106,7 @@ def test_small_changelogs_are_one_change_of_the_engine_and_large_ones_go_alone(
     monkeypatch.setattr(loading, "read_changelog", decoded)
     state.load(lineage)
     assert applied == [1, 1, 1] and when_decoded == [0, 0, 0, 2]
-    assert state.get_one(b"a") == b"3"
+    assert state.reads.get_one(b"a") == b"3"
     state.close()
 
 

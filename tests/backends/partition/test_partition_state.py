@@ -31,7 +31,7 @@ def lineage(chain):
 
 
 def everything(state, version=None, **kwargs):
-    return {k: v for b in state.scan(version, **kwargs) for k, v in zip(*(c.to_pylist() for c in b), strict=True)}
+    return {k: v for b in state.reads.scan(version, **kwargs) for k, v in zip(*(c.to_pylist() for c in b), strict=True)}
 
 
 def test_a_version_becomes_visible_step_by_step(state):
@@ -39,44 +39,44 @@ def test_a_version_becomes_visible_step_by_step(state):
     ref = stage(state, {b"a": None, b"c": b"3"})
     keys = binary(b"c", b"a", b"b", b"a", b"zz")
     with pytest.raises(VersionNotFoundError, match=r"Version 2 .* held: 0, 1 "):
-        state.get_many(keys, 2)
-    assert state.pending() == [(meta(2, state.head), ref, False)]
-    state.accept(2, "a")
-    assert state.pending()[0][2] is True
+        state.reads.get_many(keys, 2)
+    assert state.attempts.pending() == [(meta(2, state.head), ref, False)]
+    state.attempts.accept(2, "a")
+    assert state.attempts.pending()[0][2] is True
     old, new = [None, b"1", b"2", b"1", None], [b"3", None, b"2", None, None]
-    assert state.get_many(keys, 1).to_pylist() == old
-    assert state.get_many(keys).to_pylist() == old
-    assert state.get_many(keys, 2).to_pylist() == new
+    assert state.reads.get_many(keys, 1).to_pylist() == old
+    assert state.reads.get_many(keys).to_pylist() == old
+    assert state.reads.get_many(keys, 2).to_pylist() == new
     assert everything(state, 1) == {b"a": b"1", b"b": b"2"}
     assert everything(state, 2) == {b"b": b"2", b"c": b"3"}
     state.complete(2, ref.path)
     state.complete(2, ref.path)
-    assert (state.version, state.head, state.pending()) == (2, ref.path, [])
-    assert state.get_many(keys).to_pylist() == new
-    assert state.get_many(keys, 1).to_pylist() == old  # from what version 2 has replaced
+    assert (state.version, state.head, state.attempts.pending()) == (2, ref.path, [])
+    assert state.reads.get_many(keys).to_pylist() == new
+    assert state.reads.get_many(keys, 1).to_pylist() == old  # from what version 2 has replaced
     assert everything(state, 1) == {b"a": b"1", b"b": b"2"}
     for _ in range(CONF.max_versions_in_memory):
         commit(state, {})
     with pytest.raises(VersionNotFoundError, match=r"Version 1 .* held: 2, 3, 4"):
-        state.get_many(keys, 1)
+        state.reads.get_many(keys, 1)
 
 
 def test_a_range_ends_where_it_should_however_memory_is_used_meanwhile(state):
     commit(state, {b"%03d" % i: b"x" for i in range(1000)})
     for i in range(100):
-        scan = state.scan(start=b"%03d" % 100, end=b"%03d" % (200 + i))
+        scan = state.reads.scan(start=b"%03d" % 100, end=b"%03d" % (200 + i))
         assert len([bytes([i]) * 3 for _ in range(200)]) == 200
         assert sum(len(batch) for batch in scan) == 100 + i
 
 
 def test_the_last_accepted_attempt_counts(state):
     first = stage(state, {b"a": b"first", b"x": b"first"}, attempt="1")
-    state.accept(1, "1")
+    state.attempts.accept(1, "1")
     second = stage(state, {b"a": b"second"}, attempt="2")
     assert everything(state, 1) == {b"a": b"first", b"x": b"first"}
-    state.accept(1, "2")
+    state.attempts.accept(1, "2")
     assert everything(state, 1) == {b"a": b"second"}
-    assert [(m.attempt, ref) for m, ref, _ in state.pending()] == [("2", second)]
+    assert [(m.attempt, ref) for m, ref, _ in state.attempts.pending()] == [("2", second)]
     with pytest.raises(LineageMismatchError, match="Load it from storage"):
         state.complete(1, first.path)
     state.complete(1, second.path)
@@ -85,14 +85,14 @@ def test_the_last_accepted_attempt_counts(state):
 
 def test_the_same_attempt_may_be_repeated(state):
     stage(state, {b"a": b"1"}, attempt="1")
-    state.accept(1, "1")
+    state.attempts.accept(1, "1")
     again = stage(state, {b"a": b"2"}, attempt="1")
     assert everything(state, 1) == {b"a": b"1"}
-    state.discard(1, "1")  # only the repetition
+    state.attempts.discard(1, "1")  # only the repetition
     assert everything(state, 1) == {b"a": b"1"}
     again = stage(state, {b"a": b"3"}, attempt="1")
-    state.accept(1, "1")
-    state.accept(1, "1")
+    state.attempts.accept(1, "1")
+    state.attempts.accept(1, "1")
     state.complete(1, again.path)
     assert everything(state) == {b"a": b"3"}
 
@@ -100,15 +100,15 @@ def test_the_same_attempt_may_be_repeated(state):
 def test_discarded_changes_leave_nothing(state):
     commit(state, {b"a": b"1"})
     stage(state, {b"a": b"2"})
-    state.discard(2, "a")
-    state.discard(2, "a")
-    assert state.pending() == []
+    state.attempts.discard(2, "a")
+    state.attempts.discard(2, "a")
+    assert state.attempts.pending() == []
     with pytest.raises(LineageMismatchError, match="attempt 'a' to version 2"):
-        state.accept(2, "a")
+        state.attempts.accept(2, "a")
     stage(state, {b"a": b"2"})
-    state.accept(2, "a")
-    state.discard(2, "a")
-    assert everything(state) == {b"a": b"1"} and state.pending() == []
+    state.attempts.accept(2, "a")
+    state.attempts.discard(2, "a")
+    assert everything(state) == {b"a": b"1"} and state.attempts.pending() == []
 
 
 def test_changes_of_another_lineage_are_refused(state):
@@ -128,31 +128,31 @@ def test_changes_of_another_lineage_are_refused(state):
 def test_several_pending_versions_stack_up(state):
     commit(state, {b"a": b"0", b"z": b"0"})
     two = stage(state, {b"a": b"2"})
-    state.accept(2, "a")
+    state.attempts.accept(2, "a")
     three = stage(state, {b"a": None, b"b": b"3"}, version=3, base=two.path)
-    state.accept(3, "a")
+    state.attempts.accept(3, "a")
     assert [everything(state, v).get(b"a") for v in (1, 2, 3)] == [b"0", b"2", None]
     state.complete(3, three.path)
-    assert everything(state) == {b"b": b"3", b"z": b"0"} and state.pending() == []
+    assert everything(state) == {b"b": b"3", b"z": b"0"} and state.attempts.pending() == []
 
 
 def test_a_completed_attempt_orphans_what_was_built_on_another(state):
     one = stage(state, {b"a": b"1"}, attempt="1")
-    state.accept(1, "1")
+    state.attempts.accept(1, "1")
     stage(state, {b"a": b"2"}, version=2, base=one.path)
-    state.accept(2, "a")
+    state.attempts.accept(2, "a")
     other = stage(state, {b"a": b"other"}, version=1, base=None, attempt="2")
-    state.accept(1, "2")
+    state.attempts.accept(1, "2")
     with pytest.raises(VersionNotFoundError):
-        state.get_many(binary(b"a"), 2)
+        state.reads.get_many(binary(b"a"), 2)
     state.complete(1, other.path)
-    assert state.pending() == [] and everything(state) == {b"a": b"other"}
+    assert state.attempts.pending() == [] and everything(state) == {b"a": b"other"}
 
 
 def test_scans_cut_and_merge_in_key_order(state):
     commit(state, {bytes([i]): b"old" for i in range(0, 200, 2)})
     stage(state, {bytes([i]): b"new" if i % 3 else None for i in range(0, 250, 5)})
-    state.accept(2, "a")
+    state.attempts.accept(2, "a")
     expected = {bytes([i]): b"old" for i in range(0, 200, 2)}
     for i in range(0, 250, 5):
         expected.pop(bytes([i]), None)
@@ -176,7 +176,7 @@ def test_ranges_in_turn_are_cut_and_merged(state):
     """Changes between two ranges are of neither, and those behind the last pair of a range come in their place."""
     commit(state, {bytes([i]): b"old" for i in range(0, 200, 2)})
     stage(state, {bytes([i]): b"new" if i % 3 else None for i in range(0, 250, 5)})
-    state.accept(2, "a")
+    state.attempts.accept(2, "a")
     for ranges in (
         [(b"\x05", b"\x64")],
         [(b"\x00", b"\x06"), (b"\x0a", b"\x0b"), (b"\x0b", b"\x10"), (b"\x62", b"\x6f")],
@@ -185,7 +185,7 @@ def test_ranges_in_turn_are_cut_and_merged(state):
     ):
         for version in (1, 2):
             alone = {k: v for s, e in ranges for k, v in everything(state, version, start=s, end=e).items()}
-            found = [(r["key"], r["value"]) for b in state.scan_in_turn(ranges, version) for r in b.to_pylist()]
+            found = [(r["key"], r["value"]) for b in state.reads.scan_in_turn(ranges, version) for r in b.to_pylist()]
             assert found == list(alone.items())
 
 
@@ -193,8 +193,8 @@ def test_scans_of_more_than_one_batch(state):
     keys = [i.to_bytes(4, "big") for i in range(40_000)]
     commit(state, dict.fromkeys(keys, b"v"))
     stage(state, {keys[0]: None, keys[39_999]: b"w", b"\xff": b"x"})
-    state.accept(2, "a")
-    batches = list(state.scan(2))
+    state.attempts.accept(2, "a")
+    batches = list(state.reads.scan(2))
     assert len(batches) > 2
     got = [k for b in batches for k in b.column(0).to_pylist()]
     assert got == [*keys[1:], b"\xff"]
@@ -202,7 +202,7 @@ def test_scans_of_more_than_one_batch(state):
 
 def test_a_scan_shows_its_version_however_long_it_takes(state):
     commit(state, {i.to_bytes(4, "big"): b"1" for i in range(20_000)})
-    scan = state.scan(1)
+    scan = state.reads.scan(1)
     first = next(scan)
     commit(state, {i.to_bytes(4, "big"): None for i in range(0, 20_000, 2)})
     rest = [v for b in (first, *scan) for v in b.column(1).to_pylist()]
@@ -211,16 +211,16 @@ def test_a_scan_shows_its_version_however_long_it_takes(state):
 
 def test_column_families_are_separate(state):
     commit(state, {b"k": b"default"}, other={b"k": b"other"}, empty={})
-    assert state.column_families() == {"default", "other", "empty"}
-    assert state.get_many(binary(b"k"), column_family="other").to_pylist() == [b"other"]
+    assert state.reads.column_families() == {"default", "other", "empty"}
+    assert state.reads.get_many(binary(b"k"), column_family="other").to_pylist() == [b"other"]
     assert everything(state, column_family="empty") == {}
     with pytest.raises(InvalidStateStoreArgument, match=r"'nope'.*default, empty, other"):
-        state.get_many(binary(b"k"), column_family="nope")
+        state.reads.get_many(binary(b"k"), column_family="nope")
     stage(state, {}, pending={b"k": b"p"})
-    state.accept(2, "a")
-    assert state.get_many(binary(b"k"), 2, "pending").to_pylist() == [b"p"]
+    state.attempts.accept(2, "a")
+    assert state.reads.get_many(binary(b"k"), 2, "pending").to_pylist() == [b"p"]
     with pytest.raises(InvalidStateStoreArgument, match="pending"):
-        state.scan(1, column_family="pending")
+        state.reads.scan(1, column_family="pending")
 
 
 @pytest.mark.parametrize("keys", [[], [b"a"], [b"b", b"a", b"b", b"", b"c"]])
@@ -231,9 +231,9 @@ def test_bulk_gets_take_keys_in_any_form(state, keys):
     parts = pa.chunked_array([array[:1], array[1:]])
     for form in (array, pa.chunked_array([array]), parts, array.cast(pa.large_binary()),
                  pa.concat_arrays([binary(b"x"), array]).slice(1)):  # fmt: skip
-        assert state.get_many(form).to_pylist() == expected
+        assert state.reads.get_many(form).to_pylist() == expected
     with pytest.raises(InvalidStateStoreArgument, match="1 of 1 keys are null"):
-        state.get_many(binary(None))
+        state.reads.get_many(binary(None))
 
 
 def test_keys_are_counted_exactly(state):
@@ -250,7 +250,7 @@ def test_keys_are_counted_exactly(state):
 @pytest.mark.parametrize("read", [[b"a", b"b", b"x", b"y"], [b"a", b"b"], [b"y", b"x", b"b", b"a"], [b"a"] * 4])
 def test_keys_are_counted_exactly_whatever_was_read_before(state, read):
     commit(state, {b"a": b"1", b"b": b"2", b"c": b"3"})
-    state.get_many(binary(*read))
+    state.reads.get_many(binary(*read))
     commit(state, {b"a": b"2", b"b": None, b"x": b"new", b"y": None})
     assert state.metrics().num_keys == len(everything(state)) == 3
     commit(state, {b"a": b"2", b"b": None, b"x": b"new", b"y": None})
@@ -289,9 +289,9 @@ def test_what_was_kept_of_older_versions_is_forgotten_when_another_is_loaded(tmp
     chain, seen = history(state)
     late = open_state(tmp_path / "late")
     late.load(lineage(chain[:2]))
-    late.stage(meta(3, late.head), changes({b"v": b"3", b"k3": b"x", b"k1": None}))
-    late.accept(3, "a")
-    late.complete(3, late.pending()[0][1].path)
+    late.attempts.stage(meta(3, late.head), changes({b"v": b"3", b"k3": b"x", b"k1": None}))
+    late.attempts.accept(3, "a")
+    late.complete(3, late.attempts.pending()[0][1].path)
     assert everything(late, 2) == seen[2]
     late.load(lineage(chain[:3]))  # the same version, made by another attempt
     late.load(lineage(chain))
@@ -303,14 +303,14 @@ def test_what_was_kept_of_older_versions_is_forgotten_when_another_is_loaded(tmp
 
 def test_pending_changes_outlive_a_load_from_a_snapshot(tmp_path, state, open_state):
     first = stage(state, {b"a": b"1", b"b": b"1"})
-    state.accept(1, "a")
-    second = state.stage(meta(2, first.path), changes({b"a": b"2"}))
+    state.attempts.accept(1, "a")
+    second = state.attempts.stage(meta(2, first.path), changes({b"a": b"2"}))
     other = open_state(tmp_path / "other")
     chain = lineage([(1, first)])
     other.load(chain)
-    state.load(Lineage(1, chain.changelogs, (other.snapshot(None),)))
+    state.load(Lineage(1, chain.changelogs, (other.snapshots.store(None),)))
     assert (state.version, state.metrics().custom["load_ms"] > 0) == (1, True)
-    state.accept(2, "a")
+    state.attempts.accept(2, "a")
     state.complete(2, second.path)
     assert everything(state) == {b"a": b"2", b"b": b"1"} and everything(state, 1) == {b"a": b"1", b"b": b"1"}
 
@@ -321,7 +321,7 @@ def test_a_snapshot_of_another_lineage_is_not_used(tmp_path, state, open_state):
     for _ in range(2):
         commit(other, {b"foreign": b"1"})
     fresh = open_state(tmp_path / "fresh")
-    fresh.load(Lineage(3, lineage(chain).changelogs, (other.snapshot(None),)))
+    fresh.load(Lineage(3, lineage(chain).changelogs, (other.snapshots.store(None),)))
     assert everything(fresh) == seen[3]
 
 
@@ -448,7 +448,7 @@ def test_readers_see_whole_versions_while_versions_complete(state):
                 if reads[0] % 5 == 0:
                     found = set(everything(state, version).values())
                 else:
-                    found = set(state.get_many(array.take(pa.array(order)), version).to_pylist())
+                    found = set(state.reads.get_many(array.take(pa.array(order)), version).to_pylist())
             except VersionNotFoundError:
                 continue
             reads[0] += 1
@@ -462,10 +462,10 @@ def test_readers_see_whole_versions_while_versions_complete(state):
     for v in range(2, effort(9, 15)):
         refused = stage(state, dict.fromkeys(keys, b"wrong"), attempt="refused")
         stage(state, dict.fromkeys(keys, b"replaced"), attempt="replaced")
-        state.accept(v, "replaced")
+        state.attempts.accept(v, "replaced")
         ref = stage(state, dict.fromkeys(keys, str(v).encode()))
-        state.accept(v, "a")
-        state.discard(v, "refused")
+        state.attempts.accept(v, "a")
+        state.attempts.discard(v, "refused")
         assert refused.path != ref.path
         assert have_read.acquire(timeout=PATIENCE)
         state.complete(v, ref.path)
@@ -478,7 +478,7 @@ def test_readers_see_whole_versions_while_versions_complete(state):
 def test_complete_waits_for_readers_of_the_version_below_and_lets_others_in(state, provider, monkeypatch):
     commit(state, {b"a": b"1", b"b": b"1"})
     ref = stage(state, {b"a": b"2", b"b": b"2"})
-    state.accept(2, "a")
+    state.attempts.accept(2, "a")
     inside, go = threading.Event(), threading.Event()
     real = provider.engine.get_many
 
@@ -493,7 +493,7 @@ def test_complete_waits_for_readers_of_the_version_below_and_lets_others_in(stat
     monkeypatch.setattr(provider.engine, "get_many", slow)
     found = []
     reader = threading.Thread(
-        target=lambda: found.append(state.get_many(binary(b"a", b"b"), 1).to_pylist()), name="slow"
+        target=lambda: found.append(state.reads.get_many(binary(b"a", b"b"), 1).to_pylist()), name="slow"
     )
     reader.start()
     assert inside.wait(PATIENCE)
@@ -504,8 +504,8 @@ def test_complete_waits_for_readers_of_the_version_below_and_lets_others_in(stat
         assert time.monotonic() < deadline
         time.sleep(0.001)
     # Not written yet, but version 2 is to be had already, and version 1 still is.
-    assert state.get_many(binary(b"a", b"b"), 2).to_pylist() == [b"2", b"2"]
-    assert state.get_many(binary(b"a", b"b"), 1).to_pylist() == [b"1", b"1"]
+    assert state.reads.get_many(binary(b"a", b"b"), 2).to_pylist() == [b"2", b"2"]
+    assert state.reads.get_many(binary(b"a", b"b"), 1).to_pylist() == [b"1", b"1"]
     assert completing.is_alive()
     go.set()
     reader.join(PATIENCE)
@@ -517,7 +517,7 @@ def test_complete_waits_for_readers_of_the_version_below_and_lets_others_in(stat
 def test_a_failed_write_leaves_the_version_before(state, provider, monkeypatch):
     commit(state, {b"a": b"1"})
     ref = stage(state, {b"a": b"2"})
-    state.accept(2, "a")
+    state.attempts.accept(2, "a")
 
     def fail(*args):
         raise OSError("disk full")
@@ -537,7 +537,7 @@ def test_a_failed_changelog_changes_nothing(state, storage, monkeypatch):
         patched.setattr(storage, "put_new", lambda *a: (_ for _ in ()).throw(OSError("broken")))
         with pytest.raises(OSError, match="broken"):
             stage(state, {b"a": b"2"})
-    assert state.pending() == [] and everything(state) == {b"a": b"1"}
+    assert state.attempts.pending() == [] and everything(state) == {b"a": b"1"}
     commit(state, {b"a": b"3"})
     assert everything(state) == {b"a": b"3"}
 
@@ -551,13 +551,13 @@ def test_two_owners_of_one_directory_are_refused(tmp_path, state, open_state):
 
 def test_use_after_close_is_an_error(state):
     commit(state, {i.to_bytes(4, "big"): b"1" for i in range(20_000)})
-    scan = state.scan()
+    scan = state.reads.scan()
     next(scan)
     state.close()
     state.close()
     for use in (
-        lambda: state.get_many(binary(b"a")),
-        state.scan,
+        lambda: state.reads.get_many(binary(b"a")),
+        state.reads.scan,
         lambda: stage(state, {}),
         lambda: state.load(lineage([])),
         lambda: state.complete(2, "x"),

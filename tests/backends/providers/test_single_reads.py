@@ -15,43 +15,43 @@ def test_one_key_is_read_as_many_are(state):
     commit(state, {b"a": b"2", b"b": None, b"d": b""})
     commit(state, {b"a": b"3", b"b": b"3"})
     stage(state, {b"a": None, b"e": b"4"}, only_here={b"a": b"x"})
-    state.accept(4, "a")
+    state.attempts.accept(4, "a")
     for version in (None, 1, 2, 3, 4):
         for family in ("default", "other", *(["only_here"] if version == 4 else [])):
             for key in (b"a", b"b", b"c", b"d", b"e", b"", b"zz"):
-                expected = state.get_many(binary(key), version, family)[0].as_py()
-                assert state.get_one(key, version, family) == expected
-    assert [state.get_one(b"a", v) for v in (1, 2, 3, 4)] == [b"1", b"2", b"3", None]
-    assert state.get_one(b"a", 3, head=state.head) == b"3"
+                expected = state.reads.get_many(binary(key), version, family)[0].as_py()
+                assert state.reads.get_one(key, version, family) == expected
+    assert [state.reads.get_one(b"a", v) for v in (1, 2, 3, 4)] == [b"1", b"2", b"3", None]
+    assert state.reads.get_one(b"a", 3, head=state.head) == b"3"
     with pytest.raises(VersionNotFoundError, match=r"Version 5 .* held: 1, 2, 3, 4"):
-        state.get_one(b"a", 5)
+        state.reads.get_one(b"a", 5)
     with pytest.raises(VersionNotFoundError, match="elsewhere"):
-        state.get_one(b"a", 3, head="elsewhere")
+        state.reads.get_one(b"a", 3, head="elsewhere")
     with pytest.raises(InvalidStateStoreArgument, match=r"'nope'.*default, other"):
-        state.get_one(b"a", None, "nope")
+        state.reads.get_one(b"a", None, "nope")
     with pytest.raises(InvalidStateStoreArgument, match="only_here"):
-        state.get_one(b"a", 2, "only_here")
+        state.reads.get_one(b"a", 2, "only_here")
     assert not state._versions.readers
     state.close()
     with pytest.raises(StoreClosedError):
-        state.get_one(b"a")
+        state.reads.get_one(b"a")
 
 
 def test_queries_leave_to_the_stream_what_it_has_read(state, monkeypatch):
     keys = [b"%03d" % i for i in range(40)]
     commit(state, dict.fromkeys(keys, b"1"))
-    state.get_many(binary(*keys))
+    state.reads.get_many(binary(*keys))
     asked = []
     below = state._engine.get_many
     monkeypatch.setattr(state._engine, "get_many", lambda k, f, **how: asked.append(k) or below(k, f, **how))
-    state.get_many(binary(*keys[:20]), remember=False)
-    state.get_many(binary(*keys[::-1]), remember=False)
-    state.get_one(keys[3])
+    state.reads.get_many(binary(*keys[:20]), remember=False)
+    state.reads.get_many(binary(*keys[::-1]), remember=False)
+    state.reads.get_one(keys[3])
     asked.clear()
     commit(state, dict.fromkeys(keys[:30], b"2"))  # its before-images are those that the stream has read
     assert not asked
-    assert state.get_many(binary(*keys), 1).to_pylist() == [b"1"] * 40
-    state.get_many(binary(*keys), remember=False)
+    assert state.reads.get_many(binary(*keys), 1).to_pylist() == [b"1"] * 40
+    state.reads.get_many(binary(*keys), remember=False)
     commit(state, dict.fromkeys(keys, None))
     assert asked and state.metrics().num_keys == 0
 
@@ -74,7 +74,11 @@ def test_a_version_that_completes_as_a_read_begins(state, read):
     state._versions.readers = LateReaders()
     for version in (1, None):
         state._versions.readers.meanwhile = lambda: commit(state, {b"a": b"%d" % (state.version + 1)})
-        found = state.get_one(b"a", version) if read == "one" else state.get_many(binary(b"a"), version)[0].as_py()
+        found = (
+            state.reads.get_one(b"a", version)
+            if read == "one"
+            else state.reads.get_many(binary(b"a"), version)[0].as_py()
+        )
         assert found == (b"1" if version else b"3")
     assert not state._versions.readers
 
@@ -90,11 +94,11 @@ def test_single_reads_while_versions_complete(state):
         while not done.is_set():
             for key in keys[first:]:
                 least = state.version
-                found = int(state.get_one(key) or 0)
+                found = int(state.reads.get_one(key) or 0)
                 if found < max(last, least):
                     failures.append((key, last, least, found))
                 last = found
-            values = state.get_many(binary(*keys), remember=False).to_pylist()
+            values = state.reads.get_many(binary(*keys), remember=False).to_pylist()
             if len(set(values)) != 1:
                 failures.append(values)
 
@@ -108,4 +112,4 @@ def test_single_reads_while_versions_complete(state):
     for thread in threads:
         thread.join()
     assert not failures and not state._versions.readers
-    assert state.get_many(pa.array(keys, pa.binary())).to_pylist() == [b"%d" % last] * 30
+    assert state.reads.get_many(pa.array(keys, pa.binary())).to_pylist() == [b"%d" % last] * 30

@@ -15,7 +15,7 @@ from backends.host_memory import LAST_READS, STAGED, HostMemory
 from backends.storage import shared_objects
 from backends.storage.checkpoint_storage import CheckpointStorage, digest
 from backends.storage.file_ref import FileRef
-from backends.storage.request_counts import RequestCounts
+from backends.storage.sending.request_counts import RequestCounts
 from backends.storage.shared_objects import ALONE, SharedObjects
 from tests.patience import PATIENCE
 

@@ -21,7 +21,7 @@ from backends.exceptions import (
 from backends.storage.checkpoint_storage import CheckpointStorage
 from backends.storage.file_ref import FileRef
 from backends.storage.locations import parse_location, store_options
-from backends.storage.traffic import BucketTraffic
+from backends.storage.sending.traffic import BucketTraffic
 
 
 @pytest.fixture(params=["path", "file:", "memory:"])

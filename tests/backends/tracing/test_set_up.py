@@ -36,7 +36,7 @@ import sys
 from backends.tracing import spans, trace_ids
 from backends.tracing.set_up import set_up, setting_of_environment
 import coordinator_actor.coordinator, spark_bridge.host.host, spark_bridge.host_actor.flight_server
-import spark_bridge.task.state_task, spark_bridge.session.batch_traces
+import spark_bridge.task.state_task, spark_bridge.session.progress.batch_traces
 set_up(setting_of_environment(), {"role": "host"})
 with spans.span("task", trace_ids.batch("run", 1)), spans.step("task.open"):
     assert spans.headers() == ()

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from coordinator_actor.checkpoints.acknowledgements import AcknowledgeCheckpoint, DeclineCheckpoint
-from coordinator_actor.checkpoints.checkpoint_coordinator import CheckpointCoordinator
+from coordinator_actor.checkpoints.checkpoint_coordinator import CheckpointCoordinator, CheckpointHooks
 from coordinator_actor.checkpoints.completed_checkpoint import CompletedCheckpoint
 from coordinator_actor.checkpoints.pending_checkpoint import PendingCheckpoint
 from coordinator_actor.checkpoints.tasks import TaskKey
@@ -18,17 +18,19 @@ A, B, C = ("op", 0), ("op", 1), ("other", 0)
 class Coordinator(CheckpointCoordinator):
     """Remembers what was completed, and tells of what was cancelled."""
 
-    def __init__(self, *args: Any, on_cancel_checkpoint: Callable[[int], None] | None = None, **options: Any) -> None:
-        super().__init__(*args, **options)
+    def __init__(
+        self,
+        *args: Any,
+        trigger: Callable[[PendingCheckpoint], None] | None = None,
+        store: Callable[[CompletedCheckpoint], None] | None = None,
+        cancelled: Callable[[int], None] | None = None,
+        subsumes: bool = True,
+        **options: Any,
+    ) -> None:
         self.successful: list[CompletedCheckpoint] = []
-        self._on_cancel = on_cancel_checkpoint
-
-    def on_completed_checkpoint(self, completed: CompletedCheckpoint) -> None:
-        self.successful.append(completed)
-
-    def on_cancel_checkpoint(self, pending: PendingCheckpoint, error: Exception | None) -> None:
-        if self._on_cancel is not None:
-            self._on_cancel(pending.id)
+        by_id = None if cancelled is None else lambda pending, error: cancelled(pending.id)
+        hooks = CheckpointHooks(trigger, store, self.successful.append, by_id, subsumes)
+        super().__init__(*args, hooks, **options)
 
 
 def coordinator(world: World, tasks: Any = (A, B), **options: Any) -> Coordinator:
@@ -56,16 +58,12 @@ class Recorder:
         self.coordinator: CheckpointCoordinator | None = None
 
     def options(self) -> dict[str, Any]:
-        return {
-            "trigger": self.trigger,
-            "on_cancel_checkpoint": self.cancel,
-            "on_fully_acknowledged_checkpoint": self.complete,
-        }
+        return {"trigger": self.trigger, "cancelled": self.cancel, "store": self.complete}
 
     def _check(self) -> None:
         if self.coordinator is not None:
-            assert self.coordinator._lock.acquire(timeout=1), "called with the lock held"
-            self.coordinator._lock.release()
+            assert self.coordinator._pending._lock.acquire(timeout=1), "called with the lock held"
+            self.coordinator._pending._lock.release()
 
     def trigger(self, pending: PendingCheckpoint) -> None:
         self._check()

@@ -28,10 +28,10 @@ import pytest
 
 from backends.exceptions import StorageError
 from coordinator_actor.checkpoints.acknowledgements import Received
-from coordinator_actor.checkpoints.checkpoint_coordinator import RECENT_IDS, CheckpointCoordinator
-from coordinator_actor.checkpoints.checkpoint_stats import CheckpointStatsTracker
+from coordinator_actor.checkpoints.checkpoint_coordinator import CheckpointCoordinator, CheckpointHooks
 from coordinator_actor.checkpoints.completed_checkpoint import CompletedCheckpoint
 from coordinator_actor.checkpoints.pending_checkpoint import CancelReason, PendingCheckpoint
+from coordinator_actor.checkpoints.pending_checkpoints import RECENT_IDS
 from coordinator_actor.exceptions import (
     CheckpointCoordinatorShutdownError,
     CheckpointNotTriggeredError,
@@ -86,22 +86,20 @@ def test_trigger_and_confirm(world: World) -> None:
     assert len(coord.successful) == 2 and seen.cancelled == []
 
 
-def test_callbacks_can_be_overridden(world: World) -> None:
+def test_hooks_are_called_in_the_order_of_what_happens(world: World) -> None:
     seen: list[Any] = []
-
-    class Own(CheckpointCoordinator):
-        def on_cancel_checkpoint(self, pending: PendingCheckpoint, error: Exception | None) -> None:
-            seen.append(("cancel", pending.id))
-
-        def on_fully_acknowledged_checkpoint(self, completed: CompletedCheckpoint) -> None:
-            seen.append(("full", completed.id))
-
-    coord = Own("job", [A], clock=world.clock)
+    hooks = CheckpointHooks(
+        trigger=lambda pending: seen.append(("trigger", pending.id)),
+        store=lambda completed: seen.append(("store", completed.id)),
+        completed=lambda completed: seen.append(("completed", completed.id)),
+        cancelled=lambda pending, error: seen.append(("cancelled", pending.id, error)),
+    )
+    coord = CheckpointCoordinator("job", [A], hooks, clock=world.clock)
     coord.trigger_checkpoint()
     coord.receive_acknowledge_message(ack(A, 1))
     coord.trigger_checkpoint()
     coord.receive_decline_message(decline(A, 2))
-    assert seen == [("full", 1), ("cancel", 2)]
+    assert seen == [("trigger", 1), ("store", 1), ("completed", 1), ("trigger", 2), ("cancelled", 2, None)]
 
 
 def test_tasks_that_cannot_be_told_abort_the_checkpoint(world: World) -> None:
@@ -186,7 +184,7 @@ def test_a_completed_checkpoint_subsumes_those_before_it(world: World) -> None:
 
 
 def test_subsumption_can_be_switched_off(world: World) -> None:
-    coord, seen = recorded(world, (A,), subsume=False)
+    coord, seen = recorded(world, (A,), subsumes=False)
     one, two = coord.trigger_checkpoint(), coord.trigger_checkpoint()
     coord.receive_acknowledge_message(ack(A, two.id))
     assert not one.is_discarded and seen.cancelled == []
@@ -316,7 +314,7 @@ def test_a_failing_cancel_callback_is_logged_and_ends_nothing_else(
         seen.append(checkpoint_id)
         raise OSError("no")
 
-    coord = coordinator(world, on_cancel_checkpoint=fail)
+    coord = coordinator(world, cancelled=fail)
     coord.trigger_checkpoint()
     coord.trigger_checkpoint()
     coord.cancel_all("the query has ended")
@@ -362,13 +360,7 @@ def test_shutdown_gives_everything_up_and_takes_nothing_more(world: World) -> No
 def test_acknowledgements_of_many_threads_complete_each_checkpoint_once() -> None:
     tasks = [("op", p) for p in range(40)]
     completed: list[CompletedCheckpoint] = []
-    coord = CheckpointCoordinator(
-        "job",
-        tasks,
-        subsume=False,
-        timeout=None,
-        on_fully_acknowledged_checkpoint=completed.append,
-    )
+    coord = CheckpointCoordinator("job", tasks, CheckpointHooks(store=completed.append, subsumes=False), timeout=None)
     ids = [coord.trigger_checkpoint().id for _ in range(20)]
     messages = [ack(task, i, f"{i}:{task}") for i in ids for task in tasks] * 2
     random.Random(7).shuffle(messages)
@@ -410,16 +402,16 @@ def _steps_per_acknowledgement(tasks: int) -> int:
 
 def test_what_is_remembered_of_many_tasks_stays_small() -> None:
     tasks = [("op", p) for p in range(2_000)]
-    coord = CheckpointCoordinator("job", tasks, timeout=None, stats_tracker=CheckpointStatsTracker(20))
+    coord = CheckpointCoordinator("job", tasks, timeout=None)
     states = dict.fromkeys(tasks, "s")
     tracemalloc.start()
     try:
         before, _ = tracemalloc.get_traced_memory()
-        for _ in range(24):
+        for _ in range(104):
             coord.trigger_checkpoint(states=states)
         grown = tracemalloc.get_traced_memory()[0] - before
     finally:
         tracemalloc.stop()
-    assert len(coord.stats.history()) == 20
+    assert len(coord.stats.history()) == 100
     # 12 bytes per task and checkpoint (a hundred of 10,000 tasks are 12 MB), and one checkpoint's states.
-    assert grown < 20 * 2_000 * 12 + 200_000
+    assert grown < 100 * 2_000 * 12 + 200_000

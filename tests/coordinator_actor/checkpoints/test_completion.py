@@ -87,7 +87,7 @@ class Hanging:
 
 def test_while_a_completion_hangs_others_wait_and_everything_else_goes_on(world: World) -> None:
     hang = Hanging()
-    coord = coordinator(world, subsume=False, on_fully_acknowledged_checkpoint=hang)
+    coord = coordinator(world, subsumes=False, store=hang)
     one, two = coord.trigger_checkpoint(), coord.trigger_checkpoint()
     coord.receive_acknowledge_message(ack(A, one.id, "a"))
     with ThreadPoolExecutor(3) as pool:
@@ -111,7 +111,7 @@ def test_while_a_completion_hangs_others_wait_and_everything_else_goes_on(world:
 def test_one_who_waited_for_a_failed_completion_tries_it_with_its_own_state(world: World) -> None:
     hang = Hanging()
     hang.failure = StorageError("x")
-    coord = coordinator(world, on_fully_acknowledged_checkpoint=hang)
+    coord = coordinator(world, store=hang)
     coord.trigger_checkpoint()
     coord.receive_acknowledge_message(ack(A, 1, "a"))
     with ThreadPoolExecutor(2) as pool:
@@ -131,14 +131,14 @@ def test_one_who_waited_for_a_failed_completion_tries_it_with_its_own_state(worl
 def waiting(coord: CheckpointCoordinator) -> bool:
     """Wait until a thread waits for a completion."""
     deadline = time.monotonic() + PATIENCE
-    while not coord._completion_ended._waiters and time.monotonic() < deadline:  # type: ignore[attr-defined]
+    while not coord._pending._completion_ended._waiters and time.monotonic() < deadline:  # type: ignore[attr-defined]
         time.sleep(0.001)
-    return bool(coord._completion_ended._waiters)  # type: ignore[attr-defined]
+    return bool(coord._pending._completion_ended._waiters)  # type: ignore[attr-defined]
 
 
 def test_shutdown_frees_those_who_wait_for_a_completion(world: World) -> None:
     hang = Hanging()
-    coord = coordinator(world, [A], on_fully_acknowledged_checkpoint=hang)
+    coord = coordinator(world, [A], store=hang)
     coord.trigger_checkpoint()
     with ThreadPoolExecutor(2) as pool:
         last = pool.submit(coord.receive_acknowledge_message, ack(A, 1, "a"))
@@ -167,8 +167,8 @@ def test_what_ends_during_a_completion_ends_only_if_that_fails(world: World, end
         world,
         [A],
         timeout=10,
-        on_fully_acknowledged_checkpoint=complete,
-        on_cancel_checkpoint=cancelled.append,
+        store=complete,
+        cancelled=cancelled.append,
     )
     pending = coord.trigger_checkpoint()
     with ThreadPoolExecutor(1) as pool:
@@ -204,6 +204,6 @@ def test_a_callback_may_not_acknowledge_its_own_checkpoint(world: World) -> None
             coord.receive_acknowledge_message(ack(A, completed.id))
         errors.append(raised.value)
 
-    coord = coordinator(world, [A], on_fully_acknowledged_checkpoint=complete)
+    coord = coordinator(world, [A], store=complete)
     coord.trigger_checkpoint()
     assert coord.receive_acknowledge_message(ack(A, 1)) is Received.COMPLETED and errors

@@ -15,7 +15,7 @@ from backends.formats.manifest import Manifest, OperatorEntry, PartitionEntry
 from backends.formats.manifest_chain import Layout
 from backends.storage.checkpoint_storage import CheckpointStorage
 from backends.storage.file_ref import FileRef
-from backends.storage.request_counts import RequestCounts
+from backends.storage.sending.request_counts import RequestCounts
 from coordinator_actor.checkpoints.checkpoint_id import CheckpointIDCounter
 from coordinator_actor.coordinator import Coordinator
 from coordinator_actor.coordinator_conf import CoordinatorConf

@@ -10,7 +10,7 @@ import pytest
 
 from backends.exceptions import StorageError
 from coordinator_actor.coordinator import Coordinator
-from coordinator_actor.handlers.run_registry import RunRegistry
+from coordinator_actor.handlers.registries.run_registry import RunRegistry
 from coordinator_actor.messages import Acknowledge, Acknowledged, HostReport, Refused
 from coordinator_actor.query.query_state import QueryState
 from coordinator_actor.savepoints.run_savepoints import RunSavepoints

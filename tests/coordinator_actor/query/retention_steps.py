@@ -11,7 +11,7 @@ from backends.formats.snapshot import SnapshotDescriptor, SnapshotFile
 from backends.storage.file_ref import FileRef
 from coordinator_actor.coordinator import Coordinator
 from coordinator_actor.messages import SnapshotUploaded
-from coordinator_actor.query.files_in_use import UPLOAD
+from coordinator_actor.query.files.files_in_use import UPLOAD
 from tests.coordinator_actor.coordinator_world import World
 from tests.coordinator_actor.coordinators import run_of
 

@@ -11,7 +11,7 @@ import pytest
 from backends.exceptions import StorageError
 from backends.formats.manifest import Manifest
 from backends.storage.checkpoint_storage import CheckpointStorage
-from backends.storage.request_counts import num_requests, used_together
+from backends.storage.sending.request_counts import num_requests, used_together
 from coordinator_actor.coordinator import Coordinator
 from coordinator_actor.durable.checkpoint_records import (
     HISTORY,

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from backends.storage.checkpoint_storage import CheckpointStorage
-from backends.storage.request_counts import RequestCounts
+from backends.storage.sending.request_counts import RequestCounts
 from coordinator_actor.reading import partition_reader
 from coordinator_actor.reading.partition_reader import opened_partition
 from coordinator_actor.reading.stored_versions import StateVersions, find_state

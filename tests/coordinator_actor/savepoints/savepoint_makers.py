@@ -47,7 +47,7 @@ def numbers(n: int, first: int = 0) -> SortedPairs:
 
 
 def cut(pairs: SortedPairs, first: int, end: int, rows: int = 1000) -> Iterator[pa.RecordBatch]:
-    """What ``PartitionState.scan`` gives of key groups ``first`` to ``end`` (not included)."""
+    """What ``VersionReads.scan`` gives of key groups ``first`` to ``end`` (not included)."""
     upper = end.to_bytes(2, "big") if end < 1 << 16 else None
     part = pairs.between(first.to_bytes(2, "big"), upper)
     for at in range(0, len(part), rows):
@@ -143,8 +143,8 @@ def loaded(target: Path, operator: str, scratch: Path, num_groups: int = G) -> d
         try:
             partition.load(lineage)
             assert (partition.version, partition.head) == (version, lineage.head)
-            for family in partition.column_families():
-                rows = list(partition.scan(column_family=family))
+            for family in partition.reads.column_families():
+                rows = list(partition.reads.scan(column_family=family))
                 for batch in rows:
                     groups = {int.from_bytes(k.as_py()[:2], "big") for k in batch.column(0)}
                     assert {partition_of(g, num_groups, entry.num_partitions) for g in groups} <= {p}

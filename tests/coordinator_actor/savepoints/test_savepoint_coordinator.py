@@ -287,9 +287,9 @@ def test_once_it_is_being_stored_a_savepoint_cannot_be_cancelled(world: World) -
 
 def test_a_future_cancelled_at_the_last_moment_is_not_stored(world: World, store: Store) -> None:
     class Late(SavepointCoordinator):
-        def on_fully_acknowledged_checkpoint(self, completed: CompletedCheckpoint) -> None:
+        def _store(self, completed: CompletedCheckpoint) -> None:
             assert future.cancel()
-            super().on_fully_acknowledged_checkpoint(completed)
+            super()._store(completed)
 
     coord = Late("job", [A], id_counter=CheckpointIDCounter(), store=store.store, clock=world.clock)
     future = coord.trigger_savepoint()

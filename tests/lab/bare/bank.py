@@ -24,8 +24,8 @@ from backends.encoding.schema import StateSchema
 from backends.storage.checkpoint_storage import CheckpointStorage
 from coordinator_actor.coordinator import Coordinator
 from coordinator_actor.coordinator_conf import CoordinatorConf
-from coordinator_actor.lease_watch import LeaseWatch
 from coordinator_actor.messages import OperatorFigures, OperatorSpec, QueryRegistration
+from coordinator_actor.threads.lease_watch import LeaseWatch
 from spark_bridge import QueryableStateClient
 from spark_bridge.exceptions import QueryableStateError
 from spark_bridge.task.endpoints import Endpoints

@@ -21,9 +21,9 @@ from coordinator_actor.messages import HostInfo
 from spark_bridge.host.host import Host
 from spark_bridge.host_actor.flight_server import HostFlightServer
 from spark_bridge.queryable.reads.host_reads import HostReads
-from spark_bridge.queryable.server.client_proxy import KvStateClientProxy, connections_to_hosts
-from spark_bridge.queryable.server.request_limits import RequestLimits
-from spark_bridge.queryable.server.token_verifier import ClusterTokens
+from spark_bridge.queryable.server.limits.request_limits import RequestLimits
+from spark_bridge.queryable.server.proxy.client_proxy import KvStateClientProxy, connections_to_hosts
+from spark_bridge.queryable.server.tokens.token_verifier import ClusterTokens
 from spark_bridge.transport.coordinator_calls import checked_call
 from spark_bridge.transport.protocol import HostFile
 from tests.lab.bare.calls import RemoteCoordinator

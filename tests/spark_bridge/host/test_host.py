@@ -7,28 +7,18 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
-from typing import Any
 
-import msgspec
-import pyarrow as pa
 import pytest
 
 from backends.conf import StateStoreConf
 from backends.exceptions import StateStoreError, StorageError
-from backends.partition.partition_state import PartitionState
 from coordinator_actor.exceptions import CoordinatorError, IncompleteBatchError, RetiredRunError
 from coordinator_actor.messages import HostReport
 from spark_bridge.exceptions import HostUnavailableError
 from spark_bridge.host.host import Host
-from spark_bridge.transport.protocol import TaskIdentity
 from tests.coordinator_actor.coordinator_world import World
-from tests.patience import HANG, PATIENCE
+from tests.spark_bridge.host.held_runs import get, one, start
 from tests.spark_bridge.host.host_steps import Port, ch, make_host, plan_spark, reg, run_task, task
-
-
-def get(host: Any, run: str = "run1", p: int = 0, version: int | None = None) -> Any:
-    return host.reads.get_many(run, "op", p, version, pa.array([b"k"])).to_pylist()[0]
 
 
 def test_a_batch_planned_anew_is_never_completed_with_rows_of_the_run_before(tmp_path):
@@ -118,80 +108,6 @@ def test_a_failed_recovery_leaves_no_half_registered_run(tmp_path):
     run_task([h], 1, 0, value=b"x")
 
 
-def start(tmp_path, hosts=1):
-    w = World(tmp_path)
-    c = w.coordinator(0)
-    hs = [make_host(w, c, i, tmp_path) for i in range(hosts)]
-    c.register_query(reg(w))
-    plan_spark(w, 0)
-    for p in (0, 1):
-        run_task(hs, 0, p)
-    w.commit_spark(0)
-    c.batch_committed("run1", 0)
-    return w, c, hs
-
-
-def held(h):
-    return len(h.held.instances)
-
-
-def test_a_run_that_ends_is_unloaded(tmp_path):
-    _w, c, (h,) = start(tmp_path)
-    c.deactivate_instances("run1")
-    h.heartbeat()
-    assert held(h) == 0
-
-
-def test_orders_survive_a_registration(tmp_path):
-    _w, c, (h,) = start(tmp_path)
-    c.deactivate_instances("run1")
-    h.register()  # as _with_registration does for UnknownRun, UnknownHost, StaleOwner of any query
-    for _ in range(5):
-        h.heartbeat()
-    assert held(h) == 0
-
-
-def test_orders_survive_a_lost_answer(tmp_path):
-    _w, c, (h,) = start(tmp_path)
-    c.deactivate_instances("run1")
-
-    def lose(*_):
-        raise HostUnavailableError("answer lost")
-
-    h.port.after["heartbeat_host"] = lose
-    with pytest.raises(HostUnavailableError):
-        h.heartbeat()
-    h.port.after.clear()
-    for _ in range(5):
-        h.heartbeat()
-    assert held(h) == 0
-
-
-def test_orders_reach_a_host_that_was_away(tmp_path):
-    w, c, (h,) = start(tmp_path)
-    w.now += 11
-    c.expire()
-    c.driver_heartbeat("run1")
-    c.deactivate_instances("run1")
-    for _ in range(5):
-        h.heartbeat()
-    assert held(h) == 0
-
-
-def test_orders_survive_a_restarted_coordinator(tmp_path):
-    w, c, hs = start(tmp_path, 2)
-    c.register_query(reg(w, "run2"))
-    c2 = w.coordinator(0)  # restarted
-    c2.register_query(reg(w, "run2"))
-    for h in hs:
-        h.port.c = c2
-    for _ in range(5):
-        for h in hs:
-            h.heartbeat()
-            time.sleep(0.05)
-    assert sum(map(held, hs)) == 0
-
-
 def test_a_completed_version_is_heard_of_though_an_answer_was_lost(tmp_path):
     _w, _c, (h,) = start(tmp_path)
 
@@ -205,83 +121,6 @@ def test_a_completed_version_is_heard_of_though_an_answer_was_lost(tmp_path):
     for _ in range(5):
         h.heartbeat()
     assert get(h) == b"v"  # version 1 is completed; the stream is quiet now
-
-
-def test_what_is_being_opened_while_its_run_ends_is_unloaded(tmp_path):
-    w, c, (_h,) = start(tmp_path)
-    h2 = make_host(w, c, 1, tmp_path, inc="z")
-    w.now += 5
-    h2.heartbeat()
-    w.now += 6
-    c.expire()  # h0 is lost, its partitions move
-    plan_spark(w, 1)
-    c.driver_heartbeat("run1")
-
-    def stop_query(*_):
-        h2.port.before.clear()
-        c.deactivate_instances("run1")
-        h2.heartbeat()  # query.stop() while the state is fetched
-
-    h2.port.before["lineage"] = stop_query
-    with contextlib.suppress(CoordinatorError):
-        h2.open(task(1, 0))
-    for _ in range(5):
-        h2.heartbeat()
-    assert held(h2) == 0
-
-
-def test_what_is_being_loaded_while_its_run_ends_is_unloaded(tmp_path):
-    w, c, (_h,) = start(tmp_path)
-    h2 = make_host(w, c, 1, tmp_path, inc="z")
-    w.now += 5
-    h2.heartbeat()
-    w.now += 6
-    c.expire()
-    plan_spark(w, 1)
-    c.driver_heartbeat("run1")
-
-    orig = PartitionState.load
-
-    def load(self, lineage, watch=None):
-        orig(self, lineage)
-        c.deactivate_instances("run1")
-        h2.heartbeat()
-
-    PartitionState.load = load
-    try:
-        h2.open(task(1, 0))
-    except CoordinatorError:
-        pass
-    finally:
-        PartitionState.load = orig
-    for _ in range(5):
-        h2.heartbeat()
-    assert held(h2) == 0
-
-
-def test_a_partition_unloaded_meanwhile_does_not_stop_other_orders(tmp_path):
-    """on_completed waits for the commit_lock of an instance that is destroyed meanwhile: StoreClosedError."""
-    _w, c, (h,) = start(tmp_path)
-    inst = next(iter(h.held.instances.values()))
-    done = c.registries.runs.by_id["run1"].announcements.to("h0")
-    err = []
-
-    def go():
-        try:
-            h.loading.complete(done)
-        except (CoordinatorError, StateStoreError) as e:
-            err.append(e)
-
-    inst.commit_lock.acquire()
-    t = threading.Thread(target=go)
-    t.start()
-    time.sleep(0.2)
-    with h.held.lock:
-        del h.held.instances[inst.key]
-    inst.state.destroy()
-    inst.commit_lock.release()
-    t.join()
-    assert err == []
 
 
 def test_a_late_grant_does_not_roll_a_partition_back(tmp_path):
@@ -360,14 +199,6 @@ def test_a_late_grant_of_an_old_run_does_not_unload_the_new_one(tmp_path):
     assert runs == {"run2"} and h.held.report().pending, (runs, h.held.report().pending)
 
 
-def one(tmp_path, n=1):
-    w = World(tmp_path)
-    c = w.coordinator(0)
-    h = make_host(w, c, 0, tmp_path)
-    c.register_query(reg(w, n=n))
-    return w, c, h
-
-
 def test_a_task_that_loads_while_the_coordinator_restarts_can_commit(tmp_path):
     w, c, h = one(tmp_path)
     plan_spark(w, 0)
@@ -429,88 +260,6 @@ def test_what_is_remembered_of_snapshots_does_not_grow(tmp_path):
     assert len(versions.descriptors) <= kept + 1
 
 
-def test_a_slow_manifest_does_not_hold_up_heartbeats(tmp_path):
-    """While one manifest is written, the heartbeats of hosts wait for run.lock, or for commit_lock."""
-    w, _c, h = one(tmp_path, 2)
-    plan_spark(w, 0)
-    for p in (0, 1):
-        run_task([h], 0, p)
-    w.commit_spark(0)
-    plan_spark(w, 1)
-    h.heartbeat()
-    for p in (0, 1):
-        h.open(task(1, p))  # batch 1 begins: version 1 completes, not told yet
-    go, at = threading.Event(), threading.Event()
-    run_task([h], 1, 0)
-
-    def slow(path):
-        if path.startswith("manifests/"):
-            at.set()
-            go.wait(HANG)
-
-    w.put_hook = slow
-    t = threading.Thread(target=lambda: run_task([h], 1, 1))
-    t.start()
-    at.wait()
-    beat = threading.Thread(target=h.heartbeat)
-    beat.start()
-    beat.join(PATIENCE)
-    stuck = beat.is_alive()
-    go.set()
-    t.join()
-    beat.join()
-    assert not stuck
-
-
-def test_a_slow_manifest_does_not_cost_a_host_its_lease(tmp_path):
-    w, c, h = one(tmp_path, 2)
-    plan_spark(w, 0)
-    for p in (0, 1):
-        run_task([h], 0, p)
-    w.commit_spark(0)
-    plan_spark(w, 1)
-    h.heartbeat()
-    for p in (0, 1):
-        h.open(task(1, p))
-    go, at = threading.Event(), threading.Event()
-    run_task([h], 1, 0)
-
-    def slow(path):
-        if path.startswith("manifests/"):
-            at.set()
-            go.wait(HANG)
-
-    w.put_hook = slow
-    t = threading.Thread(target=lambda: run_task([h], 1, 1))
-    t.start()
-    at.wait()
-    beat_through_a_lease(w, c, h)
-    dropped = not c.registries.hosts.leases
-    go.set()
-    t.join()
-    assert not dropped
-
-
-def beat_through_a_lease(w, c, h):
-    """Go on for longer than a lease lasts with a heartbeat each second; it ends if one of these hangs."""
-    due, done = threading.Semaphore(0), threading.Semaphore(0)
-
-    def beats():
-        for _ in range(12):
-            due.acquire()
-            h.heartbeat()
-            done.release()
-
-    threading.Thread(target=beats, daemon=True).start()
-    for _ in range(12):
-        due.release()
-        is_done = done.acquire(timeout=PATIENCE)
-        w.now += 1 if is_done else 12
-        c.expire()
-        if not is_done:
-            return
-
-
 def test_the_manifest_knows_better_than_a_report_which_attempt_was_last(tmp_path):
     w = World(tmp_path)
     c = w.coordinator(0)
@@ -534,38 +283,6 @@ def test_the_manifest_knows_better_than_a_report_which_attempt_was_last(tmp_path
     assert atts == ["B", "two"]
 
 
-def test_one_querys_storage_does_not_keep_another_from_being_reported(tmp_path):
-    w, c, h = one(tmp_path, 1)
-    plan_spark(w, 0)
-    r2 = msgspec.structs.replace(
-        reg(w, "runX", 2),
-        query_id="q2",
-        checkpoint_location=str(w.root / "ck2"),
-        state_location=str(w.root / "ck2/statestore"),
-    )
-    run_task([h], 0)
-    c.register_query(r2)
-    h.open(TaskIdentity("runX", "op", 0, 0, "a", "i"))
-    h.commit(TaskIdentity("runX", "op", 0, 0, "a", "i"), ch(b"z"), {})
-    c2 = w.coordinator(0)
-    orig = w.storage
-
-    def storage(loc, o):
-        if "/ck2" not in loc:
-            raise StorageError("bucket of the first query: 403")
-        return orig(loc, o)
-
-    c2._queries._open_storage = storage
-    h.port.c = c2
-    for _ in range(3):
-        time.sleep(0.1)
-        h.heartbeat()
-    c2.register_query(r2)
-    assert c2.registries.runs.by_id["runX"].batch.acknowledged(1), (
-        "the acknowledgement of the healthy query was not taken up"
-    )
-
-
 def test_hosts_of_a_session_that_stops_do_not_bring_its_runs_back(tmp_path):
     w, c, h = one(tmp_path)
     c.register_host(World.host(7).__class__("o", "a", "grpc://x:1", "n", "other"), HostReport())
@@ -575,73 +292,3 @@ def test_hosts_of_a_session_that_stops_do_not_bring_its_runs_back(tmp_path):
     epochs = len(list((tmp_path / "ck/statestore/epochs").iterdir()))
     h.heartbeat()
     assert "run1" not in c.registries.runs.by_id and len(list((tmp_path / "ck/statestore/epochs").iterdir())) == epochs
-
-
-def two_queries(tmp_path):
-    w, c, h = one(tmp_path, 1)
-    r2 = msgspec.structs.replace(
-        reg(w, "runX", 1),
-        query_id="q2",
-        checkpoint_location=str(w.root / "ck2"),
-        state_location=str(w.root / "ck2/statestore"),
-    )
-    plan_spark(w, 0)
-    c.register_query(r2)
-    tA, tX = TaskIdentity("run1", "op", 0, 0, "a", "i"), TaskIdentity("runX", "op", 0, 0, "b", "j")
-    h.open(tA)
-    h.open(tX)
-    c2 = w.coordinator(0)  # restarted; the storage of the first query hangs
-    go, at = threading.Event(), threading.Event()
-    orig = w.storage
-
-    def storage(loc, o):
-        if "/ck2" not in loc:
-            at.set()
-            go.wait(HANG)
-        return orig(loc, o)
-
-    c2._queries._open_storage = storage
-    c2.register_query(r2)  # by its driver
-    h.port.c = c2
-    return w, c2, h, tX, go, at
-
-
-def test_a_commit_does_not_wait_for_the_report_of_another_query(tmp_path):
-    _w, _c2, h, tX, go, at = two_queries(tmp_path)
-    t = threading.Thread(target=h.register)
-    t.start()
-    at.wait()
-    try:
-        h.commit(tX, ch(b"z"), {})  # opened before the restart
-        assert t.is_alive()
-    finally:
-        go.set()
-        t.join()
-
-
-def test_a_hanging_storage_of_one_query_does_not_cost_a_host_its_lease(tmp_path):
-    w, c2, h, _tX, go, at = two_queries(tmp_path)
-    beat_through_a_lease(w, c2, h)
-    assert at.wait(PATIENCE)
-    dropped = "h0" not in c2.registries.hosts.leases
-    go.set()
-    assert not dropped
-
-
-def test_a_run_without_partitions_here_is_forgotten_when_it_ends(tmp_path):
-    import shutil
-
-    w, c, h = one(tmp_path, 1)
-    plan_spark(w, 0)
-    run_task([h], 0)
-    h.loading.unload(next(iter(h.held.instances.values())))  # its partition has moved: on_completed does this
-    c.deactivate_instances("run1")
-    for _ in range(3):
-        h.heartbeat()
-    left = dict(h.held.registrations)
-    shutil.rmtree(tmp_path / "ck")  # the user removes the stopped query's checkpoint
-    c2 = w.coordinator(0)
-    h.port.c = c2  # the coordinator is restarted
-    for _ in range(3):
-        h.heartbeat()
-    assert not left and "run1" not in c2.registries.runs.by_id and not (tmp_path / "ck").exists()

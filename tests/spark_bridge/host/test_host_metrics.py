@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from backends.storage.request_counts import RequestCounts
+from backends.storage.sending.request_counts import RequestCounts
 from coordinator_actor.messages import OperatorSpec
 from spark_bridge.host_actor.host_metrics import MOST_PARTITIONS, HostMetrics, every
-from spark_bridge.queryable.server.request_statistics import RequestStatistics
+from spark_bridge.queryable.server.limits.request_statistics import RequestStatistics
 from tests.coordinator_actor.coordinator_world import SCHEMA, World
 from tests.metric_sink import KeptMetrics
 from tests.spark_bridge.host.host_steps import make_host, plan_spark, run_task

@@ -70,7 +70,9 @@ class Query:
     def check(self) -> None:
         for instance in self.instances():
             pairs = {k: v for k, v in self.pairs[instance.partition].items() if int(k[:6]) < instance.state.version}
-            assert instance.state.get_many(pa.array(list(pairs)), remember=False).to_pylist() == list(pairs.values())
+            assert instance.state.reads.get_many(pa.array(list(pairs)), remember=False).to_pylist() == list(
+                pairs.values()
+            )
 
 
 @pytest.fixture

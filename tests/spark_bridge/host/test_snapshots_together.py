@@ -143,13 +143,13 @@ def test_a_partition_that_takes_long_does_not_hold_up_those_of_other_threads(
     for _ in range(10):
         query.batch()
     slow, go_on = query.host.held.all()[0], threading.Event()
-    prepare = slow.state.prepare_snapshot
+    prepare = slow.state.snapshots.prepare
 
     def waits(*given: Any) -> Any:
         assert go_on.wait(HANG)
         return prepare(*given)
 
-    monkeypatch.setattr(slow.state, "prepare_snapshot", waits)
+    monkeypatch.setattr(slow.state.snapshots, "prepare", waits)
     begun = query.host.maintenance.do_maintenance()
     next(as_completed(begun)).result()
     stored = [i for i in query.host.held.all() if i.snapshot_version == 10]
@@ -229,7 +229,7 @@ def test_a_snapshot_that_fails_is_tried_again_and_spoils_no_other(
     query.world.put_hook = None
     broken = query.host.held.all()[1]
     with monkeypatch.context() as patched:
-        patched.setattr(broken.state, "prepare_snapshot", lambda *_: 1 / 0)
+        patched.setattr(broken.state.snapshots, "prepare", lambda *_: 1 / 0)
         query.snapshots()
     assert [i.snapshot_version for i in query.host.held.all()] == [3 * (i is not broken) for i in query.host.held.all()]
     query.snapshots()

@@ -39,7 +39,7 @@ from spark_bridge.queryable.protocol.messages import (
     frame,
 )
 from spark_bridge.queryable.protocol.state_reads import StateAnswer
-from spark_bridge.queryable.server.request_limits import RequestLimits
+from spark_bridge.queryable.server.limits.request_limits import RequestLimits
 from spark_bridge.queryable.server.server import KvStateServer
 from tests.patience import PATIENCE
 

@@ -13,7 +13,7 @@ from coordinator_actor.port import CoordinatorPort
 from coordinator_actor.wire_version import WIRE_VERSION, other_version
 from spark_bridge.exceptions import EnvironmentProblemError, StateStoreRefusedError
 from spark_bridge.host_actor.session_options import SessionOptions, require_same_driver
-from spark_bridge.session.state_cluster import require_same_messages
+from spark_bridge.session.hosts.state_cluster import require_same_messages
 from spark_bridge.task import local_properties as properties
 from tests.spark_bridge.session.message_shapes import COMMAND, FIXTURE, shapes
 

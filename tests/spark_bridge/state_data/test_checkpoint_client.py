@@ -14,7 +14,7 @@ from spark_bridge.exceptions import (
     UnknownKvStateIdError,
     UnknownOperatorError,
 )
-from spark_bridge.queryable.client import version_diff
+from spark_bridge.queryable.client.calls import version_diff
 from spark_bridge.queryable.protocol.state_reads import StateAnswer
 from spark_bridge.state_data.checkpoint_client import CheckpointClient
 from tests.coordinator_actor.savepoints.savepoint_streams import Stream

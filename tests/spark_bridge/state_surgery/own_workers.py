@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from spark_bridge.state_surgery.first_stage import ReadJob, TargetColumns
-from spark_bridge.state_surgery.second_stage import BuiltPartition, NewPartition
-from spark_bridge.state_surgery.workers import CutRows
+from spark_bridge.state_surgery.stages.first_stage import ReadJob, TargetColumns
+from spark_bridge.state_surgery.stages.second_stage import BuiltPartition, NewPartition
+from spark_bridge.state_surgery.stages.workers import CutRows
 
 
 class OwnWorkers:

@@ -27,7 +27,7 @@ from spark_bridge.state_format.stored_rows import VariableRows
 from spark_bridge.state_surgery import row_sources
 from spark_bridge.state_surgery.aggregate_states import MergedStates, StatesOfRows
 from spark_bridge.state_surgery.bootstrap_state import bootstrap_state
-from spark_bridge.state_surgery.new_state import NewStateReport
+from spark_bridge.state_surgery.stages.new_state import NewStateReport
 from tests.coordinator_actor.coordinator_world import World
 from tests.effort import only_thorough
 from tests.spark_bridge.state_data.format_fixtures import Stored

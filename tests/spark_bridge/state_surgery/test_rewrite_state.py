@@ -29,11 +29,11 @@ from spark_bridge.state_data.state_tables import state_table
 from spark_bridge.state_format.layouts import join_schema
 from spark_bridge.state_format.rows_to_pairs import PairsOfRows
 from spark_bridge.state_format.stored_rows import VariableRows
-from spark_bridge.state_surgery import first_stage, second_stage
 from spark_bridge.state_surgery import rewrite_state as rewrite_state_module
-from spark_bridge.state_surgery.given_rows import conformed
-from spark_bridge.state_surgery.new_state import NewStateReport, new_query_id
 from spark_bridge.state_surgery.rewrite_state import rewrite_state
+from spark_bridge.state_surgery.stages import first_stage, second_stage
+from spark_bridge.state_surgery.stages.given_rows import conformed
+from spark_bridge.state_surgery.stages.new_state import NewStateReport, new_query_id
 from tests.effort import effort, only_thorough
 from tests.spark_bridge.state_data.format_fixtures import Stored, copied
 from tests.spark_bridge.state_flows import Flow

@@ -12,7 +12,8 @@ import pytest
 from coordinator_actor.messages import OperatorSpec
 from coordinator_actor.reading.stored_versions import StateVersions, find_state
 from spark_bridge.state_data.state_tables import state_table
-from spark_bridge.state_surgery import first_stage, rewrite_state, second_stage
+from spark_bridge.state_surgery import rewrite_state
+from spark_bridge.state_surgery.stages import first_stage, second_stage
 from tests.effort import effort
 from tests.spark_bridge.state_flows import NAMES, Flow
 from tests.spark_bridge.state_surgery.own_workers import OwnWorkers

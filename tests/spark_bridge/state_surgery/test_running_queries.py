@@ -18,7 +18,7 @@ from backends.storage.checkpoint_storage import CheckpointStorage
 from coordinator_actor.durable.manifests import ManifestLog
 from coordinator_actor.durable.rewritten_files import RewrittenFiles
 from coordinator_actor.exceptions import BatchHeldError, FencedError, InvalidRequestError
-from coordinator_actor.query.files_in_use import BUSY_SECONDS, UPLOAD
+from coordinator_actor.query.files.files_in_use import BUSY_SECONDS, UPLOAD
 from coordinator_actor.query.run_lifetime import RECORDS_EVERY
 from coordinator_actor.reading.stored_versions import StateVersions, find_state
 from coordinator_actor.surgery import forgetting

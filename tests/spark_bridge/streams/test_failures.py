@@ -180,7 +180,7 @@ from pathlib import Path
 import ray
 from pyspark.sql import SparkSession
 from spark_bridge import aggregate, attach, functions as S
-from spark_bridge.session.java import ensure_java
+from spark_bridge.session.cluster.java import ensure_java
 
 root, kill_at = Path(sys.argv[1]), int(sys.argv[2])
 ensure_java()

@@ -1,40 +1,26 @@
-"""``transform_with_state`` end to end on RayDP: state of every kind, timers, TTL, restarts, quiet streams, chains."""
+"""``transform_with_state`` end to end on RayDP: state of every kind, initial states, chains of operators."""
 
 from __future__ import annotations
 
 import datetime as dt
-from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
-import pandas as pd
-import pyarrow as pa
-import pyarrow.compute as pc
 import pytest
-from pyspark.sql import DataFrame, Row, SparkSession
+from pyspark.sql import Row
 from pyspark.sql import functions as F
 
 from spark_bridge import (
-    ArrowBatch,
-    ArrowResult,
-    ArrowStatefulProcessor,
     StatefulProcessor,
     aggregate,
     transform_with_state,
-    transform_with_state_in_arrow,
-    transform_with_state_in_pandas,
 )
 from spark_bridge import functions as S
 from tests.effort import only_thorough
-from tests.patience import HANG
-from tests.spark_bridge.conftest import Stream, wait_until
+from tests.spark_bridge.conftest import Stream
 from tests.spark_bridge.streams.processors import (
-    BY,
-    DELAY_MS,
     INITIAL,
     INPUT,
-    OUTPUT,
     Commands,
     Model,
     PandasCommands,
@@ -48,41 +34,9 @@ from tests.spark_bridge.streams.processors import (
     random_batches,
     random_starts,
 )
+from tests.spark_bridge.streams.transform_steps import answers, commands_on, process_all
 
 pytestmark = pytest.mark.spark
-
-
-def commands_on(stream: Stream, processor: type = Commands, time_mode: str = "none", **options: Any) -> DataFrame:
-    """A stream of commands, watermark included, through their processor."""
-    transform = transform_with_state_in_pandas if issubclass(processor, PandasCommands) else transform_with_state
-    return transform(
-        stream.read().withWatermark("ts", f"{DELAY_MS} milliseconds"),
-        BY,
-        based_on(StatefulProcessor, processor, time_mode=time_mode),
-        OUTPUT,
-        operator="commands",
-        time_mode=time_mode,
-        **{"num_partitions": 3, **options},
-    )
-
-
-def process_all(df: DataFrame, stream: Stream) -> list[list[tuple[Any, ...]]]:
-    """Run until all is processed, and stop; the output of each batch that gave some."""
-    query, found = gather(df, stream.checkpoint)
-    drain(query, stream.checkpoint, stream.files)
-    query.stop()
-    return [ordered(found[n]) for n in sorted(found) if found[n]]
-
-
-def error_of(df: DataFrame, stream: Stream) -> str:
-    """The error with which a query ends."""
-    with pytest.raises(Exception) as raised:
-        process_all(df, stream)
-    return str(raised.value)
-
-
-def answers(rows: list[tuple[Any, ...]]) -> list[tuple[int, str]]:
-    return sorted((seq, found) for _, _, seq, found in rows)
 
 
 # State -------------------------------------------------------------------------------------------------------------
@@ -212,136 +166,6 @@ def test_random_commands_give_what_a_plain_model_gives(
     assert len(found) == len(batches)
 
 
-# Time --------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.spark42
-def test_event_time_timers_fire_by_the_watermark_on_a_quiet_stream_too(make_stream: Callable[..., Stream]) -> None:
-    stream, write = make_stream(INPUT), Writer()
-    stream.add(
-        [
-            *write(
-                ("a", 1, "timer.registerTimer", 0),
-                ("a", 1, "timer.registerTimer", 90_000),
-                ("a", 1, "timer.registerTimer", 90_000),
-                ("a", 1, "timer.registerTimer", 90_001),
-                ("a", 1, "timer.registerTimer", 80_000),
-                ("a", 1, "timer.deleteTimer", 80_000),
-                ("a", 1, "timer.deleteTimer", 1),
-                ("a", 1, "timer.listTimers"),
-                ("b", 2, "timer.registerTimer", 120_000),
-                ts=at(100),
-            ),
-        ]
-    )
-    stream.add(
-        [
-            *write(("c", 3, "timer.times"), ts=at(89)),
-            *write(("c", 3, "timer.registerTimer", 89_500), ("c", 3, "timer.listTimers"), ts=at(95)),
-        ]
-    )
-    stream.add(
-        [
-            *write(("c", 3, "v.exists"), ts=at(90)),  # as old as the watermark of the batch before: late
-            *write(("c", 3, "l.exists"), ts=at(90.001)),
-            *write(("c", 3, "m.exists"), ts=None),
-            *write(("d", 4, "v.exists"), ts=at(130)),
-        ]
-    )
-    query, found = gather(commands_on(stream, Commands, "EventTime"), stream.checkpoint)
-    drain(query, stream.checkpoint, stream.files)
-    assert [answers(map(tuple, found[n])) for n in range(3)] == [
-        [(-1, "expired 0 at 0 True (None, [])"), (7, "timer.listTimers [0, 90000, 90001]")],
-        [
-            (-1, "expired 89500 at 90000 True (None, [])"),
-            (-1, "expired 90000 at 90000 True (None, [(1, 'expired')])"),
-            (9, "timer.times (90000, True)"),
-            (11, "timer.listTimers [89500]"),
-        ],
-        [(13, "l.exists True"), (14, "m.exists False"), (15, "v.exists False")],
-    ]
-    # No more data: the watermark of the last batch with data is that of the next one, which has none.
-    wait_until(lambda: any(found[n] for n in found if n > 2))
-    assert answers(map(tuple, next(found[n] for n in sorted(found) if n > 2 and found[n]))) == [
-        (-1, "expired 120000 at 120000 True (None, [])"),
-        (-1, "expired 90001 at 120000 True (None, [(1, 'expired')])"),
-    ]
-    assert query.exception() is None
-
-
-def test_processing_time_timers_and_ttl_go_by_the_time_of_the_batch_on_a_quiet_stream_too(
-    make_stream: Callable[..., Stream],
-) -> None:
-    stream, write = make_stream(INPUT), Writer()
-    stream.add(
-        write(
-            ("a", 1, "timer.registerTimer", 1_500),
-            ("a", 1, "timer.registerTimer", 10_000_000),
-            ("b", 1, "timer.registerTimer", 0),
-            *(("a", 1, f"{ttl}_v.update", 1, "x") for ttl in ("brief", "lasting")),
-            *(("a", 1, f"{ttl}_l.put", 2, "x") for ttl in ("brief", "lasting")),
-            *(("a", 1, f"{ttl}_m.updateValue", 1, "x") for ttl in ("brief", "lasting")),
-            ("a", 1, "brief_v.get"),
-            ("a", 1, "brief_l.get"),
-            ("a", 1, "brief_m.iterator"),
-        )
-    )
-    query, found = gather(commands_on(stream, Commands, "processingTime"), stream.checkpoint)
-    drain(query, stream.checkpoint, stream.files)
-    assert answers(map(tuple, found[0])) == [
-        (-1, "expired True (None, [])"),
-        (9, "brief_v.get ((1, 'x'),)"),
-        (10, "brief_l.get [(0, 'x'), (1, 'x')]"),
-        (11, "brief_m.iterator [(('x',), (1, 'x'))]"),
-    ]
-    # Nothing new comes in, and yet the timer fires, once.
-    wait_until(lambda: any(found[n] for n in found if n))
-    stream.add(
-        write(
-            *(("a", 1, f"{ttl}_{kind}.exists") for ttl in ("brief", "lasting") for kind in "vlm"),
-            ("a", 1, "brief_v.get"),
-            ("a", 1, "brief_l.appendValue", 7, "new"),
-            ("a", 1, "brief_l.get"),
-            ("a", 1, "brief_m.containsKey", None, "x"),
-            ("a", 1, "lasting_m.getValue", None, "x"),
-            ("a", 1, "timer.listTimers"),
-        )
-    )
-    drain(query, stream.checkpoint, stream.files)
-    fired, asked = (answers(map(tuple, found[n])) for n in sorted(found) if n and found[n])
-    assert fired == [(-1, "expired True (None, [])")]
-    assert [text for _, text in asked] == [
-        "brief_v.exists False",
-        "brief_l.exists False",
-        "brief_m.exists False",
-        "lasting_v.exists True",
-        "lasting_l.exists True",
-        "lasting_m.exists True",
-        "brief_v.get (None,)",
-        "brief_l.get [(7, 'new')]",
-        "brief_m.containsKey False",
-        "lasting_m.getValue ((1, 'x'),)",
-        "timer.listTimers (1,)",
-    ]
-
-
-@pytest.mark.spark42
-def test_available_now_keeps_its_batches_and_ends(make_stream: Callable[..., Stream]) -> None:
-    stream, write = make_stream(INPUT), Writer()
-    for _ in range(3):
-        stream.add(write(("a", 1, "timer.times"), ts=at(100)))
-    found: list[int] = []
-    query = (
-        commands_on(stream, Commands, "eventTime")
-        .writeStream.trigger(availableNow=True)
-        .option("checkpointLocation", stream.checkpoint)
-        .foreachBatch(lambda batch, _: found.append(batch.count()))
-        .start()
-    )
-    assert query.awaitTermination(HANG)
-    assert [n for n in found if n] == [1, 1, 1]
-
-
 # Initial state -----------------------------------------------------------------------------------------------------
 
 
@@ -364,112 +188,6 @@ def test_an_initial_state_is_there_once_and_before_the_first_rows(make_stream: C
         (-1, f"expired 95000 at 96000 True {(value, element)!r}"),
         (5, f"l.get {element!r}"),
     ]
-
-
-# DataFrames --------------------------------------------------------------------------------------------------------
-
-
-class Frames:
-    """Tells what frames it is given, and gives several, one of them empty."""
-
-    def init(self, handle: Any) -> None:
-        self.total = handle.getValueState("total", "n long")
-
-    def handleInputRows(self, key: Any, rows: Iterator[Any], timerValues: Any) -> Iterator[Any]:
-        sizes, total = [], (self.total.get() or (0,))[0]
-        for frame in rows:
-            assert list(frame.columns) == ["k", "v", "t"] and frame.index[0] == 0
-            assert (frame["k"] == key[0]).all() and frame["t"].dtype == "datetime64[ns]"
-            sizes.append(len(frame))
-            total += int(frame["v"].sum())
-            yield frame[["v", "k"]][:1].assign(note="first", unasked=1)
-        self.total.update((total,))
-        yield pd.DataFrame()
-        yield pd.DataFrame({0: [key[0]], 1: ["sizes"], 2: [sum(sizes)]})
-        yield pd.DataFrame({"note": [f"largest {max(sizes)}"], "k": [key[0]], "v": [total]})
-
-    def close(self) -> None:
-        pass
-
-
-def test_a_key_of_many_rows_comes_in_frames_of_bounded_size(
-    spark: SparkSession, make_stream: Callable[..., Stream]
-) -> None:
-    stream = make_stream("k string, v long, t timestamp")
-    before = spark.conf.get("spark.sql.execution.arrow.maxRecordsPerBatch")
-    spark.conf.set("spark.sql.execution.arrow.maxRecordsPerBatch", "10000")
-    stream.add(pd.DataFrame({"k": ["many"] * 25_000 + ["one"], "v": 1, "t": pd.Timestamp("2024-01-01", tz="UTC")}))
-    df = transform_with_state_in_pandas(
-        stream.read(), "k", based_on(StatefulProcessor, Frames), "k string, note string, v long", operator="frames"
-    )
-    spark.conf.set("spark.sql.execution.arrow.maxRecordsPerBatch", before)
-    (found,) = process_all(df, stream)
-    count = Counter(found)
-    assert 3 <= count.pop(("many", "first", 1)) <= 10
-    (largest,) = (int(note.split()[1]) for k, note, _ in count if k == "many" and note.startswith("largest"))
-    assert 1_000 <= largest <= 10_000
-    assert set(count) == {
-        ("many", "sizes", 25_000),
-        ("many", f"largest {largest}", 25_000),
-        ("one", "first", 1),
-        ("one", "sizes", 1),
-        ("one", "largest 1", 1),
-    }
-
-
-# Columns -----------------------------------------------------------------------------------------------------------
-
-
-class Columns(ArrowStatefulProcessor):
-    """Counts and sums by key; forgets a key that comes with a negative value, or that its timer finds without rows."""
-
-    def init(self, handle: Any) -> None:
-        handle.declare_state("n long, total long")
-
-    def process(self, batch: ArrowBatch) -> ArrowResult:
-        key, v = batch.key_index.to_numpy(), batch.rows["v"].to_numpy()
-        rows = np.bincount(key, minlength=batch.num_keys)
-        fired = np.isin(np.arange(batch.num_keys), batch.expired_timers["key_index"].to_numpy())
-        gone = fired & (rows == 0)
-        n = pc.add(pc.fill_null(batch.state["n"], 0), pa.array(rows))
-        total = pc.add(pc.fill_null(batch.state["total"], 0), pa.array(np.bincount(key, v, batch.num_keys).astype(int)))
-        output = pa.table(
-            {"k": batch.keys["k"], "what": pa.array(np.where(gone, "gone", "sum")), "n": n, "total": total}
-        )
-        removed = gone | (np.bincount(key, v < 0, batch.num_keys) > 0)
-        last = np.zeros(batch.num_keys, np.int64)
-        np.maximum.at(last, key, batch.rows["t"].cast(pa.int64()).to_numpy() // 1000)
-        (timed,) = np.nonzero(~removed)
-        return ArrowResult(
-            output=output.filter(pa.array(~gone | np.asarray(batch.has_state))),
-            state=pa.table({"total": total, "n": n}),
-            removed=removed,
-            # A second after the last row.
-            timers=pa.table({"key_index": timed, "expiry_ms": last[timed] + 1_000}),
-        )
-
-
-def test_columns_come_with_the_state_of_all_keys(make_stream: Callable[..., Stream]) -> None:
-    stream = make_stream("v long, k string, t timestamp")
-    df = transform_with_state_in_arrow(
-        stream.read().withWatermark("t", "0 seconds"),
-        "k",
-        Columns(),
-        "k string, what string, n long, total long",
-        operator="columns",
-        time_mode="eventTime",
-        num_partitions=2,
-    )
-    stream.add([(1, "a", at(10)), (2, "a", at(11)), (5, "b", at(10)), (7, None, at(10.5))])
-    stream.add([(3, "a", at(12)), (-1, "b", at(11.5)), (9, "c", at(9))])
-    stream.add([(100, "a", at(11)), (4, "d", at(20))])  # the first one is late
-    assert process_all(df, stream) == [
-        ordered([("a", "sum", 2, 3), ("b", "sum", 1, 5), (None, "sum", 1, 7)]),
-        ordered([("a", "sum", 3, 6), ("b", "sum", 2, 4), ("c", "sum", 1, 9)]),
-        ordered([("a", "gone", 3, 6), ("c", "gone", 1, 9), (None, "gone", 1, 7), ("d", "sum", 1, 4)]),
-    ]
-    stream.add([(8, "a", at(20.5)), (1, "d", at(20.7))])
-    assert process_all(df, stream) == [ordered([("a", "sum", 1, 8), ("d", "sum", 2, 5)])]
 
 
 # Chains ------------------------------------------------------------------------------------------------------------
@@ -547,112 +265,3 @@ def test_operators_behind_one_another_each_have_their_state_and_the_event_time(
     drain(query, other.checkpoint, stream.files)
     query.stop()
     assert ordered(r for rows in found_totals.values() for r in rows) == [(1, 1, 4.0), (2, 1, 2.0)]
-
-
-# Restarts and errors -----------------------------------------------------------------------------------------------
-
-
-class Totals:
-    """Sums up; ``schema`` and ``others`` are its state."""
-
-    schema = "total int, last string"
-    others: tuple[str, ...] = ()
-    deleted: tuple[str, ...] = ()
-    bad: Any = None
-
-    def init(self, handle: Any) -> None:
-        self.total = handle.getValueState("total", self.schema)
-        self.other = [handle.getListState(name, "n long") for name in self.others]
-        for name in self.deleted:
-            handle.deleteIfExists(name)
-
-    def handleInputRows(self, key: Any, rows: Iterator[Any], timerValues: Any) -> Iterator[Any]:
-        names = [part.split()[0] for part in self.schema.split(", ")]
-        state = dict(zip(names, self.total.get() or (None,) * len(names), strict=True))
-        seen = repr((state, [[n for (n,) in other.get()] for other in self.other]))
-        for row in rows:
-            if row.v == self.bad:
-                raise ValueError(f"Not {self.bad} again.")
-            state |= {"total": (state["total"] or 0) + row.v, "last": f"{row.v}"}
-            for other in self.other:
-                other.appendValue((row.v,))
-        self.total.update(tuple(state[name] for name in names))
-        yield Row(k=key[0], seen=seen)
-
-    def close(self) -> None:
-        pass
-
-
-def totals_on(stream: Stream, **attributes: Any) -> DataFrame:
-    return transform_with_state(
-        stream.read(),
-        "k",
-        based_on(StatefulProcessor, Totals, **attributes),
-        "k long, seen string",
-        operator="totals",
-        num_partitions=2,
-    )
-
-
-def test_state_keeps_its_meaning_when_its_schema_evolves(make_stream: Callable[..., Stream]) -> None:
-    stream = make_stream("k long, v int")
-
-    def next_batch(**attributes: Any) -> str:
-        stream.add([(1, 2)])
-        ((row,),) = process_all(totals_on(stream, **attributes), stream)
-        return str(row[1])
-
-    wider = "extra double, last string, total long"
-    assert next_batch(others=("old",)) == "({'total': None, 'last': None}, [[]])"
-    # A field and a variable more, another order, a wider type.
-    seen = next_batch(schema=wider, others=("old", "new"))
-    assert seen == "({'extra': None, 'last': '2', 'total': 2}, [[2], []])"
-    # A field less; a variable deleted.
-    seen = next_batch(schema="total long, last string", others=("new",), deleted=("old",))
-    assert seen == "({'total': 4, 'last': '2'}, [[2]])"
-    # What was deleted does not come back.
-    seen = next_batch(schema="total long, last string", others=("new", "old"))
-    assert seen == "({'total': 6, 'last': '2'}, [[2, 2], []])"
-    stream.add([(1, 2)])
-    error = error_of(totals_on(stream, schema="total int, last string", others=("new", "old")), stream)
-    assert "'total' was long, which cannot be read as integer" in error, error
-    assert "total long)" in error and "(total integer, last string)" in error, error
-
-
-@pytest.mark.spark42
-def test_an_error_of_the_processor_ends_the_query_and_changes_nothing(make_stream: Callable[..., Stream]) -> None:
-    stream = make_stream("k long, v int")
-    stream.add([(1, 5)])
-    stream.add([(1, 13), (2, 1), (3, 1)])
-    error = error_of(totals_on(stream, bad=13), stream)
-    assert "ValueError: Not 13 again." in error
-    # Mended and started again, it goes on from the batch that failed.
-    (found,) = process_all(totals_on(stream, bad=None), stream)
-    assert [(k, seen) for k, seen in found] == [
-        (1, "({'total': 5, 'last': '5'}, [])"),
-        (2, "({'total': None, 'last': None}, [])"),
-        (3, "({'total': None, 'last': None}, [])"),
-    ]
-
-
-class Wrong:
-    """Gives what does not fit the output schema."""
-
-    def init(self, handle: Any) -> None:
-        pass
-
-    def handleInputRows(self, key: Any, rows: Iterator[Any], timerValues: Any) -> Iterator[Any]:
-        yield Row(k=key[0], seen={"a": 1})
-
-    def close(self) -> None:
-        pass
-
-
-def test_output_that_does_not_fit_is_named(make_stream: Callable[..., Stream]) -> None:
-    stream = make_stream("k long, v int")
-    stream.add([(1, 5)])
-    df = transform_with_state(
-        stream.read(), "k", based_on(StatefulProcessor, Wrong), "k long, seen int", operator="wrong"
-    )
-    error = error_of(df, stream)
-    assert "seen" in error and "{'a': 1}" in error, error

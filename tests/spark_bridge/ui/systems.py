@@ -27,7 +27,7 @@ from spark_bridge.overview.model import (
     Variable,
 )
 from spark_bridge.overview.processes import CoordinatorInfo, HostOverview
-from spark_bridge.queryable.server.token_verifier import Grant
+from spark_bridge.queryable.server.tokens.token_verifier import Grant
 from spark_bridge.ui.live import LiveSystem
 from tests.spark_bridge.queryable.client_world import Cluster
 

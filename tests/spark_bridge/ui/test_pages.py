@@ -15,7 +15,7 @@ import pytest
 from msgspec import structs
 from starlette.testclient import TestClient
 
-from backends.storage.prices import Prices
+from backends.storage.sending.prices import Prices
 from spark_bridge.exceptions import EnvironmentProblemError
 from spark_bridge.overview.model import Overview, Partition
 from spark_bridge.ui.app import create_ui

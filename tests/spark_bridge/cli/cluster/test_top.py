@@ -38,6 +38,18 @@ def test_what_is_not_known_is_none() -> None:
     assert pace_of(overview(5_000))[0].rows_per_second is None
     assert pace_of(overview(5_000, 7_000, rows=None))[0].rows_per_second is None
     assert pace_of(overview())[0].freshness_ms is None
+    assert pace_of(overview())[0].watermark_behind_ms is None
+
+
+def test_where_no_version_is_known_to_be_completed_the_prepared_one_counts() -> None:
+    """So it is where a checkpoint without a history is read."""
+    found = overview(5_000, 7_000)
+    prepared = Checkpoint(3, 3, 1, "r", "prepared", prepared_ms=11_000)
+    alone = replace(found, queries=(replace(found.queries[0], checkpoints=(prepared,), watermark_ms=9_000),))
+    (pace,) = pace_of(alone)
+    assert (pace.freshness_ms, pace.watermark_behind_ms) == (1_000, 3_000)
+    both = replace(found, queries=(replace(found.queries[0], checkpoints=(*checkpoints(5_000), prepared)),))
+    assert pace_of(both)[0].freshness_ms == 7_000
 
 
 def test_one_look() -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from msgspec import structs
 
-from backends.storage.prices import Prices
+from backends.storage.sending.prices import Prices
 from spark_bridge.cli.cluster import views
 from spark_bridge.overview.model import Overview
 from spark_bridge.overview.processes import CoordinatorInfo

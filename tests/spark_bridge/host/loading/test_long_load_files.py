@@ -14,7 +14,7 @@ import pytest
 
 from backends.exceptions import LoadEndedError
 from backends.partition import changelog_reads
-from coordinator_actor.query.files_in_use import BUSY_SECONDS, FILES_RENEW_SECONDS
+from coordinator_actor.query.files.files_in_use import BUSY_SECONDS, FILES_RENEW_SECONDS
 from tests.patience import PATIENCE
 from tests.spark_bridge.host.host_steps import make_host, plan_spark, reg, run_task, task
 from tests.spark_bridge.host.loading.gated_world import GatedWorld
@@ -97,7 +97,7 @@ def q(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Retained]:
 
 
 def value(state: Any) -> Any:
-    return state.get_many(pa.array([b"k"], pa.binary())).to_pylist()
+    return state.reads.get_many(pa.array([b"k"], pa.binary())).to_pylist()
 
 
 def test_files_of_a_copy_stay_while_the_copy_is_loaded_and_go_behind_it(q: Retained) -> None:

@@ -18,13 +18,13 @@ from backends.encoding.keys import encode_keys
 from backends.encoding.operator_schema import OperatorSchema, StateVariable
 from backends.encoding.schema import StateSchema
 from spark_bridge.exceptions import RequestError, UnknownKeyOrNamespaceError, UnknownKvStateIdError
-from spark_bridge.queryable.client import state_views
-from spark_bridge.queryable.client.conditions import comparisons
-from spark_bridge.queryable.client.key_codec import KeyCodec
-from spark_bridge.queryable.client.key_ranges import bound, intersection, key_range
-from spark_bridge.queryable.client.results import KeyedResults, formed, plain_values
-from spark_bridge.queryable.client.state_scan import StateScan
-from spark_bridge.queryable.client.state_views import state_view
+from spark_bridge.queryable.client.answers import state_views
+from spark_bridge.queryable.client.answers.results import KeyedResults, formed, plain_values
+from spark_bridge.queryable.client.answers.state_views import state_view
+from spark_bridge.queryable.client.arguments.conditions import comparisons
+from spark_bridge.queryable.client.arguments.key_codec import KeyCodec
+from spark_bridge.queryable.client.arguments.key_ranges import bound, intersection, key_range
+from spark_bridge.queryable.client.calls.state_scan import StateScan
 from spark_bridge.queryable.protocol.messages import Comparison
 from spark_bridge.queryable.protocol.state_reads import StateAnswer
 from spark_bridge.state_format import stored_rows as state_rows

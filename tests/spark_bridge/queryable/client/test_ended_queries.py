@@ -11,8 +11,9 @@ import pytest
 from coordinator_actor.exceptions import RetiredRunError
 from coordinator_actor.messages import OpenBatch, QueryRegistration
 from spark_bridge.exceptions import QueryEndedError, StateVersionError
-from spark_bridge.queryable.client import watch as watching
-from spark_bridge.queryable.reads import completion_wait, operator_directory
+from spark_bridge.queryable.client.calls import watch as watching
+from spark_bridge.queryable.reads.operators import operator_directory
+from spark_bridge.queryable.reads.versions import completion_wait
 from tests.spark_bridge.queryable.client.client_rows import UntilGone
 from tests.spark_bridge.queryable.client_world import Cluster
 

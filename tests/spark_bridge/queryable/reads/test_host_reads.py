@@ -23,7 +23,7 @@ from spark_bridge.exceptions import (
     UnknownKvStateIdError,
 )
 from spark_bridge.queryable.protocol.messages import At, LookupRequest, ScanRequest
-from spark_bridge.queryable.reads import completion_wait
+from spark_bridge.queryable.reads.versions import completion_wait
 from tests.effort import effort, only_thorough
 from tests.patience import HANG, PATIENCE
 from tests.spark_bridge.queryable.host_world import changes_of, partitions_of, stored
@@ -188,7 +188,7 @@ def test_the_attempt_that_the_coordinator_took_is_read_while_its_answer_is_on_it
     task = w.task(0, "again")
     assert w.hosts[0].open(task).redirect is None
     instance, seen = w.instance(0), []
-    accept = instance.state.accept
+    accept = instance.state.attempts.accept
 
     def accepted(version: int, attempt: str) -> None:
         # Acknowledged, and Spark goes on: the first attempt of this task had an answer.
@@ -196,7 +196,7 @@ def test_the_attempt_that_the_coordinator_took_is_read_while_its_answer_is_on_it
         seen.append((w.lookup(KEYS), w.scan(), instance.state.version))
         accept(version, attempt)
 
-    instance.state.accept = accepted
+    instance.state.attempts.accept = accepted
     w.hosts[0].commit(task, changes_of(filled(3), 0, 2), {})
     expected = [3 if p == 0 else 2 for p in partitions_of(KEYS, 2)]
     assert seen == [((2, expected), (2, dict(zip(KEYS, expected, strict=True))), 1)]

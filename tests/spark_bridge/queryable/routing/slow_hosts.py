@@ -13,7 +13,7 @@ from spark_bridge.exceptions import (
 )
 from spark_bridge.queryable.protocol.messages import At, KeyRowsRequest, LookupRequest, ScanRequest
 from spark_bridge.queryable.protocol.state_reads import StateAnswer
-from spark_bridge.queryable.server.request_limits import RequestLimits
+from spark_bridge.queryable.server.limits.request_limits import RequestLimits
 from spark_bridge.queryable.server.server import KvStateServer
 from tests.spark_bridge.queryable.client_world import TOKEN, TOTALS, G
 from tests.spark_bridge.queryable.memory_reads import ROWS, MemoryReads, OneToken

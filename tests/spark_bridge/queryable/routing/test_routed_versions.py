@@ -17,9 +17,9 @@ from spark_bridge.exceptions import (
     HostUnavailableError,
     StateVersionError,
 )
-from spark_bridge.queryable.client import key_lookups
-from spark_bridge.queryable.client.key_lookups import KeyLookups
-from spark_bridge.queryable.client.known_operators import KnownOperator
+from spark_bridge.queryable.client.calls import key_lookups
+from spark_bridge.queryable.client.calls.key_lookups import KeyLookups
+from spark_bridge.queryable.client.cluster.known_operators import KnownOperator
 from spark_bridge.queryable.protocol.connections import KvConnections
 from spark_bridge.queryable.protocol.messages import At, KeyRowsRequest, ScanRequest
 from spark_bridge.queryable.routing import key_chunks as chunk_module

@@ -23,7 +23,7 @@ from spark_bridge.exceptions import (
     StateVersionError,
 )
 from spark_bridge.host.coordination.version_requests import VersionRequests
-from spark_bridge.queryable.client.state_scan import StateScan
+from spark_bridge.queryable.client.calls.state_scan import StateScan
 from spark_bridge.queryable.protocol.connections import KvConnections
 from spark_bridge.queryable.protocol.messages import At, ScanRequest
 from spark_bridge.queryable.protocol.state_reads import StateAnswer

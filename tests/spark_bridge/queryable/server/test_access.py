@@ -20,9 +20,9 @@ from spark_bridge.host_actor.flight_server import HostFlightServer
 from spark_bridge.queryable.protocol.byte_arrays import pack_one
 from spark_bridge.queryable.protocol.client_connection import ClientConnection
 from spark_bridge.queryable.protocol.messages import LookupReply, LookupRequest
-from spark_bridge.queryable.server import client_session
+from spark_bridge.queryable.server.connection import client_session
 from spark_bridge.queryable.server.server import KvStateServer
-from spark_bridge.queryable.server.token_verifier import ClusterTokens
+from spark_bridge.queryable.server.tokens.token_verifier import ClusterTokens
 from spark_bridge.transport.flight_client import HostClient
 from spark_bridge.transport.protocol import GetCommand, TaskIdentity
 from tests.patience import PATIENCE

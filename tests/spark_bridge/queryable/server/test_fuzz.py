@@ -39,8 +39,9 @@ from spark_bridge.queryable.protocol.messages import (
     ScanRequest,
     decode_reply,
 )
-from spark_bridge.queryable.server import failures, request_handler
-from spark_bridge.queryable.server.admission import AdmissionLimiter
+from spark_bridge.queryable.server.answering import request_handler
+from spark_bridge.queryable.server.connection import failures
+from spark_bridge.queryable.server.limits.admission import AdmissionLimiter
 from spark_bridge.queryable.server.server import KvStateServer
 from spark_bridge.queryable.server.server_connection import decoded_request
 from tests.effort import effort, examples

@@ -38,9 +38,10 @@ from spark_bridge.queryable.protocol.messages import (
     ScanRequest,
 )
 from spark_bridge.queryable.reads.host_reads import HostReads
-from spark_bridge.queryable.server import client_proxy, request_handler
-from spark_bridge.queryable.server.forwarding_reads import ForwardingReads
-from spark_bridge.queryable.server.request_limits import RequestLimits
+from spark_bridge.queryable.server.answering import request_handler
+from spark_bridge.queryable.server.limits.request_limits import RequestLimits
+from spark_bridge.queryable.server.proxy import client_proxy
+from spark_bridge.queryable.server.proxy.forwarding_reads import ForwardingReads
 from tests.effort import only_thorough
 from tests.spark_bridge.queryable import client_world
 from tests.spark_bridge.queryable.client_world import TOKEN, Cluster
@@ -181,7 +182,7 @@ def stored_keys(cluster: Cluster) -> list[bytes]:
     keys: list[bytes] = []
     for h in cluster.hosts:
         for instance in h.host.held.instances.values():
-            for pairs in instance.state.scan():
+            for pairs in instance.state.reads.scan():
                 keys += pairs.column(0).to_pylist()
     return keys
 

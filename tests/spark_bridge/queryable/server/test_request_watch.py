@@ -35,10 +35,14 @@ from spark_bridge.queryable.protocol.messages import (
 )
 from spark_bridge.queryable.protocol.request_context import active_context
 from spark_bridge.queryable.protocol.state_reads import StateAnswer
-from spark_bridge.queryable.reads import key_reads, operator_directory, partition_scans, version_copies
-from spark_bridge.queryable.reads.row_stream import gather_batches, limited
+from spark_bridge.queryable.reads.operators import operator_directory
+from spark_bridge.queryable.reads.rows import key_reads, partition_scans
+from spark_bridge.queryable.reads.rows.row_stream import gather_batches, limited
+from spark_bridge.queryable.reads.versions import version_copies
 from spark_bridge.queryable.routing.routed_scan import RoutedScan, ScanPlan
-from spark_bridge.queryable.server import client_session, row_sender, served_request, server
+from spark_bridge.queryable.server import server
+from spark_bridge.queryable.server.answering import row_sender, served_request
+from spark_bridge.queryable.server.connection import client_session
 from tests.patience import HANG, PATIENCE
 from tests.spark_bridge.queryable.host_world import STATE, HostWorld, stored
 from tests.spark_bridge.queryable.memory_reads import (
@@ -285,13 +289,13 @@ def test_a_large_answer_is_refused_while_it_is_read(world, monkeypatch):
     monkeypatch.setattr(key_reads, "READ_KEYS", 4)
     sizes: list[int] = []
     state = world.instance(0).state
-    get_many = state.get_many
+    get_many = state.reads.get_many
 
     def counted(asked: pa.BinaryArray, *args: Any, **kw: Any) -> pa.BinaryArray:
         sizes.append(len(asked))
         return get_many(asked, *args, **kw)
 
-    monkeypatch.setattr(state, "get_many", counted)
+    monkeypatch.setattr(state.reads, "get_many", counted)
     lookup = LookupRequest(world.run, "op")
     assert world.lookup(range(20))[1] == list(range(20)) and sizes == [4] * 5
     sizes.clear()
@@ -310,7 +314,7 @@ def test_a_large_answer_is_refused_while_it_is_read(world, monkeypatch):
     def overflowing(*_: Any, **__: Any) -> pa.BinaryArray:
         raise pa.ArrowInvalid("offset overflow while concatenating arrays, consider casting")
 
-    monkeypatch.setattr(state, "get_many", overflowing)
+    monkeypatch.setattr(state.reads, "get_many", overflowing)
     with pytest.raises(RequestLimitError, match="fewer keys"):
         world.reads[0].lookup(lookup, stored(range(4)))
 

@@ -33,14 +33,10 @@ from spark_bridge.queryable.protocol.messages import (
     OperatorsRequest,
     RowsReply,
 )
-from spark_bridge.queryable.server import (
-    request_handler,
-    row_sender,
-    served_request,
-    server_connection,
-)
 from spark_bridge.queryable.server import server as server_module
-from spark_bridge.queryable.server.request_limits import RequestLimits
+from spark_bridge.queryable.server import server_connection
+from spark_bridge.queryable.server.answering import request_handler, row_sender, served_request
+from spark_bridge.queryable.server.limits.request_limits import RequestLimits
 from spark_bridge.queryable.server.server import KvStateServer
 from tests.patience import HANG, PATIENCE
 from tests.spark_bridge.queryable.memory_reads import (

@@ -18,12 +18,10 @@ from spark_bridge.queryable.protocol.messages import (
     LookupReply,
     RowsReply,
 )
-from spark_bridge.queryable.server import (
-    client_session,
-    served_request,
-    server_connection,
-)
 from spark_bridge.queryable.server import server as server_module
+from spark_bridge.queryable.server import server_connection
+from spark_bridge.queryable.server.answering import served_request
+from spark_bridge.queryable.server.connection import client_session
 from tests.patience import HANG, PATIENCE
 from tests.spark_bridge.queryable.memory_reads import (
     MemoryReads,

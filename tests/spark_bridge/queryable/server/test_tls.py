@@ -23,7 +23,7 @@ from spark_bridge.host_actor.flight_server import HostFlightServer
 from spark_bridge.queryable.protocol.client_connection import ClientConnection
 from spark_bridge.queryable.protocol.messages import DescribeRequest
 from spark_bridge.queryable.server.server import KvStateServer
-from spark_bridge.queryable.server.token_verifier import ClusterTokens
+from spark_bridge.queryable.server.tokens.token_verifier import ClusterTokens
 from spark_bridge.task import local_properties
 from spark_bridge.task import task_store as task_client
 from spark_bridge.task.endpoints import Endpoints

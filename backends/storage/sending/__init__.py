@@ -1,0 +1,1 @@
+"""Requests to storage: sent, counted, repeated, hedged and slowed down."""

@@ -1,0 +1,1 @@
+"""The tables that all handlers share: hosts, runs and instances."""

@@ -1,0 +1,298 @@
+"""The micro-batch of a run that is under way: which of its tasks have acknowledged their changes.
+
+A prepared batch may come again: Spark tries a task once more, or a ``foreachBatch`` function runs the plan twice. The
+attempt that was acknowledged last counts, so it takes another manifest. Spark's stage tells the two apart:
+
+- A task that is tried again comes in its old stage. Its manifest is written before it is answered.
+- A plan that runs again comes in a new stage, with all tasks of an operator or with some. It has one manifest: when the
+  last task has come, or, if it comes in part, when the version completes.
+
+A stage is new if a lower one is known of that task. Of a task whose stage is not known, none is new. Manifests say the
+stage of each task. Behind a restart a host's report of a higher stage counts for more than the manifest, and one of the
+same stage does not: two hosts may report attempts of one stage, and the manifest knows which was the last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from types import MappingProxyType
+
+from backends.formats.manifest import Manifest, PartitionEntry
+from coordinator_actor.checkpoints.acknowledgements import AcknowledgeCheckpoint
+from coordinator_actor.checkpoints.checkpoint_coordinator import CheckpointCoordinator, CheckpointHooks
+from coordinator_actor.checkpoints.checkpoint_id import CheckpointIDCounter
+from coordinator_actor.checkpoints.completed_checkpoint import CompletedCheckpoint
+from coordinator_actor.checkpoints.pending_checkpoint import PendingCheckpoint
+from coordinator_actor.checkpoints.tasks import TaskKey
+from coordinator_actor.exceptions import InvalidRequestError, RetiredRunError
+from coordinator_actor.query.versions.manifest_writer import NO_STAGES
+from coordinator_actor.query.versions.query_versions import changes_in
+
+NO_DURATIONS: Mapping[TaskKey, float] = MappingProxyType({})
+
+
+class RunningBatch:
+    """The batch that is under way. Every micro-batch is a checkpoint of all operators.
+
+    ``highest_opened`` is the highest batch id that a host has opened, -1 before the first. ``pending`` is the
+    checkpoint that is being acknowledged, ``prepared`` the last one whose manifest was written, until its version is
+    completed. ``prepare(version, checkpoint id, changes)`` writes the manifest. The lock of the run guards everything
+    here. What was refused with an error has changed nothing here. Memory grows with the number of tasks.
+    """
+
+    def __init__(
+        self,
+        run_id: str,
+        tasks: Iterable[TaskKey],
+        counter: CheckpointIDCounter,
+        clock: Callable[[], float],
+        prepare: Callable[[int, int, Mapping[TaskKey, PartitionEntry]], None],
+    ) -> None:
+        self.highest_opened = -1
+        self.pending: PendingCheckpoint | None = None
+        self.prepared: CompletedCheckpoint | None = None
+        self._run_id = run_id
+        self._tasks = tuple(tasks)
+        self._prepare = prepare
+        self._warned_of: int | None = None
+        # The stage in which each task has acknowledged the version last, where it is known.
+        self._stages: dict[TaskKey, int] = {}
+        # Of the prepared version: what has come again and no manifest names yet, with the seconds that it took,
+        self._repeated: dict[TaskKey, tuple[PartitionEntry, float]] = {}
+        # the tasks that are still to come in the stage in which the plan runs again, and that stage of each operator.
+        self._awaited: set[TaskKey] = set()
+        self._repeating: dict[str, int] = {}
+        self._may_wait = True
+        self.checkpoints = CheckpointCoordinator(
+            run_id,
+            self._tasks,
+            CheckpointHooks(store=self._write_manifest),
+            id_counter=counter,
+            timeout=None,  # Spark commits a batch however long it took
+            clock=clock,
+        )
+
+    def opened(self, batch_id: int) -> None:
+        """Take note that a host has opened a batch, as it reports or by its acknowledgement."""
+        self.highest_opened = max(self.highest_opened, batch_id)
+
+    def begin(self, batch_id: int) -> None:
+        """Begin the checkpoint of a batch that a host opens, unless it has begun before."""
+        self.highest_opened = batch_id
+        known = (self.pending, self.prepared)
+        if all(checkpoint is None or checkpoint.properties["version"] != batch_id + 1 for checkpoint in known):
+            self._start(batch_id + 1, {})
+
+    # -- what is known -------------------------------------------------------------------------
+
+    def acknowledged(self, version: int) -> dict[TaskKey, PartitionEntry]:
+        """Return the changes that were acknowledged of a version that is not completed yet: the last of each task."""
+        if self._is_prepared(version):
+            assert self.prepared is not None
+            return {**self.prepared.states, **{task: entry for task, (entry, _) in self._repeated.items()}}
+        if self.pending is not None and self.pending.properties["version"] == version:
+            return self.pending.states
+        return {}
+
+    def is_taken(self, version: int, task: TaskKey, entry: PartitionEntry) -> bool:
+        """Return whether these are the changes of a prepared version that a task has acknowledged last."""
+        return self._is_prepared(version) and self._last(task) == entry
+
+    def is_named(self, task: TaskKey) -> bool:
+        """Return whether a manifest of the prepared version names what the task has acknowledged last."""
+        return task not in self._repeated
+
+    def is_newer(self, task: TaskKey, stage: int | None) -> bool:
+        """Return whether a stage of a task is known to come behind the one in which the task has acknowledged last."""
+        return stage is not None and stage > self._stages.get(task, stage)
+
+    @property
+    def is_repeated(self) -> bool:
+        """Return whether tasks of the prepared version have come again that no manifest names yet."""
+        return bool(self._repeated)
+
+    @property
+    def stages(self) -> Mapping[TaskKey, int]:
+        """Return the stage in which each task has acknowledged the version last, where it is known."""
+        return MappingProxyType(self._stages)
+
+    def _is_prepared(self, version: int) -> bool:
+        return self.prepared is not None and self.prepared.properties["version"] == version
+
+    def _last(self, task: TaskKey) -> PartitionEntry | None:
+        assert self.prepared is not None
+        repeated = self._repeated.get(task)
+        entry: PartitionEntry | None = self.prepared.states.get(task) if repeated is None else repeated[0]
+        return entry
+
+    # -- acknowledging -------------------------------------------------------------------------
+
+    def acknowledge(
+        self,
+        version: int,
+        entries: Mapping[TaskKey, PartitionEntry],
+        durations: Mapping[TaskKey, float],
+        stages: Mapping[TaskKey, int] = NO_STAGES,
+    ) -> bool:
+        """Take the changes of partitions. The last missing ones write the manifest. Return whether one names them.
+
+        Changes of a prepared version make another manifest with a higher id; see the head of this file for when.
+        ``durations`` are in seconds, ``stages`` are Spark's stage ids, where they are known. What goes over all tasks
+        is done for a manifest and for a new stage, not for every message.
+        """
+        with self._noted(stages) as earlier:
+            if self._is_prepared(version):
+                return self._acknowledge_again(entries, durations, stages, earlier)
+            return self._acknowledge_first(version, entries, durations)
+
+    def _acknowledge_first(
+        self, version: int, entries: Mapping[TaskKey, PartitionEntry], durations: Mapping[TaskKey, float]
+    ) -> bool:
+        batch = self.pending
+        if batch is None or batch.is_discarded or batch.properties["version"] != version:
+            batch = self._start(version, {t: e for t, e in self.acknowledged(version).items() if t not in entries})
+        before = {task: state for task in entries if (state := batch.state(task)) is not None}
+        try:
+            # Repeated changes first: with the last missing one the checkpoint is complete.
+            for task, entry in sorted(entries.items(), key=lambda named: batch.lacks(named[0])):
+                self._receive(batch, task, entry, durations.get(task, 0.0))
+        except BaseException as error:
+            kept = {**{t: e for t, e in batch.states.items() if t not in entries}, **before}
+            self._start(version, kept, f"it could not be completed: {error}")
+            raise
+        if batch.is_discarded and batch.completed is None:
+            # The lease of the driver has run out meanwhile, which waits for nobody.
+            raise RetiredRunError(f"Run {self._run_id} is over: its checkpoint {batch.id} was given up.")
+        return self.pending is None
+
+    def _acknowledge_again(
+        self,
+        entries: Mapping[TaskKey, PartitionEntry],
+        durations: Mapping[TaskKey, float],
+        stages: Mapping[TaskKey, int],
+        earlier: Mapping[TaskKey, int],
+    ) -> bool:
+        """Take changes of the prepared version. ``earlier`` are the stages of these tasks that were known before."""
+        new = {t: (e, durations.get(t, 0.0)) for t, e in entries.items() if self._last(t) != e}
+        in_new_stage = {t for t in new if t in earlier and stages[t] > earlier[t]}
+        awaited, repeating = set(self._awaited), dict(self._repeating)
+        for operator, stage in {(t[0], stages[t]) for t in in_new_stage}:
+            if stage > repeating.get(operator, -1):
+                repeating[operator] = stage
+                awaited |= {t for t in self._tasks if t[0] == operator and self._stages.get(t, stage) < stage}
+        awaited -= new.keys()
+        if self._may_wait and awaited and in_new_stage == new.keys():
+            self._repeated.update(new)
+        else:
+            self._name({**self._repeated, **new})
+        self._awaited, self._repeating = awaited, repeating
+        return not self._repeated
+
+    def end_repeat(self) -> None:
+        """Write the manifest of a version that has come again in part: what did not come again stays as it was.
+
+        If it cannot be written, nothing has changed, and the next call writes it under another id.
+        """
+        if self._repeated:
+            self._name(self._repeated)
+            self._awaited = set()
+
+    def wait_no_more(self) -> None:
+        """Write what no manifest names yet, and from now on write a manifest before each answer: the run is replaced.
+
+        What is acknowledged and named by no manifest would be lost with the run.
+        """
+        self._may_wait = False
+        self.end_repeat()
+
+    def _name(self, repeated: Mapping[TaskKey, tuple[PartitionEntry, float]]) -> None:
+        """Write another manifest of the prepared version: with these changes, and the named ones of all other tasks."""
+        if not repeated:
+            return
+        assert self.prepared is not None
+        unchanged = {t: e for t, e in self.prepared.states.items() if t not in repeated}
+        batch = self.checkpoints.trigger_checkpoint(states=unchanged, properties=self.prepared.properties)
+        try:
+            for task, (entry, duration) in repeated.items():
+                self._receive(batch, task, entry, duration)
+            if batch.completed is None:
+                raise InvalidRequestError(
+                    f"Checkpoint {batch.id} of run {self._run_id} was given up; the run has ended."
+                )
+        except BaseException as error:
+            self.checkpoints.cancel_checkpoint(batch.id, f"its manifest could not be written: {error}")
+            raise
+        self._repeated = {}
+
+    def _receive(self, batch: PendingCheckpoint, task: TaskKey, entry: PartitionEntry, duration: float) -> None:
+        self.checkpoints.receive_acknowledge_message(
+            AcknowledgeCheckpoint(self._run_id, task, batch.id, entry, entry.changelog.size, duration)
+        )
+
+    @contextmanager
+    def _noted(self, stages: Mapping[TaskKey, int]) -> Iterator[dict[TaskKey, int]]:
+        """Note the stages, unless the block fails. Give those of the same tasks that were known before."""
+        earlier = {task: self._stages[task] for task in stages if task in self._stages}
+        self._stages.update({task: max(stage, earlier.get(task, stage)) for task, stage in stages.items()})
+        try:
+            yield earlier
+        except BaseException:
+            for task in stages:
+                self._stages.pop(task, None)
+            self._stages.update(earlier)
+            raise
+
+    def _start(self, version: int, states: Mapping[TaskKey, PartitionEntry], why: str = "") -> PendingCheckpoint:
+        """Begin a checkpoint. One that is pending is given up: ``why``, or because of the batch that has begun."""
+        if self.pending is not None:
+            self.checkpoints.cancel_checkpoint(self.pending.id, why or f"batch {version - 1} has begun")
+        self.pending = self.checkpoints.trigger_checkpoint(states=states, properties={"version": version})
+        return self.pending
+
+    def _write_manifest(self, checkpoint: CompletedCheckpoint) -> None:
+        self._prepare(checkpoint.properties["version"], checkpoint.id, checkpoint.states)
+        self.pending, self.prepared = None, checkpoint
+
+    # -- going on ------------------------------------------------------------------------------
+
+    def restore_prepared(self, manifest: Manifest) -> None:
+        """Take up a version that was prepared before the coordinator was restarted.
+
+        The manifest knows better than the hosts which attempts were the last ones, but for those of a later stage.
+        """
+        changes = changes_in(manifest)
+        self.prepared = CompletedCheckpoint(
+            manifest.id,
+            manifest.created_ms / 1000,
+            0.0,
+            dict(changes),
+            properties={"version": manifest.version},
+        )
+        known = {(name, p): manifest.operators[name].stage_of(p) for name, p in changes}
+        self._stages = {task: stage for task, stage in known.items() if stage is not None}
+
+    def completed(self) -> None:
+        """Forget the prepared checkpoint: its version is completed."""
+        self.prepared = None
+        self._stages, self._repeated, self._awaited, self._repeating = {}, {}, set(), {}
+
+    def give_up(self, why: str) -> None:
+        """Give the pending checkpoint up."""
+        if self.pending is not None:
+            self.checkpoints.cancel_checkpoint(self.pending.id, why)
+            self.pending = None
+
+    def slow_warning(self, now: float, seconds: float) -> str | None:
+        """Return the warning about a batch that has taken longer than ``seconds``.
+
+        None if there is no such batch, or if its warning was returned before.
+        """
+        batch = self.pending
+        if batch is None or now - batch.started <= seconds or self._warned_of == batch.id:
+            return None
+        self._warned_of = batch.id
+        return (
+            f"Batch {batch.properties['version'] - 1} of run {self._run_id} has not been acknowledged for "
+            f"{now - batch.started:.0f} s: {batch.describe_missing()}"
+        )

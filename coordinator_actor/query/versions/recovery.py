@@ -1,0 +1,136 @@
+"""Finds the changes of a version that Spark has committed although no manifest of that version was seen.
+
+Hosts may have died together with an earlier coordinator after their acknowledgements. The changelogs are durable, and
+each names its run and its base.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, TypeAlias
+
+from backends.formats.changelog import read_changelog_meta
+from backends.formats.changelog_group import GROUPS_DIRECTORY, SUFFIX, read_index
+from backends.formats.file_names import version_in
+from backends.formats.manifest import PartitionEntry
+from backends.formats.manifest_chain import Layout
+from backends.storage.checkpoint_storage import digest
+from backends.storage.file_ref import FileRef
+from backends.tracing.spans import Pool
+from coordinator_actor.checkpoints.tasks import TaskKey, named_tasks
+from coordinator_actor.durable.manifests import ManifestLog
+from coordinator_actor.durable.record_files import READERS
+from coordinator_actor.query.versions.query_versions import QueryVersions, tasks_of
+
+_Commit: TypeAlias = "tuple[str, int, int, str, str | None]"
+"""Operator, number of partitions, partition, run id, base."""
+
+
+class StoredChanges(NamedTuple):
+    """The changes of one version: the run that has made them, its layouts by operator, and the changes by partition."""
+
+    run_id: str
+    layouts: Mapping[str, Layout]
+    found: dict[TaskKey, PartitionEntry]
+
+    @property
+    def missing(self) -> list[TaskKey]:
+        """Return the partitions without changes."""
+        return [task for task in tasks_of(self.layouts) if task not in self.found]
+
+
+def stored_changes(
+    log: ManifestLog, versions: QueryVersions, run_id: str, version: int, acknowledged: Mapping[TaskKey, PartitionEntry]
+) -> StoredChanges:
+    """Return the changes of a version: those that were ``acknowledged``, or else those in storage.
+
+    If the run ``run_id`` has no changes of the version, an earlier run has: Spark had committed its batch before this
+    run began, perhaps with another number of partitions. Changes of two runs never make one version: each run may have
+    seen other rows.
+    """
+    found = dict(acknowledged)
+    grouped = _grouped(log, version) if any(task not in found for task in tasks_of(versions.layouts)) else {}
+    runs = {
+        run_id: versions.layouts,
+        **{r: {x.operator: x for x in file.layouts} for r, file in log.epochs.runs().items() if r != run_id},
+    }
+    alone = _alone(log, version)
+    with Pool(READERS) as pool:
+        for of_run, layouts in runs.items():
+            if layouts.keys() != versions.layouts.keys():
+                continue
+            missing = [task for task in tasks_of(layouts) if task not in found]
+
+            def changes_of(
+                task: TaskKey, of_run: str = of_run, layouts: Mapping[str, Layout] = layouts
+            ) -> PartitionEntry | None:
+                paths = alone.get(layouts[task[0]].directory(task[1]), [])
+                return _stored_changelog(log, versions, layouts[task[0]], task[1], version, of_run, grouped, paths)
+
+            changes = zip(missing, pool.map(changes_of, missing), strict=True)
+            found.update({task: entry for task, entry in changes if entry is not None})
+            if found:
+                return StoredChanges(of_run, layouts, found)
+    return StoredChanges(run_id, versions.layouts, found)
+
+
+def _alone(log: ManifestLog, version: int) -> dict[str, list[tuple[str, int]]]:
+    """Return path and size of the changelogs of a version that are files of their own, by directory, the last first."""
+    found: dict[str, list[tuple[str, int]]] = {}
+    for path, size in reversed(log.storage.list("operators")):
+        directory, _, name = path.rpartition("/")
+        if name.startswith(f"{version}-") and name.endswith(".changelog"):
+            found.setdefault(directory, []).append((path, size))
+    return found
+
+
+def _grouped(log: ManifestLog, version: int) -> dict[_Commit, PartitionEntry]:
+    """Return the changes of a version that lie in groups, of every run. Reads the indices of that version's groups.
+
+    Raises ``DamagedFileError`` if one cannot be read.
+    """
+    listed = log.storage.list(GROUPS_DIRECTORY)
+    groups = [(p, size) for p, size in listed if version_in(p) == version and p.endswith(SUFFIX)]
+    with Pool(READERS) as pool:
+        indices = list(pool.map(lambda group: read_index(log.storage, *group), groups))
+    return {
+        (m.operator, m.num_partitions, m.partition, m.query_run_id, m.base): PartitionEntry(m.attempt, file)
+        for index in indices
+        for m, file in index
+        if m.version == version
+    }
+
+
+def _stored_changelog(
+    log: ManifestLog,
+    versions: QueryVersions,
+    layout: Layout,
+    partition: int,
+    version: int,
+    run_id: str,
+    grouped: Mapping[_Commit, PartitionEntry],
+    alone: Sequence[tuple[str, int]],
+) -> PartitionEntry | None:
+    base = versions.head_in(layout, partition, version - 1)
+    in_group = grouped.get((layout.operator, layout.num_partitions, partition, run_id, base))
+    if in_group is not None:
+        return in_group
+    for path, size in alone:
+        data = log.storage.get(path)
+        meta = read_changelog_meta(data)
+        if (meta.query_run_id, meta.version, meta.base) == (run_id, version, base):
+            return PartitionEntry(meta.attempt, FileRef(path, size, digest(data)))
+    return None
+
+
+def incomplete_message(batch_id: int, missing: list[TaskKey], total: int) -> str:
+    """Return why a batch that ran only in part stops the query, and how to go on."""
+    return (
+        f"Spark committed batch {batch_id}, but {len(missing)} of {total} state partitions never ran in it "
+        f"({named_tasks(missing)}): "
+        "most likely a foreachBatch function consumed only a part of its DataFrame (head, limit, take). Make it "
+        "consume all "
+        f"of it in every batch, delete commits/{batch_id} and offsets/{batch_id + 1} in the checkpoint location, and "
+        "start "
+        "the query again: it repeats the batch from the state before it."
+    )

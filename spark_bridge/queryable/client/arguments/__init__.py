@@ -1,0 +1,1 @@
+"""What users give to a client: keys, bounds of scans, conditions, isolation levels."""

@@ -1,0 +1,1 @@
+"""The calls of a client: lookups, windows, scans, differences, watches, descriptions."""

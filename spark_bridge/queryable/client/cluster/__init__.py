@@ -1,0 +1,1 @@
+"""A client's way to the cluster: discovery, known operators, repeated attempts."""

@@ -1,0 +1,1 @@
+"""What a host knows of the operators that it answers for."""

@@ -1,0 +1,1 @@
+"""The answer to one request: admitted, read, and sent row by row."""

@@ -1,0 +1,1 @@
+"""The server's end of a connection: frames, the client behind them, errors, and failed handshakes."""

@@ -1,0 +1,1 @@
+"""Who may ask: tokens, checked by signature or by the list of the coordinator."""

@@ -1,0 +1,1 @@
+"""The hosts of a session: started where its executors run, replaced and ended."""

@@ -1,0 +1,1 @@
+"""The progress of a query, batch by batch: checkpoints, operators, metrics, traces."""

@@ -1,0 +1,170 @@
+"""Ended queries of one session whose last versions can still be read: their leases, and the ends of these.
+
+A query that has ended, say by ``availableNow``, gets most of its lookups after its end. So the driver goes on renewing
+the lease of the query's last run, and hosts go on answering from the last completed version.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from backends.exceptions import StateStoreError
+from backends.storage.sending.failures import for_people
+from coordinator_actor.exceptions import CoordinatorError, SparkBridgeError
+from coordinator_actor.handlers.registries.run_registry import LONGEST_FAILURE
+from coordinator_actor.messages import QueryRegistration
+from coordinator_actor.port import CoordinatorPort
+from spark_bridge.session.queries.driver_heartbeats import DRIVER_HEARTBEAT_SECONDS
+
+log = logging.getLogger(__name__)
+
+MAX_ENDED = 100
+"""The last so many ended queries of a session are read on."""
+
+
+_ERROR = re.compile(r"^[\w.]*(?:Error|Exception)\b: .+")
+
+
+def failure_text(exception: str | None) -> str:
+    """Return what a person must read of the error with which Spark says that a query has ended; "" for none.
+
+    Spark's text has the errors of Java around that of Python, and all stacks: the innermost error of Python counts.
+    """
+    return for_people(_innermost(exception), LONGEST_FAILURE)
+
+
+def _innermost(exception: str | None) -> str:
+    lines = (exception or "").splitlines()
+    told = [line.strip() for line in lines if _ERROR.match(line.strip()) and not line.lstrip().startswith("org.apache")]
+    return told[-1] if told else next((line.strip() for line in lines if line.strip()), "")
+
+
+@dataclass(eq=False)
+class _Ended:
+    registration: QueryRegistration
+    failure: str
+    until: float
+    """A time of the clock; infinity for as long as the session lives."""
+    is_told: bool = False
+    """Whether the coordinator has taken the end of the run."""
+    telling: threading.Thread | None = None
+    """The thread that tells the coordinator of the end."""
+
+
+class EndedQueries:
+    """Keeps ended queries known to the coordinator. Thread-safe: ``_lock`` guards the table, by state location.
+
+    ``leases`` and ``coordinator`` are ways to the same coordinator, as in ``DriverHeartbeats``. ``keep_serving`` is in
+    seconds: None for as long as the session lives, 0 for not at all. There is one message per interval for all queries.
+    """
+
+    def __init__(
+        self,
+        leases: CoordinatorPort,
+        coordinator: CoordinatorPort,
+        keep_serving: float | None,
+        *,
+        interval: float = DRIVER_HEARTBEAT_SECONDS,
+        clock: Callable[[], float] = time.monotonic,
+        max_ended: int = MAX_ENDED,
+    ) -> None:
+        self._leases = leases
+        self._coordinator = coordinator
+        self._keep_serving = keep_serving
+        self._interval = interval
+        self._clock = clock
+        self._max_ended = max_ended
+        self._lock = threading.Lock()
+        self._ended: dict[str, _Ended] = {}
+        self._closed = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def ended(self, registration: QueryRegistration, failure: str = "") -> None:
+        """Report that a run has ended, with which error, if with one.
+
+        Raises what the coordinator raises; then it is told again, if it is to serve.
+        """
+        if self._keep_serving == 0:
+            self._coordinator.deactivate_instances(registration.run_id)
+            return
+        until = float("inf") if self._keep_serving is None else self._clock() + self._keep_serving
+        ended = _Ended(registration, failure, until)
+        with self._lock:
+            self._ended[registration.state_location] = ended
+            if self._thread is None and not self._closed.is_set():
+                self._thread = threading.Thread(target=self._renew, name="statestore-ended", daemon=True)
+                self._thread.start()
+        self._tell(ended)
+
+    def started(self, registration: QueryRegistration) -> None:
+        """Take note that a query runs again: its new run has replaced the earlier one."""
+        with self._lock:
+            self._ended.pop(registration.state_location, None)
+
+    def close(self) -> None:
+        """Renew no more leases; the session's end ends the runs."""
+        self._closed.set()
+        with self._lock:
+            thread = self._thread
+        if thread is not None:
+            thread.join(timeout=5)
+
+    def _renew(self) -> None:
+        while not self._closed.wait(self._interval):
+            try:
+                self.renew()
+            except (CoordinatorError, StateStoreError, SparkBridgeError):
+                log.warning("The leases of ended queries were not renewed", exc_info=True)
+
+    def renew(self) -> None:
+        """Renew the leases, end the runs whose time is over, and tell a coordinator that was started anew of the runs.
+
+        Raises what the coordinator raises; whatever was not done is done by the next call.
+        """
+        with self._lock:
+            now = self._clock()
+            # The longest ended ones come first.
+            too_many = list(self._ended)[: max(0, len(self._ended) - self._max_ended)]
+            over = [key for key, e in self._ended.items() if e.until <= now or key in too_many]
+            gone = [self._ended[key] for key in over]
+            serving = {e.registration.run_id: e for key, e in self._ended.items() if key not in over}
+        unknown = set(self._leases.renew_leases(list(serving))) if serving else set()
+        for ended in gone:
+            try:
+                self._leases.deactivate_instances(ended.registration.run_id)
+            except (CoordinatorError, StateStoreError, SparkBridgeError):  # others must not suffer; it is tried again
+                log.warning("The end of run %s was not reported", ended.registration.run_id, exc_info=True)
+            else:
+                self._drop(ended)
+        for run_id, ended in serving.items():
+            if ended.is_told and run_id not in unknown:
+                continue
+            # Apart: the coordinator reads the storage of that query, which may hang.
+            if ended.telling is None or not ended.telling.is_alive():
+                name = f"statestore-ended-{run_id[:8]}"
+                ended.telling = threading.Thread(target=self._tell_again, args=(ended,), name=name, daemon=True)
+                ended.telling.start()
+
+    def _tell_again(self, ended: _Ended) -> None:
+        try:
+            self._tell(ended)
+        except (CoordinatorError, StateStoreError, SparkBridgeError):
+            log.warning("The end of run %s was not reported", ended.registration.run_id, exc_info=True)
+
+    def _tell(self, ended: _Ended) -> None:
+        registration = ended.registration
+        refusal = self._coordinator.serve_ended(registration, ended.failure).refusal
+        ended.is_told = True
+        if refusal is not None:
+            log.info("Run %s is not read on: %s", registration.run_id, refusal)
+            self._drop(ended)
+
+    def _drop(self, ended: _Ended) -> None:
+        with self._lock:
+            if self._ended.get(ended.registration.state_location) is ended:
+                del self._ended[ended.registration.state_location]

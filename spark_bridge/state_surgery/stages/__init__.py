@@ -1,0 +1,1 @@
+"""How rows become the files of new state: two stages of tasks on Ray."""

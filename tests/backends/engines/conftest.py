@@ -1,0 +1,16 @@
+"""Hashes that are the same in each run."""
+
+import random
+
+import numpy as np
+import pytest
+
+from backends.engines import key_hashes
+
+
+@pytest.fixture
+def same_hashes_each_time(monkeypatch):
+    """A few of many rows find no place, other ones in each process."""
+    rng = random.Random(7)
+    monkeypatch.setattr(key_hashes, "_FACTORS", [np.uint64(rng.getrandbits(64) | 1) for _ in key_hashes._FACTORS])
+    monkeypatch.setattr(key_hashes, "_SEED", np.uint64(7))

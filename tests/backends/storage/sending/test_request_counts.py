@@ -1,0 +1,87 @@
+"""What is asked of storage is counted by kind, each attempt as one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from backends.exceptions import FileExistsInStorageError, MissingFileError
+from backends.storage.checkpoint_storage import CheckpointStorage, digest
+from backends.storage.file_ref import FileRef
+from backends.storage.sending.request_counts import RequestCounts, num_requests, used_since, used_together
+from tests.backends.storage.s3_faults import Fault, FaultProxy, S3Server
+
+
+@pytest.mark.parametrize("place", [lambda tmp: str(tmp / "ck"), lambda tmp: "memory://request-counts/ck"])
+def test_each_kind_is_counted_whatever_the_answer(place: Callable[[Path], str], tmp_path: Path) -> None:
+    counts = RequestCounts()
+    storage = CheckpointStorage.open(place(tmp_path), requests=counts)
+    held = storage.put_new("a", b"1")
+    with pytest.raises(FileExistsInStorageError):
+        storage.put_new("a", b"1")
+    storage.read(held)
+    with pytest.raises(MissingFileError):
+        storage.get("b")
+    assert storage.exists("a") and storage.list() == [("a", 1)]
+    storage.delete("a")
+    # In an object store, the file of that name is looked at: an attempt before may have written it.
+    gets = 2 if storage.is_local else 3
+    assert counts.read() == {"put": 2, "get": gets, "head": 1, "list": 1, "delete": 1}
+
+
+def test_bytes_are_counted_by_location(tmp_path: Path) -> None:
+    (tmp_path / "source").write_bytes(bytes(500))
+    for place in (str(tmp_path / "ck"), "memory://request-bytes/ck"):
+        counts = RequestCounts()
+        storage = CheckpointStorage.open(place, requests=counts)
+        ref = storage.put_new("a", bytes(100))
+        large = storage.put_file("b", tmp_path / "source")
+        before = storage.used
+        assert before == {"put": 2, "sent_bytes": 600}
+        storage.read(ref)
+        storage.read_to_file(large, tmp_path / "copy")
+        storage.get_range("a", 10, 20)
+        storage.read_together([FileRef("part", 30, digest(bytes(30)), "a", 5)])
+        assert used_since(storage.used, before) == {"get": 4, "received_bytes": 650}
+        assert counts.at("elsewhere") == {}
+
+
+def test_what_was_forgotten_in_between_has_begun_anew() -> None:
+    assert used_since({"put": 5, "get": 2}, {"put": 3, "get": 2}) == {"put": 2}
+    assert used_since({"put": 2}, {"put": 300}) == {"put": 2}
+    together = used_together({"put": 1, "sent_bytes": 9}, {"put": 2, "list": 1})
+    assert together == {"put": 3, "sent_bytes": 9, "list": 1} and num_requests(together) == 4
+
+
+def test_the_parts_of_a_large_file_are_requests(servers: tuple[S3Server, FaultProxy], tmp_path: Path) -> None:
+    counts = RequestCounts()
+    server, proxy = servers
+    server.make_bucket("counted-parts")
+    options = {"fs.s3a.endpoint": proxy.endpoint, "fs.s3a.path.style.access": "true"}
+    options |= {"fs.s3a.access.key": "any", "fs.s3a.secret.key": "any"}
+    storage = CheckpointStorage.open("s3://counted-parts/ck", options, requests=counts)
+    (tmp_path / "source").write_bytes(bytes(9 << 20))
+    proxy.seen, proxy.plan = [], []
+    storage.put_file("large", tmp_path / "source")
+    assert counts.read()["put"] == len(proxy.seen) == 4, "begun, two parts, ended"
+
+
+def test_attempts_that_storage_fails_are_counted_and_storages_share_the_counts(
+    servers: tuple[S3Server, FaultProxy],
+) -> None:
+    counts = RequestCounts()
+    server, proxy = servers
+    server.make_bucket("counted")
+    proxy.seen = []
+    options = {"fs.s3a.endpoint": proxy.endpoint, "fs.s3a.path.style.access": "true"}
+    options |= {"fs.s3a.access.key": "any", "fs.s3a.secret.key": "any"}
+    one, other = (
+        CheckpointStorage.open("s3://counted/ck", options, requests=counts, sleep=lambda _: None) for _ in range(2)
+    )
+    one.put_new("a", b"1")
+    proxy.plan = [Fault("answer", method="GET", status=503, times=2)]
+    assert other.get("a") == b"1"
+    assert counts.read() == {"put": 1, "get": 3, "head": 0, "list": 0, "delete": 0}
+    assert sum(counts.read().values()) == len(proxy.seen)

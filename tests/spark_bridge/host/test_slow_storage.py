@@ -1,0 +1,130 @@
+"""Storage that is slow or hangs costs no host its lease, and no query waits for that of another; without Ray."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import msgspec
+
+from backends.exceptions import StorageError
+from spark_bridge.transport.protocol import TaskIdentity
+from tests.patience import HANG, PATIENCE
+from tests.spark_bridge.host.held_runs import beat_through_a_lease, one, two_queries
+from tests.spark_bridge.host.host_steps import ch, plan_spark, reg, run_task, task
+
+
+def test_a_slow_manifest_does_not_hold_up_heartbeats(tmp_path):
+    """While one manifest is written, the heartbeats of hosts wait for run.lock, or for commit_lock."""
+    w, _c, h = one(tmp_path, 2)
+    plan_spark(w, 0)
+    for p in (0, 1):
+        run_task([h], 0, p)
+    w.commit_spark(0)
+    plan_spark(w, 1)
+    h.heartbeat()
+    for p in (0, 1):
+        h.open(task(1, p))  # batch 1 begins: version 1 completes, not told yet
+    go, at = threading.Event(), threading.Event()
+    run_task([h], 1, 0)
+
+    def slow(path):
+        if path.startswith("manifests/"):
+            at.set()
+            go.wait(HANG)
+
+    w.put_hook = slow
+    t = threading.Thread(target=lambda: run_task([h], 1, 1))
+    t.start()
+    at.wait()
+    beat = threading.Thread(target=h.heartbeat)
+    beat.start()
+    beat.join(PATIENCE)
+    stuck = beat.is_alive()
+    go.set()
+    t.join()
+    beat.join()
+    assert not stuck
+
+
+def test_a_slow_manifest_does_not_cost_a_host_its_lease(tmp_path):
+    w, c, h = one(tmp_path, 2)
+    plan_spark(w, 0)
+    for p in (0, 1):
+        run_task([h], 0, p)
+    w.commit_spark(0)
+    plan_spark(w, 1)
+    h.heartbeat()
+    for p in (0, 1):
+        h.open(task(1, p))
+    go, at = threading.Event(), threading.Event()
+    run_task([h], 1, 0)
+
+    def slow(path):
+        if path.startswith("manifests/"):
+            at.set()
+            go.wait(HANG)
+
+    w.put_hook = slow
+    t = threading.Thread(target=lambda: run_task([h], 1, 1))
+    t.start()
+    at.wait()
+    beat_through_a_lease(w, c, h)
+    dropped = not c.registries.hosts.leases
+    go.set()
+    t.join()
+    assert not dropped
+
+
+def test_one_querys_storage_does_not_keep_another_from_being_reported(tmp_path):
+    w, c, h = one(tmp_path, 1)
+    plan_spark(w, 0)
+    r2 = msgspec.structs.replace(
+        reg(w, "runX", 2),
+        query_id="q2",
+        checkpoint_location=str(w.root / "ck2"),
+        state_location=str(w.root / "ck2/statestore"),
+    )
+    run_task([h], 0)
+    c.register_query(r2)
+    h.open(TaskIdentity("runX", "op", 0, 0, "a", "i"))
+    h.commit(TaskIdentity("runX", "op", 0, 0, "a", "i"), ch(b"z"), {})
+    c2 = w.coordinator(0)
+    orig = w.storage
+
+    def storage(loc, o):
+        if "/ck2" not in loc:
+            raise StorageError("bucket of the first query: 403")
+        return orig(loc, o)
+
+    c2._queries._open_storage = storage
+    h.port.c = c2
+    for _ in range(3):
+        time.sleep(0.1)
+        h.heartbeat()
+    c2.register_query(r2)
+    assert c2.registries.runs.by_id["runX"].batch.acknowledged(1), (
+        "the acknowledgement of the healthy query was not taken up"
+    )
+
+
+def test_a_commit_does_not_wait_for_the_report_of_another_query(tmp_path):
+    _w, _c2, h, tX, go, at = two_queries(tmp_path)
+    t = threading.Thread(target=h.register)
+    t.start()
+    at.wait()
+    try:
+        h.commit(tX, ch(b"z"), {})  # opened before the restart
+        assert t.is_alive()
+    finally:
+        go.set()
+        t.join()
+
+
+def test_a_hanging_storage_of_one_query_does_not_cost_a_host_its_lease(tmp_path):
+    w, c2, h, _tX, go, at = two_queries(tmp_path)
+    beat_through_a_lease(w, c2, h)
+    assert at.wait(PATIENCE)
+    dropped = "h0" not in c2.registries.hosts.leases
+    go.set()
+    assert not dropped

@@ -1,0 +1,77 @@
+"""Executors are given up where their machine does not answer, and not where this machine is the one cut off.
+
+What happens then is tried on machines: ``tests/cluster/test_losses.py``.
+"""
+
+from __future__ import annotations
+
+import pickle
+import socket
+
+import pytest
+
+from spark_bridge.session.cluster.executors import machine_of
+from spark_bridge.session.cluster.lost_executors import is_cut_off, place_of
+from spark_bridge.session.cluster.raydp_settings import INSTANCES, MasterSettings, master_on_head
+from spark_bridge.transport import silent_hosts
+from spark_bridge.transport.silent_hosts import silent_places
+
+A, A2, B, OWN = ("10.0.0.1", 7), ("10.0.0.1", 8), ("10.0.0.2", 7), ("10.0.0.9", 7)
+
+
+@pytest.mark.parametrize(
+    ("places", "silent", "cut_off"),
+    [
+        ({A, B, OWN}, {A}, False),
+        ({A, B, OWN}, {A, B}, True),
+        ({A, B}, {A, B}, True),
+        ({A, A2}, {A, A2}, False),  # one machine: it may as well be that one
+        ({A, OWN}, {A}, False),
+        ({OWN}, set(), False),
+    ],
+)
+def test_where_no_other_machine_answers_it_is_this_one_that_is_cut_off(
+    places: set[tuple[str, int]], silent: set[tuple[str, int]], cut_off: bool
+) -> None:
+    assert is_cut_off(places, silent, OWN[0]) is cut_off
+
+
+def test_a_machine_that_refuses_a_connection_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(silent_hosts, "PROBE_SECONDS", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as takes, socket.create_server(("127.0.0.1", 0), backlog=0) as full:
+        with socket.create_server(("127.0.0.1", 0)) as closed:
+            refuses: tuple[str, int] = closed.getsockname()
+        places: list[tuple[str, int]] = [takes.getsockname(), full.getsockname(), refuses]
+        # The queue of connections that nobody takes is full: the kernel drops more, as a cut cable does.
+        with socket.create_connection(places[1]), socket.socket() as waits:
+            waits.setblocking(False)
+            waits.connect_ex(places[1])
+            assert silent_places(places, refusals=False) == {places[1]}
+
+
+@pytest.mark.parametrize(
+    ("said", "place"),
+    [("10.0.0.1:7", ("10.0.0.1", 7)), ("10.0.0.1", None), ("[fd00::1]:7", ("fd00::1", 7)), ("[fd00::1]", None)],
+)
+def test_an_executor_is_at_a_place_once_its_port_is_known(said: str, place: tuple[str, int] | None) -> None:
+    assert place_of(said) == place
+    machine = said if place is None else said[: said.rindex(":")]
+    assert machine_of(said) == machine, "an executor counts on its machine before its port is known, and nowhere else"
+
+
+def test_raydp_starts_executors_in_the_place_of_others_without_end() -> None:
+    """Its master gets no number that would count those that were started again."""
+    settings = MasterSettings({"spark.a": "b"})
+    settings[INSTANCES] = "3"
+    assert pickle.loads(pickle.dumps(settings)) == {"spark.a": "b"}
+    assert dict(settings) == {"spark.a": "b", INSTANCES: "3"}, "the driver has the number"
+
+
+def test_raydps_masters_stand_on_the_head_unless_the_user_says_where() -> None:
+    ours = master_on_head({})
+    assert ours == {
+        "spark.ray.raydp_spark_master.actor.resource.CPU": "0",
+        "spark.ray.raydp_spark_master.actor.resource.node:__internal_head__": "0.001",
+    }
+    for prefix in ("spark.ray.raydp_spark_master.resource.", "spark.ray.raydp_spark_master.actor.resource."):
+        assert master_on_head({f"{prefix}master": "1"}) == {}

@@ -1,0 +1,46 @@
+"""What Ray on Spark is refused for before anything is started; ``streams/test_spark_clusters.py`` has a real one."""
+
+from __future__ import annotations
+
+import pytest
+
+from spark_bridge.exceptions import EnvironmentProblemError
+from spark_bridge.session.cluster import ray_on_spark
+from spark_bridge.session.cluster.ray_on_spark import AUTH_MODE, CoreUse, require_no_token, too_few_cores
+
+
+@pytest.mark.parametrize("mode", [None, "token", "TOKEN"])
+def test_a_token_is_refused_with_what_to_set(mode: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(AUTH_MODE, raising=False)
+    if mode is not None:
+        monkeypatch.setenv(AUTH_MODE, mode)
+    with pytest.raises(EnvironmentProblemError, match=rf"InvalidAuthToken.*{AUTH_MODE}=disabled"):
+        require_no_token()
+    monkeypatch.setenv(AUTH_MODE, "disabled")
+    require_no_token()
+
+
+@pytest.mark.parametrize(
+    ("use", "more", "task_cpus", "refused"),
+    [
+        (CoreUse(4, 0), 0, 1, False),  # no Ray on this Spark: its cores are nobody's business
+        (CoreUse(0, 0), 0, 1, False),  # no executor has come yet
+        (CoreUse(4, 2), 0, 1, False),
+        (CoreUse(4, 4), 0, 1, True),
+        (CoreUse(4, 0), 4, 1, True),
+        (CoreUse(4, 0), 3, 1, False),
+        (CoreUse(4, 3), 0, 2, True),
+    ],
+)
+def test_a_stream_needs_a_core_beside_rays_workers(use: CoreUse, more: int, task_cpus: int, refused: bool) -> None:
+    problem = too_few_cores(use, more, task_cpus)
+    assert (problem is not None) == refused
+    if problem:
+        assert f"take {use.of_ray + more} of the {use.all} cores" in problem and "wait for ever" in problem
+
+
+def test_no_program_ray_on_the_path_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(AUTH_MODE, "disabled")
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(EnvironmentProblemError, match=r"'ray' is not on the PATH \(/nowhere\)"):
+        ray_on_spark.setup_ray_on_spark(object(), 1)  # type: ignore[arg-type]

@@ -1,0 +1,67 @@
+"""What listeners hear of a checkpoint, from its record."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from backends.storage.sending.prices import Prices
+from coordinator_actor.durable.checkpoint_records import CheckpointRecord, as_plain
+from spark_bridge.session.progress import operator_progress
+from spark_bridge.session.progress.checkpoint_progress import CheckpointProgress, progress_of_record
+
+USED = {"put": 20, "get": 10, "sent_bytes": 3000, "received_bytes": 70}
+RECORD = CheckpointRecord(9, 8, 1, "run", begun_ms=1000, prepared_ms=1250, delta_bytes=2000, requests=30, storage=USED)
+
+
+def test_a_record_becomes_the_progress_of_its_batch() -> None:
+    made = progress_of_record(as_plain(RECORD), Prices(put=0.1))
+    requests = {"put": 20, "get": 10, "head": 0, "list": 0, "delete": 0}
+    assert made == CheckpointProgress(7, 250, 2000, requests, 3000, 70, pytest.approx(0.002004))
+    assert '"batch_id":7,"duration_ms":250' in made.json
+
+
+class Operators:
+    """Hears of operators alone."""
+
+    def __init__(self) -> None:
+        self.told: list[Any] = []
+
+    def on_state_operator_progress(self, run_id: str, progress: Sequence[Any]) -> None:
+        self.told.append((run_id, *progress))
+
+
+class Both(Operators):
+    """Hears of checkpoints as well."""
+
+    def on_checkpoint_progress(self, run_id: str, progress: CheckpointProgress) -> None:
+        self.told.append((run_id, progress))
+
+
+@pytest.fixture
+def listening() -> Iterator[list[Any]]:
+    added: list[Any] = []
+    yield added
+    for listener in added:
+        operator_progress.remove_state_operator_listener(listener)
+
+
+def test_a_checkpoint_is_asked_for_only_if_somebody_hears_of_it(listening: list[Any]) -> None:
+    checkpoint = progress_of_record(as_plain(RECORD), Prices())
+    asked: list[int] = []
+
+    def newest() -> CheckpointProgress:
+        asked.append(1)
+        return checkpoint
+
+    for listener in (Operators(), Both(), Both()):
+        listening.append(listener)
+        operator_progress.add_state_operator_listener(listener)
+        operator_progress.tell_listeners("run", (), newest)
+    operators, first, second = (listener.told for listener in listening)
+    assert operators == [("run",)] * 3 and asked == [1, 1]
+    assert first == [("run",), ("run", checkpoint)] * 2 and second == [("run",), ("run", checkpoint)]
+    operator_progress.tell_listeners("run", (), lambda: None)
+    assert first[-1] == ("run",), "there is no checkpoint yet"

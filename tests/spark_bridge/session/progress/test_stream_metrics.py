@@ -1,0 +1,98 @@
+"""The driver's metrics: Spark's rates and durations, and the figures of operators under Spark's names."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from spark_bridge.exceptions import HostUnavailableError
+from spark_bridge.session.progress.operator_progress import StateOperatorProgress
+from spark_bridge.session.progress.stream_metrics import StreamMetrics
+from tests.metric_sink import KeptMetrics
+from tests.spark_bridge.queryable.memory_reads import eventually
+
+PROGRESS = StateOperatorProgress("op", 4, 100, 7, 1, 2, 12.5, 5000, 4, 4, 70, 10.0, {"numDroppedDuplicateRows": 3.0})
+
+
+@pytest.fixture
+def sink() -> KeptMetrics:
+    return KeptMetrics()
+
+
+@pytest.fixture
+def metrics(sink: KeptMetrics) -> Iterator[StreamMetrics]:
+    def progress_of(run_id: str) -> list[StateOperatorProgress]:
+        if run_id == "gone":
+            raise HostUnavailableError("no host answers")
+        return [PROGRESS]
+
+    made = StreamMetrics(sink, progress_of)
+    yield made
+    made.close()
+
+
+def progress(**changes: Any) -> str:
+    return json.dumps({"inputRowsPerSecond": 50.0, "processedRowsPerSecond": 80.0, **changes})
+
+
+def test_rates_and_durations_are_those_of_the_last_batch(sink: KeptMetrics, metrics: StreamMetrics) -> None:
+    metrics.add("run1", "totals")
+    metrics.batch("run1", progress(durationMs={"addBatch": 1500}))
+    assert sink.of("statestore_input_rows_per_second") == {("totals",): 50.0}
+    assert sink.of("statestore_processed_rows_per_second") == {("totals",): 80.0}
+    assert sink.of("statestore_spark_duration_seconds") == {("totals", "addBatch"): 1.5}
+    sink.values.clear()
+    metrics.publish()
+    assert sink.of("statestore_input_rows_per_second") == {("totals",): 50.0}, "Ray forgets what is not set again"
+    assert sink.of("statestore_spark_duration_seconds") == {("totals", "addBatch"): 1.5}
+    metrics.remove("run1")
+    metrics.publish()
+    assert sink.of("statestore_input_rows_per_second") == {("totals",): 0.0}
+    metrics.batch("run1", progress())
+    assert sink.of("statestore_input_rows_per_second") == {("totals",): 0.0}, "it has ended"
+
+
+@pytest.mark.parametrize("rate", [float("nan"), float("inf"), None])
+def test_a_rate_that_is_no_number_is_none(sink: KeptMetrics, metrics: StreamMetrics, rate: float | None) -> None:
+    metrics.add("run1", "totals")
+    metrics.batch("run1", progress(inputRowsPerSecond=rate))
+    assert sink.of("statestore_input_rows_per_second") == {("totals",): 0.0}
+
+
+def test_operators_have_sparks_names_and_one_without_figures_keeps_no_other(
+    sink: KeptMetrics, metrics: StreamMetrics
+) -> None:
+    metrics.add("gone", "lost")
+    metrics.add("run1", "totals")
+    metrics.publish()
+    assert sink.get("statestore_operator_numRowsTotal", query="totals", operator="op") == 100
+    assert sink.get("statestore_operator_commitTimeMs", query="totals", operator="op") == 12.5
+    custom = {"query": "totals", "operator": "op", "figure": "numDroppedDuplicateRows"}
+    assert sink.get("statestore_operator_customMetrics", **custom) == 3.0
+
+
+def test_how_evenly_keys_lie_is_said_until_the_query_ends(sink: KeptMetrics, metrics: StreamMetrics) -> None:
+    metrics.add("run1", "totals")
+    metrics.publish()
+    sizes = ("statestore_largest_partition_keys", "statestore_median_partition_keys")
+    assert [sink.of(name) for name in sizes] == [{("op", "totals"): 70}, {("op", "totals"): 10.0}]
+    metrics.remove("run1")
+    metrics.publish()
+    assert [sink.of(name) for name in sizes] == [{("op", "totals"): 0}] * 2
+
+
+def test_the_thread_outlives_whatever_a_look_raises(sink: KeptMetrics) -> None:
+    failures = [RuntimeError("of Ray, while its coordinator is restarted")]
+
+    def progress_of(run_id: str) -> list[StateOperatorProgress]:
+        if failures:
+            raise failures.pop()
+        return [PROGRESS]
+
+    metrics = StreamMetrics(sink, progress_of, seconds=0.01)
+    metrics.add("run1", "totals")
+    eventually(lambda: bool(sink.of("statestore_largest_partition_keys")))
+    metrics.close()

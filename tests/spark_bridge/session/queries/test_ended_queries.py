@@ -1,0 +1,246 @@
+"""A driver keeps its ended queries known to the coordinator, as long as it was told to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coordinator_actor.coordinator import Coordinator
+from coordinator_actor.coordinator_conf import CoordinatorConf
+from coordinator_actor.exceptions import HostUnavailableError, QueryEndedError, UnknownOperatorError
+from coordinator_actor.handlers.registries.run_registry import LONGEST_FAILURE
+from coordinator_actor.messages import HostReport, QueryRegistration
+from coordinator_actor.port import CoordinatorPort
+from spark_bridge.session.queries.ended_queries import EndedQueries, failure_text
+from tests.coordinator_actor.coordinator_world import World
+from tests.coordinator_actor.coordinators import acknowledge
+from tests.coordinator_actor.hanging_storage import HangingStorage
+from tests.patience import PATIENCE
+from tests.spark_bridge.queryable.memory_reads import eventually
+
+
+class Port(CoordinatorPort):
+    """A way to a coordinator that another one may replace; or to none, and messages fail."""
+
+    def __init__(self, world: World, storage: HangingStorage) -> None:
+        self._world = world
+        self._storage = storage
+        self.replace()
+
+    def replace(self) -> None:
+        conf = CoordinatorConf(report_timeout=0.0, driver_timeout=60.0)
+        self.c: Coordinator | None = Coordinator(lambda: self._world.now, self._storage.open, conf)
+        self.c.register_host(self._world.host(0), HostReport())
+
+    def call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
+        if self.c is None:
+            raise HostUnavailableError("The coordinator does not answer.")
+        return self.c.call(method, *args, **kwargs)
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    return World(tmp_path)
+
+
+@pytest.fixture
+def storage(world: World) -> HangingStorage:
+    return HangingStorage(world.storage)
+
+
+@pytest.fixture
+def port(world: World, storage: HangingStorage) -> Port:
+    return Port(world, storage)
+
+
+@pytest.fixture
+def queries(world: World, port: Port) -> Iterator[Callable[..., EndedQueries]]:
+    made: list[EndedQueries] = []
+
+    def make(keep_serving: float | None = None, **arguments: Any) -> EndedQueries:
+        # The test renews the leases itself.
+        made.append(EndedQueries(port, port, keep_serving, interval=1e6, clock=lambda: world.now, **arguments))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one._closed.set()
+
+
+def run_of(world: World, port: Port, number: int) -> QueryRegistration:
+    """A query that has committed one batch."""
+    root = world.root / f"ck{number}"
+    registration = world.registration(
+        f"run{number}",
+        query_id=f"q{number}",
+        name=f"name{number}",
+        checkpoint_location=str(root),
+        state_location=f"{root}/statestore",
+    )
+    assert port.c is not None
+    assert port.c.register_query(registration).refusal is None
+    run = registration.run_id
+    for partition in (0, 1):
+        acknowledge(port.c, world.stage(world.open(port.c, 0, partition, run), partition, 0, "a", run))
+    world.commit_spark(0, f"ck{number}")
+    port.batch_committed(run, 0)
+    return registration
+
+
+def is_read(port: Port, number: int) -> bool:
+    try:
+        return port.locate("op", f"name{number}").run_id == f"run{number}"
+    except (QueryEndedError, UnknownOperatorError):
+        return False
+
+
+def test_as_long_as_the_session_lives(world: World, port: Port, queries: Callable[..., EndedQueries]) -> None:
+    ended = queries()
+    ended.ended(run_of(world, port, 1))
+    for _ in range(10):
+        world.now += 50
+        ended.renew()
+        assert port.c is not None
+        port.c.register_host(world.host(0), HostReport())
+        port.c.expire()
+        assert is_read(port, 1)
+    world.now += 100
+    port.c.expire()
+    assert not is_read(port, 1), "its driver was not heard of"
+
+
+def test_with_which_error_a_query_has_ended(world: World, port: Port, queries: Callable[..., EndedQueries]) -> None:
+    def failures() -> dict[str, str]:
+        assert port.c is not None
+        return {q["run_id"]: q["failure"] for q in port.c.describe()["queries"]}
+
+    ended = queries()
+    first = run_of(world, port, 1)
+    assert failures() == {"run1": ""}
+    ended.ended(first, "ValueError: no " + "x" * 1000)
+    ended.ended(run_of(world, port, 2))
+    assert failures() == {"run1": ("ValueError: no " + "x" * 1000)[:LONGEST_FAILURE], "run2": ""}
+    port.replace()  # a coordinator that is started anew is told again
+    assert failures() == {}
+    ended.renew()
+    eventually(lambda: failures().keys() == {"run1", "run2"})
+    assert failures()["run1"].startswith("ValueError: no")
+
+
+@pytest.mark.parametrize(
+    ("exception", "read"),
+    [
+        (None, ""),
+        ("", ""),
+        (
+            "org.apache.spark.SparkException: Job aborted.\n\tat a.b.c\n",
+            "org.apache.spark.SparkException: Job aborted.",
+        ),
+        (
+            "org.apache.spark.sql.streaming.StreamingQueryException: Job aborted due to stage failure: Task 0 failed.\n"
+            "Traceback (most recent call last):\n"
+            '  File "worker.py", line 1, in main\n'
+            "backends.exceptions.StorageError: Could not write s3://b/c: 403\n\n"
+            "The above exception was the direct cause of the following exception:\n"
+            "Traceback (most recent call last):\n"
+            "spark_bridge.exceptions.CommitError: Partition 1 of 'totals' was not committed: 403\n\n"
+            "\tat org.apache.spark.api.python.BasePythonRunner$ReaderIterator.handle(PythonRunner.scala:572)\n"
+            "Caused by: java.io.IOException: gone\n",
+            "spark_bridge.exceptions.CommitError: Partition 1 of 'totals' was not committed: 403",
+        ),
+    ],
+)
+def test_what_a_person_must_read_of_sparks_error(exception: str | None, read: str) -> None:
+    assert failure_text(exception) == read
+
+
+def test_for_as_many_seconds_as_were_asked_for(world: World, port: Port, queries: Callable[..., EndedQueries]) -> None:
+    ended = queries(keep_serving=50.0)
+    ended.ended(run_of(world, port, 1))
+    world.now += 49
+    ended.renew()
+    assert is_read(port, 1)
+    world.now += 1
+    ended.renew()
+    assert not is_read(port, 1)
+
+
+def test_not_at_all(world: World, port: Port, queries: Callable[..., EndedQueries]) -> None:
+    queries(keep_serving=0).ended(run_of(world, port, 1))
+    assert not is_read(port, 1)
+
+
+def test_the_last_ones_if_there_are_many(world: World, port: Port, queries: Callable[..., EndedQueries]) -> None:
+    ended = queries(max_ended=2)
+    for number in (1, 2, 3):
+        ended.ended(run_of(world, port, number))
+    ended.renew()
+    assert [is_read(port, number) for number in (1, 2, 3)] == [False, True, True]
+
+
+def test_one_that_runs_again_is_no_longer_ended(world: World, port: Port, queries: Callable[..., EndedQueries]) -> None:
+    ended = queries(keep_serving=50.0)
+    registration = run_of(world, port, 1)
+    ended.ended(registration)
+    ended.started(registration)
+    world.now += 50
+    ended.renew()
+    assert is_read(port, 1), "it is not ended by the time of its earlier run"
+
+
+def test_a_coordinator_that_starts_anew_is_told(world: World, port: Port, queries: Callable[..., EndedQueries]) -> None:
+    ended = queries()
+    for number in (1, 2):
+        ended.ended(run_of(world, port, number))
+    port.replace()
+    assert not is_read(port, 1)
+    ended.renew()
+    eventually(lambda: is_read(port, 1) and is_read(port, 2), PATIENCE)
+
+
+def test_one_that_does_not_answer_at_the_end_is_told_later(
+    world: World, port: Port, queries: Callable[..., EndedQueries]
+) -> None:
+    ended = queries()
+    registration = run_of(world, port, 1)
+    port.c, c = None, port.c
+    with pytest.raises(HostUnavailableError):
+        ended.ended(registration)
+    with pytest.raises(HostUnavailableError):
+        ended.renew()
+    port.c = c
+    ended.renew()
+    assert c is not None
+    eventually(lambda: not c.running(), PATIENCE)
+    assert is_read(port, 1)
+
+
+def test_what_could_not_be_ended_is_ended_later(world: World, port: Port, queries: Callable[..., EndedQueries]) -> None:
+    ended = queries(keep_serving=50.0)
+    for number in (1, 2):
+        ended.ended(run_of(world, port, number))
+    world.now += 50
+    port.c, c = None, port.c
+    ended.renew()
+    port.c = c
+    assert is_read(port, 1)
+    ended.renew()
+    assert not is_read(port, 1) and not is_read(port, 2)
+
+
+def test_a_query_whose_storage_hangs_does_not_hold_up_the_others(
+    world: World, storage: HangingStorage, port: Port, queries: Callable[..., EndedQueries]
+) -> None:
+    ended = queries()
+    for number in (1, 2):
+        ended.ended(run_of(world, port, number))
+    port.replace()
+    with storage.hangs(f"{world.root}/ck1"):
+        ended.renew()
+        eventually(lambda: is_read(port, 2), PATIENCE)
+        ended.renew()
+        assert not is_read(port, 1)
+    eventually(lambda: is_read(port, 1), PATIENCE)
