@@ -28,7 +28,7 @@ class BucketCounts:
         self._total = 0.0
 
     def add(self, value: float, times: int = 1) -> None:
-        """Count a value so many times."""
+        """Count a value ``times`` times."""
         self._counts[bisect_left(self._bounds, value)] += times
         self._total += value * times
 

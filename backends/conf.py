@@ -36,13 +36,13 @@ class StateStoreConf:
 
     - ``fsync``: on local disk, sync each file and its directories before a commit is acknowledged. False is faster, and
       loses the last commits at a power cut. A killed process loses nothing either way.
-    - ``commit_linger``: for so many seconds at most the first commit of a host waits for those of other partitions in
+    - ``commit_linger``: the first commit of a host waits at most this many seconds for those of other partitions in
       the same batch: their changelogs go into one object. It waits as long as writes have taken lately, on object
       storage on while others come, and no longer than 10 ms on a local disk. 0: each changelog is a file of its own.
     - ``compression``: of changelogs and of the file provider's snapshots: "none", "lz4" or "zstd".
     - ``min_versions_to_retain``: how many versions before the newest can always be opened (Spark:
       ``spark.sql.streaming.minBatchesToRetain``). Files that only older versions need are removed.
-    - ``deltas_per_snapshot``: a snapshot is taken when so many versions have been made since the last one (Spark:
+    - ``deltas_per_snapshot``: a snapshot is taken when this many versions have been made since the last one (Spark:
       ``spark.sql.streaming.stateStore.minDeltasForSnapshot``). A lower number loads faster, a higher one writes less.
     - ``maintenance_interval``: seconds between two rounds of maintenance.
     - ``maintenance_threads``: providers maintained at once.

@@ -4,9 +4,10 @@ Memory is counted as long as it is in use: its holder keeps a ``Claim`` beside t
 takes the bytes off. So memory that a reader or a scan still keeps alive counts, too. The kinds of memory, and the rule
 for each when memory is short:
 
-- needed: changes of running batches, scans, copies that are read once, and what each open database takes for itself.
-  Everything else makes room for them. A commit or a scan that does not fit even then is refused. Copies have a quarter
-  of the budget at most, and use the disk instead.
+- needed: changes of running batches, scans, copies that are read once, changes that a host's partition has not written
+  to its database yet (counted as copies), and what each open database takes for itself. Everything else makes room for
+  them. A commit or a scan that does not fit even then is refused. Copies have a quarter of the budget at most, and use
+  the disk instead.
 - passing: requests that are being received, and changelogs that are being written. Everything that can be spared makes
   room for them. They are over soon, so nothing is refused for them; a commit waits for its turn (``admitted``).
 - spared: before-images and last reads, a quarter of the budget at most. They never push anything else out; the oldest
@@ -42,7 +43,7 @@ PEAK_OF_COPY = 3
 PEAK_OF_COMMIT = 3
 """While it is received, a commit has its changes twice; then it has what it keeps, and its changelog."""
 MAX_WAITING = 1000
-"""So many commits of a run may wait for their turn: each has a thread of the server."""
+"""At most this many commits of a run wait for their turn: each has a thread of the server."""
 
 _lock = threading.Lock()
 _budgets: dict[tuple[int, int, int, int], HostMemory] = {}
@@ -148,16 +149,18 @@ class HostMemory:
         self._make_room()
         return claim
 
-    def claim_copy(self, nbytes: int) -> Claim | None:
-        """Count changes of a copy, ``nbytes`` large, with what merging them takes; None if there is no room.
+    @property
+    def copies_bytes(self) -> int:
+        """The bytes that all copies may have together: loads must not take the room of commits."""
+        return self.limit // 4
 
-        All copies together have a quarter of the budget at most: loads must not take the room of commits.
-        """
+    def claim_copy(self, nbytes: int) -> Claim | None:
+        """Count changes of a copy, ``nbytes`` large, with what merging them takes; None if there is no room."""
         peak = PEAK_OF_COPY * nbytes
         with _lock:
             self._settle()
             needed = sum(self._held[k] for k in NEEDED)
-            if self._held[COPIES] + peak > self.limit // 4 or needed + peak > self._working:
+            if self._held[COPIES] + peak > self.copies_bytes or needed + peak > self._working:
                 return None
             claim = self._new(COPIES, peak, None)
         self._make_room()
@@ -165,7 +168,7 @@ class HostMemory:
 
     @contextmanager
     def admitted(self, run_id: str, nbytes: int, what: str, seconds: float) -> Iterator[None]:
-        """Let a commit of changes of so many bytes in, for a ``with``, once it fits beside the others that are in.
+        """Let a commit of ``nbytes`` bytes of changes in, for a ``with``, once it fits beside the others that are in.
 
         Commits go in the order in which they come. One of each run goes without room, too, so that a run never waits
         for the storage of another: memory is above its budget by at most that. Raises ``HostMemoryError`` for changes
@@ -265,7 +268,7 @@ class HostMemory:
             claim.kind = kind
 
     def resize(self, claim: Claim, nbytes: int) -> None:
-        """Count a claim that cannot be refused any more with so many bytes from now on."""
+        """Count a claim that cannot be refused any more with ``nbytes`` bytes from now on."""
         with _lock:
             self._held[claim.kind] += nbytes - claim.nbytes
             claim.nbytes = nbytes

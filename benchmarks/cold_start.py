@@ -6,7 +6,8 @@
 A played stream (``played_stream.py``) runs ``--batches`` batches with snapshots. Then another coordinator takes the
 query up with other hosts, each in a process of its own. ``start``: until the query is registered. ``first batch``: from
 its first task's start to its last one's end, so that every partition has been loaded. Requests are those of both,
-counted by the proxy.
+counted by the proxy. ``snapshots``: from the end of a later batch until all partitions have their first snapshot, which
+opens their databases for writing.
 """
 
 from __future__ import annotations
@@ -26,11 +27,12 @@ BUCKET = "cold"
 
 @dataclass(frozen=True)
 class ColdStart:
-    """What a cold start took, in seconds, and its requests to storage by kind."""
+    """What a cold start took, in seconds, and its requests to storage by kind. ``snapshots``: 0 if none were made."""
 
     start: float
     first_batch: float
     second_batch: float
+    snapshots: float
     of_start: Counter[str]
     of_batch: Counter[str]
 
@@ -51,7 +53,9 @@ def grown(
     return stream
 
 
-def started(root: Path, bucket: str, earlier: PlayedStream, s3: ProxiedS3) -> tuple[ColdStart, PlayedStream]:
+def started(
+    root: Path, bucket: str, earlier: PlayedStream, s3: ProxiedS3, *, with_snapshots: bool = False
+) -> tuple[ColdStart, PlayedStream]:
     """Start a stream that has ended anew, with other hosts. Return what that took, and the new one, which has ended."""
     with played_cluster(root, earlier.shape.hosts) as cluster:
         s3.traffic(bucket)
@@ -63,7 +67,16 @@ def started(root: Path, bucket: str, earlier: PlayedStream, s3: ProxiedS3) -> tu
         (first,) = stream.run(1)
         of_batch = s3.traffic(bucket).requests
         (second,) = stream.run(1)
-    return ColdStart(start, first, second, of_start, of_batch), stream
+        snapshots = _first_snapshots(stream) if with_snapshots else 0.0
+    return ColdStart(start, first, second, snapshots, of_start, of_batch), stream
+
+
+def _first_snapshots(stream: PlayedStream) -> float:
+    """Run batches until snapshots are made; return how long that took behind the last batch."""
+    stream.run(stream.shape.maintenance - stream.batch % stream.shape.maintenance - 1)
+    began = time.perf_counter()
+    (batch,) = stream.run(1)
+    return time.perf_counter() - began - batch
 
 
 def main() -> None:
@@ -81,11 +94,12 @@ def main() -> None:
         given = (options.partitions, options.hosts, options.batches, s3, options.slots)
         stream = grown(Path(directory) / "first", BUCKET, *given)
         s3.slow_down(BUCKET, options.delay / 1e3)
-        found, _ = started(Path(directory) / "second", BUCKET, stream, s3)
+        found, _ = started(Path(directory) / "second", BUCKET, stream, s3, with_snapshots=True)
     print(f"{options.partitions} partitions on {options.hosts} hosts, {options.delay:g} ms a request")
     print(f"start        {found.start:6.2f} s  {dict(found.of_start)}")
     print(f"first batch  {found.first_batch:6.2f} s  {dict(found.of_batch)}")
     print(f"both         {found.start + found.first_batch:6.2f} s, the second batch {found.second_batch:.2f} s")
+    print(f"snapshots    {found.snapshots:6.2f} s")
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ class Arguments:
 
 
 def _take(hint: Any) -> Take | None:
-    """Return what takes values declared as ``hint``; None if there is no text in them."""
+    """Return the function that takes values declared as ``hint``; None if there is no text in them."""
     origin, args = get_origin(hint), get_args(hint)
     if hint is str:
         return _text

@@ -111,7 +111,7 @@ class Coordinator(CoordinatorPort):
         Leases do not run while the coordinator itself has stood still, for ``stood_still`` seconds since the last call:
         heartbeats of that time may wait to be heard, or their senders may have stood still as well.
         """
-        # All leases are compared with one reading of the clock: who stands still behind that reading loses no host.
+        # All leases are compared with one reading of the clock: who stands still after that reading loses no host.
         now = self._clock()
         with self.registries.lock:
             self.registries.prolong(stood_still, now)

@@ -80,7 +80,7 @@ class BatchHeldError(CoordinatorError):
 
 
 class QueryBusyError(CoordinatorError):
-    """So many messages about one query wait for their answer that no other is taken: its storage does not answer.
+    """Too many messages about one query wait for an answer, so that no other is taken: its storage does not answer.
 
     Tasks and query clients ask again until their time is over.
     """

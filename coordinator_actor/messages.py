@@ -83,7 +83,7 @@ class CommitFigures(Struct, frozen=True):
 
 
 MOST_STEPS = 16
-"""So many steps of a task are told apart: their names come from tasks."""
+"""At most this many steps of a task are told apart: their names come from tasks."""
 
 
 class QueryRegistration(Struct, frozen=True):

@@ -38,7 +38,7 @@ REQUEST_DURATION_BOUNDS = (
 """The same for requests of query clients. Above them stands ``+Inf``."""
 
 OPERATOR_FIGURES = {
-    "numRowsTotal": "Pairs of all column families behind the batch.",
+    "numRowsTotal": "Pairs of all column families after the batch.",
     "numRowsUpdated": "Keys that the batch has written.",
     "numRowsRemoved": "Keys that the batch has removed.",
     "numRowsDroppedByWatermark": "Rows of the batch that were late.",

@@ -107,7 +107,7 @@ class CoordinatorPort:
         held: Mapping[str, int] | None = None,
         hand_over: HandOver | None = None,
     ) -> HostOrders:
-        """Renew the lease of a host. Return what the host is to do about the runs that it holds.
+        """Renew the lease of a host. Return the orders to the host about the runs that it holds.
 
         ``held`` is the lowest version that the host has of each run, ``hand_over`` says how far it is with partitions
         that are to move. The answer follows from these alone, so it does not matter whether an earlier answer arrived.
@@ -130,7 +130,8 @@ class CoordinatorPort:
     def verify_instances(
         self, host_id: str, incarnation: str, run_ids: Sequence[str]
     ) -> dict[str, dict[str, list[int]]]:
-        """Return what a host owns of runs: run id to operator to partitions. The host unloads everything else.
+        """Return the partitions of runs that a host owns: run id to operator to partitions. The host unloads everything
+        else.
 
         Runs whose owners are not known (yet) are left out.
         """

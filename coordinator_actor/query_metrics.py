@@ -13,7 +13,7 @@ from coordinator_actor.metrics import MetricSink, running_totals, storage_totals
 from coordinator_actor.query.query_state import QueryState
 
 RECENT_VERSIONS = 20
-"""The usual interval is that of so many versions."""
+"""The usual interval is computed from at most this many versions."""
 
 
 @dataclass

@@ -166,7 +166,7 @@ def max(column: str) -> AggregateFunction:
 def mean(column: str) -> AggregateFunction:
     """Compute the arithmetic mean of the non-null values; null if there is none.
 
-    Result: double; of decimals, a decimal with four more digits behind the point, as in Spark.
+    Result: double; of decimals, a decimal with four more digits after the point, as in Spark.
     """
     return AggregateFunction("mean", column)
 

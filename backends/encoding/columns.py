@@ -157,7 +157,9 @@ def rows_as_binary(rows: npt.NDArray[Any]) -> pa.BinaryArray:
 
 
 EVEN_ROWS = 1 << 13
-"""Arrays of up to so many elements, all of one width, share the offsets of that width, which need not be read again."""
+"""Arrays of at most this many elements, all of one width, share the offsets of that width, which need not be read
+again.
+"""
 EVEN_WIDTH = 1 << 8
 """The largest width whose offsets are shared."""
 _EVEN_OFFSETS: dict[int, pa.Buffer] = {}

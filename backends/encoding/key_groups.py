@@ -28,7 +28,7 @@ DEFAULT_KEY_GROUPS = 1024
 SEED = 42
 """Spark's seed of the first column's hash."""
 SMALL_DECIMAL = 18
-"""Spark hashes decimals of up to so many digits as a long, and others by their bytes."""
+"""Spark hashes decimals of at most this many digits as a long, and others by their bytes."""
 
 
 def key_groups(batch: pa.RecordBatch, num_groups: int) -> npt.NDArray[np.int32]:

@@ -1,7 +1,7 @@
 """Sorts many keys by their bytes, several times as fast as by comparing the keys one by one.
 
 The first bytes in which keys differ at all are compared as one integer. Keys of a table have most bytes in common: an
-id of eight bytes differs in three or four, behind two of the key group.
+id of eight bytes differs in three or four, after two of the key group.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import pyarrow.compute as pc
 from backends.encoding.columns import binary_content, gather_fixed
 
 KEYS_BY_COMPARISON = 20_000
-"""Up to so many keys are sorted faster by comparing them."""
+"""At most this many keys are sorted faster by comparing them."""
 COMPARED_BYTES = 32
-"""So many bytes of each key are looked at."""
+"""The number of bytes of each key that are looked at."""
 _WORD = 8
 
 

@@ -180,8 +180,8 @@ def _variable(content: object) -> StateVariable:
 
 
 def evolved(stored: OperatorSchema | None, declared: OperatorSchema) -> OperatorSchema:
-    """Return the schema to go on with: of a state that is ``stored`` (None: nothing), for a program that has
-    ``declared``.
+    """Return the schema with which a program that declares ``declared`` continues the state ``stored`` (None: no
+    state).
 
     Variables that the program does not declare stay, unused. A variable that the program deletes becomes a deleted one.
     If the program also declares the variable again, the old one is deleted only if the new declaration cannot go on
@@ -189,7 +189,7 @@ def evolved(stored: OperatorSchema | None, declared: OperatorSchema) -> Operator
     exactly as they were.
 
     The result does not change any more if it, or the program's own declaration, is declared again. Raises
-    ``IncompatibleSchemaError`` naming both sides.
+    ``IncompatibleSchemaError`` naming both sides; callers add the operator and what to do.
     """
     if any(v.kind == "rows" for v in (*declared.variables, *(stored.variables if stored else ()))):
         return _same_rows(stored, declared)

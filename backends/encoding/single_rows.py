@@ -2,7 +2,7 @@
 
 A column of one row costs Arrow and numpy hundreds of microseconds, an encoder or decoder here a few. It is made once
 per schema and gives exactly the result of the columns. Types and values that are not plain, and everything that the
-columns may refuse, are left to the columns.
+columns may refuse, are left to the column-wise code.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ RowReading: TypeAlias = Callable[[Any], Any]
 
 
 class _Unsure(Exception):
-    """The value is left to the columns."""
+    """The value is left to the column-wise code (``encode_keys``, ``decode_values``)."""
 
 
 _UNSURE = (_Unsure, struct.error, OverflowError, ValueError)

@@ -1,7 +1,7 @@
 """XXH64 of many values at once, each with a seed of its own: https://xxhash.com, as Spark's ``xxhash64`` computes it.
 
 Values of fixed width are one round each. Strings are hashed side by side: the first eight bytes of all of them, then
-the next eight of those that have so many, and so on.
+the next eight of those that have 16 bytes or more, and so on.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from backends.encoding.columns import Bytes, Offsets, binary_content, gather_fix
 RowHashes = npt.NDArray[np.uint64]
 
 LONG_STRING_BYTES = 512
-"""Longer strings are hashed one by one: few are so long at the same time."""
+"""Longer strings are hashed one by one: few strings of a batch are that long."""
 STRINGS_ONE_BY_ONE = 100
-"""Up to so many strings are hashed faster one by one."""
+"""At most this many strings are hashed faster one by one."""
 HASH_STEP_ROWS = 1 << 15
-"""So many strings are hashed side by side: their words stay in the caches of a core."""
+"""This many strings are hashed side by side: their words stay in the caches of a core."""
 
 _P1 = np.uint64(0x9E3779B185EBCA87)
 _P2 = np.uint64(0xC2B2AE3D27D4EB4F)
@@ -107,7 +107,7 @@ def _in_order(content: Bytes, starts: Offsets, lengths: Offsets, seeds: RowHashe
 
 
 def _stripes(content: Bytes, starts: Offsets, lengths: Offsets, seeds: RowHashes) -> RowHashes:
-    """Return what the whole 32 bytes of strings come to that have at least so many; lengths ascend."""
+    """Return the hash state after the whole 32-byte stripes of strings of at least 32 bytes; lengths ascend."""
     lanes = [seeds + _P1 + _P2, seeds + _P2, seeds.copy(), seeds - _P1]
     for begin in range(0, int(lengths[-1]) // _STRIPE * _STRIPE, _STRIPE):
         first = int(np.searchsorted(lengths, begin + _STRIPE))

@@ -11,10 +11,15 @@ from backends.exceptions import InvalidStateStoreArgument
 
 @dataclass(frozen=True)
 class BackendEngine:
-    """The name of a backend, as snapshots record it, and its engine."""
+    """The name of a backend, as snapshots record it, and its engine.
+
+    ``opens_slowly``: to open the engine for writing takes so long that a host does so only once it has something to
+    write (``DeferredEngine``).
+    """
 
     name: str
     engine: type[StateEngine]
+    opens_slowly: bool
 
 
 def backend_of(conf: StateStoreConf) -> BackendEngine:
@@ -29,4 +34,4 @@ def backend_of(conf: StateStoreConf) -> BackendEngine:
             f"provider={conf.provider!r} names {found.__name__}, which is no LocalStateStoreProvider: a host needs its "
             "engine."
         )
-    return BackendEngine(name, engine)
+    return BackendEngine(name, engine, bool(getattr(found, "opens_slowly", False)))

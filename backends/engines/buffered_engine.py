@@ -1,7 +1,10 @@
-"""The engine of a copy that is made to be read once: changes stay in memory, and are merged by one sort.
+"""Engines that keep changes in memory, over the backend's own engine, which has the pairs of a snapshot.
 
-A database that replays changelogs sorts each changelog by itself, for one read a moment later. Here the first read
-sorts all changelogs together. The pairs of a snapshot stay in the backend's own engine, below the changes.
+A copy that is made to be read once: a database that replays changelogs sorts each changelog by itself, for one read a
+moment later. Here the first read sorts all changelogs together.
+
+A partition of a host that was just loaded: to open a database for writing takes twenty times as long as the rest of a
+small load. So that waits until there is something worth writing.
 """
 
 from __future__ import annotations
@@ -9,7 +12,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import chain
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -28,7 +31,49 @@ from backends.host_memory import Claim, host_memory
 from backends.ids import DEFAULT_FAMILY
 
 BUFFERED_CHANGES_BYTES = 128 << 20
-"""More changes than that go into the engine below."""
+"""More changes of a copy than that go into the engine below."""
+UNWRITTEN_BYTES = 256 << 10
+"""More changes of a host's partition than that do: they are merged by all reads, and leave less memory for batches."""
+
+
+@dataclass(frozen=True)
+class _Held:
+    """The changes over the engine below. Never changed: a reader keeps to what it began with.
+
+    ``is_over_pairs``: whether the engine below may have pairs. If not, keys that are removed need not be remembered.
+    """
+
+    is_over_pairs: bool
+    unmerged: tuple[Changes, ...] = ()
+    maps: Mapping[str, SortedMap] = field(default_factory=dict)
+    nbytes: int = 0
+    claims: tuple[Claim, ...] = ()
+
+    @property
+    def families(self) -> frozenset[str]:
+        """The column families of the changes."""
+        return frozenset(self.maps).union(*(changes.families for changes in self.unmerged))
+
+    def with_more(self, changes: Changes, claim: Claim) -> _Held:
+        """Return these changes and those on top of them."""
+        nbytes = self.nbytes + changes.nbytes
+        return replace(self, unmerged=(*self.unmerged, changes), nbytes=nbytes, claims=(*self.claims, claim))
+
+    def of(self, family: str) -> SortedMap:
+        """Return the changes of a family, of which none is unmerged."""
+        return self.maps.get(family) or SortedMap(keeps_removed=self.is_over_pairs)
+
+    def merged(self) -> _Held:
+        """Return the same changes, of which none is unmerged."""
+        families = {family for changes in self.unmerged for family in changes.families}
+        return replace(self, unmerged=(), maps={**self.maps, **{family: self._merged(family) for family in families}})
+
+    def _merged(self, family: str) -> SortedMap:
+        parts = [changes.families[family] for changes in self.unmerged if family in changes.families]
+        together = SortedPairs.last_wins(
+            pa.concat_arrays([part.keys for part in parts]), pa.concat_arrays([part.values for part in parts])
+        )
+        return self.of(family).with_changes(together)
 
 
 class BufferedEngine:
@@ -36,34 +81,40 @@ class BufferedEngine:
 
     Of changes, only those of keys from ``start`` (included) to ``end`` (not included) are held: others are not read.
     Where ``host_memory`` has no room for more changes of copies, they go into the engine below.
+
+    A reader takes what is held first, and reads below then: changes that go below meanwhile show in both.
     """
 
     def __init__(self, path: Path, conf: StateStoreConf, start: bytes | None = None, end: bytes | None = None) -> None:
         self._below: StateEngine = backend_of(conf).engine(path, conf)
         self._memory = host_memory(conf)
         self._range = (start, end)
-        self._merging = threading.Lock()
+        self._changing = threading.Lock()
+        """Held for moments: a reader that merges, and a write, each put other changes in the place of those held."""
         self._scans: weakref.WeakSet[SortedMapScan] = weakref.WeakSet()
-        self._unmerged: list[Changes] = []
-        self._maps: Mapping[str, SortedMap] = {}
         self._begin_with(self._below.state)
 
     def _begin_with(self, state: LocalState) -> None:
+        with self._changing:
+            self._held = _Held(is_over_pairs=state != LocalState())
         self.state = state
-        self._unmerged, self._maps, self._claims, self._nbytes = [], {}, list[Claim](), 0
-        self._is_over_pairs = state != LocalState()
-        """Whether the engine below may have pairs. If not, keys that are removed need not be remembered."""
+
+    @property
+    def _most_bytes(self) -> int:
+        """More changes than that are not held."""
+        return BUFFERED_CHANGES_BYTES
 
     @property
     def column_families(self) -> frozenset[str]:
         """The names of the column families."""
-        return self._below.column_families | self._maps.keys() | {f for c in self._unmerged for f in c.families}
+        return self._held.families | self._below.column_families
 
     def get_many(
         self, keys: pa.BinaryArray, column_family: str = DEFAULT_FAMILY, *, keep: bool = True
     ) -> pa.BinaryArray:
         """Return the values in the order of ``keys``; null where a key has none."""
-        return self._changes(column_family).get_many(keys, self._below.get_many(keys, column_family, keep=keep))
+        changes = self._changes(column_family)
+        return changes.get_many(keys, self._below.get_many(keys, column_family, keep=keep))
 
     def get_one(self, key: bytes, column_family: str = DEFAULT_FAMILY) -> bytes | None:
         """Return the value of one key; None if the key has none."""
@@ -79,50 +130,46 @@ class BufferedEngine:
         """Return the pairs of a range in key order, as they are now."""
         changes = self._changes(column_family)
         below = self._below.scan(start, end, column_family)
-        is_over = self._is_over_pairs
+        if not changes.runs:
+            return below
+        is_over = changes.keeps_removed
         scan = SortedMapScan(merged_scan(below, changes.between(start, end)) if is_over else changes.scan(start, end))
         self._scans.add(scan)
         return scan
 
     def scan_ranges(self, ranges: Sequence[KeyRange], column_family: str = DEFAULT_FAMILY) -> Iterator[pa.RecordBatch]:
-        """Return the pairs of ascending ranges, one behind the other, as they are now."""
-        scans = [self.scan(start, end, column_family) for start, end in ranges]
-        return chain.from_iterable(scans)
+        """Return the pairs of ascending ranges, one after the other, as they are now."""
+        changes = self._changes(column_family)
+        below = self._below.scan_ranges(ranges, column_family)
+        if not changes.runs:
+            return below
+        scan = SortedMapScan(merged_scan(below, changes.between(None, None).within(ranges)))
+        self._scans.add(scan)
+        return scan
 
     def _changes(self, column_family: str) -> SortedMap:
         """Return the changes of a family, merged."""
-        with self._merging:
-            if self._unmerged:
-                families = {f for changes in self._unmerged for f in changes.families}
-                self._maps = {**self._maps, **{f: self._merged(f) for f in families}}
-                self._unmerged = []
-            return self._maps.get(column_family, SortedMap(keeps_removed=self._is_over_pairs))
-
-    def _merged(self, family: str) -> SortedMap:
-        parts = [changes.families[family] for changes in self._unmerged if family in changes.families]
-        together = SortedPairs.last_wins(
-            pa.concat_arrays([part.keys for part in parts]), pa.concat_arrays([part.values for part in parts])
-        )
-        held = self._maps.get(family, SortedMap(keeps_removed=self._is_over_pairs))
-        return held.with_changes(together)
+        held = self._held
+        if held.unmerged:
+            with self._changing:
+                held = self._held = self._held.merged()
+        return held.of(column_family)
 
     def prepare(self, changes: Changes) -> Callable[[LocalState], None]:
         """Return a function that holds the changes."""
         return lambda state: self._hold(changes, state)
 
     def _hold(self, changes: Changes, state: LocalState) -> None:
-        held = Changes({family: self._of_range(pairs) for family, pairs in changes.families.items()})
-        if self._nbytes + held.nbytes > BUFFERED_CHANGES_BYTES:
+        new = Changes({family: self._of_range(pairs) for family, pairs in changes.families.items()})
+        if self._held.nbytes + new.nbytes > self._most_bytes:
             self._write_below()
-        claim = self._memory.claim_copy(held.nbytes)
+        claim = self._memory.claim_copy(new.nbytes) if new.nbytes <= self._most_bytes else None
         if claim is None:
             self._write_below()
-            self._below.prepare(held)(state)
-            self._begin_with(state)
+            self._write(new, state)
             return
-        self._claims.append(claim)
-        self._nbytes += held.nbytes
-        self._unmerged.append(held)
+        with self._changing:
+            self._held = self._held.with_more(new, claim)
         self.state = state
 
     def _of_range(self, pairs: SortedPairs) -> SortedPairs:
@@ -133,16 +180,28 @@ class BufferedEngine:
 
     def _write_below(self) -> None:
         """Have the engine below hold all."""
-        if not (self._unmerged or self._maps):
+        if not self._held.families and self.state == self._below.state:
             return
         self._changes(DEFAULT_FAMILY)
-        self._below.prepare(Changes({f: held.between(None, None) for f, held in self._maps.items()}))(self.state)
-        self._begin_with(self.state)
+        self._write(Changes({f: held.between(None, None) for f, held in self._held.maps.items()}), self.state)
+
+    def _write(self, changes: Changes, state: LocalState) -> None:
+        """Have the engine below hold changes, behind which nothing is held any more."""
+        before = self._below.state
+        try:
+            self._below.prepare(changes)(state)
+        except BaseException:
+            if self._below.state != before:
+                self._begin_with(self._below.state)  # it has ended midway
+            raise
+        self._begin_with(state)
 
     def load_sorted(self, parts: Iterable[tuple[str, SortedPairs]], unfinished: LocalState) -> None:
         """Take pairs into the engine below."""
-        self._below.load_sorted(parts, unfinished)
-        self._begin_with(unfinished)
+        try:
+            self._below.load_sorted(parts, unfinished)
+        finally:
+            self._begin_with(self._below.state)
 
     def capture(self, directory: Path) -> Callable[[], None]:
         """Begin a snapshot by the engine below."""
@@ -160,12 +219,13 @@ class BufferedEngine:
         """Return the number of keys; an estimate if keys are not counted."""
         if self.state.num_keys is not None:
             return self.state.num_keys
-        unmerged = sum(len(pairs) for changes in self._unmerged for pairs in changes.families.values())
-        return self._below.num_keys() + unmerged + sum(len(run) for held in self._maps.values() for run in held.runs)
+        held = self._held
+        unmerged = sum(len(pairs) for changes in held.unmerged for pairs in changes.families.values())
+        return self._below.num_keys() + unmerged + sum(len(run) for of in held.maps.values() for run in of.runs)
 
     def memory_bytes(self) -> int:
         """Return the bytes of memory of the engine below and of the changes."""
-        return self._below.memory_bytes() + self._nbytes
+        return self._below.memory_bytes() + self._held.nbytes
 
     def num_files(self) -> int:
         """Return the number of local files of the engine below."""
@@ -182,3 +242,53 @@ class BufferedEngine:
         for scan in list(self._scans):
             scan.close()
         self._begin_with(LocalState())
+
+
+class DeferredEngine(BufferedEngine):
+    """The engine of a host's partition: until the first snapshot, or ``UNWRITTEN_BYTES``, changes stay in memory.
+
+    From then on, everything goes into the engine below. If the process ends before, what is held is in changelogs, as
+    what a database has not written to its files. Where ``host_memory`` has no room, nothing is held.
+    """
+
+    def __init__(self, path: Path, conf: StateStoreConf) -> None:
+        super().__init__(path, conf)
+
+    def _begin_with(self, state: LocalState) -> None:
+        super()._begin_with(state)
+        self._is_written = False
+
+    @property
+    def _most_bytes(self) -> int:
+        return -1 if self._is_written else UNWRITTEN_BYTES
+
+    def prepare(self, changes: Changes) -> Callable[[LocalState], None]:
+        """Return a function that holds the changes, or that writes them."""
+        if not self._is_written:
+            return super().prepare(changes)
+        write = self._below.prepare(changes)
+        return lambda state: self._apply(changes, write, state)
+
+    def _apply(self, changes: Changes, write: Callable[[LocalState], None], state: LocalState) -> None:
+        if not self._is_written:  # it has been loaded anew since, and holds changes
+            self._hold(changes, state)
+            return
+        try:
+            write(state)
+        finally:
+            self.state = self._below.state
+
+    def _write(self, changes: Changes, state: LocalState) -> None:
+        super()._write(changes, state)
+        self._is_written = True
+
+    def load_sorted(self, parts: Iterable[tuple[str, SortedPairs]], unfinished: LocalState) -> None:
+        """Take pairs into the engine below, which is written from now on: what leads to its version, too."""
+        super().load_sorted(parts, unfinished)
+        self._is_written = True
+
+    def capture(self, directory: Path) -> Callable[[], None]:
+        """Begin a snapshot by the engine below, which is written from now on."""
+        captured = super().capture(directory)
+        self._is_written = True
+        return captured

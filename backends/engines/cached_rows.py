@@ -6,8 +6,8 @@ comparing keys. A look-up compares whole keys, so that colliding hashes push eac
 value.
 
 Rows lie in one of two ways. If all keys have one width and all values another, as those of fixed-width columns have, a
-row is a record of both (``EvenRows``): one access to memory serves the look-up of a key, and a few calls of numpy serve
-all keys. Otherwise keys and values are binary arrays of Arrow (``VaryingRows``).
+row is a record of both (``EvenRows``). One access to memory then serves the look-up of a key, and a few calls of numpy
+serve all keys. Otherwise keys and values are binary arrays of Arrow (``VaryingRows``).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _NONE = np.zeros(0, np.int64)
 
 
 class _Table:
-    """The hash table, with room for so many rows, of which the first ``count`` are there.
+    """The hash table, with room for a given number of rows, of which the first ``count`` are there.
 
     Rows below ``count`` never change. ``count`` is raised when a row is complete, and only then does the table refer to
     the row. So a reader that takes ``count`` first, and then trusts the table for rows below ``count`` only, never sees
@@ -270,7 +270,7 @@ class EvenRows(_Table):
 
 
 class VaryingRows(_Table):
-    """Rows of keys and values of any widths, with room for so many bytes of keys and of values."""
+    """Rows of keys and values of any widths, with room for given numbers of bytes of keys and of values."""
 
     __slots__ = ("key_content", "key_offsets", "keys", "value_content", "value_offsets", "values")
 
@@ -403,7 +403,7 @@ def _bytes_of(rows: Records) -> npt.NDArray[np.uint8]:
 
 
 def _num_buckets(rows: int) -> int:
-    """Return so many buckets that the table is a quarter full at most.
+    """Return the number of buckets with which the table is at most a quarter full.
 
     In a table that is half full, one row in 400 would find no place in its bucket. Rounded up by an eighth at most, so
     that a cache of a steady size keeps its number.

@@ -50,7 +50,7 @@ class StateEngine(Protocol):
         """Return batches of ``key`` and ``value`` from ``start`` (included) to ``end`` (not included), in key order."""
 
     def scan_ranges(self, ranges: Sequence[KeyRange], column_family: str) -> Iterator[pa.RecordBatch]:
-        """Return the pairs of ascending ranges, of which no two overlap, one range behind the other. See ``scan``.
+        """Return the pairs of ascending ranges, of which no two overlap, one range after the other. See ``scan``.
 
         There may be thousands of ranges with few pairs each, or none: a batch has those of many of them.
         """
@@ -67,7 +67,7 @@ class StateEngine(Protocol):
         """Take the pairs of column families into an empty engine, faster than by ``prepare``.
 
         No key comes twice, and none is removed. The engine holds ``unfinished`` then, which no load goes on from, until
-        a write behind this one says what it holds.
+        a write after this one says what it holds.
         """
 
     def capture(self, directory: Path) -> Callable[[], None]:
@@ -78,7 +78,7 @@ class StateEngine(Protocol):
         """
 
     def restore(self, directory: Path) -> None:
-        """Replace everything by the files that ``capture`` made; they may be moved away from ``directory``.
+        """Replace everything by the files that ``capture`` made; they, or ``directory`` itself, may be moved away.
 
         Raises ``DamagedFileError`` or ``LocalStateDamagedError`` if the files are not usable; the engine is empty then.
         """

@@ -1,4 +1,5 @@
-"""The file backend: the state in memory, changelogs and snapshots in the storage (Spark: ``HDFSBackedStateStore``).
+"""The backend "file": despite its name the state is in memory, as sorted runs; the files are its changelogs and
+snapshots in the storage (Spark: ``HDFSBackedStateStore``).
 
 Nothing is kept on local disk: a restart loads the last snapshot and the changelogs after it.
 """
@@ -23,7 +24,7 @@ from backends.formats.local_state import LocalState
 from backends.ids import DEFAULT_FAMILY
 
 _FEW_ROWS = 64
-"""Up to so many keys are got faster one by one."""
+"""At most this many keys are got faster one by one."""
 _INDEX = "index.json"
 
 
@@ -100,7 +101,7 @@ class SortedMapEngine:
         return scan
 
     def scan_ranges(self, ranges: Sequence[KeyRange], column_family: str = DEFAULT_FAMILY) -> Iterator[pa.RecordBatch]:
-        """Return the pairs of ascending ranges, one behind the other, as they are now."""
+        """Return the pairs of ascending ranges, one after the other, as they are now."""
         self._check_open()
         held = self._maps.get(column_family, SortedMap())
         scan = SortedMapScan(batch for start, end in ranges for batch in held.scan(start, end))

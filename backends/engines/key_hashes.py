@@ -70,7 +70,7 @@ def _hash_even(keys: Records) -> KeyHashes:
 
 
 def _even_words(width: int) -> tuple[np.uint64, Iterator[tuple[int, np.uint64]]]:
-    """Return what is added for the width, and the positions and factors of the words after the first one."""
+    """Return the term added for the width, and the positions and factors of the words after the first one."""
     if width == 8:
         return np.uint64((8 * int(_FACTORS[0]) + int(_SEED)) & _WORD), iter(())
     added = np.uint64((width * int(_FACTORS[0]) + int(_SEED)) & _WORD)

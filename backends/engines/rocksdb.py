@@ -21,6 +21,7 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 from rocksdict import (
+    AccessType,
     BlockBasedOptions,
     Cache,
     Checkpoint,
@@ -58,7 +59,7 @@ BULK_ROWS = 1 << 16
 WRITE_ROWS = 1 << 10
 """Pairs of one write batch. No other thread can run while RocksDB writes a batch, about a microsecond per pair."""
 KEYS_ONE_BY_ONE = 12
-"""Up to so many keys are got faster one by one."""
+"""At most this many keys are got faster one by one."""
 ARENA_BYTES = 4 << 10
 """What a column family takes of the write buffers with its first write, and again whenever that is full.
 
@@ -71,8 +72,8 @@ FAMILY_BYTES = 72 << 10
 included.
 
 RocksDB has no figure for it. Measured is the growth of a process's resident memory from 150 to 450 open databases,
-without write buffers and block cache: 268 KiB with 2 column families, 397 with 4, and 622 with 7, the
-project's own among them (RocksDB of rocksdict 0.3, x86-64, glibc).
+without write buffers and block cache. It is 268 KiB with 2 column families, 397 with 4, and 622 with 7, the project's
+own among them (RocksDB of rocksdict 0.3, x86-64, glibc).
 """
 BULK_DIRECTORY = "bulk"
 """Where files are written that the database then takes over. RocksDB leaves alone what it does not know."""
@@ -91,7 +92,7 @@ _shared: dict[HostMemory, _SharedMemory] = {}
 
 @dataclass(frozen=True)
 class _SharedMemory:
-    """The block cache, the write buffers and the budget of the row caches, if there are any."""
+    """The block cache, the write buffers, and the budget of the row caches; None if there are none."""
 
     blocks: Cache
     buffers: WriteBufferManager
@@ -108,10 +109,11 @@ class _Family:
 class LocalRocksDB:
     """RocksDB in the directory ``path``.
 
-    What is in the directory is opened at once. An empty database is made only when something is written: to open one
-    takes some ten milliseconds, in which no other thread can run, and most partitions begin with ``restore``. A
-    directory that cannot be opened is emptied: it is only a copy. Raises ``ConcurrentCommitError`` if another provider
-    has the directory open.
+    What is in the directory, or is restored, is opened for reading until something is written, and an empty database is
+    made only then: to open one for writing syncs five files and more, under Python's lock, so that no other thread can
+    run for 20 ms on an ordinary disk; to open one for reading takes half a millisecond. A directory that cannot be
+    opened is emptied: it is only a copy. Writes raise ``ConcurrentCommitError`` if another provider has the directory
+    open for writing.
     """
 
     def __init__(self, path: Path, conf: StateStoreConf) -> None:
@@ -123,33 +125,45 @@ class LocalRocksDB:
         self._damage: str | None = None
         self._opened = object()
         self._db: Any = None
+        self._is_for_reading = False
         self._own: Claim | None = None
         """Counts what the open database takes for itself."""
         self.state = LocalState()
+        self._write_options = WriteOptions()
+        self._write_options.disable_wal = True
         if not (path / "CURRENT").exists():
             return
         try:
-            self._open()
+            self._open(AccessType.read_only())
         except LocalStateDamagedError:
             shutil.rmtree(path)
 
-    def _open(self) -> None:
+    def _open(self, access: AccessType | None = None) -> None:
+        """Open the database for writing, or with ``access``, in the place of what is open; if that fails, that stays.
+
+        Who reads goes on with the database that was open, whose files RocksDB has open, and with its cache: rows that
+        such a reader keeps are of a time before the next write.
+        """
         self._path.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(self._path / BULK_DIRECTORY, ignore_errors=True)  # of a process that died
-        self._opened, self._damage = object(), None
+        families: dict[str, _Family] = {}
+        db: Any = None
         try:
             there = Rdict.list_cf(str(self._path)) if (self._path / "CURRENT").exists() else []
             names = {DEFAULT_FAMILY, META_FAMILY, *there}
             options = self._options()
-            self._db = Rdict(str(self._path), options, {n: options for n in names if n != DEFAULT_FAMILY})
-            self._families = {
-                n: self._family(n, self._db if n == DEFAULT_FAMILY else self._db.get_column_family(n)) for n in names
-            }
-            self._own = host_memory(self._conf).note(DATABASES, _own_bytes(len(names)))
-            stored = self._families[META_FAMILY].db.get(_META_KEY)
-            self.state = LocalState() if stored is None else json_decoder(LocalState).decode(stored)
+            others = {n: options for n in names if n != DEFAULT_FAMILY}
+            db = Rdict(str(self._path), options, others, access or AccessType.read_write())
+            for name in names:
+                family = db if name == DEFAULT_FAMILY else db.get_column_family(name)
+                families[name] = self._family(name, family, db.get_column_family_handle(name))
+            stored = families[META_FAMILY].db.get(_META_KEY)
+            state = LocalState() if stored is None else json_decoder(LocalState).decode(stored)
         except Exception as error:  # rocksdict raises plain Exception
-            self._let_go()
+            opened = _opened(db, families)
+            db = None
+            families.clear()  # a handle keeps the database open, and the frames of an error live as long as it
+            self._close(opened)
             if "lock hold" in str(error) or "While lock file" in str(error):
                 raise ConcurrentCommitError(
                     f"{self._path} is open in another provider, in this process or another: one writer at a time. "
@@ -158,13 +172,20 @@ class LocalRocksDB:
             if is_full_disk(error):
                 raise disk_full(self._path, error) from error
             raise LocalStateDamagedError(f"{self._path} cannot be opened: {error}") from error
-        self._write_options = WriteOptions()
-        self._write_options.disable_wal = True
+        self._own = host_memory(self._conf).note(DATABASES, _own_bytes(len(names)))
+        self._db, self._families, self._is_for_reading = db, families, access is not None
+        self._opened, self._damage, self.state = object(), None, state
 
-    def _made(self) -> None:
-        """Make an empty database, unless one is open."""
-        if self._db is None:
+    def _open_for_writing(self) -> None:
+        """Have a database that may be written: an empty one, if there is none."""
+        if self._db is not None and not self._is_for_reading:
+            return
+        try:
             self._open()
+        except LocalStateDamagedError as error:
+            # What is open can be read, but will never be more: a load must begin elsewhere.
+            self.state, self._damage = LocalState.unfinished(self.state.head), str(error)
+            raise
 
     def _options(self) -> Options:
         conf = self._conf
@@ -191,13 +212,16 @@ class LocalRocksDB:
 
     def _create(self, name: str) -> None:
         db = self._db.create_column_family(name, self._options())
-        self._families = {**self._families, name: self._family(name, db)}
+        self._families = {
+            **self._families,
+            name: self._family(name, db, self._db.get_column_family_handle(name)),
+        }
         if self._own is not None:
             host_memory(self._conf).resize(self._own, _own_bytes(len(self._families)))
 
-    def _family(self, name: str, db: Rdict) -> _Family:
+    def _family(self, name: str, db: Rdict, handle: object) -> _Family:
         budget = _shared_memory(self._conf).rows if name != META_FAMILY else None
-        return _Family(db, self._db.get_column_family_handle(name), None if budget is None else RowCache(budget))
+        return _Family(db, handle, None if budget is None else RowCache(budget))
 
     @property
     def column_families(self) -> frozenset[str]:
@@ -256,12 +280,13 @@ class LocalRocksDB:
         """Collect all changes in write batches; return the function that writes them, and the state with the last
         batch.
 
-        Between several batches, the database is marked as unfinished, which is no version. So it is after a crash
-        there.
+        Between several batches, the database is marked as unfinished, which is no version. A crash between two batches
+        leaves that mark.
         """
         self._check_open()
         opened, families = self._opened, self._families
-        batches = _batches(changes, families) if families.keys() >= changes.families.keys() else None
+        is_known = not self._is_for_reading and families.keys() >= changes.families.keys()
+        batches = _batches(changes, families) if is_known else None
         hashes: dict[str, KeyHashes] = {}
         if self._conf.row_cache_bytes:
             hashes = {name: hash_keys(pairs.keys) for name, pairs in changes.families.items()}
@@ -276,7 +301,7 @@ class LocalRocksDB:
         self, changes: Changes, hashes: Mapping[str, KeyHashes], state: LocalState, batches: list[WriteBatch] | None
     ) -> None:
         self._check_open()
-        self._made()
+        self._open_for_writing()
         try:
             if batches is None:
                 for name in changes.families:
@@ -324,10 +349,10 @@ class LocalRocksDB:
     def load_sorted(self, parts: Iterable[tuple[str, SortedPairs]], unfinished: LocalState) -> None:
         """Write files, and have the empty database take them over."""
         self._check_open()
-        self._made()
+        self._open_for_writing()
         directory = self._path / BULK_DIRECTORY
         directory.mkdir()
-        given = _Given(parts)
+        given = _CallersPairs(parts)
         try:
             files = write_sorted_files(given, directory, self._options())
             for name in {name for name, _ in files} - self._families.keys():
@@ -357,7 +382,7 @@ class LocalRocksDB:
     def capture(self, directory: Path) -> Callable[[], None]:
         """Hard-link the files of a RocksDB checkpoint into ``directory``."""
         self._check_open()
-        self._made()
+        self._open_for_writing()
         checkpoint = directory / "checkpoint"
         try:
             Checkpoint(self._db).create_checkpoint(str(checkpoint))
@@ -378,10 +403,9 @@ class LocalRocksDB:
         shutil.rmtree(self._path, ignore_errors=True)
         self._path.parent.mkdir(parents=True, exist_ok=True)
         directory.rename(self._path)
-        directory.mkdir()  # the caller removes it
-        self._closed = False
+        self._closed, self._damage = False, None
         try:
-            self._open()
+            self._open(AccessType.read_only())
         except LocalStateDamagedError:
             shutil.rmtree(self._path)
             self.state = LocalState()
@@ -411,7 +435,7 @@ class LocalRocksDB:
         return open_scan(self._path, partial(_tables, db), start, end, self._failure)
 
     def scan_ranges(self, ranges: Sequence[KeyRange], column_family: str = DEFAULT_FAMILY) -> Iterator[pa.RecordBatch]:
-        """Return the pairs of ascending ranges, one behind the other, as they are now."""
+        """Return the pairs of ascending ranges, one after the other, as they are now."""
         self._check_open()
         family = self._families.get(column_family)
         if family is None or not ranges:
@@ -456,20 +480,21 @@ class LocalRocksDB:
 
     def _let_go(self) -> None:
         self._forget_rows()
-        handles = [family.db for name, family in self._families.items() if name != DEFAULT_FAMILY]
-        if self._db is not None:
-            handles.append(self._db)
+        opened = _opened(self._db, self._families)
         self._families, self._db, self._own = {}, None, None
-        for handle in handles:
+        self._close(opened)
+
+    def _close(self, opened: Sequence[Rdict]) -> None:
+        for db in opened:
             try:
-                handle.close()
+                db.close()
             except Exception:  # rocksdict raises plain Exception
                 # A compaction has met a damaged file, say. The files are a copy: who opens them again finds that out.
                 log.warning("RocksDB in %s was closed with an error", self._path, exc_info=True)
 
     def _check_open(self) -> None:
         if self._closed:
-            raise StoreClosedError(f"{self._path} is closed.")
+            raise StoreClosedError(f"{self._path} is closed: open it again.")
         if self._damage is not None:
             raise LocalStateDamagedError(self._damage)
 
@@ -484,8 +509,8 @@ class LocalRocksDB:
         )
 
 
-class _Given:
-    """Pairs that somebody gives, and the error with which they have ended: it is none of RocksDB's."""
+class _CallersPairs:
+    """The caller's pairs, and the error that the caller's iterator raised, which must not be reported as RocksDB's."""
 
     def __init__(self, parts: Iterable[tuple[str, SortedPairs]]) -> None:
         self._parts = parts
@@ -497,6 +522,12 @@ class _Given:
         except Exception as error:
             self.error = error
             raise
+
+
+def _opened(db: Rdict | None, families: Mapping[str, _Family]) -> list[Rdict]:
+    """Return what must be closed, the database itself last."""
+    others = [family.db for name, family in families.items() if name != DEFAULT_FAMILY]
+    return others if db is None else [*others, db]
 
 
 def _tables(db: Rdict) -> list[Table] | None:
@@ -528,7 +559,7 @@ def _fill(batch: WriteBatch, pairs: SortedPairs, handle: object) -> None:
 
 
 def _shared_memory(conf: StateStoreConf) -> _SharedMemory:
-    """Return what all stores of the process with the same limits share."""
+    """Return the block cache, write buffers and row-cache budget that stores of the process with equal limits share."""
     memory = host_memory(conf)
     with _shared_lock:
         if memory not in _shared:

@@ -85,7 +85,7 @@ class RocksDBScan(Iterator[pa.RecordBatch]):
 class RocksDBRangesScan(Iterator[pa.RecordBatch]):
     """Sorted pairs of ascending ranges of a column family, as they were when the scan began.
 
-    One cursor goes through all of them. From a key behind a range it goes to the first range that ends behind the key,
+    One cursor goes through all of them. From a key after a range it goes to the first range that ends after the key,
     so that ranges without pairs cost nothing each.
     """
 
@@ -143,7 +143,7 @@ class RocksDBRangesScan(Iterator[pa.RecordBatch]):
         return rows
 
     def _check_end(self) -> None:
-        """Raise if the cursor has ended at a damaged block, where rocksdict says that nothing comes behind it."""
+        """Raise if the cursor has ended at a damaged block, where rocksdict says that nothing comes after it."""
         try:
             self._cursor.status()
         except Exception as error:  # rocksdict raises plain Exception

@@ -65,8 +65,8 @@ class CacheBudget:
 
     A cache may have what the others leave, and its equal share in any case: if need be, the caches that have more than
     theirs are emptied. While a cache moves to new arrays, its old arrays still take memory. The budget keeps a total,
-    and the caches in a heap by size: so the time to give memory grows with the logarithm of the number of caches, one
-    per partition and column family, and with the number of those that are emptied.
+    and the caches in a heap by size. So the time to give memory grows with the logarithm of the number of caches (one
+    per partition and column family), and with the number of caches that are emptied.
 
     ``_lock`` guards the giving of memory. A cache is emptied without the lock: any allocation, also one made here, may
     release a scan that is no longer referred to, and with it the copy that the scan has read, and the cache of that

@@ -13,9 +13,9 @@ from rocksdict import Options, SstFileWriter
 from backends.encoding.sorted_pairs import SortedPairs, to_bytes_list
 
 FILE_BYTES = 64 << 20
-"""A file has about so many bytes of keys and values: a compaction, or a later snapshot, makes whole files anew."""
+"""A file has about this many bytes of keys and values: a compaction, or a later snapshot, makes whole files anew."""
 FILE_STEP_ROWS = 1 << 10
-"""So many pairs are Python objects at a time."""
+"""At most this many pairs are Python objects at a time."""
 
 
 def write_sorted_files(
@@ -23,7 +23,7 @@ def write_sorted_files(
 ) -> list[tuple[str, Path]]:
     """Write the pairs of column families to files in ``directory``; return the files, each with its family.
 
-    The keys of a file ascend. Parts that do not go on behind the last one of their family begin a file. Families that
+    The keys of a file ascend. Parts that do not go on after the last one of their family begin a file. Families that
     come without pairs have no file.
     """
     made: list[tuple[str, Path]] = []
@@ -52,7 +52,7 @@ class _SortedFile:
         self._last = b""
 
     def takes(self, pairs: SortedPairs) -> bool:
-        """Whether there is room for pairs, and they come behind what is there."""
+        """Whether there is room for pairs, and they come after what is there."""
         return self._bytes < FILE_BYTES and self._last < pairs.keys[0].as_py()
 
     def add(self, pairs: SortedPairs) -> None:

@@ -25,9 +25,11 @@ from backends.encoding.columns import Bytes, binary_array, even_array, gather_fi
 from backends.encoding.sorted_pairs import SortedPairs, is_strictly_sorted
 
 FIRST_BLOCKS, STEP_BLOCKS = 4, 256
-"""So many blocks are decoded together: few at first, for a reader may want no more than some pairs, and then more."""
+"""At most this many blocks are decoded together: few at first, for a reader may want no more than some pairs, and then
+more.
+"""
 STEP_BYTES = 1 << 20
-"""Blocks with so many bytes are not decoded together with more."""
+"""Blocks that have this many bytes together are not decoded with further ones."""
 MEAN_KEY_BYTES = 64
 """Files whose stored keys are longer on average are read faster by RocksDB."""
 LONG_KEY_BYTES = 256
@@ -142,7 +144,7 @@ class TableFile:
         self._closed()
 
     def _steps(self, start: bytes | None, end: bytes | None) -> Iterator[list[Block]]:
-        """Return the blocks that may have keys of a range, so many at a time as are decoded together."""
+        """Return the blocks that may have keys of a range, in lists of those that are decoded together."""
         most = FIRST_BLOCKS
         handles = self._handles(start, end)
         while together := _first(handles, most):
@@ -174,7 +176,7 @@ class TableFile:
             key, at = index[at : at + length], at + length
             offset, at = _varint(index, at)
             size, at = _varint(index, at)
-            if start is not None and key < start:  # no key of the block is behind it
+            if start is not None and key < start:  # no key of the block is after it
                 continue
             yield offset, size
             if end is not None and key >= end:
@@ -256,7 +258,7 @@ def _first(handles: Iterator[tuple[int, int]], most: int) -> list[tuple[int, int
 
 
 def _newest(keys: pa.BinaryArray, values: pa.BinaryArray, last: bytes | None) -> SortedPairs:
-    """Return the first of equal keys, which is the newest, as pairs behind the key ``last``."""
+    """Return the first of equal keys, which is the newest, as pairs after the key ``last``."""
     if not is_strictly_sorted(keys):
         is_new = pc.not_equal(keys.slice(1), keys.slice(0, len(keys) - 1))
         is_new = pa.concat_arrays([pa.array([True]), is_new])
@@ -385,14 +387,14 @@ class _Entries:
 
     def _words(self, step: _Step, before: list[Words]) -> list[Words]:
         """Return the keys of a step in words of eight bytes: of the key before as many bytes as the key shares."""
-        # Where the whole key would begin, if its own bytes stood behind those that it shares.
+        # Where the whole key would begin, if its own bytes stood after those that it shares.
         begins = step.key_at - step.shared
         last = len(self._data) - _WORD.itemsize
         words = []
         for i in range(self._num_words):
             at = begins + _WORD.itemsize * i
             if 8 * i > len(_PAD) - 8:
-                at = np.minimum(at, last)  # behind the key, and behind all
+                at = np.minimum(at, last)  # after the key, and after all
             own: Words = gather_fixed(self._data, at, _WORD)
             if before:
                 shared = _FIRST_BYTES[np.clip(step.shared - _WORD.itemsize * i, 0, _WORD.itemsize)]
@@ -421,7 +423,7 @@ class _Entries:
 def _headers(data: Bytes, at: _Positions) -> tuple[_Positions, _Positions, _Positions, _Positions]:
     """Return how many bytes pairs share with the key before, how many more their keys and their values have.
 
-    The last are the positions behind these three numbers.
+    The last are the positions after these three numbers.
     """
     together = gather_fixed(data, at, _U4)
     if not (together & 0x808080).any():

@@ -22,7 +22,7 @@ CHANGELOG_FORMAT_VERSION = 1
 _META = b"statestore.changelog"
 _FAMILIES = b"statestore.column_families"
 _FEW_BYTES = 1 << 16
-"""Up to so many bytes, handing columns to Arrow's threads takes longer than compressing or reading them here."""
+"""Of at most this many bytes, handing columns to Arrow's threads takes longer than compressing or reading them here."""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Changelog groups: the changelogs of several partitions and operators of one version, in one object.
 
-The changelogs come one after the other, each with the bytes that it would have as a file of its own. Behind them come
+The changelogs come one after the other, each with the bytes that it would have as a file of its own. After them come
 an index, sealed, and a footer: the index's length in bytes (8 bytes, little-endian) and ``MAGIC``. A manifest names
 object, offset, size and digest of each part, so a load needs no index, and a damaged part leaves the others readable.
 The index is for a coordinator that must put a version together without its manifest. The idea is that of WarpStream and
@@ -75,7 +75,7 @@ def write_group(path: str, members: Sequence[GroupMember]) -> tuple[bytes, list[
 
 
 def read_index(storage: CheckpointStorage, path: str, size: int) -> list[tuple[ChangelogMeta, FileRef]]:
-    """Return what is in a group of ``size`` bytes: each commit, and the reference to its changelog.
+    """Return the content of a group of ``size`` bytes: each commit, and the reference to its changelog.
 
     One request, or two for a long index. Raises ``MissingFileError``; ``DamagedFileError`` if the index is not whole;
     ``InvalidStateStoreArgument`` if a newer release wrote the group.

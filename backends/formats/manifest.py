@@ -44,7 +44,7 @@ class OperatorEntry(Struct, frozen=True):
 
     ``stage`` is the highest of Spark's stages in which these changes were made; None: not known. ``earlier_stages`` has
     the stages of the partitions whose changes were made in a lower one: a plan that ran again has not reached them.
-    Both say nothing beyond the run of the manifest.
+    Both hold only within the run that wrote the manifest.
     """
 
     num_partitions: int
@@ -80,8 +80,8 @@ class Manifest(Struct, frozen=True):
 
     ``oldest`` is the oldest version that is kept (besides the empty 0). ``chain_from`` is the lowest version whose
     manifest is kept to make ``oldest``. Files that only lower versions need are being removed. ``sequence`` counts the
-    manifests of an epoch from 1 on, by which a query's coordinators fence each other; 0 in manifests that were written
-    before this, and where nobody fences. ``parent_completed_ms`` is when the version below was completed, in ms since
+    manifests of an epoch from 1 on, by which a query's coordinators fence each other; 0 in manifests from before there
+    were fences, and where nobody fences. ``parent_completed_ms`` is when the version below was completed, in ms since
     1970; None where the coordinator that wrote this did not see that. ``rewritten`` are the paths of the records that
     say which files of the versions below stand in other places by now, the oldest first (``rewritten_files.py``).
     """
@@ -102,7 +102,7 @@ class Manifest(Struct, frozen=True):
 
 
 class SourcePartition(Struct, frozen=True):
-    """A partition of an earlier layout, of which another partition takes a part over.
+    """A partition of an earlier layout, from which another partition takes over a range of keys.
 
     Its files are in ``directory``; ``backend`` is the name of the backend that made its snapshots.
     """

@@ -123,7 +123,7 @@ def segments(chain: Chain, operator: str, version: int | None = None) -> list[Se
 
 
 def entry(chain: Chain, version: int, operator: str, partition: int) -> PartitionEntry | None:
-    """Return what a partition contributed to a version, in the layout of that version; None if nothing."""
+    """Return the entry of a partition in a version, in the layout of that version; None if nothing."""
     manifest = chain.get(version)
     held = manifest.operators.get(operator) if manifest else None
     return held.partitions.get(partition) if held else None

@@ -39,7 +39,7 @@ def retain(
     floor: int,
     is_sound: Callable[[SnapshotRef], bool],
 ) -> Retention:
-    """Return what must be kept for the versions from ``target`` on.
+    """Return the files that must be kept for the versions from ``target`` on.
 
     ``floor`` is the oldest version that a manifest says is kept already. The oldest version kept is that of a snapshot
     at or below ``target``: with a newer one, a version from ``target`` on could be lost. The snapshot must be sound,

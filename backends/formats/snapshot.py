@@ -215,7 +215,7 @@ def store_alone(storage: CheckpointStorage, prepared: PreparedSnapshot) -> Store
 def store_together(storage: CheckpointStorage, prepared: Sequence[PreparedSnapshot]) -> list[StoredSnapshot]:
     """Store the descriptors of several partitions and their small files in one object. Raises ``StorageError``.
 
-    The object has each partition's files one after the other, and its descriptor behind them. It bears the highest of
+    The object has each partition's files one after the other, and its descriptor after them. It bears the highest of
     the versions, so that it stays as long as one of the snapshots may be needed. What is in it is not shared with later
     snapshots: otherwise the whole object would have to stay for a part.
     """

@@ -97,7 +97,7 @@ class BeforeImages:
         return replaced_pairs(self._engine, delta.changes) if self._are_looked_up() else None
 
     def state_after(self, delta: Delta, before: Changes | None) -> LocalState:
-        """Return what the engine holds once ``delta`` is applied; the keys are counted if ``before`` is known."""
+        """Return the state of the engine after ``delta`` is applied; the keys are counted if ``before`` is known."""
         counted = before if self._counts_keys else None
         return state_after(self._engine.state, delta.meta.version, delta.file.path, delta.changes, counted)
 
@@ -112,7 +112,7 @@ def replaced_pairs(engine: StateEngine, changes: Changes) -> Changes:
 
 
 def state_after(below: LocalState, version: int, head: str, changes: Changes, before: Changes | None) -> LocalState:
-    """Return what an engine holds that held ``below``, once ``changes`` have made ``version``.
+    """Return the state of an engine after ``changes`` made ``version`` on top of ``below``.
 
     Its keys are counted if those of ``below`` are, and the before-images are given.
     """

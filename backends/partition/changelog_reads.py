@@ -12,7 +12,8 @@ from backends.storage.checkpoint_storage import CheckpointStorage
 from backends.tracing.spans import Pool
 
 AHEAD_BYTES = 1 << 20
-"""So many bytes of changelogs are read before they can be applied: a host loads dozens of partitions at once."""
+"""At most this many bytes of changelogs are read before they can be applied: a host loads dozens of partitions at once.
+"""
 
 
 class ChangelogReads:

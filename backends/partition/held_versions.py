@@ -22,12 +22,12 @@ class HeldVersions:
 
     How reads stay exact while versions advance: every read notes which layers it lays over the engine. ``applying``
     first makes the delta a layer of all new reads, then waits for the reads that do not have it, and only then lets the
-    engine be written: a read that is still under way takes the changed keys from the delta itself.
+    engine be written. A read that is still under way then takes the changed keys from the delta itself.
 
     Locks: ``changed`` guards everything here, ``pending`` included. It is held for moments only, except to wait on it.
     The completed version is read without it (see ``begin_read``). ``complete`` and ``load`` of a partition come one at
-    a time, by a lock of the partition that is always taken first; only they write ``version``, ``head`` and the undos,
-    but for ``drop_undo``, which any thread may call that holds no ``changed``.
+    a time, by a lock of the partition that is always taken first. Only they write ``version``, ``head`` and the undos,
+    with one exception: any thread that does not hold ``changed`` may call ``drop_undo``.
     """
 
     def __init__(self, engine: StateEngine, directory: str, conf: StateStoreConf, memory: HostMemory) -> None:
@@ -126,7 +126,7 @@ class HeldVersions:
     def _show(self, version: int, head: str | None) -> None:
         """Show this version from now on.
 
-        The view comes first: a read that follows a look at ``version`` must not show an earlier one.
+        The view is set before ``version``: a reader that saw the new ``version`` must not get an older view.
         """
         layers = () if self._applying is None else (self._applying,)
         families = self._engine.column_families.union(*(delta.changes.families for delta in layers))
@@ -205,9 +205,9 @@ class HeldVersions:
     def begin_read(self, reader: object, version: int | None, head: str | None) -> VersionView:
         """Return a view that stays as it is until ``end_read(reader)``. ``version`` None is the completed one.
 
-        The completed version is read without the lock. A writer of what it is made of sets ``_completed`` first, and
-        looks at the readers then; a reader signs on first, and then looks whether ``_completed`` is still the same. So
-        one of the two sees the other. Raises ``VersionNotFoundError``, ``StoreClosedError``.
+        No lock is taken for the completed version: a writer first sets ``_completed`` and then looks for readers; a
+        reader first registers and then checks ``_completed`` again. So one of the two sees the other. Raises
+        ``VersionNotFoundError``, ``StoreClosedError``.
         """
         view = self._completed
         if view is not None and version in (None, view.version) and head in (None, view.head):
@@ -256,11 +256,11 @@ class HeldVersions:
         return VersionView(version, tuple(layers), at, families)
 
     def _steps_above(self, version: int, head: str | None) -> list[Delta]:
-        """Return what leads from the completed version to a later one: what was accepted, or else what ends in
-        ``head``.
+        """Return the deltas from the completed version to ``version``: the accepted ones, or, if these do not end in
+        ``head``, those that do.
 
-        Of a repeated attempt the coordinator may have said already that it counts, while its acknowledgement is still
-        on its way.
+        The coordinator may have said already that a repeated attempt counts, while the answer to its acknowledgement is
+        still on its way.
         """
         wanted = version - self.version
         steps = self.pending.accepted_above(self.version, self.head)[:wanted]

@@ -16,7 +16,7 @@ from backends.exceptions import LoadEndedError
 log = logging.getLogger(__name__)
 
 LOG_SECONDS = 10.0
-"""A load that takes longer is logged with its progress, once in so many seconds."""
+"""A load that takes longer is logged with its progress, once in this many seconds."""
 
 
 class LoadProgress(Struct, frozen=True):
@@ -49,7 +49,7 @@ class LoadWatch:
     """Counts what one load does. ``what`` names the load in logs.
 
     ``is_abandoned`` is asked between two steps: if it is true, or ``end`` was called, the next step raises
-    ``LoadEndedError``. ``on_step`` is called behind each step, in the thread that loads. Threads that fetch files call
+    ``LoadEndedError``. ``on_step`` is called after each step, in the thread that loads. Threads that fetch files call
     ``begin_file`` and ``end_file``; the lock is held for moments. A look at the progress goes over the files that are
     being fetched now, of which there are as many as ``load_threads``.
     """
@@ -112,7 +112,7 @@ class LoadWatch:
                 self._nbytes += size
 
     def step(self, files: int = 0, nbytes: int = 0) -> None:
-        """Take note of a step of work: so many files and bytes are done with it."""
+        """Take note of a step of work: ``files`` files and ``nbytes`` bytes are done with it."""
         with self._lock:
             self._steps += 1
             self._files += files

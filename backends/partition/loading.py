@@ -38,7 +38,9 @@ from backends.partition.local_directory import Scratch
 log = logging.getLogger(__name__)
 
 REPLAYED_BYTES = 1 << 20
-"""Changelogs of so many bytes are applied at once: each look-up of old values and each write has a price of its own."""
+"""Changelogs are applied together up to this many bytes: each look-up of old values and each write has a price of its
+own.
+"""
 
 
 class Loading:

@@ -13,23 +13,25 @@ from pathlib import Path
 from backends.exceptions import ConcurrentCommitError
 from backends.storage.checkpoint_storage import digest
 
+_KEPT = "kept-"
+
 
 class Scratch:
     """Short-lived directories below ``root``, which is made when the first one is."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
-        self._kept = root / "kept"
 
     def kept(self, name: str) -> Path:
         """Return the directory of a name, made if need be. It stays until ``drop_kept`` or ``clear``."""
-        directory = self._kept / digest(name.encode())
+        directory = self._root / f"{_KEPT}{digest(name.encode())}"
         directory.mkdir(parents=True, exist_ok=True)
         return directory
 
     def drop_kept(self) -> None:
         """Remove the directories that were kept."""
-        shutil.rmtree(self._kept, ignore_errors=True)
+        for directory in self._root.glob(f"{_KEPT}*"):
+            shutil.rmtree(directory, ignore_errors=True)
 
     @contextmanager
     def directory(self) -> Iterator[Path]:
@@ -53,7 +55,7 @@ class LocalDirectory:
     """
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self.path = path
         self._lock_file = lock(path)
         self.engine = path / "engine"
         self.scratch = Scratch(path / "scratch")
@@ -64,7 +66,7 @@ class LocalDirectory:
 
     def remove(self) -> None:
         """Remove the directory and everything in it."""
-        shutil.rmtree(self._path, ignore_errors=True)
+        shutil.rmtree(self.path, ignore_errors=True)
 
 
 def lock(directory: Path) -> int:

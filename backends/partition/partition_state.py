@@ -16,7 +16,7 @@ from pathlib import Path
 from backends import fault_points
 from backends.conf import StateStoreConf
 from backends.engines.backend import backend_of
-from backends.engines.buffered_engine import BufferedEngine
+from backends.engines.buffered_engine import BufferedEngine, DeferredEngine
 from backends.engines.engine import StateEngine
 from backends.engines.full_disk import writing_to
 from backends.formats.manifest import Lineage
@@ -46,9 +46,10 @@ class PartitionState:
     left in ``local_dir`` is used if ``load`` finds it in the lineage, and thrown away if not. Raises
     ``ConcurrentCommitError`` if ``local_dir`` is in use.
 
-    Locks, in the order in which they are taken: the one of ``SnapshotUploads`` for a whole upload; ``_mutation`` for
-    ``load``, ``complete``, the capture of a snapshot and ``close``, so that one of them at a time uses the engine; the
-    one of ``HeldVersions`` for moments, also for the figures here that add up.
+    There are three locks, in the order in which they are taken. The lock of ``SnapshotUploads`` is held for a whole
+    upload. ``_mutation`` is held for ``load``, ``complete``, the capture of a snapshot and ``close``, so that one of
+    them at a time uses the engine. The lock of ``HeldVersions`` is held for moments, also for the figures here that add
+    up.
     """
 
     def __init__(
@@ -88,6 +89,16 @@ class PartitionState:
     def head(self) -> str | None:
         """The path of the changelog that made the completed version; None for the empty version 0."""
         return self._versions.head
+
+    @property
+    def local_dir(self) -> Path:
+        """The directory that holds the local files."""
+        return self._local.path
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the state was closed. The local files may still be there."""
+        return self._versions.is_closed
 
     def newest(self) -> tuple[int, str | None]:
         """Return the version with all that was accepted, and its head."""
@@ -227,5 +238,5 @@ def open_partition(
     ``is_copy``: it will be read a little and thrown away, so that changes need not get into the engine's own order.
     """
     backend = backend_of(conf)
-    engine = BufferedEngine if is_copy else backend.engine
+    engine = BufferedEngine if is_copy else DeferredEngine if backend.opens_slowly else backend.engine
     return PartitionState(local_dir, storage, directory, conf, backend.name, engine)

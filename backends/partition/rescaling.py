@@ -27,7 +27,7 @@ def take_over(
 ) -> None:
     """Write the keys from ``rescaled.start`` to ``end`` of all sources to an engine that is empty.
 
-    ``loaded`` opens an engine that holds a source. ``step`` is called behind each batch of rows. The column families
+    ``loaded`` opens an engine that holds a source. ``step`` is called after each batch of rows. The column families
     are those of all sources.
     """
     # A process that dies meanwhile leaves a state that no lineage knows.

@@ -11,3 +11,4 @@ class RocksDBStateStoreProvider(LocalStateStoreProvider):
 
     backend = "rocksdb"
     engine = LocalRocksDB
+    opens_slowly = True

@@ -172,7 +172,7 @@ class StandaloneManifests:
         """Name a new snapshot in a manifest, and give up the versions below ``target(latest version)``.
 
         ``reused`` is the snapshot whose files the new one shares: if ``reused`` is no longer kept, the new one does not
-        count. ``is_sound`` tells whether all files of a snapshot are there. Returns what is kept.
+        count. ``is_sound`` tells whether all files of a snapshot are there. Returns the files that are kept.
         """
         with self._lock:
             while True:

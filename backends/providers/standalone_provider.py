@@ -62,6 +62,8 @@ class LocalStateStoreProvider(StateStoreProvider):
 
     backend: ClassVar[str]
     engine: ClassVar[type[StateEngine]]
+    opens_slowly: ClassVar[bool] = False
+    """Whether a host opens the engine for writing only once it has something to write; see ``BackendEngine``."""
 
     def __init__(
         self,
@@ -194,7 +196,7 @@ class LocalStateStoreProvider(StateStoreProvider):
                     f"{oldest}."
                 )
             reader = self._reader(base, stays=True)
-            reader.keeps = from_version  # and the changelogs behind it
+            reader.keeps = from_version  # and the changelogs after it
         return change_feed.read(self._storage, reader, lineage)
 
     def _reader(self, lineage: Lineage, *, stays: bool) -> _VersionReader:

@@ -38,10 +38,10 @@ if TYPE_CHECKING:
 
 
 _MOST_AT_ONCE = 1000
-"""So many files S3 removes with one request, and lists on one page."""
+"""S3 removes at most this many files with one request, and lists at most this many on one page."""
 _CHUNK_BYTES = 4 << 20
 _PART_BYTES, _PARTS_AT_ONCE, _MOST_PARTS = 8 << 20, 4, 10_000
-"""Large files go up in parts of so many bytes, a few at once; S3 takes so many parts at most."""
+"""The bytes of a part, in which large files go up, a few at once; and the most parts that S3 takes."""
 
 
 def digest(data: bytes) -> str:
@@ -262,7 +262,7 @@ class CheckpointStorage:
         self._read_in_pieces(ref, lambda piece, start: None)
 
     def _read_in_pieces(self, ref: FileRef, take: Callable[[bytes, int], None]) -> None:
-        """Give each piece of a file to ``take``, with its offset. Goes on behind the last one if a connection breaks.
+        """Give each piece of a file to ``take``, with its offset. Goes on after the last one if a connection breaks.
 
         Raises as ``read`` does: then the pieces that were given are worth nothing.
         """
@@ -433,7 +433,7 @@ class CheckpointStorage:
     def list(self, prefix: str = "", *, after: str | None = None) -> list[tuple[str, int]]:
         """Return path and size in bytes of every file in the directory ``prefix`` and below, sorted by path.
 
-        With ``after``, only those whose paths sort behind it: an object store does not even look at the others.
+        With ``after``, only those whose paths sort after it: an object store does not even look at the others.
         """
         key = self._key(prefix.rstrip("/")) if prefix.strip("/") else self._prefix.rstrip("/")
         if self.is_local and not Path(f"/{key}").is_dir():

@@ -16,12 +16,12 @@ from functools import partial
 from backends.exceptions import MissingFileError, StorageError
 
 ALONE = 2
-"""So many readers of an object read their parts alone: one load asks once or twice.
+"""The first readers of an object, this many, read their parts alone: one load asks once or twice.
 
 Where more loads are under way, the first one reads for all: they are most likely those of a host that starts anew.
 """
 OBJECT_BYTES = 4 << 20
-"""So much of an object is read for all. Parts behind are read alone."""
+"""At most this many bytes of an object are read for all. The parts after them are read alone."""
 MOST_OBJECTS = 64
 MOST_BYTES = 16 << 20
 """What is kept of all objects; what was used longest ago goes first."""
@@ -65,8 +65,8 @@ class SharedObjects:
     ) -> bytes | None:
         """Return a part of an object, unchecked; None if the caller has to read it alone.
 
-        ``read`` reads so many bytes from the object's beginning. The first one who needs them for all reads them, and
-        the others wait. What fails for one, others are not told: they read alone.
+        ``read`` reads a given number of bytes from the object's beginning. The first one who needs them for all reads
+        them, and the others wait. What fails for one, others are not told: they read alone.
         """
         if offset + size > OBJECT_BYTES:
             return None

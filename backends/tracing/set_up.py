@@ -33,7 +33,7 @@ _tried: str | None = None
 
 
 def setting_of_environment() -> str | None:
-    """Return what ``STATESTORE_TRACING`` says; None: no traces. Raises ``InvalidStateStoreArgument``."""
+    """Return the value of ``STATESTORE_TRACING``; None: no traces. Raises ``InvalidStateStoreArgument``."""
     return checked_setting(os.environ.get(TRACING_VARIABLE) or None)
 
 

@@ -168,5 +168,5 @@ def under(header: str | None) -> Span:
 
 
 def error_name(error: BaseException) -> str:
-    """Return what a span says of an error: its class. A message may quote a user's data, and stands in the logs."""
+    """Return the text of a span for an error: its class. A message may quote a user's data, and stands in the logs."""
     return type(error).__name__

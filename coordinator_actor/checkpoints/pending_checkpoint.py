@@ -139,7 +139,7 @@ class PendingCheckpoint:
         )
 
     def figures(self) -> TaskFigures:
-        """Return what the tasks reported, when the checkpoint is over. The arrays are not copied."""
+        """Return the figures that the tasks reported, when the checkpoint is over. The arrays are not copied."""
         return TaskFigures(self._tasks, self._durations, self._sizes, self._first, self._last)
 
     def describe_missing(self) -> str:

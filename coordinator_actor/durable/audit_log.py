@@ -39,7 +39,7 @@ class AuditLog:
         self._files = RecordFiles(storage)
 
     def append(self, record: AuditRecord) -> None:
-        """Write a record durably behind the last one. Raises ``StorageError``."""
+        """Write a record durably after the last one. Raises ``StorageError``."""
         number = max(self._files.numbers(AUDIT), default=0)
         while True:
             number += 1

@@ -39,9 +39,9 @@ class CheckpointPlaces:
         numbers = self._files.numbers(CHECKPOINTS)
         return self._files.read(numbered_path(CHECKPOINTS, numbers[-1]), CheckpointPlace) if numbers else None
 
-    def record(self, checkpoint_location: str, behind: CheckpointPlace | None) -> CheckpointPlace:
-        """Write the record that follows ``behind``; return it, or the one that somebody else has written first."""
-        place = CheckpointPlace(1 if behind is None else behind.number + 1, checkpoint_location)
+    def record(self, checkpoint_location: str, previous: CheckpointPlace | None) -> CheckpointPlace:
+        """Write the record that follows ``previous``; return it, or the one that somebody else has written first."""
+        place = CheckpointPlace(1 if previous is None else previous.number + 1, checkpoint_location)
         path = numbered_path(CHECKPOINTS, place.number)
         try:
             self._files.create(path, place)

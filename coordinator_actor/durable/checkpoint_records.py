@@ -34,8 +34,8 @@ class StepTime(Struct, frozen=True, gc=False):
 class CheckpointRecord(Struct, frozen=True):
     """One completed version: a micro-batch of Spark's.
 
-    Moments are in ms since 1970 by the coordinator's clock, None where no coordinator saw them: ``begun_ms`` when the
-    first host opened the batch, ``first_acknowledged_ms`` and ``last_acknowledged_ms`` when tasks were done,
+    Moments are in ms since 1970 by the coordinator's clock, None where no coordinator saw them. They are: ``begun_ms``
+    when the first host opened the batch, ``first_acknowledged_ms`` and ``last_acknowledged_ms`` when tasks were done,
     ``prepared_ms`` when the manifest was durable, ``completed_ms`` when Spark's commit was seen. ``delta_bytes`` are
     those of the changelogs; ``full_bytes`` those of all files from which the version is loaded, measured once in a
     maintenance interval. ``retried`` counts acknowledgements of partitions that had acknowledged the version before.

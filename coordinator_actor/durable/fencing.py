@@ -4,7 +4,7 @@ After SlateDB. Every coordinator claims an epoch, a number that only grows. Unde
 from 1 on, without a gap: each is written create-if-absent at the one path that follows its last. A coordinator that has
 claimed an epoch closes all lower ones before it reads the manifests: it puts a *fence* at the path at which the next
 manifest of the epoch would be. So a manifest of a lower epoch was there before the fence, and is read; or its writer
-meets the fence, and gives up. Writing a manifest takes one request and no check behind the request.
+meets the fence, and gives up. Writing a manifest takes one request and no check after the request.
 
 A fence is never removed: the process that the fence must stop may stand still for days.
 """
@@ -28,7 +28,7 @@ FENCE = b"fence\n"
 """The content of every fence. A listing tells it from a manifest by its size, which no manifest has."""
 REMEMBERED_RUNS = 1000
 KEPT_CLAIMS = 32
-"""So many claims are kept: a version that no manifest names was made by a run of late."""
+"""At least this many claims are kept: a version that no manifest names was made by a run of late."""
 
 
 class EpochFile(Struct, frozen=True):
@@ -106,7 +106,7 @@ class Epochs:
             return there
 
     def _close(self, epochs: Iterable[int], pool: ThreadPoolExecutor) -> list[str]:
-        """Put a fence behind the last manifest of each epoch. Writers may be at work meanwhile.
+        """Put a fence after the last manifest of each epoch. Writers may be at work meanwhile.
 
         Return the paths of all manifests, also of those that the listing leaves out.
         """
@@ -127,7 +127,7 @@ class Epochs:
         return there
 
     def _fence(self, last: tuple[int, int]) -> int:
-        """Put a fence at the first place behind ``last`` at which there is no manifest. Return the sequence before it.
+        """Put a fence at the first place after ``last`` at which there is no manifest. Return the sequence before it.
 
         What was written since the listing is found at its place, and so is what a stale listing leaves out.
         """

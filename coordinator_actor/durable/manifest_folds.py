@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 FOLDS = "folds"
 FOLDED = 16
-"""So many manifests are in a fold: of a hundred versions there are seven folds, and fewer than 16 manifests more."""
+"""A fold has this many manifests: of a hundred versions there are seven folds, and fewer than 16 manifests more."""
 
 
 class FoldFile(Struct, frozen=True):

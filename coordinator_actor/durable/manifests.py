@@ -23,7 +23,7 @@ from coordinator_actor.durable.savepoint_records import SavepointRecords
 
 QUERY_FILE = "query.json"
 FEW = 4
-"""So many manifests are read one by one."""
+"""At most this many manifests are read one by one."""
 
 
 class QueryFile(Struct, frozen=True):

@@ -183,7 +183,7 @@ def _copy(opened: _Opened, target: CheckpointStorage, progress: Callable[[str], 
 
 
 def _moment(log: ManifestLog) -> tuple[int, int]:
-    """Return what grows with everything that a query does: its newest epoch and manifest."""
+    """Return the newest epoch and manifest, which grow with everything that a query does."""
     newest = log.epochs.newest()
     return (0 if newest is None else newest.epoch, log.last_id())
 

@@ -9,13 +9,13 @@ from coordinator_actor.durable.record_files import RecordFiles, numbered_path, n
 DIRECTORY = "savepoint-ids"
 RELEASED = ".released"
 KEPT_RECORDS = 20
-"""So many records are kept. The newest one says which ids are taken; a hold is the last, or nearly."""
+"""At most this many records are kept. The newest one says which ids are taken; a hold is the last, or nearly."""
 
 
 class SavepointRecord(Struct, frozen=True):
     """``savepoint-ids/<id>.json``: a savepoint was begun. Its own metadata file says whether it was finished.
 
-    With ``stop``, no batch of the run ``run_id`` behind the version may run before the driver of the run says so.
+    With ``stop``, no batch of the run ``run_id`` after the version may run before the driver of the run says so.
     """
 
     checkpoint_id: int
@@ -59,7 +59,7 @@ class SavepointRecords:
     def hold_of(self, run_id: str) -> SavepointRecord | None:
         """Return the savepoint that a run was being stopped with. None if there is none, or if it was released.
 
-        The run may do no batch behind the version of that savepoint.
+        The run may do no batch after the version of that savepoint.
         """
         there = [path for path, _ in self._files.storage.list(f"{DIRECTORY}/")]
         held = [r for r in self._read(numbers_of(there)) if r.stop and r.run_id == run_id]

@@ -31,11 +31,11 @@ class SparkCommits:
 
     @property
     def used(self) -> dict[str, int]:
-        """Return what was asked of Spark's directory: ``CheckpointStorage.used``."""
+        """Return the counts of requests to Spark's directory: ``CheckpointStorage.used``."""
         return self._storage.used
 
     def next_batch(self) -> int:
-        """Return the batch that Spark begins with: the last planned one, or the one behind it if that is committed.
+        """Return the batch that Spark begins with: the last planned one, or the one after it if that is committed.
 
         As Spark does it (``MicroBatchExecution.populateStartOffsets``), whatever was removed from either directory.
         """

@@ -12,7 +12,7 @@ from coordinator_actor.handlers.registries.registries import Registries
 from coordinator_actor.query.query_state import QueryState
 
 MOST_LOST = 100
-"""So many queries whose drivers were lost are named, the last ones."""
+"""At most this many queries whose drivers were lost are named, the last ones."""
 
 
 class Figures:

@@ -6,8 +6,8 @@ the partitions that other hosts hold. Only a partition that a task waits for is 
 
 A new owner loads its partitions before tasks ask for them (``HostOrders.warm_up``): an executor with few cores has its
 tasks ask one after the other. A partition whose owner is lost has another one at once. One whose owner lives moves
-warm: the new owner loads a copy while the old one goes on, and takes over between two batches, once its copy is nearly
-there and the old owner answers nothing any more without a look at Spark's log (``HostOrders.giving``).
+warm: the new owner loads a copy while the old one goes on, and takes over between two batches. Before that, its copy is
+nearly complete, and the old owner answers nothing any more without a look at Spark's log (``HostOrders.giving``).
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ from coordinator_actor.query.owners.partition_owners import assign
 from coordinator_actor.query.query_state import QueryState
 
 WARM_VERSIONS = 10
-"""A copy that is so many versions behind is warm: their changelogs are read when the new owner opens the partition."""
+"""A copy that is at most this many versions behind is warm: their changelogs are read when the new owner opens the
+partition.
+"""
 
 
 def assigned(
@@ -216,7 +218,7 @@ def _spread(registries: Registries, run: QueryState) -> bool:
 
 
 def warm_up(run: QueryState, host_id: str) -> WarmUp | None:
-    """Return what a host is to load of a run before tasks ask for it. Needs no lock of the run."""
+    """Return the partitions of a run that a host is to load before tasks ask for them. Needs no lock of the run."""
     completed, new = run.versions.completed, run.assignment.new_owners
     wanted = [task for task, receiver in run.assignment.planned.items() if receiver == host_id]
     if completed and new.version == completed:

@@ -126,7 +126,7 @@ class Queries:
 
     def _finish_repeats(self, state_location: str) -> None:
         """Have manifests name all that runs on this state have acknowledged: a new run is about to replace them."""
-        for other in self._runs.on(state_location):
+        for other in self._runs.at_location(state_location):
             with other.lock:
                 if other.lifetime.is_current:
                     try:
@@ -211,7 +211,7 @@ class Queries:
     def serve_ended(self, registration: QueryRegistration, failure: str = "") -> RegisteredQuery:
         """See ``CoordinatorPort``."""
         with self._registries.lock:
-            self._runs.failed(registration.run_id, failure)
+            self._runs.note_failure(registration.run_id, failure)
             registering = self._registering.setdefault(registration.state_location, threading.Lock())
         with registering:
             run = self._runs.find(registration.run_id)

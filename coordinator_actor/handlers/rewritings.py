@@ -38,7 +38,7 @@ class Rewritings:
                 )
             if run.savepoint_hold.batch_id is not None:
                 raise InvalidRequestError(
-                    f"Run {run.run_id} stops with a savepoint: its files are not written anew meanwhile. Do it behind "
+                    f"Run {run.run_id} stops with a savepoint: its files are not written anew meanwhile. Do it after "
                     "the stop, with the checkpoint location."
                 )
             catch_up(self._runs, run)
@@ -75,7 +75,9 @@ class Rewritings:
             run.rewriting.exchanged(now)
 
     def _copied(self, run: QueryState, now: float) -> str | None:
-        """Return what copies the state of a run, or has yet to say that it does; None if nothing does."""
+        """Return the name of what copies the state of a run, or may do so and has not reported yet; None if nothing
+        does.
+        """
         savepoints = self._runs.savepoints_of(run.run_id)
         if run.files_in_use.is_uploading(now):
             return f"uploads of snapshots, or {BUSY_SECONDS:.0f} s after a restart of the coordinator"

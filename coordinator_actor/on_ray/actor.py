@@ -118,7 +118,7 @@ class StateStoreCoordinator:
         return answer
 
     def _own_description(self) -> dict[str, Any]:
-        """Return what this process adds to the coordinator's description."""
+        """Return the part of the coordinator's description that is about this process."""
         return {
             "namespace": self._namespace,
             "node_ip": self._node_ip,

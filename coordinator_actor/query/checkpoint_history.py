@@ -125,7 +125,9 @@ class CheckpointHistory:
             return tuple(self._records.values())
 
     def changed_since(self, mark: str) -> Changed:
-        """Return what has come or changed since the answer with that mark; all for an empty or unknown one."""
+        """Return the checkpoints that are new or changed since the answer with that mark; all for an empty or unknown
+        mark.
+        """
         name, _, number = mark.partition(":")
         is_known = name == self._name and number.isdecimal()
         since = int(number) if is_known else -1

@@ -79,7 +79,7 @@ def remove_garbage(run: QueryState, now: float) -> list[str]:
 def tidy_records(run: QueryState) -> None:
     """Fold manifests, and remove claims and savepoint records that nobody needs: who begins has to read them all.
 
-    To be called behind ``remove_garbage`` by the same thread, which has seen that nobody has taken over.
+    To be called after ``remove_garbage`` by the same thread, which has seen that nobody has taken over.
     """
     manifests = run.manifests
     with run.lock:

@@ -8,7 +8,7 @@ from coordinator_actor.exceptions import RetiredRunError
 from coordinator_actor.messages import QueryRegistration
 
 RECORDS_EVERY = 60
-"""Old claims and savepoint records are looked for in one maintenance of so many."""
+"""Old claims and savepoint records are looked for in one maintenance of this many."""
 
 
 def _share_of(run_id: str) -> float:
@@ -39,7 +39,7 @@ class RunLifetime:
         self.driver_seen = now
 
     def prolong(self, seconds: float, now: float) -> None:
-        """Let the lease of the driver run so many seconds longer."""
+        """Let the lease of the driver run ``seconds`` longer."""
         self.driver_seen = min(now, self.driver_seen + seconds)
 
     def maintained_at(self, now: float) -> None:

@@ -100,7 +100,7 @@ def _explaining(place: StatePlace, version: int, open_storage: OpenStorage) -> I
 def changes(
     place: StatePlace, piece: Piece, families: Collection[str], *, open_storage: OpenStorage = CheckpointStorage.open
 ) -> Iterator[tuple[int, dict[str, ChangedPairs]]]:
-    """Yield what each version behind ``piece.since`` has written to some of the column families, by ascending version.
+    """Yield what each version after ``piece.since`` has written to some of the column families, by ascending version.
 
     One version is held in memory at a time. Raises the errors of ``opened_partition``.
     """

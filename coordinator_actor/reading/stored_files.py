@@ -116,7 +116,7 @@ def _lineages(versions: StateVersions, version: int) -> Iterator[Lineage]:
 
 
 def _loaded_from(lineage: Lineage) -> tuple[SnapshotRef | None, list[ChangelogRef]]:
-    """Return the newest snapshot, None if there is none, and the changelogs behind it."""
+    """Return the newest snapshot, None if there is none, and the changelogs after it."""
     newest = lineage.snapshots[-1] if lineage.snapshots else None
     return newest, [ref for ref in lineage.changelogs if newest is None or ref.version > newest.version]
 

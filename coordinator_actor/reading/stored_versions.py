@@ -39,7 +39,7 @@ class StatePlace:
 class Piece(Struct, frozen=True):
     """One partition to be read, in one layout.
 
-    It is read at the version of ``lineage``; with ``since``, the changes behind that version up to it are read.
+    It is read at the version of ``lineage``; with ``since``, the changes after that version up to it are read.
     """
 
     partition: int
@@ -98,7 +98,7 @@ def find_state(
 class StateVersions:
     """The versions of a query's state, as its storage showed them at one moment.
 
-    ``chain`` has a manifest per version. ``completed`` is the version behind the last batch that Spark has committed.
+    ``chain`` has a manifest per version. ``completed`` is the version after the last batch that Spark has committed.
     ``damages`` says by path what is wrong with manifests that were passed over: the chain may not have their versions.
     Then ``loadable`` has the versions that can be loaded all the same.
     """
@@ -226,7 +226,7 @@ class StateVersions:
         if version not in there:
             raise VersionNotFoundError(
                 f"Version {version} of the state at {self.place.state_location} cannot be read: {self._there()}. "
-                "Version N+1 is the state behind batch N."
+                "Version N+1 is the state after batch N."
             )
         return version
 

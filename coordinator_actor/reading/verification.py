@@ -1,7 +1,7 @@
 """Reads every file from which a version can be loaded, and says which are damaged, and whether it still can be.
 
 Nothing is written or locked. A version has more files than its newest snapshots need: with an older snapshot and the
-changelogs behind it, a damaged newer one is got round.
+changelogs after it, a damaged newer one is got round.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ def verify_version(
 
 
 def damages_of_manifests(versions: StateVersions) -> tuple[Damage, ...]:
-    """Return what is wrong with the manifests that were passed over."""
+    """Return the damages of the manifests that were passed over."""
     return tuple(Damage(path, None, None, None, what) for path, what in versions.damages.items())
 
 

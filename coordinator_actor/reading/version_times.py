@@ -20,7 +20,7 @@ from coordinator_actor.reading.stored_versions import StateVersions
 class VersionTimes:
     """The versions that can be read, ascending, and when each was completed, in ms since 1970.
 
-    The next version's manifest says when a version was completed. Of the last version, and of one behind which the
+    The next version's manifest says when a version was completed. Of the last version, and of one after which the
     coordinator was replaced, the history of checkpoints does, 10 s later at most. Where neither does, the time counts
     at which Spark committed the batch, a moment before. The empty version 0 was always there.
     """

@@ -19,7 +19,7 @@ from coordinator_actor.savepoints.savepoint_format import SavepointMetadata, Sav
 def differences(
     metadata: SavepointMetadata, operators: Sequence[OperatorSpec | str], *, allow_non_restored_state: bool
 ) -> list[str]:
-    """Return what keeps the program from going on, one line per difference.
+    """Return the differences that keep the program from going on, one line each.
 
     Names in ``operators`` only choose operators of the savepoint. Declarations are the whole program, which must then
     have a place for all state unless ``allow_non_restored_state``.

@@ -215,12 +215,12 @@ def _holds(storage: CheckpointStorage, ref: FileRef, copy: Path) -> bool:
 def copy_spark_files(
     spark_storage: CheckpointStorage, target_storage: CheckpointStorage, batch_id: int, below: str = SPARK_DIRECTORY
 ) -> list[FileRef]:
-    """Copy what Spark needs to go on behind batch ``batch_id``, to the directory ``below``. Return the copies.
+    """Copy what Spark needs to go on after batch ``batch_id``, to the directory ``below``. Return the copies.
 
     These are ``offsets`` and ``commits`` of that batch, ``offsets`` and, if it exists, ``commits`` of the batch
     before it,
     and all of ``sources``.
-    Sources may be ahead of the batch: Spark reads from them only what lies behind its offsets. Spark appends to and
+    Sources may be ahead of the batch: Spark reads from them only what lies after its offsets. Spark appends to and
     compacts sources meanwhile. Whenever a file vanishes, all are listed again. Hadoop's hidden checksums are not
     copied: they are optional, and Spark's storage makes its own.
 
@@ -231,7 +231,7 @@ def copy_spark_files(
 
 
 def spark_log_files(storage: CheckpointStorage, batch_id: int) -> list[str]:
-    """Return which of Spark's ``offsets`` and ``commits`` a query needs to go on behind a batch.
+    """Return which of Spark's ``offsets`` and ``commits`` a query needs to go on after a batch.
 
     Raises ``SavepointError`` if the batch is not committed, or if Spark does not keep its offsets any more.
     """
@@ -239,7 +239,7 @@ def spark_log_files(storage: CheckpointStorage, batch_id: int) -> list[str]:
     absent = [path for path in needed if not storage.exists(path)]
     if absent:
         raise SavepointError(
-            f"Nothing can go on behind batch {batch_id} of {storage.location}: {', '.join(absent)} does not "
+            f"Nothing can go on after batch {batch_id} of {storage.location}: {', '.join(absent)} does not "
             "exist "
             "there. Only a batch that Spark has committed, and keeps the offsets of, can be gone on from."
         )

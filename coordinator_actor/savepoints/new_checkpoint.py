@@ -1,12 +1,12 @@
 """Makes a new checkpoint, with the state of a savepoint, with rewritten state or with given rows.
 
 Everything is checked before anything is written. ``query.json`` with the id of the new query is written first, then the
-snapshots of all partitions and the manifest; Spark's ``sources``, ``offsets`` and ``commits`` before or behind these;
+snapshots of all partitions and the manifest; Spark's ``sources``, ``offsets`` and ``commits`` before or after these;
 and Spark's ``metadata`` with that id last. Before ``metadata`` exists, Spark gives the query an id of its own, and the
-coordinator refuses the query: ``query.json`` names another id, or, where the state lies elsewhere, there is no state of
-Spark's id at the version that ``commits`` ask for. So whoever dies half-way never leaves a checkpoint that starts with
-only a part of the state. (With a manifest but without ``offsets`` and ``commits`` the query would be refused as well:
-Spark would begin with batch 0.)
+coordinator refuses the query, since ``query.json`` names another id. Where the state lies elsewhere, there is no state
+of Spark's id at the version that ``commits`` ask for. So whoever dies half-way never leaves a checkpoint that starts
+with only a part of the state. (With a manifest but without ``offsets`` and ``commits`` the query would be refused as
+well: Spark would begin with batch 0.)
 
 The place is taken by a file that only one can create: ``query.json`` where the state lies in the checkpoint, else a
 file of its own in the checkpoint, for then each caller has a state of its own.
@@ -124,7 +124,7 @@ class NewCheckpoint:
             self._log.ensure_schema(schema.id, schema.to_json())
 
     def changelog_meta(self, operator: str, partition: int, num_partitions: int, origin: str) -> ChangelogMeta:
-        """Return what the head of a partition says of itself; ``origin`` names what the state was made of.
+        """Return the metadata of the head of a partition; ``origin`` names the source of the state.
 
         Its base is no version here: nobody may take the changelog for the first changes to the empty version 0.
         """

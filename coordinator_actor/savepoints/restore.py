@@ -1,4 +1,4 @@
-"""Restores a savepoint to a new checkpoint location, from which a query goes on exactly behind the savepoint.
+"""Restores a savepoint to a new checkpoint location, from which a query goes on exactly after the savepoint.
 
 ``new_checkpoint`` says in which order the files of the checkpoint are written, and why. Each partition is built by its
 backend's own engine in a scratch directory, from the row groups that have some of its key groups. It is uploaded as the
@@ -96,7 +96,7 @@ def restore_into_checkpoint(
     new_query_id: Callable[[], str] = lambda: str(uuid.uuid4()),
     open_storage: OpenStorage = CheckpointStorage.open,
 ) -> RestoredSavepoint:
-    """Make the new ``checkpoint_location`` from the savepoint at ``path``. A query started there goes on behind it.
+    """Make the new ``checkpoint_location`` from the savepoint at ``path``. A query started there goes on after it.
 
     ``num_partitions`` (for all operators, or by name) and ``backend`` are by default those that ``operators`` declare,
     else those of the savepoint. ``operators`` are names, which choose what is restored, or the program's declarations,

@@ -1,7 +1,7 @@
 """The savepoints of one run: orders to hosts, the copy of Spark's own files, and the metadata at the end.
 
 The stream goes on meanwhile. A savepoint is of one completed version, and retention keeps this version until the
-savepoint is done. With ``stop`` the tasks of the next batch are held, so that no sink sees a batch behind the
+savepoint is done. With ``stop`` the tasks of the next batch are held, so that no sink sees a batch after the
 savepoint; they go on if the savepoint fails. A savepoint does not outlive its coordinator: the user asks again.
 """
 
@@ -43,7 +43,7 @@ InBackground = Callable[[Callable[[], None]], None]
 class _Savepoint:
     """A savepoint that was asked for, of ``version``. It has ``begun`` when that version is completed.
 
-    With ``stop`` the query is held behind that version.
+    With ``stop`` the query is held after that version.
     """
 
     version: int
@@ -109,12 +109,12 @@ class RunSavepoints:
         if stop:
             if self._stopping is not None:
                 raise InvalidRequestError(f"Run {run.run_id} is being stopped with a savepoint already.")
-            # The sink may have seen a batch that has begun: the savepoint is of the version behind that batch.
+            # The sink may have seen a batch that has begun: the savepoint is of the version after that batch.
             begun = run.commits.last_begun()
             version = max(run.versions.completed, run.batch.highest_opened + 1, 0 if begun is None else begun + 1)
             held = run.savepoint_hold.batch_id
             if held is not None and held > run.batch.highest_opened:
-                version = held  # an earlier coordinator has let no batch behind this version begin
+                version = held  # an earlier coordinator has let no batch after this version begin
         if version == 0:
             raise InvalidRequestError(
                 f"No batch of query {run.registration.query_id} is committed yet, so there is no state to save; wait "

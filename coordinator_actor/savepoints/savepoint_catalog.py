@@ -23,7 +23,9 @@ from coordinator_actor.savepoints.savepoint_metadata import read_metadata
 def read_stored_savepoint(
     path: str, storage_options: Mapping[str, str] | None = None, *, open_storage: OpenStorage = CheckpointStorage.open
 ) -> SavepointInfo:
-    """Return what is in a savepoint, from its metadata alone. Raises ``SavepointError`` or ``DamagedFileError``."""
+    """Return the description of a savepoint, from its metadata alone. Raises ``SavepointError`` or
+    ``DamagedFileError``.
+    """
     storage = open_storage(path, storage_options or {})
     return SavepointInfo(storage.location, read_metadata(storage))
 

@@ -78,7 +78,7 @@ class SavepointOperator(Struct, frozen=True):
 class SavepointMetadata(Struct, frozen=True):
     """The content of ``_metadata.json``.
 
-    ``batch_id`` is the batch that Spark committed last, ``version`` the state behind that batch (one more).
+    ``batch_id`` is the batch that Spark committed last, ``version`` the state after that batch (one more).
     ``created_ms`` is in ms since 1970. ``checkpoint_location`` is where the query ran. ``spark_files`` lie below
     ``spark/``.
     """
@@ -140,7 +140,7 @@ def check_metadata(metadata: SavepointMetadata) -> None:
     """Raise ``SavepointError`` unless the metadata is consistent: nothing missing, nothing twice."""
     problems: list[str] = []
     if metadata.batch_id < 0 or metadata.version != metadata.batch_id + 1:
-        problems.append(f"version {metadata.version} is not that behind batch {metadata.batch_id}")
+        problems.append(f"version {metadata.version} is not that after batch {metadata.batch_id}")
     try:
         check_num_groups(metadata.key_groups)
     except InvalidStateStoreArgument as error:

@@ -1,10 +1,10 @@
 """Forgets keys: exchanges the files of a query's kept versions for ones without the rows of the keys.
 
 Nothing that a version needs is touched before the new files count. They count from one manifest on, which is written
-under the fencing of all manifests: of a query that does not run by whoever forgets, who claims an epoch for that, and
-of one that runs by its coordinator, between two batches. Whoever dies before leaves all as it was, and files that are
-removed when their versions are no longer kept. Whoever dies behind that manifest leaves old files: forgetting the same
-keys again removes them.
+under the fencing of all manifests. If the query does not run, the process that forgets writes the manifest, and claims
+an epoch for that. If the query runs, its coordinator does so between two batches. Whoever dies before leaves all as it
+was, and files that are removed when their versions are no longer kept. Whoever dies after that manifest leaves old
+files: forgetting the same keys again removes them.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ log = logging.getLogger(__name__)
 
 FORGET_KEYS = "forget_keys"
 HOLD_SECONDS = 20.0
-"""So long a query waits for whoever holds its batches and does not say so again."""
+"""A query waits this many seconds for a holder of its batches that does not say so again."""
 HOLD_RENEW_SECONDS = 5.0
 MOST_HELD_SECONDS = 60.0
-"""So long batches wait for whoever writes, where the storage hangs: then they go on, and the work begins again."""
+"""Batches wait this many seconds for a writer whose storage hangs: then they go on, and the work begins again."""
 FORGET_POLL_SECONDS = 0.05
 UNKNOWN_QUERY_SECONDS = 15.0
-"""A query that a coordinator has not heard of for so long has ended."""
+"""A query that a coordinator has not heard of for this many seconds has ended."""
 FORGET_ATTEMPTS = 3
 """So often files are written anew if the query has gone on: its coordinator may have been replaced."""
 KeysOf = Callable[[OperatorSchema, int], ForgottenKeys]

@@ -5,8 +5,8 @@ All versions that are kept stay readable. In each partition that may have rows o
 - every changelog is written anew, under a new name and on top of the new name of the one before. So whatever was made
   of the old ones, in a host's memory or on its disk, is of another lineage, and is loaded again;
 - of the snapshots, the one at which loading the oldest version begins, and the newest one, are built anew by the
-  backend's engine, of nothing but the rows that stay: files of RocksDB keep rows that were removed, and the bounds of
-  files that are gone. Snapshots between them are given up; loading replays changelogs instead.
+  backend's engine, of nothing but the rows that stay. The reason is that files of RocksDB keep rows that were removed,
+  and the bounds of files that are gone. Snapshots between them are given up; loading replays changelogs instead.
 
 An object that also has parts of other partitions is written anew with these as they are.
 
@@ -48,14 +48,14 @@ log = logging.getLogger(__name__)
 REWRITTEN_GROUP_BYTES = 32 << 20
 """Changelogs are written together in objects of about this size."""
 REWRITE_THREADS = 4
-"""So many partitions are read, or built, at once."""
+"""At most this many partitions are read, or built, at once."""
 
 
 class Rewriting:
     """Writes the files of an operator anew without the rows of some keys.
 
     ``run`` may be called again when more versions are there: what it has written before is not written again.
-    ``rows`` is the number of rows that have gone from the newest snapshots and the changelogs behind them, as far as
+    ``rows`` is the number of rows that have gone from the newest snapshots and the changelogs after them, as far as
     that is known: a changelog says that a key has a new value, not whether the key had one.
     """
 

@@ -161,7 +161,7 @@ def create_app(
         "/v1/operators/{operator}/keys/{key:path}",
         response_model=models.KeyAnswer,
         summary="What one key has",
-        description="A key of one column is all of the path behind `keys/`, percent-encoded. A key of several columns "
+        description="A key of one column is all of the path after `keys/`, percent-encoded. A key of several columns "
         "is their values in order with commas between; a value with a comma or double quote in it stands in double "
         "quotes, as in CSV. Values are written as in JSON, without quotes; for values that do not fit into a path "
         "(null, empty path segments, structs) there is `lookup`.",
@@ -230,7 +230,7 @@ def create_app(
     @app.get(
         "/v1/operators/{operator}/watch",
         summary="What each completed version changes, as it completes, as server-sent events",
-        description="The watch begins behind `from_version`, by default behind the version that is completed now. "
+        description="The watch begins after `from_version`, by default after the version that is completed now. "
         "A browser's EventSource goes on by itself where it was cut off, by the header `Last-Event-ID`.",
         response_class=Response,
         responses=_EVENTS,

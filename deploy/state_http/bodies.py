@@ -17,7 +17,7 @@ LINES = "application/x-ndjson"
 JSON = "application/json"
 CSV = "text/csv"
 PIECE_ROWS = 4096
-"""So many rows are made into JSON at once, and sent as one piece."""
+"""At most this many rows are made into JSON at once, and sent as one piece."""
 
 
 class Body(Protocol):

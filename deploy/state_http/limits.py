@@ -36,5 +36,5 @@ class HttpLimits(BaseModel):
         int, Field(gt=0, description="Watches at once; each counts as a request as long as it is open.")
     ] = 32
     heartbeat_seconds: Annotated[
-        float, Field(gt=0, description="After so long without a change a watch sends a sign of life.")
+        float, Field(gt=0, description="After this many seconds without a change a watch sends a sign of life.")
     ] = 5.0

@@ -147,7 +147,7 @@ class ScanRequest(BaseModel):
     end: Annotated[Any, Field(description="The first key columns, as an array.")] = None
     where: Annotated[list[Condition], Field(max_length=100)] = []
     columns: Annotated[list[str] | None, Field(description="The columns wanted; all by default.")] = None
-    limit: Annotated[int | None, Field(ge=0, description="At most so many rows, whichever.")] = None
+    limit: Annotated[int | None, Field(ge=0, description="At most this many rows, whichever.")] = None
     query: QueryField = None
     state: StateField = None
     isolation: Isolation = Isolation.completed
@@ -175,7 +175,7 @@ class SqlRequest(BaseModel):
     version: Annotated[
         int | None, Field(ge=0, description="A version that is still retained, of a statement over one query.")
     ] = None
-    limit: Annotated[int | None, Field(ge=0, description="At most so many rows; others are left out.")] = None
+    limit: Annotated[int | None, Field(ge=0, description="At most this many rows; others are left out.")] = None
 
 
 class SqlColumn(BaseModel):

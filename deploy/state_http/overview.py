@@ -16,7 +16,9 @@ from spark_bridge.overview.model import Overview, to_plain
 from spark_bridge.queryable.client.answers.json_values import json_bytes
 
 ANSWER_REUSE_SECONDS = 1.0
-"""An answer of coordinator and hosts is given again for so long: however many ask, these are asked once a second."""
+"""An answer of coordinator and hosts is given again for this many seconds: however many ask, these are asked once a
+second.
+"""
 
 
 def add_overview(app: FastAPI, ask: Callable[[], Overview], clock: Callable[[], float] = time.monotonic) -> None:

@@ -28,7 +28,7 @@ from spark_bridge.queryable.client.event_loop.async_client import AsyncQueryable
 from spark_bridge.queryable.client.event_loop.async_results import AsyncStateScan
 
 SHAPE_SECONDS = 30.0
-"""For so many seconds the key columns of an operator are not asked for again."""
+"""The key columns of an operator are not asked for again within this many seconds."""
 
 
 @dataclass(frozen=True)

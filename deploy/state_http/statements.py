@@ -132,7 +132,7 @@ class Statements:
 
 
 async def _next(batches: AsyncIterator[pa.RecordBatch]) -> pa.RecordBatch | None:
-    """Return the next batch; None behind the last one."""
+    """Return the next batch; None after the last one."""
     return await anext(batches, None)
 
 

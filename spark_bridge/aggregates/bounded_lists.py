@@ -1,4 +1,4 @@
-"""``collect_list``, ``collect_set`` and ``top_k``: lists of at most so many elements per group.
+"""``collect_list``, ``collect_set`` and ``top_k``: lists of at most ``limit`` elements per group.
 
 An element is a value, or a value and what it is ordered ``by``. Lists are kept in their final order, which does not
 depend on the order in which rows come, so that the state is the result.

@@ -21,7 +21,7 @@ WORD = 8
 MAX_WORDS = 6
 """Words of eight bytes in which keys may differ; longer keys are left to Arrow's sort, which reads bytes as needed."""
 DENSE = 4
-"""Integers whose span is at most so many times their number are counted in a table instead of a hash map."""
+"""Integers whose span is at most this many times their number are counted in a table instead of a hash map."""
 MAX_SPAN = 1 << 62
 """The least product of spans that ``combined`` refuses."""
 
@@ -109,7 +109,7 @@ def is_greater(a: pa.Array, b: pa.Array) -> Mask:
 def lexical_order(columns: Sequence[npt.NDArray[Any]]) -> npt.NDArray[np.intp]:
     """Return the order of rows by the first column, of equal ones by the second, and so on. Not stable.
 
-    One column of 64 bits is sorted at a time, which numpy does with vector instructions. Columns behind those that tell
+    One column of 64 bits is sorted at a time, which numpy does with vector instructions. Columns after those that tell
     all rows apart are not looked at.
     """
     codes = columns[0]

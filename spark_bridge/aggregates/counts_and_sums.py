@@ -17,7 +17,7 @@ from spark_bridge.aggregates.outputs import Output, split_function
 
 MAX_DECIMAL_PRECISION = 38
 EXTRA_DIGITS = 4
-"""How many more digits, and digits behind the point, a mean of decimals has than the decimals, as in Spark."""
+"""How many more digits, and digits after the point, a mean of decimals has than the decimals, as in Spark."""
 WIDE_DECIMAL = 60
 """Digits in which decimals are summed: more than 2**63 values of 38 digits need, and fewer than Arrow can hold."""
 HALF_BITS = np.int64(32)
@@ -171,7 +171,7 @@ def _mean(arguments: FunctionArguments, state: OutputState) -> pa.Array:
     kind = mean_type(arguments)
     if not arguments:
         return pc.divide(total, some.cast(kind))
-    # Arrow cuts the quotient off, twenty digits behind the dividend's; so it is rounded to those of the result.
+    # Arrow cuts the quotient off, twenty digits after the dividend's; so it is rounded to those of the result.
     quotient = pc.divide(
         total.cast(pa.decimal256(MAX_DECIMAL_PRECISION, total.type.scale)), some.cast(pa.decimal256(19, 0))
     )

@@ -112,7 +112,7 @@ def _marks(column: pa.Array, precision: int) -> Integers:
     """Return register and content of each value, as ``register << 6 | content``."""
     hashes = spark_xxhash64(pa.record_batch({"value": column})).view(np.uint64)
     register = (hashes >> np.uint64(64 - precision)).astype(np.int64)
-    # A bit set behind the last one stops the count of zeros.
+    # A bit set after the last one stops the count of zeros.
     rest = (hashes << np.uint64(precision)) | np.uint64(1 << (precision - 1))
     upper = (rest >> np.uint64(32)).astype(np.float64)
     lower = (rest & np.uint64(0xFFFFFFFF)).astype(np.float64)

@@ -46,7 +46,7 @@ def group_rows(rows: pa.RecordBatch, keys: pa.Schema, num_key_groups: int) -> Ro
 def merge_keys(parts: Sequence[pa.BinaryArray]) -> tuple[pa.BinaryArray, Integers, Integers]:
     """Return the distinct keys of all parts, strictly ascending, and two arrays of places.
 
-    The first has, for each key of the parts (one part behind the other), its place among the distinct keys; the second,
+    The first has, for each key of the parts (one part after the other), its place among the distinct keys; the second,
     for each distinct key, the place of one such key in the parts.
     """
     keys = pa.concat_arrays(parts)

@@ -27,7 +27,7 @@ class StateColumn(NamedTuple):
 
 
 def split_state_column(name: str) -> StateColumn:
-    """Return what the name of a state column says; raises ``ValueError`` for any other name."""
+    """Return the parts of the name of a state column; raises ``ValueError`` for any other name."""
     output, function, part = name.rsplit(".", 2)
     return StateColumn(output, function, part)
 

@@ -82,7 +82,7 @@ def condition_of(text: str) -> tuple[Any, ...]:
     operator, written = found["operator"].lower(), found["value"].strip()
     value = _json(written)
     if operator == "in" and not isinstance(value, list):
-        raise RequestError(f"{text!r}: behind 'in' comes a JSON array, such as [1, 2].")
+        raise RequestError(f"{text!r}: after 'in' comes a JSON array, such as [1, 2].")
     return found["column"], operator, written if value is None else value
 
 

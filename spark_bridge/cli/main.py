@@ -92,7 +92,7 @@ def demo(
     ] = Backend.rocksdb,
     machines: Annotated[
         int | None,
-        typer.Option(min=1, help="Run on so many machines of the Ray cluster that runs; all must see --checkpoint."),
+        typer.Option(min=1, help="Run on this many machines of the Ray cluster that runs; all must see --checkpoint."),
     ] = None,
 ) -> None:
     """Replay a year of flights as a stream, look into its state meanwhile, and check it at the end.

@@ -15,7 +15,7 @@ from spark_bridge.cli.output import filled, json_line, printer
 from spark_bridge.queryable.client.answers.json_values import rows_to_json
 
 TABLE_ROWS = 500
-"""So many rows make a table; those behind make another, so that memory stays flat."""
+"""A table has at most this many rows; further rows make another, so that memory stays flat."""
 
 
 class PrintedForm(str, Enum):

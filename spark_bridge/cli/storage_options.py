@@ -29,6 +29,6 @@ def options_of(given: list[str] | None) -> dict[str, str]:
 
 
 def or_exit(call: Callable[[], T]) -> T:
-    """Return what the call returns; an error of ours is printed, and ends the program with code 2."""
+    """Return the result of the call; an error of ours is printed, and ends the program with code 2."""
     with errors_explained():
         return call()

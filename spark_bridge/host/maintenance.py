@@ -19,7 +19,7 @@ from backends.conf import StateStoreConf
 from backends.exceptions import StoreClosedError
 from backends.formats.manifest import SnapshotRef
 from backends.formats.snapshot import PreparedSnapshot, StoredSnapshot
-from backends.host_memory import WRITE_BUFFERS, HostMemory
+from backends.host_memory import COPIES, WRITE_BUFFERS, HostMemory
 from backends.partition.snapshot_uploads import store_snapshots
 from backends.tracing import spans
 from coordinator_actor.exceptions import BatchHeldError
@@ -36,11 +36,13 @@ log = logging.getLogger(__name__)
 
 
 INLINE_FILES_BYTES = 1 << 20
-"""So many bytes of small files of one snapshot are stored with its descriptor."""
+"""At most this many bytes of small files of one snapshot are stored with its descriptor."""
 TOGETHER_BYTES = 16 << 20
 TOGETHER_SECONDS = 10.0
 MEET_SECONDS = 1.0
-"""So long a thread that has prepared its snapshots waits for the others, so that one object has those of all."""
+"""A thread that has prepared its snapshots waits at most this many seconds for the others, so that they share an
+object.
+"""
 
 
 class _Ready(NamedTuple):
@@ -114,8 +116,8 @@ class Maintenance:
     def do_maintenance(self) -> list[Future[None]]:
         """Unload partitions that are another's by now, and begin the work that is due; return what was begun.
 
-        That are uploads of snapshots, and, while the write buffers are more than half full, the writing of files by
-        partitions to which nothing was committed since the last maintenance.
+        That are uploads of snapshots, and, while the write buffers or the room for unwritten changes are more than half
+        full, the writing of files by partitions to which nothing was committed since the last maintenance.
         """
         log.debug("Doing maintenance")
         for work in self._hooks:
@@ -126,7 +128,10 @@ class Maintenance:
         self._unload_unread()
         begun = []
         due: dict[str, list[Instance]] = {}
-        is_crowded = 2 * self._memory.held().get(WRITE_BUFFERS, 0) > self._write_buffer_bytes
+        used = self._memory.held()
+        is_crowded = (
+            2 * used.get(WRITE_BUFFERS, 0) > self._write_buffer_bytes or 2 * used[COPIES] > self._memory.copies_bytes
+        )
         with self._held.lock:
             for key, instance in self._held.instances.items():
                 if self._held.has_ended(instance.registration.run_id):
@@ -164,7 +169,7 @@ class Maintenance:
         for instance in self._held.all():
             if self._held.has_ended(instance.registration.run_id) and not instance.state.is_loading:
                 if not instance.is_read:
-                    self._loading.unload(instance, waits=False)
+                    self._loading.lay_aside(instance, waits=False)
                 instance.is_read = False
 
     def _write_out(self, instance: Instance, version: int) -> None:

@@ -23,7 +23,9 @@ from spark_bridge.host.loading.partition_loading import PartitionLoading
 from spark_bridge.transport.protocol import ScanCommand
 
 LOOK_WAIT_SECONDS = 10.0
-"""A partition that is loaded for a query waits so long to hear whether Spark has committed a prepared version."""
+"""A partition that is loaded for a query waits at most this many seconds to hear whether Spark has committed a prepared
+version.
+"""
 
 
 class PartitionReads:

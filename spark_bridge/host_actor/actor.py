@@ -194,7 +194,7 @@ class StateStoreHost:
         return os.getpid()
 
     def describe(self) -> dict[str, object]:
-        """Return what this host is and holds, and how it has answered queries, as JSON types."""
+        """Return the description of this host, of its partitions and of its answers to queries, as JSON types."""
         return {
             **self._host.describe(),
             "pid": os.getpid(),

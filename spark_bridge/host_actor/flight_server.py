@@ -48,7 +48,9 @@ KNOWN_ERRORS = (SparkBridgeError, CoordinatorError, StateStoreError)
 ENCODE = msgspec.json.encode
 CALLER = "caller"
 TURN_SECONDS = 30.0
-"""A commit waits so long for its turn, then its task asks again: less than the task waits for an answer."""
+"""A commit waits at most this many seconds for its turn, then its task asks again: less than the task waits for an
+answer.
+"""
 NO_VALUES = pa.record_batch([pa.nulls(0, pa.binary())], schema=VALUES_SCHEMA)
 
 

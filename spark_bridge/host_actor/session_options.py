@@ -15,7 +15,7 @@ from spark_bridge.queryable.server.limits.request_limits import RequestLimits
 from spark_bridge.transport.tls import TlsConf
 
 DEFAULT_RECOVERY_TIMEOUT = 60.0
-"""For so many seconds a task waits for a new owner of its partition."""
+"""A task waits at most this many seconds for a new owner of its partition."""
 
 
 @dataclass(frozen=True)

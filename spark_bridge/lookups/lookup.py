@@ -47,7 +47,7 @@ def lookup(
     state_location: str | None = None,
     storage_options: Mapping[str, str] | None = None,
 ) -> DataFrame:
-    """Return a DataFrame, streaming or not, with columns of another query's state behind its own.
+    """Return a DataFrame, streaming or not, with columns of another query's state after its own.
 
         lookup(clicks, "user_totals", on="user", columns=["spent"])
 

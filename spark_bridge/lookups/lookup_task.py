@@ -42,7 +42,7 @@ class LookupTask:
     place: StatePlace | None
 
     def run(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """Give the rows with the columns of the state behind them."""
+        """Give the rows with the columns of the state after them."""
         filled = (batch for batch in batches if batch.num_rows)
         first = next(filled, None)
         if first is None:

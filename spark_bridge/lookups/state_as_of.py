@@ -51,7 +51,7 @@ def state_as_of(
         state_as_of(orders, "s3://bucket/ck", "user_totals", on="user", time="ordered_at", columns=["spent"])
 
     ``time`` is a timestamp column of ``df``. A row gets the state of the last version that was completed by then: what
-    a client was answered at that moment. Rows behind the last completion get the last version. Rows without a time have
+    a client was answered at that moment. Rows after the last completion get the last version. Rows without a time have
     no match. The other arguments are those of ``lookup``; ``checkpoint``, ``state_location`` and ``storage_options``
     are those of ``read_state``. Rows are shuffled by version, and come in another order.
 
@@ -79,7 +79,7 @@ def state_as_of(
 
 @dataclass(frozen=True)
 class _Versions:
-    """Puts the version of each row's time behind the row."""
+    """Puts the version of each row's time after the row."""
 
     times: VersionTimes
     time: str

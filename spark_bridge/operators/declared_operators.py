@@ -1,6 +1,6 @@
 """The stateful operators that this driver has declared, and finding them in a query's plan.
 
-Spark's plan shows the name of the function behind every ``mapInArrow``. Each operator's function has a name of its own,
+Spark's plan shows the name of the function after every ``mapInArrow``. Each operator's function has a name of its own,
 by which the listener finds the declaration.
 """
 

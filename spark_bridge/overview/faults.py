@@ -27,7 +27,7 @@ from spark_bridge.overview.pace import RECENT_CHECKPOINTS
 from spark_bridge.overview.process_faults import process_faults
 
 LATE_INTERVALS = 3
-"""A checkpoint is late after so many of the usual intervals between two."""
+"""A checkpoint is late after this many of the usual intervals between two."""
 LEAST_LATE_MS = 60_000
 """No checkpoint is late before: short intervals vary."""
 MOST_SKEW = 5.0
@@ -39,16 +39,18 @@ MOST_TIME_SKEW = 5.0
 LEAST_SKEWED_MS = 1_000
 """A partition whose batch takes less slows nothing down."""
 SLOW_STORAGE_MS = 1_000
-"""Storage is slow if the slowest changelog of a usual batch and its manifest take so long, and half of the batch."""
+"""Storage is slow if the slowest changelog of a usual batch and its manifest take at least this long, and half the
+batch.
+"""
 CHANGELOG_STEP, MANIFEST_PHASE = "changelog_ms", "manifest"
 SILENT_DRIVER_MS = 10_000
 """A driver's heartbeats come every second."""
 RECENT_STORED = 5
-"""Of so many, whether storage is slow: that is to be told within a few batches."""
+"""Whether storage is slow is computed from this many checkpoints, so that it shows within a few batches."""
 AT_WORK = (RUNNING, STORED)
 """How the batches of a query that has ended went need not be looked at any more."""
 RECENT_MS = 600_000
-"""A checkpoint that was given up is told of for so long."""
+"""A checkpoint that was given up is reported for this long."""
 LONGEST_REASON = 300
 
 
@@ -75,7 +77,7 @@ def _of_query(overview: Overview, query: Query) -> Iterator[Fault]:
             "query-failed",
             subject,
             f"The query has ended{ago} with an error: {query.failure}",
-            "Mend what the error says, and start the query again: it goes on behind version "
+            "Mend what the error says, and start the query again: it goes on after version "
             f"{query.completed_version}, and nothing is lost. Until then its last version is answered from.",
         )
     if query.status != RUNNING and query.replaced_by is not None:
@@ -194,12 +196,12 @@ def _late(overview: Overview, query: Query, subject: str) -> Iterator[Fault]:
 
 
 def awaited(query: Query) -> str:
-    """Return what a batch waits for."""
+    """Return the reason for which a batch waits."""
     return _awaited(query)[0]
 
 
 def _awaited(query: Query) -> tuple[str, str]:
-    """Return what a batch waits for, and what to do if that takes long."""
+    """Return the reason for which a batch waits, and the remedy if that takes long."""
     if query.pending_partitions:
         return (
             f"{query.pending_partitions} partitions have not acknowledged it.",
@@ -208,7 +210,7 @@ def _awaited(query: Query) -> tuple[str, str]:
         )
     if query.prepared_version > query.completed_version:
         return (
-            "Its state is stored, and Spark has not committed it: the sink takes the time, or what is behind state.",
+            "Its state is stored, and Spark has not committed it: the sink takes the time, or what follows the state.",
             "Look at what the stream writes to: does it answer, is it slow, is it locked? Spark's UI shows the stage.",
         )
     return (

@@ -35,7 +35,7 @@ from spark_bridge.overview.state_variables import variables_in_use
 Description = Mapping[str, Any]
 _RECORDED = Checkpoint.__struct_fields__
 MOST_SCHEMAS = 1_000
-"""Of so many schemas the variables are kept from one look to the next."""
+"""The variables of at most this many schemas are kept from one look to the next."""
 _COUNTERS = ("opens", "commits", "keys_written", "keys_read", "loads", "snapshots")
 
 
@@ -64,7 +64,9 @@ class KnownCheckpoints:
         return "" if known is None else known.mark
 
     def of(self, query: Description, stats: Description) -> tuple[Checkpoint, ...]:
-        """Return the checkpoints of a run, behind an answer to ``checkpoint_stats``. {} stands for none in time."""
+        """Return the checkpoints of a run: those that were known, and those in ``stats``, an answer to
+        ``checkpoint_stats``. {} stands for no answer in time.
+        """
         known = self._of_runs.setdefault(query["run_id"], _OfRun())
         told, first = stats.get("history", ()), stats.get("history_first")
         is_all = stats.get("history_is_all", False)

@@ -56,7 +56,7 @@ def overview_of_checkpoint(
 
 
 def stored_query(place: StatePlace, versions: StateVersions, open_storage: OpenStorage) -> Query:
-    """Return what storage says of a query."""
+    """Return the description of a query from its storage."""
     storage = open_storage(place.state_location, place.options)
     files = RecordFiles(storage)
     records = CheckpointRecords(files).load()

@@ -86,7 +86,7 @@ class Partition(Struct, frozen=True, gc=False):
 
     ``version`` is that of the host, or the last completed one in storage. ``snapshot_version`` is that of the newest
     snapshot, 0 for none, and ``snapshot_lag`` the versions that it is behind. ``changelog_bytes`` are those of the
-    changelogs behind it. ``commit_ms`` are the steps of the last commit, and ``rows`` its input rows.
+    changelogs after it. ``commit_ms`` are the steps of the last commit, and ``rows`` its input rows.
     """
 
     operator: str
@@ -218,7 +218,7 @@ class Query:
 
     @property
     def title(self) -> str:
-        """Return what people call the query."""
+        """Return the name of the query for people."""
         return self.name or self.query_id
 
 

@@ -18,7 +18,7 @@ HOST_NAME_PREFIX = "StateStoreHost-"
 """``start_host`` names an actor so, and its host ``host-`` with the same session and number."""
 RAY_ANSWER_SECONDS = 10.0
 MOST_SILENT = 50
-"""Of so many hosts that do not answer Ray is asked what it knows."""
+"""Ray is asked about at most this many hosts that do not answer."""
 
 
 def cluster_overview(
@@ -68,7 +68,7 @@ def cluster_overview(
 
 
 def _actor(name: str, namespace: str) -> dict[str, Any]:
-    """Return what Ray knows of a host that has not answered."""
+    """Return Ray's record of a host that has not answered."""
     known: dict[str, Any] = {"host_id": f"host-{name.removeprefix(HOST_NAME_PREFIX)}"}
     with suppress(ValueError, KeyError):  # it has ended meanwhile
         found = ray._private.state.actors(ray.get_actor(name, namespace=namespace)._actor_id.hex())

@@ -10,7 +10,7 @@ from statistics import median
 from spark_bridge.overview.model import Checkpoint, Operator, Overview, Query
 
 RECENT_CHECKPOINTS = 20
-"""So many of the last checkpoints are looked at."""
+"""At most this many of the last checkpoints are looked at."""
 
 
 @dataclass(frozen=True)

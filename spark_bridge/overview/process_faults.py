@@ -12,12 +12,12 @@ from spark_bridge.overview.processes import CoordinatorInfo, HostOverview, Locat
 SILENT_HOST_MS = 5_000
 """A host's heartbeats come every second, and its lease ends after ten."""
 RECENT_RESTART_MS = 600_000
-"""A process that was started again is told of for so long."""
+"""A process that was started again is reported for this long."""
 LEAST_FAILURES = 3
 """Fewer requests within a minute that fail and are repeated say nothing: each store has some."""
 LEAST_WAITING_MS = 10_000
 HANGING_MS = 30_000
-"""Storage that gives no answer for so long holds up batches."""
+"""Storage that gives no answer for this long holds up batches."""
 COORDINATOR_PROCESS = "coordinator"
 ALIVE = "ALIVE"
 """Ray's word for an actor whose process runs."""

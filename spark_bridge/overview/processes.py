@@ -14,7 +14,7 @@ class LocationTrouble:
     """Faults of one location of checkpoint storage, as one process sees them.
 
     ``failures`` requests have failed within the last minute, the last with ``error``, ``failed_ms`` ago; ``is_over`` if
-    one was answered behind that. ``waiting`` requests have had no answer for seconds, the longest for ``waiting_ms``.
+    one was answered after that. ``waiting`` requests have had no answer for seconds, the longest for ``waiting_ms``.
     """
 
     location: str

@@ -77,8 +77,8 @@ def serve_state(
     ``init_spark``. The actors end with ``stop``, or with this process.
 
     Raises ``InvalidStateStoreArgument`` for an unknown operator, a ``name`` that Ray cannot take and ``replicas`` below
-    1; ``SessionError`` if state is served by that name already; ``MissingFileError`` if there is no state;
-    ``VersionNotFoundError`` if no version is completed; ``EnvironmentProblemError`` if no Ray cluster answers at
+    1; ``SessionError`` if state is served by that name already; ``MissingFileError`` if there is no state. Raises
+    ``VersionNotFoundError`` if no version is completed, and ``EnvironmentProblemError`` if no Ray cluster answers at
     ``ray_address``.
     """
     if replicas < 1:
@@ -140,7 +140,7 @@ class StateServing:
 
     @property
     def coordinator_name(self) -> str:
-        """Return what clients in the Ray cluster give as ``coordinator_name`` to find the state."""
+        """Return the ``coordinator_name`` by which clients in the Ray cluster find the state."""
         return self._cluster.options.coordinator_name
 
     @property

@@ -74,9 +74,9 @@ def init_spark(
     any free port, and clients outside must be told the new port after a restart. ``request_limits`` are the limits of
     these answers.
 
-    Raises ``EnvironmentProblemError`` if Java is missing or the versions of RayDP and PySpark do not fit together,
-    ``SessionError`` if this process has a session already, ``num_hosts`` is below 1 or ``keep_serving`` below 0,
-    ``TlsError`` if certificates do not fit, ``InvalidRequestError`` if no node can take the coordinator.
+    Raises ``EnvironmentProblemError`` if Java is missing or the versions of RayDP and PySpark do not fit together.
+    Raises ``SessionError`` if this process has a session already, ``num_hosts`` is below 1 or ``keep_serving`` below 0.
+    Raises ``TlsError`` if certificates do not fit, and ``InvalidRequestError`` if no node can take the coordinator.
     """
     require_no_session()
     options = SessionOptions(
@@ -170,7 +170,7 @@ def attach(
 
 
 def scale_hosts(num_hosts: int | None) -> None:
-    """Have so many hosts in this process's session from now on; None for one per executor core.
+    """Have ``num_hosts`` hosts in this process's session from now on; None for one per executor core.
 
     Returns when further hosts are being started. Partitions move to them, and away from hosts that are to go, while the
     streams run: each is loaded by its new owner first, and handed over between two batches. Raises ``SessionError`` if
@@ -199,7 +199,7 @@ def _join(spark: SparkSession, options: SessionOptions, *, raydp_app: str | None
     from spark_bridge.session.settings import STATE_LOCATION_CONF, apply_settings, redact, spare_processes
     from spark_bridge.task import local_properties
 
-    # Behind Ray's start, whose hook may have set a provider.
+    # After Ray's start, whose hook may have set a provider.
     set_up(options.tracing, {"role": "driver", "namespace": options.namespace})
     apply_settings(spark)
     if raydp_app is not None:  # a session that is not ours goes on without our listener

@@ -152,7 +152,7 @@ def list_savepoints(base_path: str, storage_options: Mapping[str, str] | None = 
 def describe_savepoint(
     path: str, storage_options: Mapping[str, str] | None = None, *, check_files: bool = False
 ) -> SavepointInfo:
-    """Return what is in a savepoint: query, version, operators with their schemas and rows.
+    """Return the description of a savepoint: query, version, operators with their schemas and rows.
 
     With ``check_files`` every file is read and compared with what was written. Raises ``SavepointError``, and
     ``DamagedFileError`` that names all files that are missing or damaged.

@@ -27,8 +27,8 @@ class ChangeStreamReader(DataSourceStreamReader):  # type: ignore[misc]
     """Reads what completed versions change. An offset is a version; a batch has the changes between two of them.
 
     ``startingVersion`` is where a new stream begins: "state" (the default) with all rows of the version that is
-    completed then, as inserted; "latest" behind that version; "earliest" behind the oldest version that is kept; a
-    number behind that version. ``maxVersionsPerTrigger`` limits a batch. The query need not run.
+    completed then, as inserted; "latest" after that version; "earliest" after the oldest version that is kept; a
+    number after that version. ``maxVersionsPerTrigger`` limits a batch. The query need not run.
     """
 
     def __init__(self, options: SourceOptions, schema: StructType) -> None:
@@ -63,7 +63,7 @@ class ChangeStreamReader(DataSourceStreamReader):  # type: ignore[misc]
     def latestOffset(self, start: dict[str, int], limit: Any) -> dict[str, int]:
         """Return the last completed version, or the one up to which the limit lets a batch read.
 
-        Raises ``VersionNotFoundError`` if the query went back behind what the stream has read.
+        Raises ``VersionNotFoundError`` if the query went back to a version before what the stream has read.
         """
         from pyspark.sql.streaming.datasource import ReadMaxFiles
 
@@ -97,7 +97,7 @@ class ChangeStreamReader(DataSourceStreamReader):  # type: ignore[misc]
             source = self._source(begin, last)
         except VersionNotFoundError as error:
             raise VersionNotFoundError(
-                f"The changes behind version {begin} up to version {last} are no longer kept. {error} Start this "
+                f"The changes after version {begin} up to version {last} are no longer kept. {error} Start this "
                 "stream with a new checkpoint, and let the query that it reads keep more versions "
                 "(min_versions_to_retain)."
             ) from error

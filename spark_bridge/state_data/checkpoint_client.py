@@ -86,7 +86,7 @@ class CheckpointClient(QueryableStateClient):
         from_version: int | None = None,
         timeout: float | None = None,
     ) -> StoredWatch:
-        """Return what each completed version changes, as storage shows it; see ``StoredWatch``."""
+        """Return the changes of each completed version, as storage shows them; see ``StoredWatch``."""
         return StoredWatch(self.reads, operator, keys, state, query, from_version)
 
 
@@ -159,7 +159,7 @@ class StoredWatch:
             self._closed.wait(WATCH_POLL_SECONDS)
 
     def up_to(self, version: int) -> Iterator[StateChange]:
-        """Give the changes that are behind ``position``, up to a completed version."""
+        """Give the changes that are after ``position``, up to a completed version."""
         while self.position < version and not self._closed.is_set():
             yield from self._of_version(self.position + 1)
             self.position += 1

@@ -24,7 +24,7 @@ from spark_bridge.state_format.partition_rows import partition_rows
 from spark_bridge.state_format.stored_rows import VariableRows
 
 MAX_SELECTED_KEYS = 10_000
-"""Conditions that so many keys can meet, or more, leave out no partition."""
+"""Conditions that this many keys can meet, or more, leave out no partition."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def selected(
 def key_bounds(rows: VariableRows, conditions: Sequence[Comparison]) -> KeyBounds | None:
     """Return the range of keys outside which no row meets the conditions; None if no key is in the range.
 
-    Leading key columns in stored order that must be equal to one value bound the range, and the first one behind them
+    Leading key columns in stored order that must be equal to one value bound the range, and the first one after them
     by its comparisons. Columns of floats bound nothing: equal floats can be stored as different bytes.
     """
     prefix: list[pa.Scalar] = []

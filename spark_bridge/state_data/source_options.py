@@ -50,7 +50,7 @@ class SourceOptions:
     - ``flattenCollectionTypes`` (true), ``stateColumns`` (false): see ``state_batches``.
     - ``stateLocation``: ``spark.statestore.location`` of the query's session, if it was set.
     - ``storage.NAME``: a setting of the storage, as in ``storage_options``.
-    - ``snapshotStartBatchId``: rows are made of the last snapshots up to this batch and the changelogs behind them.
+    - ``snapshotStartBatchId``: rows are made of the last snapshots up to this batch and the changelogs after them.
     - ``readChangeFeed`` (false): the changes in place of the rows, as ``state_changes_batches`` gives them; of a table
       those of the batches from ``changeStartBatchId`` to ``changeEndBatchId`` (by default the last one), both included.
       A stream is always one of changes, and needs it.
@@ -185,7 +185,7 @@ def source_schema(options: SourceOptions) -> pa.Schema:
 
 
 def _from_snapshots(source: StateSource, version: int) -> StateSource:
-    """Return the source with no snapshots behind ``version``. Raises ``InvalidStateStoreArgument``."""
+    """Return the source with no snapshots after ``version``. Raises ``InvalidStateStoreArgument``."""
     pieces = tuple(_from_snapshot(piece, version) for piece in source.reading.pieces)
     return replace(source, reading=replace(source.reading, pieces=pieces))
 

@@ -40,12 +40,13 @@ def state_batches(
     is by default the last completed one; version N+1 is the state after batch N. ``as_of`` asks for the version that
     was the last completed one at a time: a datetime, or a text of ISO 8601; without a zone it is UTC.
 
-    The columns are first the key's. Then come the columns of the variable: of a value its fields; of a list the fields
-    of an element, one row per element in their order; of a map the columns of the user's key and of the value, one row
-    per entry; of timers ``expiration_timestamp_ms``; of an aggregate its results, or with ``state_columns`` the state
-    that it keeps. Then come ``ttl_expiration_ms`` if the variable has a TTL (rows that have expired and are not removed
-    yet are shown), ``key_group`` and ``partition_id``. A column whose name is taken already gets ``__value`` appended.
-    Without ``flatten`` a list or map is one row per key, in the column ``list_value`` or ``map_value``.
+    The columns are first the key's. Then come the columns of the variable. A value has its fields. A list has the
+    fields of an element, one row per element in their order. A map has the columns of the user's key and of the value,
+    one row per entry. Timers have ``expiration_timestamp_ms``. An aggregate has its results, or with ``state_columns``
+    the state that it keeps. Then come ``ttl_expiration_ms`` if the variable has a TTL (rows that have expired and are
+    not removed yet are shown), ``key_group`` and ``partition_id``. A column whose name is taken already gets
+    ``__value`` appended. Without ``flatten`` a list or map is one row per key, in the column ``list_value`` or
+    ``map_value``.
 
     ``state_location`` is the value of ``spark.statestore.location`` when the query ran, if it was set;
     ``storage_options`` are the settings of the storage. The query may run meanwhile, and is not disturbed. Raises
@@ -103,11 +104,11 @@ def state_changes_batches(
     """Return the changes of a state variable from one version to a later one, in batches.
 
     ``to_version`` is by default the last completed one. These are the changes of batches ``from_version`` to
-    ``to_version - 1``. There is a row per change, with the columns ``version`` (the version that the change led to),
-    ``change_type`` ("insert", "update" or "delete"), the columns of the key and of a map's user key, the structs
-    ``before`` and ``after`` of the value columns (null where there is no value), ``key_group``, and ``partition_id``
-    (in the layout of that version). Elements of lists are only inserted and deleted. Rows ascend by version within a
-    partition. Everything else is as in ``state_batches``.
+    ``to_version - 1``. There is a row per change. Its columns are ``version`` (the version that the change led to),
+    ``change_type`` ("insert", "update" or "delete"), and the columns of the key and of a map's user key. Then come the
+    structs ``before`` and ``after`` of the value columns (null where there is no value), ``key_group``, and
+    ``partition_id`` (in the layout of that version). Elements of lists are only inserted and deleted. Rows ascend by
+    version within a partition. Everything else is as in ``state_batches``.
     """
     place = find_state(checkpoint_location, state_location, storage_options)
     return _reader(

@@ -46,7 +46,7 @@ from spark_bridge.state_format.windowed_keys import window_place
 ADDRESS = "storage"
 """The address under which a router finds these reads in its own process."""
 MANIFEST_LOOK_SECONDS = 1.0
-"""Manifests that were read are taken for the last ones for so long."""
+"""Manifests that were read are taken for the last ones for this many seconds."""
 
 
 class StoredReads:
@@ -226,7 +226,7 @@ class StoredReads:
     def changes(self, request: ChangesRequest, keys: pa.BinaryArray | None) -> StateAnswer:
         """See ``StateReads``."""
         if request.after > request.until:
-            raise RequestError(f"Changes behind version {request.after} up to version {request.until}: there are none.")
+            raise RequestError(f"Changes after version {request.after} up to version {request.until}: there are none.")
         versions = self.versions()
         try:
             newest = versions.resolve(request.until)

@@ -39,7 +39,7 @@ def changes_by_version(
 def _touches(
     reading: Reading, piece: Piece, rows: VariableRows, wanted: GroupingKeyFilter | None, open_storage: OpenStorage
 ) -> bool:
-    """Return whether a changelog behind ``piece.since`` has pairs of the variable, and perhaps of the keys."""
+    """Return whether a changelog after ``piece.since`` has pairs of the variable, and perhaps of the keys."""
     storage = open_storage(reading.place.state_location, reading.place.options)
     since = piece.lineage.version if piece.since is None else piece.since
     for ref in piece.lineage.changelogs:

@@ -1,7 +1,7 @@
 """The names of the column families that operators keep state in; ``layouts`` has the columns that stand in them.
 
 A variable of a processor is in the family of its own name, or of ``stored_name`` where no file can have such a name.
-Lists, maps and timers are in further families, whose names have a part behind that. Clients and hosts import this
+Lists, maps and timers are in further families, whose names have a part after that. Clients and hosts import this
 module: it must not import Spark or pandas, whose import would delay their start.
 """
 
@@ -44,7 +44,7 @@ def stored_name(variable: str) -> str:
     """Return the name of the main family of a variable: that of the variable, or ASCII that says it.
 
     The latter is ``n.-`` and the name in UTF-8, where every byte but letters, digits and ``_`` is ``-`` and two
-    hexadecimal digits. No other family is called so: a name with ``.-`` in it is not kept as it is, and behind the
+    hexadecimal digits. No other family is called so: a name with ``.-`` in it is not kept as it is, and after the
     ``.-`` of a part stands no other ``-``.
     """
     if _PLAIN.fullmatch(variable) and PART_SEPARATOR not in variable:

@@ -3,7 +3,7 @@
 The key of a row begins with the columns of the grouping key, unless another column is named first.
 
 ============== ==================== ================ =============================================================
-kind           family               key behind it    value
+kind           family               key after it    value
 ============== ==================== ================ =============================================================
 rows           ``default``                           the state columns of an ``aggregate``, see ``state_columns``
 sessions       ``default``                           ``sessions`` (an array, ascending), ``__due``
@@ -67,7 +67,7 @@ DUE = "__due"
 LEFT, RIGHT = "left", "right"
 """The state variables of ``join``: the rows of each side that may still find a match."""
 MATCHED = "matched"
-"""Whether a row of ``join`` has found a match; behind the row's own columns, under another name if they have one."""
+"""Whether a row of ``join`` has found a match; after the row's own columns, under another name if they have one."""
 TAIL_NUMBER = -1
 """Stands for the last rows of a key, which are in no chunk, among the chunks of ``join`` by time."""
 EXPIRES_AT = "__expires_at"
@@ -99,7 +99,7 @@ def is_present(num_keys: int) -> pa.RecordBatch:
 
 
 def session_schema(keys: pa.Schema, time: pa.DataType, states: pa.Schema) -> OperatorSchema:
-    """Return what ``aggregate`` with session windows keeps.
+    """Return the schema of ``aggregate`` with session windows.
 
     ``time`` is the type of starts and ends, ``states`` are the state columns of the aggregator.
     """
@@ -113,7 +113,7 @@ def session_schema(keys: pa.Schema, time: pa.DataType, states: pa.Schema) -> Ope
 
 
 def deduplicate_schema(keys: pa.Schema, key_columns: tuple[str, ...], expiry: pa.DataType | None) -> OperatorSchema:
-    """Return what ``deduplicate`` keeps: the keys and, if keys expire, the time (of type ``expiry``) when each does.
+    """Return the schema of ``deduplicate``: the keys and, if keys expire, the time (of type ``expiry``) when each does.
 
     ``key_columns`` are the columns of the key in the order in which the user names them.
     """
@@ -136,7 +136,7 @@ def join_schema(
     by_time: Collection[str],
     settings: Mapping[str, str],
 ) -> OperatorSchema:
-    """Return what ``join`` keeps: the waiting rows of each side as a list, with the columns ``sides`` has for it.
+    """Return the schema of ``join``: the waiting rows of each side as a list, with the columns ``sides`` has for it.
 
     The sides that are named in ``by_time`` have their chunks by time as well.
     """

@@ -1,7 +1,8 @@
 """Changes of lists between two versions: the elements that were deleted, and those that were inserted.
 
-An element that stays is no change: the elements that the old and the new list have in common at their beginnings, then
-those at their ends, and the elements that stay where others left at the beginning and came at the end, as with a TTL.
+An element that stays is no change. These stay: the elements that the old and the new list have in common at their
+beginnings, then those at their ends. And where elements left at the beginning and came at the end, as with a TTL, those
+between.
 """
 
 from __future__ import annotations

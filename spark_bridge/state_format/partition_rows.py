@@ -80,7 +80,7 @@ def _sorted_parts(rows: VariableRows, family: str, batches: Iterator[pa.RecordBa
 
 
 def _decoded(rows: VariableRows, family: str, keys: pa.BinaryArray, values: pa.BinaryArray) -> DecodedRows:
-    """Return the rows of pairs, the key group behind the other columns."""
+    """Return the rows of pairs, the key group after the other columns."""
     decoded = rows.decode(family, keys, values)
     return DecodedRows(decoded.pair, [*decoded.columns, pa.array(key_groups_of(keys)[decoded.pair], pa.int32())])
 

@@ -33,7 +33,7 @@ def flat_ranges(starts: Offsets, counts: Offsets) -> Offsets:
 
 
 def offsets_of(counts: npt.NDArray[Any]) -> Offsets:
-    """Return the n+1 offsets of n lists of so many elements."""
+    """Return the n+1 offsets of n lists with these numbers of elements."""
     offsets = np.zeros(len(counts) + 1, np.int64)
     np.cumsum(counts, out=offsets[1:])
     return offsets

@@ -1,8 +1,8 @@
 """Makes the changes of a state variable from version to version: a row per changed value, element, entry or timer.
 
-After the change feed of Spark's state data source, which shows changed pairs. Here a row is shown only if it changed:
-a value that was written again as it was is no change, the entries of a map that has grown large stay, and of a list
-that was appended to only the new elements are shown.
+After the change feed of Spark's state data source, which shows changed pairs. Here a row is shown only if it changed. A
+value that was written again as it was is no change. The entries of a map that has grown large stay. Of a list that was
+appended to only the new elements are shown.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ def longs_of_key(values: npt.NDArray[np.int64]) -> pa.BinaryArray:
 
 
 def with_more(keys: pa.BinaryArray, more: pa.BinaryArray) -> pa.BinaryArray:
-    """Return keys with the bytes of further columns behind them."""
+    """Return keys with the bytes of further columns after them."""
     return join_columns([keys, more])
 
 
@@ -60,7 +60,7 @@ def without_last_long(keys: pa.BinaryArray) -> pa.BinaryArray:
 def expired_ranges(key_groups: tuple[int, int], until_ms: int) -> list[KeyRange]:
     """Return where the keys of ``by_expiry`` lie whose expiry is at most ``until_ms``, a range per key group.
 
-    ``key_groups`` are the first key group and the one behind the last.
+    ``key_groups`` are the first key group and the one after the last.
     """
     end = longs_of_key(np.array([min(until_ms + 1, np.iinfo(np.int64).max)]))[0].as_py()
     groups = [group.to_bytes(KEY_GROUP_BYTES, "big") for group in range(*key_groups)]

@@ -68,8 +68,9 @@ class DecodedRows:
 class VariableRows:
     """Makes the rows of one state variable.
 
-    The columns of a row are those of the key (``key``), those that tell the rows of one key apart (``inner``: the
-    user's key of a map entry, when a timer fires, the bounds of a session), and those of the value (``value``).
+    The columns of a row are those of the key (``key``), those that tell the rows of one key apart (``inner``), and
+    those of the value (``value``). ``inner`` is the user's key of a map entry, the time when a timer fires, or the
+    bounds of a session.
 
     With ``collect`` there is one row per key, which has all rows of a list or map in an array or map. With ``raw`` the
     rows of an aggregate have its state columns instead of its results. With ``alive_at`` (ms since 1970), expired

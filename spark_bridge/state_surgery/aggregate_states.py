@@ -1,4 +1,4 @@
-"""States of an ``aggregate`` made of rows, and merged, as its tasks do so."""
+"""Makes states of an ``aggregate`` from input rows, and merges states, as its tasks do."""
 
 from __future__ import annotations
 

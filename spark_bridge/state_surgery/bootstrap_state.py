@@ -166,7 +166,9 @@ def _operators(
 
 
 def _function(of_program: OfProgram, target: Target) -> Function:
-    """Return what makes state of input rows. Raises ``InvalidStateStoreArgument`` if the operator is no aggregate."""
+    """Return the function that makes state of input rows. Raises ``InvalidStateStoreArgument`` if the operator is no
+    aggregate.
+    """
     if of_program.aggregator is None or target.name[1] != DEFAULT_FAMILY or target.pairs.rows.kind == SESSIONS:
         raise InvalidStateStoreArgument(
             f"as_input=True makes states of the input rows of an aggregate without session windows, and "

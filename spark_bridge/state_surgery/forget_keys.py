@@ -57,11 +57,11 @@ def forget_keys(
     is told of each step. ``coordinator`` is that of the session by default.
 
     Reads and writes the partitions of the keys with all their changelogs; where windows are kept, those of the whole
-    operator. Raises, before anything is changed, ``UnknownQueryError``, ``MissingFileError`` (no checkpoint),
-    ``InvalidStateStoreArgument`` (no such operator, no keys), ``UnknownKeyOrNamespaceError`` (values that are no keys),
-    ``VersionNotFoundError`` (the last version must be recovered first: start the query once), ``InvalidRequestError``
-    (somebody else writes its files anew, or it stops with a savepoint). Raises ``StorageError`` and
-    ``DamagedFileError`` later: call it again then.
+    operator. Raises before anything is changed: ``UnknownQueryError``, ``MissingFileError`` (no checkpoint),
+    ``InvalidStateStoreArgument`` (no such operator, no keys), ``UnknownKeyOrNamespaceError`` (values that are no keys).
+    Raises as early ``VersionNotFoundError`` (the last version must be recovered first: start the query once) and
+    ``InvalidRequestError`` (somebody else writes its files anew, or it stops with a savepoint). Raises ``StorageError``
+    and ``DamagedFileError`` later: call it again then.
     """
     say = progress or log.info
     request = ForgetRequest(
@@ -90,7 +90,7 @@ def forget_keys(
 
 
 def _served(port: CoordinatorPort, place: StatePlace) -> list[RunningOperator]:
-    """Return the operators of the query with that state that this cluster runs, or reads on behind its end."""
+    """Return the operators of the query with that state that this cluster runs, or reads on after its end."""
     file = ManifestLog(CheckpointStorage.open(place.state_location, place.options), "reader").query_file()
     return [o for o in port.operators() if file is not None and o.query_id == file.query_id]
 

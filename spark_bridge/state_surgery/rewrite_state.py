@@ -83,10 +83,10 @@ def rewrite_state(
     rows of one key group, and with the backend ``file`` a partition; the rest is in Ray's object store, and on disk
     where that is full.
 
-    Raises, with nothing left at the new place, ``MissingFileError``, ``VersionNotFoundError``, ``SavepointError`` (the
-    new place is not empty), ``InvalidStateStoreArgument`` (no such operator or variable; rows that do not have the
-    columns of the state; keys that come several times), ``StorageError``, and what ``function`` raises. The idea is
-    that of Flink's State Processor API.
+    Raises ``MissingFileError``, ``VersionNotFoundError``, ``SavepointError`` (the new place is not empty),
+    ``StorageError``, and what ``function`` raises. Raises ``InvalidStateStoreArgument`` for an operator or a variable
+    that does not exist, for rows that do not have the columns of the state, and for keys that come several times.
+    Nothing is left at the new place then. The idea is that of Flink's State Processor API.
     """
     say = progress or log.info
     options = session_options(storage_options)
@@ -103,7 +103,7 @@ def rewrite_state(
     at = versions.resolve(version)
     if at == 0 and not state_only:
         raise InvalidStateStoreArgument(
-            f"No batch of {checkpoint_location} is committed yet, so there is nothing to go on behind: give "
+            f"No batch of {checkpoint_location} is committed yet, so there is nothing to go on after: give "
             "state_only=True for a new query that begins with the rewritten state."
         )
     rewritten = rewritten_operators(versions, at, operator, function)

@@ -13,7 +13,7 @@ from backends.exceptions import InvalidStateStoreArgument
 from spark_bridge.state_surgery.stages.first_stage import PackedRows, RowSource, packed, unpacked_rows
 
 SOURCE_BYTES = 64 << 20
-"""A task of the first stage gets about so many bytes of a table."""
+"""A task of the first stage gets about this many bytes of a table."""
 SOURCE_BATCH_ROWS = 1 << 16
 
 

@@ -91,7 +91,7 @@ class ArrowStatefulProcessorHandle:
     ) -> None:
         """Declare that each key has a row of ``schema``: a StructType, an Arrow schema, or DDL text.
 
-        The row is kept as a value state named ``name``. With ``ttl_ms``, it lives for so many milliseconds after the
+        The row is kept as a value state named ``name``. With ``ttl_ms``, it lives for that many milliseconds after the
         batch that wrote it. Raises ``StateDeclarationError`` for a second declaration, or for a schema that cannot be
         kept, and ``TimeModeError`` for a TTL without processing time.
         """

@@ -119,8 +119,8 @@ def transform_with_state_in_arrow(
 ) -> DataFrame:
     """Run a processor in columns over a stream by key; the processor's state is in the state store.
 
-    This is the fastest form where Arrow or numpy can do the work: ``processor``, an ``ArrowStatefulProcessor`` or a
-    function with the decorator ``@arrow_processor(state)``, is called once per partition and batch, with all rows,
+    This is the fastest form where Arrow or numpy can do the work. ``processor`` is an ``ArrowStatefulProcessor`` or a
+    function with the decorator ``@arrow_processor(state)``. It is called once per partition and batch, with all rows,
     their keys, and the state of the keys. The other arguments are those of ``transform_with_state``. Spark has no
     counterpart.
     """
@@ -192,7 +192,7 @@ def _transformed(
 
 
 def _declared(processor: Any, given: TransformArguments) -> OperatorSchema:
-    """Return what the processor's ``init`` declares, called on the driver with a handle that can only declare."""
+    """Return the declarations of the processor's ``init``, called on the driver with a handle that can only declare."""
     state = ProcessorState(processor, given.input.keys, given.time_mode, None)
     try:
         processor.init(state.handle)

@@ -62,7 +62,7 @@ class _Run:
     has_more: bool = True
 
     def read(self, num_bytes: int) -> None:
-        """Read at least so many bytes of rows more into memory, if there are so many."""
+        """Read at least ``num_bytes`` bytes of further rows into memory, if there are as many."""
         batches = (
             [] if self.rows is None or not self.rows.num_rows else [self.rows.append_column(KEY_COLUMN, self.keys)]
         )
@@ -224,7 +224,7 @@ def with_keys(steps: Iterator[RowStep], others: pa.BinaryArray, limit: int) -> I
     """Give the steps with ``others`` (sorted, distinct) among their keys; a key that no row has gets no rows.
 
     A step takes at most ``limit`` of these keys. A step that would take more is cut. Keys before the first key or
-    behind the last key of all steps make steps of their own, whose rows have no columns.
+    after the last key of all steps make steps of their own, whose rows have no columns.
     """
     no_rows = pa.RecordBatch.from_arrays([], names=[])
     held: RowStep | None = None
@@ -264,7 +264,7 @@ def _without_rows(keys: pa.BinaryArray, limit: int, no_rows: pa.RecordBatch) -> 
 
 
 def _in_parts(step: RowStep, limit: int) -> Iterator[RowStep]:
-    """Give the step, or, if it has more than ``limit`` keys, steps of so many keys."""
+    """Give the step, or, if it has more than ``limit`` keys, steps of ``limit`` keys each."""
     if len(step.keys) <= limit:
         yield step
         return

@@ -28,7 +28,7 @@ Reduce: TypeAlias = Callable[[Ids, int, pa.RecordBatch], tuple[Ids, pa.RecordBat
 
 ROWS_PER_PART = 1 << 18
 BYTES_PER_PART = 32 << 20
-"""So many rows, or bytes, of input are reduced at once."""
+"""At most this many rows, or bytes, of input are reduced at once."""
 ROWS_PER_MERGE = 1 << 20
 KEYED_SCAN_ROWS = 1 << 16
 KEYED_STEP_BYTES = 64 << 20
@@ -67,7 +67,7 @@ class StepSize:
         self._bytes = bytes_per_step
 
     def seen(self, num_keys: int, num_bytes: int) -> None:
-        """Learn how many bytes the rows of so many keys took."""
+        """Learn how many bytes the rows of ``num_keys`` keys took."""
         if num_keys:
             self.keys = max(1, min(1 << 18, self._bytes * num_keys // max(1, num_bytes)))
 

@@ -27,7 +27,7 @@ from spark_bridge.task.worker_process import settle_worker
 from spark_bridge.transport.protocol import TaskIdentity
 
 OUTPUT_ROWS = 1 << 16
-"""Output is given in batches of at most so many rows."""
+"""Output is given in batches of at most this many rows."""
 
 
 class Logic(Protocol):
@@ -88,7 +88,7 @@ class StateTask:
                     store.open()
                     timer.step("open_ms")
                 for output in self.logic.process(self._checked(first, batches, partition), store, timer):
-                    span.note(**timer.milliseconds)  # all of it, for output comes behind the commit
+                    span.note(**timer.milliseconds)  # all of it, for output comes after the commit
                     for start in range(0, output.num_rows, OUTPUT_ROWS):
                         yield output.slice(start, OUTPUT_ROWS)
                 span.note(**timer.milliseconds)
@@ -102,7 +102,7 @@ class StateTask:
         if partition != task_partition or not 0 <= partition < self.num_partitions:
             raise PartitionMismatchError(
                 f"Task {task_partition} of operator {self.operator!r} was given rows of shuffle partition {partition} "
-                f"of {self.num_partitions}: something behind the operator merges or renumbers its partitions "
+                f"of {self.num_partitions}: something after the operator merges or renumbers its partitions "
                 "(coalesce, union). Put .repartition(n) between the operator and it. No state was touched."
             )
         return partition
@@ -136,7 +136,7 @@ def task_span(task: TaskIdentity) -> spans.Span:
 
 
 def end_rows(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """Return the first and the last row: where Spark merges partitions, it puts their rows one behind the other."""
+    """Return the first and the last row: where Spark merges partitions, it puts their rows one after the other."""
     return batch.take([0, batch.num_rows - 1])
 
 

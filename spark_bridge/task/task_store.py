@@ -295,6 +295,6 @@ def _give_up(address: str, token: str) -> None:
 
 
 def _behind(ranges: Sequence[KeyRange], key: bytes) -> list[KeyRange]:
-    """Return the rest of ranges that are read one after the other, behind the last key that was read."""
+    """Return the rest of ranges that are read one after the other, after the last key that was read."""
     at = next(i for i, (start, end) in enumerate(ranges) if start <= key and (end is None or key < end))
     return [(key + b"\x00", ranges[at][1]), *ranges[at + 1 :]]

@@ -1,4 +1,4 @@
-"""The watermark's work: which rows are late, and which keys are done, by the event time of rows and keys.
+"""Applies the watermark: which rows are late, and which keys are done, by the event time of rows and keys.
 
 Spark computes the watermark, and the coordinator reads it from Spark's offset log for each batch (``BatchTimes``,
 ``coordinator_actor/durable/spark_commits.py``). A timestamp is compared with the watermark itself, a window by its end,
@@ -59,10 +59,10 @@ class EventTime:
         """Return the ranges in which all done keys lie, if this column is their first.
 
         Unless ``is_exact``, other keys lie there, too.
-        Windows are stored by their start: a window that begins behind the watermark cannot have ended.
+        Windows are stored by their start: a window that begins after the watermark cannot have ended.
         """
-        behind = np.array([min(watermark_ms * 1000 - self.window_us + 1, _MAX_TIME)])
-        time = pa.array(behind)
+        begin = np.array([min(watermark_ms * 1000 - self.window_us + 1, _MAX_TIME)])
+        time = pa.array(begin)
         first = pa.StructArray.from_arrays([time], ["start"]) if self.is_window else time
         end = encode_keys(pa.record_batch({self.column: first}), np.zeros(1, np.uint16))[0].as_py()[2:]
         # From the first byte of a key that has a time: keys without time come before.
@@ -87,7 +87,7 @@ def all_keys(key_groups: tuple[int, int]) -> list[KeyRange]:
 
 
 def between(ranges: Sequence[KeyRange], after: bytes | None, up_to: bytes | None) -> list[KeyRange]:
-    """Return the parts of ascending ranges that lie behind ``after`` and not behind ``up_to`` (None: no limit)."""
+    """Return the parts of ascending ranges that lie after ``after`` and not after ``up_to`` (None: no limit)."""
     if after is None and up_to is None:
         return list(ranges)
     clipped = []

@@ -42,9 +42,9 @@ UNREACHABLE = (
 )
 
 CONNECT_MS = 3000
-"""A host has so long to take a connection: the first packet is sent again after 1 s."""
+"""A host has this many seconds to take a connection: the first packet is sent again after 1 s."""
 SILENT_AGAIN_SECONDS = 0.5
-"""A host that was given up has so long to take a connection before it is called again."""
+"""A host that was given up has this many seconds to take a connection before it is called again."""
 REFUSED = (flight.FlightUnauthenticatedError, flight.FlightUnauthorizedError)
 
 
@@ -119,7 +119,7 @@ class HostClient:
         return self._action("coordinator", CoordinatorCall(method, args), Any)
 
     def describe(self) -> dict[str, Any]:
-        """Return what the host holds."""
+        """Return the description of the host."""
         described: dict[str, Any] = self._action("describe", {}, dict[str, Any])
         return described
 

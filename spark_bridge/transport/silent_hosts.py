@@ -25,13 +25,13 @@ from pathlib import Path
 log = logging.getLogger(__name__)
 
 SILENT_SECONDS = 2.0
-"""A call that has waited so long for its host makes the thread see whether the host is there."""
+"""A call that has waited this many seconds for its host makes the thread see whether the host is there."""
 CALL_WATCH_SECONDS = 1.0
 """Seconds between two looks at the calls under way."""
 PROBE_SECONDS = 2.0
-"""A host has so long to take a connection."""
+"""A host has this many seconds to take a connection."""
 FAILED_PROBES = 2
-"""After so many probes in a row without an answer a host counts as silent."""
+"""After this many probes in a row without an answer a host counts as silent."""
 
 _IPV4_IN_IPV6 = "::ffff:"
 
@@ -106,7 +106,7 @@ class SilentHosts:
 def silent_places(
     places: Collection[tuple[str, int]], *, refusals: bool = True, seconds: float = PROBE_SECONDS
 ) -> set[tuple[str, int]]:
-    """Return the places at which nobody takes a connection within so many ``seconds``.
+    """Return the places at which nobody takes a connection within ``seconds``.
 
     Without ``refusals``, those that refuse one are not among them: their machine is there.
     """

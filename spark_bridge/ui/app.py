@@ -39,7 +39,7 @@ from spark_bridge.ui.web import SafeHeaders, form_of
 
 STATIC = Path(__file__).with_name("static")
 MOST_PAGE_REQUESTS = 32
-"""So many requests are answered at once, watches apart; each may have a thread."""
+"""At most this many requests are answered at once, watches apart; each may have a thread."""
 SESSION_SECONDS = 12 * 3600
 _NEXT = re.compile(r"/(?![/\\])[\x21-\x7e]*")
 
@@ -172,7 +172,7 @@ class _Page:
             return PlainTextResponse(str(error), 400)
 
     def _granted(self, request: Request) -> Grant:
-        """Return what the request may do. Raises ``AccessDeniedError``."""
+        """Return the rights of the request. Raises ``AccessDeniedError``."""
         try:
             return self._verifier.verify(_token(request))
         except HostUnavailableError as error:

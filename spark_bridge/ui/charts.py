@@ -14,9 +14,9 @@ PHASES = ("tasks", "acknowledge", "manifest", "commit")
 WIDTH, HEIGHT = 600.0, 120.0
 MOST_DURATION_BARS = 60
 MOST_CELLS = 2_000
-"""So many cells are drawn of a heat map, over all hosts."""
+"""At most this many cells are drawn of a heat map, over all hosts."""
 MOST_HOSTS = 100
-"""So many rows are drawn of a heat map; the hosts with the highest values first."""
+"""At most this many rows are drawn of a heat map; the hosts with the highest values first."""
 SHADES = 8
 
 
@@ -146,7 +146,7 @@ MEASURES = ("keys", "bytes", "time", "rows")
 
 
 def partition_measure(partition: Partition, measure: str) -> float | None:
-    """Return what a partition has of a measure; None if it is not known."""
+    """Return the value of a measure for a partition; None if it is not known."""
     if measure == "keys":
         return partition.keys
     if measure == "bytes":

@@ -7,7 +7,7 @@ from datetime import date, datetime, timedelta
 from typing import Any
 
 MOST_CHARACTERS = 300
-"""So many characters of a value are shown."""
+"""At most this many characters of a value are shown."""
 
 
 def value(cell: Any) -> str:

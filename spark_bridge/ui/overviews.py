@@ -18,16 +18,17 @@ log = logging.getLogger(__name__)
 PAGE_FRESH_SECONDS = 1.0
 RECENT_SECONDS = 10.0
 RECENT_WAIT_SECONDS = 0.05
-"""A request waits so long for a newer overview than a recent one: pages stay quick where thousands of partitions take
-longer to be described, and where hosts are gone, which takes seconds."""
+"""A request waits at most this many seconds for a newer overview if the last one is younger than ``RECENT_SECONDS``:
+pages stay quick where thousands of partitions take longer to be described, and where hosts do not answer.
+"""
 OVERVIEW_WAIT_SECONDS = 1.0
-"""The same where the last overview is not recent any more, as for the first who looks again."""
+"""The same if the last overview is older than ``RECENT_SECONDS``, as for the first who looks again."""
 OLD_SECONDS = 30.0
-"""An overview that is older is not shown without a word."""
+"""An older overview is shown with a note of its age."""
 
 
 @dataclass(frozen=True)
-class Seen:
+class LastOverview:
     """An overview, and why there is no newer one, if somebody has tried to get one and failed."""
 
     overview: Overview
@@ -44,11 +45,11 @@ class SharedOverview:
         self._ask = ask
         self._clock = clock
         self._lock = threading.Lock()
-        self._seen: Seen | None = None
+        self._seen: LastOverview | None = None
         self._seen_at = 0.0
         self._asking: threading.Event | None = None
 
-    def get(self) -> Seen:
+    def get(self) -> LastOverview:
         """Return the overview, not older than ``PAGE_FRESH_SECONDS`` where it can be had in time.
 
         That is within ``RECENT_WAIT_SECONDS`` if the last one is younger than ``RECENT_SECONDS``, within
@@ -78,13 +79,13 @@ class SharedOverview:
             self._seen, self._seen_at, self._asking = made, self._clock(), None
         done.set()
 
-    def _next(self) -> Seen:
+    def _next(self) -> LastOverview:
         try:
-            return Seen(self._ask())
+            return LastOverview(self._ask())
         except (CoordinatorError, LookupError, SparkBridgeError, StateStoreError) as error:
             problem = str(error)
         except Exception as error:
             log.exception("The overview could not be made")
             problem = f"The overview could not be made ({type(error).__name__}); the log of this process says why."
-        last = self._seen or Seen(Overview(CLUSTER, int(time.time() * 1000)))
+        last = self._seen or LastOverview(Overview(CLUSTER, int(time.time() * 1000)))
         return replace(last, problem=problem)

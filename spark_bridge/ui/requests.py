@@ -22,7 +22,7 @@ from spark_bridge.ui.sign_in import form_token
 from spark_bridge.ui.system import StateTable, System, reference, tables_of
 
 if TYPE_CHECKING:
-    from spark_bridge.ui.overviews import Seen
+    from spark_bridge.ui.overviews import LastOverview
 
 MOST_NUMBER = 10**18
 
@@ -36,7 +36,7 @@ class PageCall:
     """
 
     system: System
-    seen: Seen
+    seen: LastOverview
     grant: Grant
     base: str
     path: str

@@ -62,7 +62,7 @@ def token_of_request(headers: Headers, cookies: Mapping[str, str]) -> str:
 
 
 def form_token(secret: str) -> str:
-    """Return what a form of a page must send back: it follows from a cookie that no other site can read."""
+    """Return the token that a form of a page must send back: it follows from a cookie that no other site can read."""
     return hmac.digest(secret.encode(), b"form of the page", "sha256").hex()
 
 

@@ -28,7 +28,7 @@ class System(Protocol):
         """Return the client, made when it is needed first."""
 
     def recent_changes(self, table: StateTable, since: int, until: int) -> Iterator[StateChange]:
-        """Give the changes of the completed versions behind ``since`` up to ``until``, in any order."""
+        """Give the changes of the completed versions after ``since`` up to ``until``, in any order."""
 
     def savepoints(self, query: Query, base: str | None = None) -> list[SavepointInfo]:
         """Return the savepoints below a directory, by default the one beside the state of the query."""
@@ -68,7 +68,7 @@ class StateTable:
 
     @property
     def title(self) -> str:
-        """Return what people call the table."""
+        """Return the name of the table for people."""
         of = self.operator if self.state == "default" else f"{self.operator}.{self.state}"
         return f"{of} of {self.query_title}"
 

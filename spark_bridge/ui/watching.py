@@ -20,9 +20,9 @@ from spark_bridge.ui.requests import PageCall
 
 MOST_WATCHES = 16
 BEAT_SECONDS = 5.0
-"""After so many seconds without a change a line is sent, so that a browser that has left is noticed."""
+"""After this many seconds without a change a line is sent, so that a browser that has left is noticed."""
 MOST_WATCH_ROWS = 50
-"""So many changed rows of one version are sent."""
+"""At most this many changed rows of one version are sent."""
 
 
 class PageWatches:

@@ -1,7 +1,7 @@
 """A bank goes on while machines are killed, lose their power, are cut off in both directions or one, and come back.
 
 The head is among those that are killed or lose their power. The application ends with the head, whose driver and Ray it
-needs; started again, it goes on behind the last version that was committed.
+needs; started again, it goes on after the last version that was committed.
 Money is conserved in every version that is answered: each has exactly the accounts that follow from its batches.
 ``STATESTORE_LOSSES_SEED`` repeats a run's draws, ``STATESTORE_LOSSES`` makes more or fewer of them.
 """

@@ -23,7 +23,7 @@ from backends.providers.standalone_provider import LocalStateStoreProvider
 from tests.simulation import scheduler as scheduling
 
 _kept: dict[str, tuple[LocalState, dict[bytes, bytes]]] = {}
-"""By the directory of the engine; what counts is that the directory has its marker."""
+"""By what the marker in the directory of the engine says: a directory may be moved."""
 PARTS = 2
 
 
@@ -46,9 +46,10 @@ class SimulatedEngine:
         self._marker = path / "MARKER"
         if not self._marker.exists():
             path.mkdir(parents=True, exist_ok=True)
-            self._marker.touch()
-            _kept[str(path)] = (LocalState(), {})
-        self.state, self._pairs = _kept[str(path)]
+            self._marker.write_text(str(len(_kept)))
+            _kept[str(len(_kept))] = (LocalState(), {})
+        self._name = self._marker.read_text()
+        self.state, self._pairs = _kept[self._name]
 
     @property
     def column_families(self) -> frozenset[str]:
@@ -100,7 +101,7 @@ class SimulatedEngine:
         self._keep(state, pairs)
 
     def _keep(self, state: LocalState, pairs: dict[bytes, bytes]) -> None:
-        self.state, self._pairs = _kept[str(self._path)] = (state, pairs)
+        self.state, self._pairs = _kept[self._name] = (state, pairs)
 
     def load_sorted(self, parts: Iterable[tuple[str, SortedPairs]], unfinished: LocalState) -> None:
         """Take pairs, part by part: the process may be killed in between."""

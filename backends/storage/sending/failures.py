@@ -61,7 +61,7 @@ def is_expired(error: BaseException, *, has_body: bool) -> bool:
 
 
 def is_out_of_range(error: BaseException) -> bool:
-    """Return whether a range begins behind the end of the file; one that only ends there is cut short."""
+    """Return whether a range begins after the end of the file; one that only ends there is cut short."""
     return _OUT_OF_RANGE.search(str(error)) is not None
 
 
@@ -78,7 +78,7 @@ def code(error: BaseException) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return what an error says, short enough for a message."""
+    """Return the text of an error, short enough for a message."""
     line = str(error).split("\n", 1)[0].split("<?xml", 1)[0].rstrip(": ")
     return f"{line}: {code(error)}" if code(error) else line
 

@@ -19,17 +19,19 @@ DoneOf: TypeAlias = Callable[[Collection[Future[Any]], float | None], Collection
 HEDGED_BYTES = 1 << 20
 """Requests of more bytes are made once."""
 REMEMBERED = 128
-"""So many durations of each kind say what is usual."""
+"""The usual duration is computed from this many durations of each kind."""
 FEWEST = 32
-"""Nothing is usual before so many requests."""
+"""Nothing is usual before this many requests."""
 USUAL_SHARE, TIMES_USUAL = 0.95, 1.5
 """A request is late that takes this many times as long as this share of its kind."""
 LEAST_SECONDS = 0.05
 """No request is late before."""
 SHARE, MOST_AT_ONCE = 0.05, 8.0
-"""Of all requests so many have a second one, and so many directly after each other: all are late if storage hangs."""
+"""At most this share of all requests is made twice, and at most this many in a row: all are late if storage hangs."""
 HEDGE_THREADS = 32
-"""So many requests are made by threads that may be left behind with the one that is late; others are made once."""
+"""At most this many requests are made by threads that may be left behind with the one that is late; others are made
+once.
+"""
 
 
 class Hedges:
@@ -61,7 +63,7 @@ class Hedges:
         return max(LEAST_SECONDS, TIMES_USUAL * known[int(USUAL_SHARE * len(known))])
 
     def first_answer(self, kind: str, attempt: Callable[[], T], on_second: Callable[[], None]) -> T:
-        """Return what ``attempt`` returns, which is called once more, by another thread, if the first call is late.
+        """Return the result of ``attempt``, which is called once more, by another thread, if the first call is late.
 
         ``on_second`` is called before the second call. The first call that returns wins; the other one goes on in its
         thread until it ends. Raises what the first call has raised if neither returns.

@@ -21,7 +21,7 @@ LEAST_RATE = 20.0
 GROWTH = 1.25
 """By so much the rate grows with each second in which the service refuses nothing."""
 FREE_AT = 2.0
-"""Nothing is held back any more once the rate is so many times the one at which the service refused."""
+"""Nothing is held back any more once the rate is this many times the one at which the service refused."""
 LONGEST_WAIT_SECONDS = 5.0
 """No request waits longer for its turn, however many wait."""
 

@@ -51,7 +51,7 @@ class Prices:
         return cls(**given)
 
     def dollars(self, used: Mapping[str, int]) -> float:
-        """Return what requests by kind and their bytes cost: see ``RequestCounts.at``."""
+        """Return the cost of requests by kind and of their bytes: see ``RequestCounts.at``."""
         requests = sum(
             used.get(kind, 0) * price
             for kind, price in (

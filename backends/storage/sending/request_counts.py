@@ -75,7 +75,7 @@ class RequestCounts:
 
 
 def used_since(now: Mapping[str, int], before: Mapping[str, int]) -> dict[str, int]:
-    """Return what was asked of a location between two answers of ``RequestCounts.at``.
+    """Return the requests to a location between two answers of ``RequestCounts.at``.
 
     What is lower than before was forgotten in between, and has begun anew at 0.
     """

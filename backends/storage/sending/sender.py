@@ -65,7 +65,7 @@ class RequestSender:
         on_second: Callable[[], None] | None = None,
         progress: Callable[[], int] = lambda: 0,
     ) -> T:
-        """Return what ``call`` returns, which makes a request, and is repeated while an error may pass.
+        """Return the result of ``call``, which makes a request, and is repeated while an error may pass.
 
         Raises ``StorageError`` once it has been repeated for ``retry_seconds`` without ``progress`` changing, and at
         once for an error that will not pass. ``FileExistsError`` passes through. With ``on_second`` the request may be
@@ -115,7 +115,7 @@ class RequestSender:
             wait = min(wait * 2, _LONGEST_WAIT_SECONDS)
 
     def _wait(self, seconds: float) -> None:
-        """Wait for so many seconds, and until it is the turn of a request of this bucket."""
+        """Wait for ``seconds``, and until it is the turn of a request of this bucket."""
         turn = 0.0 if self._traffic is None else self._traffic.pace.wait_seconds()
         if max(seconds, turn) > 0:
             self._sleep(max(seconds, turn))

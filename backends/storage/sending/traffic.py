@@ -36,7 +36,9 @@ class BucketTraffic:
         self._known: BoundedDict[str, Traffic] = BoundedDict(REMEMBERED_BUCKETS)
 
     def of(self, bucket: str, *, with_hedges: bool) -> Traffic:
-        """Return what the requests to a bucket share; ``bucket`` is its name with the service that has it."""
+        """Return the rate limit and the hedges that the requests to a bucket share; ``bucket`` is its name with the
+        service that has it.
+        """
         with self._lock:
             pace = AdaptiveRateLimit(bucket, self._clock, self._draw)
             return self._known.setdefault(bucket, Traffic(pace, Hedges() if with_hedges else None))

@@ -14,9 +14,9 @@ from backends.bounded_dict import BoundedDict
 from backends.storage.sending.failures import first_line, for_people
 
 FAILURE_SECONDS = 60.0
-"""A failure is told of for so long."""
+"""A failure is reported for this many seconds."""
 WAITING_SECONDS = 5.0
-"""A request that has had no answer for so long is told of."""
+"""A request that has had no answer for this many seconds is reported."""
 MOST_LOCATIONS = 1_000
 MOST_FAILURES = 100
 LONGEST_TEXT = 300
@@ -68,10 +68,10 @@ class TroubleTracker:
             place.kind, place.error = kind, f"{kind}: {text}"
 
     def read(self) -> list[dict[str, Any]]:
-        """Return what is wrong by location, as JSON types; nothing for storage that answers.
+        """Return the troubles by location, as JSON types; none for storage that answers.
 
         ``failures`` of the last minute (``MOST_FAILURES`` at most), the last with ``error``, ``failed_seconds`` ago;
-        ``answered_since``: a request of its kind was answered behind that failure; ``waiting`` requests have had no
+        ``answered_since``: a request of its kind was answered after that failure; ``waiting`` requests have had no
         answer for ``WAITING_SECONDS``, the longest for ``waiting_seconds``.
         """
         with self._lock:

@@ -16,7 +16,7 @@ from coordinator_actor.messages import HandOver, HostInfo
 log = logging.getLogger(__name__)
 
 REMEMBERED_HOSTS = 10_000
-"""Of so many hosts the newest incarnation is known, also when its lease is over."""
+"""The newest incarnation is known of at most this many hosts, also when its lease is over."""
 
 
 @dataclass
@@ -156,12 +156,12 @@ class HostRegistry:
         return list(self.nodes_of_session(session_id))
 
     def prolong(self, seconds: float, now: float) -> None:
-        """Let all leases run so many seconds longer."""
+        """Let all leases run ``seconds`` longer."""
         for lease in self.leases.values():
             lease.seen = min(now, lease.seen + seconds)
 
     def expire_nodes(self, nodes: Collection[str]) -> list[HostInfo]:
-        """Drop the hosts on these nodes. Return what they have said of themselves."""
+        """Drop the hosts on these nodes. Return their descriptions."""
         lost = [lease.info for lease in self.leases.values() if lease.info.node_id in nodes]
         for info in lost:
             del self.leases[info.host_id]

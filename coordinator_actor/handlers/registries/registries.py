@@ -44,7 +44,7 @@ class Registries:
             self.last_needed = self.clock()
 
     def prolong(self, seconds: float, now: float) -> None:
-        """Let all leases run so many seconds longer: those of hosts, of drivers, and of the coordinator itself."""
+        """Let all leases run ``seconds`` longer: those of hosts, of drivers, and of the coordinator itself."""
         with self.lock:
             self.hosts.prolong(seconds, now)
             for run in self.runs.by_id.values():

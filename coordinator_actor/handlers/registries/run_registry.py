@@ -22,7 +22,7 @@ STOPPED = "its query ended"
 
 
 @dataclass(frozen=True)
-class EndedQuery:
+class OverRun:
     """A run that is over, for clients that still ask for its state, and for people.
 
     ``at`` is in seconds since 1970: when it ended, or when its driver was last heard of. ``was_running``: its query had
@@ -54,11 +54,11 @@ class RunRegistry:
         self._clock = clock
         self.by_id: dict[str, QueryState] = {}
         self._expected: Counter[str] = Counter()
-        """Of each run that hosts have reported, how many reports are being taken up."""
+        """Run id to the number of hosts' reports about the run that are being processed."""
         self._changed = threading.Condition(lock)
         self._savepoints: dict[str, RunSavepoints] = {}
         self._over: BoundedDict[str, str] = BoundedDict(REMEMBERED_ENTRIES)
-        self._ended: BoundedDict[str, EndedQuery] = BoundedDict(REMEMBERED_ENTRIES)
+        self._ended: BoundedDict[str, OverRun] = BoundedDict(REMEMBERED_ENTRIES)
         self._ended_savepoints: BoundedDict[str, Future[str]] = BoundedDict(REMEMBERED_ENTRIES)
         self._failures: BoundedDict[str, str] = BoundedDict(REMEMBERED_ENTRIES)
 
@@ -125,7 +125,9 @@ class RunRegistry:
             return [run for run in self.by_id.values() if run.registration.session_id == session_id]
 
     def running(self, query: str, *, or_ended: bool = False) -> QueryState:
-        """Return the running query of that name, query id or run id; ``or_ended``: or else the ended one that is read.
+        """Return the running query of that name, query id or run id.
+
+        ``or_ended``: if none runs, the ended one that is still read.
 
         Raises ``UnknownQueryError`` if there is none, or more than one.
         """
@@ -158,20 +160,20 @@ class RunRegistry:
         with self._lock:
             self._over[run_id] = why
 
-    def ended(self) -> list[EndedQuery]:
+    def ended(self) -> list[OverRun]:
         """Return the runs that have ended."""
         with self._lock:
             return list(self._ended.values())
 
-    def lost(self) -> list[EndedQuery]:
+    def lost(self) -> list[OverRun]:
         """Return the runs whose drivers were lost while their queries ran, and which nobody has started again since."""
         with self._lock:
             there = {run.registration.state_location for run in self.by_id.values()}
             found = {e.registration.state_location: e for e in self._ended.values()}  # of a place, the last one
         return [e for at, e in found.items() if e.why == LEASE_OVER and e.was_running and at not in there]
 
-    def on(self, state_location: str) -> list[QueryState]:
-        """Return the registered runs whose state is there."""
+    def at_location(self, state_location: str) -> list[QueryState]:
+        """Return the registered runs whose state is at ``state_location``."""
         with self._lock:
             return [run for run in self.by_id.values() if run.registration.state_location == state_location]
 
@@ -208,7 +210,7 @@ class RunRegistry:
         """
         location = run.registration.state_location
         with self._lock:
-            running = next((other for other in self.on(location) if other.lifetime.is_current), None)
+            running = next((other for other in self.at_location(location) if other.lifetime.is_current), None)
             if running is not None:
                 raise RetiredRunError(f"Run {run.run_id} has been replaced by run {running.run_id}.")
             replaced = self._retire(location, run.run_id)
@@ -219,7 +221,7 @@ class RunRegistry:
 
     def _retire(self, location: str, run_id: str) -> list[QueryState]:
         """Replace the runs on a state, and return them. The lock is held."""
-        replaced = self.on(location)
+        replaced = self.at_location(location)
         for other in replaced:
             other.lifetime.retire(run_id)
             if other.lifetime.stopped_at is not None:  # its driver has reported its end already
@@ -239,10 +241,10 @@ class RunRegistry:
         run.lifetime.end()
         with self._lock:
             at = run.lifetime.driver_seen if why == LEASE_OVER else self._clock()
-            self._ended[run.run_id] = EndedQuery(run.registration, at, why, was_running)
+            self._ended[run.run_id] = OverRun(run.registration, at, why, was_running)
         self._end_work(run, why)
 
-    def failed(self, run_id: str, failure: str) -> None:
+    def note_failure(self, run_id: str, failure: str) -> None:
         """Take note of the error with which the query of a run has ended; "" if it has ended without one."""
         with self._lock:
             if failure:

@@ -6,7 +6,9 @@ import math
 from dataclasses import dataclass
 
 TOLD_SECONDS = 60.0
-"""So long hosts are told of the version again whose files were exchanged: an answer to a heartbeat may be lost."""
+"""For this many seconds hosts are told again of the version whose files were exchanged: an answer to a heartbeat may be
+lost.
+"""
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ attempt that was acknowledged last counts, so it takes another manifest. Spark's
   last task has come, or, if it comes in part, when the version completes.
 
 A stage is new if a lower one is known of that task. Of a task whose stage is not known, none is new. Manifests say the
-stage of each task. Behind a restart a host's report of a higher stage counts for more than the manifest, and one of the
+stage of each task. After a restart a host's report of a higher stage counts for more than the manifest, and one of the
 same stage does not: two hosts may report attempts of one stage, and the manifest knows which was the last.
 """
 
@@ -104,7 +104,7 @@ class RunningBatch:
         return task not in self._repeated
 
     def is_newer(self, task: TaskKey, stage: int | None) -> bool:
-        """Return whether a stage of a task is known to come behind the one in which the task has acknowledged last."""
+        """Return whether a stage of a task is known to come after the one in which the task has acknowledged last."""
         return stage is not None and stage > self._stages.get(task, stage)
 
     @property

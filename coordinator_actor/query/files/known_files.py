@@ -16,7 +16,7 @@ from backends.storage.checkpoint_storage import CheckpointStorage
 from backends.storage.file_ref import FileRef
 
 LISTED_EVERY = 10
-"""Files are listed in the first maintenance of a run, and in one of so many: a page of a listing costs as a PUT."""
+"""Files are listed in the first maintenance of a run, and in one of this many: a page of a listing costs as a PUT."""
 
 
 class KnownFiles:

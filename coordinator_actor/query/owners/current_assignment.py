@@ -88,7 +88,7 @@ class RunAssignment:
     later version is completed, that host does not know. ``new_owners`` load what they own before tasks ask for it.
 
     ``lock`` guards all changes here. Nobody waits for storage while it is held, so clients learn of owners while a
-    query's storage hangs. It is taken behind the lock of the run, and before that of the registries.
+    query's storage hangs. It is taken after the lock of the run, and before that of the registries.
     """
 
     def __init__(self) -> None:

@@ -21,7 +21,7 @@ Hashes = npt.NDArray[np.uint64]
 Counts = npt.NDArray[np.int64]
 
 SCORED_PARTITIONS = 1024
-"""Scores are computed for so many partitions at a time: with 200 hosts they fit the cache of a core."""
+"""Scores are computed for at most this many partitions at a time: with 200 hosts they fit the cache of a core."""
 _MULTIPLIER = np.uint64(0xD6E8FEB86659FD93)
 _SHIFT = np.uint64(32)
 
@@ -83,7 +83,7 @@ def shares(total: int, loads: Counts, nodes: Sequence[str], *, keep: bool = Fals
         members[node].append(host)
     groups = list(members.values())
     parts = [total * len(group) // len(nodes) for group in groups]
-    # Rounding a node up costs nothing, and saves so many moves out of its hosts.
+    # Rounding a node up costs nothing, and saves as many moves out of its hosts.
     savings = [
         _surplus(loads[group], part) - _surplus(loads[group], part + 1)
         for group, part in zip(groups, parts, strict=True)

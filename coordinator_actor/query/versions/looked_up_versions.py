@@ -15,12 +15,14 @@ PINNED_BATCHES = 2
 one before is committed.
 """
 KEPT_BATCHES = 100
-"""So many records of each query are kept, as many as the batches to which a user can go back (Spark's default)."""
+"""At most this many records of each query are kept, as many as the batches to which a user can go back (Spark's
+default).
+"""
 REMOVED_EVERY = 16
 PIN_SECONDS = 24 * 3600.0
-"""A query that has not looked anything up for so long keeps no version any more."""
+"""A query that has not looked anything up for this many seconds keeps no version any more."""
 LOOKUP_RECORD_SECONDS = 30 * PIN_SECONDS
-"""The records of a query that has not looked anything up for so long are removed."""
+"""The records of a query that has not looked anything up for this many seconds are removed."""
 
 
 class Versions(Protocol):

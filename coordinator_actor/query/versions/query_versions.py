@@ -20,7 +20,7 @@ Snapshots = dict[TaskKey, tuple[SnapshotRef, ...]]
 class QueryVersions:
     """The versions of one run along the chain of manifests. The lock of the run guards everything here.
 
-    ``chain`` has a manifest per version. ``completed`` is the version behind the last batch that Spark has committed;
+    ``chain`` has a manifest per version. ``completed`` is the version after the last batch that Spark has committed;
     the chain may have one more, prepared version. ``layouts`` are those of the run, by operator. ``unnamed`` are
     snapshots that no manifest of a completed version names yet. ``planned`` is the retention for the next manifest,
     ``recorded`` the retention that the last manifest says. ``descriptors`` has the contents of snapshots by path.

@@ -29,7 +29,7 @@ def drain(
 ) -> None:
     """Let the hosts of a node hand over their partitions while the streams run, and wait for that.
 
-    No host is started there from then on, until --undo. The exit code is 1 if hosts are still there behind --timeout.
+    No host is started there from then on, until --undo. The exit code is 1 if hosts are still there after --timeout.
 
     Examples: statestore drain 10.0.0.7; statestore drain 10.0.0.7 --undo
     """

@@ -13,7 +13,7 @@ COORDINATOR_ACTOR, HOST_ACTOR = "StateStoreCoordinator", "StateStoreHost"
 HOST_PREFIX = f"{HOST_ACTOR}-"
 WHOLE = -1
 MOST_LOOKED_AT = 500
-"""Of so many logs of other processes on a machine it is asked whether an actor that was started again wrote them."""
+"""At most this many logs of other processes on a machine are checked for an actor that was started again."""
 
 
 @dataclass(frozen=True)
@@ -107,14 +107,14 @@ def _of_earlier_processes(address: str, actor: Any, missing: list[str]) -> Itera
 def is_log_of(actor: str, begin: Iterable[str]) -> bool:
     """Return whether a log whose first lines are given was written for an actor that describes itself so.
 
-    The ports that the actor names behind its place are those of one process.
+    The ports that the actor names after its place are those of one process.
     """
     mark = f":actor_name:{actor.partition(' on ')[0]} on "
     return any(line.startswith(mark) for line in begin)
 
 
 def _reader(tail: int, *, is_begin: bool = False, **named: Any) -> Callable[[], Iterator[str]]:
-    """Return what reads the last lines of a log; with ``is_begin`` only what comes first of it."""
+    """Return the function that reads the last lines of a log; with ``is_begin`` only the first part of these."""
 
     def read() -> Iterator[str]:
         from ray.util.state import get_log

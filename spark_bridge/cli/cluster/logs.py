@@ -24,7 +24,7 @@ _LEVEL = re.compile(r"\b(DEBUG|INFO|WARNING|WARN|ERROR|CRITICAL)\b")
 
 @dataclass(frozen=True)
 class LogEvent:
-    """One event of a log: its first line, and those behind that belong to it, such as a traceback."""
+    """One event of a log: its first line, and those after that belong to it, such as a traceback."""
 
     source: str
     time: str
@@ -34,7 +34,7 @@ class LogEvent:
 
 def logs(
     query: QueryArgument = None,
-    tail: Annotated[int, typer.Option(min=1, help="Look at so many of the last lines of each log.")] = 10_000,
+    tail: Annotated[int, typer.Option(min=1, help="Look at this many of the last lines of each log.")] = 10_000,
     errors: Annotated[bool, typer.Option("--errors", help="Only warnings and errors.")] = False,
     everything: Annotated[bool, typer.Option("--all", help="Also lines that name no query.")] = False,
     address: Address = None,

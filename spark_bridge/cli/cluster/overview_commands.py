@@ -53,7 +53,7 @@ def queries(
 def checkpoints(
     source: Source,
     query: QueryArgument = None,
-    most: Annotated[int, typer.Option("--last", min=1, help="So many of the last checkpoints.")] = 20,
+    most: Annotated[int, typer.Option("--last", min=1, help="This many of the last checkpoints.")] = 20,
     requests: Annotated[bool, typer.Option("--requests", help="Requests by kind, bytes, cost in place of times.")] = (
         False
     ),

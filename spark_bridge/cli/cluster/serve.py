@@ -19,7 +19,7 @@ def serve(
     operator: Annotated[
         list[str] | None, typer.Option("--operator", help="Serve this operator; may be repeated. Default: all.")
     ] = None,
-    replicas: Annotated[int, typer.Option(min=1, help="So many hosts share the partitions.")] = 1,
+    replicas: Annotated[int, typer.Option(min=1, help="This many hosts share the partitions.")] = 1,
     name: Annotated[str, typer.Option(help="The name by which clients find the state.")] = "serving",
     follow: Annotated[bool, typer.Option("--follow", help="Go on to each version that the query completes.")] = False,
     scratch: Annotated[

@@ -99,7 +99,7 @@ def hosts_view(hosts: Iterable[HostOverview]) -> Table:
 
 
 def faults_view(faults: Iterable[Fault]) -> RenderableType:
-    """Return what is wrong, and what to do."""
+    """Return the faults with their remedies."""
     lines: list[RenderableType] = []
     for fault in faults:
         style = "bold red" if fault.severity == ERROR else "yellow"
@@ -138,7 +138,7 @@ def checkpoints_view(query: Query, most: int, prices: Prices) -> RenderableType:
 
 
 def requests_view(query: Query, most: int, prices: Prices) -> RenderableType:
-    """Return what each of the last checkpoints has asked of storage, the newest first, and what that costs."""
+    """Return the requests of each of the last checkpoints to storage, the newest first, and their cost."""
     shown = query.checkpoints[-most:]
     rows = (
         (

@@ -23,7 +23,7 @@ class Check:
 
 
 def checked(area: str, name: str, check: Callable[[], Iterable[Check]]) -> list[Check]:
-    """Return what a check says; a check that fails itself says so, and does not end the others."""
+    """Return the findings of a check; a check that fails itself is a finding, and does not end the others."""
     try:
         return list(check())
     except Exception as error:  # noqa: BLE001 - whatever fails on a sick machine is what somebody wants to know

@@ -72,7 +72,7 @@ def _overview(namespace: str, coordinator: str) -> Overview:
 
 
 def _asked_nodes() -> list[dict[str, Any]]:
-    """Return what each living node says of itself: its versions, and how far its clock is from this one."""
+    """Return the description of each living node: its versions, and how far its clock is from this one."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 

@@ -147,7 +147,7 @@ def _wrong_settings(settings: Mapping[str, str]) -> Iterator[Check]:
         )
     cores = settings.get("spark.task.cpus", "1")
     if cores.isdigit() and int(cores) > 1:
-        remedy = "Each state task takes so many cores: fewer partitions run at once. 1 is usual."
+        remedy = "Each state task takes this many cores: fewer partitions run at once. 1 is usual."
         yield check("spark.task.cpus", WARNING, remedy)
 
 

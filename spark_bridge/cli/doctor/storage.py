@@ -17,7 +17,7 @@ STORAGE_AREA = "storage"
 DOCTOR_PROBE = ".statestore-doctor"
 SLOW_WRITE_SECONDS = 0.5
 STORAGE_RETRY_SECONDS = 10.0
-"""A storage that fails is tried again for so long."""
+"""A storage that fails is tried again for this many seconds."""
 
 
 def _open(location: str, options: Mapping[str, str] | None = None) -> CheckpointStorage:

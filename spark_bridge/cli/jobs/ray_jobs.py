@@ -89,7 +89,7 @@ class RayJobs:
         except (ConnectionError, requests.RequestException) as error:
             self._away(error)
         except (AuthenticationError, RuntimeError, ValueError) as error:
-            # Ray has no error of its own for an id that is taken, nor for a request that broke off behind the start.
+            # Ray has no error of its own for an id that is taken, nor for a request that broke off after the start.
             if self.look(number) is not None:
                 return
             if SERVER_FAILED in str(error):  # a head that has just been started has nobody yet who takes jobs
@@ -128,7 +128,7 @@ class RayJobs:
         )
 
     def _client(self) -> PatientClient:
-        """Return a client. The address is looked up anew behind each failure: a new head may have another port."""
+        """Return a client. The address is looked up anew after each failure: a new head may have another port."""
         if self._connected is None:
             self._connected = PatientClient(self._address)
         return self._connected
@@ -147,7 +147,7 @@ class RayJobs:
         raise ClusterAwayError(f"{error}") from error
 
     def _print(self, number: int) -> None:
-        """Print the output of a run. Where the connection breaks, go on behind what is printed already."""
+        """Print the output of a run. Where the connection breaks, go on after what is printed already."""
         printed = 0
         while True:
             passed = 0

@@ -16,14 +16,12 @@ from spark_bridge.cli.jobs.supervision import ClusterAwayError, NotOursError, Pa
 from spark_bridge.cli.output import FAILED, complain
 
 STOP_SECONDS_VARIABLE = "RAY_JOB_STOP_WAIT_TIME_S"
-"""How long Ray waits behind SIGTERM before it kills a job; its own default is 3 s."""
+"""How long Ray waits after SIGTERM before it kills a job; its own default is 3 s."""
 
 
 def run(
     program: Annotated[Path, typer.Argument(help="The Python program of the stream.")],
-    arguments: Annotated[
-        list[str] | None, typer.Argument(help="Its arguments; behind -- if they begin with -.")
-    ] = None,
+    arguments: Annotated[list[str] | None, typer.Argument(help="Its arguments; after -- if they begin with -.")] = None,
     name: Annotated[
         str | None, typer.Option(help="Names the job; one program runs at a time under a name. Default: the file's.")
     ] = None,
@@ -46,23 +44,23 @@ def run(
     env: Annotated[list[str] | None, typer.Option(help="NAME=VALUE for the program; again for more.")] = None,
     python: Annotated[str | None, typer.Option(help="The Python on the head. Default: this one.")] = None,
     backoff_limit: Annotated[
-        int, typer.Option(min=0, help="Failures in a row behind which nothing is started again.")
+        int, typer.Option(min=0, help="Failures in a row after which nothing is started again.")
     ] = 20,
     healthy_after: Annotated[
-        float, typer.Option(min=0.0, help="Seconds; a run that took so long ends the row of failures.")
+        float, typer.Option(min=0.0, help="Seconds; a run that took at least this long ends the row of failures.")
     ] = 600.0,
     cluster_timeout: Annotated[
         float, typer.Option(min=0.0, help="Seconds to wait for a cluster that does not answer.")
     ] = 600.0,
     stop_timeout: Annotated[
-        int, typer.Option(min=1, help="Seconds that the program has to end behind SIGTERM, before it is killed.")
+        int, typer.Option(min=1, help="Seconds that the program has to end after SIGTERM, before it is killed.")
     ] = 30,
     output: Annotated[bool, typer.Option("--output/--no-output", help="Print what the program prints.")] = True,
 ) -> None:
     """Run the program of a stream as a job of Ray, and start it again whenever it fails.
 
     The driver runs on the head. When it dies, by itself, with RayDP's master or with a head that has no fault
-    tolerance, the program is started again behind 1 s, 2 s, 4 s and so on up to 60 s, and the stream goes on from its
+    tolerance, the program is started again after 1 s, 2 s, 4 s and so on up to 60 s, and the stream goes on from its
     checkpoint. SIGINT and SIGTERM stop the job. If this command itself is killed, the job runs on, and the same command
     watches it again.
 

@@ -2,7 +2,7 @@
 
 Ray starts a program that is submitted as a job on its head node, and says how the program ended; nothing of Ray starts
 the program again. The doubling delay and the name of the limit are those of a Kubernetes Job (``backoffLimit``). The
-cluster is behind ``Jobs``; clock and waits are handed in.
+cluster is called through ``Jobs``; clock and waits are handed in.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Protocol, TypeVar
 T = TypeVar("T")
 
 JOB_POLL_SECONDS = 1.0
-"""One request to Ray in so long."""
+"""Ray is asked once in this many seconds."""
 FIRST_RESTART_DELAY = 1.0
 LONGEST_RESTART_DELAY = 60.0
 STOP_SLACK = 30.0
@@ -26,7 +26,7 @@ STOP_SLACK = 30.0
 JOB_SUCCEEDED, JOB_STOPPED, JOB_FAILED = "SUCCEEDED", "STOPPED", "FAILED"
 
 ENDED_WELL, GAVE_UP, NOT_REACHED, STOPPED_ELSEWHERE = 0, 1, 2, 3
-"""Exit codes; behind a signal the code is 128 and its number, as in a shell."""
+"""Exit codes; after a signal the code is 128 and its number, as in a shell."""
 
 
 class ClusterAwayError(Exception):
@@ -95,7 +95,7 @@ class Patience:
     stop_timeout: float = 30.0
 
     def delay(self, failures: int) -> float:
-        """Return the seconds before the next start, behind so many failures in a row."""
+        """Return the seconds before the next start, after ``failures`` failures in a row."""
         return float(min(FIRST_RESTART_DELAY * 2.0 ** min(failures - 1, 16), LONGEST_RESTART_DELAY))
 
 
@@ -117,7 +117,7 @@ class Stop:
         return self._signal
 
     def wait(self, seconds: float) -> None:
-        """Wait so long, or until a signal comes."""
+        """Wait ``seconds``, or until a signal comes."""
         self._set.wait(seconds)
 
 

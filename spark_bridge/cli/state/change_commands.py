@@ -29,7 +29,7 @@ def watch(
     from_version: Annotated[
         int | None, typer.Option(min=0, help="Begin with the changes after this version; default: with the next ones.")
     ] = None,
-    changes: Annotated[int | None, typer.Option(min=1, help="End after so many changed rows.")] = None,
+    changes: Annotated[int | None, typer.Option(min=1, help="End after this many changed rows.")] = None,
     wait: Annotated[
         float, typer.Option(min=1.0, help="Seconds that a query may be gone, for a restart, until the watch ends.")
     ] = 30.0,
@@ -89,7 +89,7 @@ def diff(
 ) -> None:
     """Show the keys that were added, removed or changed from version V1 to V2. The exit code is 1 if there are any.
 
-    Version N+1 is the state behind batch N. Both versions are read, one batch of rows at a time.
+    Version N+1 is the state after batch N. Both versions are read, one batch of rows at a time.
 
     Examples: statestore diff user_totals 17 18; statestore diff user_totals 17 --summary --json;
     statestore diff user_totals 17 18 --checkpoint ck/ --format csv

@@ -77,7 +77,7 @@ def describe(
         f"Savepoint {made.checkpoint_id} of query {made.query_name or made.query_id} at {info.path}", soft_wrap=True
     )
     console.print(
-        f"State behind batch {made.batch_id} (version {made.version}), {info.rows:,} rows, {info.size:,} bytes"
+        f"State after batch {made.batch_id} (version {made.version}), {info.rows:,} rows, {info.size:,} bytes"
     )
     for operator in made.operators:
         for variable in operator.variables:
@@ -115,7 +115,7 @@ def restore(
     storage_option: Option = None,
     as_json: AsJson = False,
 ) -> None:
-    """Make the new CHECKPOINT_LOCATION from the savepoint at PATH; a query started there goes on behind it.
+    """Make the new CHECKPOINT_LOCATION from the savepoint at PATH; a query started there goes on after it.
 
     Example: statestore savepoint restore s3://bucket/savepoints/savepoint-clicks-7 s3://bucket/ck2 --num-partitions 8
     """
@@ -144,7 +144,7 @@ def restore(
 
 
 def _plain(info: SavepointInfo) -> dict[str, Any]:
-    """Return what people ask of a savepoint, without the names of its files."""
+    """Return the description of a savepoint for people, without the names of its files."""
     made = info.metadata
     if made is None:
         return {"path": info.path, "damage": info.damage}

@@ -23,7 +23,7 @@ CheckpointArgument = Annotated[
     str, typer.Argument(metavar="CHECKPOINT", help="Spark's checkpoint location of the query.")
 ]
 VersionOption = Annotated[
-    int | None, typer.Option(help="A version that is kept; version N+1 is the state behind batch N.")
+    int | None, typer.Option(help="A version that is kept; version N+1 is the state after batch N.")
 ]
 
 
@@ -120,7 +120,7 @@ def _verified(versions: StateVersions, version: int | None, rows: bool, as_json:
 def _unreadable(what: str, damages: list[Any], as_json: bool) -> typer.Exit:
     """Tell of a version that manifests hide, so that scripts find the damage where they look for others.
 
-    Return what ends the command.
+    Return the exception that ends the command.
     """
     unnamed = {"path": None, "operator": None, "partition": None, "version": None, "what": what}
     plain = {"version": None, "damages": damages or [unnamed], "is_sound": False, "error": what}

@@ -23,7 +23,7 @@ from spark_bridge.cli.storage_options import Option, options_of
 from spark_bridge.overview.model import to_plain
 
 SURGERY_COORDINATOR_SECONDS = 60.0
-"""A coordinator that does not answer for so long is given up."""
+"""A coordinator that does not answer for this many seconds is given up."""
 
 
 def forget(

@@ -6,13 +6,15 @@ A host knows which of its partitions have opened the batch and have not committe
 time. On object storage it also waits for as many as were at work at once in the batch before (``tasks_at_work.py``):
 tasks that start together open one after the other. On a local disk it waits for groups of some members only: few tasks
 at once sync files of their own as fast. To wait pays only as long as a write takes, so nobody waits longer than writes
-have taken lately, or than ``OBJECT_SECONDS``. The format is in ``backends/formats/changelog_group.py``.
+have taken lately, or than ``OBJECT_SECONDS``. A partition that is being loaded for minutes, or whose task has died, has
+let two waits of a batch pass, and is waited for no more. The format is in ``backends/formats/changelog_group.py``.
 """
 
 from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -25,18 +27,21 @@ from backends.tracing import spans
 from spark_bridge.host.commits.tasks_at_work import TasksAtWork
 
 LARGE_BYTES = 4 << 20
-"""A changelog of so many bytes goes alone: its transfer takes longer than a request, and the others would wait for it.
+"""A changelog of at least this many bytes goes alone: its transfer takes longer than a request, and the others would
+wait for it.
 """
 COMMIT_GROUP_BYTES = 16 << 20
-"""A group that has come to so many bytes waits for no more."""
+"""A group of at least this many bytes waits for no more."""
 LOCAL_SECONDS = 0.01
 """Nobody waits longer on a local disk, however slow it is lately: there a write costs nothing but its time."""
 OBJECT_SECONDS = 0.03
-"""So long a wait pays on object storage however fast it is lately: there each write costs money."""
+"""On object storage a wait of this many seconds pays however fast storage is: there each write costs money."""
 LOCAL_MEMBERS = 4
 """On a local disk nobody waits for a smaller group: few tasks at once sync their own files as fast as one for all."""
 FIRST_WRITE_SECONDS = 0.01
 """How long a write is taken to last before the first one of a run."""
+MISSED_WAITS = 2
+"""A partition that has not come in so many waits of a batch is not waited for until one such partition comes."""
 NEWEST_WRITE_SHARE = 0.25
 """How much the last write counts in how long writes take."""
 
@@ -71,15 +76,28 @@ class GroupCommit:
 class _Batch:
     """The newest batch of a run that this host has opened, which makes ``version``.
 
-    ``about_to_commit`` are the partitions for which tasks have asked in the batch and that have not committed since;
-    ``group`` is the one that still takes members. ``write_seconds`` is how long the run's writes have taken lately.
+    ``about_to_commit`` are the partitions for which tasks have asked in the batch and that have not committed since,
+    ``missed`` how many waits each of them has let pass. ``group`` is the one that still takes members.
+    ``write_seconds`` is how long the run's writes have taken lately.
     """
 
     version: int
     at_work: TasksAtWork
     write_seconds: float
     about_to_commit: set[tuple[str, int]] = field(default_factory=set)
+    missed: Counter[tuple[str, int]] = field(default_factory=Counter)
     group: GroupCommit | None = None
+
+    @property
+    def num_awaited(self) -> int:
+        """How many of those that are about to commit are waited for."""
+        return sum(self.missed[partition] < MISSED_WAITS for partition in self.about_to_commit)
+
+    def came(self, partition: tuple[str, int]) -> None:
+        """Take note of a commit: if nobody waited for it any more, others that were given up may come as well."""
+        self.about_to_commit.discard(partition)
+        if self.missed.pop(partition, 0) >= MISSED_WAITS:
+            self.missed.clear()
 
 
 class GroupCommits:
@@ -150,7 +168,7 @@ class GroupCommits:
 
     def _wait(self, batch: _Batch, group: GroupCommit, *, is_local: bool) -> None:
         """Wait for other members: as long as a write takes, and again while some have come, for ``linger`` at most."""
-        members, only_starts = len(group.members), not batch.about_to_commit
+        members, only_starts, awaited = len(group.members), not batch.num_awaited, set(batch.about_to_commit)
         until = self._clock() + (min(self._linger, LOCAL_SECONDS) if is_local else self._linger)
         came = 0
         while not group.is_closed and len(group.members) > came:
@@ -159,7 +177,10 @@ class GroupCommits:
             self._changed.wait_for(lambda: group.is_closed, min(pays, max(0.0, until - self._clock())))
             if is_local or self._clock() >= until:
                 break
-        if only_starts and not group.is_closed:
+        if group.is_closed:
+            return
+        batch.missed.update(awaited & batch.about_to_commit)
+        if only_starts:
             batch.at_work.waited(in_vain=len(group.members) == members)
 
     def _joined(self, member: GroupMember, *, is_object_storage: bool) -> tuple[_Batch | None, GroupCommit | None, int]:
@@ -172,7 +193,7 @@ class GroupCommits:
         batch = self._batches.get(meta.query_run_id)
         if batch is None or batch.version != meta.version:
             return None, None, 0  # late: nobody else commits that version
-        batch.about_to_commit.discard((meta.operator, meta.partition))
+        batch.came((meta.operator, meta.partition))
         group = batch.group
         if not self._linger or len(member.data) >= LARGE_BYTES:
             number = -1
@@ -181,10 +202,10 @@ class GroupCommits:
             number = group.add(member)
         if group is not None:
             if is_object_storage:
-                is_awaited = bool(batch.about_to_commit) or batch.at_work.expects_more()
+                is_awaited = batch.num_awaited > 0 or batch.at_work.expects_more()
             else:
-                expected = len(group.members) + len(batch.about_to_commit)
-                is_awaited = bool(batch.about_to_commit) and expected >= LOCAL_MEMBERS
+                num_awaited = batch.num_awaited
+                is_awaited = num_awaited > 0 and len(group.members) + num_awaited >= LOCAL_MEMBERS
             if not is_awaited or group.nbytes >= COMMIT_GROUP_BYTES:
                 self._close(group, meta)
         return (batch, None, 0) if number < 0 else (batch, group, number)

@@ -124,7 +124,7 @@ class TaskCommits:
     def _figures(
         self, instance: Instance, timings: Mapping[str, float], figures: OperatorFigures, seconds: float
     ) -> CommitFigures:
-        """Return what the history of checkpoints says of a task whose changelog took so many seconds."""
+        """Return the figures of a task for the history of checkpoints; its changelog took ``seconds``."""
         location = instance.registration.state_location
         with self._asking:
             used = instance.state.storage_used

@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 VAIN_WAITS = 3
-"""So many waits in a row for which nobody came: then nobody is waited for,"""
+"""After this many waits in a row in which nobody came, nobody is waited for,"""
 RETRY_BATCHES = 32
-"""for so many batches."""
+"""for this many batches."""
 
 
 @dataclass

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from coordinator_actor.messages import Completed
 
 KEPT_VERSIONS = 4
-"""The heads of so many versions of a run are known: as many versions as partitions may have in memory."""
+"""The heads of at most this many versions of a run are known: as many versions as partitions may have in memory."""
 KEPT_RUNS = 1000
-"""Versions of so many runs are known."""
+"""Versions of at most this many runs are known."""
 Heads = Mapping[str, Mapping[int, str]]
 """By operator and partition, the path of the changelog that made a version."""
 

@@ -17,7 +17,9 @@ from spark_bridge.host.coordination.registration import HostRegistration
 from spark_bridge.transport.protocol import TaskIdentity
 
 GRANT_SECONDS = 1.0
-"""For so long the tasks of a batch go by the coordinator's answer to the first of them: owners may have moved since."""
+"""Tasks of a batch use the coordinator's answer to the first of them for this many seconds: owners may have moved
+since.
+"""
 
 
 @dataclass(frozen=True)

@@ -23,9 +23,10 @@ from spark_bridge.host.coordination.registration import HostRegistration
 from spark_bridge.host.held.held_partitions import HeldPartitions
 
 PREPARED_LOOK_SECONDS = 0.002
-"""Between two looks for one version lies at least so long, however many readers wait for the next one."""
+"""Between two looks for one version lie at least this many seconds, however many readers wait for the next one."""
 HANGS_SECONDS = 0.5
-"""A reader waits so long for a look that another one began: a waiting one takes room from readers of other runs."""
+"""A reader waits at most this many seconds for a look that another one began: it takes room from readers of other runs.
+"""
 MAX_RUNS = 1000
 
 
@@ -90,7 +91,7 @@ class PreparedVersions:
 
         That is if this host has no lease: behind a cut cable it is asked by clients that still reach it. Or if it gives
         partitions away. Or if it has registered again, and has had no part in a version since: others may have made the
-        next one before. As long as Spark has committed no batch behind the last one that is known here, its answers are
+        next one before. As long as Spark has committed no batch after the last one that is known here, its answers are
         right.
         """
         newest = self._completed.newest(run_id)

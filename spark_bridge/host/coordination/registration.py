@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 REGISTER_SECONDS = 1.0
-"""For readers, of which there may be any number, the host registers again at most once in so many seconds."""
+"""For readers, of which there may be any number, the host registers again at most once in this many seconds."""
 _UNKNOWN = (UnknownRunError, UnknownHostError, StaleOwnerError)
 
 

@@ -13,13 +13,15 @@ from spark_bridge.host.coordination.registration import HostRegistration
 from spark_bridge.host.held.held_partitions import HeldPartitions
 
 ASK_SECONDS = 0.02
-"""So long after one question for the completed version the next one is asked, however many readers wait for it."""
+"""The completed version is asked for at most once in this many seconds, however many readers wait for it."""
 UNKNOWN_RUN_SECONDS = 0.5
-"""For so long a host believes that there is no such run: any client may name any run, and each question costs."""
+"""A host believes for this many seconds that there is no such run: any client may name any run, and each question
+costs.
+"""
 IDLE_RUN_SECONDS = 60.0
-"""For so long a host without partitions of a run remembers what the coordinator has said of the run last."""
+"""A host without partitions of a run remembers for this many seconds what the coordinator said of the run last."""
 MOST_ASKED = 1000
-"""The host knows of so many runs when it has asked for them."""
+"""The host knows of at most this many runs when it has asked for them."""
 
 
 @dataclass

@@ -97,7 +97,7 @@ class HeldPartitions:
             self._exchanged.pop(run_id, None)
 
     def report(self) -> HostReport:
-        """Return what a coordinator that starts anew must know from this host."""
+        """Return the report of this host to a coordinator that starts anew."""
         with self.lock:
             pending = tuple(a for i in self.instances.values() for a in list(i.acknowledged.values()))
             held: dict[str, dict[str, list[int]]] = {}

@@ -14,7 +14,7 @@ from backends.partition.partition_state import PartitionState
 from coordinator_actor.messages import Acknowledge, OperatorFigures, OperatorSpec, QueryRegistration
 
 REMEMBERED_COMMITS = 4
-"""A host keeps the figures of so many commits: progress is often asked for when the next batch has begun."""
+"""A host keeps the figures of at most this many commits: progress is often asked for when the next batch has begun."""
 InstanceKey = tuple[str, str, int]
 """Query id, operator, partition."""
 RunKey = tuple[str, str, int]
@@ -66,12 +66,16 @@ class Instance:
     seen_version: int = -1
     """The version at the last maintenance, which alone writes this and ``written_out``; -1 before the first one."""
     written_out: int = -1
-    """The version at which the engine has written its memory to files for others' sake."""
+    """The version at which the engine has written its memory to files, so that other partitions have room."""
     is_read: bool = True
-    """Whether a query has read it since the last maintenance; the partitions of ended queries go that nobody reads."""
+    """Whether a query has read the partition since the last maintenance, which unloads unread partitions of ended
+    queries.
+    """
     key_windows: KeyWindows | None = None
     kept_since: float = 0.0
-    """When a load of it ended that did not come through, by the host's clock. The lock of its loading guards it."""
+    """When the last unfinished load of the partition ended, by the host's clock. The partition's loading lock guards
+    it.
+    """
 
     @property
     def key(self) -> InstanceKey:
@@ -102,7 +106,7 @@ class Instance:
     def describe(self) -> dict[str, object]:
         """Return version, size and last commits, as JSON types. Raises ``StoreClosedError`` as ``size`` does.
 
-        A commit has ``keys``, the number of keys behind it, once it is applied: readers see a version before that.
+        A commit has ``keys``, the number of keys after it, once it is applied: readers see a version before that.
         """
         commits, keys_at = self.commits, self.keys_at
         keys = {v: {"keys": keys_at[v]} for v in commits if v in keys_at}

@@ -86,7 +86,9 @@ class CopyLoading:
         return watches[0].progress() if watches else LoadProgress()
 
     def due_leases(self) -> list[tuple[str, Callable[[], None]]]:
-        """Return what renews the leases of loads under way that are due, each with its run: a step may take long.
+        """Return, for each load under way whose lease is due, the run id and the function that renews the lease.
+
+        A renewal may take long.
 
         The files of a load that nobody waits for any more are let go, though storage may keep its thread for ever.
         """

@@ -60,7 +60,7 @@ class FileLease:
     def renew(self) -> None:
         """Renew the lease if that is due: one message in ``FILES_RENEW_SECONDS``.
 
-        A load calls this behind each of its steps. A failure is logged, since the load may be
+        A load calls this after each of its steps. A failure is logged, since the load may be
         through before the lease has run out.
         """
         if not self.is_due:

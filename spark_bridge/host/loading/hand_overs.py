@@ -1,7 +1,7 @@
 """Partitions that change hands: copies of those that are this host's own now, or are to become so, and own ones to go.
 
 The coordinator names both with each heartbeat (``HostOrders.warm_up`` and ``giving``). A partition that is to become
-this host's own is loaded as a copy, and again behind each version, while the owner goes on (Kafka Streams: warm-up
+this host's own is loaded as a copy, and again after each version, while the owner goes on (Kafka Streams: warm-up
 replicas). Partitions of a lost host, and those that a query begins with, are loaded in the same way before tasks ask
 for them. The first task that opens the partition here goes on from the copy. While own partitions may go, this host
 takes no version for the newest without a look at Spark's log: another host may have made the next version.
@@ -26,13 +26,13 @@ from spark_bridge.host.loading.partition_loading import PartitionLoading
 log = logging.getLogger(__name__)
 
 WANTED_SECONDS = 10.0
-"""The load of a copy ends if the coordinator has not asked for it for so long."""
+"""The load of a copy ends if the coordinator has not asked for it for this many seconds."""
 LANES = 4
-"""So many copies of a run are loaded side by side."""
+"""At most this many copies of a run are loaded side by side."""
 MOST_LOADS = 16
-"""So many copies are loaded side by side for all runs."""
+"""At most this many copies are loaded side by side for all runs."""
 AGAIN_SECONDS, LONGEST_AGAIN_SECONDS = 1.0, 60.0
-"""A copy that could not be loaded is tried again behind so long, and behind twice as long each time."""
+"""The seconds until a copy that could not be loaded is tried again; twice as many after each further failure."""
 
 _Copy = tuple[str, str, int, str | None]
 """Run id, operator, partition and head of a copy."""

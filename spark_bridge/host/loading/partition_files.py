@@ -22,7 +22,7 @@ from backends.storage.shared_objects import SharedObjects
 from coordinator_actor.messages import OperatorSpec, QueryRegistration
 
 MOST_STORAGES = 64
-"""So many storages are remembered: one for each running query, and those of runs before."""
+"""At most this many storages are remembered: one for each running query, and those of runs before."""
 
 
 class PartitionFiles:
@@ -63,7 +63,7 @@ class PartitionFiles:
             if left.name not in {*other_runs, registration.run_id}:
                 shutil.rmtree(left, ignore_errors=True)  # of an incarnation that was killed
         directory = partition_directory(spec.name, spec.num_partitions, partition)
-        local = runs / registration.run_id / directory
+        local = self._local(registration, spec, partition)
         storage = self._storage_of(registration)
         conf = with_changes(self._conf, provider=spec.backend)
         with writing_to(local):
@@ -72,6 +72,29 @@ class PartitionFiles:
             except ConcurrentCommitError:
                 # That incarnation is not quite dead.
                 return open_partition(local.with_name(f"{local.name}-{self._incarnation}"), storage, directory, conf)
+
+    def hand_on(
+        self, left: PartitionState, registration: QueryRegistration, spec: OperatorSpec, partition: int
+    ) -> bool:
+        """Move the local files of a closed partition to where ``open_own`` looks for them; return whether they exist.
+
+        They are of an older run of the query, or of this one. A head names what made a version, whichever run goes on
+        from it: ``PartitionState.load`` finds out whether the files are of the run's lineage.
+        """
+        local = self._local(registration, spec, partition)
+        if left.local_dir == local:
+            return True
+        shutil.rmtree(local, ignore_errors=True)
+        local.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            left.local_dir.rename(local)
+        except FileNotFoundError:  # the directory of the run that is over was removed meanwhile
+            return False
+        return True
+
+    def _local(self, registration: QueryRegistration, spec: OperatorSpec, partition: int) -> Path:
+        directory = partition_directory(spec.name, spec.num_partitions, partition)
+        return self._local_dir / registration.query_id / registration.run_id / directory
 
     def open_copy(self, registration: QueryRegistration, directory: str, backend: str, local: Path) -> PartitionState:
         """Open an empty state in ``local``, into which versions of the partition in ``directory`` can be loaded.

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from typing import TypeVar
 
 from backends.exceptions import (
@@ -40,9 +41,9 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 LOADED_FILES_SECONDS = 600.0
-"""What a load has left that did not come through is removed if no other goes on with it for so long."""
+"""Files of an unfinished load are removed if no other load has continued with them for this many seconds."""
 SHARED_LOAD_SECONDS = 10.0
-"""So long a read waits for a task's load of the same partition: its thread is needed for reads of other queries."""
+"""A read waits at most this many seconds for a task's load of the partition: its thread is needed for other reads."""
 
 
 class PartitionLoading:
@@ -74,7 +75,7 @@ class PartitionLoading:
         self._version_requests = version_requests
         self._counters = counters
         self._locks: dict[InstanceKey, threading.Lock] = {}
-        self._loading_runs: dict[object, str] = {}
+        self._loading_runs: dict[object, set[str]] = {}
         self._clock = clock
         # What was loaded in part, and the loads under way with what they are for.
         self._kept: dict[InstanceKey, Instance] = {}
@@ -109,9 +110,9 @@ class PartitionLoading:
                 "Ask again in a moment."
             )
         try:
-            with self._noted_as_loading(grant.registration.run_id):
+            with self._noted_as_loading(grant.registration.run_id, key):
                 with self._watching(key, grant, is_abandoned) as watch:
-                    instance = self._brought(grant, operator, partition, watch, for_read=for_read)
+                    instance = self._bring_to_grant(grant, operator, partition, watch, for_read=for_read)
                 assert instance is not None
                 return instance
         finally:
@@ -128,8 +129,8 @@ class PartitionLoading:
             self._end_older_load(key, grant)
             return None
         try:
-            with self._noted_as_loading(grant.registration.run_id):
-                return self._brought(grant, operator, partition, None, for_read=False)
+            with self._noted_as_loading(grant.registration.run_id, key):
+                return self._bring_to_grant(grant, operator, partition, None, for_read=False)
         finally:
             lock.release()
 
@@ -152,10 +153,10 @@ class PartitionLoading:
             trace = trace_ids.batch(run_id, grant.version + 1)
             with (
                 spans.span("host.warm_up", trace, operator=operator, partition=partition),
-                self._noted_as_loading(run_id),
+                self._noted_as_loading(run_id, key),
                 self._watching(key, grant, is_abandoned) as watch,
             ):
-                self._brought(grant, operator, partition, watch, for_read=False, holds=False)
+                self._bring_to_grant(grant, operator, partition, watch, for_read=False, holds=False)
         finally:
             lock.release()
 
@@ -185,7 +186,7 @@ class PartitionLoading:
             return None
         return kept.loaded_at
 
-    def _brought(
+    def _bring_to_grant(
         self,
         grant: OpenGrant,
         operator: str,
@@ -205,27 +206,24 @@ class PartitionLoading:
             kept = self._kept.pop(key, None)
             instance = self._held.instances.get(key)
             self._held.registrations[registration.run_id] = registration
-        if kept is not None and kept.registration.run_id != registration.run_id:
+        left: Instance | None = None
+        if kept is not None and (kept.registration.run_id != registration.run_id or kept.state.is_closed):
             if grant.epoch < kept.epoch:
                 self._keep(kept)
                 raise _replaced(registration.run_id, kept)
-            _destroy(kept)
-            kept = None
+            kept, left = None, kept
         if kept is not None and grant.version < kept.state.version:
             _destroy(kept)
             kept = None
         if instance is not None and instance.registration.run_id != registration.run_id:
             self._retire(instance, grant)
-            instance = None
+            if left is not None:
+                _destroy(left)
+            instance, left = None, instance
         if instance is None:
             instance = kept
         if instance is None:
-            with self._held.lock:
-                others = [*self._held.instances.values(), *self._kept.values()]
-                runs = {*(i.registration.run_id for i in others), *self._loading_runs.values()}
-            spec = spec_of(registration, operator)
-            state = self._with_room(lambda: self._files.open_own(registration, spec, partition, runs), drops=holds)
-            instance = Instance(registration, operator, partition, state, loaded_at=grant.version)
+            instance = self._opened(grant, operator, partition, left, drops=holds)
         elif grant.version < instance.state.version:
             if for_read:
                 return instance
@@ -234,7 +232,7 @@ class PartitionLoading:
             )
         instance.epoch = grant.epoch
         try:
-            is_there = self._advanced(instance, grant, watch, is_right=instance is not kept, drops=holds)
+            is_there = self._advance_making_room(instance, grant, watch, is_whole=instance is not kept, drops=holds)
         except BaseException as error:
             self._held.remove(instance)
             if _leaves_files_right(error) and (watch is None or not watch.is_over):
@@ -251,16 +249,42 @@ class PartitionLoading:
             self._keep(instance)
         return None
 
-    def _advanced(
-        self, instance: Instance, grant: OpenGrant, watch: LoadWatch | None, *, is_right: bool, drops: bool
+    def _opened(
+        self, grant: OpenGrant, operator: str, partition: int, left: Instance | None, *, drops: bool
+    ) -> Instance:
+        """Open a partition, with the local files that were left of it here, if there are some (Flink: local recovery).
+
+        ``left`` is of an older run of the query, or was laid aside. Of another layout or backend its files are removed.
+        """
+        registration = grant.registration
+        spec = spec_of(registration, operator)
+        goes_on = False
+        if left is not None:
+            _close(left)
+            same = (left.spec.num_partitions, left.spec.backend) == (spec.num_partitions, spec.backend)
+            goes_on = same and self._files.hand_on(left.state, registration, spec, partition)
+            if not goes_on:
+                _destroy(left)
+        with self._held.lock:
+            others = [*self._held.instances.values(), *self._kept.values()]
+            runs = {*(i.registration.run_id for i in others), *chain.from_iterable(self._loading_runs.values())}
+        state = self._with_room(lambda: self._files.open_own(registration, spec, partition, runs), drops=drops)
+        instance = Instance(registration, operator, partition, state, loaded_at=grant.version)
+        if left is not None and goes_on:
+            log.info("Opened %s with the files left here, at version %d", instance, state.version)
+            instance.snapshot_version, instance.rescaled_at = left.snapshot_version, left.rescaled_at
+        return instance
+
+    def _advance_making_room(
+        self, instance: Instance, grant: OpenGrant, watch: LoadWatch | None, *, is_whole: bool, drops: bool
     ) -> bool:
         is_first = True
 
         def advance() -> bool:
             nonlocal is_first
-            is_untouched, is_first = is_right and is_first, False
+            is_untouched, is_first = is_whole and is_first, False
             with instance.commit_lock:
-                return self._advance(instance, grant, watch, is_right=is_untouched)
+                return self._advance(instance, grant, watch, is_whole=is_untouched)
 
         return self._with_room(advance, drops=drops)
 
@@ -290,6 +314,14 @@ class PartitionLoading:
             self._drop(lambda kept: now - kept.kept_since > LOADED_FILES_SECONDS)
         else:
             self._drop(lambda kept: kept.registration.run_id == run_id)
+
+    def close(self) -> None:
+        """Unload everything, and remove the local files."""
+        for instance in self._held.all():
+            self.unload(instance)
+        self._drop(lambda kept: True)
+        for run_id in {*self._held.registrations}:
+            self.unload_run(run_id)
 
     def _drop(self, is_meant: Callable[[Instance], bool]) -> int:
         """Remove what was loaded in part, where nobody goes on with it. Return of how many partitions."""
@@ -322,7 +354,9 @@ class PartitionLoading:
         return [f"{watch.what}: {watch.progress()}" for _, watch in list(self._watches.values())]
 
     def due_leases(self) -> list[tuple[str, Callable[[], None]]]:
-        """Return what renews the leases of loads under way that are due, each with its run: a step may take long.
+        """Return, for each load under way whose lease is due, the run id and the function that renews the lease.
+
+        A renewal may take long.
 
         The files of a load that nobody waits for any more are let go, though storage may keep its thread for ever.
         """
@@ -364,7 +398,7 @@ class PartitionLoading:
             watched[1].end(f"run {run_id} has replaced run {watched[0].registration.run_id}", is_over=True)
 
     def _retire(self, instance: Instance, grant: OpenGrant) -> None:
-        """Unload a partition of another run of the query: it makes room for the run of the grant, which is newer."""
+        """Hold a partition of another run of the query no longer: the run of the grant is newer. Its files stay."""
         if grant.epoch < instance.epoch:
             raise _replaced(grant.registration.run_id, instance)
         retired = instance.registration.run_id
@@ -373,31 +407,30 @@ class PartitionLoading:
             if not self._held.of_run(retired):
                 self._forget_run(retired)
         self._held.tell_ended(retired)
-        _destroy(instance)
 
-    def _advance(self, instance: Instance, grant: OpenGrant, watch: LoadWatch | None, *, is_right: bool) -> bool:
+    def _advance(self, instance: Instance, grant: OpenGrant, watch: LoadWatch | None, *, is_whole: bool) -> bool:
         """Bring an instance to the grant's version: by its own accepted changes, else from storage.
 
-        Unless the instance ``is_right``, a load has left it midway: then ``PartitionState.load`` alone knows what of it
+        Unless the instance ``is_whole``, a load has left it midway: then ``PartitionState.load`` alone knows what of it
         can be used. Return False if files must be fetched and there is no ``watch``: nothing has changed then.
         """
         state = instance.state
-        if is_right and (state.version, state.head) == (grant.version, grant.head):
+        if is_whole and (state.version, state.head) == (grant.version, grant.head):
             return True
         if (
-            is_right
+            is_whole
             and grant.head is not None
             and grant.version == state.version + 1
             and _complete(instance, grant.version, grant.head)
         ):
             return True
-        if watch is None and (grant.head is not None or not is_right):
+        if watch is None and (grant.head is not None or not is_whole):
             return False
         lineage = Lineage(0)
         if grant.head is not None:
             lineage = self._lease(*instance.run_key, grant.version).lineage()
         started = time.perf_counter()
-        # Below the task that waits for it; what nobody waits for belongs to the batch that goes on meanwhile.
+        # The span stands below the task that waits for the load, else in the trace of the running batch.
         trace = trace_ids.batch(instance.registration.run_id, grant.version + 1)
         with spans.span("host.load", trace, operator=instance.operator, partition=instance.partition) as span:
             span.note(snapshots=len(lineage.snapshots), rescaled=lineage.rescaled is not None)
@@ -422,11 +455,15 @@ class PartitionLoading:
             return self._locks.setdefault(key, threading.Lock())
 
     @contextmanager
-    def _noted_as_loading(self, run_id: str) -> Iterator[None]:
-        """Keep the run's local directory from being removed: a partition that is being loaded is not held yet."""
+    def _noted_as_loading(self, run_id: str, key: InstanceKey) -> Iterator[None]:
+        """Keep the run's local directory from being removed: a partition that is being loaded is not held yet.
+
+        That of the run before stays, too: the load may go on with its files. The partition's loading lock is held.
+        """
         token = object()
         with self._held.lock:
-            self._loading_runs[token] = run_id
+            there = (self._held.instances.get(key), self._kept.get(key))
+            self._loading_runs[token] = {run_id, *(i.registration.run_id for i in there if i is not None)}
         try:
             yield
         finally:
@@ -446,7 +483,9 @@ class PartitionLoading:
         if completed.rewritten != known:
             self._held.tell_exchanged(completed.run_id)
             # Copies may be of the files from before. One that is being loaded now may become one.
-            self.drop_kept(completed.run_id)
+            registration = self._held.registration(completed.run_id)
+            query_id = None if registration is None else registration.query_id
+            self._drop(lambda kept: completed.run_id == kept.registration.run_id or query_id == kept.key[0])
             with self._held.lock:
                 copies = [i.registration.run_id for i in self._kept.values()]
                 loads = [grant.registration.run_id for grant, _ in self._watches.values()]
@@ -459,7 +498,7 @@ class PartitionLoading:
             head = owned.get(instance.partition)
             if instance.state.version == completed.version:
                 if instance.state.head != head and (head is not None or completed.rewritten != known):
-                    # The files of the version were exchanged: what they do not have must be gone here as well.
+                    # The files of the version were exchanged: keys that the new files lack must be gone here as well.
                     self.unload(instance, waits=False)
                     is_clean &= not self._held.holds(instance)
                 continue
@@ -477,7 +516,7 @@ class PartitionLoading:
                 # incarnation of this one. If the partition is still this host's, the next open loads it; or it is
                 # loading it now, and what was loaded must stay.
                 self.unload(instance, waits=False)
-            # Changes on top of files that were exchanged are none that the coordinator has accepted.
+            # The coordinator never accepted changes made on top of exchanged files.
             is_clean &= not stale or not self._held.holds(instance)
         if is_clean:
             self._held.note_exchanged(completed.run_id, completed.rewritten)
@@ -498,8 +537,29 @@ class PartitionLoading:
         finally:
             lock.release()
 
+    def lay_aside(self, instance: Instance, *, waits: bool = True) -> None:
+        """Unload a partition, but keep its local files for a while: its query may be started again.
+
+        ``waits``: see ``unload``.
+        """
+        lock = self.lock_of(instance.key)
+        if not lock.acquire(blocking=waits):
+            return
+        try:
+            if not self._held.remove(instance):
+                return
+            with self._held.lock:
+                is_free = instance.key not in self._kept
+            if is_free:
+                _close(instance)
+                self._keep(instance)
+            else:  # a copy that is loaded for a newer run
+                _destroy(instance)
+        finally:
+            lock.release()
+
     def unload_run(self, run_id: str) -> None:
-        """Unload the partitions of a run that is over, and forget the run."""
+        """Lay the partitions of a run aside that is over, and forget the run."""
         with self._held.lock:
             gone = self._held.of_run(run_id)
             self._forget_run(run_id)
@@ -507,13 +567,14 @@ class PartitionLoading:
                 if grant.registration.run_id == run_id:
                     watch.end("its run is over", is_over=True)
         self._held.tell_ended(run_id)
-        for instance in gone:
-            self.unload(instance)
         self.drop_kept(run_id)
+        for instance in gone:
+            self.lay_aside(instance)
         with self._held.lock:
-            is_loading = run_id in self._loading_runs.values()
+            is_loading = any(run_id in runs for runs in self._loading_runs.values())
             is_back = run_id in self._held.registrations
-        if not is_loading and not is_back:
+            is_kept = any(i.registration.run_id == run_id for i in self._kept.values())
+        if not is_loading and not is_back and not is_kept:
             self._files.remove_run(run_id)
 
     def _forget_run(self, run_id: str) -> None:
@@ -552,6 +613,11 @@ def _leaves_files_right(error: BaseException) -> bool:
     if isinstance(error, MissingFileError | DamagedFileError):
         return False
     return isinstance(error, StorageError | LoadEndedError | CoordinatorError | SparkBridgeError)
+
+
+def _close(instance: Instance) -> None:
+    with instance.commit_lock:
+        instance.state.close()
 
 
 def _destroy(instance: Instance) -> None:

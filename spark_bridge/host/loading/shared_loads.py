@@ -23,9 +23,11 @@ from spark_bridge.host.loading.partition_loading import PartitionLoading
 log = logging.getLogger(__name__)
 
 TASK_ANSWER_SECONDS = 2.0
-"""A task is answered after so long at the latest: far below the time limit of its call."""
+"""A task is answered after this many seconds at the latest: far below the time limit of its call."""
 ABANDONED_SECONDS = 60.0
-"""A load for which no task has asked for so long ends; what it has loaded is kept for the next one."""
+"""A load ends if no task has asked for it for this many seconds; the files that it has loaded are kept for the next
+one.
+"""
 
 
 @dataclass(eq=False)

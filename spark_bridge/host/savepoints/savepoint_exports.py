@@ -46,7 +46,7 @@ WAITED_LITTLE = 0.1
 
 
 def pause(took: float, computed: float) -> float:
-    """Return for how many seconds to sleep behind a step that took so many seconds, of which a processor worked some.
+    """Return for how many seconds to sleep after a step of ``took`` seconds, of which a processor worked some.
 
     The rest of the step the export has waited: for a core, for Python's lock, for the disk. The stream was at work
     then, so what was waited counts as slept.

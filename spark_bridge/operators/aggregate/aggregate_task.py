@@ -100,7 +100,7 @@ class _AggregateBatch:
         self._rows = self._late = self._updated = self._removed = 0
 
     def figures(self) -> OperatorFigures:
-        """Return what was done to the state."""
+        """Return the counts of rows that came, were updated, removed and late."""
         return OperatorFigures(self._rows, self._updated, self._removed, self._late)
 
     def add(self, rows: pa.RecordBatch, reducer: RowReducer) -> None:

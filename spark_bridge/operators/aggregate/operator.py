@@ -162,9 +162,7 @@ def _keys_of(by: GroupingKey | Sequence[GroupingKey]) -> _Keys:
         return _Keys((ALL_ROWS_KEY,), None, is_global=True)
     windows = [k for k in given if isinstance(k, (Window, SessionWindow))]
     if len(windows) > 1:
-        raise InvalidOperatorError(
-            f"by= has {len(windows)} windows; there can be one: put one operator behind another."
-        )
+        raise InvalidOperatorError(f"by= has {len(windows)} windows; there can be one: put one operator after another.")
     for key in given:
         if not isinstance(key, (str, Window, SessionWindow)):
             raise InvalidOperatorError(

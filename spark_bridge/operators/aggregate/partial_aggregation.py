@@ -50,7 +50,7 @@ class PartialTask:
                 yield part.slice(start, OUTPUT_ROWS)
 
     def _by_key(self, rows: pa.RecordBatch) -> pa.RecordBatch:
-        part = self.logic.by_key(rows, 1)  # key groups are computed behind the shuffle
+        part = self.logic.by_key(rows, 1)  # key groups are computed after the shuffle
         keys = decode_keys(part.keys, self.logic.schema.key)
         return self._batch([*keys.columns, *part.rows.columns])
 

@@ -113,7 +113,7 @@ class _SessionBatch:
         self._rows = self._late = self._updated = self._removed = 0
 
     def figures(self) -> OperatorFigures:
-        """Return what was done to the state; the rows of state are sessions."""
+        """Return the counts of rows that came, were updated, removed and late; the rows of state are sessions."""
         return OperatorFigures(self._rows, self._updated, self._removed, self._late)
 
     def add(self, rows: pa.RecordBatch, reducer: RowReducer) -> None:

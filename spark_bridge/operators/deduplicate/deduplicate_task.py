@@ -123,7 +123,7 @@ class _DeduplicateBatch:
         self._rows = self._late = self._new = self._removed = 0
 
     def figures(self) -> OperatorFigures:
-        """Return what was done to the state."""
+        """Return the counts of rows that came, were updated, removed and late."""
         duplicates = {DUPLICATES: float(self._rows - self._new)}
         return OperatorFigures(self._rows, self._new, self._removed, self._late, duplicates)
 

@@ -25,7 +25,7 @@ NO_ROW = -1
 
 @dataclass(frozen=True)
 class Asof:
-    """The match of a left row: the last right row before it, the first one behind it, or the nearer of both.
+    """The match of a left row: the last right row before it, the first one after it, or the nearer of both.
 
     ``tolerance_us`` is the greatest difference of their times in microseconds, None for any. ``allow_exact`` says
     whether a row of the same time counts.
@@ -39,7 +39,7 @@ class Asof:
     def waits_ms(self) -> tuple[int | None, int | None]:
         """Return for both sides how far the watermark may be behind a row's time when the row comes, None for any.
 
-        Backward, a left row waits for the watermark alone; else up to the tolerance, for a right row behind it.
+        Backward, a left row waits for the watermark alone; else up to the tolerance, for a right row after it.
         """
         tolerance = None if self.tolerance_us is None else -(-self.tolerance_us // 1000)
         left = 0 if self.direction == BACKWARD else tolerance
@@ -72,7 +72,7 @@ class SortedRows:
         return self._of_key(places, ids)
 
     def first_behind(self, ids: Integers, times: Integers, *, or_at: bool) -> Integers:
-        """Return the place of the first row of a key behind each time, ``NO_ROW`` if there is none."""
+        """Return the place of the first row of a key after each time, ``NO_ROW`` if there is none."""
         return self._of_key(self.number_before(ids, times, or_at=not or_at), ids)
 
     def _of_key(self, places: Integers, ids: Integers) -> Integers:

@@ -102,7 +102,7 @@ class _AsofBatch(JoinBatch):
 
     @property
     def _now(self) -> int:
-        """The watermark in microseconds: rows of later batches are behind it."""
+        """The watermark in microseconds: rows of later batches are later."""
         return self._watermark * 1000
 
     def _final_at(self, times: Times, places: Times, distances: Times, rows: SortedRows) -> Times:
@@ -110,7 +110,7 @@ class _AsofBatch(JoinBatch):
         asof = self._logic.asof
         if asof.direction == BACKWARD:
             return times
-        # A row that comes later is behind the watermark: behind the row that was found, or farther away.
+        # A row that comes in a later batch is later than the watermark: after the row that was found, or farther away.
         found: Times = np.where(places == NO_ROW, NO_TIME, times + np.where(places == NO_ROW, 0, distances))
         if asof.tolerance_us is not None:
             found = np.minimum(found, times + asof.tolerance_us)
@@ -140,18 +140,18 @@ class _AsofBatch(JoinBatch):
     def _kept(self, rows: SortedRows, waiting: Times) -> tuple[Mask, Times]:
         """Return which right rows a left row may still get, and when they are to be looked at again.
 
-        ``waiting`` has for each key the time of its first left row that waits. Left rows to come are behind the
-        watermark.
+        ``waiting`` has for each key the time of its first left row that waits. Left rows to come are later than
+        the watermark.
         """
         asof = self._logic.asof
-        is_behind = rows.times > self._now
-        due_at = np.where(is_behind, rows.times, NO_TIME)
+        is_later = rows.times > self._now
+        due_at = np.where(is_later, rows.times, NO_TIME)
         if asof.direction == FORWARD:
-            return is_behind, due_at
+            return is_later, due_at
         earliest = np.minimum(waiting - (0 if asof.allow_exact else 1), self._now)
         last = rows.last_before(np.arange(len(waiting)), earliest, or_at=True)
         kept: Mask = np.arange(len(rows.ids)) >= last[rows.ids]
         if asof.tolerance_us is not None:
             kept &= rows.times >= np.minimum(waiting, self._now)[rows.ids] - asof.tolerance_us
-            due_at = np.where(is_behind, rows.times, rows.times + asof.tolerance_us + 1)
+            due_at = np.where(is_later, rows.times, rows.times + asof.tolerance_us + 1)
         return kept, due_at

@@ -201,7 +201,7 @@ class JoinBatch:
         self._rows = self._late = self._updated = self._removed = 0
 
     def figures(self) -> OperatorFigures:
-        """Return what was done to the state."""
+        """Return the counts of rows that came, were updated, removed and late."""
         return OperatorFigures(self._rows, self._updated, self._removed, self._late)
 
     def _due_until(self, side: JoinSide) -> int | None:
@@ -418,7 +418,7 @@ class JoinBatch:
     def _applied(
         self, key_columns: list[pa.RecordBatch | None], columns: list[list[pa.Array]], n: int
     ) -> pa.RecordBatch:
-        """Return what the user's function makes of rows of both sides."""
+        """Return the output of the user's function for rows of both sides."""
         logic = self._logic
         assert logic.apply is not None
         tables = []

@@ -70,11 +70,11 @@ def join(
       inner join goes without, and keeps all rows for good.
     - ``left_time``, ``right_time``: the columns that ``within`` is about, by default those with the watermark.
     - ``apply``: a function that makes the output. It takes matching rows of both sides as two ``pyarrow.Table``, row i
-      of one with row i of the other (nulls in place of a side that has no match), and gives a table of any number of
-      rows with the columns ``output``. It runs in the tasks, may be called several times in a batch, and must give the
-      same for the same rows.
+      of one with row i of the other; a side without a match has nulls. It gives a table of any number of rows with the
+      columns ``output``. It runs in the tasks, may be called several times in a batch, and must give the same for the
+      same rows.
     - ``output``: the columns that ``apply`` gives, as a ``StructType`` or in DDL.
-    - ``event_time_column``: the output column that is the event time of this project's operators behind the join, one
+    - ``event_time_column``: the output column that is the event time of this project's operators after the join, one
       of the times of the sides; or a column that ``apply`` makes, with times not before those of the rows that it was
       given. Rows of the output are as old as rows wait, which such operators allow for. Without it, the output has no
       watermark.
@@ -148,12 +148,12 @@ def join_asof(
       ``left`` and ``right``.
     - ``left_time``, ``right_time``: the columns of the times, by default those with the watermark.
     - ``direction``: "backward" takes the last right row at or before the time of the left row, "forward" the first one
-      at or behind it, "nearest" the nearer of both, and the one before if they are equally near.
+      at or after it, "nearest" the nearer of both, and the one before if they are equally near.
     - ``tolerance``: a duration, the greatest difference of the two times. Without it, the state keeps the last row of
-      each key of the right side for good ("backward", "nearest"), and a left row waits until a right row comes behind
+      each key of the right side for good ("backward", "nearest"), and a left row waits until a right row comes after
       it ("forward", "nearest").
     - ``allow_exact_matches``: whether a right row at the same time counts.
-    - ``event_time_column``: the output column that is the event time of this project's operators behind the join, one
+    - ``event_time_column``: the output column that is the event time of this project's operators after the join, one
       of the times of the sides. Rows of the output are as old as rows wait, which such operators allow for. Without it,
       the output has no watermark.
     - ``num_partitions``: the number of state partitions, by default the session's ``spark.sql.shuffle.partitions``. The

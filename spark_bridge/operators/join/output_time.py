@@ -1,7 +1,7 @@
 """The event time of a join's output: which column has it, and how far its rows may be behind the query's watermark.
 
-A row that has waited comes when the watermark is long behind its time. So the column says by how much, and operators
-behind the join take the watermark so much earlier. Spark's counterpart is the watermark that an operator hands on to
+A row that has waited comes when the watermark is long after its time. So the column says by how much, and operators
+after the join take the watermark so much earlier. Spark's counterpart is the watermark that an operator hands on to
 the next one (``WatermarkPropagator``), which Spark knows for its own operators only.
 """
 
@@ -77,8 +77,8 @@ def timed_output(
     waits = [t.waits_ms for t in sources if t.waits_ms is not None]
     if len(waits) < len(sources):
         raise InvalidOperatorError(
-            f"{named}: rows of that side wait for good, so that an operator behind would never be done with a time. "
-            "Give both bounds of within=, or tolerance= of join_asof."
+            f"{named}: rows of that side wait for good, so that an operator after the join would never be done with a "
+            "time. Give both bounds of within=, or tolerance= of join_asof."
         )
     source = sources[0].field
     return T.StructType(

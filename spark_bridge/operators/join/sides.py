@@ -33,8 +33,8 @@ class JoinSide:
       that they come in.
     - ``time``: the column that the bounds of the join are about, or that is in the key; None if the join has no bounds.
     - ``late``: the column that makes its rows late, None if no row is.
-    - ``expires_after_us``: a row can find no match any more once the watermark is so many microseconds after its time;
-      None if that is never known.
+    - ``expires_after_us``: a row can find no match any more once the watermark is this many microseconds after the
+      row's time; None if that is never known.
     - ``keeps_unmatched``: rows that find no match are emitted in the end. ``leaves_once_matched``: a row is removed
       from the state with its first match.
     - ``flag``: the stored column that says which rows have found a match; None if it is not asked.
@@ -125,7 +125,7 @@ class Bounds:
 
     @property
     def in_words(self) -> str:
-        """Return what must not change while there is state."""
+        """Return the bounds in words, which must not change while there is state."""
         if self.left is None or self.right is None:
             return "no bounds"
         if self.in_key:

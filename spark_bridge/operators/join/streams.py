@@ -103,7 +103,7 @@ def check_frames(left: DataFrame, right: DataFrame, how: str, apply: Apply | Non
         )
     if apply is not None and how in (SEMI, ANTI):
         raise InvalidOperatorError(
-            f"apply= takes matching rows, and how={how!r} gives rows of the left side alone: use mapInArrow behind it."
+            f"apply= takes matching rows, and how={how!r} gives rows of the left side alone: use mapInArrow after it."
         )
 
 

@@ -5,9 +5,9 @@ with many rows is not written anew for each row. Rows leave when the watermark h
 order in which they came: what remains of a chunk is written anew, and the numbers of chunks that are gone stay free.
 Where more numbers are free than not, the chunks of the key are made anew.
 
-The chunks of all keys by the time at which the first of their rows is due are a column family of their own, so that
-only those are read which the watermark has reached (as in Spark's state format 4 of stream-stream joins). An entry may
-be too early, or be that of a chunk that is gone: it is looked at when it is due.
+A column family of its own has the chunks of all keys by the time at which the first of their rows is due. So only
+chunks are read that the watermark has reached (as in Spark's state format 4 of stream-stream joins). An entry may be
+too early, or be that of a chunk that is gone: it is looked at when it is due.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ class WaitingRows:
 
         ``kept``, ``matched`` and ``due_at`` are of the rows of ``waiting``: which of them stay, which have found a
         match by now, and when each is due (microseconds; ``NO_TIME``). ``due`` are the chunks whose entries by time
-        were taken. ``new_rows`` come behind the others; ``new_ids`` are the places of their keys. ``has_entries``:
+        were taken. ``new_rows`` come after the others; ``new_ids`` are the places of their keys. ``has_entries``:
         chunks that were not due have an entry that is not after ``due_at``.
         """
         num_keys = len(keys)

@@ -161,7 +161,7 @@ class QueryableStateClient:
         version: int | None = None,
         timeout: float | None = None,
     ) -> Any:
-        """Return what one key has, or None if it has nothing.
+        """Return the state of one key, or None if it has none.
 
         - Of an aggregate or a value state: a dict of its columns.
         - Of a list state: a list of its elements. Of a map state: a dict of user key to value. Elements and values of
@@ -207,7 +207,7 @@ class QueryableStateClient:
         isolation: str = "completed",
         timeout: float | None = None,
     ) -> list[Any]:
-        """Return what ``get`` returns for each of several keys, all of one version.
+        """Return the state of each of several keys as ``get`` does, all of one version.
 
         A value that cannot be a key gets the error itself. For the keys of different callers
         (``AsyncQueryableStateClient``); ``get_many`` is for a caller that wants a table.
@@ -236,8 +236,8 @@ class QueryableStateClient:
 
         The columns of the value are null for an absent key.
 
-        ``keys`` are a list of keys, an array of Arrow or numpy, a series or index of pandas or Polars; or several
-        columns as a table or frame, whose columns count by name, else by order, or as a dict of columns. There may be
+        ``keys`` are a list of keys, an array of Arrow or numpy, a series or index of pandas or Polars. Keys of several
+        columns may be a table or frame, whose columns count by name, else by order, or a dict of columns. There may be
         any number of keys, and a key may come twice.
 
         Lists, maps, windows, sessions and timers are one list or map per key, in the column ``list_value``,
@@ -396,7 +396,7 @@ class QueryableStateClient:
         from_version: int | None = None,
         timeout: float | None = None,
     ) -> StateWatch:
-        """Return what each completed checkpoint changes, version by version, for as long as it is iterated over.
+        """Return the changes of each completed checkpoint, version by version, for as long as it is iterated over.
 
         See ``StateWatch``.
         """

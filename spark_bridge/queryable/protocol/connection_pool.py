@@ -13,7 +13,7 @@ from spark_bridge.queryable.protocol.client_connection import ClientConnection
 MAX_CONNECTIONS = 64
 """Connections to one address at the same time; a thread that needs one more waits for it."""
 MAX_IDLE_SECONDS = 300.0
-"""A connection that was not used for so long is closed. Hosts close idle connections too, later."""
+"""A connection that was not used for this many seconds is closed. Hosts close idle connections too, later."""
 
 
 class ConnectionPool:

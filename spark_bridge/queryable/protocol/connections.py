@@ -67,7 +67,7 @@ class KvConnections:
         return KvStream(self.begin(address, header, body, deadline), deadline, self.timeout)
 
     def welcome(self, address: str, deadline: float | None = None) -> Welcome:
-        """Return what a host says of itself: its id, and its limits on requests."""
+        """Return the greeting of a host: its id, and its limits on requests."""
         pool = self._pool(address)
         connection, _ = pool.take(time.monotonic() + self.timeout if deadline is None else deadline)
         welcome = connection.welcome

@@ -216,7 +216,7 @@ class LookupReply(Struct, frozen=True, array_like=True, tag="values"):
 class RowsReply(Struct, frozen=True, array_like=True, tag="batch"):
     """Rows: the body is the next part of an Arrow IPC stream, with the schema in the first one.
 
-    The bodies of an answer's ``RowsReply`` frames, one behind the other, are one IPC stream without the marker at its
+    The bodies of an answer's ``RowsReply`` frames, one after the other, are one IPC stream without the marker at its
     end (``EndOfRows`` says that). Every body is whole IPC messages. The first body is the schema message and, unless
     there are no rows at all, one record batch message. Each other body is exactly one record batch message. There are
     no dictionaries and no compression. A record batch may have no rows: a server that has found no rows for long says

@@ -23,7 +23,7 @@ class RequestContext(Protocol):
         """Prepare for work that may take long, such as loading from storage."""
 
     def reserve_memory(self, nbytes: int) -> None:
-        """Reserve so many bytes more, until the request is answered."""
+        """Reserve ``nbytes`` bytes more, until the request is answered."""
 
 
 class _OfThread(threading.local):

@@ -55,7 +55,7 @@ class StateReads(Protocol):
         """
 
     def lookup_one(self, request: LookupRequest, key: bytes) -> tuple[int, bytes | None]:
-        """Return what ``lookup`` returns for one key; the fast path."""
+        """Return the result of ``lookup`` for one key; the fast path."""
 
     def key_rows(self, request: KeyRowsRequest, keys: pa.BinaryArray) -> StateAnswer:
         """Return the rows of stored grouping keys.
@@ -72,7 +72,7 @@ class StateReads(Protocol):
         """Return the version, and the number of rows that ``scan`` would give."""
 
     def changes(self, request: ChangesRequest, keys: pa.BinaryArray | None) -> StateAnswer:
-        """Return what versions have changed, in the order of versions; a batch belongs to one version."""
+        """Return the rows that versions have changed, in the order of versions; a batch belongs to one version."""
 
     def await_completed(self, run_id: str, after: int, seconds: float) -> int:
         """Return the completed version once it is after ``after``, or the one that there is after ``seconds``."""
@@ -81,4 +81,4 @@ class StateReads(Protocol):
         """Return the operators of all running queries, ready for JSON."""
 
     def describe(self, operator: str | None, query: str | None) -> dict[str, Any]:
-        """Return what this host holds, of one operator or of all, ready for JSON."""
+        """Return the description of this host's partitions, of one operator or of all, ready for JSON."""

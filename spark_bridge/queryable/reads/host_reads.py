@@ -38,7 +38,7 @@ from spark_bridge.state_format.partition_rows import partition_rows
 from spark_bridge.state_format.windowed_keys import window_place
 
 LOCATES_AT_ONCE = 4
-"""So many scans and lookups ask the coordinator at once which partitions are this host's."""
+"""At most this many scans and lookups ask the coordinator at once which partitions are this host's."""
 MAX_PLANS = 1000
 
 

@@ -30,7 +30,7 @@ def key_chunks(keys: pa.BinaryArray) -> Iterator[pa.BinaryArray]:
 
 
 def joined_values(arrays: Sequence[pa.BinaryArray], places: Sequence[KeyPositions] | None = None) -> pa.BinaryArray:
-    """Return several arrays of values as one: one behind the other, or each value at its place.
+    """Return several arrays of values as one: one after the other, or each value at its place.
 
     Raises ``RequestLimitError`` if the values have more bytes than an Arrow array can.
     """

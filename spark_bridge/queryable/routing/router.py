@@ -44,9 +44,11 @@ from spark_bridge.queryable.routing.version_alignment import VersionAlignment, r
 
 SMALL_LOOKUP_KEYS = 10_000
 SMALL_LOOKUP_SECONDS = 10.0
-"""The answer for few keys is waited for so long at a time. A host that hangs may have lost its partitions by then."""
+"""The answer for few keys is waited for this many seconds at a time. A host that hangs may have lost its partitions by
+then.
+"""
 PROXY_STREAMS = 2
-"""A proxy is asked for so many scans at once, where each owner would be asked for one."""
+"""A proxy is asked for at most this many scans at once, where each owner would be asked for one."""
 ROUTED_OPERATORS = 64
 
 

@@ -139,5 +139,5 @@ class ScanResumption:
 
 
 def _layout(location: OperatorLocation) -> tuple[object, ...]:
-    """Return what decides which rows a partition has, and how they are read."""
+    """Return the properties that decide which rows a partition has, and how they are read."""
     return (location.operator.name, location.operator.schema, len(location.owners), location.key_groups)

@@ -37,7 +37,9 @@ closed.
 """
 SHUTDOWN_SECONDS = 10.0
 ACCEPT_SECONDS = 1.0
-"""The accepting thread waits so long at a time: so it sees the end also where closing the listener does not wake it."""
+"""The accepting thread waits this many seconds at a time: so it sees the end also where closing the listener does not
+wake it.
+"""
 
 
 class KvStateServer:
@@ -146,7 +148,7 @@ class KvStateServer:
             )
 
     def describe(self, request: DescribeRequest) -> dict[str, Any]:
-        """Return what ``reads`` says, and as ``requests`` how this server has answered.
+        """Return the description of ``reads``, and as ``requests`` the counts of this server's answers.
 
         A proxy overrides it for ``forward``.
         """

@@ -33,7 +33,7 @@ from spark_bridge.queryable.server.connection.framed_socket import ClientGoneErr
 log = logging.getLogger(__name__)
 
 HELLO_SECONDS = 5.0
-"""A client must have sent its ``Hello`` within so many seconds."""
+"""A client must have sent its ``Hello`` within this many seconds."""
 MAX_HELLO_BYTES = 4096
 UNREADABLE = "unreadable"
 

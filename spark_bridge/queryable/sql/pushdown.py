@@ -76,7 +76,7 @@ def push_down(
     *,
     has_ranges: bool = True,
 ) -> ScanPushdown:
-    """Return what a scan is asked for, to get the rows of a table of ``schema`` that pass ``expression``.
+    """Return the columns, filters and bounds of a scan for the rows of a table of ``schema`` that pass ``expression``.
 
     ``columns`` are the wanted columns (None: all), ``key`` the columns of the grouping key in their order.
     ``has_ranges``: a scan can be bounded by the key.

@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 DRIVER_ID = "driver"
 EXECUTOR_SECONDS = 60.0
-"""So long a session waits at its start for the executors that it has asked for."""
+"""A session waits at its start at most this many seconds for the executors that it has asked for."""
 EXECUTOR_POLL_SECONDS = 0.2
 
 
@@ -42,7 +42,7 @@ def executor_cores(spark: SparkSession) -> dict[str, int]:
 
 
 def await_executors(spark: SparkSession, count: int) -> None:
-    """Wait until so many executors are there; go on without them behind ``EXECUTOR_SECONDS``."""
+    """Wait until ``count`` executors are there; go on without them after ``EXECUTOR_SECONDS``."""
     store = spark.sparkContext._jsc.sc().statusStore()
     deadline = time.monotonic() + EXECUTOR_SECONDS
     while True:

@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 EXECUTOR_LOOK_SECONDS = 1.0
 """Seconds between two looks: one connection to each executor, side by side."""
 FAILED_LOOKS = 2
-"""After so many looks in a row without an answer an executor counts as lost."""
+"""After this many looks in a row without an answer an executor counts as lost."""
 EXECUTOR_CLASS = "RayDPExecutor"
 SPARK_MESSAGES = "org.apache.spark.scheduler.cluster.CoarseGrainedClusterMessages"
 
@@ -101,7 +101,9 @@ class LostExecutors:
 
 
 def executor_places(spark: SparkSession) -> dict[str, Place | None]:
-    """Return the address and port of each executor that Spark has, by its id; None of one whose port comes later."""
+    """Return the address and port of each executor that Spark has, by its id; None for an executor whose port is not
+    known yet.
+    """
     places = {}
     active = spark.sparkContext._jsc.sc().statusStore().executorList(True)
     for i in range(active.size()):
@@ -112,9 +114,9 @@ def executor_places(spark: SparkSession) -> dict[str, Place | None]:
 
 
 def place_of(host_port: str) -> Place | None:
-    """Return address and port of what Spark says of an executor; None of one that is new, whose port Spark says later.
+    """Return address and port of an executor, from the words of Spark; None for one whose port is not known yet.
 
-    The place of an executor is that of its block manager, which registers behind the executor itself.
+    The place of an executor is that of its block manager, which registers after the executor itself.
     """
     machine = machine_of(host_port)
     return None if machine == host_port else (address_of(machine), int(host_port[len(machine) + 1 :]))

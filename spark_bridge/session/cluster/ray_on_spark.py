@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 AUTH_MODE = "RAY_AUTH_MODE"
 SETTLED_SECONDS = 5.0
-"""Executors that have not come in so long, behind the last ones, are not on their way."""
+"""Executors that have not come within this many seconds after the last ones are not on their way."""
 RAY_JOB_GROUP = "ray-cluster-"
 """With this begin the job groups of the Spark jobs that are Ray's workers."""
 
@@ -43,8 +43,8 @@ def setup_ray_on_spark(spark: SparkSession, num_workers: int, cpus_per_worker: i
     ``ray.util.spark.shutdown_ray_cluster()`` ends the cluster.
 
     Raises ``EnvironmentProblemError``, before anything is started, if Ray's token authentication is on, with which Ray
-    cannot start on Spark, if no cores would be left for streams, if the program ``ray`` is not on the PATH, or if the
-    session is ``local[n]``.
+    cannot start on Spark. Raises the same if no cores would be left for streams, if the program ``ray`` is not on the
+    PATH, or if the session is ``local[n]``.
     """
     require_no_token()
     if shutil.which("ray") is None:

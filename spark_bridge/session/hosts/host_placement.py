@@ -30,13 +30,13 @@ log = logging.getLogger(__name__)
 PLACEMENT_LOOK_SECONDS = 2.0
 """Seconds between two looks. A look is one message to Ray for each host and one for all nodes."""
 START_AGAIN_SECONDS = 10.0
-"""A node on which a host could not be made gets another one after so long."""
+"""A node on which a host could not be made gets another one after this many seconds."""
 SURPLUS_SECONDS = 30.0
-"""A host more than its node should have ends after so long: an executor that is lost mostly comes back."""
+"""A host more than its node should have ends after this many seconds: an executor that is lost mostly comes back."""
 START_SECONDS = 120.0
-"""A session begins when its hosts answer, or fails after so long."""
+"""A session begins when its hosts answer, or fails after this many seconds."""
 STOP_SECONDS = 20.0
-"""Hosts that are to end must stop within so long; they are killed then."""
+"""Hosts that are to end must stop within this many seconds; they are killed then."""
 DEAD = "DEAD"
 
 
@@ -118,7 +118,7 @@ class HostPlacement:
                 log.warning("The hosts could not be looked after", exc_info=True)
 
     def scale(self, num_hosts: int | None) -> None:
-        """Have so many hosts from now on, None for one per executor core. They come and go one after the other."""
+        """Have ``num_hosts`` hosts from now on, None for one per executor core. They come and go one by one."""
         with self._looking:
             self._num_hosts = num_hosts
             self._surplus_since = dict.fromkeys((host.host_id for host in self.hosts), -math.inf)

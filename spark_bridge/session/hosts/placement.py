@@ -63,7 +63,8 @@ def place_hosts(
 def spread(total: int, weights: Mapping[str, float], standing: Mapping[str, int]) -> dict[str, int]:
     """Divide ``total`` hosts among nodes: one for each first, then in proportion to the weights (D'Hondt's method).
 
-    Among equals comes first who has more hosts now. So many hosts as the weights add up to follow the weights exactly.
+    Among equals comes first who has more hosts now. If there are as many hosts as the weights add up to, they follow
+    the weights exactly.
     """
     hosts: dict[str, int] = {}
     # The next host of a node is worth the less the more it has; the first one is worth more than any other.

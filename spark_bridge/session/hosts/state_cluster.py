@@ -105,7 +105,7 @@ class StateCluster:
                 host.on_progress.remote()
 
     def describe_hosts(self) -> list[dict[str, Any]]:
-        """Return what each host holds."""
+        """Return the description of each host."""
         described: list[dict[str, Any]] = ray.get([h.describe.remote() for h in self.hosts], timeout=30)
         return described
 

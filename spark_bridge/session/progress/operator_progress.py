@@ -82,7 +82,7 @@ class StateOperatorListener(Protocol):
 
 @runtime_checkable
 class CheckpointListener(Protocol):
-    """A ``StateOperatorListener`` that hears of checkpoints as well, behind the operators of a batch."""
+    """A ``StateOperatorListener`` that hears of checkpoints as well, after the operators of a batch."""
 
     def on_checkpoint_progress(self, run_id: str, progress: CheckpointProgress) -> None:
         """Take the newest checkpoint: of the batch, or of a later one if there is one already."""

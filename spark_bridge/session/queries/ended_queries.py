@@ -1,4 +1,5 @@
-"""Ended queries of one session whose last versions can still be read: their leases, and the ends of these.
+"""Ended queries of one session that can still be read: renews the leases of their last runs, and ends these runs in
+time.
 
 A query that has ended, say by ``availableNow``, gets most of its lookups after its end. So the driver goes on renewing
 the lease of the query's last run, and hosts go on answering from the last completed version.
@@ -24,14 +25,14 @@ from spark_bridge.session.queries.driver_heartbeats import DRIVER_HEARTBEAT_SECO
 log = logging.getLogger(__name__)
 
 MAX_ENDED = 100
-"""The last so many ended queries of a session are read on."""
+"""The newest ended queries of a session stay readable, at most this many."""
 
 
 _ERROR = re.compile(r"^[\w.]*(?:Error|Exception)\b: .+")
 
 
 def failure_text(exception: str | None) -> str:
-    """Return what a person must read of the error with which Spark says that a query has ended; "" for none.
+    """Return the part for people of the error with which Spark says that a query has ended; "" for none.
 
     Spark's text has the errors of Java around that of Python, and all stacks: the innermost error of Python counts.
     """
@@ -87,7 +88,7 @@ class EndedQueries:
     def ended(self, registration: QueryRegistration, failure: str = "") -> None:
         """Report that a run has ended, with which error, if with one.
 
-        Raises what the coordinator raises; then it is told again, if it is to serve.
+        Raises what the coordinator raises; then the next ``renew`` reports the end again, if the query is to be served.
         """
         if self._keep_serving == 0:
             self._coordinator.deactivate_instances(registration.run_id)

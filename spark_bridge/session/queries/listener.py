@@ -158,7 +158,7 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
         answer = self._cluster.coordinator.register_query(registration, initial)
         if answer.refusal is not None:
             return answer.refusal
-        # Behind the coordinator's answer, which names the modes of processors that have changed.
+        # After the coordinator's answer, which names the modes of processors that have changed.
         names = ", ".join(o.name for o in registration.operators)
         refusal = sources_refusal(execution, CheckpointStorage.open(checkpoint, options), names)
         if refusal is not None:

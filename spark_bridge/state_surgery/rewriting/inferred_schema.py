@@ -64,7 +64,7 @@ def inferred_variable(
 
 
 def _shown(source: VariableRows) -> dict[str, str]:
-    """Return the names that rows show of the columns behind the key, with the names that they have in the state."""
+    """Return the names that rows show of the columns after the key, with the names that they have in the state."""
     own = [f.name for f in (*source.inner, *source.stored_value) if f.name != TTL_COLUMN]
     names = PairsOfRows(source).columns.names[len(source.key) :]
     return dict(zip(names, own, strict=False))

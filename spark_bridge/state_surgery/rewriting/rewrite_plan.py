@@ -37,7 +37,7 @@ def planned_rewrite(
     backend: str | None,
     sample: Sample,
 ) -> RewritePlan:
-    """Return what to do. ``sample`` gives the columns that a variable's function makes, by target, for its first rows.
+    """Return the plan. ``sample`` gives the columns that a variable's function makes, by target, for its first rows.
 
     Raises ``InvalidStateStoreArgument`` naming what does not fit.
     """

@@ -26,7 +26,7 @@ from spark_bridge.state_surgery.stages.given_rows import conformed, in_key_order
 FLUSH_BYTES = 64 << 20
 RUN_BYTES = 1 << 20
 SAMPLE_ROWS = 5
-"""So many rows of each source and target are kept to be looked at."""
+"""At most this many rows of each source and target are kept to be looked at."""
 SORT_KEY = "__key"
 """The column of a run that has the sort key; the others are numbered."""
 
@@ -168,7 +168,7 @@ class Routing:
 
     @cached_property
     def _first_groups(self) -> dict[OperatorVariable, list[int]]:
-        """Return the first key group of each partition, by target, and the one behind the last."""
+        """Return the first key group of each partition, by target, and the one after the last."""
         return {
             name: [partition_range(p, t.num_partitions, self.num_groups)[0] for p in range(t.num_partitions)]
             + [self.num_groups]

@@ -48,7 +48,7 @@ def conformed(given: Any, pairs: PairsOfRows, owner: str) -> pa.RecordBatch:
     wrong = pairs.without_length(rows)
     if len(wrong):
         raise InvalidStateStoreArgument(
-            f"{len(wrong)} sessions of {owner} do not end behind their beginning, as that of "
+            f"{len(wrong)} sessions of {owner} do not end after their beginning, as that of "
             f"{key_in_words(rows, pairs, int(wrong[0]))}."
         )
     return rows

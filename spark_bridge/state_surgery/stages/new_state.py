@@ -74,9 +74,9 @@ class NewStateReport(Struct, frozen=True):
 
 @dataclass(frozen=True)
 class NewState:
-    """The state to be written at ``new``. ``spark_files`` None: a new query begins with it.
+    """The state to be written at ``new``. ``spark_files`` None: a new query begins with this state.
 
-    ``what`` is the name of the function in the audit log, ``details`` what it says there of the source.
+    ``what`` is the function named in the audit log, ``details`` its note on the source.
     """
 
     new: NewCheckpoint
@@ -97,7 +97,8 @@ class NewState:
         dry_run: bool = False,
         clock: Callable[[], float] = time.time,
     ) -> NewStateReport:
-        """Run both stages, and write everything unless ``dry_run``. Whatever fails leaves nothing at the place.
+        """Run both stages, and write everything unless ``dry_run``. If anything fails, nothing is left at the new
+        location.
 
         Spark's files are copied first of all: the old query may go on meanwhile, and remove its own.
         """

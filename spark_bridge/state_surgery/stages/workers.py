@@ -30,9 +30,9 @@ log = logging.getLogger(__name__)
 WORKER_WAIT_SECONDS = 10.0
 """So often the progress is told while no task ends."""
 END_SECONDS = 600.0
-"""So long tasks are waited for that still write when another one has failed."""
+"""Tasks that still write when another one has failed are waited for at most this many seconds."""
 TASKS_PER_CPU = 2
-"""So many tasks are given to Ray at once: rows that a driver still has to make are not made long before."""
+"""At most this many tasks are given to Ray at once: rows that a driver still has to make are not made long before."""
 FEWEST_TASKS = 8
 
 
@@ -64,7 +64,7 @@ class Workers(Protocol):
     """Runs the tasks of both stages."""
 
     def columns_of(self, jobs: Sequence[ReadJob], say: Callable[[str], None]) -> TargetColumns | None:
-        """Return what the function of the jobs makes of the first rows; None if it makes none."""
+        """Return the columns that the function of the jobs makes of the first rows; None if it makes none."""
         ...
 
     def cut(self, jobs: Iterable[ReadJob], say: Callable[[str], None]) -> CutRows:
@@ -146,7 +146,7 @@ class RayWorkers:
                 return
             names.extend(given)
         _result(last)  # what was taken for a run is what the task has raised
-        raise RuntimeError(f"A task of the first stage ended before its counts, behind {last}.")
+        raise RuntimeError(f"A task of the first stage ended before its counts, after {last}.")
 
     def _references(self, stream: Any, say: Callable[[str], None], done: str) -> Iterator[Any]:
         import ray

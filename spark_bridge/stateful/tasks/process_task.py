@@ -156,7 +156,7 @@ _frozen_by: Literal["nobody", "us", "others"] = "nobody"
 def frozen() -> Iterator[None]:
     """Keep the garbage collector from the objects that there are, unless somebody has frozen some already.
 
-    Rows make so many objects that the collector would visit the objects of all modules many times.
+    Rows make many objects, for which the collector would visit the objects of all modules many times.
     """
     global _frozen_by
     is_ours = False
@@ -231,7 +231,7 @@ def for_each_key(
 
 
 def figures_of(state: ProcessorState, num_rows: int, num_late: int) -> OperatorFigures:
-    """Return what a task has done."""
+    """Return the figures of a task."""
     return OperatorFigures(
         num_rows=num_rows,
         num_rows_updated=state.figures.num_rows_updated,

@@ -58,7 +58,7 @@ class ProcessorState:
 
     @property
     def figures(self) -> StateFigures:
-        """Return what has been written and removed so far."""
+        """Return the counts of rows written and removed so far."""
         return self._step.figures
 
     @property
@@ -76,7 +76,7 @@ class ProcessorState:
         return self._timers.keys_with_expired() if self._timers is not None else pa.array([], pa.binary())
 
     def begin(self, keys: pa.BinaryArray, key_rows: pa.RecordBatch) -> None:
-        """Begin a step of the next keys, which are sorted, distinct, and behind the keys of all earlier steps."""
+        """Begin a step of the next keys, which are sorted, distinct, and after the keys of all earlier steps."""
         step = self._step
         self._start_sweep()
         step.begin(keys)

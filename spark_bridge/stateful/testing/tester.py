@@ -288,7 +288,7 @@ class ProcessorTester:
             store.commit(OperatorFigures())
 
     def _timers(self) -> StatefulProcessorHandle:
-        """Return what has the timers of the current key."""
+        """Return the handle that has the timers of the current key."""
         if self._time_mode == NONE:
             raise TesterValueError(
                 "[UNSUPPORTED_OPERATION] Timers need timeMode='ProcessingTime' or 'EventTime', not 'None'."
@@ -304,7 +304,7 @@ class ProcessorTester:
             make_deleted(state, name, _KINDS[type(state)])
 
     def _identified(self, key: Any) -> tuple[Any, tuple[Any, ...]]:
-        """Return what tells a key from others, and its columns as the processor is given them."""
+        """Return the encoded key, and its columns as the processor gets them."""
         codec = self._key_codec
         if codec is None:
             return key, (key,)

@@ -77,7 +77,7 @@ class _Parser:
         return token
 
     def _take(self, *wanted: str) -> bool:
-        """Return whether the next tokens are these words, and if so, go on behind them."""
+        """Return whether the next tokens are these words, and if so, go on after them."""
         if [t.lower() for t in self._tokens[self._at : self._at + len(wanted)]] != list(wanted):
             return False
         self._at += len(wanted)
@@ -110,7 +110,7 @@ class _Parser:
             if not self._take(","):
                 break
         if self._peek() != end:
-            raise self._refusal(f"{self._peek() or 'the end'!r} comes behind field {struct.names[-1]!r}")
+            raise self._refusal(f"{self._peek() or 'the end'!r} comes after field {struct.names[-1]!r}")
         return struct
 
     def _type(self) -> T.DataType:
@@ -143,7 +143,7 @@ class _Parser:
         raise self._refusal(f"{name!r} is no type that state can have")
 
     def _numbers(self, default: tuple[int, int]) -> tuple[int, int]:
-        """Read the one or two numbers in brackets behind a type; ``default`` where there are none."""
+        """Read the one or two numbers in brackets after a type; ``default`` where there are none."""
         if not self._take("("):
             return default
         first = self._number()

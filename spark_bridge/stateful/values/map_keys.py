@@ -30,7 +30,7 @@ def _frozen(value: Any) -> Hashable:
 
 
 def sort_key(value: Any) -> Any:
-    """Return what sorts as the stored bytes of a key do: nulls first, NaN last."""
+    """Return a value that sorts as the stored bytes of a key do: nulls first, NaN last."""
     if value is None:
         return (0,)
     if isinstance(value, (list, tuple)):

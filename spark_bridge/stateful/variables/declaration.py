@@ -42,16 +42,16 @@ class Declaration:
 
     @cached_property
     def codec(self) -> RowCodec:
-        """Return what reads and writes values, elements or the values of entries. All fields may be null."""
+        """Return the codec of values, elements or the values of entries. All fields may be null."""
         return RowCodec(_nullable(self.value))
 
     @cached_property
     def key_codec(self) -> RowCodec:
-        """Return what reads and writes the keys of a map's entries. All fields may be null."""
+        """Return the codec of the keys of a map's entries. All fields may be null."""
         return RowCodec(_nullable(self.user_key or T.StructType()))
 
     def variable(self, key_schema: pa.Schema) -> StateVariable:
-        """Return what is kept for grouping keys of ``key_schema``; raises ``StateDeclarationError``."""
+        """Return the stored variable for grouping keys of ``key_schema``; raises ``StateDeclarationError``."""
         self._check()
         try:
             families = self._families(key_schema)

@@ -65,7 +65,7 @@ class StatefulProcessorHandle(PySparkStatefulProcessorHandle):
     def getValueState(self, stateName: str, schema: StructType | str, ttlDurationMs: int | None = None) -> ValueState:
         """Declare a variable that has one value per key, and return the object by which to use it.
 
-        ``schema`` is a StructType, or DDL text of its fields. With ``ttlDurationMs``, a value lives for so many
+        ``schema`` is a StructType, or DDL text of its fields. With ``ttlDurationMs``, a value lives for that many
         milliseconds after the batch that wrote it. Raises ``StateDeclarationError`` for a name or schema that cannot
         be, ``TimeModeError`` for a TTL without processing time, and ``HandleStateError`` outside ``init``.
         """

@@ -92,11 +92,11 @@ class KeyStep:
         self.begin(pa.array([], pa.binary()))
 
     def begin(self, keys: pa.BinaryArray) -> None:
-        """Go on to other keys; raises ``StatefulProcessorError`` unless they are behind all earlier keys."""
+        """Go on to other keys; raises ``StatefulProcessorError`` unless they are after all earlier keys."""
         if len(keys):
             if self._last and keys[0].as_py() <= self._last:
                 raise StatefulProcessorError(
-                    f"The keys of a step begin with {keys[0].as_py().hex()}, which is not behind {self._last.hex()}, "
+                    f"The keys of a step begin with {keys[0].as_py().hex()}, which is not after {self._last.hex()}, "
                     "the last one of the step before: a key's changes would be lost."
                 )
             self._last = keys[-1].as_py()

@@ -1,7 +1,7 @@
 """The lists of one state variable in the store: reading those of a step's keys, and staging their changes.
 
 The last elements of a list stand beside its grouping key, the elements before them in chunks, under the grouping key
-with the number of the chunk behind it. So an append reads and writes one row, however long the list is.
+with the number of the chunk after it. So an append reads and writes one row, however long the list is.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _CHUNKS_REMOVED = 1 << 16
 
 
 class ListChange:
-    """The change of one key's list: ``added`` goes behind the stored elements, or if ``replaced`` in their place."""
+    """The change of one key's list: ``added`` goes after the stored elements, or if ``replaced`` in their place."""
 
     __slots__ = ("added", "replaced")
 

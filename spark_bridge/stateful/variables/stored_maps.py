@@ -1,7 +1,7 @@
 """The maps of one state variable in the store: reading those of a step's keys, and staging their changes.
 
 A small map is one row beside its grouping key. A map that has grown large stays large: it has a row for each of its
-entries, under the grouping key with the user's key behind it.
+entries, under the grouping key with the user's key after it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """TTL expiry: when values expire, and the removal of expired values and of deleted state variables.
 
 An expired value is invisible at once. It is removed from the store when its key is handled, and otherwise by a sweep:
-each batch looks at so many rows, in other key groups every time, so that every batch takes about the same time. Where a
-key group has more rows than that, the state itself notes where its next sweep goes on (``SWEEP_FAMILY``).
+each batch looks at a bounded number of rows, in other key groups every time, so that every batch takes about the same
+time. Where a key group has more rows than that, the state itself notes where its next sweep goes on (``SWEEP_FAMILY``).
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class _Sweep:
         return group_range(self._groups[0])[0] + family.encode()
 
     def _note(self, family: str, position: bytes | None) -> None:
-        """Stage where the next sweep of this batch's first key group goes on: behind that key, or at the beginning."""
+        """Stage where the next sweep of this batch's first key group goes on: after that key, or at the beginning."""
         values = None if position is None else pa.array([position], pa.binary())
         self._step.stage(pa.array([self._position_key(family)], pa.binary()), values, SWEEP_FAMILY)
 
@@ -153,7 +153,7 @@ class _Sweep:
                 left -= batch.num_rows
 
     def _stage_family(self, family: _Family, rows: int, position: bytes | None) -> None:
-        """Look at so many rows: of the first key group those behind ``position``, then of the others."""
+        """Look at ``rows`` rows: of the first key group those after ``position``, then of the others."""
         first, *others = map(group_range, self._groups)
         behind = first if position is None else (position + b"\x00", first[1])
         left, last = self._stage_ranges(family, [behind], rows)
@@ -166,7 +166,7 @@ class _Sweep:
             self._stage_ranges(family, others, left)
 
     def _stage_ranges(self, family: _Family, ranges: list[KeyRange], rows: int) -> tuple[int, bytes | None]:
-        """Look at so many rows of some ranges; return how many of them were not there, and the last key there was."""
+        """Look at ``rows`` rows of some ranges; return how many of them were not there, and the last key there was."""
         last = None
         for batch in self._step.store.scan(ranges, family.name, rows):
             rows -= batch.num_rows

@@ -14,9 +14,9 @@ from spark_bridge.ui.requests import PageCall
 from spark_bridge.ui.typed_values import text_of
 
 SHOWN_VERSIONS = 10
-"""So many of the last versions are looked at."""
+"""At most this many of the last versions are looked at."""
 MOST_CHANGES = 200_000
-"""So many changes are counted at most."""
+"""At most this many changes are counted."""
 SHOWN = 20
 
 

@@ -16,7 +16,7 @@ from spark_bridge.ui.views.system import BUDGET
 
 HOSTS_AT_ONCE = 50
 MOST_REQUEST_ROWS = 100
-"""So many rows of requests are shown, those with the most requests first."""
+"""At most this many rows of requests are shown, those with the most requests first."""
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ SQL_SECONDS = 30.0
 MOST_STATEMENTS = 4
 PAGE_BATCH_ROWS = 1_024
 _running = threading.BoundedSemaphore(MOST_STATEMENTS)
-"""So many statements run at once in this process: each may take all processors."""
+"""At most this many statements run at once in this process: each may take all processors."""
 
 
 def sql(call: PageCall) -> Response:

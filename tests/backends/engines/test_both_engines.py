@@ -14,7 +14,7 @@ import pytest
 from backends import StateStoreConf
 from backends.encoding.sorted_pairs import SortedPairs
 from backends.engines import rocksdb_scan, sorted_files
-from backends.engines.buffered_engine import BufferedEngine
+from backends.engines.buffered_engine import BufferedEngine, DeferredEngine
 from backends.engines.engine import StateEngine
 from backends.engines.file import SortedMapEngine
 from backends.engines.rocksdb import LocalRocksDB
@@ -26,6 +26,7 @@ MADE: dict[str, Callable[[Path, StateStoreConf], StateEngine]] = {
     "rocksdb": LocalRocksDB,
     "file": SortedMapEngine,
     "buffered": BufferedEngine,
+    "deferred": DeferredEngine,
 }
 PAIRS = {b"%04d" % n: b"value %d" % n for n in range(0, 1000, 2)}
 

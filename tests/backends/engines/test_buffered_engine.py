@@ -11,7 +11,7 @@ import pytest
 from backends import StateStoreConf
 from backends.encoding.sorted_pairs import SortedPairs
 from backends.engines import buffered_engine, sorted_map
-from backends.engines.buffered_engine import BufferedEngine
+from backends.engines.buffered_engine import BufferedEngine, DeferredEngine
 from backends.exceptions import StoreClosedError
 from backends.formats.changelog import Changes
 from backends.formats.local_state import LocalState
@@ -70,6 +70,10 @@ class Model:
             key = self.rng.choice(KEYS)
             assert self.engine.get_one(key, family) == held.get(key)
             bounds = self.rng.sample([None, *KEYS], 2)
+            cuts = sorted(self.rng.sample(KEYS, 6))
+            ranges = list(zip(cuts[::2], cuts[1::2], strict=True))
+            rows = [tuple(r.values()) for b in self.engine.scan_ranges(ranges, family) for r in b.to_pylist()]
+            assert rows == [(k, v) for k, v in sorted(held.items()) if any(start <= k < end for start, end in ranges)]
             for start, end in ((None, None), bounds):
                 rows = [tuple(r.values()) for b in self.engine.scan(start, end, family) for r in b.to_pylist()]
                 assert rows == [
@@ -81,14 +85,18 @@ class Model:
 
 
 @pytest.mark.parametrize("backend", ["rocksdb", "file"])
+@pytest.mark.parametrize("made", [BufferedEngine, DeferredEngine])
 @pytest.mark.parametrize("seed", [0, 1, 2, *map(only_thorough, range(3, 40))])
-def test_reads_are_those_of_a_dict(seed: int, backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reads_are_those_of_a_dict(
+    seed: int, made: type[BufferedEngine], backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rng = random.Random(seed)
-    monkeypatch.setattr(buffered_engine, "BUFFERED_CHANGES_BYTES", rng.choice([300, 1 << 20]))
+    for limit in ("BUFFERED_CHANGES_BYTES", "UNWRITTEN_BYTES"):
+        monkeypatch.setattr(buffered_engine, limit, rng.choice([300, 1 << 20]))
     monkeypatch.setattr(sorted_map, "MAP_CHUNK_ROWS", 8)
     monkeypatch.setattr(sorted_map, "MAP_SCAN_ROWS", 3)
     conf = with_room(ROOM if backend == "file" and rng.random() < 0.5 else 4 << 20, backend)
-    model = Model(BufferedEngine(tmp_path / "engine", conf), rng)
+    model = Model(made(tmp_path / "engine", conf), rng)
     for step in range(effort(40, 100)):
         what = rng.random()
         if what < 0.5:

@@ -39,9 +39,9 @@ def ends_midway(monkeypatch):
     monkeypatch.setattr(rocksdb, "WRITE_ROWS", 2)
     engines, errors, open_engine = [], [], rocksdb.LocalRocksDB._open
 
-    def opened(engine):
+    def opened(engine, *access):
         engines.append(engine)
-        open_engine(engine)
+        open_engine(engine, *access)
 
     monkeypatch.setattr(rocksdb.LocalRocksDB, "_open", opened)
 
@@ -131,7 +131,7 @@ def test_a_database_that_closes_with_an_error_is_closed_and_lets_go_of_its_direc
         assert content(again.get_store(1)) == {"a": "1"}
 
 
-def test_a_partition_that_is_restored_opens_one_database(location, monkeypatch):
+def test_a_partition_that_is_restored_opens_its_database_for_writing_once(location, monkeypatch):
     conf = StateStoreConf(fsync=False, deltas_per_snapshot=2)
     with RocksDBStateStoreProvider(StateStoreId(location, "op", 0), conf) as provider:
         for version in range(3):
@@ -139,10 +139,15 @@ def test_a_partition_that_is_restored_opens_one_database(location, monkeypatch):
             provider.do_maintenance()
     assert list(Path(location).rglob("*.snapshot"))
     opened, open_engine = [], rocksdb.LocalRocksDB._open
-    monkeypatch.setattr(rocksdb.LocalRocksDB, "_open", lambda engine: (opened.append(engine), open_engine(engine)))
+
+    def open_counted(engine, *access):
+        opened.append("for reading" if access else "for writing")
+        open_engine(engine, *access)
+
+    monkeypatch.setattr(rocksdb.LocalRocksDB, "_open", open_counted)
     with open_provider(location) as again:
         assert content(again.get_store(3)) == {"a": "2"}
-        assert len(opened) == 1
+        assert opened == ["for reading", "for writing"], "the snapshot, and the changelog behind it"
 
 
 def test_a_partition_that_is_empty_is_read_without_a_database(location, tmp_path):

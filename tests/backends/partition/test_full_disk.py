@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -86,10 +87,37 @@ def test_a_database_that_has_found_the_disk_full_is_opened_anew_by_the_next_load
     chain = written(storage, tmp_path / "a").changelogs
     state = open_partition(tmp_path / "b", storage, DIRECTORY, CONF)
     state.load(Lineage(4, chain[:4]))
+    state.write_out()
     engine: Any = state._engine
-    engine._db = FullDatabase(engine._db)
+    engine._below._db = FullDatabase(engine._below._db)
     with pytest.raises(LocalDiskFullError, match="Make room there"):
         state.load(Lineage(8, chain))
     state.load(Lineage(8, chain))
     assert (state.version, sum(b.num_rows for b in state.reads.scan())) == (8, 80)
     state.destroy()
+
+
+def test_a_first_write_that_finds_the_disk_full_says_so_and_the_next_load_goes_on_when_there_is_room(
+    small: Path, tmp_path: Path, storage: CheckpointStorage
+) -> None:
+    first = open_partition(tmp_path / "first", storage, DIRECTORY, CONF)
+    refs = [ChangelogRef(*commit(first, {b"a": b"1"}))]
+    snapshot = first.snapshot(None)
+    state = open_partition(small / "local", storage, DIRECTORY, CONF)
+    state.load(Lineage(1, tuple(refs), (snapshot,)))
+    refs.append(ChangelogRef(*commit(state, {b"b": b"2"})))
+    filler = small / "filler"
+    with suppress(OSError), filler.open("wb", buffering=0) as file:
+        while file.write(bytes(4096)):
+            pass
+    assert [state.get_one(key) for key in (b"a", b"b")] == [b"1", b"2"]
+    with pytest.raises(LocalDiskFullError, match=rf"The disk of {small}/local.* is full"):
+        state.snapshot(snapshot)
+    filler.unlink()
+    lineage = Lineage(2, tuple(refs), (snapshot,))
+    state.load(lineage)
+    again = state.snapshot(snapshot)
+    state.destroy()
+    first.load(Lineage(2, tuple(refs), (again,)))
+    assert [first.get_one(key) for key in (b"a", b"b")] == [b"1", b"2"]
+    first.destroy()

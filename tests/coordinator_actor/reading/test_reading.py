@@ -153,7 +153,7 @@ def test_only_what_spark_has_committed_is_read(stream):
 def test_versions_that_are_not_there_are_named(stream):
     s = stream(2)
     versions = look(s)
-    with pytest.raises(VersionNotFoundError, match=r"Version 9 .* versions 0 to 2.*behind batch N"):
+    with pytest.raises(VersionNotFoundError, match=r"Version 9 .* versions 0 to 2.*after batch N"):
         versions.reading("op", 9)
     with pytest.raises(InvalidStateStoreArgument, match="'2'"):
         versions.reading("op", "2")

@@ -356,7 +356,7 @@ def _with_a_file_twice(m: SavepointMetadata) -> SavepointMetadata:
     [
         (_without_a_file, "the key groups of variable 'default' of operator 'op' end with 23, but there are 32"),
         (_with_a_file_twice, "missing or there twice where operators/op/default/key-groups-00000-00007.parquet begins"),
-        (lambda m: msgspec.structs.replace(m, version=9), "version 9 is not that behind batch 4"),
+        (lambda m: msgspec.structs.replace(m, version=9), "version 9 is not that after batch 4"),
         (lambda m: msgspec.structs.replace(m, operators=()), "its operators are none"),
         (lambda m: msgspec.structs.replace(m, operators=m.operators * 2), "each must be there once"),
         (lambda m: msgspec.structs.replace(m, spark_files=()), "spark/commits/4 is not among Spark's files"),

@@ -21,7 +21,7 @@ from spark_bridge.demo.events import (
     BatchCommitted,
     Failed,
     HostKilled,
-    HostsStand,
+    HostsPlaced,
     LookupAnswered,
     Progress,
     Started,
@@ -122,7 +122,7 @@ EVENTS = [
     Started("127.0.0.1:1", 3, 50),
     BatchCommitted(4, 6_735, 8_900.4, 1_200, 3_000, 4, 756.0, 61.0),
     BatchCommitted(5, 6_735, 8_900.4, None, None, 5, 756.0, None),
-    HostsStand({"10.0.0.1": 1, "10.0.0.2": 2}),
+    HostsPlaced({"10.0.0.1": 1, "10.0.0.2": 2}),
     HostKilled(4711, 25),
     LookupAnswered("N14228", "3 flights", 1.23),
     LookupAnswered("N00000", None, 0.7),
@@ -149,7 +149,7 @@ def test_plain_lines_without_a_terminal() -> None:
     assert "\x1b" not in out.getvalue()
     assert lines == [
         "starting Ray ...",
-        "Going on behind batch 3, which an earlier run committed.",
+        "Going on after batch 3, which an earlier run committed.",
         "batch 4/50 | 6,735 rows | 8,900 rows/s | 1,200 aircraft touched | 3,000 in the state | "
         "checkpoint 4 | 756 ms, state 61 ms",
         "batch 5/50 | 6,735 rows | 8,900 rows/s | checkpoint 5 | 756 ms",

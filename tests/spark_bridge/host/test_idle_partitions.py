@@ -12,6 +12,7 @@ import pyarrow as pa
 import pytest
 
 from backends.conf import StateStoreConf
+from backends.engines import buffered_engine
 from backends.formats.changelog import Changes
 from coordinator_actor.coordinator import Coordinator
 from coordinator_actor.messages import OperatorSpec
@@ -65,7 +66,7 @@ class Query:
         return [i for i in self.host.held.all() if i.registration.run_id == self.name]
 
     def files(self) -> set[Path]:
-        return {p for i in self.instances() for p in i.state._engine._path.glob("*.sst")}
+        return {p for i in self.instances() for p in i.state._local.engine.glob("*.sst")}
 
     def check(self) -> None:
         for instance in self.instances():
@@ -88,7 +89,10 @@ def host(tmp_path: Path) -> Iterator[tuple[World, Coordinator, Host]]:
     host.close()
 
 
-def test_an_idle_query_gives_its_write_buffers_to_a_busy_one(host: tuple[World, Coordinator, Host]) -> None:
+def test_an_idle_query_gives_its_write_buffers_to_a_busy_one(
+    host: tuple[World, Coordinator, Host], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(buffered_engine, "UNWRITTEN_BYTES", 0)
     idle, busy = Query(*host, "idle"), Query(*host, "busy")
     for _ in range(4):
         idle.run_batch(2_000)
@@ -116,5 +120,24 @@ def test_an_idle_query_gives_its_write_buffers_to_a_busy_one(host: tuple[World, 
         assert host[2].maintenance.do_maintenance() == []
     idle.run_batch(10)
     host[2].open(task(idle.batches, 0, "idle"))
+    for query in (idle, busy):
+        query.check()
+
+
+def test_an_idle_query_writes_what_it_has_not_written_when_others_need_the_room(
+    host: tuple[World, Coordinator, Host], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(buffered_engine, "UNWRITTEN_BYTES", MIB)
+    idle, busy = Query(*host, "idle"), Query(*host, "busy")
+    for _ in range(5):
+        idle.run_batch(10_000)
+    host[2].open(task(idle.batches, 0, "idle"))
+    used, room = host[2].memory.held, host[2].memory.copies_bytes
+    assert not idle.files() and used()["copies"] > room // 2
+    for _ in range(2):
+        busy.run_batch(10)
+        for begun in host[2].maintenance.do_maintenance():
+            begun.result()
+    assert idle.files() and not busy.files() and used()["copies"] < room // 2
     for query in (idle, busy):
         query.check()

@@ -104,5 +104,5 @@ def test_a_query_that_goes_back_behind_what_was_read_is_said_to(flow: Flow) -> N
 
 def test_versions_that_are_gone_are_said_to_be(flow: Flow) -> None:
     reader = stream(flow)
-    with pytest.raises(VersionNotFoundError, match=r"behind version 3 up to version 9 are no longer kept"):
+    with pytest.raises(VersionNotFoundError, match=r"after version 3 up to version 9 are no longer kept"):
         reader.partitions({"version": 3}, {"version": 9})

@@ -476,7 +476,7 @@ def test_numbers_are_not_rounded_and_times_are_there(old: str, tmp_path: Path) -
     for operator, function, said in (
         ("reminders", {"timers": timeless}, "'expiration_timestamp_ms'.* nulls"),
         ("totals", rounded, "'n.count.count'.*double"),
-        ("sessions", endless, "do not end behind their beginning"),
+        ("sessions", endless, "do not end after their beginning"),
     ):
         with pytest.raises(InvalidStateStoreArgument, match=said):
             rewritten(old, operator, function, tmp_path / "new", program=program_of(old))

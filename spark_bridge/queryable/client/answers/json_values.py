@@ -277,7 +277,7 @@ def _comma_separated(text: str) -> Iterator[str]:
                     break
                 part, at = part + '"', at + 1
             if text[at : at + 1] not in ("", ","):
-                raise UnknownKeyOrNamespaceError(f"The key {text!r} goes on behind a closing double quote.")
+                raise UnknownKeyOrNamespaceError(f"The key {text!r} goes on after a closing double quote.")
             yield part
         else:
             end = text.find(",", at)

@@ -22,11 +22,11 @@ EXACT_IN_DOUBLE = 1 << 53
 
 
 class _Unsure(Exception):
-    """The result is left to the columns."""
+    """The result is left to the column-wise code (``results``)."""
 
 
 class SingleResults:
-    """Turns single states of one schema into results, exactly as the columns would."""
+    """Turns single states of one schema into results, exactly as the column-wise code does."""
 
     def __init__(self, outputs: Mapping[str, Result]) -> None:
         self._outputs = list(outputs.items())

@@ -247,7 +247,7 @@ class StateView:
         )
 
     def one_answer(self, rows: KeyedResults) -> Any:
-        """Return what ``get`` returns for the rows of one key: a list, or for a map a dict.
+        """Return the result of ``get`` for the rows of one key: a list, or for a map a dict.
 
         None if there are no rows.
         """

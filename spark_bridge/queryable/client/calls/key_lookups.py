@@ -31,7 +31,7 @@ from spark_bridge.state_format.layouts import ROWS, VALUE, WINDOWS
 T = TypeVar("T")
 
 WINDOWS_LOOKED_AT = 1000
-"""So many windows must have one length for ``window=`` to be given by its start alone."""
+"""At least this many windows must have one length for ``window=`` to be given by its start alone."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class KeyLookups:
     # -- one key -------------------------------------------------------------------------------
 
     def one(self, key: Any, window: Any) -> dict[str, Any] | list[Any] | None:
-        """Return what ``get`` returns."""
+        """Return the result of ``get``."""
         view = self.view
         check_window(view, window)
         if view.kind in ONE_ROW and (view.kind != WINDOWS or window is not None or has_window(view, key)):
@@ -70,7 +70,7 @@ class KeyLookups:
     # -- keys of several callers ---------------------------------------------------------------
 
     def each(self, keys: Sequence[Any]) -> list[Any]:
-        """Return what ``one`` returns for each key; for a value that cannot be a key, the error itself."""
+        """Return the result of ``one`` for each key; for a value that cannot be a key, the error itself."""
         if self.view.kind in (VALUE, ROWS):
             return self._values_of_each(keys)
         try:
@@ -116,7 +116,7 @@ class KeyLookups:
     # -- a table -------------------------------------------------------------------------------
 
     def table(self, keys: Any, window: Any) -> pa.Table:
-        """Return what ``get_many`` returns."""
+        """Return the result of ``get_many``."""
         view = self.view
         check_window(view, window)
         if view.kind in ONE_ROW and (view.kind != WINDOWS or window is not None or have_windows(view, keys)):
@@ -146,7 +146,7 @@ class KeyLookups:
     # -- requests to hosts ---------------------------------------------------------------------
 
     def key_rows(self, request: KeyRowsRequest, keys: pa.BinaryArray) -> StateAnswer:
-        """Return what ``StateRouter.key_rows`` returns, at one version, in as many requests as hosts accept."""
+        """Return the result of ``StateRouter.key_rows``, at one version, in as many requests as hosts accept."""
 
         def ask(part: pa.BinaryArray, at: At) -> tuple[int, StateAnswer]:
             answer = self.router.key_rows(self.known.location, replace(request, at=at), part, self.deadline)

@@ -171,7 +171,7 @@ class _Side:
         if not inner:
             return stored
         by_column = [keys.column(keys.schema.get_field_index(name)) for name in view.codec.stored.names]
-        # Timers are stored by the time when they fire, sessions behind one another under their key.
+        # Timers are stored by the time when they fire, sessions after one another under their key.
         columns = [*inner, *by_column] if view.kind == TIMERS else [*by_column, *inner]
         made = pa.RecordBatch.from_arrays(columns, names=[str(i) for i in range(len(columns))])
         return encode_keys(made, key_groups_of(stored))

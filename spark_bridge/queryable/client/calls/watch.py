@@ -27,9 +27,10 @@ from spark_bridge.queryable.protocol.row_batches import RowBatchDecoder
 from spark_bridge.queryable.routing.retries import Attempts
 
 AWAIT_SECONDS = 2.0
-"""A host waits so long for the next version before it answers that there is none; ``close`` may take as long."""
+"""A host waits this many seconds for the next version before it answers that there is none; ``close`` may take as long.
+"""
 VERSIONS_AT_ONCE = 64
-"""A watch that is far behind asks for so many versions at a time."""
+"""A watch that is far behind asks for at most this many versions at a time."""
 LAST_COLUMNS = 2
 """Key group and partition, which come after all other columns."""
 
@@ -63,10 +64,10 @@ class StateWatch:
 
     A watch outlives hosts, coordinator and restarts of the query, if they come back within the ``timeout``. Else it
     raises ``QueryTimeoutError``. If the query has ended and has not come back, all of its versions have been given, and
-    the iteration ends. It raises ``QueryEndedError`` at the beginning if the query has ended and is not read on, and
-    ``StateVersionError`` if the next versions are no longer retained, or if the query went back to an older version
-    than the watch has given: what it gave of later versions no longer holds. For one thread at a time; ``close`` is for
-    any thread.
+    the iteration ends. It raises ``QueryEndedError`` at the beginning if the query has ended and is not read on. It
+    raises ``StateVersionError`` if the next versions are no longer retained, or if the query went back to an older
+    version than the watch has given: the later versions that the watch gave no longer hold. For one thread at a time;
+    ``close`` is for any thread.
     """
 
     def __init__(
@@ -133,7 +134,7 @@ class StateWatch:
                 try:
                     delay = attempts.delay(error)
                 except (QueryEndedError, QueryTimeoutError):
-                    # What comes behind the end is as good: the last request may have had too little time.
+                    # What comes after the end is as good: the last request may have had too little time.
                     if has_ended:
                         return
                     raise

@@ -43,7 +43,7 @@ class ClusterAccess:
         begun: float | None = None,
         failure: Exception | None = None,
     ) -> T:
-        """Return what ``ask(known operator, deadline)`` returns; repeat it where that may help.
+        """Return the result of ``ask(known operator, deadline)``; repeat the call where that may help.
 
         ``what`` begins the message of a ``QueryTimeoutError``. ``begun`` is when a first attempt began, which has
         failed with ``failure``.
@@ -68,7 +68,7 @@ class ClusterAccess:
         )
 
     def known(self, ref: OperatorRef, deadline: float) -> KnownOperator:
-        """Return what is known of an operator; look it up if nothing is."""
+        """Return the known operator of that name; look it up if none is known."""
         return self._operators.get(ref, deadline)
 
     def moved(self, ref: OperatorRef, error: Exception) -> None:

@@ -24,7 +24,7 @@ ADDRESS_VARIABLE = "STATESTORE_ADDRESS"
 TOKEN_VARIABLE = "STATESTORE_TOKEN"
 SCHEME = "statestore://"
 DISCOVERY_SECONDS = 5.0
-"""The coordinator may take so long for one answer; a caller with more time asks again."""
+"""The coordinator may take this many seconds for one answer; a caller with more time asks again."""
 
 
 class Discovery(Protocol):

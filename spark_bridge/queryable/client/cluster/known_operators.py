@@ -35,7 +35,7 @@ class KnownOperator:
 
     @classmethod
     def of(cls, location: OperatorLocation, located_at: float, earlier: KnownOperator | None) -> KnownOperator:
-        """Return what a location tells of an operator.
+        """Return the operator that a location describes.
 
         Views are kept from ``earlier`` if the operator is still the same.
         """
@@ -81,7 +81,7 @@ class KnownOperators:
         return ref in self._last
 
     def get(self, ref: OperatorRef, deadline: float) -> KnownOperator:
-        """Return what is known of an operator; look it up if nothing is."""
+        """Return the known operator of that name; look it up if none is known."""
         known = self._known.get(ref)
         if known is None:
             return self._look_up(ref, deadline)

@@ -57,7 +57,7 @@ class ChangeFeed:
         keys: pa.BinaryArray | None,
         previous_run: str = "",
     ) -> StateAnswer:
-        """Return what the versions after ``after`` up to ``until`` changed, of the rows of some grouping keys or of
+        """Return the rows that the versions after ``after`` up to ``until`` changed, of some grouping keys or of
         all.
 
         ``previous_run`` is the earlier run that gave the changes before. Raises ``StateVersionError`` if versions are
@@ -65,7 +65,7 @@ class ChangeFeed:
         a newer run has begun.
         """
         if after > until:
-            raise RequestError(f"Changes behind version {after} up to version {until}: there can be none.")
+            raise RequestError(f"Changes after version {after} up to version {until}: there can be none.")
         completed = self._host.version_requests.completed_version(plan.run_id, until, self._wait_seconds)
         if completed is None or completed.version < until:
             there = "none is known" if completed is None else f"version {completed.version} is the last one that is"

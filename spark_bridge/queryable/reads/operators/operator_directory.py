@@ -13,7 +13,7 @@ from spark_bridge.host.host import Host
 from spark_bridge.queryable.reads.operators.operator_summary import operator_summary
 
 DIRECTORY_SECONDS = 0.5
-"""An answer of the coordinator about operators is given again for so long."""
+"""An answer of the coordinator about operators is given again for this many seconds."""
 MAX_LOCATIONS = 1000
 
 

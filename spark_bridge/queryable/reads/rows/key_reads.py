@@ -86,7 +86,7 @@ def require_bytes(nbytes: int) -> None:
 
 
 def joined_arrays(parts: Sequence[pa.BinaryArray]) -> pa.BinaryArray:
-    """Return keys or values one behind the other. Raises ``RequestLimitError`` if they have too many bytes."""
+    """Return keys or values one after the other. Raises ``RequestLimitError`` if they have too many bytes."""
     try:
         return concatenated(parts)
     except pa.ArrowInvalid:

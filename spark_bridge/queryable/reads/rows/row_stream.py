@@ -10,7 +10,7 @@ from spark_bridge.queryable.protocol.request_context import raise_if_cancelled
 
 STREAM_BATCH_ROWS = 1 << 14
 STREAM_BATCH_BYTES = 1 << 20
-"""Smaller batches are gathered until they have so many rows or bytes."""
+"""Smaller batches are gathered until they have this many rows or bytes."""
 
 
 class RowStream(Iterator[pa.RecordBatch]):

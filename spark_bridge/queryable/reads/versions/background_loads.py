@@ -40,7 +40,7 @@ class BackgroundLoads:
         self._running: dict[Hashable, Future[Any]] = {}
 
     def result(self, key: Hashable, load: Callable[[], T], what: str) -> T:
-        """Return what ``load`` returns, or raise what it raises.
+        """Return the result of ``load``, or raise its error.
 
         ``load`` runs once, in another thread, for all requests for ``key``. Raises ``HostUnavailableError``, with
         ``what`` in its message, if the load takes longer; the load goes on then.

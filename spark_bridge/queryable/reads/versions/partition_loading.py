@@ -13,7 +13,7 @@ from spark_bridge.queryable.reads.operators.operator_plan import OperatorPlan
 from spark_bridge.queryable.reads.versions.background_loads import BackgroundLoads
 
 REFUSED_SECONDS = 0.1
-"""A host believes for so long that a partition is another host's."""
+"""A host believes for this many seconds that a partition is another host's."""
 MAX_REFUSED = 1 << 14
 
 

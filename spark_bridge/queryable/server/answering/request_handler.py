@@ -49,8 +49,8 @@ MAX_AWAIT_SECONDS = 30.0
 AWAIT_SLICE_SECONDS = 1.0
 """A thread that waits for a version checks so often whether the server still runs and the client is still there."""
 COMPUTE_SLOT_BYTES = 1 << 18
-"""Lookups of up to so many bytes of keys are worked on one at a time. A larger one would keep the others waiting for
-too long.
+"""Lookups of at most this many bytes of keys are worked on one at a time. A larger one would keep the others waiting
+for too long.
 """
 _ONE_KEY = memoryview(b"\x01\x00\x00\x00")
 _ABSENT_VALUE = b"\x01\x00\x00\x00\xff\xff\xff\xff"

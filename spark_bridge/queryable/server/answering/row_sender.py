@@ -16,8 +16,8 @@ from spark_bridge.queryable.server.connection.framed_socket import FramedSocket
 FRAME_BYTES = 4 << 20
 """The most bytes that the rows of one ``RowsReply`` take, unless one row is larger."""
 QUIET_SECONDS = 1.0
-"""A scan that has found nothing for so long sends an empty batch: the client sees that the scan goes on, the server
-whether the client is gone.
+"""A scan that has found nothing for this many seconds sends an empty batch: the client sees that the scan goes on, the
+server whether the client is gone.
 """
 
 

@@ -167,7 +167,7 @@ class FramedSocket:
     # -- sending -------------------------------------------------------------------------------
 
     def send(self, parts: Sequence[Any], deadline: float = math.inf) -> None:
-        """Send bytes-like objects one behind the other.
+        """Send bytes-like objects one after the other.
 
         Raises ``ClientGoneError`` if they are not taken by ``deadline``, a time of ``time.monotonic``.
         """

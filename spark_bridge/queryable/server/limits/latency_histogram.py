@@ -36,7 +36,7 @@ class LatencyHistogram:
         self.total += 1
 
     def since(self, earlier: LatencyHistogram) -> LatencyHistogram:
-        """Return what was added since an earlier copy."""
+        """Return the latencies added since an earlier copy."""
         difference = LatencyHistogram()
         difference.counts = array("Q", [a - b for a, b in zip(self.counts, earlier.counts, strict=True)])
         difference.total = self.total - earlier.total

@@ -28,7 +28,7 @@ class RequestLimits:
     - ``max_scans``: scans, counts and change feeds that are open at once; separately as many that are forwarded, and as
       many lookups of either kind that load an old version or answer with many rows.
     - ``max_connections``: connections at once of clients with a valid token.
-    - ``idle_seconds``: a connection that asks for nothing for so long is closed.
+    - ``idle_seconds``: a connection that asks for nothing for this long is closed.
     - ``max_buffered_bytes``: the bytes of all large requests that are arriving and all large answers that are leaving.
     - ``transfer_seconds``: the time in which a request must arrive once it has begun, and an answer of one frame must
       be taken.

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from spark_bridge.queryable.server.tokens.token_verifier import TokenVerifier
 
 FORWARDED_SECONDS = 30.0
-"""Another host may take so long for an answer, or for the next rows of one."""
+"""Another host may take this many seconds for an answer, or for the next rows of one."""
 DESCRIBE_SECONDS = 5.0
 
 
@@ -84,7 +84,7 @@ class KvStateClientProxy(KvStateServer):
         return {"hosts": self._described(addresses, asked)}
 
     def _described(self, addresses: Iterable[str], request: DescribeRequest) -> list[dict[str, Any]]:
-        """Return what hosts say of themselves; for a host that does not answer, why."""
+        """Return the descriptions of hosts; for a host that does not answer, the reason."""
         deadline = time.monotonic() + DESCRIBE_SECONDS
         answers: list[dict[str, Any]] = []
         begun = []

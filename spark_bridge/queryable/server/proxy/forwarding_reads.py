@@ -25,8 +25,8 @@ from spark_bridge.queryable.server.proxy.location_cache import LocationCache
 T = TypeVar("T")
 
 MAX_RETRY_SECONDS = 1.0
-"""When owners have moved, a request is repeated here for so long. The client has more time, and waits without taking
-room here.
+"""When owners have moved, a request is repeated here for at most this many seconds. The client has more time, and waits
+without taking room here.
 """
 
 
@@ -161,7 +161,7 @@ class ForwardingReads:
         *,
         with_schema: bool = False,
     ) -> T:
-        """Return what ``ask`` returns; repeat it for a little while if partitions have moved.
+        """Return the result of ``ask``; repeat the call for a little while if partitions have moved.
 
         Raises what the owners raise.
         """

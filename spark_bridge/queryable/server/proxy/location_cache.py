@@ -26,7 +26,7 @@ MAX_AGE_SECONDS = 2.0
 FETCH_SECONDS = 0.1
 """However many requests find an oracle wrong, it is not fetched more often than that."""
 ENDED_SECONDS = 0.5
-"""A query that has ended is taken for ended for so long, without asking again."""
+"""A query that has ended is taken for ended for this many seconds, without asking again."""
 MAX_CACHED_RUNS = 1024
 
 

@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 REVOCATION_SECONDS = 2.0
 """Seconds after which a replica asks again which tokens have been revoked."""
 STALE_SECONDS = 60.0
-"""A replica that has had no answer for so many seconds accepts read-only tokens no more."""
+"""A replica that has had no answer for this many seconds accepts read-only tokens no more."""
 
 
 class CoordinatorTokens:

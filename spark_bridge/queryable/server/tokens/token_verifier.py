@@ -41,7 +41,7 @@ class TokenVerifier(Protocol):
     """Checks tokens."""
 
     def verify(self, token: str) -> Grant:
-        """Return what a token allows now. Raises ``AccessDeniedError``.
+        """Return the rights that a token has now. Raises ``AccessDeniedError``.
 
         The check takes a few microseconds, so a connection can be checked again while it is used, and a revocation ends
         it.

@@ -238,6 +238,39 @@ def test_one_that_opens_again_is_waited_for_again(made: Callable[..., Committing
     assert len({ref.within for ref in refs}) == 1 and host.storage.read(refs[1]) == b"again"
 
 
+@pytest.mark.parametrize("is_remote", [True, False])
+def test_one_that_has_let_two_waits_pass_is_waited_for_no_more_until_such_a_one_comes(
+    made: Callable[..., Committing], is_remote: bool
+) -> None:
+    """As a partition that is being loaded for minutes, or whose task has died."""
+    host = made(SOON)
+    host.storage.is_local = not is_remote
+    host.open(0, 1, 8, 9)
+    for p in range(2, 5):
+        host.open(p)
+        results([host.commit(p)])
+    host.groups._linger = FOR_EVER
+    host.open(8)  # a task asks again while its partition is being loaded
+    host.open(5, 6)
+    (path,) = {ref.within for ref in results([host.commit(p) for p in (5, 6)])}
+    assert path is not None, "the one is waited for, as always"
+    first = host.commit(9)
+    host.wait_for_members(1)
+    (path,) = {ref.within for ref in results([first, *map(host.commit, (0, 1, 8))])}
+    assert path is not None
+
+
+def test_in_the_next_batch_all_are_waited_for(made: Callable[..., Committing]) -> None:
+    host = made(SOON)
+    host.open(1)
+    for p in range(2, 2 + group_commit.MISSED_WAITS):
+        host.open(p)
+        results([host.commit(p)])
+    host.groups._linger = FOR_EVER
+    host.open(0, 1, version=2)
+    assert len({ref.within for ref in results([host.commit(p, version=2) for p in (0, 1)])} - {None}) == 1
+
+
 def begun(made: Callable[..., Committing], linger: float) -> Committing:
     """Tasks 0 to 2 were at work at once in the first batch."""
     host = made(linger)

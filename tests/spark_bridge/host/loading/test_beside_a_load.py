@@ -146,5 +146,6 @@ def test_files_of_a_run_that_comes_back_while_it_is_unloaded_stay(make: Any) -> 
     host.held.on_run_ended(come_back)
     host.loading.unload_run(w.run)
     assert opened[0].is_open and w.instance(0) is None
-    assert list(w.instance(1).state._engine._path.glob("MANIFEST-*")), "the database has lost its files"
+    w.instance(1).state.write_out()
+    assert list(w.instance(1).state._local.engine.glob("MANIFEST-*")), "the database has lost its files"
     assert w.lookup(range(8)) == (2, [2] * 8)

@@ -1,0 +1,303 @@
+"""A database that was loaded is opened for writing only when there is something worth writing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pyarrow as pa
+import pytest
+from rocksdict import AccessType
+
+from backends.conf import StateStoreConf
+from backends.engines import buffered_engine
+from backends.engines.buffered_engine import DeferredEngine
+from backends.engines.engine import StateEngine
+from backends.engines.rocksdb import LocalRocksDB
+from backends.exceptions import ConcurrentCommitError, LocalStateDamagedError
+from backends.formats.changelog import Changes
+from backends.formats.local_state import LocalState
+from backends.formats.manifest import ChangelogRef, Lineage
+from backends.partition.partition_state import PartitionState, open_partition
+from backends.storage.checkpoint_storage import CheckpointStorage
+from tests.backends.partition.partition_steps import changes, commit
+from tests.patience import PATIENCE
+
+CONF = StateStoreConf(fsync=False, rocksdb_row_cache_bytes=1 << 20)
+DIRECTORY = "operators/op/1/0/default"
+KEYS = [b"%03d" % i for i in range(100)]
+READ, WRITE = "for reading", "for writing"
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """For what databases have been opened."""
+    found: list[str] = []
+    open_database = LocalRocksDB._open
+
+    def noted(engine: LocalRocksDB, *access: AccessType) -> None:
+        found.append(READ if access else WRITE)
+        open_database(engine, *access)
+
+    monkeypatch.setattr(LocalRocksDB, "_open", noted)
+    return found
+
+
+@pytest.fixture
+def captured(tmp_path: Path) -> Path:
+    """A snapshot of ``KEYS`` with the value "old"."""
+    engine = LocalRocksDB(tmp_path / "first", CONF)
+    engine.prepare(changes(dict.fromkeys(KEYS, b"old")))(LocalState(1, "head 1"))
+    (directory := tmp_path / "captured").mkdir()
+    engine.capture(directory)()
+    engine.close()
+    return directory
+
+
+@pytest.fixture
+def restored(tmp_path: Path, captured: Path) -> Iterator[DeferredEngine]:
+    engine = DeferredEngine(tmp_path / "engine", CONF)
+    engine.restore(captured)
+    yield engine
+    engine.close()
+
+
+def write(engine: StateEngine, version: int, pairs: dict[bytes, bytes | None]) -> None:
+    engine.prepare(changes(pairs))(LocalState(version, f"head {version}"))
+
+
+def read(engine: StateEngine, keys: list[bytes] = KEYS) -> list[bytes | None]:
+    found: list[bytes | None] = engine.get_many(pa.array(keys, pa.binary()), "default").to_pylist()
+    return found
+
+
+def rows(scan: Iterator[pa.RecordBatch]) -> dict[bytes, bytes]:
+    return {row["key"]: row["value"] for batch in scan for row in batch.to_pylist()}
+
+
+def capture(engine: StateEngine, directory: Path) -> None:
+    directory.mkdir()
+    engine.capture(directory)()
+
+
+def test_a_partition_of_a_host_is_opened_for_writing_by_its_first_snapshot(tmp_path: Path, opened: list[str]) -> None:
+    storage = CheckpointStorage.open(str(tmp_path / "durable"), fsync=False)
+    state = open_partition(tmp_path / "first", storage, DIRECTORY, CONF)
+    refs = [ChangelogRef(*commit(state, {b"a": b"%d" % i})) for i in range(3)]
+    assert opened == []
+    snapshot = state.snapshot(None)
+    assert opened == [WRITE]
+    refs += [ChangelogRef(*commit(state, {b"b": b"%d" % i})) for i in range(2)]
+    state.close()
+    opened.clear()
+
+    def loaded() -> PartitionState:
+        loaded = open_partition(tmp_path / "second", storage, DIRECTORY, CONF)
+        loaded.load(Lineage(5, tuple(refs), (snapshot,)))
+        assert loaded.version == 5 and rows(loaded.scan()) == {b"a": b"2", b"b": b"1"}
+        return loaded
+
+    state = loaded()
+    assert opened == [READ]
+    commit(state, {b"a": None})
+    state.close()  # as if the process had ended: what was not written is in the changelogs
+    state = loaded()
+    commit(state, {b"a": None})
+    opened.clear()
+    state.snapshot(snapshot)
+    assert opened == [WRITE] and rows(state.scan()) == {b"b": b"1"}
+    commit(state, {b"c": b"3"})
+    assert opened == [WRITE] and rows(state.scan()) == {b"b": b"1", b"c": b"3"}
+    state.close()
+
+
+def test_more_than_a_little_is_written_at_once(
+    restored: DeferredEngine, opened: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(buffered_engine, "UNWRITTEN_BYTES", 1000)
+    write(restored, 2, {KEYS[0]: b"x" * 900})
+    assert opened == []
+    write(restored, 3, {KEYS[1]: b"y" * 200})
+    write(restored, 4, {KEYS[2]: None})
+    assert opened == [WRITE] and not restored._held.families
+    assert read(restored, KEYS[:4]) == [b"x" * 900, b"y" * 200, None, b"old"] and restored.state.version == 4
+
+
+def test_a_snapshot_bears_the_version_of_batches_that_changed_nothing(restored: DeferredEngine, tmp_path: Path) -> None:
+    restored.prepare(Changes({}))(LocalState(2, "head 2"))
+    restored.prepare(Changes({}))(LocalState(3, "head 3"))
+    capture(restored, tmp_path / "again")
+    copy = LocalRocksDB(tmp_path / "copy", CONF)
+    copy.restore(tmp_path / "again")
+    assert copy.state == LocalState(3, "head 3")
+    copy.close()
+
+
+def test_a_scan_goes_on_with_the_files_that_it_began_with(restored: DeferredEngine, tmp_path: Path) -> None:
+    scans = [restored.scan(None, None, "default"), restored.scan_ranges([(b"", None)], "default")]
+    files = set((tmp_path / "engine").glob("*.sst"))
+    write(restored, 2, dict.fromkeys(KEYS, b"new"))
+    capture(restored, tmp_path / "again")
+    below: Any = restored._below
+    below._db.compact_range(None, None)
+    assert not files <= set((tmp_path / "engine").glob("*.sst")), "its files are still there"
+    assert [rows(scan) for scan in scans] == [dict.fromkeys(KEYS, b"old")] * 2
+    assert read(restored) == [b"new"] * len(KEYS)
+
+
+def test_a_reader_of_the_time_before_leaves_no_old_rows_in_the_cache(
+    restored: DeferredEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has looked the family up before the database is opened for writing, and reads when the changes are written."""
+    below: Any = restored._below
+    family = below._families["default"]
+    write(restored, 2, dict.fromkeys(KEYS, b"new"))
+    restored._write_below()
+    keys = pa.array(KEYS, pa.binary())
+    assert family.cache.get_many(keys, lambda missing: below._read(family, missing)).to_pylist() == [b"old"] * 100
+    assert read(restored) == [b"new"] * len(KEYS)
+
+
+def test_reads_beside_the_first_write_show_the_changes(
+    restored: DeferredEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At each moment: before the changes are below, when they are, and when they are no longer held."""
+    write(restored, 2, dict.fromkeys(KEYS[:50], b"new"))
+    expected = [b"new"] * 50 + [b"old"] * 50
+    below, at_gate, may_go = restored._below, threading.Event(), threading.Event()
+    get_many = below.get_many
+
+    def gated(keys: pa.BinaryArray, family: str, *, keep: bool = True) -> pa.BinaryArray:
+        found = get_many(keys, family, keep=keep)
+        if threading.current_thread() is reader:
+            at_gate.set()
+            assert may_go.wait(PATIENCE)
+        return found
+
+    monkeypatch.setattr(below, "get_many", gated)
+    answers: list[list[bytes | None]] = []
+    reader = threading.Thread(target=lambda: answers.append(read(restored)))
+    reader.start()
+    assert at_gate.wait(PATIENCE)
+    capture(restored, tmp_path / "again")
+    may_go.set()
+    reader.join(PATIENCE)
+    assert answers == [expected] and read(restored) == expected
+
+
+def test_changes_that_were_prepared_before_a_load_are_not_below_those_that_it_holds(
+    restored: DeferredEngine, tmp_path: Path
+) -> None:
+    capture(restored, captured := tmp_path / "again")
+    prepared = restored.prepare(changes({KEYS[0]: b"third"}))  # straight into the database, as it was then
+    restored.restore(captured)
+    write(restored, 2, {KEYS[0]: b"second"})
+    prepared(LocalState(3, "head 3"))
+    assert read(restored, KEYS[:2]) == [b"third", b"old"] and restored.state.version == 3
+    capture(restored, tmp_path / "later")
+    assert read(restored, KEYS[:2]) == [b"third", b"old"]
+
+
+def test_a_database_that_cannot_be_opened_for_writing_is_no_version_to_go_on_from(
+    restored: DeferredEngine, captured: Path, tmp_path: Path
+) -> None:
+    write(restored, 2, {KEYS[0]: b"new"})
+    (tmp_path / "engine" / "CURRENT").write_text("nothing of RocksDB's")
+    assert read(restored, KEYS[:2]) == [b"new", b"old"]
+    with pytest.raises(LocalStateDamagedError, match="cannot be opened"):
+        capture(restored, tmp_path / "again")
+    assert restored.state == LocalState.unfinished("head 1")
+    with pytest.raises(LocalStateDamagedError, match="cannot be opened"):
+        read(restored)
+
+
+def test_a_process_that_is_still_there_keeps_the_database_from_being_opened_for_writing(
+    restored: DeferredEngine, tmp_path: Path
+) -> None:
+    other = LocalRocksDB(tmp_path / "engine", CONF)
+    write(other, 2, {})
+    write(restored, 2, {KEYS[0]: b"new"})
+    with pytest.raises(ConcurrentCommitError, match="is open in another provider"):
+        capture(restored, tmp_path / "refused")
+    assert read(restored, KEYS[:2]) == [b"new", b"old"] and restored.state.version == 2
+    other.close()
+    capture(restored, tmp_path / "again")
+    assert read(restored, KEYS[:2]) == [b"new", b"old"]
+
+
+DYING = """
+import os, sys
+from pathlib import Path
+
+import msgspec
+
+from backends import fault_points
+from backends.engines import rocksdb
+from backends.formats.manifest import ChangelogRef, Lineage
+from backends.partition.partition_state import open_partition
+from backends.storage.checkpoint_storage import CheckpointStorage
+from tests.backends.engines.test_deferred_engine import CONF, DIRECTORY
+from tests.backends.partition.partition_steps import commit
+
+root, point, number = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+lineage = msgspec.json.decode((root / "lineage").read_bytes(), type=Lineage)
+rocksdb.WRITE_ROWS = 2
+seen = []
+
+def reach(name):
+    seen.append(name)
+    if seen.count(point) == number:
+        os._exit(9)
+
+fault_points.set_hook(reach)
+state = open_partition(root / "local", CheckpointStorage.open(str(root / "durable"), fsync=False), DIRECTORY, CONF)
+state.load(lineage)
+for version in (4, 5, 6):
+    ref = ChangelogRef(*commit(state, {b"%d" % i: b"%d" % version for i in range(version)}))
+    os.write(1, msgspec.json.encode(ref) + b"\\n")
+    if version == 5:
+        state.snapshot(None)
+"""
+"""A process that takes a host's partition over at version 3, and dies at a point that it reaches the nth time."""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("point", "number"),
+    [
+        ("load:downloaded", 1),
+        ("commit:durable", 2),
+        ("apply", 2),
+        ("apply:batch", 1),
+        ("apply:batch", 3),
+        ("snapshot:captured", 1),
+        ("snapshot:uploaded", 1),
+        ("apply", 3),
+    ],
+)
+def test_a_process_that_dies_before_or_in_the_first_write_loses_nothing(
+    tmp_path: Path, point: str, number: int
+) -> None:
+    storage = CheckpointStorage.open(str(tmp_path / "durable"), fsync=False)
+    first = open_partition(tmp_path / "first", storage, DIRECTORY, CONF)
+    refs = [ChangelogRef(*commit(first, {b"a": b"%d" % version})) for version in (1, 2)]
+    snapshots = (first.snapshot(None),)
+    refs.append(ChangelogRef(*commit(first, {b"b": b"3"})))
+    first.destroy()
+    (tmp_path / "lineage").write_bytes(msgspec.json.encode(Lineage(3, tuple(refs), snapshots)))
+    command = [sys.executable, "-c", DYING, str(tmp_path), point, str(number)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, check=False)
+    assert done.returncode == 9, f"{point} is not reached"
+    refs += [msgspec.json.decode(line, type=ChangelogRef) for line in done.stdout.splitlines()]
+    for _ in range(2):
+        state = open_partition(tmp_path / "local", storage, DIRECTORY, CONF)
+        state.load(Lineage(len(refs), tuple(refs), snapshots))
+        newest = {b"%d" % i: b"%d" % version for version in range(4, len(refs) + 1) for i in range(version)}
+        assert rows(state.scan()) == {b"a": b"2", b"b": b"3", **newest}
+        state.snapshot(snapshots[0])
+        state.close()

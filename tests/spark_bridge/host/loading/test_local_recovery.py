@@ -1,0 +1,233 @@
+"""A query that is started again goes on with the local files that its hosts still have, where these are right."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from backends.engines.buffered_engine import UNWRITTEN_BYTES
+from backends.formats.changelog import Changes
+from backends.formats.file_names import version_in
+from coordinator_actor.messages import Completed, OperatorSpec
+from spark_bridge.host.loading.partition_loading import LOADED_FILES_SECONDS
+from tests.coordinator_actor.coordinator_world import SCHEMA, World
+from tests.spark_bridge.host.host_steps import make_host, plan_spark, task
+
+KEY = pa.array([b"\0\0k"])
+"""A key of the first key group, and so of partition 0 in every layout."""
+BATCHES = 3
+LARGE = os.urandom(2 * UNWRITTEN_BYTES)
+"""A value that is written to the local files at once: less may stay in the memory of a host."""
+
+
+def changes_of(value: bytes) -> Changes:
+    """Return changes of ``KEY``, and of another key with a large value."""
+    return Changes.of(pa.array([KEY[0].as_py(), b"\0\0l"]), pa.array([value, LARGE]))
+
+
+@dataclass
+class Restarts:
+    """A query of one partition on one host, which is started again and again."""
+
+    tmp: Path
+    run: str = ""
+    runs: int = 0
+    batches: int = 0
+    now: float = 0.0
+    world: World = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.world = World(self.tmp)
+        self.c = self.world.coordinator(0)
+        self.host = make_host(self.world, self.c, 0, self.tmp, clock=lambda: self.now)
+        self.restart()
+        for _ in range(BATCHES):
+            self.batch()
+
+    def restart(self, n: int = 1, backend: str = "rocksdb") -> int:
+        """Register a new run, which replaces the one before; return the version that it begins with."""
+        self.runs += 1
+        self.run = f"run{self.runs}"
+        spec = OperatorSpec("op", n, SCHEMA, backend=backend)
+        answer = self.c.register_query(self.world.registration(self.run, n, operators=(spec,)))
+        assert answer.refusal is None, answer.refusal
+        return answer.completed_version
+
+    def open(self, batch: int) -> Any:
+        """Open the partition as a task of a batch does; return it."""
+        given = task(batch, 0, self.run)
+        while (opened := self.host.open(given)).loading is not None:
+            pass  # the host has waited a moment before it answered
+        assert opened.redirect is None
+        return given
+
+    def batch(self, *, is_committed: bool = True) -> None:
+        """Run a batch, whose value is its number."""
+        plan_spark(self.world, self.batches)
+        given = self.open(self.batches)
+        self.host.commit(given, changes_of(b"%d" % self.batches), {})
+        if is_committed:
+            self.world.commit_spark(self.batches)
+            self.batches += 1
+
+    def complete(self) -> None:
+        self.c.batch_committed(self.run, self.batches - 1)
+        self.host.heartbeat()
+
+    def value(self) -> bytes | None:
+        """Return the value at the version that the partition has now."""
+        self.open(self.batches)
+        instance = self.host.held.instance(self.run, "op", 0)
+        assert instance.state.version == self.batches
+        found: bytes | None = instance.state.reads.get_many(KEY).to_pylist()[0]
+        return found
+
+    def remove_files_up_to(self, version: int) -> None:
+        """Remove the state of these versions from storage: whoever needs a file of it fails."""
+        removed = [p for p in self.tmp.glob("ck/statestore/operators/**/*.changelog") if version_in(p.name) <= version]
+        assert len(removed) == version
+        for path in removed:
+            path.unlink()
+
+    def directories(self) -> list[str]:
+        """Return the runs of which there are local files."""
+        return sorted({p.relative_to(self.tmp).parts[2] for p in self.tmp.glob("local0a/q/*/**/LOCK")})
+
+
+@pytest.fixture
+def query(tmp_path: Path) -> Iterator[Restarts]:
+    made = Restarts(tmp_path)
+    try:
+        yield made
+    finally:
+        made.host.close()
+        assert not made.directories()
+
+
+def heard(query: Restarts) -> None:
+    """The host hears that the run is over before a task of the next run comes."""
+    query.host.heartbeat()
+    assert not query.host.held.all()
+
+
+def not_heard(query: Restarts) -> None:
+    """A task of the next run comes first."""
+
+
+@pytest.mark.parametrize("when", [heard, not_heard])
+def test_a_restarted_query_loads_nothing_where_its_partition_was(
+    query: Restarts, when: Callable[[Restarts], None]
+) -> None:
+    query.complete()
+    query.remove_files_up_to(BATCHES)
+    for _ in range(2):
+        assert query.restart() == query.batches
+        when(query)
+        assert query.value() == b"%d" % (query.batches - 1)
+        assert query.directories() == [query.run]
+        query.batch()
+        query.complete()
+
+
+@pytest.mark.parametrize("when", [heard, not_heard])
+def test_what_the_run_before_has_not_completed_here_is_loaded_after_it(
+    query: Restarts, when: Callable[[Restarts], None]
+) -> None:
+    query.complete()
+    query.batch()  # Spark has committed, and the host has not heard of it
+    query.remove_files_up_to(BATCHES)
+    assert query.restart() == query.batches == BATCHES + 1
+    when(query)
+    assert query.value() == b"%d" % BATCHES
+
+
+@pytest.mark.parametrize("when", [heard, not_heard])
+def test_changes_that_spark_has_not_committed_are_gone(query: Restarts, when: Callable[[Restarts], None]) -> None:
+    query.complete()
+    query.batch(is_committed=False)
+    assert query.restart() == query.batches
+    when(query)
+    assert query.value() == b"%d" % (query.batches - 1)
+    instance = query.host.held.instance(query.run, "op", 0)
+    assert instance.state.newest() == (instance.state.version, instance.state.head)
+
+
+def test_files_of_a_version_that_was_rolled_back_are_not_gone_on_with(query: Restarts) -> None:
+    query.complete()
+    (query.tmp / "ck/offsets/2").unlink()
+    (query.tmp / "ck/commits/2").unlink()
+    query.batches -= 1
+    assert query.restart() == query.batches
+    assert query.value() == b"1"
+
+
+@pytest.mark.parametrize(("n", "backend"), [(2, "rocksdb"), (1, "file")])
+def test_files_of_another_layout_are_removed(query: Restarts, n: int, backend: str) -> None:
+    query.complete()
+    query.restart(n, backend)
+    assert query.value() == b"2"
+    assert query.directories() == [query.run]
+    assert backend == "rocksdb" or not [*query.tmp.glob("local0a/**/CURRENT")]
+
+
+def test_a_host_that_closes_leaves_no_files_that_were_laid_aside(query: Restarts) -> None:
+    query.complete()
+    query.c.deactivate_instances(query.run)
+    query.host.heartbeat()
+    assert query.directories() == [query.run]  # the fixture sees that they go
+
+
+def test_files_that_are_laid_aside_go_after_a_while(query: Restarts) -> None:
+    query.complete()
+    query.c.deactivate_instances(query.run)
+    query.host.heartbeat()
+    assert not query.host.held.all() and query.directories() == [query.run]
+    query.now += LOADED_FILES_SECONDS
+    query.host.maintenance.do_maintenance()
+    assert query.directories() == [query.run]
+    query.now += 1
+    query.host.maintenance.do_maintenance()
+    assert not query.directories()
+    query.restart()
+    assert query.value() == b"2"
+
+
+def test_what_nobody_reads_of_an_ended_query_is_laid_aside_and_opened_again(query: Restarts) -> None:
+    query.complete()
+    query.host.held.note_ended((query.run,))
+    for _ in range(2):
+        query.host.maintenance.do_maintenance()
+    assert not query.host.held.all()
+    query.remove_files_up_to(BATCHES)
+    assert query.host.reads.get_many(query.run, "op", 0, None, KEY).to_pylist() == [b"2"]
+
+
+def test_files_from_before_an_exchange_are_not_laid_aside_any_longer(query: Restarts) -> None:
+    query.complete()
+    old = query.run
+    query.c.deactivate_instances(old)
+    query.host.heartbeat()
+    query.restart()
+    with query.host.held.lock:
+        query.host.held.registrations[query.run] = query.world.registration(query.run, 1)
+    query.host.loading.complete(Completed(query.run, query.batches, {"op": {}}, rewritten="an exchange"))
+    assert not query.directories()
+
+
+def test_a_late_task_of_the_run_before_does_not_commit_into_the_next_run(query: Restarts) -> None:
+    query.complete()
+    plan_spark(query.world, query.batches)
+    late = query.open(query.batches)
+    old = query.host.held.instance(query.run, "op", 0)
+    query.restart()
+    query.open(query.batches)
+    with pytest.raises(Exception, match="open"):
+        query.host.commit(late, changes_of(b"late"), {})
+    assert old.state.is_closed
+    assert query.value() == b"2"
