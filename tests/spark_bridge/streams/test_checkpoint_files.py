@@ -11,7 +11,7 @@ from py4j.protocol import Py4JJavaError
 from pyspark.sql import SparkSession
 from pyspark.sql.streaming import StreamingQuery
 
-from spark_bridge.session.settings import FILE_MANAGER_CONF, file_manager_of_local_disks
+from spark_bridge.session.spark_settings import FILE_MANAGER_CONF, file_manager_of_local_disks
 
 pytestmark = pytest.mark.spark
 
