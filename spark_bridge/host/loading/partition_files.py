@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 import threading
 from collections.abc import Collection
@@ -20,6 +21,8 @@ from backends.storage.checkpoint_storage import CheckpointStorage, OpenStorage
 from backends.storage.sending.request_counts import RequestCounts
 from backends.storage.shared_objects import SharedObjects
 from coordinator_actor.messages import OperatorSpec, QueryRegistration
+
+log = logging.getLogger(__name__)
 
 MOST_STORAGES = 64
 """At most this many storages are remembered: one for each running query, and those of runs before."""
@@ -85,10 +88,11 @@ class PartitionFiles:
         if left.local_dir == local:
             return True
         shutil.rmtree(local, ignore_errors=True)
-        local.parent.mkdir(parents=True, exist_ok=True)
         try:
+            local.parent.mkdir(parents=True, exist_ok=True)
             left.local_dir.rename(local)
-        except FileNotFoundError:  # the directory of the run that is over was removed meanwhile
+        except OSError as error:  # the disk is full, say, or the directory of the run that is over was removed
+            log.warning("%s could not be moved to %s, so the partition is loaded: %s", left.local_dir, local, error)
             return False
         return True
 

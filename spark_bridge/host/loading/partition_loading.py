@@ -75,7 +75,8 @@ class PartitionLoading:
         self._version_requests = version_requests
         self._counters = counters
         self._locks: dict[InstanceKey, threading.Lock] = {}
-        self._loading_runs: dict[object, set[str]] = {}
+        # Loads and unloads under way: the query, and the runs whose directories must stay.
+        self._at_work: dict[object, tuple[str, set[str]]] = {}
         self._clock = clock
         # What was loaded in part, and the loads under way with what they are for.
         self._kept: dict[InstanceKey, Instance] = {}
@@ -110,7 +111,7 @@ class PartitionLoading:
                 "Ask again in a moment."
             )
         try:
-            with self._noted_as_loading(grant.registration.run_id, key):
+            with self._noted_at_work(grant.registration.run_id, key):
                 with self._watching(key, grant, is_abandoned) as watch:
                     instance = self._bring_to_grant(grant, operator, partition, watch, for_read=for_read)
                 assert instance is not None
@@ -129,7 +130,7 @@ class PartitionLoading:
             self._end_older_load(key, grant)
             return None
         try:
-            with self._noted_as_loading(grant.registration.run_id, key):
+            with self._noted_at_work(grant.registration.run_id, key):
                 return self._bring_to_grant(grant, operator, partition, None, for_read=False)
         finally:
             lock.release()
@@ -153,7 +154,7 @@ class PartitionLoading:
             trace = trace_ids.batch(run_id, grant.version + 1)
             with (
                 spans.span("host.warm_up", trace, operator=operator, partition=partition),
-                self._noted_as_loading(run_id, key),
+                self._noted_at_work(run_id, key),
                 self._watching(key, grant, is_abandoned) as watch,
             ):
                 self._bring_to_grant(grant, operator, partition, watch, for_read=False, holds=False)
@@ -267,7 +268,8 @@ class PartitionLoading:
                 _destroy(left)
         with self._held.lock:
             others = [*self._held.instances.values(), *self._kept.values()]
-            runs = {*(i.registration.run_id for i in others), *chain.from_iterable(self._loading_runs.values())}
+            of_work = (runs for _, runs in self._at_work.values())
+            runs = {*(i.registration.run_id for i in others), *chain.from_iterable(of_work)}
         state = self._with_room(lambda: self._files.open_own(registration, spec, partition, runs), drops=drops)
         instance = Instance(registration, operator, partition, state, loaded_at=grant.version)
         if left is not None and goes_on:
@@ -307,21 +309,18 @@ class PartitionLoading:
         with self._held.lock:
             self._kept[instance.key] = instance
 
-    def drop_kept(self, run_id: str | None = None) -> None:
-        """Remove what was loaded in part, of a run that is over, or if nobody has gone on with it for long."""
+    def drop_kept(self) -> None:
+        """Remove what was loaded in part or laid aside, if nobody has gone on with it for long."""
         now = self._clock()
-        if run_id is None:
-            self._drop(lambda kept: now - kept.kept_since > LOADED_FILES_SECONDS)
-        else:
-            self._drop(lambda kept: kept.registration.run_id == run_id)
+        self._drop(lambda kept: now - kept.kept_since > LOADED_FILES_SECONDS)
 
     def close(self) -> None:
         """Unload everything, and remove the local files."""
         for instance in self._held.all():
             self.unload(instance)
-        self._drop(lambda kept: True)
         for run_id in {*self._held.registrations}:
             self.unload_run(run_id)
+        self._drop(lambda kept: True)  # what was opened meanwhile is laid aside by now, too
 
     def _drop(self, is_meant: Callable[[Instance], bool]) -> int:
         """Remove what was loaded in part, where nobody goes on with it. Return of how many partitions."""
@@ -342,6 +341,8 @@ class PartitionLoading:
                     dropped += 1
             finally:
                 lock.release()
+        for run_id in {i.registration.run_id for i in gone}:
+            self._remove_unused(run_id)
         return dropped
 
     def progress(self, key: InstanceKey) -> LoadProgress:
@@ -411,10 +412,12 @@ class PartitionLoading:
     def _advance(self, instance: Instance, grant: OpenGrant, watch: LoadWatch | None, *, is_whole: bool) -> bool:
         """Bring an instance to the grant's version: by its own accepted changes, else from storage.
 
-        Unless the instance ``is_whole``, a load has left it midway: then ``PartitionState.load`` alone knows what of it
-        can be used. Return False if files must be fetched and there is no ``watch``: nothing has changed then.
+        Unless the instance ``is_whole``, a load has left it midway, and a write may have left its state midway: then
+        ``PartitionState.load`` alone knows what of it can be used. Return False if files must be fetched and there is
+        no ``watch``: nothing has changed then.
         """
         state = instance.state
+        is_whole = is_whole and state.is_whole
         if is_whole and (state.version, state.head) == (grant.version, grant.head):
             return True
         if (
@@ -455,20 +458,20 @@ class PartitionLoading:
             return self._locks.setdefault(key, threading.Lock())
 
     @contextmanager
-    def _noted_as_loading(self, run_id: str, key: InstanceKey) -> Iterator[None]:
-        """Keep the run's local directory from being removed: a partition that is being loaded is not held yet.
+    def _noted_at_work(self, run_id: str, key: InstanceKey) -> Iterator[None]:
+        """Keep the run's local directory from being removed: a partition that is loaded or laid aside is not held.
 
         That of the run before stays, too: the load may go on with its files. The partition's loading lock is held.
         """
         token = object()
         with self._held.lock:
             there = (self._held.instances.get(key), self._kept.get(key))
-            self._loading_runs[token] = {run_id, *(i.registration.run_id for i in there if i is not None)}
+            self._at_work[token] = key[0], {run_id, *(i.registration.run_id for i in there if i is not None)}
         try:
             yield
         finally:
             with self._held.lock:
-                del self._loading_runs[token]
+                del self._at_work[token]
 
     # -- completing ----------------------------------------------------------------------------
 
@@ -487,9 +490,10 @@ class PartitionLoading:
             query_id = None if registration is None else registration.query_id
             self._drop(lambda kept: completed.run_id == kept.registration.run_id or query_id == kept.key[0])
             with self._held.lock:
-                copies = [i.registration.run_id for i in self._kept.values()]
-                loads = [grant.registration.run_id for grant, _ in self._watches.values()]
-            is_clean = completed.run_id not in (*copies, *loads)
+                held = self._held.instances.values()
+                of_others = [i.key[0] for i in held if i.registration.run_id != completed.run_id]
+                at_work = [of_query for of_query, _ in self._at_work.values()]
+                is_clean = query_id not in (*of_others, *(key[0] for key in self._kept), *at_work)
         for instance in self._held.of_run(completed.run_id):
             owned = completed.heads.get(instance.operator)
             if owned is None or instance.state.version > completed.version:
@@ -546,15 +550,16 @@ class PartitionLoading:
         if not lock.acquire(blocking=waits):
             return
         try:
-            if not self._held.remove(instance):
-                return
-            with self._held.lock:
-                is_free = instance.key not in self._kept
-            if is_free:
-                _close(instance)
-                self._keep(instance)
-            else:  # a copy that is loaded for a newer run
-                _destroy(instance)
+            with self._noted_at_work(instance.registration.run_id, instance.key):
+                if not self._held.remove(instance):
+                    return
+                with self._held.lock:
+                    is_free = instance.key not in self._kept
+                if is_free:
+                    _close(instance)
+                    self._keep(instance)
+                else:  # a copy that is loaded for a newer run
+                    _destroy(instance)
         finally:
             lock.release()
 
@@ -567,14 +572,19 @@ class PartitionLoading:
                 if grant.registration.run_id == run_id:
                     watch.end("its run is over", is_over=True)
         self._held.tell_ended(run_id)
-        self.drop_kept(run_id)
+        # What was laid aside before stays, as that of an ended query that nobody has read.
+        self._drop(lambda kept: kept.registration.run_id == run_id and not kept.state.is_closed)
         for instance in gone:
             self.lay_aside(instance)
+        self._remove_unused(run_id)
+
+    def _remove_unused(self, run_id: str) -> None:
+        """Remove the directory of a run that is over, once nothing of the run is open, laid aside or at work there."""
         with self._held.lock:
-            is_loading = any(run_id in runs for runs in self._loading_runs.values())
-            is_back = run_id in self._held.registrations
-            is_kept = any(i.registration.run_id == run_id for i in self._kept.values())
-        if not is_loading and not is_back and not is_kept:
+            there = {i.registration.run_id for i in (*self._held.instances.values(), *self._kept.values())}
+            at_work = chain.from_iterable(runs for _, runs in self._at_work.values())
+            is_used = run_id in (*self._held.registrations, *there, *at_work)
+        if not is_used:
             self._files.remove_run(run_id)
 
     def _forget_run(self, run_id: str) -> None:
