@@ -466,12 +466,15 @@ class PartitionLoading:
         token = object()
         with self._held.lock:
             there = (self._held.instances.get(key), self._kept.get(key))
-            self._at_work[token] = key[0], {run_id, *(i.registration.run_id for i in there if i is not None)}
+            before = {i.registration.run_id for i in there if i is not None} - {run_id}
+            self._at_work[token] = key[0], {run_id, *before}
         try:
             yield
         finally:
             with self._held.lock:
                 del self._at_work[token]
+            for of_run in before:
+                self._remove_unused(of_run)
 
     # -- completing ----------------------------------------------------------------------------
 

@@ -136,6 +136,7 @@ def test_a_restarted_query_loads_nothing_where_its_partition_was(
         assert query.directories() == [query.run]
         query.batch()
         query.complete()
+        assert [path.name for path in (query.tmp / "local0a" / "q").iterdir()] == [query.run]
 
 
 @pytest.mark.parametrize("when", [heard, not_heard])
@@ -350,3 +351,17 @@ def test_a_partition_whose_files_turn_out_damaged_at_the_first_write_is_loaded_a
     with pytest.raises(LocalStateDamagedError):
         state.write_out()
     assert query.value() == b"2"
+
+
+def test_the_directory_of_a_run_stays_while_a_partition_of_it_waits_to_be_laid_aside(query: Restarts) -> None:
+    query.complete()
+    query.restart(2)
+    for partition in range(2):
+        query.open(query.batches, partition)
+    first, second = (query.host.held.instance(query.run, "op", partition) for partition in range(2))
+    query.host.held.forget_run(query.run)  # as the first step of an order to unload the run
+    query.host.loading.lay_aside(second)
+    query.now += LOADED_FILES_SECONDS + 1
+    query.host.loading.drop_kept()
+    assert first.state.local_dir.exists() and not second.state.local_dir.exists()
+    query.host.loading.unload(first)
