@@ -24,8 +24,8 @@ import pyarrow as pa
 from backends.conf import StateStoreConf
 from backends.formats.changelog import Changes
 from backends.without_pandas import keep_pandas_out
+from coordinator_actor.coordinator_port import CoordinatorPort
 from coordinator_actor.messages import HostInfo
-from coordinator_actor.port import CoordinatorPort
 from spark_bridge.host.host import Host
 from spark_bridge.transport.protocol import TaskIdentity
 

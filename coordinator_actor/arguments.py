@@ -1,4 +1,4 @@
-"""Converts the arguments of a message to the types of its declaration in ``port.py``: ids are texts.
+"""Converts the arguments of a message to the types of its declaration in ``coordinator_port.py``: ids are texts.
 
 A caller may hold an id as a ``uuid.UUID``. The coordinator's dicts have texts as keys, so that such an id would not be
 found. So a UUID is converted to its text. An id of any other type is refused.

@@ -21,6 +21,7 @@ from backends.tracing import spans
 from coordinator_actor.access_tokens import AccessTokens, MemoryTokenStore
 from coordinator_actor.arguments import Arguments
 from coordinator_actor.coordinator_conf import CoordinatorConf
+from coordinator_actor.coordinator_port import MESSAGES, CoordinatorPort
 from coordinator_actor.exceptions import CoordinatorError
 from coordinator_actor.handlers.batches import Batches
 from coordinator_actor.handlers.figures import Figures
@@ -33,7 +34,6 @@ from coordinator_actor.handlers.queries import Queries
 from coordinator_actor.handlers.registries.registries import Registries
 from coordinator_actor.handlers.rewritings import Rewritings
 from coordinator_actor.handlers.savepoints import Savepoints
-from coordinator_actor.port import MESSAGES, CoordinatorPort
 from coordinator_actor.query.query_state import QueryState
 from coordinator_actor.query.retention import loaded_bytes, remove_garbage, tidy_records
 from coordinator_actor.savepoints.run_savepoints import InBackground, RunSavepoints
@@ -49,7 +49,8 @@ class Coordinator(CoordinatorPort):
 
     Three kinds of locks guard its state: the lock of each run (see ``QueryState``), under which storage may be asked,
     the lock of its assignment (see ``RunAssignment``) and the lock of the registries (see ``Registries``), which nobody
-    holds for long. The concurrency group of a message (see ``port.py``) says whether it may take the first one.
+    holds for long. The concurrency group of a message (see ``coordinator_port.py``) says whether it may take the first
+    one.
 
     ``clock`` gives seconds since 1970 and never goes back. ``in_background`` runs work that must not delay a message.
     ``apart`` runs work that may wait for the storage of one query. ``tokens`` are the read-only tokens of query

@@ -1,8 +1,8 @@
 """The records that messages carry between driver, tasks, hosts and the coordinator.
 
 Plain typed records (msgspec), the same over Ray actor calls and, as JSON, over Arrow Flight. Their roles follow Spark's
-``StateStoreCoordinatorMessage`` family and Flink's ``AcknowledgeCheckpoint``. ``port.py`` declares the messages
-themselves.
+``StateStoreCoordinatorMessage`` family and Flink's ``AcknowledgeCheckpoint``. ``coordinator_port.py`` declares the
+messages themselves.
 """
 
 from __future__ import annotations

@@ -123,7 +123,7 @@ LINES_AND_THEIR_REST = (
 SIMULATED_STEPS = 10**7
 """Over how many steps a thorough run searches worlds of fresh seeds for broken rules, about a quarter of an hour."""
 NO_CLUSTER = ("-m", "not ray and not spark")
-_STATE = ["tests/backends"]
+_STATE = [f"tests/backends/{name}" for name in ("engines", "formats", "partition", "providers", "storage")]
 _CLIENTS = [f"tests/spark_bridge/queryable/{name}" for name in ("client", "protocol", "server")]
 _SURGERY = ["tests/spark_bridge/state_surgery"]
 _QUERIES = ["tests/spark_bridge/queryable", "tests/spark_bridge/cli", "tests/spark_bridge/state_data"]

@@ -24,8 +24,8 @@ from backends.encoding.merged_scan import merged_scan
 from backends.encoding.sorted_pairs import SortedPairs
 from backends.engines.backend import backend_of
 from backends.engines.engine import StateEngine
-from backends.engines.file import SortedMapScan
 from backends.engines.sorted_map import SortedMap
+from backends.engines.sorted_map_engine import SortedMapScan
 from backends.formats.changelog import Changes
 from backends.formats.local_state import LocalState
 from backends.host_memory import Claim, host_memory

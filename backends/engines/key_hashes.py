@@ -31,7 +31,8 @@ def hash_keys(keys: pa.BinaryArray, even: Records | None = None) -> KeyHashes:
 
     ``even`` is the result of ``even_rows(keys)``, if it is known. Of a key longer than 256 bytes, the first 256 bytes,
     the last 8 and the length count. The words of a key are multiplied by secret numbers and added up (multilinear
-    hashing), and the sum is mixed, so that all its bits are good.
+    hashing), and the sum is mixed, so that all its bits are good. Each word counts once: the sum of two odd numbers is
+    even, and a word that is multiplied by that loses its highest bits.
     """
     n = len(keys)
     if not n:
@@ -49,7 +50,7 @@ def hash_keys(keys: pa.BinaryArray, even: Records | None = None) -> KeyHashes:
     masks = _BYTES_MASKS[np.minimum(widths, 8)]
     hashes: KeyHashes = (words[starts] & masks) * _FACTORS[1]
     hashes += widths.astype(np.uint64) * _FACTORS[0] + _SEED
-    hashes += (words[np.maximum(offsets[1:] - 8, starts)] & masks) * _FACTORS[2]
+    hashes += np.where(widths > 8, words[np.maximum(offsets[1:] - 8, starts)], np.uint64(0)) * _FACTORS[2]
     for i, at in enumerate(range(8, min(int(widths.max()) - 8, _HASHED_BYTES), 8)):
         longer = np.flatnonzero(widths > at + 8)
         hashes[longer] += words[starts[longer] + at] * _FACTORS[3 + i]
@@ -70,6 +71,8 @@ def _hash_even(keys: Records) -> KeyHashes:
 
 def _even_words(width: int) -> tuple[np.uint64, Iterator[tuple[int, np.uint64]]]:
     """Return the term added for the width, and the positions and factors of the words after the first one."""
+    if width == 8:
+        return np.uint64((8 * int(_FACTORS[0]) + int(_SEED)) & _WORD), iter(())
     added = np.uint64((width * int(_FACTORS[0]) + int(_SEED)) & _WORD)
     places = (width - 8, *range(8, min(width - 8, _HASHED_BYTES), 8))
     return added, zip(places, _FACTORS[2:], strict=False)

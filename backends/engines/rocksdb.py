@@ -110,8 +110,8 @@ class LocalRocksDB:
     """RocksDB in the directory ``path``.
 
     What is in the directory, or is restored, is opened for reading until something is written, and an empty database is
-    made only then: to open one for writing syncs five files and more, under Python's lock, so that no other thread can
-    run for 20 ms on an ordinary disk; to open one for reading takes half a millisecond. A directory that cannot be
+    made only then. To open one for writing syncs five files and more, under Python's lock, so that no other thread can
+    run for 20 ms on an ordinary disk. To open one for reading takes half a millisecond. A directory that cannot be
     opened is emptied: it is only a copy. Writes raise ``ConcurrentCommitError`` if another provider has the directory
     open for writing.
     """
@@ -525,7 +525,7 @@ class _CallersPairs:
 
 
 def _opened(db: Rdict | None, families: Mapping[str, _Family]) -> list[Rdict]:
-    """Return what must be closed, the database itself last."""
+    """Return the objects to be closed, the database itself last."""
     others = [family.db for name, family in families.items() if name != DEFAULT_FAMILY]
     return others if db is None else [*others, db]
 

@@ -13,7 +13,7 @@ from backends.engines.engine import StateEngine
 from backends.exceptions import LineageMismatchError, StoreClosedError, VersionNotFoundError
 from backends.formats.changelog import ChangelogMeta, Changes
 from backends.host_memory import BEFORE_IMAGES, HostMemory
-from backends.partition.layers import Delta, Layer, Undo, VersionView
+from backends.partition.layers import Delta, Layer, OlderVersion, VersionView
 from backends.partition.pending_changes import PendingChanges
 
 
@@ -26,8 +26,8 @@ class HeldVersions:
 
     Locks: ``changed`` guards everything here, ``pending`` included. It is held for moments only, except to wait on it.
     The completed version is read without it (see ``begin_read``). ``complete`` and ``load`` of a partition come one at
-    a time, by a lock of the partition that is always taken first. Only they write ``version``, ``head`` and the undos,
-    with one exception: any thread that does not hold ``changed`` may call ``drop_undo``.
+    a time, by a lock of the partition that is always taken first. Only they write ``version``, ``head`` and the older
+    versions, with one exception: any thread that does not hold ``changed`` may call ``drop_older``.
     """
 
     def __init__(self, engine: StateEngine, directory: str, conf: StateStoreConf, memory: HostMemory) -> None:
@@ -42,7 +42,7 @@ class HeldVersions:
         self.readers: dict[object, tuple[Layer, ...]] = {}
         """The reads under way, and the layers of each."""
         self._num_waiting = 0
-        self._undos: list[Undo] = []
+        self._older: list[OlderVersion] = []
         self._applying: Delta | None = None
         self._completed: VersionView | None
         self.version: int
@@ -68,7 +68,7 @@ class HeldVersions:
     def end_loading(self, version: int, head: str | None) -> None:
         """Show the version that was loaded. Pending changes that do not follow from it are dropped."""
         with self.changed:
-            self._undos = []
+            self._older = []
             self.pending.drop_unrelated(version, head)
             self.is_loading = False
             self._show(version, head)
@@ -81,47 +81,51 @@ class HeldVersions:
         ``before`` are the before-images of ``delta``, by which the version below can still be read; None: it cannot.
         If the block raises, the version below is shown again.
         """
-        held = self.version, self.head, self._undos
-        undos = self._with_undo(before)
+        held = self.version, self.head, self._older
+        older = self._with_older(before)
         with self.changed:
             self._applying = delta
-            self._undos = _not_dropped(undos)
+            self._older = _not_dropped(older)
             self._show(delta.meta.version, delta.file.path)
             self._wait_for_readers(lambda layers: delta in layers)
         try:
             yield
         except BaseException:
             with self.changed:
-                self.version, self.head, self._undos = held[0], held[1], _not_dropped(held[2])
+                self.version, self.head, self._older = held[0], held[1], _not_dropped(held[2])
             raise
         finally:
             with self.changed:
                 self._applying = None
                 self._show(self.version, self.head)
 
-    def _with_undo(self, before: Changes | None) -> list[Undo]:
-        """Return the undos to keep once the version above has before-images: the newest ones, within the limits."""
+    def _with_older(self, before: Changes | None) -> list[OlderVersion]:
+        """Return the older versions to keep once the version above has before-images: the newest ones, within the
+        limits.
+        """
         if before is None or not self._conf.max_versions_in_memory:
             return []
-        newest = Undo(self.version, self.head, before, self._engine.column_families, self._engine.state.num_keys)
+        newest = OlderVersion(
+            self.version, self.head, before, self._engine.column_families, self._engine.state.num_keys
+        )
         if newest.nbytes <= self._conf.versions_in_memory_bytes:
             newest.claim = self._memory.spare(BEFORE_IMAGES, newest.nbytes, partial(_drop, ref(self), ref(newest)))
         if newest.claim is None:
             return []
-        kept: list[Undo] = []
+        kept: list[OlderVersion] = []
         nbytes = 0
-        for undo in (newest, *reversed(self._undos)):
-            nbytes += undo.nbytes
+        for one in (newest, *reversed(self._older)):
+            nbytes += one.nbytes
             if len(kept) == self._conf.max_versions_in_memory or nbytes > self._conf.versions_in_memory_bytes:
                 break
-            kept.insert(0, undo)
+            kept.insert(0, one)
         return kept
 
-    def drop_undo(self, undo: Undo) -> None:
+    def drop_older(self, one: OlderVersion) -> None:
         """Let go of the before-images of a version, and of those below it, which need these; reads under way go on."""
         with self.changed:
-            if undo in self._undos:
-                self._undos = self._undos[self._undos.index(undo) + 1 :]
+            if one in self._older:
+                self._older = self._older[self._older.index(one) + 1 :]
 
     def _show(self, version: int, head: str | None) -> None:
         """Show this version from now on.
@@ -140,7 +144,7 @@ class HeldVersions:
             self._completed = None
             self._wait_for_readers(lambda _: False)
             self.pending.clear()
-            self._undos = []
+            self._older = []
 
     # -- pending changes -----------------------------------------------------------------------
 
@@ -188,7 +192,7 @@ class HeldVersions:
     def nbytes(self) -> int:
         """Return the memory of all that lies over the engine."""
         with self.changed:
-            return sum(layer.nbytes for layer in (*self.pending, *self._undos))
+            return sum(layer.nbytes for layer in (*self.pending, *self._older))
 
     # -- reads ---------------------------------------------------------------------------------
 
@@ -241,10 +245,10 @@ class HeldVersions:
         layers: list[Layer] = [] if self._applying is None else [self._applying]
         families = self._engine.column_families.union(*(d.changes.families for d in layers))
         if version < self.version:
-            for undo in reversed(self._undos):
-                layers.append(undo)
-                if (undo.version, undo.head) == (version, head if head is not None else undo.head):
-                    return VersionView(version, tuple(layers), undo.head, undo.families)
+            for one in reversed(self._older):
+                layers.append(one)
+                if (one.version, one.head) == (version, head if head is not None else one.head):
+                    return VersionView(version, tuple(layers), one.head, one.families)
             raise self._not_held(version, head)
         at = self.head
         for delta in self._steps_above(version, head):
@@ -275,20 +279,20 @@ class HeldVersions:
             raise self._not_held(version, head) from error
 
     def _not_held(self, version: int, head: str | None) -> VersionNotFoundError:
-        held = sorted({*(u.version for u in self._undos), self.version, *self.pending.accepted_versions()})
+        held = sorted({*(u.version for u in self._older), self.version, *self.pending.accepted_versions()})
         return VersionNotFoundError(
             f"Version {version}{'' if head is None else f' ({head})'} of {self._directory} is not held here; "
             f"held: {', '.join(map(str, held))} ({self.head})."
         )
 
 
-def _drop(versions: ref[HeldVersions], undo: ref[Undo]) -> None:
-    held, dropped = versions(), undo()
+def _drop(versions: ref[HeldVersions], one: ref[OlderVersion]) -> None:
+    held, dropped = versions(), one()
     if held is not None and dropped is not None:
-        held.drop_undo(dropped)
+        held.drop_older(dropped)
 
 
-def _not_dropped(undos: list[Undo]) -> list[Undo]:
-    """Return the undos above the newest one that was dropped meanwhile."""
-    first = max((i + 1 for i, undo in enumerate(undos) if undo.claim is not None and undo.claim.is_dropped), default=0)
-    return undos[first:]
+def _not_dropped(older: list[OlderVersion]) -> list[OlderVersion]:
+    """Return the older versions above the newest one that was dropped meanwhile."""
+    first = max((i + 1 for i, one in enumerate(older) if one.claim is not None and one.claim.is_dropped), default=0)
+    return older[first:]

@@ -45,8 +45,8 @@ class Delta:
 
 
 @dataclass(eq=False)
-class Undo:
-    """The before-images that lead back to ``version`` from the version above it.
+class OlderVersion:
+    """A version below the completed one, as the before-images that lead back to it from the version above it.
 
     ``head``, ``families`` and ``num_keys`` are those of ``version``.
     """
@@ -65,7 +65,7 @@ class Undo:
         return self.changes.nbytes
 
 
-Layer: TypeAlias = Delta | Undo
+Layer: TypeAlias = Delta | OlderVersion
 
 
 @dataclass(frozen=True)

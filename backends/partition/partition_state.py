@@ -113,7 +113,9 @@ class PartitionState:
 
     @property
     def storage_used(self) -> dict[str, int]:
-        """Return what this process has asked of the location of the partition's files: ``CheckpointStorage.used``."""
+        """Return the counts of this process's requests to the location of the partition's files:
+        ``CheckpointStorage.used``.
+        """
         return self._context.storage.used
 
     @property

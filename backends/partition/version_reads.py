@@ -16,7 +16,7 @@ from backends.ids import DEFAULT_FAMILY
 from backends.partition.context import PartitionContext
 from backends.partition.counted_scan import counted_scan
 from backends.partition.held_versions import HeldVersions
-from backends.partition.layers import Undo, VersionView
+from backends.partition.layers import OlderVersion, VersionView
 from backends.partition.recent_reads import RecentReads
 
 
@@ -139,7 +139,7 @@ class VersionReads:
         *,
         head: str | None = None,
     ) -> Iterator[pa.RecordBatch]:
-        """Scan ascending ranges, of which no two overlap, one behind the other; a batch may have pairs of many ranges.
+        """Scan ascending ranges, of which no two overlap, one after the other; a batch may have pairs of many ranges.
 
         See ``scan``.
         """
@@ -152,7 +152,7 @@ class VersionReads:
     def _changes(
         self, view: VersionView, column_family: str, wanted: Callable[[SortedPairs], SortedPairs]
     ) -> tuple[SortedPairs, Claim | None]:
-        """Return what the layers of a view change of the wanted keys, and the claim to the memory of that."""
+        """Return the changes of the wanted keys in the layers of a view, and the claim to their memory."""
         changes = SortedPairs.empty()
         for layer in view.layers:
             if column_family in layer.changes.families:
@@ -173,7 +173,7 @@ class VersionReads:
         if not view.layers:
             return self._engine.state.num_keys
         last = view.layers[-1]
-        return last.num_keys if isinstance(last, Undo) else None
+        return last.num_keys if isinstance(last, OlderVersion) else None
 
     def column_families(self, version: int | None = None, *, head: str | None = None) -> frozenset[str]:
         """Return the names of the column families that exist at a version."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from backends.engines.file import SortedMapEngine
+from backends.engines.sorted_map_engine import SortedMapEngine
 from backends.providers.standalone_provider import LocalStateStoreProvider
 
 

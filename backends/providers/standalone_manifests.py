@@ -22,7 +22,7 @@ from backends.exceptions import (
     VersionNotFoundError,
 )
 from backends.formats import manifest_chain as chain
-from backends.formats import retention
+from backends.formats import retention_rules
 from backends.formats.file_names import version_in
 from backends.formats.manifest import Lineage, Manifest, OperatorEntry, PartitionEntry, SnapshotRef
 from backends.formats.sealed import seal, unseal
@@ -168,7 +168,7 @@ class StandaloneManifests:
         reused: SnapshotRef | None,
         target: Callable[[int], int],
         is_sound: Callable[[SnapshotRef], bool],
-    ) -> retention.Retention:
+    ) -> retention_rules.Retention:
         """Name a new snapshot in a manifest, and give up the versions below ``target(latest version)``.
 
         ``reused`` is the snapshot whose files the new one shares: if ``reused`` is no longer kept, the new one does not
@@ -178,7 +178,7 @@ class StandaloneManifests:
             while True:
                 self.refresh()
                 if self._head is None:
-                    return retention.Retention(0, 1)
+                    return retention_rules.Retention(0, 1)
                 held = self._entry(self._chain, self._head.version)
                 assert held is not None
                 entry = held
@@ -186,7 +186,7 @@ class StandaloneManifests:
                     entry = replace(held, snapshots=(*held.snapshots, snapshot))
                 manifest = self._next(self._head.version, entry, parent=self._head.parent)
                 new_chain = {**self._chain, manifest.version: manifest}
-                kept = retention.retain(
+                kept = retention_rules.retain(
                     new_chain, [self._layout.operator], target(self._head.version), self._head.oldest, is_sound
                 )
                 if entry is held and kept.oldest == self._head.oldest:
@@ -267,8 +267,8 @@ class StandaloneManifests:
         self._head = manifest
         return True
 
-    def garbage(self, kept: retention.Retention, files_of: Callable[[SnapshotRef], frozenset[str]]) -> list[str]:
-        """Return the files to which nothing kept refers; see ``retention.garbage``.
+    def garbage(self, kept: retention_rules.Retention, files_of: Callable[[SnapshotRef], frozenset[str]]) -> list[str]:
+        """Return the files to which nothing kept refers; see ``retention_rules.garbage``.
 
         No commit may be under way in this process.
         """
@@ -276,7 +276,9 @@ class StandaloneManifests:
             manifests = f"{self.directory}/manifests/"
             listed = [p for p, _ in self._storage.list(self.directory)] + self._storage.unfinished(self.directory)
             files = [p for p in listed if not p.startswith(manifests)]
-            found = retention.garbage(files, retention.needed_files(self._chain, kept, files_of), kept.oldest)
+            found = retention_rules.garbage(
+                files, retention_rules.needed_files(self._chain, kept, files_of), kept.oldest
+            )
             for path in listed:
                 number = path.removeprefix(manifests).partition(".")[0]
                 if path.startswith(manifests) and number.isdecimal() and int(number) < self._newest:

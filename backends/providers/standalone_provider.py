@@ -34,7 +34,7 @@ from backends.exceptions import (
 from backends.formats import snapshot
 from backends.formats.changelog import ChangelogMeta, Changes
 from backends.formats.manifest import Lineage, SnapshotRef
-from backends.formats.retention import Retention
+from backends.formats.retention_rules import Retention
 from backends.formats.snapshot_descriptor import SnapshotDescriptor
 from backends.ids import StateStoreId
 from backends.metrics import StateStoreMetrics

@@ -187,7 +187,7 @@ class CheckpointStorage:
                 # answers "conflict" while another writer is busy, with nothing there in the end.
                 may_be_ours = unanswered
                 self._counts.note("read", self.location)
-                held = self._get_or_none(key)
+                held = self._get_or_none(path, key)
                 if held is None:
                     raise
                 return may_be_ours and held == data
@@ -297,7 +297,7 @@ class CheckpointStorage:
     def _whole(self, path: str, *, is_small: bool) -> bytes:
         key = self._key(path)
         on_second = _nothing if is_small else None
-        found = self._sender.send("read", path, lambda: self._get_or_none(key), on_second=on_second)
+        found = self._sender.send("read", path, lambda: self._get_or_none(path, key), on_second=on_second)
         if found is None:
             raise MissingFileError(f"{self.full_location(path)} does not exist.")
         return found
@@ -311,7 +311,7 @@ class CheckpointStorage:
 
         def fetch() -> bytes | None:
             try:
-                return self._range(key, start, length)
+                return self._range(path, key, start, length)
             except FileNotFoundError as error:
                 check_bucket(error)
                 return None
@@ -360,7 +360,11 @@ class CheckpointStorage:
 
         def fetch() -> list[bytes]:
             try:
-                parts = [bytes(part) for part in obstore.get_ranges(self._store, key, starts=starts, lengths=lengths)]
+                if self._files is None:
+                    found = obstore.get_ranges(self._store, key, starts=starts, lengths=lengths)
+                    parts = [bytes(part) for part in found]
+                else:
+                    parts = self._files.read_ranges(within, starts, lengths)
             except FileNotFoundError as error:
                 check_bucket(error)
                 return []
@@ -412,10 +416,12 @@ class CheckpointStorage:
 
         Object storage says the second.
         """
-        key = self._key(path)
+        key, files = self._key(path), self._files
 
         def head() -> int | None:
             try:
+                if files is not None:
+                    return files.modified_ms(path)
                 return int(obstore.head(self._store, key)["last_modified"].timestamp() * 1000)
             except FileNotFoundError:
                 return None
@@ -436,29 +442,30 @@ class CheckpointStorage:
         With ``after``, only those whose paths sort after it: an object store does not even look at the others.
         """
         key = self._key(prefix.rstrip("/")) if prefix.strip("/") else self._prefix.rstrip("/")
-        if self.is_local and not Path(f"/{key}").is_dir():
+        files = self._files
+        if files is not None and not Path(f"/{key}").is_dir():
             return []
         offset = None if after is None else self._key(after)
 
         def list_all() -> list[tuple[str, int]]:
+            if files is not None:
+                return [found for found in files.listed(prefix) if after is None or found[0] > after]
             found = obstore.list(self._store, prefix=key or None, offset=offset).collect()
-            if not self.is_local:
-                self._counts.note("list", self.location, len(found) // _MOST_AT_ONCE)  # further pages
+            self._counts.note("list", self.location, len(found) // _MOST_AT_ONCE)  # further pages
             return sorted((str(meta["path"]).removeprefix(self._prefix), int(meta["size"])) for meta in found)
 
         return self._sender.send("list", prefix, list_all)
 
     def delete(self, path: str) -> None:
         """Remove a file, finished or not. No error if there is none."""
-        if self._files is not None and path.rpartition("#")[2].isdecimal():
-            files = self._files
-            self._sender.send("delete", path, lambda: files.remove_unfinished(path))
-            return
-        key = self._key(path)
+        key, files = self._key(path), self._files
 
         def delete() -> None:
             try:
-                obstore.delete(self._store, key)
+                if files is None:
+                    obstore.delete(self._store, key)
+                else:
+                    files.remove(path)
             except FileNotFoundError as error:
                 check_bucket(error)
 
@@ -508,9 +515,14 @@ class CheckpointStorage:
             while chunk := file.read(_CHUNK_BYTES):
                 yield chunk
 
-    def _range(self, key: str, start: int, length: int) -> bytes:
+    def _range(self, path: str, key: str, start: int, length: int) -> bytes:
+        if not length:
+            return b""
         try:
-            data = bytes(obstore.get_range(self._store, key, start=start, length=length)) if length else b""
+            if self._files is None:
+                data = bytes(obstore.get_range(self._store, key, start=start, length=length))
+            else:
+                data = self._files.read_ranges(path, [start], [length])[0]
         except BaseError as error:
             if is_out_of_range(error):
                 return b""
@@ -518,9 +530,9 @@ class CheckpointStorage:
         self._counts.moved(self.location, received=len(data))
         return data
 
-    def _get_or_none(self, key: str) -> bytes | None:
+    def _get_or_none(self, path: str, key: str) -> bytes | None:
         try:
-            data = bytes(obstore.get(self._store, key).bytes())
+            data = bytes(obstore.get(self._store, key).bytes()) if self._files is None else self._files.read(path)
         except FileNotFoundError as error:
             check_bucket(error)
             return None

@@ -72,10 +72,9 @@ class CheckpointStatsTracker:
         self._stats: dict[int, CheckpointStats] = {}  # by ascending id
         self._figures: dict[int, TaskFigures] = {}
         self._failures: deque[FailedCheckpointStats] = deque(maxlen=history)
-        self._restored_id: int | None = None
         self._durations = _Overall()
         self._sizes = _Overall()
-        self._triggered = self._completed = self._failed = self._restored = 0
+        self._triggered = self._completed = self._failed = 0
 
     def on_triggered(self, pending: PendingCheckpoint) -> None:
         """Take note that a checkpoint has begun."""
@@ -114,14 +113,8 @@ class CheckpointStatsTracker:
             timestamp = pending.timestamp if pending is not None else 0.0
             self._failures.append(FailedCheckpointStats(checkpoint_id, timestamp, reason))
 
-    def on_restored(self, completed: CompletedCheckpoint) -> None:
-        """Take note that state was restored from a checkpoint or savepoint."""
-        with self._lock:
-            self._restored += 1
-            self._restored_id = completed.id
-
     def counts(self) -> dict[str, int]:
-        """Return how many checkpoints were triggered, are in progress, were completed, failed, or restored from."""
+        """Return how many checkpoints were triggered, are in progress, were completed, or failed."""
         with self._lock:
             return self._counts()
 
@@ -186,7 +179,6 @@ class CheckpointStatsTracker:
                 "duration": self._summary(self._durations),
                 "size": self._summary(self._sizes),
             }
-            restored = self._restored_id
         return {
             "counts": counts,
             "in_progress": [
@@ -201,7 +193,6 @@ class CheckpointStatsTracker:
             "latest": _plain(stats[-1]) if stats else None,
             "latest_tasks": self.task_summary(stats[-1].id) if stats else None,
             "latest_failed": _plain(failures[-1]) if failures else None,
-            "restored": restored,
             "overall": overall,
             "recent": {
                 "duration": percentiles([s.duration for s in stats]),
@@ -220,7 +211,6 @@ class CheckpointStatsTracker:
             "in_progress": len(self._pending),
             "completed": self._completed,
             "failed": self._failed,
-            "restored": self._restored,
         }
 
     def _summary(self, overall: _Overall) -> dict[str, float] | None:

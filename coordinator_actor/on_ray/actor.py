@@ -21,13 +21,13 @@ from backends.without_pandas import keep_pandas_out
 from coordinator_actor.access_tokens import AccessTokens
 from coordinator_actor.coordinator import Coordinator
 from coordinator_actor.coordinator_conf import COORDINATOR_NAME, NAMESPACE, CoordinatorConf
+from coordinator_actor.coordinator_port import GROUPS, MESSAGES, CoordinatorPort, Group
 from coordinator_actor.exceptions import InvalidRequestError
 from coordinator_actor.messages import Acknowledged, Refused
 from coordinator_actor.on_ray.cluster_store import ClusterStore
 from coordinator_actor.on_ray.node_watch import NodeWatch
 from coordinator_actor.on_ray.ray_metrics import RayMetrics
 from coordinator_actor.on_ray.restarts import restarts_of_this_actor
-from coordinator_actor.port import GROUPS, MESSAGES, CoordinatorPort, Group
 from coordinator_actor.process.log_lines import set_up_logging
 from coordinator_actor.process.priority import take_ordinary_priority
 from coordinator_actor.query_metrics import QueryMetrics

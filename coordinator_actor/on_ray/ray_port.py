@@ -10,8 +10,8 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 
 from backends.exceptions import StateStoreError
+from coordinator_actor.coordinator_port import CoordinatorPort
 from coordinator_actor.exceptions import CoordinatorError, HostUnavailableError
-from coordinator_actor.port import CoordinatorPort
 
 CALL_RETRY_SECONDS = 0.1
 

@@ -1,6 +1,6 @@
 """The removal of files from storage: only files that the newest manifest, which is durable, no longer keeps.
 
-The rules are in ``backends/formats/retention.py``; this file removes by them.
+The rules are in ``backends/formats/retention_rules.py``; this file removes by them.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 
 from backends.exceptions import DamagedFileError, MissingFileError
 from backends.formats import manifest_chain as chains
-from backends.formats import retention, snapshot
+from backends.formats import retention_rules, snapshot
 from backends.formats.changelog_group import GROUPS_DIRECTORY
 from backends.formats.checkpoint_size import full_bytes
 from backends.formats.file_names import version_in
@@ -58,13 +58,13 @@ def remove_garbage(run: QueryState, now: float) -> list[str]:
     descriptors = _read_descriptors(run, refs)
     found: list[str] = []
     try:
-        needed = retention.needed_files(chain, recorded, lambda s: descriptors[s.file.path].paths, unnamed)
+        needed = retention_rules.needed_files(chain, recorded, lambda s: descriptors[s.file.path].paths, unnamed)
     except KeyError as error:
         # As long as that snapshot is kept, nobody can tell which files belong to it.
         log.warning("Nothing of run %s is removed: the snapshot %s is damaged", run.run_id, error)
     else:
         files.needed(needed)
-        found = retention.garbage(files.paths, needed, recorded.oldest)
+        found = retention_rules.garbage(files.paths, needed, recorded.oldest)
 
     def is_in_use(path: str) -> bool:
         is_group = path.startswith(f"{GROUPS_DIRECTORY}/")

@@ -23,12 +23,12 @@ from backends.exceptions import VersionNotFoundError
 from backends.formats.changelog_group import GROUPS_DIRECTORY
 from backends.storage.checkpoint_storage import CheckpointStorage, OpenStorage
 from coordinator_actor.checkpoints.checkpoint_id import CheckpointIDCounter
+from coordinator_actor.coordinator_port import CoordinatorPort
 from coordinator_actor.durable.audit_log import AuditLog, AuditRecord, caller
 from coordinator_actor.durable.manifests import ManifestLog
 from coordinator_actor.durable.rewritten_files import RewrittenFiles, new_path
 from coordinator_actor.exceptions import InvalidRequestError, UnknownQueryError
 from coordinator_actor.messages import HeldQuery
-from coordinator_actor.port import CoordinatorPort
 from coordinator_actor.reading.stored_files import stored_files
 from coordinator_actor.reading.stored_versions import StatePlace, StateVersions
 from coordinator_actor.surgery.forgotten_keys import ForgottenKeys

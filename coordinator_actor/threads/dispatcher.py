@@ -14,7 +14,7 @@ from inspect import signature
 from typing import Any
 
 from backends.tracing import spans
-from coordinator_actor.port import GROUPS, CoordinatorPort, Group
+from coordinator_actor.coordinator_port import GROUPS, CoordinatorPort, Group
 from coordinator_actor.threads.query_threads import QueryThreads, in_place
 
 REGISTRATION_THREADS = 32

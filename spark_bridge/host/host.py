@@ -21,12 +21,12 @@ from backends.host_memory import host_memory
 from backends.partition.load_watch import LoadProgress
 from backends.storage.checkpoint_storage import OpenStorage
 from backends.tracing import spans, trace_ids
+from coordinator_actor.coordinator_port import CoordinatorPort
 from coordinator_actor.messages import (
     Acknowledged,
     HostInfo,
     OperatorFigures,
 )
-from coordinator_actor.port import CoordinatorPort
 from spark_bridge.exceptions import PartitionMismatchError
 from spark_bridge.host.commits.group_commit import GroupCommits
 from spark_bridge.host.commits.task_commit import TaskCommits
@@ -39,11 +39,15 @@ from spark_bridge.host.coordination.version_requests import VersionRequests
 from spark_bridge.host.counters import Counters
 from spark_bridge.host.held.held_partitions import HeldPartitions
 from spark_bridge.host.held.instance import spec_of
+from spark_bridge.host.loading.completion import VersionCompletion
 from spark_bridge.host.loading.copy_loading import CopyLoading
 from spark_bridge.host.loading.hand_overs import HandOvers
+from spark_bridge.host.loading.kept_partitions import KeptPartitions
+from spark_bridge.host.loading.loads_under_way import LoadsUnderWay
 from spark_bridge.host.loading.partition_files import PartitionFiles
 from spark_bridge.host.loading.partition_loading import PartitionLoading
 from spark_bridge.host.loading.shared_loads import SharedLoads
+from spark_bridge.host.loading.unloading import PartitionUnloading
 from spark_bridge.host.maintenance import Maintenance
 from spark_bridge.host.reads import PartitionReads
 from spark_bridge.host.savepoints.savepoint_exports import SavepointExports
@@ -60,11 +64,12 @@ class Host:
     ``info`` names this incarnation; ``local_dir`` is the directory of this host, made when needed, where an incarnation
     that was killed may have left its state; ``open_storage(location, options)`` opens the durable files of a query.
 
-    Each part has its own idea: ``held`` (which partitions are loaded), ``grants`` (who owns what), ``loading``,
-    ``task_commits``, ``group_commits`` (which changelogs are stored together) and ``reads``. ``completed``,
+    Each part has its own idea: ``held`` (which partitions are loaded), ``grants`` (who owns what), ``loading``
+    with ``loads`` (under way), ``kept`` (files for the next load), ``completion`` and ``unloading``, ``task_commits``,
+    ``group_commits`` (which changelogs are stored together) and ``reads``. ``completed``,
     ``prepared`` and ``version_requests`` say which versions are completed. Then there are ``hand_overs`` (partitions
     that move), ``maintenance``, ``exports`` (savepoints) and ``copy_loading`` (copies of partitions from storage).
-    Locks are taken in the order: the loading lock of a partition (``PartitionLoading``), its commit lock
+    Locks are taken in the order: the loading lock of a partition (``LoadsUnderWay``), its commit lock
     (``Instance``), the lock of the tables (``HeldPartitions``), and last the locks that ``Grants``,
     ``VersionRequests``, ``CompletedVersions``, ``GroupCommits`` and ``Counters`` hold for their own tables.
     """
@@ -95,18 +100,15 @@ class Host:
         registration = self.registration = HostRegistration(info, coordinator, self.held, self.completed, clock)
         self.version_requests = VersionRequests(registration, self.held, self.completed)
         self.grants = Grants(registration, self.completed, clock)
-        self.loading = PartitionLoading(
-            registration,
-            self.held,
-            self.files,
-            self.grants,
-            self.completed,
-            self.version_requests,
-            self.counters,
-            clock,
+        self.loads = LoadsUnderWay(registration, self.held, clock)
+        self.kept = KeptPartitions(self.held, self.loads, self.files, clock)
+        self.unloading = PartitionUnloading(
+            self.held, self.loads, self.kept, self.grants, self.completed, self.version_requests
         )
+        self.completion = VersionCompletion(self.held, self.completed, self.kept, self.unloading)
+        self.loading = PartitionLoading(self.held, self.files, self.loads, self.kept, self.unloading, self.counters)
         self.shared_loads = SharedLoads(self.loading, self.held, clock)
-        self.hand_overs = HandOvers(info, self.loading, self.completed, clock)
+        self.hand_overs = HandOvers(info, self.held, self.loading, self.completed, clock)
         self.prepared = PreparedVersions(
             registration, self.held, self.completed, self.files.open_storage, self.hand_overs.gives
         )
@@ -117,7 +119,7 @@ class Host:
             registration, self.held, self.loading, self.grants, self.completed, self.prepared, self.counters
         )
         self.maintenance = Maintenance(
-            registration, self.held, self.loading, self.version_requests, self.counters, self.memory, conf
+            registration, self.held, self.kept, self.unloading, self.version_requests, self.counters, self.memory, conf
         )
         self.copy_loading = CopyLoading(registration, self.files, clock)
         self.savepoint_partitions = SavepointPartitions(self.held, self.files, self.copy_loading)
@@ -199,10 +201,10 @@ class Host:
             self.registration.register_apart()
         by_run: dict[str, list[Callable[[], None]]] = {}
         for completed in orders.completed:
-            by_run.setdefault(completed.run_id, []).append(partial(self.loading.complete, completed))
+            by_run.setdefault(completed.run_id, []).append(partial(self.completion.complete, completed))
         for run_id in orders.unload_runs:
-            by_run.setdefault(run_id, []).append(partial(self.loading.unload_run, run_id))
-        for run_id, renew in (*self.loading.due_leases(), *self.copy_loading.due_leases()):
+            by_run.setdefault(run_id, []).append(partial(self.unloading.unload_run, run_id))
+        for run_id, renew in (*self.loads.due_leases(), *self.copy_loading.due_leases()):
             by_run.setdefault(run_id, []).append(renew)
         self.held.note_ended(orders.ended_runs)
         # Before the versions are noted: what may move is looked after from here on.
@@ -247,12 +249,12 @@ class Host:
             "storage_requests": self.files.requests.read(),
             "storage_trouble": self.files.requests.trouble.read(),
             "instances": described,
-            "loading": self.loading.loads_under_way() + self.copy_loading.loads_under_way(),
+            "loading": self.loads.listed() + self.copy_loading.loads_under_way(),
         }
 
     def close(self) -> None:
         """Unload everything and remove the local files."""
-        self.loading.close()
+        self.unloading.close()
         self.held.tell_ended(None)
         self.exports.close()
         self.maintenance.close()

@@ -30,7 +30,8 @@ from spark_bridge.host.coordination.version_requests import VersionRequests
 from spark_bridge.host.counters import Counters
 from spark_bridge.host.held.held_partitions import HeldPartitions
 from spark_bridge.host.held.instance import Instance, InstanceKey
-from spark_bridge.host.loading.partition_loading import PartitionLoading
+from spark_bridge.host.loading.kept_partitions import KeptPartitions
+from spark_bridge.host.loading.unloading import PartitionUnloading
 
 log = logging.getLogger(__name__)
 
@@ -90,7 +91,8 @@ class Maintenance:
         self,
         registration: HostRegistration,
         held: HeldPartitions,
-        loading: PartitionLoading,
+        kept: KeptPartitions,
+        unloading: PartitionUnloading,
         version_requests: VersionRequests,
         counters: Counters,
         memory: HostMemory,
@@ -98,7 +100,8 @@ class Maintenance:
     ) -> None:
         self._registration = registration
         self._held = held
-        self._loading = loading
+        self._kept = kept
+        self._unloading = unloading
         self._version_requests = version_requests
         self._counters = counters
         self._memory = memory
@@ -123,7 +126,7 @@ class Maintenance:
         for work in self._hooks:
             work()
         self._version_requests.forget_idle_runs()
-        self._loading.drop_kept()
+        self._kept.drop_old()
         self._unload_others()
         self._unload_unread()
         begun = []
@@ -169,7 +172,7 @@ class Maintenance:
         for instance in self._held.all():
             if self._held.has_ended(instance.registration.run_id) and not instance.state.is_loading:
                 if not instance.is_read:
-                    self._loading.lay_aside(instance, waits=False)
+                    self._unloading.lay_aside(instance, waits=False)
                 instance.is_read = False
 
     def _write_out(self, instance: Instance, version: int) -> None:
@@ -194,7 +197,7 @@ class Maintenance:
             is_ours = of_run is None or instance.partition in of_run.get(instance.operator, ())
             log.debug("Verified that state store %s is active: %s", instance, is_ours)
             if not is_ours:
-                self._loading.unload(instance, waits=False)
+                self._unloading.unload(instance, waits=False)
 
     def upload_snapshots(self, instances: Sequence[Instance], together: _Together | None = None) -> None:
         """Upload snapshots of partitions of one run and report them. Descriptors and small files go up together.

@@ -23,8 +23,8 @@ from spark_bridge.overview.model import (
     Overview,
     Query,
 )
-from spark_bridge.overview.pace import RECENT_CHECKPOINTS
 from spark_bridge.overview.process_faults import process_faults
+from spark_bridge.overview.stream_pace import RECENT_CHECKPOINTS
 
 LATE_INTERVALS = 3
 """A checkpoint is late after this many of the usual intervals between two."""

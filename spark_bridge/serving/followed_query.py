@@ -7,9 +7,9 @@ import threading
 from collections.abc import Callable
 
 from backends.exceptions import StateStoreError
+from coordinator_actor.coordinator_port import CoordinatorPort
 from coordinator_actor.exceptions import CoordinatorError, SparkBridgeError
 from coordinator_actor.messages import QueryRegistration
-from coordinator_actor.port import CoordinatorPort
 
 log = logging.getLogger(__name__)
 

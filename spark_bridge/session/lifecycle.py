@@ -196,12 +196,14 @@ def _join(spark: SparkSession, options: SessionOptions, *, raydp_app: str | None
     from spark_bridge.session.cluster.spark_master import SparkMasterWatch
     from spark_bridge.session.hosts.state_cluster import StateCluster
     from spark_bridge.session.queries.listener import StateStoreQueryListener
-    from spark_bridge.session.settings import STATE_LOCATION_CONF, apply_settings, redact
+    from spark_bridge.session.spark_settings import STATE_LOCATION_CONF, apply_settings, redact, spare_processes
     from spark_bridge.task import local_properties
 
     # After Ray's start, whose hook may have set a provider.
     set_up(options.tracing, {"role": "driver", "namespace": options.namespace})
     apply_settings(spark)
+    if raydp_app is not None:  # a session that is not ours goes on without our listener
+        spare_processes(spark)
     redact(spark, local_properties.TOKEN)
     if options.state_location is not None:
         spark.conf.set(STATE_LOCATION_CONF, options.state_location)
@@ -243,7 +245,7 @@ def _set_log_level(spark: SparkSession, level: str) -> None:
 
 def _spark_configs(given: dict[str, str] | None, cores: int) -> dict[str, str]:
     from spark_bridge.session.cluster.raydp_settings import SHUFFLE, MasterSettings, master_on_head
-    from spark_bridge.session.settings import EXCLUDED_RULES, STATELESS_AQE, excluded_rules
+    from spark_bridge.session.spark_settings import EXCLUDED_RULES, STATELESS_AQE, excluded_rules
 
     ours = {
         **master_on_head(given or {}),

@@ -20,7 +20,7 @@ from coordinator_actor.savepoints import savepoint_catalog
 from coordinator_actor.savepoints.restore import RestoredSavepoint
 from coordinator_actor.savepoints.savepoint_format import SavepointInfo
 from spark_bridge.session.current import current_cluster, current_spark
-from spark_bridge.session.settings import STATE_LOCATION_CONF, storage_settings
+from spark_bridge.session.spark_settings import STATE_LOCATION_CONF, storage_settings
 from spark_bridge.transport.error_codec import rebuilt_error
 
 if TYPE_CHECKING:

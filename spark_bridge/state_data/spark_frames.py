@@ -17,7 +17,7 @@ import pyarrow as pa
 from backends.encoding.spark_types import to_spark_type
 from coordinator_actor.reading.stored_versions import StatePlace, StateVersions, find_state
 from spark_bridge.session.current import current_cluster, current_spark
-from spark_bridge.session.settings import STATE_LOCATION_CONF, storage_settings
+from spark_bridge.session.spark_settings import STATE_LOCATION_CONF, storage_settings
 from spark_bridge.state_data.metadata import metadata_of
 from spark_bridge.state_data.packed_pieces import packed_pieces, unpacked_piece, without_pieces
 from spark_bridge.state_data.state_sources import AnySource, changes_source, state_source

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from backends.exceptions import MissingFileError
 from backends.storage.checkpoint_storage import CheckpointStorage
+from coordinator_actor.coordinator_port import CoordinatorPort
 from coordinator_actor.durable.manifests import ManifestLog
 from coordinator_actor.exceptions import RetiredRunError, UnknownQueryError
 from coordinator_actor.messages import RunningOperator
-from coordinator_actor.port import CoordinatorPort
 from coordinator_actor.reading.stored_versions import StatePlace, find_state
 from coordinator_actor.surgery.forgetting import (
     ForgetRequest,

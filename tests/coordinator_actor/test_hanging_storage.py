@@ -12,10 +12,10 @@ import pytest
 
 from coordinator_actor.coordinator import Coordinator
 from coordinator_actor.coordinator_conf import CoordinatorConf
+from coordinator_actor.coordinator_port import GROUPS, CoordinatorPort, Group
 from coordinator_actor.exceptions import BatchHeldError, InvalidRequestError, QueryBusyError, UnknownRunError
 from coordinator_actor.handlers import hosts as host_messages
 from coordinator_actor.messages import HostReport, OpenBatch, QueryRegistration
-from coordinator_actor.port import GROUPS, CoordinatorPort, Group
 from coordinator_actor.threads.dispatcher import Dispatcher, query_of
 from coordinator_actor.threads.query_threads import MOST_WAITING, THREADS_PER_QUERY, QueryThreads
 from tests.coordinator_actor.coordinator_world import World

@@ -17,6 +17,7 @@ from backends.ids import StateStoreId, StateStoreProviderId
 from coordinator_actor.access_tokens import AccessTokens
 from coordinator_actor.arguments import Arguments
 from coordinator_actor.coordinator import Coordinator
+from coordinator_actor.coordinator_port import GROUPS, MESSAGES, CoordinatorPort, Group
 from coordinator_actor.exceptions import CoordinatorError, InvalidRequestError
 from coordinator_actor.handlers.batches import Batches
 from coordinator_actor.handlers.figures import Figures
@@ -29,7 +30,6 @@ from coordinator_actor.handlers.rewritings import Rewritings
 from coordinator_actor.handlers.savepoints import Savepoints
 from coordinator_actor.messages import OpenBatch
 from coordinator_actor.on_ray.actor import StateStoreCoordinator
-from coordinator_actor.port import GROUPS, MESSAGES, CoordinatorPort, Group
 from tests.coordinator_actor.coordinator_world import World
 
 HANDLERS = (AccessTokens, Batches, Figures, Hosts, Instances, Locations, Lookups, Queries, Rewritings, Savepoints)

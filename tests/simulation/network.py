@@ -10,8 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 from backends.exceptions import StateStoreError
+from coordinator_actor.coordinator_port import CoordinatorPort
 from coordinator_actor.exceptions import CoordinatorError, HostUnavailableError, SparkBridgeError
-from coordinator_actor.port import CoordinatorPort
 from tests.simulation import scheduler as scheduling
 from tests.simulation.scheduler import Killed, Process, Task, Violation
 from tests.simulation.storage import Faults

@@ -15,52 +15,51 @@ what the manifest names) and any-base (a host applies changes to what the manife
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-import msgspec
 import pytest
 
-from backends.exceptions import FileExistsInStorageError, StorageError
-from backends.formats import manifest_chain, retention
-from backends.formats.changelog import Changes
-from backends.formats.changelog_group import group_path, write_group
-from backends.formats.manifest import ChangelogRef, Manifest, OperatorEntry
-from backends.formats.partition_entries import PartitionEntries
-from backends.formats.retention import Retention
-from backends.partition.before_images import state_after
-from backends.partition.loading import Loading
-from backends.partition.pending_changes import PendingChanges
-from backends.storage.create_if_absent import CreateIfAbsentProofs
-from backends.storage.file_ref import FileRef
-from coordinator_actor import coordinator as coordinator_module
-from coordinator_actor.checkpoints.checkpoint_id import CheckpointIDCounter
-from coordinator_actor.durable.fencing import EPOCHS, FENCE, MANIFESTS, Epochs
-from coordinator_actor.durable.lookup_records import LookupRecords
-from coordinator_actor.durable.manifests import ManifestLog, manifest_path
-from coordinator_actor.handlers import batches, owners
-from coordinator_actor.handlers.registries.host_registry import HostRegistry
-from coordinator_actor.messages import Acknowledged
-from coordinator_actor.query.batch.rewriting_hold import RewritingHold
-from coordinator_actor.query.batch.running_batch import RunningBatch
-from coordinator_actor.query.files.files_in_use import FilesInUse
-from coordinator_actor.query.query_state import QueryState
-from coordinator_actor.query.retention import remove_garbage
-from coordinator_actor.query.versions import recovery
-from coordinator_actor.query.versions.looked_up_versions import LookedUpVersions
-from coordinator_actor.query.versions.query_versions import QueryVersions
-from coordinator_actor.threads.query_threads import QueryThreads
-from spark_bridge.host.commits import group_commit
-from spark_bridge.host.commits.group_commit import GroupCommit, GroupCommits
-from spark_bridge.host.held.instance import Instance
-from spark_bridge.host.host import Host
-from spark_bridge.host.loading.hand_overs import HandOvers
-from spark_bridge.host.loading.partition_loading import PartitionLoading
-from spark_bridge.queryable.reads.versions.answer_version import PartitionView, VersionedReader
-from spark_bridge.queryable.routing.monotonic_reads import SeenVersions
+from tests.simulation.faults_of_coordinators import (
+    first_attempt_stays,
+    forgotten_changelog,
+    forgotten_source,
+    greedy_retention,
+    hasty_commit,
+    hasty_completion,
+    hasty_repeat,
+    kept_plan,
+    last_speaker,
+    late_fences,
+    leapt_fences,
+    no_claim,
+    no_fencing,
+    no_floor,
+    no_lookup_pin,
+    no_lookup_record,
+    one_stage,
+    overwriting_storage,
+    prepared_is_completed,
+    removal_beside_rewriting,
+    uncarried_record,
+    unseen_duplicate,
+)
+from tests.simulation.faults_of_hosts import (
+    any_base,
+    cold_moves,
+    first_part_counts,
+    hasty_group,
+    loads_pin_no_groups,
+    lost_orders,
+    mixed_runs,
+    shared_threads,
+    stale_owner,
+    swallowed_group,
+    trusting_givers,
+    uncommitted_reads,
+    unheard_copies,
+    wrong_offset,
+)
 from tests.simulation.searches import (
     STEPS,
     Prepare,
@@ -70,7 +69,6 @@ from tests.simulation.searches import (
     on_failing_storage,
     restless_in_two_clusters,
 )
-from tests.simulation.storage import SimulatedStorage
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 NO_SEEDS = range(0)
@@ -93,347 +91,6 @@ class PlantedFault:
     max_steps: int | None = STEPS
     test: str | None = None
     prepare: Prepare = as_it_is
-
-
-def last_speaker(monkeypatch: pytest.MonkeyPatch) -> None:
-    register: Callable[..., None] = HostRegistry.register
-
-    def forgetting(self: Any, *args: Any) -> None:
-        self._newest.clear()
-        register(self, *args)
-
-    monkeypatch.setattr(HostRegistry, "register", forgetting)
-
-
-def no_fencing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Epochs, "_fence", lambda self, last: last[1])
-
-
-def leapt_fences(monkeypatch: pytest.MonkeyPatch) -> None:
-    def append(self: Any, manifest: Manifest, counter: CheckpointIDCounter) -> Manifest:
-        while True:
-            placed = msgspec.structs.replace(manifest, epoch=self.epoch, sequence=self._sequence + 1)
-            self._sequence += 1
-            try:
-                self._files.create(manifest_path(placed), placed)
-            except FileExistsInStorageError:
-                continue
-            self.manifests[placed.id] = placed
-            return placed
-
-    monkeypatch.setattr(ManifestLog, "append", append)
-
-
-def late_fences(monkeypatch: pytest.MonkeyPatch) -> None:
-    close: Callable[..., None] = Epochs._close
-
-    def claim(self: Any, run_id: str, layouts: Any = (), schema_ids: Any = None) -> None:
-        monkeypatch.setattr(Epochs, "_fence", lambda self, last: last[1])
-        self.epochs.claim(run_id, layouts, schema_ids)
-        self._sequence = 0
-        self.refresh()
-        monkeypatch.setattr(Epochs, "_close", close)
-        close(self.epochs, range(1, self.epoch))
-
-    monkeypatch.setattr(ManifestLog, "claim", claim)
-
-
-def no_claim(monkeypatch: pytest.MonkeyPatch) -> None:
-    claim: Callable[..., list[str]] = Epochs.claim
-
-    def joining(self: Any, *args: Any) -> list[str]:
-        claimed = self._files.numbers(EPOCHS)
-        if not claimed:
-            return claim(self, *args)
-        self.current = claimed[-1]
-        return [path for path, size in self._files.storage.list(f"{MANIFESTS}/") if size != len(FENCE)]
-
-    monkeypatch.setattr(Epochs, "claim", joining)
-
-
-def overwriting_storage(monkeypatch: pytest.MonkeyPatch) -> None:
-    put_new: Callable[..., FileRef] = SimulatedStorage.put_new
-
-    def put(self: Any, path: str, data: bytes) -> FileRef:
-        self._disk.directory(self.location, path).pop(path, None)
-        return put_new(self, path, data)
-
-    monkeypatch.setattr(SimulatedStorage, "put_new", put)
-    # What refuses such a storage; it has tests of its own.
-    monkeypatch.setattr(CreateIfAbsentProofs, "require", lambda self, storage: None)
-
-
-def hasty_commit(monkeypatch: pytest.MonkeyPatch) -> None:
-    commit: Callable[..., Any] = Host.commit
-
-    def hasty(self: Any, *args: Any) -> Any:
-        try:
-            return commit(self, *args)
-        except StorageError:
-            return Acknowledged(0, None)
-
-    monkeypatch.setattr(Host, "commit", hasty)
-
-
-def hasty_completion(monkeypatch: pytest.MonkeyPatch) -> None:
-    end: Callable[..., None] = RunningBatch.end_repeat
-
-    def hasty(self: RunningBatch) -> None:
-        with suppress(StorageError):
-            end(self)
-
-    monkeypatch.setattr(RunningBatch, "end_repeat", hasty)
-
-
-def hasty_repeat(monkeypatch: pytest.MonkeyPatch) -> None:
-    again: Callable[..., bool] = RunningBatch._acknowledge_again
-
-    def hasty(self: RunningBatch, *args: Any) -> bool:
-        try:
-            return again(self, *args)
-        except StorageError:
-            return True
-
-    monkeypatch.setattr(RunningBatch, "_acknowledge_again", hasty)
-
-
-def shared_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    submit: Callable[..., Any] = QueryThreads.submit
-    monkeypatch.setattr(QueryThreads, "submit", lambda self, query, work: submit(self, "all queries", work))
-
-
-def stale_owner(monkeypatch: pytest.MonkeyPatch) -> None:
-    checked: Callable[..., Any] = batches._checked
-
-    def lenient(run: Any, message: Any, assignment: Any) -> Any:
-        owner = assignment.owner(message.operator, message.partition)
-        return checked(run, msgspec.structs.replace(message, host_id=owner.host_id), assignment)
-
-    monkeypatch.setattr(batches, "_checked", lenient)
-
-
-def any_base(monkeypatch: pytest.MonkeyPatch) -> None:
-    checked: Callable[..., Any] = batches._checked
-
-    def lenient(run: Any, message: Any, assignment: Any) -> Any:
-        base = run.versions.head(message.version - 1, message.operator, message.partition)
-        return checked(run, msgspec.structs.replace(message, base=base), assignment)
-
-    monkeypatch.setattr(batches, "_checked", lenient)
-
-
-def mixed_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    stored: Callable[..., Any] = recovery._stored_changelog
-
-    def of_any_run(
-        log: Any, versions: Any, layout: Any, partition: int, version: int, run_id: str, *found_in: Any
-    ) -> Any:
-        runs = [run_id, *log.epochs.runs()]
-        found = (stored(log, versions, layout, partition, version, one, *found_in) for one in runs)
-        return next((entry for entry in found if entry is not None), None)
-
-    monkeypatch.setattr(recovery, "_stored_changelog", of_any_run)
-
-
-def uncommitted_reads(monkeypatch: pytest.MonkeyPatch) -> None:
-    view: Callable[..., PartitionView] = VersionedReader._view
-
-    def newest(self: Any, *args: Any) -> PartitionView:
-        held = view(self, *args)
-        version, head = held.state.newest()
-        return replace(held, version=version, head=head)
-
-    monkeypatch.setattr(VersionedReader, "_view", newest)
-
-
-def greedy_retention(monkeypatch: pytest.MonkeyPatch) -> None:
-    needed_files: Callable[..., set[str]] = retention.needed_files
-
-    def greedy(chain: Any, kept: Retention, *args: Any) -> set[str]:
-        bases = [
-            base._replace(snapshot=msgspec.structs.replace(base.snapshot, version=base.snapshot.version + 1))
-            if base.snapshot is not None
-            else base
-            for base in kept.bases
-        ]
-        return needed_files(chain, Retention(kept.oldest, kept.chain_from, bases), *args)
-
-    monkeypatch.setattr(retention, "needed_files", greedy)
-
-
-def lost_orders(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PartitionLoading, "unload_run", lambda self, run_id: None)
-
-
-def prepared_is_completed(monkeypatch: pytest.MonkeyPatch) -> None:
-    take_over: Callable[..., None] = QueryState.take_over
-
-    def hasty(self: QueryState, **given: bool) -> None:
-        take_over(self, **given)
-        if self.batch.prepared is not None:
-            self.complete(self.versions.completed + 1)
-
-    monkeypatch.setattr(QueryState, "take_over", hasty)
-
-
-def forgotten_changelog(monkeypatch: pytest.MonkeyPatch) -> None:
-    replay: Callable[..., None] = Loading._replay
-
-    def hasty(self: Any, changelogs: Iterable[tuple[ChangelogRef, bytes]]) -> None:
-        given = list(changelogs)
-        replay(self, given[:-1])
-        if given:
-            last, nothing = given[-1][0], Changes({})
-            self._engine.prepare(nothing)(state_after(self._engine.state, last.version, last.file.path, nothing, None))
-            self.version, self.head = last.version, last.file.path
-
-    monkeypatch.setattr(Loading, "_replay", hasty)
-
-
-def forgotten_source(monkeypatch: pytest.MonkeyPatch) -> None:
-    sources: Callable[..., range] = manifest_chain._sources
-
-    def fewer(*args: Any) -> range:
-        found = sources(*args)
-        return found[:-1] if len(found) > 1 else found
-
-    monkeypatch.setattr(manifest_chain, "_sources", fewer)
-
-
-def unseen_duplicate(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Instance, "loaded_at", property(lambda self: -1, lambda self, version: None))
-
-
-def one_stage(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(OperatorEntry, "stage_of", lambda self, partition: self.stage)
-
-
-def no_floor(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SeenVersions, "floor", lambda self, run_id, at: at)
-
-
-def first_attempt_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    accept: Callable[..., bool] = PendingChanges.accept
-
-    def keeping(self: PendingChanges, version: int, attempt: str) -> bool:
-        earlier = self._accepted.get(version)
-        accepted = accept(self, version, attempt)
-        if earlier is not None:
-            self._accepted[version] = earlier
-        return accepted
-
-    monkeypatch.setattr(PendingChanges, "accept", keeping)
-
-
-def hasty_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    store: Callable[..., None] = GroupCommits._store
-
-    def hasty(self: Any, storage: Any, group: GroupCommit) -> None:
-        if len(group.members) == 1:
-            store(self, storage, group)
-            return
-        path = group_path(group.members[0].meta.version)
-        data, refs = write_group(path, group.members)
-        with self._changed:
-            group.refs = refs
-            self._changed.notify_all()
-        with suppress(StorageError):
-            storage.put_new(path, data)
-
-    monkeypatch.setattr(GroupCommits, "_store", hasty)
-
-
-def swallowed_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    stored: Callable[..., list[FileRef]] = GroupCommits._stored
-
-    def swallowing(self: Any, storage: Any, members: Any) -> list[FileRef]:
-        try:
-            return stored(self, storage, members)
-        except StorageError:
-            return write_group(group_path(members[0].meta.version), members)[1]
-
-    monkeypatch.setattr(GroupCommits, "_stored", swallowing)
-
-
-def wrong_offset(monkeypatch: pytest.MonkeyPatch) -> None:
-    write: Callable[..., tuple[bytes, list[FileRef]]] = group_commit.write_group
-
-    def shifted(path: str, members: Any) -> tuple[bytes, list[FileRef]]:
-        data, refs = write(path, members)
-        return data, [msgspec.structs.replace(ref, offset=ref.offset + 1) if ref.offset else ref for ref in refs]
-
-    monkeypatch.setattr(group_commit, "write_group", shifted)
-
-
-def first_part_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    stored_in: Callable[..., str] = PartitionEntries.stored_in
-
-    def of_first(self: PartitionEntries, partition: int) -> str:
-        return stored_in(self, partition) if partition == min(self) else self.head(partition)
-
-    monkeypatch.setattr(PartitionEntries, "stored_in", of_first)
-
-
-def loads_pin_no_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FilesInUse, "oldest", lambda self, now: math.inf)
-
-
-def unheard_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PartitionLoading, "warm_version", lambda self, registration, operator, partition: None)
-
-
-def cold_moves(monkeypatch: pytest.MonkeyPatch) -> None:
-    ready: Callable[..., Any] = owners._ready
-
-    def hasty(registries: Any, run: Any, current: Any) -> Any:
-        planned = run.assignment.planned
-        for receiver in planned.values():
-            if (lease := registries.hosts.leases.get(receiver)) is not None:
-                warm: dict[str, dict[int, int]] = {}
-                for operator, partition in planned:
-                    warm.setdefault(operator, {})[partition] = run.versions.completed
-                lease.hand_over = msgspec.structs.replace(lease.hand_over, warm={run.run_id: warm})
-        return ready(registries, run, current)
-
-    monkeypatch.setattr(owners, "_ready", hasty)
-
-
-def trusting_givers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(HandOvers, "gives", lambda self, run_id: False)
-
-
-def no_lookup_record(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LookupRecords, "find", lambda self, by, batch_id: None)
-    monkeypatch.setattr(LookupRecords, "make", lambda self, by, batch_id, record: record)
-
-
-def no_lookup_pin(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LookedUpVersions, "_keep", lambda self, by: None)
-
-
-def kept_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(QueryVersions, "plan_anew", lambda self: None)
-
-
-def removal_beside_rewriting(monkeypatch: pytest.MonkeyPatch) -> None:
-    def removing(run: QueryState, now: float) -> list[str]:
-        held, run.rewriting = run.rewriting, RewritingHold()
-        try:
-            return remove_garbage(run, now)
-        finally:
-            run.rewriting = held
-
-    monkeypatch.setattr(coordinator_module, "remove_garbage", removing)
-
-
-def uncarried_record(monkeypatch: pytest.MonkeyPatch) -> None:
-    append: Callable[..., Manifest] = ManifestLog.append
-
-    def forgetting(self: Any, *args: Any) -> Manifest:
-        self.rewritten = ()
-        return append(self, *args)
-
-    monkeypatch.setattr(ManifestLog, "append", forgetting)
 
 
 _LOOKUPS = "tests/coordinator_actor/query/versions/test_looked_up_versions.py"

@@ -464,7 +464,7 @@ MODULES = (
     "backends.formats.changelog_group",
     "backends.formats.snapshot",
     "backends.formats.manifest_chain",
-    "backends.formats.retention",
+    "backends.formats.retention_rules",
     "coordinator_actor.",
     "spark_bridge.host.",
     "spark_bridge.queryable.reads.",

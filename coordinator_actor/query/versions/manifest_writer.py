@@ -9,7 +9,7 @@ import msgspec
 
 from backends.formats.manifest import Manifest, OperatorEntry, PartitionEntry, SnapshotRef
 from backends.formats.manifest_chain import Layout
-from backends.formats.retention import Retention
+from backends.formats.retention_rules import Retention
 from backends.tracing import spans
 from coordinator_actor.checkpoints.checkpoint_id import CheckpointIDCounter
 from coordinator_actor.checkpoints.tasks import TaskKey

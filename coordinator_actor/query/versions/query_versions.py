@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable, Mapping
 import msgspec
 
 from backends.formats import manifest_chain as chains
-from backends.formats import retention
+from backends.formats import retention_rules
 from backends.formats.manifest import Lineage, Manifest, PartitionEntry, SnapshotRef
 from backends.formats.manifest_chain import Layout
-from backends.formats.retention import Retention
+from backends.formats.retention_rules import Retention
 from backends.formats.snapshot_descriptor import SnapshotDescriptor
 from coordinator_actor.checkpoints.tasks import TaskKey
 
@@ -177,7 +177,7 @@ class QueryVersions:
         """Decide which versions the next manifest keeps. ``is_sound`` says whether a snapshot can be loaded."""
         target = max(0, self.completed - min_versions_to_retain - 1)
         target = min((target, *self._pinned.values()))
-        self.planned = retention.retain(self.completed_chain, self.layouts, target, self.oldest, is_sound)
+        self.planned = retention_rules.retain(self.completed_chain, self.layouts, target, self.oldest, is_sound)
 
     def keep_descriptors(self, descriptors: dict[str, SnapshotDescriptor]) -> None:
         """Keep the contents of these snapshots, by path, and of no others."""

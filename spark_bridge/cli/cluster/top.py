@@ -20,7 +20,7 @@ from spark_bridge.exceptions import EnvironmentProblemError
 from spark_bridge.overview.formats import duration, moment, number
 from spark_bridge.overview.formats import size as size_of
 from spark_bridge.overview.model import CLUSTER, ERROR, Overview, to_plain
-from spark_bridge.overview.pace import QueryPace, pace_of
+from spark_bridge.overview.stream_pace import QueryPace, pace_of
 
 
 @with_source

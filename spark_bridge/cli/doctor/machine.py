@@ -17,7 +17,7 @@ from spark_bridge.cli.doctor.checks import OK, Check
 from spark_bridge.exceptions import EnvironmentProblemError
 from spark_bridge.overview.model import ERROR, WARNING
 from spark_bridge.session.cluster.java import ensure_java
-from spark_bridge.session.settings import MIN_BATCHES_CONF, STATE_LOCATION_CONF, STATELESS_AQE
+from spark_bridge.session.spark_settings import MIN_BATCHES_CONF, STATE_LOCATION_CONF, STATELESS_AQE
 
 MACHINE_AREA = "machine"
 PACKAGE = "ray-statestore"

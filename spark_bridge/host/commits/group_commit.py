@@ -41,7 +41,7 @@ LOCAL_MEMBERS = 4
 FIRST_WRITE_SECONDS = 0.01
 """How long a write is taken to last before the first one of a run."""
 MISSED_WAITS = 2
-"""A partition that has not come in so many waits of a batch is not waited for until one such partition comes."""
+"""A partition that has not come in this many waits of a batch is not waited for until one such partition comes."""
 NEWEST_WRITE_SHARE = 0.25
 """How much the last write counts in how long writes take."""
 

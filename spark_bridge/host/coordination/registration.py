@@ -9,9 +9,9 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from backends.tracing import spans
+from coordinator_actor.coordinator_port import CoordinatorPort
 from coordinator_actor.exceptions import ReplacedHostError, StaleOwnerError, UnknownHostError, UnknownRunError
 from coordinator_actor.messages import HandOver, HostInfo, HostOrders
-from coordinator_actor.port import CoordinatorPort
 from spark_bridge.host.coordination.completed_versions import CompletedVersions
 from spark_bridge.host.held.held_partitions import HeldPartitions
 

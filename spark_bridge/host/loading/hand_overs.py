@@ -21,6 +21,7 @@ from coordinator_actor.messages import HandOver, HostInfo, HostOrders, OpenGrant
 from spark_bridge.exceptions import SparkBridgeError
 from spark_bridge.host.coordination.completed_versions import CompletedVersions
 from spark_bridge.host.coordination.run_orders import Order, RunOrders
+from spark_bridge.host.held.held_partitions import HeldPartitions
 from spark_bridge.host.loading.partition_loading import PartitionLoading
 
 log = logging.getLogger(__name__)
@@ -50,11 +51,13 @@ class HandOvers:
     def __init__(
         self,
         info: HostInfo,
+        held: HeldPartitions,
         loading: PartitionLoading,
         completed: CompletedVersions,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._info = info
+        self._held = held
         self._loading = loading
         self._completed = completed
         self._clock = clock
@@ -80,7 +83,7 @@ class HandOvers:
                 versions = {p: self._loading.warm_version(order.registration, operator, p) for p in heads}
                 known = {p: version for p, version in versions.items() if version is not None}
                 warm.setdefault(order.registration.run_id, {})[operator] = known
-        return HandOver(number, warm, giving, self._loading.exchanged())
+        return HandOver(number, warm, giving, self._held.exchanged())
 
     def follow(self, number: int, orders: HostOrders) -> None:
         """Carry out the answer to the heartbeat of that number. Waits for no load."""

@@ -11,11 +11,11 @@ import ray
 from ray.exceptions import RayError
 
 from backends.exceptions import StateStoreError
+from coordinator_actor.coordinator_port import CoordinatorPort
 from coordinator_actor.exceptions import CoordinatorError
 from coordinator_actor.on_ray.actor import get_or_create_coordinator
 from coordinator_actor.on_ray.cluster_store import ClusterStore
 from coordinator_actor.on_ray.ray_port import RayCoordinatorPort
-from coordinator_actor.port import CoordinatorPort
 from coordinator_actor.wire_version import other_version
 from spark_bridge.exceptions import EnvironmentProblemError, SparkBridgeError
 from spark_bridge.host_actor.actor import host_files_dir

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from backends.storage.sending.prices import Prices
 from backends.storage.sending.request_counts import KINDS, RECEIVED, SENT
 from spark_bridge.session.current import current_cluster
-from spark_bridge.session.settings import STORAGE_PRICES_CONF
+from spark_bridge.session.spark_settings import STORAGE_PRICES_CONF
 
 if TYPE_CHECKING:
     from pyspark.sql.streaming import StreamingQuery

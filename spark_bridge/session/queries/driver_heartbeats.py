@@ -10,8 +10,8 @@ import logging
 import threading
 from collections.abc import Callable, Container
 
+from coordinator_actor.coordinator_port import CoordinatorPort
 from coordinator_actor.messages import QueryRegistration
-from coordinator_actor.port import CoordinatorPort
 
 log = logging.getLogger(__name__)
 

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 
 from backends.exceptions import StateStoreError
 from backends.storage.sending.failures import for_people
+from coordinator_actor.coordinator_port import CoordinatorPort
 from coordinator_actor.exceptions import CoordinatorError, SparkBridgeError
 from coordinator_actor.handlers.registries.run_registry import LONGEST_FAILURE
 from coordinator_actor.messages import QueryRegistration
-from coordinator_actor.port import CoordinatorPort
 from spark_bridge.session.queries.driver_heartbeats import DRIVER_HEARTBEAT_SECONDS
 
 log = logging.getLogger(__name__)

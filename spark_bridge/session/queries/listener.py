@@ -50,12 +50,13 @@ from spark_bridge.session.queries.driver_heartbeats import DriverHeartbeats
 from spark_bridge.session.queries.ended_queries import EndedQueries, failure_text
 from spark_bridge.session.queries.events_in_java import EventsInJava
 from spark_bridge.session.queries.query_refusal import end_with, sources_refusal
-from spark_bridge.session.queries.spark_at_work import is_at_work
-from spark_bridge.session.settings import (
+from spark_bridge.session.queries.spark_status import is_at_work
+from spark_bridge.session.spark_settings import (
     MIN_BATCHES_CONF,
     SHARED_FILES_CONF,
     STATE_LOCATION_CONF,
     STORAGE_PRICES_CONF,
+    keep_default_file_manager,
     storage_settings,
     unsafe_settings,
 )
@@ -89,6 +90,7 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
         refusal, execution = None, None
         try:
             execution = self._spark.streams.get(str(event.id))._jsq.streamingQuery()
+            keep_default_file_manager(self._spark, execution)
             trace = trace_ids.run(str(event.runId))
             with spans.span(trace.kind, trace, is_root=True, query_id=str(event.id), query_name=event.name) as span:
                 refusal = self._register(event, execution)

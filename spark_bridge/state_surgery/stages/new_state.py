@@ -22,7 +22,7 @@ from coordinator_actor.reading.stored_versions import StatePlace
 from coordinator_actor.savepoints.export import copy_spark_files, spark_log_files
 from coordinator_actor.savepoints.new_checkpoint import NewCheckpoint
 from spark_bridge.session.current import current_spark
-from spark_bridge.session.settings import STATE_LOCATION_CONF, storage_settings
+from spark_bridge.session.spark_settings import STATE_LOCATION_CONF, storage_settings
 from spark_bridge.state_surgery.stages.first_stage import OperatorVariable, ReadJob, RowCounts, Target
 from spark_bridge.state_surgery.stages.second_stage import CopiedState, NewPartition
 from spark_bridge.state_surgery.stages.workers import Workers

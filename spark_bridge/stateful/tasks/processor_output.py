@@ -159,13 +159,30 @@ def _by_position(rows: list[Any], names: list[str]) -> Sequence[Sequence[Any]]:
             raise TypeError(f"{shown(wrong)} ({kind.__name__}) is no Row.")
     if not any(issubclass(kind, Row) for kind in kinds):
         return rows
+    known: object = None
+    places: list[int] | None = None
     for i, row in enumerate(rows):
         given = getattr(row, "__fields__", names)
-        if given != names:
-            if not set(names) <= set(given):  # further fields are left out, as by Spark
-                raise ValueError(f"{shown(row)} has the fields {', '.join(given)}.")
-            rows[i] = tuple(map(row.__getitem__, names))
+        # Rows of one maker, Row("a", "b"), share the object that names their fields.
+        if given is not known:
+            known, places = given, None if given == names else _places(row, given, names)
+        if places is None:
+            continue
+        try:
+            rows[i] = tuple([tuple.__getitem__(row, place) for place in places])
+        except IndexError as error:
+            raise ValueError(f"{shown(tuple(row))} has {len(row)} values for {', '.join(given)}.") from error
     return rows
+
+
+def _places(row: Any, given: Sequence[str], names: list[str]) -> list[int] | None:
+    """Return where a row has the fields ``names``, None if in their order; raises ``ValueError``."""
+    fields = list(given)
+    if fields == names:
+        return None
+    if not set(names) <= set(fields):  # further fields are left out, as by Spark
+        raise ValueError(f"{shown(row)} has the fields {', '.join(fields)}.")
+    return [fields.index(name) for name in names]
 
 
 def _mismatch(struct: StructType, error: Exception) -> StatefulProcessorError:

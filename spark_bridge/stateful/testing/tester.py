@@ -41,7 +41,7 @@ from spark_bridge.stateful.variables.handle import (
 from spark_bridge.stateful.variables.list_state import ListState
 from spark_bridge.stateful.variables.map_state import MapState
 from spark_bridge.stateful.variables.value_state import ValueState
-from spark_bridge.task.local_state import LocalStateAccess
+from spark_bridge.task.local_state_access import LocalStateAccess
 
 if TYPE_CHECKING:
     import pandas as pd

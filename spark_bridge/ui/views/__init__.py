@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from spark_bridge.ui.views import changes, hosts, keys, operator, query, savepoints, scan, sql, system
+from spark_bridge.ui.views import changes, hosts, keys, operator, overview, query, savepoints, scan, sql
 
 SEEN = {
-    "/": system.overview,
+    "/": overview.overview,
     "/query": query.query,
     "/operator": operator.operator,
     "/operator/hottest": changes.hottest,

@@ -12,7 +12,7 @@ from spark_bridge.overview.process_faults import COORDINATOR_PROCESS
 from spark_bridge.overview.processes import HostOverview
 from spark_bridge.ui.charts import Part, strip
 from spark_bridge.ui.requests import PageCall
-from spark_bridge.ui.views.system import BUDGET
+from spark_bridge.ui.views.overview import BUDGET
 
 HOSTS_AT_ONCE = 50
 MOST_REQUEST_ROWS = 100

@@ -6,7 +6,7 @@ from starlette.responses import Response
 
 from backends.encoding.operator_schema import TIMERS
 from spark_bridge.overview.faults import awaited
-from spark_bridge.overview.pace import query_pace
+from spark_bridge.overview.stream_pace import query_pace
 from spark_bridge.ui.charts import MOST_DURATION_BARS, PHASES, steps, timeline
 from spark_bridge.ui.requests import PageCall, faults_about
 from spark_bridge.ui.system import reference, state_id

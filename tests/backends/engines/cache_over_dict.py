@@ -46,6 +46,7 @@ def key_sets():
     return {
         "one width": [b"\x00\x07\x01" + i.to_bytes(8, "big") for i in range(300)],
         "narrow": [i.to_bytes(2, "big") for i in range(300)],
+        "one word": [i.to_bytes(8, "big") for i in range(300)],
         "many widths": [b"ab" * (i % 23) + str(i).encode() * (i % 3) for i in range(300)],
         "long": [b"x" * 400 + str(i).encode() + b"y" * (i % 500) for i in range(300)],
     }

@@ -16,8 +16,8 @@ from backends.encoding.sorted_pairs import SortedPairs
 from backends.engines import rocksdb_scan, sorted_files
 from backends.engines.buffered_engine import BufferedEngine, DeferredEngine
 from backends.engines.engine import StateEngine
-from backends.engines.file import SortedMapEngine
 from backends.engines.rocksdb import LocalRocksDB
+from backends.engines.sorted_map_engine import SortedMapEngine
 from backends.exceptions import StoreClosedError
 from backends.formats.changelog import Changes
 from backends.formats.local_state import LocalState

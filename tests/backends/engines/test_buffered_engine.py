@@ -40,8 +40,8 @@ def with_room(room: int, backend: str = "file") -> StateStoreConf:
 class Model:
     """An engine, and dicts of what it must hold."""
 
-    def __init__(self, engine: BufferedEngine, rng: random.Random) -> None:
-        self.engine, self.rng = engine, rng
+    def __init__(self, engine: BufferedEngine, backend: str, rng: random.Random) -> None:
+        self.engine, self.backend, self.rng = engine, backend, rng
         self.held: dict[str, dict[bytes, bytes]] = {}
         self.version = 0
 
@@ -81,7 +81,8 @@ class Model:
                     for k, v in sorted(held.items())
                     if (start is None or k >= start) and (end is None or k < end)
                 ]
-        assert self.engine.num_keys() >= (sum(map(len, self.held.values())) > 0)
+        if self.backend == "file":  # RocksDB's estimate may be 0 where absent keys were removed
+            assert self.engine.num_keys() >= (sum(map(len, self.held.values())) > 0)
 
 
 @pytest.mark.parametrize("backend", ["rocksdb", "file"])
@@ -96,7 +97,7 @@ def test_reads_are_those_of_a_dict(
     monkeypatch.setattr(sorted_map, "MAP_CHUNK_ROWS", 8)
     monkeypatch.setattr(sorted_map, "MAP_SCAN_ROWS", 3)
     conf = with_room(ROOM if backend == "file" and rng.random() < 0.5 else 4 << 20, backend)
-    model = Model(made(tmp_path / "engine", conf), rng)
+    model = Model(made(tmp_path / "engine", conf), backend, rng)
     for step in range(effort(40, 100)):
         what = rng.random()
         if what < 0.5:

@@ -90,7 +90,7 @@ def test_a_partition_of_a_host_is_opened_for_writing_by_its_first_snapshot(tmp_p
     state = open_partition(tmp_path / "first", storage, DIRECTORY, CONF)
     refs = [ChangelogRef(*commit(state, {b"a": b"%d" % i})) for i in range(3)]
     assert opened == []
-    snapshot = state.snapshot(None)
+    snapshot = state.snapshots.store(None)
     assert opened == [WRITE]
     refs += [ChangelogRef(*commit(state, {b"b": b"%d" % i})) for i in range(2)]
     state.close()
@@ -99,7 +99,7 @@ def test_a_partition_of_a_host_is_opened_for_writing_by_its_first_snapshot(tmp_p
     def loaded() -> PartitionState:
         loaded = open_partition(tmp_path / "second", storage, DIRECTORY, CONF)
         loaded.load(Lineage(5, tuple(refs), (snapshot,)))
-        assert loaded.version == 5 and rows(loaded.scan()) == {b"a": b"2", b"b": b"1"}
+        assert loaded.version == 5 and rows(loaded.reads.scan()) == {b"a": b"2", b"b": b"1"}
         return loaded
 
     state = loaded()
@@ -109,10 +109,10 @@ def test_a_partition_of_a_host_is_opened_for_writing_by_its_first_snapshot(tmp_p
     state = loaded()
     commit(state, {b"a": None})
     opened.clear()
-    state.snapshot(snapshot)
-    assert opened == [WRITE] and rows(state.scan()) == {b"b": b"1"}
+    state.snapshots.store(snapshot)
+    assert opened == [WRITE] and rows(state.reads.scan()) == {b"b": b"1"}
     commit(state, {b"c": b"3"})
-    assert opened == [WRITE] and rows(state.scan()) == {b"b": b"1", b"c": b"3"}
+    assert opened == [WRITE] and rows(state.reads.scan()) == {b"b": b"1", b"c": b"3"}
     state.close()
 
 
@@ -271,7 +271,7 @@ for version in (4, 5, 6):
     ref = ChangelogRef(*commit(state, {b"%d" % i: b"%d" % version for i in range(version)}))
     os.write(1, msgspec.json.encode(ref) + b"\\n")
     if version == 5:
-        state.snapshot(None)
+        state.snapshots.store(None)
 """
 """A process that takes a host's partition over at version 3, and dies at a point that it reaches the nth time."""
 
@@ -296,7 +296,7 @@ def test_a_process_that_dies_before_or_in_the_first_write_loses_nothing(
     storage = CheckpointStorage.open(str(tmp_path / "durable"), fsync=False)
     first = open_partition(tmp_path / "first", storage, DIRECTORY, CONF)
     refs = [ChangelogRef(*commit(first, {b"a": b"%d" % version})) for version in (1, 2)]
-    snapshots = (first.snapshot(None),)
+    snapshots = (first.snapshots.store(None),)
     refs.append(ChangelogRef(*commit(first, {b"b": b"3"})))
     first.destroy()
     (tmp_path / "lineage").write_bytes(msgspec.json.encode(Lineage(3, tuple(refs), snapshots)))
@@ -308,6 +308,6 @@ def test_a_process_that_dies_before_or_in_the_first_write_loses_nothing(
         state = open_partition(tmp_path / "local", storage, DIRECTORY, CONF)
         state.load(Lineage(len(refs), tuple(refs), snapshots))
         newest = {b"%d" % i: b"%d" % version for version in range(4, len(refs) + 1) for i in range(version)}
-        assert rows(state.scan()) == {b"a": b"2", b"b": b"3", **newest}
-        state.snapshot(snapshots[0])
+        assert rows(state.reads.scan()) == {b"a": b"2", b"b": b"3", **newest}
+        state.snapshots.store(snapshots[0])
         state.close()

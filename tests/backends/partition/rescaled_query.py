@@ -12,11 +12,11 @@ from backends.conf import StateStoreConf
 from backends.encoding.key_groups import partition_of
 from backends.encoding.sorted_pairs import SortedPairs
 from backends.formats import manifest_chain as chains
-from backends.formats import retention, snapshot
+from backends.formats import retention_rules, snapshot
 from backends.formats.changelog import ChangelogMeta, Changes
 from backends.formats.manifest import Lineage, Manifest, OperatorEntry, PartitionEntry, SnapshotRef
 from backends.formats.manifest_chain import Layout
-from backends.formats.retention import Retention
+from backends.formats.retention_rules import Retention
 from backends.formats.sealed import seal, unseal
 from backends.partition.partition_state import PartitionState, open_partition
 from backends.storage.checkpoint_storage import CheckpointStorage
@@ -141,11 +141,13 @@ class Query:
 
     def retain(self, target: int) -> tuple[Retention, list[str]]:
         """Keep versions from ``target`` on; returns what is removed."""
-        kept = retention.retain(self.chain, ["op"], target, self.oldest, lambda ref: True)
+        kept = retention_rules.retain(self.chain, ["op"], target, self.oldest, lambda ref: True)
         self.oldest, self.chain_from = kept.oldest, kept.chain_from
         files = [path for path, _ in self.storage.list("operators")]
-        needed = retention.needed_files(self.chain, kept, lambda s: snapshot.read_descriptor(self.storage, s).paths)
-        gone = retention.garbage(files, needed, kept.oldest)
+        needed = retention_rules.needed_files(
+            self.chain, kept, lambda s: snapshot.read_descriptor(self.storage, s).paths
+        )
+        gone = retention_rules.garbage(files, needed, kept.oldest)
         for path in gone:
             self.storage.delete(path)
         self.chain = {v: m for v, m in self.chain.items() if v >= kept.chain_from}

@@ -102,7 +102,7 @@ def test_a_first_write_that_finds_the_disk_full_says_so_and_the_next_load_goes_o
 ) -> None:
     first = open_partition(tmp_path / "first", storage, DIRECTORY, CONF)
     refs = [ChangelogRef(*commit(first, {b"a": b"1"}))]
-    snapshot = first.snapshot(None)
+    snapshot = first.snapshots.store(None)
     state = open_partition(small / "local", storage, DIRECTORY, CONF)
     state.load(Lineage(1, tuple(refs), (snapshot,)))
     refs.append(ChangelogRef(*commit(state, {b"b": b"2"})))
@@ -110,14 +110,14 @@ def test_a_first_write_that_finds_the_disk_full_says_so_and_the_next_load_goes_o
     with suppress(OSError), filler.open("wb", buffering=0) as file:
         while file.write(bytes(4096)):
             pass
-    assert [state.get_one(key) for key in (b"a", b"b")] == [b"1", b"2"]
+    assert [state.reads.get_one(key) for key in (b"a", b"b")] == [b"1", b"2"]
     with pytest.raises(LocalDiskFullError, match=rf"The disk of {small}/local.* is full"):
-        state.snapshot(snapshot)
+        state.snapshots.store(snapshot)
     filler.unlink()
     lineage = Lineage(2, tuple(refs), (snapshot,))
     state.load(lineage)
-    again = state.snapshot(snapshot)
+    again = state.snapshots.store(snapshot)
     state.destroy()
     first.load(Lineage(2, tuple(refs), (again,)))
-    assert [first.get_one(key) for key in (b"a", b"b")] == [b"1", b"2"]
+    assert [first.reads.get_one(key) for key in (b"a", b"b")] == [b"1", b"2"]
     first.destroy()

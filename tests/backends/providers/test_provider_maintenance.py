@@ -202,7 +202,11 @@ def test_a_provider_is_named_by_its_import_path(location):
     assert StateStoreConf(provider="file").provider_class() is FileStateStoreProvider
     # As manifests may name it that were written before the modules moved:
     assert StateStoreConf(provider="backends.file.FileStateStoreProvider").provider_class() is FileStateStoreProvider
-    for wrong in ("no.such.module.Class", "backends.engines.file.NoSuchClass", "backends.engines.file.lists_of"):
+    for wrong in (
+        "no.such.module.Class",
+        "backends.engines.sorted_map_engine.NoSuchClass",
+        "backends.engines.sorted_map_engine.lists_of",
+    ):
         with pytest.raises(InvalidStateStoreArgument, match="cannot be imported"):
             StateStoreConf(provider=wrong).provider_class()
     with pytest.raises(InvalidStateStoreArgument, match="choose one of rocksdb, file"):

@@ -1,7 +1,9 @@
 """Storage: create-if-absent, checked reads, addresses and options, retries with a clock of ours."""
 
 import os
+import shutil
 import threading
+import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,10 +20,11 @@ from backends.exceptions import (
     StorageError,
     UnsupportedLocationError,
 )
-from backends.storage.checkpoint_storage import CheckpointStorage
+from backends.storage.checkpoint_storage import CheckpointStorage, digest
 from backends.storage.file_ref import FileRef
 from backends.storage.locations import parse_location, store_options
 from backends.storage.sending.traffic import BucketTraffic
+from tests.patience import PATIENCE
 
 
 @pytest.fixture(params=["path", "file:", "memory:"])
@@ -51,6 +54,62 @@ def test_what_is_put_can_be_read_listed_and_deleted(storage):
     storage.put_new("f", b"")
     storage.delete_all(["a/b", "f", "a/c/d"])
     assert storage.list() == [("a/e", 0)]
+
+
+def test_parts_end_where_the_file_ends_and_a_directory_is_no_file(storage, monkeypatch):
+    whole = storage.put_new("a/b", b"0123456789")
+    assert storage.get_range("a/b", 8, 1 << 50) == b"89"
+    pread = os.pread
+    monkeypatch.setattr(os, "pread", lambda file, length, start: pread(file, min(length, 3), start))
+    assert storage.read(whole) == b"0123456789"
+    ranges = ((0, 4), (8, 4), (10, 4), (1 << 40, 4), (3, 0))
+    assert [storage.get_range("a/b", *one) for one in ranges] == [b"0123", b"89", b"", b"", b""]
+    inside = FileRef("c", 5, digest(b"34567"), within="a/b", offset=3)
+    behind = FileRef("d", 4, digest(b"89"), within="a/b", offset=8)
+    assert storage.read_together([inside, behind]) == {"c": b"34567"}
+    assert storage.read_together([FileRef("c", 5, inside.digest, within="none")]) == {}
+    for path in ("a", "a/c"):
+        assert storage.modified_ms(path) is None
+        with pytest.raises(MissingFileError):
+            storage.get(path)
+        with pytest.raises(MissingFileError):
+            storage.get_range(path, 0, 1)
+    assert abs(storage.modified_ms("a/b") - 1000 * time.time()) < 1000 * PATIENCE
+
+
+def test_listings_are_in_the_order_of_paths(storage):
+    paths = ["a-b/x", "a.b", "a/b/1", "a/b/10", "a/b/9", "a/b0", "b#", "b#1x/c"]
+    for path in reversed(paths):
+        storage.put_new(path, b"12")
+    assert storage.list() == [(path, 2) for path in paths]
+    assert storage.list("a") == [(path, 2) for path in paths if path.startswith("a/")]
+    assert storage.list("a", after="a/b/10") == [("a/b/9", 2), ("a/b0", 2)]
+
+
+def test_what_goes_while_a_directory_is_listed_is_left_out(tmp_path, monkeypatch):
+    storage = CheckpointStorage.open(str(tmp_path))
+    for path in ("a/b", "c/d", "e"):
+        storage.put_new(path, b"1")
+    (tmp_path / "link").symlink_to("nowhere")
+    scandir = os.scandir
+
+    def removing(path):
+        if str(path).endswith("/c/"):
+            shutil.rmtree(path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", removing)
+    assert storage.list() == [("a/b", 1), ("e", 1)]
+
+
+def test_who_is_told_that_a_file_exists_has_seen_what_stays(tmp_path, monkeypatch):
+    storage = CheckpointStorage.open(str(tmp_path), fsync=True)
+    CheckpointStorage.open(str(tmp_path), fsync=False).put_new("a/x", b"1")  # its writer died before the sync
+    synced, real = [], os.fsync
+    monkeypatch.setattr(os, "fsync", lambda file: (synced.append(Path(f"/proc/self/fd/{file}").readlink()), real(file)))
+    with pytest.raises(FileExistsInStorageError):
+        storage.put_new("a/x", b"2")
+    assert tmp_path / "a" in synced
 
 
 def test_a_file_is_never_overwritten(storage):

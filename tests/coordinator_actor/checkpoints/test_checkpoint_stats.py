@@ -48,7 +48,7 @@ REPORTS = {("op", 0): (0.5, 10), ("op", 1): (2.0, 30), ("other", 0): (1.0, 60)}
 
 def test_nothing_yet() -> None:
     tracker = CheckpointStatsTracker()
-    assert tracker.counts() == dict.fromkeys(("triggered", "in_progress", "completed", "failed", "restored"), 0)
+    assert tracker.counts() == dict.fromkeys(("triggered", "in_progress", "completed", "failed"), 0)
     assert tracker.history() == [] and tracker.task_stats() is None and tracker.task_summary() is None
     snapshot = tracker.snapshot()
     assert snapshot["latest"] is None and snapshot["recent"] is None and snapshot["overall"]["size"] is None
@@ -75,22 +75,21 @@ def test_one_checkpoint() -> None:
 def test_counts_and_what_is_in_progress() -> None:
     tracker = CheckpointStatsTracker()
     run(tracker, 1, REPORTS)
-    pending = run(tracker, 2, REPORTS, complete=False)
+    run(tracker, 2, REPORTS, complete=False)
     half = PendingCheckpoint("job", 3, 9.0, Tasks(REPORTS), started=1)
     tracker.on_triggered(half)
     half.acknowledge(("op", 0), None, at=2)
-    assert tracker.counts() == {"triggered": 3, "in_progress": 2, "completed": 1, "failed": 0, "restored": 0}
+    assert tracker.counts() == {"triggered": 3, "in_progress": 2, "completed": 1, "failed": 0}
     assert tracker.snapshot()["in_progress"][1] == {"id": 3, "trigger_timestamp": 9.0, "acknowledged": 1, "tasks": 3}
     tracker.on_failed(2, "expired: not complete within 5 s")
-    tracker.on_restored(half_restored := pending.to_completed(0))
-    assert tracker.counts() == {"triggered": 3, "in_progress": 1, "completed": 1, "failed": 1, "restored": 1}
+    assert tracker.counts() == {"triggered": 3, "in_progress": 1, "completed": 1, "failed": 1}
     snapshot = tracker.snapshot()
     assert snapshot["latest_failed"] == {
         "id": 2,
         "trigger_timestamp": 100.5,
         "reason": "expired: not complete within 5 s",
     }
-    assert snapshot["restored"] == half_restored.id and snapshot["latest"]["id"] == 1
+    assert snapshot["latest"]["id"] == 1
 
 
 def test_random_checkpoints_against_a_model() -> None:
@@ -189,5 +188,5 @@ def test_many_threads() -> None:
 
     with ThreadPoolExecutor(6) as pool:
         list(pool.map(work, range(6)))
-    assert tracker.counts() == {"triggered": 300, "in_progress": 0, "completed": 300, "failed": 0, "restored": 0}
+    assert tracker.counts() == {"triggered": 300, "in_progress": 0, "completed": 300, "failed": 0}
     assert [s.id for s in tracker.history()] == list(range(280, 300))

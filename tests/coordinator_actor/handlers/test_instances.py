@@ -328,7 +328,7 @@ def test_the_figures_of_batches(stream):
     s.world.now += 3
     s.begin(2, dict.fromkeys(range(20), 1), range(1, 3))
     figures = s.c.checkpoint_stats("name")["checkpoints"]
-    assert figures["counts"] == {"triggered": 3, "in_progress": 1, "completed": 2, "failed": 0, "restored": 0}
+    assert figures["counts"] == {"triggered": 3, "in_progress": 1, "completed": 2, "failed": 0}
     assert [(p["acknowledged"], p["tasks"]) for p in figures["in_progress"]] == [(3, 4)]
     s.begin(2, dict.fromkeys(range(20), 1), range(3, 4))
     figures = s.c.checkpoint_stats("q")["checkpoints"]

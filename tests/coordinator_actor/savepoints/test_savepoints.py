@@ -53,7 +53,7 @@ def test_it_is_of_the_version_that_was_completed_however_many_batches_follow(str
     if applied:
         for host in s.hosts.values():
             for order in s.c.heartbeat_host(host.info.host_id, "a", {"run1": 0}).completed:
-                host.loading.complete(order)
+                host.completion.complete(order)
     for host in s.hosts.values():
         host.coordinator.calls.clear()
     assert s.savepoint_rows(s.finish()) == s.at[2]

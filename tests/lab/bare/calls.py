@@ -9,8 +9,8 @@ from typing import Any
 
 from backends.exceptions import StateStoreError
 from coordinator_actor.coordinator import Coordinator
+from coordinator_actor.coordinator_port import CoordinatorPort
 from coordinator_actor.exceptions import CoordinatorError, HostUnavailableError
-from coordinator_actor.port import CoordinatorPort
 
 PORT = 7000
 KEY = b"lab"

@@ -134,7 +134,7 @@ def test_a_partition_unloaded_meanwhile_does_not_stop_other_orders(tmp_path):
 
     def go():
         try:
-            h.loading.complete(done)
+            h.completion.complete(done)
         except (CoordinatorError, StateStoreError) as e:
             err.append(e)
 
@@ -156,7 +156,7 @@ def test_a_run_without_partitions_here_is_forgotten_when_it_ends(tmp_path):
     w, c, h = one(tmp_path, 1)
     plan_spark(w, 0)
     run_task([h], 0)
-    h.loading.unload(next(iter(h.held.instances.values())))  # its partition has moved: on_completed does this
+    h.unloading.unload(next(iter(h.held.instances.values())))  # its partition has moved: on_completed does this
     c.deactivate_instances("run1")
     for _ in range(3):
         h.heartbeat()

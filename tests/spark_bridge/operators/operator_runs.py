@@ -15,7 +15,7 @@ from backends.encoding.keys import decode_keys
 from backends.encoding.operator_schema import OperatorSchema
 from backends.providers.standalone_provider import LocalStateStoreProvider
 from coordinator_actor.messages import BatchTimes, OperatorFigures
-from spark_bridge.task.local_state import LocalStateAccess
+from spark_bridge.task.local_state_access import LocalStateAccess
 from spark_bridge.task.state_task import Logic
 from spark_bridge.task.step_timer import StepTimer
 

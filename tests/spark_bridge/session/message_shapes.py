@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from coordinator_actor.port import MESSAGES, CoordinatorPort
+from coordinator_actor.coordinator_port import MESSAGES, CoordinatorPort
 from coordinator_actor.wire_version import WIRE_VERSION
 from spark_bridge.host_actor.session_options import SessionOptions
 from spark_bridge.task import local_properties

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from coordinator_actor import wire_version
-from coordinator_actor.port import CoordinatorPort
+from coordinator_actor.coordinator_port import CoordinatorPort
 from coordinator_actor.wire_version import WIRE_VERSION, other_version
 from spark_bridge.exceptions import EnvironmentProblemError, StateStoreRefusedError
 from spark_bridge.host_actor.session_options import SessionOptions, require_same_driver

@@ -45,6 +45,13 @@ def test_rows_go_by_name_and_tuples_by_position(answer: Callable[[], Any]) -> No
     assert process(Giving(answer)).batch(rows(("k", 1)), NO_TIME) == [ONE]
 
 
+def test_rows_of_several_makers_may_be_mixed() -> None:
+    in_order, turned = Row("user", "n", "total"), Row("total", "more", "user", "n")
+    given = [in_order("a", 1, 2), turned(2, 0, "a", 1), turned(2, 1, "a", 1), ("a", 1, 2), in_order("a", 1, 2)]
+    given += [Row(**ONE), turned(2, 2, "a", 1), Row(total=2, n=1, user="a")]
+    assert process(Giving(lambda: given)).batch(rows(("k", 1)), NO_TIME) == [ONE] * len(given)
+
+
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
@@ -55,6 +62,8 @@ def test_rows_go_by_name_and_tuples_by_position(answer: Callable[[], Any]) -> No
         (lambda: [ONE], ["(dict) is no Row"]),
         (lambda: [Row(user="a", n=1)], ["Row(user='a', n=1) has the fields user, n"]),
         (lambda: [Row(user="a", n=1, totals=2)], ["has the fields user, n, totals"]),
+        (lambda: [Row("total", "user", "n")(2, "a")], ["(2, 'a') has 2 values for total, user, n"]),
+        (lambda: [Row("user", "n", "total")("a", 1)], ["has 2 values", "3 fields (user, n, total)"]),
         (lambda: [("a", 1)], ["('a', 1) has 2 values", "3 fields (user, n, total)"]),
         (lambda: [("a", 1, 2), ("b", "x", 3)], ["'n'", "long", "'x' (str)"]),
         (lambda: [pd.DataFrame([ONE])], ["(DataFrame) is no Row"]),

@@ -17,7 +17,7 @@ from spark_bridge.exceptions import IllegalStateValueError, ProcessorTesterError
 from spark_bridge.stateful.stateful_processor import ExpiredTimerInfo, StatefulProcessor, TimerValues
 from spark_bridge.stateful.testing.tester import ProcessorTester
 from spark_bridge.stateful.variables.deleted_state import DeletedStateError
-from spark_bridge.task.local_state import LocalStateAccess
+from spark_bridge.task.local_state_access import LocalStateAccess
 
 try:
     from pyspark.sql.streaming.stateful_processor import StatefulProcessor as PySparkProcessor

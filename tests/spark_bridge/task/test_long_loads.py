@@ -17,7 +17,7 @@ from backends.exceptions import StorageError
 from backends.partition.load_watch import LoadProgress
 from coordinator_actor.coordinator import Coordinator
 from spark_bridge.exceptions import HostUnavailableError
-from spark_bridge.host.loading.partition_loading import LOADED_FILES_SECONDS
+from spark_bridge.host.loading.kept_partitions import LOADED_FILES_SECONDS
 from spark_bridge.host.loading.shared_loads import ABANDONED_SECONDS, SharedLoads
 from spark_bridge.host_actor.flight_server import HostFlightServer
 from spark_bridge.task import task_store as task_client
@@ -65,7 +65,7 @@ class Loads:
         plan_spark(self.world, VERSIONS)
         self.server = HostFlightServer(lambda: self.host, "127.0.0.1", "token", lambda method, args: None)
         self.host: Any = make_host(self.world, self.coordinator, 0, tmp_path, "b", load_threads=1)
-        self.host.loading._clock = clock
+        self.host.loads._clock = self.host.kept._clock = clock
         self.host.shared_loads = SharedLoads(self.host.loading, self.host.held, clock, answer_seconds=0.05)
         self.world.is_gated = True
 
@@ -95,7 +95,7 @@ class Loads:
         self.world.gate.release(3)
 
     def is_at_rest(self) -> bool:
-        return not self.host.loading._watches and all(x.done.is_set() for x in self.host.shared_loads._loads.values())
+        return not self.host.loads._watches and all(x.done.is_set() for x in self.host.shared_loads._loads.values())
 
 
 def wait_for(is_true: Callable[[], object]) -> None:
@@ -220,12 +220,12 @@ def test_a_load_that_nobody_waits_for_ends_and_what_it_has_loaded_goes_later(loa
     loads.clock.now += ABANDONED_SECONDS + 1
     loads.end_with_next_file()
     wait_for(loads.is_at_rest)
-    assert not loads.host.held.all() and len(loads.host.loading._kept) == 1
+    assert not loads.host.held.all() and len(loads.host.kept._kept) == 1
     loads.host.maintenance.do_maintenance()
-    assert len(loads.host.loading._kept) == 1
+    assert len(loads.host.kept._kept) == 1
     loads.clock.now += LOADED_FILES_SECONDS + 1
     loads.host.maintenance.do_maintenance()
-    assert not loads.host.loading._kept
+    assert not loads.host.kept._kept
     assert not [path for path in loads.tmp_path.glob("local0b/*/run1/operators/*/2/0") if any(path.rglob("engine"))]
     loads.world.open_gate()
     assert value(loads.opened()) == LAST
@@ -237,7 +237,7 @@ def test_a_new_attempt_goes_on_with_a_load_that_nobody_waited_for(loads: Loads) 
     loads.clock.now += ABANDONED_SECONDS + 1
     loads.end_with_next_file()
     wait_for(loads.is_at_rest)
-    kept = next(iter(loads.host.loading._kept.values())).state.version
+    kept = next(iter(loads.host.kept._kept.values())).state.version
     assert kept >= 3
     before = sum(loads.world.read.values())
     loads.clock.on_sleep = slowly(loads, 1.0)
@@ -255,11 +255,11 @@ def test_a_load_of_a_run_that_is_replaced_ends(loads: Loads) -> None:
     wait_for(lambda: loads.host.open(newer).loading is not None and of_run(loads) == "run2")
     loads.world.open_gate()
     assert value(loads.opened(run="run2")) == LAST
-    assert {i.registration.run_id for i in loads.host.held.all()} == {"run2"} and not loads.host.loading._kept
+    assert {i.registration.run_id for i in loads.host.held.all()} == {"run2"} and not loads.host.kept._kept
 
 
 def of_run(loads: Loads) -> str | None:
-    watched = loads.host.loading._watches.get(("q", "op", 0))
+    watched = loads.host.loads._watches.get(("q", "op", 0))
     return None if watched is None else watched[0].registration.run_id
 
 
@@ -268,10 +268,10 @@ def test_a_load_of_a_run_that_is_over_ends_and_leaves_nothing(loads: Loads) -> N
     loads.let_through(2)
     loads.coordinator.deactivate_instances("run1")
     loads.host.heartbeat()
-    wait_for(lambda: all(watch.is_over for _, watch in loads.host.loading._watches.values()))
+    wait_for(lambda: all(watch.is_over for _, watch in loads.host.loads._watches.values()))
     loads.end_with_next_file()
     wait_for(loads.is_at_rest)
-    assert not loads.host.held.all() and not loads.host.loading._kept
+    assert not loads.host.held.all() and not loads.host.kept._kept
     assert not list(loads.tmp_path.glob("local0b/*/run1/**/engine"))
 
 

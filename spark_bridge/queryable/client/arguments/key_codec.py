@@ -21,7 +21,7 @@ from backends.encoding.keys import encode_keys
 from backends.encoding.single_rows import KeyEncoder
 from backends.exceptions import StateStoreError
 from spark_bridge.exceptions import UnknownKeyOrNamespaceError
-from spark_bridge.queryable.client.arguments.key_columns import NamedColumns, key_columns
+from spark_bridge.queryable.client.arguments.key_containers import NamedColumns, key_columns
 from spark_bridge.queryable.client.arguments.lossless_casts import CAST_ERRORS, cast_without_loss
 
 

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from backends.decoders import json_decoder
+from coordinator_actor.coordinator_port import CoordinatorPort
 from coordinator_actor.messages import OperatorLocation
-from coordinator_actor.port import CoordinatorPort
 from spark_bridge.exceptions import (
     EnvironmentProblemError,
     HostUnavailableError,

@@ -22,7 +22,7 @@ from spark_bridge.host.held.instance import Instance
 from spark_bridge.host.host import Host
 from spark_bridge.queryable.protocol.messages import At
 from spark_bridge.queryable.reads.operators.operator_plan import OperatorPlan
-from spark_bridge.queryable.reads.versions.partition_loading import PartitionLoader
+from spark_bridge.queryable.reads.versions.background_partition_loader import PartitionLoader
 from spark_bridge.queryable.reads.versions.version_copies import VersionCopies
 
 T = TypeVar("T")

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from backends.decoders import json_decoder
+from coordinator_actor.coordinator_port import CoordinatorPort
 from coordinator_actor.exceptions import CoordinatorError
 from coordinator_actor.location_oracle import KvStateLocationOracle
-from coordinator_actor.port import CoordinatorPort
 from spark_bridge.exceptions import SparkBridgeError
 from spark_bridge.queryable.protocol.connections import KvConnections
 from spark_bridge.queryable.protocol.messages import DescribeReply, DescribeRequest

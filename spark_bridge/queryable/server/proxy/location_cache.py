@@ -11,12 +11,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from backends.bounded_dict import BoundedDict
+from coordinator_actor.coordinator_port import CoordinatorPort
 from coordinator_actor.exceptions import CoordinatorError, RetiredRunError
 from coordinator_actor.exceptions import QueryEndedError as EndedError
 from coordinator_actor.exceptions import UnknownOperatorError as UnknownError
 from coordinator_actor.location_oracle import KvStateLocationOracle
 from coordinator_actor.messages import OperatorLocation, OperatorSpec
-from coordinator_actor.port import CoordinatorPort
 from spark_bridge.exceptions import HostUnavailableError, QueryEndedError, UnknownOperatorError
 
 log = logging.getLogger(__name__)

@@ -206,7 +206,7 @@ def test_the_copies_of_a_quiet_query_stay(stream):
         s.c.driver_heartbeat("run1")
         s.c.heartbeat_host("h0", "a", {"run1": 2})
         s.heartbeat()
-        s.hosts[0].loading.drop_kept()
+        s.hosts[0].kept.drop_old()
         assert is_warm(s, 0, lost)
     assert s.hosts[0].counters.read()["loads"] == len(lost)
 
@@ -221,7 +221,7 @@ def test_copies_of_files_that_were_exchanged_go(stream):
     other = OpenGrant(host.info, order.version, "a changelog of other files", order.registration, order.epoch)
     assert not host.loading.is_warm(other, "op", lost[0])
     completed = s.c.completed("run1", "h0")
-    host.loading.complete(msgspec.structs.replace(completed, rewritten="rewritten/1"))
+    host.completion.complete(msgspec.structs.replace(completed, rewritten="rewritten/1"))
     assert not host.hand_overs.report().warm["run1"]["op"]
     s.heartbeat_until(lambda: is_warm(s, 0, lost))
     assert host.counters.read()["loads"] == 2 * len(lost)

@@ -66,7 +66,7 @@ def load(host: Any, p: int) -> Any:
 
 
 def kept(host: Any) -> set[int]:
-    return {key[2] for key in host.loading._kept}
+    return {key[2] for key in host.kept._kept}
 
 
 def test_what_other_loads_have_left_makes_room_and_the_load_goes_on(world: Disk, tmp_path: Path) -> None:
@@ -78,7 +78,7 @@ def test_what_other_loads_have_left_makes_room_and_the_load_goes_on(world: Disk,
     assert kept(host) == {0, 1}
     world.full = True
     destroyed = []
-    for instance in list(host.loading._kept.values()):
+    for instance in list(host.kept._kept.values()):
         destroy = instance.state.destroy
 
         def freed(destroy: Any = destroy, p: int = instance.partition) -> None:

@@ -18,7 +18,7 @@ from backends.exceptions import LocalStateDamagedError
 from backends.formats.changelog import Changes
 from backends.formats.file_names import version_in
 from coordinator_actor.messages import Completed, OperatorSpec
-from spark_bridge.host.loading.partition_loading import LOADED_FILES_SECONDS
+from spark_bridge.host.loading.kept_partitions import LOADED_FILES_SECONDS
 from tests.coordinator_actor.coordinator_world import SCHEMA, World
 from tests.spark_bridge.host.host_steps import make_host, plan_spark, task
 
@@ -222,7 +222,7 @@ def test_files_from_before_an_exchange_are_not_laid_aside_any_longer(query: Rest
     query.restart()
     with query.host.held.lock:
         query.host.held.registrations[query.run] = query.world.registration(query.run, 1)
-    query.host.loading.complete(Completed(query.run, query.batches, {"op": {}}, rewritten="an exchange"))
+    query.host.completion.complete(Completed(query.run, query.batches, {"op": {}}, rewritten="an exchange"))
     assert not query.directories()
 
 
@@ -248,7 +248,7 @@ def test_files_of_an_ended_query_stay_when_its_run_is_replaced(query: Restarts) 
     query.remove_files_up_to(BATCHES)
     over = query.run
     query.restart()
-    query.host.loading.unload_run(over)
+    query.host.unloading.unload_run(over)
     assert query.value() == b"2"
     assert query.directories() == [query.run]
 
@@ -266,7 +266,7 @@ def test_files_stay_while_they_are_laid_aside_and_another_partition_is_opened(qu
     old.close = slowly
     run = query.run
     query.restart(2)
-    unloading = threading.Thread(target=query.host.loading.unload_run, args=(run,))
+    unloading = threading.Thread(target=query.host.unloading.unload_run, args=(run,))
     unloading.start()
     try:
         assert closing.wait(30)
@@ -302,7 +302,7 @@ def test_files_that_are_being_opened_count_in_an_exchange(query: Restarts) -> No
     def opened(*args: Any) -> Any:
         state = open_own(*args)
         exchanged = Completed(query.run, query.batches, {"op": {}}, rewritten="an exchange")
-        query.host.loading.complete(exchanged)
+        query.host.completion.complete(exchanged)
         told.append(query.host.held.last_exchange(query.run))
         return state
 
@@ -317,10 +317,10 @@ def test_what_a_run_before_still_has_open_counts_in_an_exchange(query: Restarts)
     query.restart(2)
     query.open(query.batches, 1)
     exchanged = Completed(query.run, query.batches, {"op": {}}, rewritten="an exchange")
-    query.host.loading.complete(exchanged)
+    query.host.completion.complete(exchanged)
     assert query.host.held.last_exchange(query.run) == ""
-    query.host.loading.unload_run(old)
-    query.host.loading.complete(exchanged)
+    query.host.unloading.unload_run(old)
+    query.host.completion.complete(exchanged)
     assert query.host.held.last_exchange(query.run) == "an exchange"
     assert old not in query.directories()
 
@@ -360,8 +360,8 @@ def test_the_directory_of_a_run_stays_while_a_partition_of_it_waits_to_be_laid_a
         query.open(query.batches, partition)
     first, second = (query.host.held.instance(query.run, "op", partition) for partition in range(2))
     query.host.held.forget_run(query.run)  # as the first step of an order to unload the run
-    query.host.loading.lay_aside(second)
+    query.host.unloading.lay_aside(second)
     query.now += LOADED_FILES_SECONDS + 1
-    query.host.loading.drop_kept()
+    query.host.kept.drop_old()
     assert first.state.local_dir.exists() and not second.state.local_dir.exists()
-    query.host.loading.unload(first)
+    query.host.unloading.unload(first)

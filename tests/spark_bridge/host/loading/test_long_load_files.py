@@ -144,7 +144,7 @@ def test_files_of_a_partition_stay_while_it_is_loaded_and_go_behind_it(q: Retain
     for done in range(7):
         q.time_passes(STEP)
         assert q.changelogs() == list(range(1, 14))
-        q.let_through(q.host.loading.loads_under_way, done + 1, 7)
+        q.let_through(q.host.loads.listed, done + 1, 7)
     assert value(loading.result(PATIENCE).state) == [b"12"]
     q.world.open_gate()
     q.batch()

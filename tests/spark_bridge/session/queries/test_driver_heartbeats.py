@@ -12,10 +12,10 @@ from py4j.protocol import Py4JNetworkError
 
 from coordinator_actor.coordinator import Coordinator
 from coordinator_actor.coordinator_conf import CoordinatorConf
+from coordinator_actor.coordinator_port import CoordinatorPort
 from coordinator_actor.messages import HostReport, QueryRegistration
-from coordinator_actor.port import CoordinatorPort
 from spark_bridge.session.queries.driver_heartbeats import DriverHeartbeats
-from spark_bridge.session.queries.spark_at_work import is_at_work
+from spark_bridge.session.queries.spark_status import is_at_work
 from tests.coordinator_actor.coordinator_world import World
 from tests.coordinator_actor.coordinators import acknowledge
 from tests.coordinator_actor.hanging_storage import HangingStorage

@@ -256,11 +256,11 @@ def test_who_watches_a_running_query_loads_no_state(tmp_path, monkeypatch):
             load(place, state, piece, version, **k),
         )[1],
     )
-    f.host.loading.unload(f.host.held.instance(f.run, "op", 0))
-    f.host.loading.unload(f.host.held.instance(f.run, "op", 1))
+    f.host.unloading.unload(f.host.held.instance(f.run, "op", 0))
+    f.host.unloading.unload(f.host.held.instance(f.run, "op", 1))
     f.batch(random_batch(rng))
-    f.host.loading.unload(f.host.held.instance(f.run, "op", 0))
-    f.host.loading.unload(f.host.held.instance(f.run, "op", 1))
+    f.host.unloading.unload(f.host.held.instance(f.run, "op", 0))
+    f.host.unloading.unload(f.host.held.instance(f.run, "op", 1))
     asked.changes(5, 6, "total")
     assert len(copies) == 2 and loads, "the copies go on from where they were"
     assert all(behind - before <= 2 for before, behind in loads)
@@ -395,7 +395,7 @@ def test_after_a_reload_windows_are_looked_for_anew(tmp_path):
     q.host.heartbeat()
     assert len(asked.rows(ask(["a"]))) == 1
     for p in range(3):
-        q.host.loading.unload(q.host.held.instance(q.run, "op", p))
+        q.host.unloading.unload(q.host.held.instance(q.run, "op", p))
     q.process(logic, BY_WINDOW.names, batch_of(rows, [((10, 20), "a", 1.0)]))
     q.host.heartbeat()
     assert len(asked.rows(ask(["a"]))) == 2

@@ -46,7 +46,7 @@ def test_a_scan_of_a_partition_that_leaves_ends_with_an_error_that_says_so(make,
     w.batch(filled(1))
     answer = w.reads[0].scan(ScanRequest(w.run, "op"))
     for p in (0, 1):
-        w.hosts[0].loading.unload(w.instance(p))
+        w.hosts[0].unloading.unload(w.instance(p))
     with pytest.raises(NotOwnerError, match="left this host while it was read"):
         list(answer.batches)
     with pytest.raises(StopIteration):

@@ -87,8 +87,8 @@ def loading_anew(state: Any) -> Iterator[None]:
 
 
 def test_a_partition_that_is_loaded_for_long_is_waited_for_briefly_and_by_few(world: HostWorld) -> None:
-    world.hosts[0].loading.unload(world.instance(0))
-    lock = world.hosts[0].loading.lock_of(next(key for key in world.hosts[0].loading._locks if key[2] == 0))
+    world.hosts[0].unloading.unload(world.instance(0))
+    lock = world.hosts[0].loads.lock_of(next(key for key in world.hosts[0].loads._locks if key[2] == 0))
     with lock, pytest.MonkeyPatch.context() as patch:
         patch.setattr(world.reads[0]._reader.loader.loads, "wait_seconds", 0.5)
         begun = time.monotonic()

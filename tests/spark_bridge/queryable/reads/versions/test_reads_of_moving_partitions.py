@@ -19,7 +19,7 @@ from spark_bridge.exceptions import (
 )
 from spark_bridge.queryable.protocol.messages import At
 from spark_bridge.queryable.reads import host_reads
-from spark_bridge.queryable.reads.versions import partition_loading
+from spark_bridge.queryable.reads.versions import background_partition_loader
 from tests.patience import HANG
 from tests.spark_bridge.queryable.host_world import partitions_of
 from tests.spark_bridge.queryable.reads.loaded_hosts import KEYS, exactly, filled
@@ -46,7 +46,7 @@ def test_one_partition_is_loaded_behind_what_is_noted_for_the_others(make):
     w.batch(filled(1))
     w.write(filled(2))
     w.complete(tell=False)
-    w.hosts[0].loading.unload(w.instance(0))
+    w.hosts[0].unloading.unload(w.instance(0))
     assert w.hosts[0].completed.newest(w.run).version == 1
     assert w.lookup(KEYS) == (2, [2] * len(KEYS)), "one can only be loaded at 2, so all are read there"
     assert w.lookup(KEYS) == (2, [2] * len(KEYS))
@@ -55,7 +55,7 @@ def test_one_partition_is_loaded_behind_what_is_noted_for_the_others(make):
 
 
 def test_a_partition_of_another_host_is_refused_also_once_it_has_moved(make, monkeypatch):
-    monkeypatch.setattr(partition_loading, "REFUSED_SECONDS", HANG)
+    monkeypatch.setattr(background_partition_loader, "REFUSED_SECONDS", HANG)
     w = make(hosts=2, n=4)
     w.batch(filled(1))
     owners = [o.host_id for o in w.reads[0].locate("op", None).owners]
@@ -79,7 +79,7 @@ def test_a_partition_of_another_host_is_refused_also_once_it_has_moved(make, mon
     w.c.expire()
     # The moment is over.
     later = SimpleNamespace(monotonic=lambda: time.monotonic() + HANG, sleep=time.sleep)
-    monkeypatch.setattr(partition_loading, "time", later)
+    monkeypatch.setattr(background_partition_loader, "time", later)
     assert w.lookup(KEYS) == (1, [1] * len(KEYS))
     assert w.scan() == (1, filled(1))
     w.hosts, w.reads = w.hosts[:1], w.reads[:1]
@@ -171,7 +171,7 @@ def test_a_state_that_is_closed_while_it_is_read_is_read_again(make, monkeypatch
     def closed(*args: Any, **kwargs: Any) -> Any:
         calls.append(1)
         if len(calls) == 1:
-            w.hosts[0].loading.unload(instance)
+            w.hosts[0].unloading.unload(instance)
             raise StoreClosedError("closed")
         return real(*args, **kwargs)
 

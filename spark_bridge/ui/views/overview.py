@@ -6,7 +6,7 @@ from starlette.responses import Response
 
 from spark_bridge.overview.faults import AT_WORK
 from spark_bridge.overview.model import ERROR, RUNNING, Query
-from spark_bridge.overview.pace import query_pace
+from spark_bridge.overview.stream_pace import query_pace
 from spark_bridge.ui.charts import sparkline, strip
 from spark_bridge.ui.requests import PageCall
 

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="empty-body"
-"""The messages to the coordinator. Each message is declared here, once.
+"""All messages (RPCs) to the coordinator. Each message is declared here, once.
 
 To add a message: declare it in ``CoordinatorPort`` with its concurrency group, and give one class of ``handlers/`` a
 method of the same name and signature. The coordinator finds that method by its name. The port of hosts, drivers and

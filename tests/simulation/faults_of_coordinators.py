@@ -1,0 +1,249 @@
+"""Deliberate faults of coordinators: fencing, completion, records, retention. ``planted_faults.py`` has the table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+import pytest
+
+from backends.exceptions import FileExistsInStorageError, StorageError
+from backends.formats import manifest_chain, retention_rules
+from backends.formats.changelog import Changes
+from backends.formats.manifest import ChangelogRef, Manifest, OperatorEntry
+from backends.formats.retention_rules import Retention
+from backends.partition.before_images import state_after
+from backends.partition.loading import Loading
+from backends.partition.pending_changes import PendingChanges
+from backends.storage.create_if_absent import CreateIfAbsentProofs
+from backends.storage.file_ref import FileRef
+from coordinator_actor import coordinator as coordinator_module
+from coordinator_actor.checkpoints.checkpoint_id import CheckpointIDCounter
+from coordinator_actor.durable.fencing import EPOCHS, FENCE, MANIFESTS, Epochs
+from coordinator_actor.durable.lookup_records import LookupRecords
+from coordinator_actor.durable.manifests import ManifestLog, manifest_path
+from coordinator_actor.handlers.registries.host_registry import HostRegistry
+from coordinator_actor.messages import Acknowledged
+from coordinator_actor.query.batch.rewriting_hold import RewritingHold
+from coordinator_actor.query.batch.running_batch import RunningBatch
+from coordinator_actor.query.query_state import QueryState
+from coordinator_actor.query.retention import remove_garbage
+from coordinator_actor.query.versions.looked_up_versions import LookedUpVersions
+from coordinator_actor.query.versions.query_versions import QueryVersions
+from spark_bridge.host.held.instance import Instance
+from spark_bridge.host.host import Host
+from spark_bridge.queryable.routing.monotonic_reads import SeenVersions
+from tests.simulation.storage import SimulatedStorage
+
+
+def last_speaker(monkeypatch: pytest.MonkeyPatch) -> None:
+    register: Callable[..., None] = HostRegistry.register
+
+    def forgetting(self: Any, *args: Any) -> None:
+        self._newest.clear()
+        register(self, *args)
+
+    monkeypatch.setattr(HostRegistry, "register", forgetting)
+
+
+def no_fencing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Epochs, "_fence", lambda self, last: last[1])
+
+
+def leapt_fences(monkeypatch: pytest.MonkeyPatch) -> None:
+    def append(self: Any, manifest: Manifest, counter: CheckpointIDCounter) -> Manifest:
+        while True:
+            placed = msgspec.structs.replace(manifest, epoch=self.epoch, sequence=self._sequence + 1)
+            self._sequence += 1
+            try:
+                self._files.create(manifest_path(placed), placed)
+            except FileExistsInStorageError:
+                continue
+            self.manifests[placed.id] = placed
+            return placed
+
+    monkeypatch.setattr(ManifestLog, "append", append)
+
+
+def late_fences(monkeypatch: pytest.MonkeyPatch) -> None:
+    close: Callable[..., None] = Epochs._close
+
+    def claim(self: Any, run_id: str, layouts: Any = (), schema_ids: Any = None) -> None:
+        monkeypatch.setattr(Epochs, "_fence", lambda self, last: last[1])
+        self.epochs.claim(run_id, layouts, schema_ids)
+        self._sequence = 0
+        self.refresh()
+        monkeypatch.setattr(Epochs, "_close", close)
+        close(self.epochs, range(1, self.epoch))
+
+    monkeypatch.setattr(ManifestLog, "claim", claim)
+
+
+def no_claim(monkeypatch: pytest.MonkeyPatch) -> None:
+    claim: Callable[..., list[str]] = Epochs.claim
+
+    def joining(self: Any, *args: Any) -> list[str]:
+        claimed = self._files.numbers(EPOCHS)
+        if not claimed:
+            return claim(self, *args)
+        self.current = claimed[-1]
+        return [path for path, size in self._files.storage.list(f"{MANIFESTS}/") if size != len(FENCE)]
+
+    monkeypatch.setattr(Epochs, "claim", joining)
+
+
+def overwriting_storage(monkeypatch: pytest.MonkeyPatch) -> None:
+    put_new: Callable[..., FileRef] = SimulatedStorage.put_new
+
+    def put(self: Any, path: str, data: bytes) -> FileRef:
+        self._disk.directory(self.location, path).pop(path, None)
+        return put_new(self, path, data)
+
+    monkeypatch.setattr(SimulatedStorage, "put_new", put)
+    # What refuses such a storage; it has tests of its own.
+    monkeypatch.setattr(CreateIfAbsentProofs, "require", lambda self, storage: None)
+
+
+def hasty_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    commit: Callable[..., Any] = Host.commit
+
+    def hasty(self: Any, *args: Any) -> Any:
+        try:
+            return commit(self, *args)
+        except StorageError:
+            return Acknowledged(0, None)
+
+    monkeypatch.setattr(Host, "commit", hasty)
+
+
+def hasty_completion(monkeypatch: pytest.MonkeyPatch) -> None:
+    end: Callable[..., None] = RunningBatch.end_repeat
+
+    def hasty(self: RunningBatch) -> None:
+        with suppress(StorageError):
+            end(self)
+
+    monkeypatch.setattr(RunningBatch, "end_repeat", hasty)
+
+
+def hasty_repeat(monkeypatch: pytest.MonkeyPatch) -> None:
+    again: Callable[..., bool] = RunningBatch._acknowledge_again
+
+    def hasty(self: RunningBatch, *args: Any) -> bool:
+        try:
+            return again(self, *args)
+        except StorageError:
+            return True
+
+    monkeypatch.setattr(RunningBatch, "_acknowledge_again", hasty)
+
+
+def greedy_retention(monkeypatch: pytest.MonkeyPatch) -> None:
+    needed_files: Callable[..., set[str]] = retention_rules.needed_files
+
+    def greedy(chain: Any, kept: Retention, *args: Any) -> set[str]:
+        bases = [
+            base._replace(snapshot=msgspec.structs.replace(base.snapshot, version=base.snapshot.version + 1))
+            if base.snapshot is not None
+            else base
+            for base in kept.bases
+        ]
+        return needed_files(chain, Retention(kept.oldest, kept.chain_from, bases), *args)
+
+    monkeypatch.setattr(retention_rules, "needed_files", greedy)
+
+
+def prepared_is_completed(monkeypatch: pytest.MonkeyPatch) -> None:
+    take_over: Callable[..., None] = QueryState.take_over
+
+    def hasty(self: QueryState, **given: bool) -> None:
+        take_over(self, **given)
+        if self.batch.prepared is not None:
+            self.complete(self.versions.completed + 1)
+
+    monkeypatch.setattr(QueryState, "take_over", hasty)
+
+
+def forgotten_changelog(monkeypatch: pytest.MonkeyPatch) -> None:
+    replay: Callable[..., None] = Loading._replay
+
+    def hasty(self: Any, changelogs: Iterable[tuple[ChangelogRef, bytes]]) -> None:
+        given = list(changelogs)
+        replay(self, given[:-1])
+        if given:
+            last, nothing = given[-1][0], Changes({})
+            self._engine.prepare(nothing)(state_after(self._engine.state, last.version, last.file.path, nothing, None))
+            self.version, self.head = last.version, last.file.path
+
+    monkeypatch.setattr(Loading, "_replay", hasty)
+
+
+def forgotten_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    sources: Callable[..., range] = manifest_chain._sources
+
+    def fewer(*args: Any) -> range:
+        found = sources(*args)
+        return found[:-1] if len(found) > 1 else found
+
+    monkeypatch.setattr(manifest_chain, "_sources", fewer)
+
+
+def unseen_duplicate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Instance, "loaded_at", property(lambda self: -1, lambda self, version: None))
+
+
+def one_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(OperatorEntry, "stage_of", lambda self, partition: self.stage)
+
+
+def no_floor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SeenVersions, "floor", lambda self, run_id, at: at)
+
+
+def first_attempt_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    accept: Callable[..., bool] = PendingChanges.accept
+
+    def keeping(self: PendingChanges, version: int, attempt: str) -> bool:
+        earlier = self._accepted.get(version)
+        accepted = accept(self, version, attempt)
+        if earlier is not None:
+            self._accepted[version] = earlier
+        return accepted
+
+    monkeypatch.setattr(PendingChanges, "accept", keeping)
+
+
+def no_lookup_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LookupRecords, "find", lambda self, by, batch_id: None)
+    monkeypatch.setattr(LookupRecords, "make", lambda self, by, batch_id, record: record)
+
+
+def no_lookup_pin(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LookedUpVersions, "_keep", lambda self, by: None)
+
+
+def kept_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(QueryVersions, "plan_anew", lambda self: None)
+
+
+def removal_beside_rewriting(monkeypatch: pytest.MonkeyPatch) -> None:
+    def removing(run: QueryState, now: float) -> list[str]:
+        held, run.rewriting = run.rewriting, RewritingHold()
+        try:
+            return remove_garbage(run, now)
+        finally:
+            run.rewriting = held
+
+    monkeypatch.setattr(coordinator_module, "remove_garbage", removing)
+
+
+def uncarried_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    append: Callable[..., Manifest] = ManifestLog.append
+
+    def forgetting(self: Any, *args: Any) -> Manifest:
+        self.rewritten = ()
+        return append(self, *args)
+
+    monkeypatch.setattr(ManifestLog, "append", forgetting)

@@ -1,0 +1,157 @@
+"""Deliberate faults of hosts: owners, reads, moves and group commit. ``planted_faults.py`` has the table."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import pytest
+
+from backends.exceptions import StorageError
+from backends.formats.changelog_group import group_path, write_group
+from backends.formats.partition_entries import PartitionEntries
+from backends.storage.file_ref import FileRef
+from coordinator_actor.handlers import batches, owners
+from coordinator_actor.query.files.files_in_use import FilesInUse
+from coordinator_actor.query.versions import recovery
+from coordinator_actor.threads.query_threads import QueryThreads
+from spark_bridge.host.commits import group_commit
+from spark_bridge.host.commits.group_commit import GroupCommit, GroupCommits
+from spark_bridge.host.loading.hand_overs import HandOvers
+from spark_bridge.host.loading.partition_loading import PartitionLoading
+from spark_bridge.host.loading.unloading import PartitionUnloading
+from spark_bridge.queryable.reads.versions.answer_version import PartitionView, VersionedReader
+
+
+def shared_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    submit: Callable[..., Any] = QueryThreads.submit
+    monkeypatch.setattr(QueryThreads, "submit", lambda self, query, work: submit(self, "all queries", work))
+
+
+def stale_owner(monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: Callable[..., Any] = batches._checked
+
+    def lenient(run: Any, message: Any, assignment: Any) -> Any:
+        owner = assignment.owner(message.operator, message.partition)
+        return checked(run, msgspec.structs.replace(message, host_id=owner.host_id), assignment)
+
+    monkeypatch.setattr(batches, "_checked", lenient)
+
+
+def any_base(monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: Callable[..., Any] = batches._checked
+
+    def lenient(run: Any, message: Any, assignment: Any) -> Any:
+        base = run.versions.head(message.version - 1, message.operator, message.partition)
+        return checked(run, msgspec.structs.replace(message, base=base), assignment)
+
+    monkeypatch.setattr(batches, "_checked", lenient)
+
+
+def mixed_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    stored: Callable[..., Any] = recovery._stored_changelog
+
+    def of_any_run(
+        log: Any, versions: Any, layout: Any, partition: int, version: int, run_id: str, *found_in: Any
+    ) -> Any:
+        runs = [run_id, *log.epochs.runs()]
+        found = (stored(log, versions, layout, partition, version, one, *found_in) for one in runs)
+        return next((entry for entry in found if entry is not None), None)
+
+    monkeypatch.setattr(recovery, "_stored_changelog", of_any_run)
+
+
+def uncommitted_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    view: Callable[..., PartitionView] = VersionedReader._view
+
+    def newest(self: Any, *args: Any) -> PartitionView:
+        held = view(self, *args)
+        version, head = held.state.newest()
+        return replace(held, version=version, head=head)
+
+    monkeypatch.setattr(VersionedReader, "_view", newest)
+
+
+def lost_orders(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PartitionUnloading, "unload_run", lambda self, run_id: None)
+
+
+def hasty_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    store: Callable[..., None] = GroupCommits._store
+
+    def hasty(self: Any, storage: Any, group: GroupCommit) -> None:
+        if len(group.members) == 1:
+            store(self, storage, group)
+            return
+        path = group_path(group.members[0].meta.version)
+        data, refs = write_group(path, group.members)
+        with self._changed:
+            group.refs = refs
+            self._changed.notify_all()
+        with suppress(StorageError):
+            storage.put_new(path, data)
+
+    monkeypatch.setattr(GroupCommits, "_store", hasty)
+
+
+def swallowed_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    stored: Callable[..., list[FileRef]] = GroupCommits._stored
+
+    def swallowing(self: Any, storage: Any, members: Any) -> list[FileRef]:
+        try:
+            return stored(self, storage, members)
+        except StorageError:
+            return write_group(group_path(members[0].meta.version), members)[1]
+
+    monkeypatch.setattr(GroupCommits, "_stored", swallowing)
+
+
+def wrong_offset(monkeypatch: pytest.MonkeyPatch) -> None:
+    write: Callable[..., tuple[bytes, list[FileRef]]] = group_commit.write_group
+
+    def shifted(path: str, members: Any) -> tuple[bytes, list[FileRef]]:
+        data, refs = write(path, members)
+        return data, [msgspec.structs.replace(ref, offset=ref.offset + 1) if ref.offset else ref for ref in refs]
+
+    monkeypatch.setattr(group_commit, "write_group", shifted)
+
+
+def first_part_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    stored_in: Callable[..., str] = PartitionEntries.stored_in
+
+    def of_first(self: PartitionEntries, partition: int) -> str:
+        return stored_in(self, partition) if partition == min(self) else self.head(partition)
+
+    monkeypatch.setattr(PartitionEntries, "stored_in", of_first)
+
+
+def loads_pin_no_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FilesInUse, "oldest", lambda self, now: math.inf)
+
+
+def unheard_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PartitionLoading, "warm_version", lambda self, registration, operator, partition: None)
+
+
+def cold_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+    ready: Callable[..., Any] = owners._ready
+
+    def hasty(registries: Any, run: Any, current: Any) -> Any:
+        planned = run.assignment.planned
+        for receiver in planned.values():
+            if (lease := registries.hosts.leases.get(receiver)) is not None:
+                warm: dict[str, dict[int, int]] = {}
+                for operator, partition in planned:
+                    warm.setdefault(operator, {})[partition] = run.versions.completed
+                lease.hand_over = msgspec.structs.replace(lease.hand_over, warm={run.run_id: warm})
+        return ready(registries, run, current)
+
+    monkeypatch.setattr(owners, "_ready", hasty)
+
+
+def trusting_givers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HandOvers, "gives", lambda self, run_id: False)
