@@ -187,7 +187,7 @@ class BufferedEngine:
         self._write(Changes({f: held.between(None, None) for f, held in self._held.maps.items()}), self.state)
 
     def _write(self, changes: Changes, state: LocalState) -> None:
-        """Have the engine below hold changes, behind which nothing is held any more."""
+        """Have the engine below hold changes, after which nothing is held any more."""
         with self._damage_noted():
             self._below.prepare(changes)(state)
         self._begin_with(state)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import shutil
 import threading
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import replace as with_changes
 from functools import partial
 from pathlib import Path
@@ -55,15 +55,22 @@ class PartitionFiles:
         shutil.rmtree(self.copies, ignore_errors=True)  # of an incarnation of this host that was killed
 
     def open_own(
-        self, registration: QueryRegistration, spec: OperatorSpec, partition: int, other_runs: Collection[str]
+        self,
+        registration: QueryRegistration,
+        spec: OperatorSpec,
+        partition: int,
+        runs_in_use: Callable[[], Collection[str]],
     ) -> PartitionState:
         """Open a partition where an earlier incarnation may have left it: files that prove right are used.
 
-        Removes what is there of other runs of the query than this one and ``other_runs``, which the host still holds.
+        Removes what is there of other runs of the query than this one and those in use.
         """
         runs = self._local_dir / registration.query_id
-        for left in runs.iterdir() if runs.exists() else ():
-            if left.name not in {*other_runs, registration.run_id}:
+        # Listed first: a run that begins meanwhile is noted before it has a directory.
+        listed = list(runs.iterdir()) if runs.exists() else []
+        used = {*runs_in_use(), registration.run_id} if listed else set()
+        for left in listed:
+            if left.name not in used:
                 shutil.rmtree(left, ignore_errors=True)  # of an incarnation that was killed
         directory = partition_directory(spec.name, spec.num_partitions, partition)
         local = self._local(registration, spec, partition)

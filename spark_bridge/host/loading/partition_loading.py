@@ -246,8 +246,8 @@ class PartitionLoading:
             goes_on = same and self._files.hand_on(left.state, registration, spec, partition)
             if not goes_on:
                 destroy(left)
-        runs = self._kept.runs_in_use()
-        state = self._with_room(lambda: self._files.open_own(registration, spec, partition, runs), drops=drops)
+        in_use = self._kept.runs_in_use
+        state = self._with_room(lambda: self._files.open_own(registration, spec, partition, in_use), drops=drops)
         instance = Instance(registration, operator, partition, state, loaded_at=grant.version)
         if left is not None and goes_on:
             log.info("Opened %s with the files left here, at version %d", instance, state.version)

@@ -365,3 +365,20 @@ def test_the_directory_of_a_run_stays_while_a_partition_of_it_waits_to_be_laid_a
     query.host.kept.drop_old()
     assert first.state.local_dir.exists() and not second.state.local_dir.exists()
     query.host.unloading.unload(first)
+
+
+def test_the_directory_of_a_run_that_begins_while_another_one_looks_for_old_ones_stays(query: Restarts) -> None:
+    query.complete()
+    query.restart()
+    runs_in_use, began = query.host.kept.runs_in_use, query.tmp / "local0a" / "q" / "run3"
+
+    def then_begun() -> set[str]:
+        query.host.kept.runs_in_use = runs_in_use
+        used: set[str] = runs_in_use()
+        began.mkdir()
+        return used
+
+    query.host.kept.runs_in_use = then_begun
+    query.open(query.batches)
+    assert began.exists()
+    began.rmdir()
