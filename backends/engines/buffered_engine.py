@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -187,14 +188,20 @@ class BufferedEngine:
 
     def _write(self, changes: Changes, state: LocalState) -> None:
         """Have the engine below hold changes, after which nothing is held any more."""
+        with self._damage_noted():
+            self._below.prepare(changes)(state)
+        self._begin_with(state)
+
+    @contextmanager
+    def _damage_noted(self) -> Iterator[None]:
+        """If the block fails and leaves the engine below at no version, be at none, too: only a load helps then."""
         before = self._below.state
         try:
-            self._below.prepare(changes)(state)
+            yield
         except BaseException:
             if self._below.state != before:
-                self._begin_with(self._below.state)  # it has ended midway
+                self._begin_with(self._below.state)
             raise
-        self._begin_with(state)
 
     def load_sorted(self, parts: Iterable[tuple[str, SortedPairs]], unfinished: LocalState) -> None:
         """Take pairs into the engine below."""
@@ -206,7 +213,8 @@ class BufferedEngine:
     def capture(self, directory: Path) -> Callable[[], None]:
         """Begin a snapshot by the engine below."""
         self._write_below()
-        return self._below.capture(directory)
+        with self._damage_noted():  # the first to open for writing finds what is damaged
+            return self._below.capture(directory)
 
     def restore(self, directory: Path) -> None:
         """Replace everything by the files of a snapshot."""
@@ -256,7 +264,8 @@ class DeferredEngine(BufferedEngine):
 
     def _begin_with(self, state: LocalState) -> None:
         super()._begin_with(state)
-        self._is_written = False
+        # Over no version nothing may be held: the engine below refuses changes, or is to get what makes a version.
+        self._is_written = state.is_unfinished
 
     @property
     def _most_bytes(self) -> int:

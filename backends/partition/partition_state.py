@@ -100,6 +100,11 @@ class PartitionState:
         """Whether the state was closed. The local files may still be there."""
         return self._versions.is_closed
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether the engine is at the completed version. A write that ended midway leaves the engine at no version."""
+        return self._engine.state.head == self._versions.head
+
     def newest(self) -> tuple[int, str | None]:
         """Return the version with all that was accepted, and its head."""
         return self._versions.newest()
@@ -138,9 +143,7 @@ class PartitionState:
         versions = self._versions
         with self._mutation:
             versions.check_open()
-            # A write that ended midway leaves the engine at no version.
-            is_engine_right = self._engine.state.head == versions.head
-            if (versions.version, versions.head) == (lineage.version, lineage.head) and is_engine_right:
+            if (versions.version, versions.head) == (lineage.version, lineage.head) and self.is_whole:
                 return
             versions.begin_loading()
             loading = Loading(self._context, versions.version, versions.head, watch)

@@ -101,11 +101,11 @@ class Host:
         self.version_requests = VersionRequests(registration, self.held, self.completed)
         self.grants = Grants(registration, self.completed, clock)
         self.loads = LoadsUnderWay(registration, self.held, clock)
-        self.kept = KeptPartitions(self.held, self.loads, clock)
+        self.kept = KeptPartitions(self.held, self.loads, self.files, clock)
         self.unloading = PartitionUnloading(
-            self.held, self.loads, self.kept, self.files, self.grants, self.completed, self.version_requests
+            self.held, self.loads, self.kept, self.grants, self.completed, self.version_requests
         )
-        self.completion = VersionCompletion(self.held, self.completed, self.loads, self.kept, self.unloading)
+        self.completion = VersionCompletion(self.held, self.completed, self.kept, self.unloading)
         self.loading = PartitionLoading(self.held, self.files, self.loads, self.kept, self.unloading, self.counters)
         self.shared_loads = SharedLoads(self.loading, self.held, clock)
         self.hand_overs = HandOvers(info, self.held, self.loading, self.completed, clock)

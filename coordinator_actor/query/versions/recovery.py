@@ -130,7 +130,7 @@ def incomplete_message(batch_id: int, missing: list[TaskKey], total: int) -> str
         f"({named_tasks(missing)}): "
         "most likely a foreachBatch function consumed only a part of its DataFrame (head, limit, take). Make it "
         "consume all "
-        f"of it in every batch, delete commits/{batch_id} and offsets/{batch_id + 1} in the checkpoint location, and "
-        "start "
-        "the query again: it repeats the batch from the state before it."
+        f"of it in every batch, delete commits/{batch_id} and offsets/{batch_id + 1} in the checkpoint location "
+        f"(and commits/.{batch_id}.crc and offsets/.{batch_id + 1}.crc, if they are there), and start the query again: "
+        "it repeats the batch from the state before it."
     )

@@ -11,7 +11,6 @@ from spark_bridge.host.coordination.completed_versions import CompletedVersions
 from spark_bridge.host.held.held_partitions import HeldPartitions
 from spark_bridge.host.held.instance import REMEMBERED_COMMITS, Instance
 from spark_bridge.host.loading.kept_partitions import KeptPartitions
-from spark_bridge.host.loading.loads_under_way import LoadsUnderWay
 from spark_bridge.host.loading.unloading import PartitionUnloading
 
 log = logging.getLogger(__name__)
@@ -42,13 +41,11 @@ class VersionCompletion:
         self,
         held: HeldPartitions,
         completed: CompletedVersions,
-        loads: LoadsUnderWay,
         kept: KeptPartitions,
         unloading: PartitionUnloading,
     ) -> None:
         self._held = held
         self._completed = completed
-        self._loads = loads
         self._kept = kept
         self._unloading = unloading
 
@@ -66,8 +63,7 @@ class VersionCompletion:
             registration = self._held.registration(completed.run_id)
             query_id = None if registration is None else registration.query_id
             self._kept.drop(lambda kept: completed.run_id == kept.registration.run_id or query_id == kept.key[0])
-            with self._held.lock:
-                is_clean = completed.run_id not in self._kept.run_ids() | self._loads.run_ids()
+            is_clean = not self._kept.may_be_of_query(query_id, but_for=completed.run_id)
         for instance in self._held.of_run(completed.run_id):
             owned = completed.heads.get(instance.operator)
             if owned is None or instance.state.version > completed.version:

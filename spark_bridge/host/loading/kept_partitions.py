@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from spark_bridge.host.held.held_partitions import HeldPartitions
 from spark_bridge.host.held.instance import Instance, InstanceKey
 from spark_bridge.host.loading.loads_under_way import LoadsUnderWay
+from spark_bridge.host.loading.partition_files import PartitionFiles
 
 log = logging.getLogger(__name__)
 
@@ -41,12 +42,20 @@ class KeptPartitions:
     lock.
     """
 
-    def __init__(self, held: HeldPartitions, loads: LoadsUnderWay, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        held: HeldPartitions,
+        loads: LoadsUnderWay,
+        files: PartitionFiles,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._held = held
         self._loads = loads
+        self._files = files
         self._clock = clock
         self._kept: dict[InstanceKey, Instance] = {}
-        self._loading_runs: dict[object, set[str]] = {}
+        # What loads or lays aside now: the query, and the runs whose directories must stay.
+        self._at_work: dict[object, tuple[str, set[str]]] = {}
 
     def get(self, key: InstanceKey) -> Instance | None:
         """Return the partition, if it is kept."""
@@ -68,40 +77,51 @@ class KeptPartitions:
         """Begin the time for which a partition is kept anew."""
         instance.kept_since = self._clock()
 
-    def run_ids(self) -> set[str]:
-        """Return the runs of the partitions. The lock of ``HeldPartitions`` is held."""
-        return {instance.registration.run_id for instance in self._kept.values()}
-
     def runs_in_use(self) -> set[str]:
-        """Return the runs whose local directories have files that are held, kept or being loaded."""
+        """Return the runs whose local directories have files that are held, kept, being loaded or laid aside."""
         with self._held.lock:
-            held = {instance.registration.run_id for instance in self._held.instances.values()}
-            return held.union(self.run_ids(), *self._loading_runs.values())
+            there = (*self._held.instances.values(), *self._kept.values())
+            return {i.registration.run_id for i in there}.union(*(runs for _, runs in self._at_work.values()))
+
+    def may_be_of_query(self, query_id: str | None, *, but_for: str) -> bool:
+        """Return whether files of a query are kept or at work, or held ``but_for`` those that a run holds."""
+        with self._held.lock:
+            of_others = (k for k, i in self._held.instances.items() if i.registration.run_id != but_for)
+            at_work = (of_query for of_query, _ in self._at_work.values())
+            return query_id in (*at_work, *(of_query for of_query, _, _ in (*self._kept, *of_others)))
 
     @contextmanager
-    def noted_as_loading(self, run_id: str, key: InstanceKey) -> Iterator[None]:
-        """Keep the run's local directory from being removed: a partition that is being loaded is not held yet.
+    def noted_at_work(self, run_id: str, key: InstanceKey) -> Iterator[None]:
+        """Keep the run's local directory from being removed: what is loaded or laid aside now is not held.
 
         That of the run before stays, too: the load may go on with its files. The partition's loading lock is held.
         """
         token = object()
         with self._held.lock:
             there = (self._held.instances.get(key), self._kept.get(key))
-            self._loading_runs[token] = {run_id, *(i.registration.run_id for i in there if i is not None)}
+            before = {i.registration.run_id for i in there if i is not None} - {run_id}
+            self._at_work[token] = key[0], {run_id, *before}
         try:
             yield
         finally:
             with self._held.lock:
-                del self._loading_runs[token]
+                del self._at_work[token]
+            for of_run in before:
+                self.remove_unused(of_run)
+
+    def remove_unused(self, run_id: str) -> None:
+        """Remove the directory of a run that is over, once nothing of the run is held, kept or at work there."""
+        if self._held.registration(run_id) is None and run_id not in self.runs_in_use():
+            self._files.remove_run(run_id)
 
     def drop_old(self) -> None:
         """Remove the files with which nobody has gone on for ``LOADED_FILES_SECONDS``."""
         now = self._clock()
         self.drop(lambda kept: now - kept.kept_since > LOADED_FILES_SECONDS)
 
-    def drop_run(self, run_id: str) -> None:
-        """Remove the files of a run."""
-        self.drop(lambda kept: kept.registration.run_id == run_id)
+    def drop_unfinished(self, run_id: str) -> None:
+        """Remove what was loaded in part or ahead for a run. What was laid aside stays: its files are whole."""
+        self.drop(lambda kept: kept.registration.run_id == run_id and not kept.state.is_closed)
 
     def drop(self, is_meant: Callable[[Instance], bool]) -> int:
         """Remove the files of the partitions meant with which nobody goes on now; return the number of partitions."""
@@ -122,4 +142,6 @@ class KeptPartitions:
                     dropped += 1
             finally:
                 lock.release()
+        for run_id in {i.registration.run_id for i in gone}:
+            self.remove_unused(run_id)
         return dropped

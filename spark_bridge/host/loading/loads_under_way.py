@@ -83,10 +83,6 @@ class LoadsUnderWay:
             if lease.is_due and watch.is_wanted
         ]
 
-    def run_ids(self) -> set[str]:
-        """Return the runs for which partitions are being loaded. The lock of ``HeldPartitions`` is held."""
-        return {grant.registration.run_id for grant, _ in self._watches.values()}
-
     def end_older(self, key: InstanceKey, grant: OpenGrant) -> None:
         """Have a load for an older run end: the run of the grant needs the partition."""
         watched = self._watches.get(key)

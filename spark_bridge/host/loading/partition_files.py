@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 import threading
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import replace as with_changes
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,8 @@ from backends.storage.checkpoint_storage import CheckpointStorage, OpenStorage
 from backends.storage.sending.request_counts import RequestCounts
 from backends.storage.shared_objects import SharedObjects
 from coordinator_actor.messages import OperatorSpec, QueryRegistration
+
+log = logging.getLogger(__name__)
 
 MOST_STORAGES = 64
 """At most this many storages are remembered: one for each running query, and those of runs before."""
@@ -52,15 +55,22 @@ class PartitionFiles:
         shutil.rmtree(self.copies, ignore_errors=True)  # of an incarnation of this host that was killed
 
     def open_own(
-        self, registration: QueryRegistration, spec: OperatorSpec, partition: int, other_runs: Collection[str]
+        self,
+        registration: QueryRegistration,
+        spec: OperatorSpec,
+        partition: int,
+        runs_in_use: Callable[[], Collection[str]],
     ) -> PartitionState:
         """Open a partition where an earlier incarnation may have left it: files that prove right are used.
 
-        Removes what is there of other runs of the query than this one and ``other_runs``, which the host still holds.
+        Removes what is there of other runs of the query than this one and those in use.
         """
         runs = self._local_dir / registration.query_id
-        for left in runs.iterdir() if runs.exists() else ():
-            if left.name not in {*other_runs, registration.run_id}:
+        # Listed first: a run that begins meanwhile is noted before it has a directory.
+        listed = list(runs.iterdir()) if runs.exists() else []
+        used = {*runs_in_use(), registration.run_id} if listed else set()
+        for left in listed:
+            if left.name not in used:
                 shutil.rmtree(left, ignore_errors=True)  # of an incarnation that was killed
         directory = partition_directory(spec.name, spec.num_partitions, partition)
         local = self._local(registration, spec, partition)
@@ -85,10 +95,11 @@ class PartitionFiles:
         if left.local_dir == local:
             return True
         shutil.rmtree(local, ignore_errors=True)
-        local.parent.mkdir(parents=True, exist_ok=True)
         try:
+            local.parent.mkdir(parents=True, exist_ok=True)
             left.local_dir.rename(local)
-        except FileNotFoundError:  # the directory of the run that is over was removed meanwhile
+        except OSError as error:  # the disk is full, say, or the directory of the run that is over was removed
+            log.warning("%s could not be moved to %s, so the partition is loaded: %s", left.local_dir, local, error)
             return False
         return True
 

@@ -88,7 +88,7 @@ class PartitionLoading:
                 "Ask again in a moment."
             )
         try:
-            with self._kept.noted_as_loading(grant.registration.run_id, key):
+            with self._kept.noted_at_work(grant.registration.run_id, key):
                 with self._loads.watching(key, grant, is_abandoned) as watch:
                     instance = self._bring_to_grant(grant, operator, partition, watch, for_read=for_read)
                 assert instance is not None
@@ -107,7 +107,7 @@ class PartitionLoading:
             self._loads.end_older(key, grant)
             return None
         try:
-            with self._kept.noted_as_loading(grant.registration.run_id, key):
+            with self._kept.noted_at_work(grant.registration.run_id, key):
                 return self._bring_to_grant(grant, operator, partition, None, for_read=False)
         finally:
             lock.release()
@@ -135,7 +135,7 @@ class PartitionLoading:
             trace = trace_ids.batch(run_id, grant.version + 1)
             with (
                 spans.span("host.warm_up", trace, operator=operator, partition=partition),
-                self._kept.noted_as_loading(run_id, key),
+                self._kept.noted_at_work(run_id, key),
                 self._loads.watching(key, grant, is_abandoned) as watch,
             ):
                 self._bring_to_grant(grant, operator, partition, watch, for_read=False, holds=False)
@@ -246,8 +246,8 @@ class PartitionLoading:
             goes_on = same and self._files.hand_on(left.state, registration, spec, partition)
             if not goes_on:
                 destroy(left)
-        runs = self._kept.runs_in_use()
-        state = self._with_room(lambda: self._files.open_own(registration, spec, partition, runs), drops=drops)
+        in_use = self._kept.runs_in_use
+        state = self._with_room(lambda: self._files.open_own(registration, spec, partition, in_use), drops=drops)
         instance = Instance(registration, operator, partition, state, loaded_at=grant.version)
         if left is not None and goes_on:
             log.info("Opened %s with the files left here, at version %d", instance, state.version)
@@ -294,10 +294,12 @@ class PartitionLoading:
     def _advance(self, instance: Instance, grant: OpenGrant, watch: LoadWatch | None, *, is_whole: bool) -> bool:
         """Bring an instance to the grant's version: by its own accepted changes, else from storage.
 
-        Unless the instance ``is_whole``, a load has left it midway: then ``PartitionState.load`` alone knows what of it
-        can be used. Return False if files must be fetched and there is no ``watch``: nothing has changed then.
+        Unless the instance ``is_whole``, a load has left it midway, and a write may have left its state midway: then
+        ``PartitionState.load`` alone knows what of it can be used. Return False if files must be fetched and there is
+        no ``watch``: nothing has changed then.
         """
         state = instance.state
+        is_whole = is_whole and state.is_whole
         if is_whole and (state.version, state.head) == (grant.version, grant.head):
             return True
         if (

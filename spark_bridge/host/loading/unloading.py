@@ -9,7 +9,6 @@ from spark_bridge.host.held.held_partitions import HeldPartitions
 from spark_bridge.host.held.instance import Instance
 from spark_bridge.host.loading.kept_partitions import KeptPartitions, close, destroy
 from spark_bridge.host.loading.loads_under_way import LoadsUnderWay
-from spark_bridge.host.loading.partition_files import PartitionFiles
 
 
 class PartitionUnloading:
@@ -23,7 +22,6 @@ class PartitionUnloading:
         held: HeldPartitions,
         loads: LoadsUnderWay,
         kept: KeptPartitions,
-        files: PartitionFiles,
         grants: Grants,
         completed: CompletedVersions,
         version_requests: VersionRequests,
@@ -31,7 +29,6 @@ class PartitionUnloading:
         self._held = held
         self._loads = loads
         self._kept = kept
-        self._files = files
         self._of_runs = (grants, version_requests, completed)
 
     def unload(self, instance: Instance, *, waits: bool = True) -> None:
@@ -57,13 +54,14 @@ class PartitionUnloading:
         if not lock.acquire(blocking=waits):
             return
         try:
-            if not self._held.remove(instance):
-                return
-            if self._kept.get(instance.key) is None:
-                close(instance)
-                self._kept.keep(instance)
-            else:  # a copy that is loaded for a newer run
-                destroy(instance)
+            with self._kept.noted_at_work(instance.registration.run_id, instance.key):
+                if not self._held.remove(instance):
+                    return
+                if self._kept.get(instance.key) is None:
+                    close(instance)
+                    self._kept.keep(instance)
+                else:  # a copy that is loaded for a newer run
+                    destroy(instance)
         finally:
             lock.release()
 
@@ -74,11 +72,10 @@ class PartitionUnloading:
             self.forget_run(run_id)
             self._loads.end_run(run_id)
         self._held.tell_ended(run_id)
-        self._kept.drop_run(run_id)
+        self._kept.drop_unfinished(run_id)
         for instance in gone:
             self.lay_aside(instance)
-        if self._held.registration(run_id) is None and run_id not in self._kept.runs_in_use():
-            self._files.remove_run(run_id)
+        self._kept.remove_unused(run_id)
 
     def forget_run(self, run_id: str) -> None:
         """Forget a run that is over; its partitions are unloaded apart."""
@@ -91,6 +88,6 @@ class PartitionUnloading:
         """Unload everything, and remove the local files."""
         for instance in self._held.all():
             self.unload(instance)
-        self._kept.drop(lambda kept: True)
         for run_id in {*self._held.registrations}:
             self.unload_run(run_id)
+        self._kept.drop(lambda kept: True)  # what was opened meanwhile is laid aside by now, too

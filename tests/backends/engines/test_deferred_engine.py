@@ -214,6 +214,16 @@ def test_a_database_that_cannot_be_opened_for_writing_is_no_version_to_go_on_fro
     assert restored.state == LocalState.unfinished("head 1")
     with pytest.raises(LocalStateDamagedError, match="cannot be opened"):
         read(restored)
+    with pytest.raises(LocalStateDamagedError, match="cannot be opened"):
+        write(restored, 3, {KEYS[1]: b"newer"})
+    assert restored.state == LocalState.unfinished("head 1")
+
+
+def test_damage_that_a_snapshot_finds_while_nothing_is_held_is_noted(restored: DeferredEngine, tmp_path: Path) -> None:
+    (tmp_path / "engine" / "CURRENT").write_text("nothing of RocksDB's")
+    with pytest.raises(LocalStateDamagedError, match="cannot be opened"):
+        capture(restored, tmp_path / "again")
+    assert restored.state == LocalState.unfinished("head 1")
 
 
 def test_a_process_that_is_still_there_keeps_the_database_from_being_opened_for_writing(

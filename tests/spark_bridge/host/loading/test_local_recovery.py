@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +14,7 @@ import pyarrow as pa
 import pytest
 
 from backends.engines.buffered_engine import UNWRITTEN_BYTES
+from backends.exceptions import LocalStateDamagedError
 from backends.formats.changelog import Changes
 from backends.formats.file_names import version_in
 from coordinator_actor.messages import Completed, OperatorSpec
@@ -59,9 +62,9 @@ class Restarts:
         assert answer.refusal is None, answer.refusal
         return answer.completed_version
 
-    def open(self, batch: int) -> Any:
-        """Open the partition as a task of a batch does; return it."""
-        given = task(batch, 0, self.run)
+    def open(self, batch: int, partition: int = 0) -> Any:
+        """Open a partition as a task of a batch does; return the task."""
+        given = task(batch, partition, self.run)
         while (opened := self.host.open(given)).loading is not None:
             pass  # the host has waited a moment before it answered
         assert opened.redirect is None
@@ -133,6 +136,7 @@ def test_a_restarted_query_loads_nothing_where_its_partition_was(
         assert query.directories() == [query.run]
         query.batch()
         query.complete()
+        assert [path.name for path in (query.tmp / "local0a" / "q").iterdir()] == [query.run]
 
 
 @pytest.mark.parametrize("when", [heard, not_heard])
@@ -185,6 +189,8 @@ def test_a_host_that_closes_leaves_no_files_that_were_laid_aside(query: Restarts
 
 def test_files_that_are_laid_aside_go_after_a_while(query: Restarts) -> None:
     query.complete()
+    of_run = query.tmp / "local0a" / "q" / query.run
+    (of_run / "left by an incarnation that was killed").mkdir()
     query.c.deactivate_instances(query.run)
     query.host.heartbeat()
     assert not query.host.held.all() and query.directories() == [query.run]
@@ -193,7 +199,7 @@ def test_files_that_are_laid_aside_go_after_a_while(query: Restarts) -> None:
     assert query.directories() == [query.run]
     query.now += 1
     query.host.maintenance.do_maintenance()
-    assert not query.directories()
+    assert not of_run.exists()
     query.restart()
     assert query.value() == b"2"
 
@@ -231,3 +237,148 @@ def test_a_late_task_of_the_run_before_does_not_commit_into_the_next_run(query: 
         query.host.commit(late, changes_of(b"late"), {})
     assert old.state.is_closed
     assert query.value() == b"2"
+
+
+def test_files_of_an_ended_query_stay_when_its_run_is_replaced(query: Restarts) -> None:
+    query.complete()
+    query.host.held.note_ended((query.run,))
+    for _ in range(2):
+        query.host.maintenance.do_maintenance()
+    assert not query.host.held.all()
+    query.remove_files_up_to(BATCHES)
+    over = query.run
+    query.restart()
+    query.host.unloading.unload_run(over)
+    assert query.value() == b"2"
+    assert query.directories() == [query.run]
+
+
+def test_files_stay_while_they_are_laid_aside_and_another_partition_is_opened(query: Restarts) -> None:
+    query.complete()
+    old = query.host.held.instance(query.run, "op", 0).state
+    closing, may_close, close = threading.Event(), threading.Event(), old.close
+
+    def slowly() -> None:
+        closing.set()
+        assert may_close.wait(30)
+        close()
+
+    old.close = slowly
+    run = query.run
+    query.restart(2)
+    unloading = threading.Thread(target=query.host.unloading.unload_run, args=(run,))
+    unloading.start()
+    try:
+        assert closing.wait(30)
+        query.open(query.batches, 1)
+        assert (old.local_dir / "engine" / "CURRENT").exists()
+    finally:
+        may_close.set()
+        unloading.join()
+
+
+@pytest.mark.parametrize("when", [heard, not_heard])
+def test_files_that_cannot_be_moved_are_removed(
+    query: Restarts, when: Callable[[Restarts], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    query.complete()
+    query.restart()
+    when(query)
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EIO, "planted")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "rename", refuse)
+        assert query.value() == b"2"
+    assert query.directories() == [query.run]
+
+
+def test_files_that_are_being_opened_count_in_an_exchange(query: Restarts) -> None:
+    query.complete()
+    query.restart()
+    open_own, told = query.host.files.open_own, []
+
+    def opened(*args: Any) -> Any:
+        state = open_own(*args)
+        exchanged = Completed(query.run, query.batches, {"op": {}}, rewritten="an exchange")
+        query.host.completion.complete(exchanged)
+        told.append(query.host.held.last_exchange(query.run))
+        return state
+
+    query.host.files.open_own = opened
+    query.open(query.batches)
+    assert told == [""]
+
+
+def test_what_a_run_before_still_has_open_counts_in_an_exchange(query: Restarts) -> None:
+    query.complete()
+    old = query.run
+    query.restart(2)
+    query.open(query.batches, 1)
+    exchanged = Completed(query.run, query.batches, {"op": {}}, rewritten="an exchange")
+    query.host.completion.complete(exchanged)
+    assert query.host.held.last_exchange(query.run) == ""
+    query.host.unloading.unload_run(old)
+    query.host.completion.complete(exchanged)
+    assert query.host.held.last_exchange(query.run) == "an exchange"
+    assert old not in query.directories()
+
+
+def test_what_is_opened_while_a_host_closes_leaves_no_files(query: Restarts) -> None:
+    query.complete()
+    query.restart()
+    all_held = query.host.held.all
+
+    def then_opened() -> list[Any]:
+        held: list[Any] = all_held()
+        query.host.held.all = all_held
+        query.open(query.batches)
+        return held
+
+    query.host.held.all = then_opened
+    query.host.close()
+    assert not query.directories()
+
+
+def test_a_partition_whose_files_turn_out_damaged_at_the_first_write_is_loaded_anew(query: Restarts) -> None:
+    query.complete()
+    query.restart()
+    assert query.value() == b"2"
+    state = query.host.held.instance(query.run, "op", 0).state
+    for file in state.local_dir.glob("engine/MANIFEST-*"):
+        file.unlink()
+    with pytest.raises(LocalStateDamagedError):
+        state.write_out()
+    assert query.value() == b"2"
+
+
+def test_the_directory_of_a_run_stays_while_a_partition_of_it_waits_to_be_laid_aside(query: Restarts) -> None:
+    query.complete()
+    query.restart(2)
+    for partition in range(2):
+        query.open(query.batches, partition)
+    first, second = (query.host.held.instance(query.run, "op", partition) for partition in range(2))
+    query.host.held.forget_run(query.run)  # as the first step of an order to unload the run
+    query.host.unloading.lay_aside(second)
+    query.now += LOADED_FILES_SECONDS + 1
+    query.host.kept.drop_old()
+    assert first.state.local_dir.exists() and not second.state.local_dir.exists()
+    query.host.unloading.unload(first)
+
+
+def test_the_directory_of_a_run_that_begins_while_another_one_looks_for_old_ones_stays(query: Restarts) -> None:
+    query.complete()
+    query.restart()
+    runs_in_use, began = query.host.kept.runs_in_use, query.tmp / "local0a" / "q" / "run3"
+
+    def then_begun() -> set[str]:
+        query.host.kept.runs_in_use = runs_in_use
+        used: set[str] = runs_in_use()
+        began.mkdir()
+        return used
+
+    query.host.kept.runs_in_use = then_begun
+    query.open(query.batches)
+    assert began.exists()
+    began.rmdir()

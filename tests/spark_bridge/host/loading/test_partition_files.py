@@ -24,7 +24,7 @@ def test_the_partitions_of_a_query_share_one_storage_and_other_options_have_anot
     of = World(tmp_path).registration("run1")
     (spec,) = of.operators
     other = msgspec.structs.replace(of, storage_options={"fs.s3a.access.key": "new"})
-    states = [files.open_own(of, spec, 0, ()), files.open_own(of, spec, 1, ())]
+    states = [files.open_own(of, spec, 0, set), files.open_own(of, spec, 1, set)]
     states.append(files.open_copy(of, "copied", spec.backend, tmp_path / "copy"))
     assert opened == [(of.state_location, {})]
     states.append(files.open_copy(other, "copied", spec.backend, tmp_path / "other"))
