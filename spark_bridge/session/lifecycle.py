@@ -196,14 +196,12 @@ def _join(spark: SparkSession, options: SessionOptions, *, raydp_app: str | None
     from spark_bridge.session.cluster.spark_master import SparkMasterWatch
     from spark_bridge.session.hosts.state_cluster import StateCluster
     from spark_bridge.session.queries.listener import StateStoreQueryListener
-    from spark_bridge.session.spark_settings import STATE_LOCATION_CONF, apply_settings, redact, spare_processes
+    from spark_bridge.session.spark_settings import STATE_LOCATION_CONF, apply_settings, redact
     from spark_bridge.task import local_properties
 
     # After Ray's start, whose hook may have set a provider.
     set_up(options.tracing, {"role": "driver", "namespace": options.namespace})
     apply_settings(spark)
-    if raydp_app is not None:  # a session that is not ours goes on without our listener
-        spare_processes(spark)
     redact(spark, local_properties.TOKEN)
     if options.state_location is not None:
         spark.conf.set(STATE_LOCATION_CONF, options.state_location)

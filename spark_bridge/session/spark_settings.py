@@ -8,7 +8,7 @@ batch, so that their tasks would not run and their state would have no commit.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -17,8 +17,6 @@ EMPTY_RELATION_RULE = "org.apache.spark.sql.catalyst.optimizer.PropagateEmptyRel
 EXCLUDED_RULES = "spark.sql.optimizer.excludedRules"
 STATELESS_AQE = "spark.sql.adaptive.streaming.stateless.enabled"
 AVAILABLE_NOW_WRAPPER = "spark.sql.streaming.triggerAvailableNowWrapper.enabled"
-FILE_MANAGER_CONF = "spark.sql.streaming.checkpointFileManagerClass"
-LOCAL_SCHEME = "file:"
 MIN_BATCHES_CONF = "spark.sql.streaming.minBatchesToRetain"
 STATE_LOCATION_CONF = "spark.statestore.location"
 """Where the state of queries is, if not in their checkpoint locations."""
@@ -49,39 +47,6 @@ def apply_settings(spark: SparkSession) -> None:
     spark.conf.set(STATELESS_AQE, "false")
     # A rate source makes quiet streams tick. Beside it, availableNow of Spark 4.2 would make one batch of a backlog.
     spark.conf.set(AVAILABLE_NOW_WRAPPER, "true")
-
-
-def file_manager_of_local_disks(spark: SparkSession) -> str:
-    """Return the name of Spark's class that writes a checkpoint's files through Hadoop's ``FileSystem``."""
-    package = "org.apache.spark.sql.execution.streaming"
-    package = package if int(spark.version.split(".")[0]) < 4 else f"{package}.checkpointing"
-    return f"{package}.FileSystemBasedCheckpointFileManager"
-
-
-def spare_processes(spark: SparkSession) -> None:
-    """Set how Spark writes the files of checkpoints, unless the user has said how.
-
-    Spark's default manager goes through ``FileContext``, which starts eight processes (``readlink``) for the rename of
-    each file on a local disk. The other manager starts none for that.
-    """
-    if spark.conf.get(FILE_MANAGER_CONF, None) is None:
-        spark.conf.set(FILE_MANAGER_CONF, file_manager_of_local_disks(spark))
-
-
-def keep_default_file_manager(spark: SparkSession, execution: Any) -> None:
-    """Give a query that starts Spark's default manager for its state, if its checkpoint is on no local disk.
-
-    On object storage and HDFS a rename through ``FileSystem`` does not replace a file, and Spark takes that for done:
-    native state of an attempt that is repeated would be that of the first one. What Spark itself writes of a query
-    (offsets, commits, sources) is never replaced, and the same with both managers. ``execution`` is Spark's
-    ``StreamExecution``, before its first batch.
-    """
-    if str(execution.resolvedCheckpointRoot()).startswith(LOCAL_SCHEME):
-        return
-    conf = execution.sparkSessionForStream().conf()
-    is_users = spark.sparkContext.getConf().contains(FILE_MANAGER_CONF)
-    if not is_users and conf.get(FILE_MANAGER_CONF, "") == file_manager_of_local_disks(spark):
-        conf.unset(FILE_MANAGER_CONF)
 
 
 def unsafe_settings(spark: SparkSession) -> str | None:

@@ -16,6 +16,7 @@ from typing import Any
 import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pyspark
 import pytest
 from pyspark.sql import DataFrame, SparkSession
 from ray.exceptions import RayError
@@ -35,6 +36,8 @@ os.environ["JAVA_TOOL_OPTIONS"] = f"{os.environ.get('JAVA_TOOL_OPTIONS', '')} {_
 # Ray would start a Python worker per CPU for tasks, of which the tests have none: seconds of imports for each.
 os.environ["RAY_prestart_worker_first_driver"] = "0"  # noqa: SIM112, the name is Ray's
 
+_FILE_MANAGER = "FileSystemBasedCheckpointFileManager"
+_STREAMING = "org.apache.spark.sql.execution.streaming"
 _QUICK = {
     # Generated code pays off behind thousands of rows; here each plan runs over a few.
     "spark.sql.codegen.wholeStage": "false",
@@ -42,6 +45,10 @@ _QUICK = {
     "spark.sql.ui.explainMode": "simple",
     # A query that has nothing to do lists its directory a hundred times a second otherwise.
     "spark.sql.streaming.pollingDelay": "50ms",
+    # Spark's other manager starts a process (readlink) at each step of a rename on a local disk.
+    "spark.sql.streaming.checkpointFileManagerClass": f"{_STREAMING}.{_FILE_MANAGER}"
+    if pyspark.__version__ < "4"
+    else f"{_STREAMING}.checkpointing.{_FILE_MANAGER}",
 }
 """Settings that make short streams cheap, and change nothing of what they give."""
 

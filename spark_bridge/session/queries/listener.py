@@ -56,7 +56,6 @@ from spark_bridge.session.spark_settings import (
     SHARED_FILES_CONF,
     STATE_LOCATION_CONF,
     STORAGE_PRICES_CONF,
-    keep_default_file_manager,
     storage_settings,
     unsafe_settings,
 )
@@ -90,7 +89,6 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
         refusal, execution = None, None
         try:
             execution = self._spark.streams.get(str(event.id))._jsq.streamingQuery()
-            keep_default_file_manager(self._spark, execution)
             trace = trace_ids.run(str(event.runId))
             with spans.span(trace.kind, trace, is_root=True, query_id=str(event.id), query_name=event.name) as span:
                 refusal = self._register(event, execution)
