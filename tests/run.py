@@ -126,7 +126,9 @@ NO_CLUSTER = ("-m", "not ray and not spark")
 _STATE = [f"tests/backends/{name}" for name in ("engines", "formats", "partition", "providers", "storage")]
 _CLIENTS = [f"tests/spark_bridge/queryable/{name}" for name in ("client", "protocol", "server")]
 _SURGERY = ["tests/spark_bridge/state_surgery"]
-_QUERIES = ["tests/spark_bridge/queryable", "tests/spark_bridge/cli", "tests/spark_bridge/state_data"]
+_QUERIES = [
+    f"tests/spark_bridge/{name}" for name in ("queryable", "cli", "state_data", "serving", "lookups", "overview")
+]
 _PROTOCOL = ["tests/simulation", "tests/coordinator_actor", "tests/spark_bridge/host"]
 _PAGE = ["tests/spark_bridge/ui"]
 _ABOUT = ["tests/benchmarks", "tests/deploy", "tests/docs", "tests/test_public_names.py", "tests/test_run.py"]
