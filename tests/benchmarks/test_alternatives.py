@@ -199,7 +199,7 @@ def test_an_error_is_told_by_its_beginning_and_its_cause() -> None:
 
 def test_the_time_of_ended_children_counts() -> None:
     work = (
-        "import subprocess,sys;subprocess.run([sys.executable,'-c','sum(range(3 * 10**6))']);print();sys.stdin.read()"
+        "import subprocess,sys;subprocess.run([sys.executable,'-c','sum(range(2 * 10**7))']);print();sys.stdin.read()"
     )
     with subprocess.Popen([sys.executable, "-c", work], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None and process.stdin is not None
