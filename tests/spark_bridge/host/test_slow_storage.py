@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import contextmanager
 
 import msgspec
 
@@ -14,9 +15,10 @@ from tests.spark_bridge.host.held_runs import beat_through_a_lease, one, two_que
 from tests.spark_bridge.host.host_steps import ch, plan_spark, reg, run_task, task
 
 
-def test_a_slow_manifest_does_not_hold_up_heartbeats(tmp_path):
-    """While one manifest is written, the heartbeats of hosts wait for run.lock, or for commit_lock."""
-    w, _c, h = one(tmp_path, 2)
+@contextmanager
+def slow_manifest(tmp_path):
+    """A host, two partitions, and the manifest of the second batch, which is being written for as long as the block."""
+    w, c, h = one(tmp_path, 2)
     plan_spark(w, 0)
     for p in (0, 1):
         run_task([h], 0, p)
@@ -36,44 +38,29 @@ def test_a_slow_manifest_does_not_hold_up_heartbeats(tmp_path):
     w.put_hook = slow
     t = threading.Thread(target=lambda: run_task([h], 1, 1))
     t.start()
-    at.wait()
-    beat = threading.Thread(target=h.heartbeat)
-    beat.start()
-    beat.join(PATIENCE)
-    stuck = beat.is_alive()
-    go.set()
-    t.join()
+    try:
+        assert at.wait(PATIENCE)
+        yield w, c, h
+    finally:
+        go.set()
+        t.join()
+
+
+def test_a_slow_manifest_does_not_hold_up_heartbeats(tmp_path):
+    """While one manifest is written, the heartbeats of hosts wait for run.lock, or for commit_lock."""
+    with slow_manifest(tmp_path) as (_w, _c, h):
+        beat = threading.Thread(target=h.heartbeat)
+        beat.start()
+        beat.join(PATIENCE)
+        stuck = beat.is_alive()
     beat.join()
     assert not stuck
 
 
 def test_a_slow_manifest_does_not_cost_a_host_its_lease(tmp_path):
-    w, c, h = one(tmp_path, 2)
-    plan_spark(w, 0)
-    for p in (0, 1):
-        run_task([h], 0, p)
-    w.commit_spark(0)
-    plan_spark(w, 1)
-    h.heartbeat()
-    for p in (0, 1):
-        h.open(task(1, p))
-    go, at = threading.Event(), threading.Event()
-    run_task([h], 1, 0)
-
-    def slow(path):
-        if path.startswith("manifests/"):
-            at.set()
-            go.wait(HANG)
-
-    w.put_hook = slow
-    t = threading.Thread(target=lambda: run_task([h], 1, 1))
-    t.start()
-    at.wait()
-    beat_through_a_lease(w, c, h)
-    dropped = not c.registries.hosts.leases
-    go.set()
-    t.join()
-    assert not dropped
+    with slow_manifest(tmp_path) as (w, c, h):
+        beat_through_a_lease(w, c, h)
+        assert c.registries.hosts.leases
 
 
 def test_one_querys_storage_does_not_keep_another_from_being_reported(tmp_path):
