@@ -155,11 +155,11 @@ COMPARISONS = (
         sizes={
             "full": {
                 "callers": [1, 8, 64],
-                "turns": 7,
+                "turns": 5,
                 "turn_seconds": 2.0,
                 "hosts": 200,
                 "partitions": 10_000,
-                "seconds": 60.0,
+                "seconds": 30.0,
                 "rounds": 1,
             },
             "smoke": {

@@ -160,7 +160,7 @@ COMPARISONS = (
         "or in Redis.",
         run=run,
         sizes={
-            "full": {"keys": 1_000_000, "rows": 2_000_000, "partitions": 4, "turns": 5},
+            "full": {"keys": 1_000_000, "rows": 2_000_000, "partitions": 4, "turns": 3},
             "smoke": {"keys": 20_000, "rows": 100_000, "partitions": 4, "turns": 3},
         },
         minutes={"full": 15, "smoke": 6},

@@ -130,7 +130,7 @@ COMPARISONS = (
                 "rows": [1_000_000, 3_000_000, 10_000_000],
                 "leave": 10_000,
                 "contestants": ["rocksdb", "file"],
-                "turns": 5,
+                "turns": 3,
                 "batches": 5,
             },
             "smoke": {

@@ -62,7 +62,7 @@ COMPARISONS = (
                 "partitions": 2,
                 "warm_up": 5,
                 "turns": 3,
-                "batches": 4,
+                "batches": 3,
             },
             "smoke": {
                 "keys": [5_000, 50_000],

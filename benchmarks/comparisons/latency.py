@@ -65,9 +65,9 @@ COMPARISONS = (
                 "keys": 100_000,
                 "contestants": ["identity", "native", "aggregate"],
                 "partitions": 4,
-                "warm_up": 60,
+                "warm_up": 40,
                 # Short turns, and many: what slows the machine for some seconds then meets all contestants.
-                "turns": 12,
+                "turns": 10,
                 "batches": 12,
                 "profile": True,
             },

@@ -371,7 +371,7 @@ COMPARISONS = (
         "coordinator run the batches, without Spark.",
         run=run,
         sizes={
-            "full": _size(rows=ROWS, cold=COLD_ROWS, warm_up=20, batches=100, turns=2, cold_turns=3),
+            "full": _size(rows=ROWS, cold=COLD_ROWS, warm_up=10, batches=50, turns=2, cold_turns=3),
             "smoke": _size(rows=["8/2/10"], cold=["8/2/10"], warm_up=20, batches=20, turns=1, cold_turns=1),
         },
         minutes={"full": 60, "smoke": 10},

@@ -162,7 +162,7 @@ COMPARISONS = (
         "puts with a durable commit.",
         run=run,
         sizes={
-            "full": {"keys": 1_000_000, "turns": 7, "quix": True},
+            "full": {"keys": 1_000_000, "turns": 5, "quix": True},
             "smoke": {"keys": 50_000, "turns": 5, "quix": False},
         },
         minutes={"full": 15, "smoke": 6},

@@ -24,11 +24,13 @@ BESIDE, WITHOUT = "beside a savepoint", "without one"
 FEW, MANY = 4, 8
 BATCH, SAVEPOINT = "a batch", "a savepoint, while batches go on"
 RESCALED = "{} to {} partitions, to the first completed batch"
+RESTARTS = (3, 16)
+RESTARTED = "restarted with {} partitions, first batch"
 PARTITIONS = "spark.sql.shuffle.partitions"
 
 
 def run(size: Size, steps: Steps) -> Measured:
-    """Measure the same state with other partition counts, then savepoints of it while batches go on."""
+    """Measure savepoints while batches go on, then the same state with other partition counts."""
     import lanes
     from stateful_queries import CONTESTANTS
     from workloads import Workload
@@ -47,7 +49,7 @@ def run(size: Size, steps: Steps) -> Measured:
             [],
             [f"All on {ON_CLUSTER}.", EQUAL],
         )
-        steps.expect(len(names) + size["savepoints"] + 1 + size["rescales"])
+        steps.expect(len(names) + size["savepoints"] + 1 + len(RESTARTS) + size["rescales"])
         given = lanes.Input(root / "batches", Workload("long", "a long key", size["rows"], size["keys"]))
         fills = given.fill(0, size["keys"], FILL_ROWS)
         running = {name: lanes.Lane(CONTESTANTS[name], root / name, given) for name in names}
@@ -58,12 +60,11 @@ def run(size: Size, steps: Steps) -> Measured:
             lane.check()
             lane.stop()
             steps.advance()
-        partitions = _rescales(spark, running, given, root, size, steps, measured)
-        lanes.start(spark, running[OURS], {PARTITIONS: str(partitions)})
+        lanes.start(spark, running[OURS])
         _savepoints(running[OURS], given, root / "savepoints", size, steps, measured)
-        for lane in running.values():
-            lane.check()
         _last_savepoint(running[OURS], root / "savepoints", steps, measured)
+        _restarts(spark, running[OURS], given, steps, measured)
+        _rescales(spark, running, given, root, size, steps, measured)
     return measured
 
 
@@ -129,14 +130,38 @@ def _last_savepoint(lane: Lane, path: Path, steps: Steps, measured: Measured) ->
     steps.advance()
 
 
+def _restarts(spark: Any, lane: Lane, given: Input, steps: Steps, measured: Measured) -> None:
+    """Measure the first batch after restarts with other partition counts, one directly after the other.
+
+    The restart with the first count again, after which ``_rescales`` goes on, is not measured.
+    """
+    import lanes
+
+    for partitions in (*RESTARTS, FEW):
+        steps.now(f"restarting with {partitions} partitions")
+        given.add()
+        lanes.start(spark, lane, {PARTITIONS: str(partitions)})
+        began = time.perf_counter()
+        lane.run(1)
+        if partitions != FEW:
+            measured.cases.append(Case(RESTARTED.format(partitions), "s", {OURS: [[time.perf_counter() - began]]}))
+            steps.advance()
+        lane.check()
+        lane.stop()
+    measured.notes.append(
+        f"Restarts with {' and at once '.join(map(str, RESTARTS))} partitions: from the input of the first batch, as "
+        f"the query begins to load {given.workload.keys:,} keys."
+    )
+
+
 def _note_end(ended: list[float], _: Future[str]) -> None:
     ended.append(time.perf_counter())
 
 
 def _rescales(
     spark: Any, lanes_of: dict[str, Lane], given: Input, root: Path, size: Size, steps: Steps, measured: Measured
-) -> int:
-    """Measure the change from few to many partitions and back, up to the first completed batch; return their number."""
+) -> None:
+    """Measure the change from few to many partitions and back, up to the first completed batch."""
     import lanes
 
     turns: dict[tuple[int, int], dict[str, list[list[float]]]] = {}
@@ -172,7 +197,6 @@ def _rescales(
             "This Spark cannot change the partitions of a checkpoint: only computing all input again is left to "
             "compare."
         )
-    return before
 
 
 def repartition_seconds(spark: Any, lane: Lane, partitions: int, measured: Measured) -> float | None:
@@ -217,12 +241,12 @@ COMPARISONS = (
     Comparison(
         name="savepoint",
         title="Savepoint and rescale",
-        about="Savepoints of a running query and what they cost its batches; then the same state with twice as many "
-        "partitions, and back. Ours is restarted with another number; Spark repartitions its checkpoint offline (4.2), "
-        "or computes everything again.",
+        about="Savepoints of a running query and what they cost its batches; restarts with 3 and with 16 partitions; "
+        "then the same state with twice as many partitions. Ours is restarted with another number; Spark repartitions "
+        "its checkpoint offline (4.2), or computes everything again.",
         run=run,
         sizes={
-            "full": {"keys": 10_000_000, "rows": 100_000, "savepoints": 2, "batches": 6, "rescales": 2},
+            "full": {"keys": 10_000_000, "rows": 100_000, "savepoints": 2, "batches": 6, "rescales": 1},
             "smoke": {"keys": 20_000, "rows": 5_000, "savepoints": 1, "batches": 2, "rescales": 1},
         },
         minutes={"full": 60, "smoke": 6},
@@ -236,6 +260,17 @@ COMPARISONS = (
                 0.833,
                 against=WITHOUT,
                 at_least=True,
+            ),
+            *(
+                Target(
+                    f"10^7 keys {RESTARTED.format(partitions)}",
+                    RESTARTED.format(partitions),
+                    OURS,
+                    most,
+                    "value",
+                    unit="s",
+                )
+                for partitions, most in zip(RESTARTS, (8, 12), strict=True)
             ),
             Target(
                 "a savepoint of 10^7 keys beside a full stream, Spark 4.2",

@@ -125,7 +125,7 @@ COMPARISONS = (
         "Spark has no such operation; its offline repartition (4.2) reads and writes the same rows unchanged.",
         run=run,
         sizes={
-            "full": {"keys": 10_000_000, "rows": 100_000, "turns": 4},
+            "full": {"keys": 10_000_000, "rows": 100_000, "turns": 2},
             "smoke": {"keys": 20_000, "rows": 5_000, "turns": 2},
         },
         minutes={"full": 25, "smoke": 4},

@@ -99,12 +99,12 @@ COMPARISONS = (
         sizes={
             "full": {
                 "queries": list(TITLES),
-                "contestants": list(LABELS),
-                "events": 200_000,
+                "contestants": ["aggregate", "join", "native"],
+                "events": 100_000,
                 "event_rate": 10_000,
                 "out_of_order": 1,
                 "partitions": 2,
-                "warm_up": 4,
+                "warm_up": 2,
                 "turns": 3,
                 "batches": 1,
             },
