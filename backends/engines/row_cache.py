@@ -1,7 +1,7 @@
 """A cache of pairs in front of RocksDB, which answers a thousand keys at once for a tenth of a microsecond each.
 
 RocksDB takes some microseconds per key, partly for the calls and Python objects of each key. Here keys and values lie
-in arrays, to which rows are only ever appended, and a hash table in numpy says which row a key has (``cached_rows``). A
+in arrays, to which rows are only ever appended, and a hash table in numpy says which row a key has (``cache_table``). A
 look-up is a few calls of numpy and Arrow for all its keys together, and makes no Python object per key. A dict of the
 same pairs takes several times as long and twice the memory (``benchmarks/reads.py``).
 
@@ -19,28 +19,24 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from heapq import heapify, heappop, heappush
+from typing import TypeAlias
 
 import numpy as np
 import pyarrow as pa
 
 from backends.encoding.columns import MAX_BYTES, content_bytes, even_rows
-from backends.engines.cached_rows import (
-    ABSENT,
-    CACHE_STEP_ROWS,
-    ROW,
-    ROW_BYTES,
-    CachedRows,
-    EvenRows,
-    Ints,
-    VaryingRows,
-    Widths,
-    common_widths,
-    widths_of,
-)
+from backends.engines.cache_table import ABSENT, ROW, Ints
+from backends.engines.cached_even_rows import EvenRows, Widths, common_widths, widths_of
+from backends.engines.cached_varying_rows import VaryingRows
 from backends.engines.key_hashes import KeyHashes, hash_keys
 
+CACHE_STEP_ROWS = 1 << 13
+"""Keys that are looked up at once: so few that their temporary arrays stay in a processor's cache."""
+ROW_BYTES = 44
+"""The most bytes that a row takes beside its key and value."""
 SPARED_BYTES = 16
 """If most keys have no value, values longer than this lie in an array of their own."""
+CachedRows: TypeAlias = EvenRows | VaryingRows
 _NOTHING: CachedRows = VaryingRows(0, 0, 0)
 
 

@@ -5,8 +5,9 @@ import random
 import pytest
 
 from backends.encoding.columns import even_rows
-from backends.engines import cached_rows, row_cache
-from backends.engines.cached_rows import EvenRows, VaryingRows
+from backends.engines import cached_even_rows, row_cache
+from backends.engines.cached_even_rows import EvenRows
+from backends.engines.cached_varying_rows import VaryingRows
 from backends.engines.key_hashes import hash_keys
 from tests.backends.engines.cache_over_dict import MIB, Below, are_unique, binary, check_while_read, forced_hashes
 from tests.effort import effort, only_thorough
@@ -65,7 +66,7 @@ def test_rows_of_one_width_are_records_until_others_come():
 @pytest.mark.parametrize("width", [32, only_thorough(200)])
 def test_keys_that_are_looked_for_before_they_are_written_become_records(width):
     """Reads and writes as a stream's: a batch reads its keys, most of them new, and writes more than one step."""
-    below, n = Below(limit=32 * MIB), 3 * cached_rows.CACHE_STEP_ROWS
+    below, n = Below(limit=32 * MIB), 3 * row_cache.CACHE_STEP_ROWS
     for batch in range(3):
         keys = [b"key%09d" % i for i in range(n * batch, n * (batch + 1))]
         assert below.get(keys) == [None] * len(keys)
@@ -94,13 +95,13 @@ def test_rows_are_records_again_when_the_others_are_gone():
         ([b"k", b"l"], [b"v", b""], None),
         ([b"k"], [b""], None),
         ([b""], [b"v"], None),
-        ([b"k" * cached_rows.EVEN_BYTES], [None], (cached_rows.EVEN_BYTES, None)),
-        ([b"k" * cached_rows.EVEN_BYTES], [b"v"], None),
-        ([b"k" * (cached_rows.EVEN_BYTES + 1)], [None], None),
+        ([b"k" * cached_even_rows.EVEN_BYTES], [None], (cached_even_rows.EVEN_BYTES, None)),
+        ([b"k" * cached_even_rows.EVEN_BYTES], [b"v"], None),
+        ([b"k" * (cached_even_rows.EVEN_BYTES + 1)], [None], None),
     ],
 )
 def test_what_can_be_records(keys, values, widths):
-    assert cached_rows.widths_of(binary(keys), binary(values)) == widths
+    assert cached_even_rows.widths_of(binary(keys), binary(values)) == widths
     below = Below()
     below.pairs = {key: value for key, value in zip(keys, values, strict=True) if value is not None}
     for _ in range(2):
