@@ -1,9 +1,8 @@
 """RocksDB's own files, read by columns: many pairs at once, where an iterator hands over one after the other.
 
-The format is that of RocksDB's block-based tables, format version 6: blocks of pairs, of which each key names how many
-bytes it shares with the key before it. At a restart point a key is whole. All runs between restart points are decoded
-beside each other, a step at a time. A file with anything else in it (a later format, merge operands, ranges that are
-removed) is refused when it is opened, and is read by RocksDB. So is a file of long keys, which RocksDB reads faster.
+The format is that of RocksDB's block-based tables, format version 6: blocks of pairs (``table_blocks``), found by an
+index. A file with anything else in it (a later format, merge operands, ranges that are removed) is refused when it is
+opened, and is read by RocksDB. So is a file of long keys, which RocksDB reads faster.
 """
 
 from __future__ import annotations
@@ -11,18 +10,22 @@ from __future__ import annotations
 import os
 import struct
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
 
-import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 import xxhash
 
-from backends.encoding.columns import Bytes, binary_array, even_array, gather_fixed, gather_ranges, record
 from backends.encoding.sorted_pairs import SortedPairs, is_strictly_sorted
+from backends.engines.table_blocks import (
+    Block,
+    DamagedTableError,
+    decoded_blocks,
+    restarts_at,
+    stored_pairs,
+    varint_at,
+)
 
 FIRST_BLOCKS, STEP_BLOCKS = 4, 256
 """At most this many blocks are decoded together: few at first, for a reader may want no more than some pairs, and then
@@ -32,8 +35,6 @@ STEP_BYTES = 1 << 20
 """Blocks that have this many bytes together are not decoded with further ones."""
 MEAN_KEY_BYTES = 64
 """Files whose stored keys are longer on average are read faster by RocksDB."""
-LONG_KEY_BYTES = 256
-"""Each key of a step takes the time and the memory of the longest one: runs with longer keys are decoded one by one."""
 _FOOTER = 53
 _MAGIC = 0x88E241B785F4CFF7
 _FORMAT_VERSION = 6
@@ -43,11 +44,6 @@ _LOW = 0xFFFFFFFF
 _TRAILER = 5
 """The type of compression, and the checksum."""
 _PLAIN, _CODECS = 0, {4: pa.Codec("lz4_raw"), 7: pa.Codec("zstd")}
-_SEQUENCE = 8
-"""A stored key ends in its sequence number and its type."""
-_REMOVED, _VALUE, _REMOVED_ONCE = 0, 1, 7
-"""Types of pairs."""
-_PAD = bytes(64)
 _EXPECTED: Mapping[bytes, tuple[bytes, ...]] = {
     b"rocksdb.comparator": (b"leveldb.BytewiseComparator",),
     b"rocksdb.block.based.table.index.type": (bytes(4),),
@@ -60,22 +56,10 @@ _EXPECTED: Mapping[bytes, tuple[bytes, ...]] = {
 _NUM_ENTRIES, _KEY_BYTES = b"rocksdb.num.entries", b"rocksdb.raw.key.size"
 _EXPECTED_BLOCKS = frozenset({b"rocksdb.index", b"rocksdb.properties"})
 _FILTER = b"fullfilter."
-# The first bytes of a word of eight, by their number.
-_FIRST_BYTES = np.array([(1 << 8 * n) - 1 for n in range(9)], "<u8")
-
-_U4, _WORD = np.dtype("<u4"), np.dtype("<u8")
-
-Block: TypeAlias = "bytes | memoryview | pa.Buffer"
-_Positions = npt.NDArray[np.int64]
-Words = npt.NDArray[np.uint64]
 
 
 class UnknownTableError(Exception):
     """A file has something in it that only RocksDB reads."""
-
-
-class DamagedTableError(Exception):
-    """A file is not what was written."""
 
 
 class TableFile:
@@ -103,17 +87,17 @@ class TableFile:
         if (kind, version, magic) != (_XXH3, _FORMAT_VERSION, _MAGIC):
             raise UnknownTableError(f"{self._path} is no table of format {_FORMAT_VERSION} with checksums by XXH3.")
         meta = self._block(size - _FOOTER - meta_size - _TRAILER, meta_size)
-        handles = {name: _handle(value) for name, value in _pairs(meta, 0, _restarts_at(meta))}
+        handles = {name: _handle(value) for name, value in stored_pairs(meta, 0, restarts_at(meta))}
         if unknown := [n for n in handles.keys() ^ _EXPECTED_BLOCKS if not n.startswith(_FILTER)]:
             raise UnknownTableError(f"{self._path} has, or lacks, {unknown}.")
         named = self._block(*handles[b"rocksdb.properties"])
-        properties = dict(_pairs(named, 0, _restarts_at(named)))
+        properties = dict(stored_pairs(named, 0, restarts_at(named)))
         unknown = [n for n, values in _EXPECTED.items() if properties.get(n) not in values]
         if unknown := unknown + [n for n in (_NUM_ENTRIES, _KEY_BYTES) if n not in properties]:
             raise UnknownTableError(f"{self._path} has {[(n, properties.get(n)) for n in unknown]}.")
         self._index = handles[b"rocksdb.index"]
-        self.num_entries, _ = _varint(properties[_NUM_ENTRIES], 0)
-        key_bytes, _ = _varint(properties[_KEY_BYTES], 0)
+        self.num_entries, _ = varint_at(properties[_NUM_ENTRIES], 0)
+        key_bytes, _ = varint_at(properties[_KEY_BYTES], 0)
         if key_bytes > MEAN_KEY_BYTES * self.num_entries:
             raise UnknownTableError(f"{self._path} has long keys: {self.num_entries} of {key_bytes} bytes.")
 
@@ -125,7 +109,7 @@ class TableFile:
         last: bytes | None = None
         num_entries = 0
         for blocks in self._steps(start, end):
-            keys, values = _decoded(blocks)
+            keys, values = decoded_blocks(blocks)
             num_entries += len(keys)
             step = _newest(keys, values, last)
             if not len(step):
@@ -166,16 +150,16 @@ class TableFile:
     def _handles(self, start: bytes | None, end: bytes | None) -> Iterator[tuple[int, int]]:
         """Return where the blocks begin that may have keys of a range, and how long they are."""
         index = self._block(*self._index)
-        at, stop = 0, _restarts_at(index)
+        at, stop = 0, restarts_at(index)
         while at < stop:
             shared, length, at = index[at], index[at + 1], at + 2
             if shared:
                 raise DamagedTableError(f"{self._path} has keys in its index that are not whole.")
             if length >= 0x80:
-                length, at = _varint(index, at - 1)
+                length, at = varint_at(index, at - 1)
             key, at = index[at : at + length], at + length
-            offset, at = _varint(index, at)
-            size, at = _varint(index, at)
+            offset, at = varint_at(index, at)
+            size, at = varint_at(index, at)
             if start is not None and key < start:  # no key of the block is after it
                 continue
             yield offset, size
@@ -199,7 +183,7 @@ class TableFile:
             return content
         if compression not in _CODECS:
             raise DamagedTableError(f"{self._path} is compressed by {compression}, which no setting asks for.")
-        length, begins = _varint(content, 0)
+        length, begins = varint_at(content, 0)
         decompressed: pa.Buffer = _CODECS[compression].decompress(content[begins:], length)
         return decompressed
 
@@ -212,39 +196,9 @@ class TableFile:
         return data
 
 
-def _varint(data: bytes | memoryview, at: int) -> tuple[int, int]:
-    """Return the number that begins at ``at``, and where it ends."""
-    number = shift = 0
-    while True:
-        byte = data[at]
-        at += 1
-        number |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            return number, at
-        shift += 7
-
-
 def _handle(data: bytes) -> tuple[int, int]:
-    offset, at = _varint(data, 0)
-    return offset, _varint(data, at)[0]
-
-
-def _restarts_at(block: bytes) -> int:
-    """Return where the pairs of a block end."""
-    (num,) = struct.unpack_from("<I", block, len(block) - 4)
-    return len(block) - 4 - 4 * int(num)
-
-
-def _pairs(data: bytes, at: int, stop: int) -> Iterator[tuple[bytes, bytes]]:
-    """Return the pairs of runs that lie between two positions, one after the other."""
-    key = b""
-    while at < stop:
-        shared, at = _varint(data, at)
-        more, at = _varint(data, at)
-        size, at = _varint(data, at)
-        key, at = key[:shared] + data[at : at + more], at + more
-        yield key, data[at : at + size]
-        at += size
+    offset, at = varint_at(data, 0)
+    return offset, varint_at(data, at)[0]
 
 
 def _first(handles: Iterator[tuple[int, int]], most: int) -> list[tuple[int, int]]:
@@ -265,186 +219,3 @@ def _newest(keys: pa.BinaryArray, values: pa.BinaryArray, last: bytes | None) ->
         keys, values = keys.filter(is_new), values.filter(is_new)
     again = int(len(keys) > 0 and last is not None and keys[0].as_py() == last)
     return SortedPairs(keys.slice(again), values.slice(again))
-
-
-def _decoded(blocks: Sequence[Block]) -> tuple[pa.BinaryArray, pa.BinaryArray]:
-    """Return the keys of blocks, and their values; null for a key that is removed."""
-    joined = b"".join([_PAD, *blocks, _PAD])
-    data = np.frombuffer(joined, np.uint8)
-    ends = np.cumsum([len(_PAD), *(len(block) for block in blocks)])
-    starts, stops = _runs(data, ends[:-1], ends[1:])
-    entries = _Entries(data, starts, stops)
-    is_long = entries.longest() > LONG_KEY_BYTES
-    if not is_long.any():
-        return _columns(entries)
-    keys, values = _columns(_Entries(data, starts[~is_long], stops[~is_long]))
-    runs = zip(starts[is_long].tolist(), stops[is_long].tolist(), strict=True)
-    long_keys, long_values = _columns_of([pair for start, stop in runs for pair in _pairs(joined, start, stop)])
-    run = np.repeat(np.arange(len(starts)), entries.counts)
-    order = pa.array(np.argsort(np.concatenate([run[~is_long[run]], run[is_long[run]]]), kind="stable"))
-    return pa.concat_arrays([keys, long_keys]).take(order), pa.concat_arrays([values, long_values]).take(order)
-
-
-def _columns(entries: _Entries) -> tuple[pa.BinaryArray, pa.BinaryArray]:
-    keys, kinds = entries.keys()
-    return keys, entries.values(_is_there(kinds))
-
-
-def _columns_of(pairs: Sequence[tuple[bytes, bytes]]) -> tuple[pa.BinaryArray, pa.BinaryArray]:
-    """Return stored pairs as columns."""
-    is_there = _is_there(np.array([key[-_SEQUENCE] for key, _ in pairs], np.uint8))
-    values = [value if there else None for (_, value), there in zip(pairs, is_there.tolist(), strict=True)]
-    return pa.array([key[:-_SEQUENCE] for key, _ in pairs], pa.binary()), pa.array(values, pa.binary())
-
-
-def _is_there(kinds: npt.NDArray[np.uint8]) -> npt.NDArray[np.bool_]:
-    """Return which pairs have a value, by the types of pairs."""
-    is_there: npt.NDArray[np.bool_] = kinds == _VALUE
-    if not is_there.all() and not np.isin(kinds, (_VALUE, _REMOVED, _REMOVED_ONCE)).all():
-        raise DamagedTableError(f"Pairs have the types {np.unique(kinds)}, which nothing here writes.")
-    return is_there
-
-
-def _runs(data: Bytes, begins: _Positions, ends: _Positions) -> tuple[_Positions, _Positions]:
-    """Return where the runs between the restart points of blocks begin and end."""
-    counts = gather_fixed(data, ends - 4, _U4).astype(np.int64)
-    if (counts >= 1 << 31).any():
-        raise DamagedTableError("A block has an index of hashes, which no setting asks for.")
-    block = np.repeat(np.arange(len(counts)), counts)
-    first = np.cumsum(counts) - counts
-    restarts = ends - 4 - 4 * counts
-    at = restarts[block] + 4 * (np.arange(len(block)) - first[block])
-    starts = gather_fixed(data, at, _U4).astype(np.int64) + begins[block]
-    stops = np.empty_like(starts)
-    stops[:-1] = starts[1:]
-    stops[first + counts - 1] = restarts
-    return starts, stops
-
-
-class _Step(NamedTuple):
-    """The n-th pairs of runs. ``goes_on`` says which runs of the step before have one; None if all have."""
-
-    runs: _Positions
-    goes_on: npt.NDArray[np.bool_] | None
-    shared: _Positions
-    key_at: _Positions
-    value_at: _Positions
-    ends: _Positions
-
-
-class _Entries:
-    """The pairs of many runs. All first pairs are found together, then all second ones, and so on."""
-
-    def __init__(self, data: Bytes, starts: _Positions, stops: _Positions) -> None:
-        self._data = data
-        self._steps: list[_Step] = []
-        counts = np.zeros(len(starts), np.int64)
-        runs, at, goes_on = np.arange(len(starts)), starts, None
-        while len(at):
-            shared, more, size, key_at = _headers(data, at)
-            value_at = key_at + more
-            at = value_at + size
-            self._steps.append(_Step(runs, goes_on, shared, key_at, value_at, at))
-            counts[runs] += 1
-            goes_on = at < stops[runs]
-            if goes_on.all():
-                goes_on = None
-            else:
-                at, runs = at[goes_on], runs[goes_on]
-        self.counts = counts
-        self._first = np.cumsum(counts) - counts
-        self._num = int(counts.sum())
-        self._rows = [self._first[step.runs] + i for i, step in enumerate(self._steps)]
-        self._lengths = self._placed([step.shared + step.value_at - step.key_at for step in self._steps])
-        self._num_words = -(-int(self._lengths.max(initial=_SEQUENCE)) // 8)
-
-    def longest(self) -> _Positions:
-        """Return the length of the longest key of each run."""
-        longest: _Positions = np.maximum.reduceat(self._lengths, self._first)
-        return longest
-
-    def keys(self) -> tuple[pa.BinaryArray, npt.NDArray[np.uint8]]:
-        """Return the keys without their sequence numbers, and their types."""
-        words = np.empty((self._num, self._num_words), _WORD)
-        before: list[Words] = []
-        for step, rows in zip(self._steps, self._rows, strict=True):
-            if step.goes_on is not None:
-                before = [word[step.goes_on] for word in before]
-            before = self._words(step, before)
-            for i, word in enumerate(before):
-                words[rows, i] = word
-        stored = words.view(np.uint8)
-        length = int(self._lengths[0]) if self._num else _SEQUENCE
-        if (self._lengths == length).all():
-            kinds = stored[:, length - _SEQUENCE]
-            if length > _SEQUENCE:
-                content = np.ascontiguousarray(stored[:, : length - _SEQUENCE])
-                return even_array(content.view(record(length - _SEQUENCE)).reshape(-1)), kinds
-        flat = stored.reshape(-1)
-        begins = 8 * self._num_words * np.arange(self._num)
-        ends = begins + self._lengths - _SEQUENCE
-        return binary_array(*gather_ranges(flat, begins, ends)), flat[ends]
-
-    def _words(self, step: _Step, before: list[Words]) -> list[Words]:
-        """Return the keys of a step in words of eight bytes: of the key before as many bytes as the key shares."""
-        # Where the whole key would begin, if its own bytes stood after those that it shares.
-        begins = step.key_at - step.shared
-        last = len(self._data) - _WORD.itemsize
-        words = []
-        for i in range(self._num_words):
-            at = begins + _WORD.itemsize * i
-            if 8 * i > len(_PAD) - 8:
-                at = np.minimum(at, last)  # after the key, and after all
-            own: Words = gather_fixed(self._data, at, _WORD)
-            if before:
-                shared = _FIRST_BYTES[np.clip(step.shared - _WORD.itemsize * i, 0, _WORD.itemsize)]
-                own ^= (own ^ before[i]) & shared
-            words.append(own)
-        return words
-
-    def values(self, is_there: npt.NDArray[np.bool_]) -> pa.BinaryArray:
-        """Return the values; null where none is there."""
-        begins = self._placed([step.value_at for step in self._steps])
-        ends = self._placed([step.ends for step in self._steps])
-        sizes = ends - begins
-        if self._num and sizes[0] and is_there.all() and (sizes == sizes[0]).all():
-            return even_array(gather_fixed(self._data, begins, record(int(sizes[0]))))
-        content, offsets = gather_ranges(self._data, begins, ends)
-        return binary_array(content, offsets, None if is_there.all() else ~is_there)
-
-    def _placed(self, steps: Sequence[_Positions]) -> _Positions:
-        """Return figures of all pairs in the order of the pairs."""
-        placed = np.empty(self._num, np.int64)
-        for rows, step in zip(self._rows, steps, strict=True):
-            placed[rows] = step
-        return placed
-
-
-def _headers(data: Bytes, at: _Positions) -> tuple[_Positions, _Positions, _Positions, _Positions]:
-    """Return how many bytes pairs share with the key before, how many more their keys and their values have.
-
-    The last are the positions after these three numbers.
-    """
-    together = gather_fixed(data, at, _U4)
-    if not (together & 0x808080).any():
-        shared, more, size = (((together >> shift) & 0xFF).astype(np.int64) for shift in (0, 8, 16))
-        return shared, more, size, at + 3
-    shared, at = _varints(data, at)
-    more, at = _varints(data, at)
-    size, at = _varints(data, at)
-    return shared, more, size, at
-
-
-def _varints(data: Bytes, at: _Positions) -> tuple[_Positions, _Positions]:
-    """Return the numbers that begin at positions, and where they end."""
-    numbers = np.zeros(len(at), np.int64)
-    at = at.copy()
-    going = np.arange(len(at))
-    for shift in range(0, 35, 7):
-        byte = data[at[going]].astype(np.int64)
-        numbers[going] |= (byte & 0x7F) << shift
-        at[going] += 1
-        going = going[byte >= 0x80]
-        if not len(going):
-            return numbers, at
-    raise DamagedTableError("A number of a block has more than 32 bits.")

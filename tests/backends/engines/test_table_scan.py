@@ -18,10 +18,11 @@ from rocksdict import DBCompressionType, Options, Rdict, SstFileWriter
 
 from backends.conf import StateStoreConf
 from backends.encoding.sorted_pairs import SortedPairs
-from backends.engines import rocksdb, table_file, table_scan
+from backends.engines import rocksdb, table_blocks, table_file, table_scan
 from backends.engines.rocksdb import LocalRocksDB
 from backends.engines.rocksdb_scan import RocksDBScan
-from backends.engines.table_file import DamagedTableError, TableFile, UnknownTableError
+from backends.engines.table_blocks import DamagedTableError
+from backends.engines.table_file import TableFile, UnknownTableError
 from backends.engines.table_scan import Table, TableScan, listed_tables, part_of
 from backends.exceptions import LocalStateDamagedError, StoreClosedError
 from backends.formats.changelog import Changes
@@ -99,7 +100,7 @@ def test_random_pairs_come_as_rocksdb_gives_them(tmp_path: Path, monkeypatch: py
     even = seed % 3 == 0
     monkeypatch.setattr(table_file, "STEP_BLOCKS", rng.choice([1, 3, 256]))
     monkeypatch.setattr(table_file, "STEP_BYTES", rng.choice([4_000, 20_000, 1 << 20]))
-    monkeypatch.setattr(table_file, "LONG_KEY_BYTES", rng.choice([30, 256]))
+    monkeypatch.setattr(table_blocks, "LONG_KEY_BYTES", rng.choice([30, 256]))
     monkeypatch.setattr(table_file, "MEAN_KEY_BYTES", 1 << 20)  # a small file may have long keys only
     compression = rng.choice(["none", "lz4", "zstd"])
     bits = rng.choice([0, 10])
@@ -317,7 +318,7 @@ def test_a_scan_that_was_interrupted_does_not_end(tmp_path: Path, monkeypatch: p
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(table_file, "_decoded", interrupted)
+        patched.setattr(table_file, "decoded_blocks", interrupted)
         with pytest.raises(KeyboardInterrupt):
             next(scan)
     with pytest.raises(KeyboardInterrupt):
@@ -328,14 +329,14 @@ def test_a_scan_that_was_interrupted_does_not_end(tmp_path: Path, monkeypatch: p
 def test_few_long_keys_do_not_slow_the_short_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All keys of a step take the memory of the longest one of those that are decoded together."""
     most_words = 0
-    keys = table_file._Entries.keys
+    keys = table_blocks._Entries.keys
 
-    def watched(self: table_file._Entries) -> tuple[pa.BinaryArray, npt.NDArray[np.uint8]]:
+    def watched(self: table_blocks._Entries) -> tuple[pa.BinaryArray, npt.NDArray[np.uint8]]:
         nonlocal most_words
         most_words = max(most_words, self._num_words)
         return keys(self)
 
-    monkeypatch.setattr(table_file._Entries, "keys", watched)
+    monkeypatch.setattr(table_blocks._Entries, "keys", watched)
     db = Database(tmp_path / "db", **SMALL_MEMTABLES)
     rng = random.Random(0)
     changes: dict[bytes, bytes | None] = {rng.randbytes(20): rng.randbytes(8) for _ in range(3000)}
@@ -348,7 +349,7 @@ def test_few_long_keys_do_not_slow_the_short_ones(tmp_path: Path, monkeypatch: p
     db.write(dict.fromkeys(removed[:-100]))
     db.write_files(tmp_path)
     assert pairs_of(db.scan()) == sorted(db.held.items())
-    assert 0 < most_words <= table_file.LONG_KEY_BYTES // 8
+    assert 0 < most_words <= table_blocks.LONG_KEY_BYTES // 8
     db.engine.close()
 
 
