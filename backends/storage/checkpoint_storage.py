@@ -7,11 +7,10 @@ and digest checked.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
-import obstore
 import xxhash
 from obstore.exceptions import AlreadyExistsError, BaseError, UnknownConfigurationKeyError
 
@@ -24,24 +23,16 @@ from backends.exceptions import (
 from backends.storage.file_ref import FileRef
 from backends.storage.local_files import LocalFiles
 from backends.storage.locations import Location, parse_location
+from backends.storage.object_files import MOST_AT_ONCE, PART_BYTES, ObjectFiles
 from backends.storage.object_stores import ObjectStores
-from backends.storage.sending.failures import check_bucket, first_line, is_out_of_range
+from backends.storage.sending.failures import check_bucket, first_line
 from backends.storage.sending.hedges import HEDGED_BYTES
 from backends.storage.sending.request_counts import RequestCounts
 from backends.storage.sending.sender import RequestSender
 from backends.storage.sending.traffic import BucketTraffic, buckets_of_process
 from backends.storage.shared_objects import SharedObjects
 
-if TYPE_CHECKING:
-    from obstore import GetOptions
-    from obstore.store import ObjectStore
-
-
-_MOST_AT_ONCE = 1000
-"""S3 removes at most this many files with one request, and lists at most this many on one page."""
 _CHUNK_BYTES = 4 << 20
-_PART_BYTES, _PARTS_AT_ONCE, _MOST_PARTS = 8 << 20, 4, 10_000
-"""The bytes of a part, in which large files go up, a few at once; and the most parts that S3 takes."""
 
 
 def digest(data: bytes) -> str:
@@ -86,12 +77,13 @@ class CheckpointStorage:
         self.location = location.text
         self.is_local = location.kind == "local"
         self._stores = stores
-        # A local store is rooted at '/': obstore refuses a root that does not exist yet.
-        root = location.prefix.strip("/")
-        self._prefix = f"{root}/" if root else ""
-        self._files = LocalFiles(Path(location.prefix), fsync=fsync) if self.is_local else None
         self.shared: SharedObjects | None = None
         self._counts = requests
+        self._files: LocalFiles | ObjectFiles = (
+            LocalFiles(Path(location.prefix), fsync=fsync)
+            if self.is_local
+            else ObjectFiles(stores, location.prefix, self._note_more)
+        )
         # What is in the memory of the process is never late.
         has_hedges = location.kind not in ("local", "memory")
         self._sender = RequestSender(
@@ -160,34 +152,32 @@ class CheckpointStorage:
         """Return a file's address, as messages name it."""
         return f"{self.location}/{path}"
 
+    def _note_more(self, verb: str, number: int) -> None:
+        """Count requests of which what was sent needs more than the one that is counted for it."""
+        self._counts.note(verb, self.location, number)
+
     def put_new(self, path: str, data: bytes) -> FileRef:
         """Write a new file: whole or not at all, durable on return. Of several writers one succeeds.
 
         Raises ``FileExistsInStorageError`` if the name is taken, ``StorageError`` if the storage fails.
         """
-        key = self._key(path)
+        self._check_path(path)
         ref = FileRef(path, len(data), digest(data))
-        if self._files is not None:
-            files = self._files
-            try:
-                self._sender.send("write", path, lambda: files.put_new(path, data))
-            except FileExistsError as error:
-                raise self._exists(path) from error
-            self._counts.moved(self.location, sent=len(data))
-            return ref
         unanswered = False  # an attempt of ours may have written the file without our knowing
 
         def put() -> bool:
             self._counts.moved(self.location, sent=len(data))
             try:
-                obstore.put(self._store, key, data, mode="create")
+                self._files.put_new(path, data)
                 return True
+            except FileExistsError:
+                return False  # of a local disk, which answers always
             except AlreadyExistsError:
                 # A repeated attempt may meet what the first one wrote before its answer was lost. S3 also
                 # answers "conflict" while another writer is busy, with nothing there in the end.
                 may_be_ours = unanswered
-                self._counts.note("read", self.location)
-                held = self._get_or_none(path, key)
+                self._note_more("read", 1)
+                held = self._get_or_none(path)
                 if held is None:
                     raise
                 return may_be_ours and held == data
@@ -208,44 +198,28 @@ class CheckpointStorage:
 
         Only for files of Spark's: those of the state are never overwritten. As durable as ``put_new``.
         """
-        key, files = self._key(path), self._files
-        if files is not None:
-            self._sender.send("write", path, lambda: files.replace(path, data))
-        else:
-            self._sender.send("write", path, lambda: obstore.put(self._store, key, data))
+        self._check_path(path)
+        self._sender.send("write", path, lambda: self._files.replace(path, data))
 
     def put_file(self, path: str, source: Path) -> FileRef:
         """Copy a local file into the storage, under a name that nothing else uses. As durable as ``put_new``."""
-        ref = FileRef(path, source.stat().st_size, file_digest(source))
-        if self._files is not None:
-            files = self._files
-            self._sender.send("write", path, lambda: files.put_new_file(path, source))
-            self._counts.moved(self.location, sent=ref.size)
-        else:
-            self._put_in_parts(ref, source)
-        return ref
+        self._check_path(path)
+        return self._put_file(FileRef(path, source.stat().st_size, file_digest(source)), source)
 
     def put_unique(self, path: str, data: bytes) -> FileRef:
         """Write a new file as ``put_new`` does, under a name that nothing else uses: in parts if the file is large."""
-        if self.is_local or len(data) <= _PART_BYTES:
+        if self.is_local or len(data) <= PART_BYTES:
             return self.put_new(path, data)
-        ref = FileRef(path, len(data), digest(data))
-        self._put_in_parts(ref, data)
-        return ref
+        self._check_path(path)
+        return self._put_file(FileRef(path, len(data), digest(data)), data)
 
-    def _put_in_parts(self, ref: FileRef, source: Path | bytes) -> None:
-        """Write a large file in parts, some at once. obstore repeats a part that fails, at a pace of its own."""
-        key = self._key(ref.path)
-        part = max(_PART_BYTES, -(-ref.size // _MOST_PARTS))
-
+    def _put_file(self, ref: FileRef, source: Path | bytes) -> FileRef:
         def put() -> None:
             self._counts.moved(self.location, sent=ref.size)
-            if ref.size > part:
-                # Each part, and to begin and to end them: one more than the parts.
-                self._counts.note("write", self.location, -(-ref.size // part) + 1)
-            obstore.put(self._stores.in_parts, key, source, chunk_size=part, max_concurrency=_PARTS_AT_ONCE)
+            self._files.put_file(ref.path, source, ref.size)
 
         self._sender.send("write", ref.path, put)
+        return ref
 
     def read_to_file(self, ref: FileRef, target: Path) -> None:
         """Copy a file of the storage to a new local file, a piece at a time. Checked as by ``read``."""
@@ -269,13 +243,13 @@ class CheckpointStorage:
         if ref.within is not None:
             take(self.read(ref), 0)  # parts of an object are small
             return
-        key = self._key(ref.path)
+        self._check_path(ref.path)
         hashed, size = xxhash.xxh3_128(), 0
 
         def fetch() -> bool:
             nonlocal size
             try:
-                for piece in self._chunks(key, size):
+                for piece in self._files.pieces(ref.path, size):
                     self._counts.moved(self.location, received=len(piece))
                     take(piece, size)
                     hashed.update(piece)
@@ -295,9 +269,9 @@ class CheckpointStorage:
         return self._whole(path, is_small=True)
 
     def _whole(self, path: str, *, is_small: bool) -> bytes:
-        key = self._key(path)
+        self._check_path(path)
         on_second = _nothing if is_small else None
-        found = self._sender.send("read", path, lambda: self._get_or_none(path, key), on_second=on_second)
+        found = self._sender.send("read", path, lambda: self._get_or_none(path), on_second=on_second)
         if found is None:
             raise MissingFileError(f"{self.full_location(path)} does not exist.")
         return found
@@ -307,14 +281,16 @@ class CheckpointStorage:
 
         Raises ``MissingFileError``.
         """
-        key = self._key(path)
+        self._check_path(path)
 
         def fetch() -> bytes | None:
             try:
-                return self._range(path, key, start, length)
+                data = self._files.read_ranges(path, [start], [length])[0] if length else b""
             except FileNotFoundError as error:
                 check_bucket(error)
                 return None
+            self._counts.moved(self.location, received=len(data))
+            return data
 
         found = self._sender.send("read", path, fetch, on_second=_nothing if length <= HEDGED_BYTES else None)
         if found is None:
@@ -355,23 +331,15 @@ class CheckpointStorage:
         if not refs:
             return held
         within = refs[0].stored_in
-        key = self._key(within)
+        self._check_path(within)
         starts, lengths = [ref.offset for ref in refs], [ref.size for ref in refs]
 
         def fetch() -> list[bytes]:
             try:
-                if self._files is None:
-                    found = obstore.get_ranges(self._store, key, starts=starts, lengths=lengths)
-                    parts = [bytes(part) for part in found]
-                else:
-                    parts = self._files.read_ranges(within, starts, lengths)
+                parts = self._files.read_ranges(within, starts, lengths)
             except FileNotFoundError as error:
                 check_bucket(error)
                 return []
-            except BaseError as error:
-                if is_out_of_range(error):
-                    return []
-                raise
             self._counts.moved(self.location, received=sum(map(len, parts)))
             return parts
 
@@ -416,13 +384,11 @@ class CheckpointStorage:
 
         Object storage says the second.
         """
-        key, files = self._key(path), self._files
+        self._check_path(path)
 
         def head() -> int | None:
             try:
-                if files is not None:
-                    return files.modified_ms(path)
-                return int(obstore.head(self._store, key)["last_modified"].timestamp() * 1000)
+                return self._files.modified_ms(path)
             except FileNotFoundError:
                 return None
 
@@ -434,38 +400,28 @@ class CheckpointStorage:
         ``list`` does not show them.
         """
         files = self._files
-        return [] if files is None else self._sender.send("list", prefix, lambda: files.unfinished(prefix))
+        if isinstance(files, ObjectFiles):
+            return []
+        return self._sender.send("list", prefix, lambda: files.unfinished(prefix))
 
     def list(self, prefix: str = "", *, after: str | None = None) -> list[tuple[str, int]]:
         """Return path and size in bytes of every file in the directory ``prefix`` and below, sorted by path.
 
         With ``after``, only those whose paths sort after it: an object store does not even look at the others.
         """
-        key = self._key(prefix.rstrip("/")) if prefix.strip("/") else self._prefix.rstrip("/")
-        files = self._files
-        if files is not None and not Path(f"/{key}").is_dir():
-            return []
-        offset = None if after is None else self._key(after)
-
-        def list_all() -> list[tuple[str, int]]:
-            if files is not None:
-                return [found for found in files.listed(prefix) if after is None or found[0] > after]
-            found = obstore.list(self._store, prefix=key or None, offset=offset).collect()
-            self._counts.note("list", self.location, len(found) // _MOST_AT_ONCE)  # further pages
-            return sorted((str(meta["path"]).removeprefix(self._prefix), int(meta["size"])) for meta in found)
-
-        return self._sender.send("list", prefix, list_all)
+        if prefix.strip("/"):
+            self._check_path(prefix.rstrip("/"))
+        if after is not None:
+            self._check_path(after)
+        return self._sender.send("list", prefix, lambda: self._files.listed(prefix, after))
 
     def delete(self, path: str) -> None:
         """Remove a file, finished or not. No error if there is none."""
-        key, files = self._key(path), self._files
+        self._check_path(path)
 
         def delete() -> None:
             try:
-                if files is None:
-                    obstore.delete(self._store, key)
-                else:
-                    files.remove(path)
+                self._files.remove(path)
             except FileNotFoundError as error:
                 check_bucket(error)
 
@@ -476,17 +432,19 @@ class CheckpointStorage:
 
         No error for those that do not exist. Raises ``StorageError``: some may have been removed then, others not.
         """
-        if self._files is not None:
+        files = self._files
+        if isinstance(files, LocalFiles):
             for path in paths:
                 self.delete(path)
             return
-        for first in range(0, len(paths), _MOST_AT_ONCE):
-            some = paths[first : first + _MOST_AT_ONCE]
-            keys = [self._key(path) for path in some]
+        for path in paths:
+            self._check_path(path)
+        for first in range(0, len(paths), MOST_AT_ONCE):
+            some = paths[first : first + MOST_AT_ONCE]
 
-            def delete(keys: list[str] = keys) -> bool:
+            def delete(some: Sequence[str] = some) -> bool:
                 try:
-                    obstore.delete(self._store, keys)
+                    files.remove_all(some)
                 except FileNotFoundError as error:
                     check_bucket(error)
                     return False
@@ -497,58 +455,20 @@ class CheckpointStorage:
                 for path in some:
                     self.delete(path)
 
-    def _chunks(self, key: str, start: int = 0) -> Iterator[bytes]:
-        """Read a file from ``start`` on, in pieces."""
-        if self._files is None:
-            try:
-                rest: GetOptions = {"range": {"offset": start}} if start else {}
-                found = obstore.get(self._store, key, options=rest)
-            except BaseError as error:
-                if start and is_out_of_range(error):
-                    return  # all was read when the connection broke
-                raise
-            yield from found.stream(min_chunk_size=_CHUNK_BYTES)
-            return
-        # obstore streams local files in pieces that are too small to be fast.
-        with Path(f"/{key}").open("rb", buffering=0) as file:
-            file.seek(start)
-            while chunk := file.read(_CHUNK_BYTES):
-                yield chunk
-
-    def _range(self, path: str, key: str, start: int, length: int) -> bytes:
-        if not length:
-            return b""
+    def _get_or_none(self, path: str) -> bytes | None:
         try:
-            if self._files is None:
-                data = bytes(obstore.get_range(self._store, key, start=start, length=length))
-            else:
-                data = self._files.read_ranges(path, [start], [length])[0]
-        except BaseError as error:
-            if is_out_of_range(error):
-                return b""
-            raise
-        self._counts.moved(self.location, received=len(data))
-        return data
-
-    def _get_or_none(self, path: str, key: str) -> bytes | None:
-        try:
-            data = bytes(obstore.get(self._store, key).bytes()) if self._files is None else self._files.read(path)
+            data = self._files.read(path)
         except FileNotFoundError as error:
             check_bucket(error)
             return None
         self._counts.moved(self.location, received=len(data))
         return data
 
-    @property
-    def _store(self) -> ObjectStore:
-        return self._stores.plain
-
-    def _key(self, path: str) -> str:
+    def _check_path(self, path: str) -> None:
         if any(part in ("", ".", "..") for part in path.split("/")):
             raise InvalidStateStoreArgument(
                 f"{path!r} is no path below {self.location}: it must be relative, without empty parts, '.' or '..'."
             )
-        return self._prefix + path
 
     def _exists(self, path: str) -> FileExistsInStorageError:
         return FileExistsInStorageError(f"{self.full_location(path)} exists already and is never overwritten.")

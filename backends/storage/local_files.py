@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-_COPY_BYTES = 4 << 20
+_PIECE_BYTES = 4 << 20
 
 
 class LocalFiles:
@@ -41,12 +41,15 @@ class LocalFiles:
         """
         self._put_new(path, lambda descriptor: self._write_all(descriptor, data))
 
-    def put_new_file(self, path: str, source: Path) -> None:
-        """Write a file as ``put_new`` does, with the content of another file."""
+    def put_file(self, path: str, source: Path | bytes, size: int) -> None:
+        """Write a file of ``size`` bytes as ``put_new`` does, with the content of another file."""
 
         def copy(descriptor: int) -> None:
+            if isinstance(source, bytes):
+                self._write_all(descriptor, source)
+                return
             with source.open("rb", buffering=0) as file:
-                while chunk := file.read(_COPY_BYTES):
+                while chunk := file.read(_PIECE_BYTES):
                     self._write_all(descriptor, chunk)
 
         self._put_new(path, copy)
@@ -91,6 +94,13 @@ class LocalFiles:
             parts = zip(starts, lengths, strict=True)
             return [_read(descriptor, start, min(length, max(size - start, 0))) for start, length in parts]
 
+    def pieces(self, path: str, start: int) -> Iterator[bytes]:
+        """Read a file from ``start`` on, in pieces. Raises as ``read`` does."""
+        with self._opened(path) as (descriptor, size):
+            while start < size and (piece := os.pread(descriptor, _PIECE_BYTES, start)):
+                start += len(piece)
+                yield piece
+
     def modified_ms(self, path: str) -> int:
         """Return when a file was written, in ms since 1970. Raises as ``read`` does."""
         found = os.stat(self._below + path)  # noqa: PTH116
@@ -105,12 +115,17 @@ class LocalFiles:
         """Return the files in a directory and below whose writers died in the middle of them, or are writing now."""
         return [path for path, _ in self._found(directory) if _is_unfinished(path)]
 
-    def listed(self, directory: str) -> list[tuple[str, int]]:
+    def listed(self, directory: str, after: str | None = None) -> list[tuple[str, int]]:
         """Return path and size of every finished file in a directory and below, sorted by path; "" is the root.
 
-        Files that come or go meanwhile may be left out. Raises ``OSError``.
+        With ``after``, only of files whose paths sort after it. Files that come or go meanwhile may be left out. Raises
+        ``OSError``.
         """
-        return [found for found in self._found(directory) if not _is_unfinished(found[0])]
+        return [
+            (path, size)
+            for path, size in self._found(directory)
+            if (after is None or path > after) and not _is_unfinished(path)
+        ]
 
     def _found(self, directory: str) -> list[tuple[str, int]]:
         """Return path and size of every file in a directory and below, sorted by path."""

@@ -150,7 +150,7 @@ def requests(seed: int, service: Service) -> Iterator[Requests]:
     """Have storage ask a simulated service, and its sender use simulated threads and time, while the block lasts."""
     s = scheduling.active = Scheduler(seed)
     replaced: dict[tuple[str, str], Any] = {
-        ("backends.storage.checkpoint_storage", "obstore"): service,
+        ("backends.storage.object_files", "obstore"): service,
         ("backends.storage.sending.hedges", "ThreadPoolExecutor"): Pool,
         ("backends.storage.sending.sender", "random"): types.SimpleNamespace(uniform=s.random.uniform),
     }

@@ -155,16 +155,16 @@ def test_progress_shows_the_part_of_a_file_that_is_there(
     lineage = written(files, conf, tmp_path / "a", with_snapshot=True)
     state = opened(files, conf, tmp_path / "b")
     half, goes_on = threading.Event(), threading.Event()
-    chunks = files.storage._chunks
+    pieces = files.storage._files.pieces
 
-    def slow(key: str, start: int) -> Any:
-        for chunk in chunks(key, start):
+    def slow(path: str, start: int) -> Any:
+        for chunk in pieces(path, start):
             yield chunk[: len(chunk) // 2]
             half.set()
             assert goes_on.wait(HANG)
             yield chunk[len(chunk) // 2 :]
 
-    monkeypatch.setattr(files.storage, "_chunks", slow)
+    monkeypatch.setattr(files.storage._files, "pieces", slow)
     watch = LoadWatch()
     loader = threading.Thread(target=lambda: state.load(lineage, watch))
     loader.start()
