@@ -64,6 +64,8 @@ def test_parts_end_where_the_file_ends_and_a_directory_is_no_file(storage, monke
     assert storage.read(whole) == b"0123456789"
     ranges = ((0, 4), (8, 4), (10, 4), (1 << 40, 4), (3, 0))
     assert [storage.get_range("a/b", *one) for one in ranges] == [b"0123", b"89", b"", b"", b""]
+    # A connection may break right behind the last byte: the rest that is read then is nothing.
+    assert [b"".join(storage._files.pieces("a/b", start)) for start in (0, 4, 10)] == [b"0123456789", b"456789", b""]
     inside = FileRef("c", 5, digest(b"34567"), within="a/b", offset=3)
     behind = FileRef("d", 4, digest(b"89"), within="a/b", offset=8)
     assert storage.read_together([inside, behind]) == {"c": b"34567"}
