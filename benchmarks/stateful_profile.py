@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -93,6 +94,25 @@ def cpu_since(before: CpuSeconds) -> dict[str, float]:
     for pid, (kind, seconds) in cpu_seconds().items():
         used[kind] += max(0.0, seconds - before.get(pid, ("", 0.0))[1])
     return used
+
+
+def forget_peaks(role: str) -> None:
+    """Have the kernel count the most memory of the processes of a role (a value of ``PROCESSES``) from now on."""
+    for pid in _pids(role):
+        Path(f"/proc/{pid}/clear_refs").write_text("5")
+
+
+def peak_memory(role: str) -> float:
+    """Return the most MiB that the processes of a role have had, added up, since ``forget_peaks``."""
+    kib = 0
+    for pid in _pids(role):
+        status = Path(f"/proc/{pid}/status").read_text()
+        kib += next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM:"))
+    return kib / 1024
+
+
+def _pids(role: str) -> list[int]:
+    return [pid for pid, (kind, _) in cpu_seconds().items() if kind == role]
 
 
 def stages(spark: SparkSession, query: str, batches: Sequence[int]) -> dict[str, Figures]:

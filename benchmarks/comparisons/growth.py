@@ -10,12 +10,17 @@ from suite.ratios import Target
 from comparisons.streams import chosen, directory, in_turns, measured_of
 
 FILL_ROWS = 500_000
+OURS, HOSTS = "aggregate", "hosts"
+FILLING, RUNNING = "{:,} keys: memory of both hosts at most, as they are filled", "{:,} keys: the same, in the batches"
+MEMORY = 2 * 2048
+"""MiB: ``host_memory`` of two hosts."""
 
 
 def run(size: Size, steps: Steps) -> Measured:
     """Fill each contestant's state to one size after another, and run batches of distinct random keys in between."""
     import lanes
     import numpy as np
+    import stateful_profile
     from stateful_queries import CONTESTANTS
     from workloads import Workload
 
@@ -35,15 +40,26 @@ def run(size: Size, steps: Steps) -> Measured:
             for _ in range(size["warm_up"] + size["turns"] * size["batches"]):
                 ids = np.sort(given.rng.choice(count, touched, replace=False))
                 given.add(given.workload.batch_of(ids, given.rng))
+            stateful_profile.forget_peaks(HOSTS)
             for lane in running:
                 steps.now(f"{count:,} keys: filling {lane.contestant.name}")
                 lane.run(fills + size["warm_up"])
                 lane.check()
                 steps.advance()
+            filling = stateful_profile.peak_memory(HOSTS)
+            stateful_profile.forget_peaks(HOSTS)
             turns = in_turns(running, size["turns"], size["batches"], steps, f"{count:,} keys")
             measured.cases.append(Case(f"{count:,} keys in the state", "s a batch", turns, x=count))
+            if OURS in names:
+                peak = stateful_profile.peak_memory(HOSTS)
+                measured.cases.append(Case(FILLING.format(count), "MiB", {OURS: [[filling]]}))
+                measured.cases.append(Case(RUNNING.format(count), "MiB", {OURS: [[peak]]}))
             held = count
     measured.notes.append(f"A batch has {touched:,} rows, each of another key of the state, at random.")
+    measured.notes.append(
+        f"Memory is what the kernel counts (VmHWM), caches and the code included; `host_memory` is {MEMORY // 2:,} MiB "
+        f"a host. The state is filled by batches of {FILL_ROWS:,} rows."
+    )
     return measured
 
 
@@ -99,6 +115,14 @@ COMPARISONS = (
                 1.3,
                 kind="growth",
                 since="100,000 keys in the state",
+            ),
+            Target(
+                "memory of both hosts with 10^7 keys, twice `host_memory`",
+                FILLING.format(10_000_000),
+                OURS,
+                MEMORY,
+                "value",
+                unit="MiB",
             ),
         ),
         in_smoke=False,
