@@ -56,7 +56,7 @@ Bugs that it found (how each is mended stands behind it):
   written one of its own, and the next one took the late manifest for the newest. Whoever claims a query now writes the
   newest manifest again under its own epoch (seed 1255).
 - With its clock turned back by 100 s, a coordinator removed no files and dropped no lost hosts for 100 s. The actor's
-  clock never goes back now; here clocks are turned back by up to 5 s all the same (``World._turn_clock``).
+  clock never goes back now; here clocks are turned back by up to 5 s all the same (``Troubles.turn_clock``).
 - A host died after it had acknowledged changes of the running batch. Its successor loaded the partition for a query,
   was told of no prepared version, and so did not look at Spark's log: it answered from the version before, though Spark
   had committed the batch. Whoever loads a partition for a query while a batch runs looks now (seed 991662605).

@@ -36,7 +36,7 @@ def in_which_hosts_come_and_go(world: World) -> None:
     """Have hosts come and go all the time, and little else go wrong, while many ask; messages are late or lost."""
     world.faults.heal()
     world.faults.message_lost = world.faults.message_late = 0.02
-    world.only = [world._scale]
+    world.troubles.only = [world.troubles.scale]
     world.restless, world.pace, world.num_clients, world.is_calm = 1.0, 0.5, 6, False
     for stream in world.streams:
         stream.most_seconds = None

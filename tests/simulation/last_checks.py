@@ -1,0 +1,136 @@
+"""The end of a run: in a healthy world all queries go on, and then all that is kept is looked through."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from backends.conf import StateStoreConf
+from backends.formats.changelog_group import GROUPS_DIRECTORY
+from backends.formats.file_names import partition_directory, version_in
+from backends.partition.partition_state import open_partition
+from coordinator_actor.coordinator import Coordinator
+from coordinator_actor.durable.fencing import FENCE
+from coordinator_actor.messages import HostInfo, HostReport
+from coordinator_actor.query.files.files_in_use import BUSY_SECONDS
+from tests.simulation import model
+from tests.simulation.driver import ANSWERED_ON, KEEP, Query
+from tests.simulation.scheduler import Violation
+from tests.simulation.stream import Stream
+
+if TYPE_CHECKING:
+    from tests.simulation.world import World
+
+BATCHES_AFTER = 10
+PATIENCE = 400.0
+"""Virtual seconds within which a healthy world must have done ``BATCHES_AFTER`` batches."""
+
+
+def finish(world: World) -> None:
+    """Nothing goes wrong any more: all queries must go on; then they are stopped and all is looked through."""
+    s = world.scheduler
+    deadline = s.now + PATIENCE
+    for stream, goal in [(stream, stream.batches + BATCHES_AFTER) for stream in world.streams]:
+        while stream.batches < goal:
+            if s.now > deadline:
+                raise Violation(
+                    f"In {PATIENCE:.0f} s without faults only {BATCHES_AFTER - goal + stream.batches} of "
+                    f"{BATCHES_AFTER} batches of {stream.name} were done."
+                )
+            s.sleep(1.0)
+    s.sleep(5.0)
+    session = world.sessions[-1]
+    # A coordinator that was restarted removes nothing before loads of its predecessor's time are surely over.
+    patience = s.now + BUSY_SECONDS + PATIENCE
+    for stream in world.streams:
+        while (litter := _litter(world, stream)) is not None:
+            # What is waited for is that time passes: steps cost, virtual seconds do not.
+            world.pace, world.slowness = 60.0, 4.0
+            if s.now > patience:
+                raise Violation(f"After {BUSY_SECONDS + PATIENCE:.0f} s without faults: {litter}")
+            s.sleep(5.0)
+    patience = s.now + PATIENCE
+    while session.leaving:
+        world.pace, world.slowness = 60.0, 4.0
+        if s.now > patience:
+            raise Violation(f"{[slot.host_id for slot in session.leaving]} still own partitions.")
+        s.sleep(1.0)
+    world.is_over = True
+    session.is_wanted = False
+    s.sleep(60.0 + ANSWERED_ON)  # a query ends behind its batch, and may be answered on
+    for slot in session.hosts:
+        assert slot.process is not None
+        host = slot.process.memory["host"]
+        for replaced in slot.replaced:
+            if replaced.is_alive:
+                raise Violation(f"{replaced.name} still runs, though {slot.process.name} has taken its place.")
+        if host.held.instances:
+            raise Violation(f"{slot.host_id} still holds {sorted(host.held.instances)} after the query has ended.")
+    for stream in world.streams:
+        verifier = s.spawn(s.process("verifier"), lambda stream=stream: _verify(world, stream), "verify")  # type: ignore[misc]
+        s.join(verifier)
+    world.after_maintenance()
+    s.stop()
+
+
+def _litter(world: World, stream: Stream) -> str | None:
+    """What is still there of a query though it is not kept; None if that is within bounds."""
+    head = stream.model.head()
+    assert head is not None
+    files = world.disk.all_files(stream.state)
+    if head.version - head.oldest > 4 * KEEP + 8:
+        return f"Version {head.version} still keeps version {head.oldest}."
+    num_manifests = sum(p.startswith("manifests/") and data != FENCE for p, data in files.items())
+    # Snapshots share their .sst files with later ones.
+    logs = [p for p in files if p.startswith(("operators/", f"{GROUPS_DIRECTORY}/")) and not p.endswith(".sst")]
+    old = [p for p in logs if version_in(p) < head.oldest - 4 * KEEP]
+    if len(old) > 3 * stream.num_partitions * len(stream.model.operators) or num_manifests > 6 * KEEP + 40:
+        return f"{num_manifests} manifests, and {len(old)} files of versions long not kept: {old[:5]}."
+    return None
+
+
+def _verify(world: World, stream: Stream) -> None:
+    """Open every version of a query that is kept, from storage alone."""
+    s = world.scheduler
+    process = s.current.process
+    coordinator = Coordinator(world.clock_of(process), world.disk.open)
+    session = world.sessions[-1]
+    coordinator.register_host(HostInfo("v", "v", "grpc://v", "node", session.session_id), HostReport())
+    stream.layout_of_run["verify"] = (stream.num_partitions, stream.backend)
+    registration = Query(session, stream, "verify").registration
+    answer = coordinator.register_query(registration)
+    if answer.refusal is not None:
+        raise Violation(f"The query cannot be started again: {answer.refusal}")
+    run = coordinator.registries.runs.by_id["verify"]
+    commits = world.disk.directory(stream.checkpoint, "commits")
+    last = max(int(p.split("/")[1]) for p in commits)
+    if run.versions.completed != last + 1:
+        raise Violation(
+            f"Spark has committed batch {last}, and version {run.versions.completed} is the last completed."
+        )
+    token = world.disk.directory(stream.checkpoint, "offsets")[f"offsets/{last}"].decode()
+    plan = stream.model.plans[token]
+    for version in range(run.versions.completed, max(run.versions.oldest, 1) - 1, -1):
+        for operator in stream.model.operators:
+            for partition in range(stream.num_partitions):
+                _verify_one(world, stream, run, plan, version, operator, partition)
+        assert plan is not None
+        plan = plan.parent  # type: ignore[assignment]
+
+
+def _verify_one(
+    world: World, stream: Stream, run: Any, plan: model.Plan, version: int, operator: str, partition: int
+) -> None:
+    n = stream.num_partitions
+    conf = StateStoreConf(provider=stream.backend, compression="none")
+    layout = partition_directory(operator, n, partition)
+    local = world.root / "verify" / f"{stream.name}-{version}-{operator}-{partition}"
+    state = open_partition(local, world.disk.open(stream.state), layout, conf)  # type: ignore[arg-type]
+    state.load(run.versions.lineage(operator, partition, version))
+    keys = [k for k in model.KEYS if model.partition_of(k, n) == partition]
+    contents = state.reads.get_many(model.to_array(keys)).to_pylist()
+    stream.model.check_attempts(run.versions.chain[version].id, operator, keys, contents)
+    values = [model.value_in(c) for c in contents]
+    expected = [plan.values.get((operator, k)) for k in keys]
+    if values != expected:
+        raise Violation(f"Version {version} of {operator}/{partition} holds {values}, and should hold {expected}.")
+    state.destroy()

@@ -1,0 +1,157 @@
+"""What goes wrong in a simulated world, until all of it ends at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from tests.simulation.last_checks import finish
+
+if TYPE_CHECKING:
+    from tests.simulation.world import World
+
+
+class Troubles:
+    """Chooses by the seed what goes wrong, and when."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self.only: list[Callable[[], None]] = []
+        """What goes wrong, if it is this alone."""
+        self._ambush: tuple[str, Callable[[], None]] | None = None
+
+    def run(self) -> None:
+        """Let one thing after the other go wrong, until all is well again."""
+        s = self._world.scheduler
+        r = s.random
+        kinds = [
+            self.kill_host, self.kill_coordinator, self.kill_driver, self.kill_executor, self.kill_all,
+            self.kill_state, self.pause, self.cut_off, self.turn_clock, self.second_driver, self.ask_to_go_back,
+            self.unload_all, self.lie_in_wait, self.scale,
+        ]  # fmt: skip
+        if len(self._world.streams) > 1:
+            kinds.append(self.hang_storage)
+        if self._world.is_calm:
+            kinds = [self.hang_storage]
+        kinds = self.only or kinds
+        chosen = [k for k in kinds if r.random() < 0.6] or kinds
+        while s.now < self._world.troubled_for:
+            s.sleep(r.expovariate(1.0 / self._world.restless))
+            r.choice(chosen)()
+        s.sleep(r.random() * 5)
+        self._world.faults.heal()
+        self._world.disk.hangs_until.clear()
+        self._ambush = None
+        self._world.pace = 1.0
+        self._world.healed_at = s.now
+        s.log("HEALED")
+        for session in self._world.sessions[:-1]:
+            s.kill(session.driver)
+        s.spawn(self._world.outside, lambda: finish(self._world), "finish")
+
+    def _hosts(self) -> list[Any]:
+        return [h for x in self._world.sessions for h in x.hosts if h.process is not None and h.process.is_alive]
+
+    def kill_host(self) -> None:
+        if hosts := self._hosts():
+            self._world.scheduler.kill(self._world.scheduler.random.choice(hosts).process)
+
+    def scale(self) -> None:
+        """Executors come or go, and hosts with them."""
+        session = self._world.sessions[-1]
+        if session.is_alive:
+            out = len(session.hosts) < 2 or (len(session.hosts) < 5 and self._world.scheduler.random.random() < 0.5)
+            session.scale_out() if out else session.scale_in()
+
+    def kill_coordinator(self) -> None:
+        cluster = self._world.scheduler.random.choice(self._world.clusters)
+        if cluster.coordinator is not None:
+            self._world.scheduler.kill(cluster.coordinator)
+
+    def lie_in_wait(self) -> None:
+        """Whatever keeps state dies just after the next file of some kind has been written, perhaps with all else."""
+        r = self._world.scheduler.random
+        kind = r.choice(
+            (".changelog", ".changelogs", ".snapshots", "manifests/", "commits/", "offsets/", "epochs/", ".snapshot")
+        )
+        self._ambush = (kind, r.choice((self.kill_state, self.kill_state, self.kill_all, self.ask_to_go_back)))
+
+    def kill_driver(self) -> None:
+        self._world.scheduler.kill(self._world.sessions[-1].driver)
+
+    def kill_executor(self) -> None:
+        self._world.scheduler.kill(self._world.sessions[-1].executor())
+
+    def kill_state(self) -> None:
+        """Coordinator and hosts, together."""
+        for host in self._hosts():
+            self._world.scheduler.kill(host.process)
+        for cluster in self._world.clusters:
+            if cluster.coordinator is not None:
+                self._world.scheduler.kill(cluster.coordinator)
+
+    def kill_all(self) -> None:
+        self.kill_state()
+        for session in self._world.sessions:
+            for executor in session.executors:
+                self._world.scheduler.kill(executor)
+            self._world.scheduler.kill(session.driver)
+
+    def pause(self) -> None:
+        s = self._world.scheduler
+        processes = [h.process for h in self._hosts()]
+        processes += [
+            c.coordinator for c in self._world.clusters if c.coordinator is not None and c.coordinator.is_alive
+        ]
+        processes += [x.driver for x in self._world.sessions if x.is_alive]
+        s.pause(s.random.choice(processes), s.random.choice((0.5, 3.0, 15.0, 40.0))) if processes else None
+
+    def hang_storage(self) -> None:
+        """All storage of the second query stands still."""
+        s, place = self._world.scheduler, self._world.streams[1].checkpoint
+        self._world.disk.hangs_until[place] = s.now + s.random.choice((5.0, 30.0, 90.0))
+        s.log("STORAGE of", self._world.streams[1].name, "hangs until", self._world.disk.hangs_until[place])
+
+    def cut_off(self) -> None:
+        r = self._world.scheduler.random
+        if r.random() < 0.5 or not self._hosts():
+            r.choice(self._world.clusters).replace_coordinator()
+        else:
+            r.choice(self._hosts()).replace()
+
+    def turn_clock(self) -> None:
+        s = self._world.scheduler
+        process = s.random.choice(self._world.clusters).coordinator
+        if process is not None:
+            # Leases go by the wall clock: turned back by more, they would last longer by as much.
+            process.clock_offset += s.random.choice((-5.0, 5.0, 100.0))
+            s.log("CLOCK of", process.name, "turned to", process.clock_offset)
+
+    def second_driver(self) -> None:
+        if sum(x.is_alive for x in self._world.sessions) < 3:
+            self._world.start_session()
+
+    def ask_to_go_back(self) -> None:
+        self._world.going_back = self._world.has_gone_back = True
+        for session in self._world.sessions:
+            self._world.scheduler.kill(session.driver)
+
+    def unload_all(self) -> None:
+        """The user stops the query, and starts it again."""
+        self._world.sessions[-1].is_wanted = False
+        session = self._world.sessions[-1]
+
+        def again() -> None:
+            if self._world.is_over:
+                return
+            session.is_wanted = True
+            if session is self._world.sessions[-1] and session.is_alive:
+                session.start()
+
+        self._world.scheduler.at(20.0, again)
+
+    def file_written(self, path: str) -> None:
+        """Spring the ambush that waits for a file of this kind."""
+        if self._ambush is not None and self._ambush[0] in path:
+            self._world.scheduler.at(self._world.scheduler.random.random() * 0.02, self._ambush[1])
+            self._ambush = None
