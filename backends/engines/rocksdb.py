@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import shutil
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,15 +21,10 @@ import numpy as np
 import pyarrow as pa
 from rocksdict import (
     AccessType,
-    BlockBasedOptions,
-    Cache,
     Checkpoint,
-    DBCompressionType,
     IngestExternalFileOptions,
-    Options,
     Rdict,
     WriteBatch,
-    WriteBufferManager,
     WriteOptions,
 )
 
@@ -42,14 +36,15 @@ from backends.encoding.keys import KEY_GROUP_BYTES, KeyRange
 from backends.encoding.sorted_pairs import SortedPairs, is_strictly_sorted, to_bytes_list
 from backends.engines.full_disk import disk_full, is_full_disk
 from backends.engines.key_hashes import KeyHashes, hash_keys
+from backends.engines.rocksdb_options import database_options, own_bytes, shared_memory
 from backends.engines.rocksdb_scan import RocksDBRangesScan, RocksDBScan
-from backends.engines.row_cache import CacheBudget, RowCache
+from backends.engines.row_cache import RowCache
 from backends.engines.sorted_files import write_sorted_files
 from backends.engines.table_scan import FEW_PAIRS, Table, TableScan, listed_tables, open_scan, part_of
 from backends.exceptions import ConcurrentCommitError, LocalStateDamagedError, StateStoreError, StoreClosedError
 from backends.formats.changelog import Changes
 from backends.formats.local_state import LocalState
-from backends.host_memory import BLOCK_CACHE, DATABASES, WRITE_BUFFERS, Claim, HostMemory, host_memory
+from backends.host_memory import DATABASES, Claim, host_memory
 from backends.ids import DEFAULT_FAMILY
 
 log = logging.getLogger(__name__)
@@ -60,21 +55,6 @@ WRITE_ROWS = 1 << 10
 """Pairs of one write batch. No other thread can run while RocksDB writes a batch, about a microsecond per pair."""
 KEYS_ONE_BY_ONE = 12
 """At most this many keys are got faster one by one."""
-ARENA_BYTES = 4 << 10
-"""What a column family takes of the write buffers with its first write, and again whenever that is full.
-
-RocksDB takes 1 MiB if it is not told. All column families of all partitions of a process share the write buffers, and
-who writes while they are full writes files. So with 1 MiB a host of a hundred partitions wrote files in every batch.
-"""
-DATABASE_BYTES = 128 << 10
-FAMILY_BYTES = 72 << 10
-"""What an open database takes for itself, and each of its column families, the project's own (``META_FAMILY``)
-included.
-
-RocksDB has no figure for it. Measured is the growth of a process's resident memory from 150 to 450 open databases,
-without write buffers and block cache. It is 268 KiB with 2 column families, 397 with 4, and 622 with 7, the project's
-own among them (RocksDB of rocksdict 0.3, x86-64, glibc).
-"""
 BULK_DIRECTORY = "bulk"
 """Where files are written that the database then takes over. RocksDB leaves alone what it does not know."""
 IDENTITY = "IDENTITY"
@@ -85,18 +65,6 @@ _WRITE_BUFFERS = "rocksdb.cur-size-all-mem-tables"
 _NUM_KEYS = "rocksdb.estimate-num-keys"
 _TABLES = "rocksdb.sstables"
 _IN_MEMORY = ("rocksdb.num-entries-active-mem-table", "rocksdb.num-entries-imm-mem-tables")
-
-_shared_lock = threading.Lock()
-_shared: dict[HostMemory, _SharedMemory] = {}
-
-
-@dataclass(frozen=True)
-class _SharedMemory:
-    """The block cache, the write buffers, and the budget of the row caches; None if there are none."""
-
-    blocks: Cache
-    buffers: WriteBufferManager
-    rows: CacheBudget | None
 
 
 @dataclass
@@ -151,7 +119,7 @@ class LocalRocksDB:
         try:
             there = Rdict.list_cf(str(self._path)) if (self._path / "CURRENT").exists() else []
             names = {DEFAULT_FAMILY, META_FAMILY, *there}
-            options = self._options()
+            options = database_options(self._conf)
             others = {n: options for n in names if n != DEFAULT_FAMILY}
             db = Rdict(str(self._path), options, others, access or AccessType.read_write())
             for name in names:
@@ -172,7 +140,7 @@ class LocalRocksDB:
             if is_full_disk(error):
                 raise disk_full(self._path, error) from error
             raise LocalStateDamagedError(f"{self._path} cannot be opened: {error}") from error
-        self._own = host_memory(self._conf).note(DATABASES, _own_bytes(len(names)))
+        self._own = host_memory(self._conf).note(DATABASES, own_bytes(len(names)))
         self._db, self._families, self._is_for_reading = db, families, access is not None
         self._opened, self._damage, self.state = object(), None, state
 
@@ -187,40 +155,17 @@ class LocalRocksDB:
             self.state, self._damage = LocalState.unfinished(self.state.head), str(error)
             raise
 
-    def _options(self) -> Options:
-        conf = self._conf
-        shared = _shared_memory(conf)
-        options = Options(raw_mode=True)
-        options.create_if_missing(True)
-        options.create_missing_column_families(True)
-        options.set_atomic_flush(True)
-        # RocksDB would start 15 threads for each column family that it opens, be there one file to open or hundreds.
-        options.set_max_file_opening_threads(1)
-        options.set_write_buffer_manager(shared.buffers)
-        options.set_write_buffer_size(conf.rocksdb_memtable_bytes)
-        options.set_arena_block_size(ARENA_BYTES)
-        options.set_keep_log_file_num(1)
-        options.set_compression_type(getattr(DBCompressionType, conf.rocksdb_compression)())
-        table = BlockBasedOptions()
-        table.set_block_cache(shared.blocks)
-        table.set_cache_index_and_filter_blocks(True)
-        table.set_pin_l0_filter_and_index_blocks_in_cache(True)
-        if conf.rocksdb_bloom_filter_bits:
-            table.set_bloom_filter(conf.rocksdb_bloom_filter_bits, False)
-        options.set_block_based_table_factory(table)
-        return options
-
     def _create(self, name: str) -> None:
-        db = self._db.create_column_family(name, self._options())
+        db = self._db.create_column_family(name, database_options(self._conf))
         self._families = {
             **self._families,
             name: self._family(name, db, self._db.get_column_family_handle(name)),
         }
         if self._own is not None:
-            host_memory(self._conf).resize(self._own, _own_bytes(len(self._families)))
+            host_memory(self._conf).resize(self._own, own_bytes(len(self._families)))
 
     def _family(self, name: str, db: Rdict, handle: object) -> _Family:
-        budget = _shared_memory(self._conf).rows if name != META_FAMILY else None
+        budget = shared_memory(self._conf).rows if name != META_FAMILY else None
         return _Family(db, handle, None if budget is None else RowCache(budget))
 
     @property
@@ -354,7 +299,7 @@ class LocalRocksDB:
         directory.mkdir()
         given = _CallersPairs(parts)
         try:
-            files = write_sorted_files(given, directory, self._options())
+            files = write_sorted_files(given, directory, database_options(self._conf))
             for name in {name for name, _ in files} - self._families.keys():
                 self._create(name)
             # On the disk before the files are: without the log, a crash would leave pairs in a database of version 0.
@@ -534,10 +479,6 @@ def _tables(db: Rdict) -> list[Table] | None:
     return listed_tables(db.property_value(_TABLES) or "")
 
 
-def _own_bytes(num_families: int) -> int:
-    return DATABASE_BYTES + num_families * FAMILY_BYTES
-
-
 def _batches(changes: Changes, families: Mapping[str, _Family]) -> list[WriteBatch]:
     """Return write batches of all changes, at least one batch."""
     batches: list[WriteBatch] = []
@@ -556,22 +497,3 @@ def _fill(batch: WriteBatch, pairs: SortedPairs, handle: object) -> None:
             delete(key, handle)
         else:
             put(key, value, handle)
-
-
-def _shared_memory(conf: StateStoreConf) -> _SharedMemory:
-    """Return the block cache, write buffers and row-cache budget that stores of the process with equal limits share."""
-    memory = host_memory(conf)
-    with _shared_lock:
-        if memory not in _shared:
-            # RocksDB's other cache has up to 64 shards, and none holds a block larger than itself. The shards of a
-            # cache of 64 MiB are smaller than the filter of a large file, which was then read anew for every key, at 70
-            # µs.
-            blocks = Cache.new_hyper_clock_cache(conf.block_cache_bytes, 0)
-            buffers = WriteBufferManager(conf.write_buffer_bytes, False)
-            rows = CacheBudget(conf.row_cache_bytes, memory.row_cache_room) if conf.row_cache_bytes else None
-            memory.measure(BLOCK_CACHE, blocks.get_usage)
-            memory.measure(WRITE_BUFFERS, buffers.get_usage)
-            if rows is not None:
-                memory.share_row_caches(rows)
-            _shared[memory] = _SharedMemory(blocks, buffers, rows)
-        return _shared[memory]

@@ -7,7 +7,7 @@ import pytest
 
 from backends import StateStoreConf
 from backends.encoding.sorted_pairs import SortedPairs
-from backends.engines import rocksdb
+from backends.engines import rocksdb_options
 from backends.engines.rocksdb import LocalRocksDB
 from backends.formats.changelog import Changes
 from backends.formats.local_state import LocalState
@@ -24,7 +24,7 @@ class Partitions:
 
     def __init__(self, directory: Path, number: int, conf: StateStoreConf) -> None:
         self.directory = directory
-        self.buffers = rocksdb._shared_memory(conf).buffers
+        self.buffers = rocksdb_options.shared_memory(conf).buffers
         self.engines = [LocalRocksDB(directory / str(i), conf) for i in range(number)]
         self.written: set[Path] = set()
         self.version = 0
