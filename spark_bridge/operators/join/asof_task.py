@@ -14,7 +14,8 @@ import pyarrow as pa
 from backends.encoding.columns import Mask
 from backends.encoding.keys import decode_keys
 from spark_bridge.operators.join.asof_matching import BACKWARD, FORWARD, NO_ROW, Asof, SortedRows, nearest
-from spark_bridge.operators.join.join_task import DUE_SIDES, JoinBatch, JoinLogic, SideRows, join_logic
+from spark_bridge.operators.join.join_output import SideRows
+from spark_bridge.operators.join.join_task import DUE_SIDES, JoinBatch, JoinLogic, join_logic
 from spark_bridge.operators.join.sides import LEFT_OUTER, LEFT_ROW, NO_TIME, RIGHT_ROW, SIDE, Bounds
 from spark_bridge.state_format.layouts import LEFT, RIGHT, join_schema
 from spark_bridge.task.keyed_rows import KeyedRows
@@ -131,11 +132,11 @@ class _AsofBatch(JoinBatch):
         matched = places != NO_ROW
         if self._logic.asof.tolerance_us is not None:
             matched &= distances <= self._logic.asof.tolerance_us
-        self.emit(keys, left, of_left[matched], right, others[rows.numbers[places[matched]]], spool)
+        self.output.emit(keys, left, of_left[matched], right, others[rows.numbers[places[matched]]], spool)
         self._emit_left(keys, left, of_left[~matched], spool)
 
     def _emit_left(self, keys: pa.RecordBatch, left: SideRows, numbers: Times, spool: Spool) -> None:
-        self.emit(keys, left, numbers, None, None, spool)
+        self.output.emit(keys, left, numbers, None, None, spool)
 
     def _kept(self, rows: SortedRows, waiting: Times) -> tuple[Mask, Times]:
         """Return which right rows a left row may still get, and when they are to be looked at again.

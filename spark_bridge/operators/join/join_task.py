@@ -8,9 +8,8 @@ counterpart is ``StreamingSymmetricHashJoinExec``: in one batch, all matches com
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -22,8 +21,8 @@ from backends.encoding.keys import decode_keys
 from backends.encoding.operator_schema import OperatorSchema
 from coordinator_actor.messages import OperatorFigures
 from spark_bridge.aggregates.row_groups import group_rows
-from spark_bridge.exceptions import StatefulProcessorError
-from spark_bridge.operators.join.matching import PAIRS_AT_ONCE, RowsToMatch, matches
+from spark_bridge.operators.join.join_output import Apply, JoinOutput, SideRows
+from spark_bridge.operators.join.matching import matches
 from spark_bridge.operators.join.sides import (
     ANTI,
     FULL,
@@ -39,7 +38,7 @@ from spark_bridge.operators.join.sides import (
     shared_slots,
     slot_name,
 )
-from spark_bridge.operators.join.waiting_rows import Due, Waiting, WaitingRows
+from spark_bridge.operators.join.waiting_rows import Due, WaitingRows
 from spark_bridge.state_format.layouts import LEFT, MATCHED, RIGHT, join_schema
 from spark_bridge.task.external_sort import Limits
 from spark_bridge.task.keyed_rows import Ids, KeyedRows, RowReducer, StepSize, empty, one_batch, parts_of
@@ -53,9 +52,6 @@ JOIN_KEYS_PER_STEP = 1 << 14
 _CHUNK = "__statestore_chunk"
 """The number of a chunk that is due, in a row that stands for it; such rows are of ``DUE_SIDES``."""
 DUE_SIDES = (LEFT_ROW + 2, RIGHT_ROW + 2)
-
-Apply: TypeAlias = Callable[[pa.Table, pa.Table], "pa.Table | pa.RecordBatch"]
-"""Takes matching rows of both sides, row by row, and gives output."""
 
 
 @dataclass(frozen=True)
@@ -164,31 +160,6 @@ def _sorted(ids: Ids, num_keys: int, rows: pa.RecordBatch) -> tuple[Ids, pa.Reco
     return ids[order], rows.take(pa.array(order))
 
 
-@dataclass(frozen=True)
-class SideRows:
-    """All rows of one side that a step handles: first the new ones, then those that were waiting.
-
-    ``can_match`` is false for rows with a null in their key, or without a time where the join has bounds.
-    """
-
-    waiting: Waiting
-    due: Due
-    num_new: int
-    ids: Ids
-    times: Times
-    rows: pa.RecordBatch
-    can_match: Mask
-
-    def matchable(self, *, new: bool, old: bool) -> RowsToMatch:
-        """Return the new rows, the waiting rows, or both, as far as they can match."""
-        chosen = self.can_match.copy()
-        if not new:
-            chosen[: self.num_new] = False
-        if not old:
-            chosen[self.num_new :] = False
-        return RowsToMatch(self.ids, self.times, np.arange(len(self.ids))).where(chosen)
-
-
 class JoinBatch:
     """One micro-batch of one partition."""
 
@@ -197,6 +168,7 @@ class JoinBatch:
         self._store = store
         self._timer = timer
         self._watermark = store.times.watermark_ms if logic.bounds.uses_time else 0
+        self.output = JoinOutput(logic.keys, logic.sides, logic.output, logic.apply, logic.given)
         self._state = [WaitingRows(side, store, self._due_until(side)) for side in logic.sides]
         self._rows = self._late = self._updated = self._removed = 0
 
@@ -275,11 +247,11 @@ class JoinBatch:
             matched[0][one.matched_probes] = True
             matched[1][one.matched_others] = True
         if logic.how == SEMI:
-            self.emit(keys, left, np.flatnonzero(matched[0]), None, None, spool)
+            self.output.emit(keys, left, np.flatnonzero(matched[0]), None, None, spool)
         elif logic.how != ANTI:
             for one in found:
                 for of_left, of_right in one.pairs():
-                    self.emit(keys, left, of_left, right, of_right, spool)
+                    self.output.emit(keys, left, of_left, right, of_right, spool)
         self._settle(0, part, keys, no_nulls, left, matched[0], spool)
         self._settle(1, part, keys, no_nulls, right, matched[1], spool)
         return int(part.rows.nbytes + left.waiting.nbytes + right.waiting.nbytes)
@@ -324,9 +296,9 @@ class JoinBatch:
         expired = side.expired(of_side.times, self._watermark)
         if side.keeps_unmatched and (unmatched := np.flatnonzero(expired & ~matched)).size:
             if i == 0:
-                self.emit(keys, of_side, unmatched, None, None, spool)
+                self.output.emit(keys, of_side, unmatched, None, None, spool)
             else:
-                self.emit(keys, None, None, of_side, unmatched, spool)
+                self.output.emit(keys, None, None, of_side, unmatched, spool)
         kept = ~expired
         if side.leaves_once_matched:
             kept &= ~matched
@@ -362,83 +334,3 @@ class JoinBatch:
             due_at[stored],
             has_entries=has_entries,
         )
-
-    def emit(
-        self,
-        keys: pa.RecordBatch,
-        left: SideRows | None,
-        of_left: Ids | None,
-        right: SideRows | None,
-        of_right: Ids | None,
-        spool: Spool,
-    ) -> None:
-        """Put pairs of rows into the spool; where a side is None, the rows have nulls for it."""
-        for first in range(
-            0, len(of_left if of_left is not None else of_right if of_right is not None else ()), PAIRS_AT_ONCE
-        ):
-            part = slice(first, first + PAIRS_AT_ONCE)
-            spool.add(
-                self._output(
-                    keys,
-                    left,
-                    None if of_left is None else of_left[part],
-                    right,
-                    None if of_right is None else of_right[part],
-                )
-            )
-
-    def _output(
-        self,
-        keys: pa.RecordBatch,
-        left: SideRows | None,
-        of_left: Ids | None,
-        right: SideRows | None,
-        of_right: Ids | None,
-    ) -> pa.RecordBatch:
-        logic = self._logic
-        rows = [(left, of_left), (right, of_right)]
-        n = next(len(numbers) for _, numbers in rows if numbers is not None)
-        key_columns: list[pa.RecordBatch | None] = []
-        columns: list[list[pa.Array]] = []
-        for side, (of_side, numbers) in zip(logic.sides, rows, strict=True):
-            if of_side is None or numbers is None:
-                key_columns.append(None)
-                columns.append([pa.nulls(n, kind) for kind in side.columns.types])
-            else:
-                key_columns.append(keys.take(pa.array(of_side.ids[numbers])))
-                columns.append(of_side.rows.take(pa.array(numbers)).columns)
-        if logic.apply is not None:
-            return self._applied(key_columns, columns, n)
-        of_keys = next(k for k in key_columns if k is not None)
-        named = {f.name: c for f, c in zip(logic.keys, of_keys.columns, strict=True)}
-        for side, arrays in zip(logic.sides, columns, strict=True):
-            named.update({f.name: c for f, c in zip(side.columns, arrays, strict=True) if f.name in logic.output.names})
-        return pa.RecordBatch.from_arrays([named[f.name] for f in logic.output], schema=logic.output)
-
-    def _applied(
-        self, key_columns: list[pa.RecordBatch | None], columns: list[list[pa.Array]], n: int
-    ) -> pa.RecordBatch:
-        """Return the output of the user's function for rows of both sides."""
-        logic = self._logic
-        assert logic.apply is not None
-        tables = []
-        for side, of_keys, arrays, names in zip(logic.sides, key_columns, columns, logic.given, strict=True):
-            of_key = [pa.nulls(n, f.type) for f in logic.keys] if of_keys is None else of_keys.columns
-            named = {
-                **dict(zip(logic.keys.names, of_key, strict=True)),
-                **dict(zip(side.columns.names, arrays, strict=True)),
-            }
-            tables.append(pa.table({name: named[name] for name in names}))
-        made = logic.apply(tables[0], tables[1])
-        if not isinstance(made, (pa.Table, pa.RecordBatch)):
-            raise StatefulProcessorError(
-                f"apply= of a join gave {type(made).__name__}: it must give a pyarrow.Table or RecordBatch."
-            )
-        missing = [name for name in logic.output.names if made.schema.names.count(name) != 1]
-        if missing:
-            raise StatefulProcessorError(
-                f"apply= of a join gave the columns {', '.join(made.schema.names) or 'none'}; output= says that there "
-                f"is one each of {', '.join(logic.output.names)}."
-            )
-        table = pa.table(made.select(logic.output.names)) if isinstance(made, pa.RecordBatch) else made
-        return one_batch(table.select(logic.output.names).cast(logic.output).to_batches() or [empty(logic.output)])

@@ -11,7 +11,8 @@ from backends.exceptions import StateStoreError
 from spark_bridge.exceptions import InvalidOperatorError
 from spark_bridge.operators.join.asof_matching import BACKWARD, DIRECTIONS, Asof
 from spark_bridge.operators.join.asof_task import asof_logic
-from spark_bridge.operators.join.join_task import Apply, join_logic
+from spark_bridge.operators.join.join_output import Apply
+from spark_bridge.operators.join.join_task import join_logic
 from spark_bridge.operators.join.output_time import asof_times, side_times, timed_output
 from spark_bridge.operators.join.sides import ANTI, INNER, LEFT_OUTER, SEMI, Bounds
 from spark_bridge.operators.join.streams import (

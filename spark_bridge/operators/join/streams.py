@@ -15,7 +15,8 @@ from coordinator_actor.messages import OperatorSpec
 from spark_bridge.exceptions import InvalidOperatorError
 from spark_bridge.operators.conf import key_group_count, partition_count
 from spark_bridge.operators.declared_operators import check_operator_name, declare
-from spark_bridge.operators.join.join_task import Apply, JoinLogic
+from spark_bridge.operators.join.join_output import Apply
+from spark_bridge.operators.join.join_task import JoinLogic
 from spark_bridge.operators.join.sides import (
     ANTI,
     FULL,
