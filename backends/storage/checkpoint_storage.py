@@ -23,7 +23,7 @@ from backends.exceptions import (
 from backends.storage.file_ref import FileRef
 from backends.storage.local_files import LocalFiles
 from backends.storage.locations import Location, parse_location
-from backends.storage.object_files import MOST_AT_ONCE, PART_BYTES, ObjectFiles
+from backends.storage.object_files import MOST_FILES_AT_ONCE, PART_BYTES, ObjectFiles
 from backends.storage.object_stores import ObjectStores
 from backends.storage.sending.failures import check_bucket, first_line
 from backends.storage.sending.hedges import HEDGED_BYTES
@@ -428,7 +428,7 @@ class CheckpointStorage:
         self._sender.send("delete", path, delete)
 
     def delete_all(self, paths: Sequence[str]) -> None:
-        """Remove files, finished or not, with one request for ``_MOST_AT_ONCE`` of them where the storage can do so.
+        """Remove files, finished or not, with one request for ``_MOST_FILES_AT_ONCE`` of them where the storage can do so.
 
         No error for those that do not exist. Raises ``StorageError``: some may have been removed then, others not.
         """
@@ -439,8 +439,8 @@ class CheckpointStorage:
             return
         for path in paths:
             self._check_path(path)
-        for first in range(0, len(paths), MOST_AT_ONCE):
-            some = paths[first : first + MOST_AT_ONCE]
+        for first in range(0, len(paths), MOST_FILES_AT_ONCE):
+            some = paths[first : first + MOST_FILES_AT_ONCE]
 
             def delete(some: Sequence[str] = some) -> bool:
                 try:

@@ -18,7 +18,7 @@ from backends.storage.sending.failures import is_out_of_range
 if TYPE_CHECKING:
     from obstore import GetOptions
 
-MOST_AT_ONCE = 1000
+MOST_FILES_AT_ONCE = 1000
 """S3 removes at most this many files with one request, and lists at most this many on one page."""
 PART_BYTES, _PARTS_AT_ONCE, _MOST_PARTS = 8 << 20, 4, 10_000
 """The bytes of a part, in which large files go up, a few at once; and the most parts that S3 takes."""
@@ -93,7 +93,7 @@ class ObjectFiles:
         obstore.delete(self._stores.plain, self._prefix + path)
 
     def remove_all(self, paths: Sequence[str]) -> None:
-        """Remove at most ``MOST_AT_ONCE`` files; some storages stop at one that does not exist, as ``remove`` does."""
+        """Remove at most ``MOST_FILES_AT_ONCE`` files; some storages stop at one that does not exist, as ``remove`` does."""
         obstore.delete(self._stores.plain, [self._prefix + path for path in paths])
 
     def listed(self, directory: str, after: str | None) -> list[tuple[str, int]]:
@@ -101,5 +101,5 @@ class ObjectFiles:
         key = (self._prefix + directory).rstrip("/") if directory.strip("/") else self._prefix.rstrip("/")
         offset = None if after is None else self._prefix + after
         found = obstore.list(self._stores.plain, prefix=key or None, offset=offset).collect()
-        self._note_more("list", len(found) // MOST_AT_ONCE)  # further pages
+        self._note_more("list", len(found) // MOST_FILES_AT_ONCE)  # further pages
         return sorted((str(meta["path"]).removeprefix(self._prefix), int(meta["size"])) for meta in found)
