@@ -428,7 +428,7 @@ class CheckpointStorage:
         self._sender.send("delete", path, delete)
 
     def delete_all(self, paths: Sequence[str]) -> None:
-        """Remove files, finished or not, with one request for ``_MOST_FILES_AT_ONCE`` of them where the storage can do so.
+        """Remove files, finished or not: ``MOST_FILES_AT_ONCE`` of them with one request where the storage can do so.
 
         No error for those that do not exist. Raises ``StorageError``: some may have been removed then, others not.
         """

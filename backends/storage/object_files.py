@@ -93,7 +93,7 @@ class ObjectFiles:
         obstore.delete(self._stores.plain, self._prefix + path)
 
     def remove_all(self, paths: Sequence[str]) -> None:
-        """Remove at most ``MOST_FILES_AT_ONCE`` files; some storages stop at one that does not exist, as ``remove`` does."""
+        """Remove at most ``MOST_FILES_AT_ONCE`` files; some storages stop at one that is missing, as by ``remove``."""
         obstore.delete(self._stores.plain, [self._prefix + path for path in paths])
 
     def listed(self, directory: str, after: str | None) -> list[tuple[str, int]]:
