@@ -63,8 +63,8 @@ def run(size: Size, steps: Steps) -> Measured:
         lanes.start(spark, running[OURS])
         _savepoints(running[OURS], given, root / "savepoints", size, steps, measured)
         _last_savepoint(running[OURS], root / "savepoints", steps, measured)
-        _restarts(spark, running[OURS], given, steps, measured)
-        _rescales(spark, running, given, root, size, steps, measured)
+        partitions = _rescales(spark, running, given, root, size, steps, measured)
+        _restarts(spark, running[OURS], given, partitions, size["settle"], steps, measured)
     return measured
 
 
@@ -130,27 +130,34 @@ def _last_savepoint(lane: Lane, path: Path, steps: Steps, measured: Measured) ->
     steps.advance()
 
 
-def _restarts(spark: Any, lane: Lane, given: Input, steps: Steps, measured: Measured) -> None:
+def _restarts(
+    spark: Any, lane: Lane, given: Input, partitions: int, settle: float, steps: Steps, measured: Measured
+) -> None:
     """Measure the first batch after restarts with other partition counts, one directly after the other.
 
-    The restart with the first count again, after which ``_rescales`` goes on, is not measured.
+    Before the first one the query has been at rest with its ``partitions`` for ``settle`` seconds, so that their
+    snapshots are in storage.
     """
     import lanes
 
-    for partitions in (*RESTARTS, FEW):
-        steps.now(f"restarting with {partitions} partitions")
+    lanes.start(spark, lane, {PARTITIONS: str(partitions)})
+    given.add()
+    lane.run(1)
+    time.sleep(settle)
+    lane.stop()
+    for number in RESTARTS:
+        steps.now(f"restarting with {number} partitions")
         given.add()
-        lanes.start(spark, lane, {PARTITIONS: str(partitions)})
+        lanes.start(spark, lane, {PARTITIONS: str(number)})
         began = time.perf_counter()
         lane.run(1)
-        if partitions != FEW:
-            measured.cases.append(Case(RESTARTED.format(partitions), "s", {OURS: [[time.perf_counter() - began]]}))
-            steps.advance()
+        measured.cases.append(Case(RESTARTED.format(number), "s", {OURS: [[time.perf_counter() - began]]}))
+        steps.advance()
         lane.check()
         lane.stop()
     measured.notes.append(
         f"Restarts with {' and at once '.join(map(str, RESTARTS))} partitions: from the input of the first batch, as "
-        f"the query begins to load {given.workload.keys:,} keys."
+        f"the query begins to load {given.workload.keys:,} keys. Before them the query had rested for {settle:g} s."
     )
 
 
@@ -160,8 +167,8 @@ def _note_end(ended: list[float], _: Future[str]) -> None:
 
 def _rescales(
     spark: Any, lanes_of: dict[str, Lane], given: Input, root: Path, size: Size, steps: Steps, measured: Measured
-) -> None:
-    """Measure the change from few to many partitions and back, up to the first completed batch."""
+) -> int:
+    """Measure the change from few to many partitions and back, up to the first completed batch; return their number."""
     import lanes
 
     turns: dict[tuple[int, int], dict[str, list[list[float]]]] = {}
@@ -197,6 +204,7 @@ def _rescales(
             "This Spark cannot change the partitions of a checkpoint: only computing all input again is left to "
             "compare."
         )
+    return before
 
 
 def repartition_seconds(spark: Any, lane: Lane, partitions: int, measured: Measured) -> float | None:
@@ -241,13 +249,13 @@ COMPARISONS = (
     Comparison(
         name="savepoint",
         title="Savepoint and rescale",
-        about="Savepoints of a running query and what they cost its batches; restarts with 3 and with 16 partitions; "
-        "then the same state with twice as many partitions. Ours is restarted with another number; Spark repartitions "
-        "its checkpoint offline (4.2), or computes everything again.",
+        about="Savepoints of a running query and what they cost its batches; then the same state with twice as many "
+        "partitions: ours is restarted with another number, Spark repartitions its checkpoint offline (4.2), or "
+        "computes everything again. Then restarts with 3 and with 16 partitions.",
         run=run,
         sizes={
-            "full": {"keys": 10_000_000, "rows": 100_000, "savepoints": 2, "batches": 6, "rescales": 1},
-            "smoke": {"keys": 20_000, "rows": 5_000, "savepoints": 1, "batches": 2, "rescales": 1},
+            "full": {"keys": 10_000_000, "rows": 100_000, "savepoints": 2, "batches": 6, "rescales": 1, "settle": 70.0},
+            "smoke": {"keys": 20_000, "rows": 5_000, "savepoints": 1, "batches": 2, "rescales": 1, "settle": 0.0},
         },
         minutes={"full": 60, "smoke": 6},
         environments=(VENV, VENV42),
