@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -57,6 +58,12 @@ KEYS_ONE_BY_ONE = 12
 """At most this many keys are got faster one by one."""
 BULK_DIRECTORY = "bulk"
 """Where files are written that the database then takes over. RocksDB leaves alone what it does not know."""
+FLUSH_DIRECTORY = "flush"
+"""Where a checkpoint is made only for what RocksDB does first: it writes to files what is in memory."""
+FLUSH_PAIRS, FLUSH_PART = 500_000, 0.5
+"""A scan of so many pairs, and of such a part of all, is worth it that RocksDB writes its files: as many pairs are read
+for it as may have to be merged later for the file that is more.
+"""
 IDENTITY = "IDENTITY"
 """The name of the file with a database's id."""
 META_FAMILY = "__statestore__"
@@ -97,6 +104,7 @@ class LocalRocksDB:
         self._own: Claim | None = None
         """Counts what the open database takes for itself."""
         self.state = LocalState()
+        self._flushing = threading.Lock()
         self._write_options = WriteOptions()
         self._write_options.disable_wal = True
         if not (path / "CURRENT").exists():
@@ -113,7 +121,8 @@ class LocalRocksDB:
         such a reader keeps are of a time before the next write.
         """
         self._path.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(self._path / BULK_DIRECTORY, ignore_errors=True)  # of a process that died
+        for name in (BULK_DIRECTORY, FLUSH_DIRECTORY):
+            shutil.rmtree(self._path / name, ignore_errors=True)  # of a process that died
         families: dict[str, _Family] = {}
         db: Any = None
         try:
@@ -369,15 +378,41 @@ class LocalRocksDB:
         return scan
 
     def _scan_of_files(self, db: Rdict, start: bytes | None, end: bytes | None) -> TableScan | None:
-        """Return a scan of many pairs that are all in files; None if RocksDB is to scan them."""
+        """Return a scan of many pairs that are all in files; None if RocksDB is to scan them.
+
+        A scan of very many pairs, and of most of those that are there, has RocksDB write to files first what is in
+        memory alone.
+        """
         if len(start or b"") > KEY_GROUP_BYTES or len(end or b"") > KEY_GROUP_BYTES:
             return None
-        if any(db.property_int_value(name) != 0 for name in _IN_MEMORY):  # or None: RocksDB does not say
+        keys, is_in_files = int(db.property_int_value(_NUM_KEYS) or 0), _is_in_files(db)
+        if keys < (FEW_PAIRS if is_in_files else FLUSH_PAIRS) or (tables := _tables(db)) is None:
             return None
-        tables = _tables(db)
-        if tables is None or int(db.property_int_value(_NUM_KEYS) or 0) * part_of(tables, start, end) < FEW_PAIRS:
+        part = part_of(tables, start, end)
+        if keys * part < FEW_PAIRS:
             return None
+        if not is_in_files:
+            if keys * part < FLUSH_PAIRS or part < FLUSH_PART:
+                return None
+            self._flush()
+            if not _is_in_files(db):
+                return None
         return open_scan(self._path, partial(_tables, db), start, end, self._failure)
+
+    def _flush(self) -> None:
+        """Have RocksDB write what is in memory to files, all column families at once.
+
+        Its own flush is of one column family: after a crash, the version would not be that of the pairs.
+        """
+        directory = self._path / FLUSH_DIRECTORY
+        with self._flushing:  # scans may be opened side by side
+            shutil.rmtree(directory, ignore_errors=True)
+            try:
+                Checkpoint(self._db).create_checkpoint(str(directory))
+            except Exception as error:  # rocksdict raises plain Exception
+                raise self._failure("write its files", error) from error
+            finally:
+                shutil.rmtree(directory, ignore_errors=True)
 
     def scan_ranges(self, ranges: Sequence[KeyRange], column_family: str = DEFAULT_FAMILY) -> Iterator[pa.RecordBatch]:
         """Return the pairs of ascending ranges, one after the other, as they are now."""
@@ -473,6 +508,11 @@ def _opened(db: Rdict | None, families: Mapping[str, _Family]) -> list[Rdict]:
     """Return the objects to be closed, the database itself last."""
     others = [family.db for name, family in families.items() if name != DEFAULT_FAMILY]
     return others if db is None else [*others, db]
+
+
+def _is_in_files(db: Rdict) -> bool:
+    """Return whether no pair is in RocksDB's memory alone."""
+    return all(db.property_int_value(name) == 0 for name in _IN_MEMORY)  # None: RocksDB does not say
 
 
 def _tables(db: Rdict) -> list[Table] | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import random
+import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -152,6 +153,51 @@ def test_pairs_in_memory_leave_the_scan_to_rocksdb(tmp_path: Path) -> None:
     db.write({b"\x00\x01b": b"2"})
     scan = db.engine.scan(None, None)
     assert isinstance(scan, RocksDBScan) and pairs_of(scan) == sorted(db.held.items())
+    db.engine.close()
+
+
+def test_very_many_pairs_are_written_to_files_for_a_scan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rocksdb, "FLUSH_PAIRS", 1000)
+    db = Database(tmp_path / "db")
+    db.write({i.to_bytes(2, "big") + b"k": b"v" for i in range(998)})
+    db.write_files(tmp_path)
+    db.write({b"\x00\x01k": b"new", b"\x00\x02k": None, b"\x03\xe7k": b"v"})
+    assert isinstance(db.engine.scan(None, None), RocksDBScan), "999 pairs"
+    both = {"default": {b"\x03\xe8k": b"v", b"\x03\xe9k": b"v"}, "other": {b"\x00\x01k": b"of another family"}}
+    db.version += 1
+    changes = Changes({family: SortedPairs.from_dict(its) for family, its in both.items()})
+    db.engine.prepare(changes)(LocalState(db.version, str(db.version), None))
+    db.held.update(both["default"])
+    monkeypatch.setattr(rocksdb, "FLUSH_PAIRS", 400)
+    assert isinstance(db.engine.scan(b"\x02", None), RocksDBScan), "less than half of all"
+    scan = db.engine.scan(None, None)
+    assert isinstance(scan, TableScan)
+    db.write({b"\x00\x03k": b"later"})
+    assert dict(pairs_of(scan)) == {**db.held, b"\x00\x03k": b"v"}
+    # A process that dies now leaves one version behind, of all families: not the last one, which was in memory.
+    shutil.copytree(tmp_path / "db", tmp_path / "copy")
+    assert not (tmp_path / "db" / rocksdb.FLUSH_DIRECTORY).exists()
+    (tmp_path / "copy" / rocksdb.FLUSH_DIRECTORY).mkdir()
+    copy = LocalRocksDB(tmp_path / "copy", StateStoreConf())
+    assert copy.state.version == db.version - 1
+    assert dict(pairs_of(copy.scan(None, None))) == {**db.held, b"\x00\x03k": b"v"}
+    assert dict(pairs_of(copy.scan(None, None, "other"))) == both["other"]
+    assert not (tmp_path / "copy" / rocksdb.FLUSH_DIRECTORY).exists()
+    copy.close()
+    db.engine.close()
+
+
+def test_files_that_cannot_be_written_for_a_scan_are_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rocksdb, "FLUSH_PAIRS", 1)
+    db = Database(tmp_path / "db")
+    db.write({i.to_bytes(2, "big") + b"k": b"v" for i in range(100)})
+    db.write_files(tmp_path)
+    db.write({b"\x00\x01k": b"new"})
+    (tmp_path / "db" / rocksdb.FLUSH_DIRECTORY).write_text("no directory")  # RocksDB's checkpoint refuses to begin
+    with pytest.raises(LocalStateDamagedError, match=r"could not write its files in .*/db"):
+        db.engine.scan(None, None)
+    (tmp_path / "db" / rocksdb.FLUSH_DIRECTORY).unlink()
+    assert dict(pairs_of(db.scan())) == db.held
     db.engine.close()
 
 
