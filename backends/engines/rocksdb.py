@@ -60,6 +60,8 @@ BULK_DIRECTORY = "bulk"
 """Where files are written that the database then takes over. RocksDB leaves alone what it does not know."""
 FLUSH_DIRECTORY = "flush"
 """Where a checkpoint is made only for what RocksDB does first: it writes to files what is in memory."""
+FLUSHED_FILES = 8
+"""Where so many files wait to be merged, none is added for a scan: RocksDB would wait until they are fewer."""
 FLUSH_PAIRS, FLUSH_PART = 500_000, 0.5
 """A scan of so many pairs, and of such a part of all, is worth it that RocksDB writes its files: as many pairs are read
 for it as may have to be merged later for the file that is more.
@@ -121,7 +123,7 @@ class LocalRocksDB:
         such a reader keeps are of a time before the next write.
         """
         self._path.mkdir(parents=True, exist_ok=True)
-        for name in (BULK_DIRECTORY, FLUSH_DIRECTORY):
+        for name in (BULK_DIRECTORY, FLUSH_DIRECTORY, f"{FLUSH_DIRECTORY}.tmp"):  # RocksDB begins in the last one
             shutil.rmtree(self._path / name, ignore_errors=True)  # of a process that died
         families: dict[str, _Family] = {}
         db: Any = None
@@ -385,34 +387,44 @@ class LocalRocksDB:
         """
         if len(start or b"") > KEY_GROUP_BYTES or len(end or b"") > KEY_GROUP_BYTES:
             return None
-        keys, is_in_files = int(db.property_int_value(_NUM_KEYS) or 0), _is_in_files(db)
-        if keys < (FEW_PAIRS if is_in_files else FLUSH_PAIRS) or (tables := _tables(db)) is None:
+        is_in_memory = _is_in_memory(db)
+        if is_in_memory is None:
+            return None
+        keys = int(db.property_int_value(_NUM_KEYS) or 0)
+        if keys < (FLUSH_PAIRS if is_in_memory else FEW_PAIRS) or (tables := _tables(db)) is None:
             return None
         part = part_of(tables, start, end)
         if keys * part < FEW_PAIRS:
             return None
-        if not is_in_files:
-            if keys * part < FLUSH_PAIRS or part < FLUSH_PART:
-                return None
-            self._flush()
-            if not _is_in_files(db):
+        if is_in_memory:
+            is_worth_it = keys * part >= FLUSH_PAIRS and part >= FLUSH_PART
+            if not (is_worth_it and sum(table.level == 0 for table in tables) < FLUSHED_FILES and self._flushed(db)):
                 return None
         return open_scan(self._path, partial(_tables, db), start, end, self._failure)
 
-    def _flush(self) -> None:
-        """Have RocksDB write what is in memory to files, all column families at once.
+    def _flushed(self, db: Rdict) -> bool:
+        """Have RocksDB write what is in memory to files, all column families at once; return whether it has.
 
-        Its own flush is of one column family: after a crash, the version would not be that of the pairs.
+        Its own flush is of one column family: after a crash, the version would not be that of the pairs. Where the disk
+        has hardly room, nothing is tried: RocksDB takes no more writes after a flush that fails.
         """
         directory = self._path / FLUSH_DIRECTORY
         with self._flushing:  # scans may be opened side by side
+            if _is_in_memory(db) is False:
+                return True
+            needed = sum(int(f.db.property_int_value(_WRITE_BUFFERS) or 0) for f in self._families.values())
+            if shutil.disk_usage(self._path).free < 2 * needed:
+                return False
             shutil.rmtree(directory, ignore_errors=True)
             try:
                 Checkpoint(self._db).create_checkpoint(str(directory))
-            except Exception as error:  # rocksdict raises plain Exception
-                raise self._failure("write its files", error) from error
+            except Exception:  # rocksdict raises plain Exception
+                # What is in memory can be read all the same. A database that is damaged says so at its next write.
+                log.warning("RocksDB scans %s itself: its files could not be written", self._path, exc_info=True)
+                return False
             finally:
                 shutil.rmtree(directory, ignore_errors=True)
+            return _is_in_memory(db) is False
 
     def scan_ranges(self, ranges: Sequence[KeyRange], column_family: str = DEFAULT_FAMILY) -> Iterator[pa.RecordBatch]:
         """Return the pairs of ascending ranges, one after the other, as they are now."""
@@ -510,9 +522,10 @@ def _opened(db: Rdict | None, families: Mapping[str, _Family]) -> list[Rdict]:
     return others if db is None else [*others, db]
 
 
-def _is_in_files(db: Rdict) -> bool:
-    """Return whether no pair is in RocksDB's memory alone."""
-    return all(db.property_int_value(name) == 0 for name in _IN_MEMORY)  # None: RocksDB does not say
+def _is_in_memory(db: Rdict) -> bool | None:
+    """Return whether some pairs are in RocksDB's memory alone; None if RocksDB does not say."""
+    numbers = [db.property_int_value(name) for name in _IN_MEMORY]
+    return None if None in numbers else any(numbers)
 
 
 def _tables(db: Rdict) -> list[Table] | None:
