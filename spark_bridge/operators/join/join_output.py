@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -67,29 +67,13 @@ class JoinOutput:
         spool: Spool,
     ) -> None:
         """Put pairs of rows into the spool; where a side is None, the rows have nulls for it."""
-        for first in range(
-            0, len(of_left if of_left is not None else of_right if of_right is not None else ()), PAIRS_AT_ONCE
-        ):
+        rows = ((left, of_left), (right, of_right))
+        num_rows = next((len(numbers) for _, numbers in rows if numbers is not None), 0)
+        for first in range(0, num_rows, PAIRS_AT_ONCE):
             part = slice(first, first + PAIRS_AT_ONCE)
-            spool.add(
-                self._output(
-                    keys,
-                    left,
-                    None if of_left is None else of_left[part],
-                    right,
-                    None if of_right is None else of_right[part],
-                )
-            )
+            spool.add(self._output(keys, [(side, None if n is None else n[part]) for side, n in rows]))
 
-    def _output(
-        self,
-        keys: pa.RecordBatch,
-        left: SideRows | None,
-        of_left: Ids | None,
-        right: SideRows | None,
-        of_right: Ids | None,
-    ) -> pa.RecordBatch:
-        rows = [(left, of_left), (right, of_right)]
+    def _output(self, keys: pa.RecordBatch, rows: Sequence[tuple[SideRows | None, Ids | None]]) -> pa.RecordBatch:
         n = next(len(numbers) for _, numbers in rows if numbers is not None)
         key_columns: list[pa.RecordBatch | None] = []
         columns: list[list[pa.Array]] = []
