@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -251,29 +251,61 @@ from backends.engines import rocksdb
 from backends.formats.manifest import ChangelogRef, Lineage
 from backends.partition.partition_state import open_partition
 from backends.storage.checkpoint_storage import CheckpointStorage
+from backends.without_pandas import keep_pandas_out
 from tests.backends.engines.test_deferred_engine import CONF, DIRECTORY
 from tests.backends.partition.partition_steps import commit
 
-root, point, number = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
-lineage = msgspec.json.decode((root / "lineage").read_bytes(), type=Lineage)
 rocksdb.WRITE_ROWS = 2
-seen = []
 
-def reach(name):
-    seen.append(name)
-    if seen.count(point) == number:
-        os._exit(9)
+def work(root, point, number):
+    seen = []
 
-fault_points.set_hook(reach)
-state = open_partition(root / "local", CheckpointStorage.open(str(root / "durable"), fsync=False), DIRECTORY, CONF)
-state.load(lineage)
-for version in (4, 5, 6):
-    ref = ChangelogRef(*commit(state, {b"%d" % i: b"%d" % version for i in range(version)}))
-    os.write(1, msgspec.json.encode(ref) + b"\\n")
-    if version == 5:
-        state.snapshots.store(None)
+    def reach(name):
+        seen.append(name)
+        if seen.count(point) == number:
+            os._exit(9)
+
+    fault_points.set_hook(reach)
+    storage = CheckpointStorage.open(str(root / "durable"), fsync=False)
+    state = open_partition(root / "local", storage, DIRECTORY, CONF)
+    state.load(msgspec.json.decode((root / "lineage").read_bytes(), type=Lineage))
+    with (root / "refs").open("ab", buffering=0) as refs:
+        for version in (4, 5, 6):
+            ref = ChangelogRef(*commit(state, {b"%d" % i: b"%d" % version for i in range(version)}))
+            refs.write(msgspec.json.encode(ref) + b"\\n")
+            if version == 5:
+                state.snapshots.store(None)
+
+keep_pandas_out()
+for job in sys.stdin:
+    root, point, number = job.split()
+    child = os.fork()
+    if child == 0:
+        try:
+            work(Path(root), point, int(number))
+        finally:
+            os._exit(1)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
-"""A process that takes a host's partition over at version 3, and dies at a point that it reaches the nth time."""
+"""Forks processes that take a host's partition over at version 3, and die at a point that they reach the nth time."""
+
+
+@pytest.fixture(scope="module")
+def die_in_fork() -> Iterator[Callable[..., int]]:
+    """Returns how a process ended that was to die. One process forks them all: to start one takes longer than it works.
+
+    That process has no threads: neither RocksDB's nor those of a pool live on in a fork.
+    """
+    command = [sys.executable, "-c", DYING]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1) as process:
+        assert process.stdin is not None and process.stdout is not None
+        ask, answer = process.stdin, process.stdout
+
+        def die(root: Path, point: str, number: int) -> int:
+            print(root, point, number, file=ask)
+            return int(answer.readline())
+
+        yield die
 
 
 @pytest.mark.long
@@ -291,7 +323,7 @@ for version in (4, 5, 6):
     ],
 )
 def test_a_process_that_dies_before_or_in_the_first_write_loses_nothing(
-    tmp_path: Path, point: str, number: int
+    die_in_fork: Callable[..., int], tmp_path: Path, point: str, number: int
 ) -> None:
     storage = CheckpointStorage.open(str(tmp_path / "durable"), fsync=False)
     first = open_partition(tmp_path / "first", storage, DIRECTORY, CONF)
@@ -300,10 +332,9 @@ def test_a_process_that_dies_before_or_in_the_first_write_loses_nothing(
     refs.append(ChangelogRef(*commit(first, {b"b": b"3"})))
     first.destroy()
     (tmp_path / "lineage").write_bytes(msgspec.json.encode(Lineage(3, tuple(refs), snapshots)))
-    command = [sys.executable, "-c", DYING, str(tmp_path), point, str(number)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, check=False)
-    assert done.returncode == 9, f"{point} is not reached"
-    refs += [msgspec.json.decode(line, type=ChangelogRef) for line in done.stdout.splitlines()]
+    assert die_in_fork(tmp_path, point, number) == 9, f"{point} is not reached"
+    told = (tmp_path / "refs").read_bytes() if (tmp_path / "refs").exists() else b""
+    refs += [msgspec.json.decode(line, type=ChangelogRef) for line in told.splitlines()]
     for _ in range(2):
         state = open_partition(tmp_path / "local", storage, DIRECTORY, CONF)
         state.load(Lineage(len(refs), tuple(refs), snapshots))

@@ -1,6 +1,7 @@
 """Look-ups of one key, and reads by queries beside the stream: what they show, and that the stream notices nothing."""
 
 import threading
+import time
 
 import pyarrow as pa
 import pytest
@@ -101,11 +102,12 @@ def test_single_reads_while_versions_complete(state):
             values = state.reads.get_many(binary(*keys), remember=False).to_pylist()
             if len(set(values)) != 1:
                 failures.append(values)
+            time.sleep(0.0005)  # as between two requests; threads that never wait hardly let another one run
 
     threads = [threading.Thread(target=keep_reading, args=(i,)) for i in range(4)]
     for thread in threads:
         thread.start()
-    last = effort(5, 19)
+    last = effort(100, 1000)
     for version in range(2, last + 1):
         commit(state, dict.fromkeys(keys, b"%d" % version))
     done.set()
