@@ -6,7 +6,7 @@ what every version must hold.
 
 from __future__ import annotations
 
-import copy
+import pickle
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -128,7 +128,7 @@ class Model:
         return self
 
     def snapshot(self) -> dict[str, dict[Key, Any]]:
-        return {name: copy.deepcopy(getattr(self, name).of) for name in NAMES}
+        return {name: pickle.loads(pickle.dumps(getattr(self, name).of)) for name in NAMES}
 
 
 Operation = Callable[[Any], None]
