@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 from backends.encoding.schema import StateSchema
 from backends.encoding.schema_evolution import columns_in_words, evolved_schema
@@ -149,20 +150,26 @@ class OperatorSchema:
     @classmethod
     def from_json(cls, text: str) -> OperatorSchema:
         """Read what ``to_json`` wrote; raises ``InvalidStateStoreArgument``."""
-        try:
-            content = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise InvalidStateStoreArgument(f"An operator's schema is not JSON: {error}") from error
-        match content:
-            case {"variables": list(variables), "key_columns": list(key_columns)}:
-                settings = {str(name): str(value) for name, value in content.get("settings", {}).items()}
-                return cls(tuple(_variable(v) for v in variables), tuple(key_columns), settings)
-        return cls.of_rows(StateSchema.from_json(text))
+        return _from_json(text)
 
     @property
     def id(self) -> str:
         """A short digest of the canonical JSON: the name of the schema's file."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
+
+
+@lru_cache(maxsize=256)
+def _from_json(text: str) -> OperatorSchema:
+    """Read each text once: tasks, loads and readers ask for the same few schemas again and again, 0.5 ms a time."""
+    try:
+        content = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise InvalidStateStoreArgument(f"An operator's schema is not JSON: {error}") from error
+    match content:
+        case {"variables": list(variables), "key_columns": list(key_columns)}:
+            settings = {str(name): str(value) for name, value in content.get("settings", {}).items()}
+            return OperatorSchema(tuple(_variable(v) for v in variables), tuple(key_columns), settings)
+    return OperatorSchema.of_rows(StateSchema.from_json(text))
 
 
 def _variable(content: object) -> StateVariable:
