@@ -13,6 +13,7 @@ import pytest
 
 from spark_bridge.exceptions import HostUnavailableError
 from spark_bridge.host_actor.flight_server import HostFlightServer
+from spark_bridge.transport import flight_client
 from spark_bridge.transport.flight_client import client_for, forget_client
 from tests.coordinator_actor.coordinator_world import World
 from tests.effort import effort
@@ -21,6 +22,12 @@ from tests.spark_bridge.host.host_steps import make_host
 
 TOKEN = "token"
 CALLERS, CALLS = 3, effort(20, 5_000)
+
+
+@pytest.fixture(autouse=True)
+def nobody_was_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A port of one test may be that of the next one."""
+    monkeypatch.setattr(flight_client, "_given_up", set())
 
 
 @pytest.fixture
