@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import logging
 import shutil
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,15 +31,18 @@ from backends import fault_points
 from backends.conf import StateStoreConf
 from backends.decoders import json_decoder
 from backends.encoding.key_order import key_order
-from backends.encoding.keys import KEY_GROUP_BYTES, KeyRange
+from backends.encoding.keys import KeyRange
 from backends.encoding.sorted_pairs import SortedPairs, is_strictly_sorted, to_bytes_list
+from backends.engines.file_scans import FLUSH_DIRECTORIES, FileScans
 from backends.engines.full_disk import disk_full, is_full_disk
 from backends.engines.key_hashes import KeyHashes, hash_keys
 from backends.engines.rocksdb_options import database_options, own_bytes, shared_memory
+from backends.engines.rocksdb_properties import estimated_keys, write_buffer_bytes
 from backends.engines.rocksdb_scan import RocksDBRangesScan, RocksDBScan
 from backends.engines.row_cache import RowCache
 from backends.engines.sorted_files import write_sorted_files
-from backends.engines.table_scan import FEW_PAIRS, Table, TableScan, listed_tables, open_scan, part_of
+from backends.engines.table_scan import TableScan
+from backends.engines.write_batches import write_batches
 from backends.exceptions import ConcurrentCommitError, LocalStateDamagedError, StateStoreError, StoreClosedError
 from backends.formats.changelog import Changes
 from backends.formats.local_state import LocalState
@@ -52,28 +53,14 @@ log = logging.getLogger(__name__)
 
 BULK_ROWS = 1 << 16
 """Keys of one bulk get."""
-WRITE_ROWS = 1 << 10
-"""Pairs of one write batch. No other thread can run while RocksDB writes a batch, about a microsecond per pair."""
 KEYS_ONE_BY_ONE = 12
 """At most this many keys are got faster one by one."""
 BULK_DIRECTORY = "bulk"
 """Where files are written that the database then takes over. RocksDB leaves alone what it does not know."""
-FLUSH_DIRECTORY = "flush"
-"""Where a checkpoint is made only for what RocksDB does first: it writes to files what is in memory."""
-FLUSHED_FILES = 8
-"""Where so many files wait to be merged, none is added for a scan: RocksDB would wait until they are fewer."""
-FLUSH_PAIRS, FLUSH_PART = 500_000, 0.5
-"""A scan of so many pairs, and of such a part of all, is worth it that RocksDB writes its files: as many pairs are read
-for it as may have to be merged later for the file that is more.
-"""
 IDENTITY = "IDENTITY"
 """The name of the file with a database's id."""
 META_FAMILY = "__statestore__"
 _META_KEY = b"state"
-_WRITE_BUFFERS = "rocksdb.cur-size-all-mem-tables"
-_NUM_KEYS = "rocksdb.estimate-num-keys"
-_TABLES = "rocksdb.sstables"
-_IN_MEMORY = ("rocksdb.num-entries-active-mem-table", "rocksdb.num-entries-imm-mem-tables")
 
 
 @dataclass
@@ -106,7 +93,7 @@ class LocalRocksDB:
         self._own: Claim | None = None
         """Counts what the open database takes for itself."""
         self.state = LocalState()
-        self._flushing = threading.Lock()
+        self._file_scans = FileScans(path, self._failure)
         self._write_options = WriteOptions()
         self._write_options.disable_wal = True
         if not (path / "CURRENT").exists():
@@ -123,7 +110,7 @@ class LocalRocksDB:
         such a reader keeps are of a time before the next write.
         """
         self._path.mkdir(parents=True, exist_ok=True)
-        for name in (BULK_DIRECTORY, FLUSH_DIRECTORY, f"{FLUSH_DIRECTORY}.tmp"):  # RocksDB begins in the last one
+        for name in (BULK_DIRECTORY, *FLUSH_DIRECTORIES):
             shutil.rmtree(self._path / name, ignore_errors=True)  # of a process that died
         families: dict[str, _Family] = {}
         db: Any = None
@@ -242,7 +229,7 @@ class LocalRocksDB:
         self._check_open()
         opened, families = self._opened, self._families
         is_known = not self._is_for_reading and families.keys() >= changes.families.keys()
-        batches = _batches(changes, families) if is_known else None
+        batches = write_batches(changes, _handles(families)) if is_known else None
         hashes: dict[str, KeyHashes] = {}
         if self._conf.row_cache_bytes:
             hashes = {name: hash_keys(pairs.keys) for name, pairs in changes.families.items()}
@@ -263,7 +250,7 @@ class LocalRocksDB:
                 for name in changes.families:
                     if name not in self._families:
                         self._create(name)
-                batches = _batches(changes, self._families)
+                batches = write_batches(changes, _handles(self._families))
             self._write(batches, state)
         except Exception as error:  # rocksdict raises plain Exception
             self._forget_rows()
@@ -375,56 +362,11 @@ class LocalRocksDB:
         family = self._families.get(column_family)
         if family is None:
             return iter(())
-        scan = self._scan_of_files(family.db, start, end) or RocksDBScan(family.db, start, end, self._failure)
+        families = [each.db for each in self._families.values()]
+        of_files = self._file_scans.open(self._db, families, family.db, start, end)
+        scan = of_files or RocksDBScan(family.db, start, end, self._failure)
         self._scans.add(scan)
         return scan
-
-    def _scan_of_files(self, db: Rdict, start: bytes | None, end: bytes | None) -> TableScan | None:
-        """Return a scan of many pairs that are all in files; None if RocksDB is to scan them.
-
-        A scan of very many pairs, and of most of those that are there, has RocksDB write to files first what is in
-        memory alone.
-        """
-        if len(start or b"") > KEY_GROUP_BYTES or len(end or b"") > KEY_GROUP_BYTES:
-            return None
-        is_in_memory = _is_in_memory(db)
-        if is_in_memory is None:
-            return None
-        keys = int(db.property_int_value(_NUM_KEYS) or 0)
-        if keys < (FLUSH_PAIRS if is_in_memory else FEW_PAIRS) or (tables := _tables(db)) is None:
-            return None
-        part = part_of(tables, start, end)
-        if keys * part < FEW_PAIRS:
-            return None
-        if is_in_memory:
-            is_worth_it = keys * part >= FLUSH_PAIRS and part >= FLUSH_PART
-            if not (is_worth_it and sum(table.level == 0 for table in tables) < FLUSHED_FILES and self._flushed(db)):
-                return None
-        return open_scan(self._path, partial(_tables, db), start, end, self._failure)
-
-    def _flushed(self, db: Rdict) -> bool:
-        """Have RocksDB write what is in memory to files, all column families at once; return whether it has.
-
-        Its own flush is of one column family: after a crash, the version would not be that of the pairs. Where the disk
-        has hardly room, nothing is tried: RocksDB takes no more writes after a flush that fails.
-        """
-        directory = self._path / FLUSH_DIRECTORY
-        with self._flushing:  # scans may be opened side by side
-            if _is_in_memory(db) is False:
-                return True
-            needed = sum(int(f.db.property_int_value(_WRITE_BUFFERS) or 0) for f in self._families.values())
-            if shutil.disk_usage(self._path).free < 2 * needed:
-                return False
-            shutil.rmtree(directory, ignore_errors=True)
-            try:
-                Checkpoint(self._db).create_checkpoint(str(directory))
-            except Exception:  # rocksdict raises plain Exception
-                # What is in memory can be read all the same. A database that is damaged says so at its next write.
-                log.warning("RocksDB scans %s itself: its files could not be written", self._path, exc_info=True)
-                return False
-            finally:
-                shutil.rmtree(directory, ignore_errors=True)
-            return _is_in_memory(db) is False
 
     def scan_ranges(self, ranges: Sequence[KeyRange], column_family: str = DEFAULT_FAMILY) -> Iterator[pa.RecordBatch]:
         """Return the pairs of ascending ranges, one after the other, as they are now."""
@@ -440,11 +382,11 @@ class LocalRocksDB:
         """Return the number of keys; RocksDB's estimate if keys are not counted."""
         if self.state.num_keys is not None:
             return self.state.num_keys
-        return sum(int(f.db.property_int_value(_NUM_KEYS) or 0) for n, f in self._families.items() if n != META_FAMILY)
+        return sum(estimated_keys(f.db) for n, f in self._families.items() if n != META_FAMILY)
 
     def memory_bytes(self) -> int:
         """Return the bytes of this database's write buffers and of its own, without the shared block cache."""
-        buffers = sum(int(f.db.property_int_value(_WRITE_BUFFERS) or 0) for f in self._families.values())
+        buffers = sum(write_buffer_bytes(f.db) for f in self._families.values())
         return buffers + (0 if self._own is None else self._own.nbytes)
 
     def num_files(self) -> int:
@@ -522,31 +464,5 @@ def _opened(db: Rdict | None, families: Mapping[str, _Family]) -> list[Rdict]:
     return others if db is None else [*others, db]
 
 
-def _is_in_memory(db: Rdict) -> bool | None:
-    """Return whether some pairs are in RocksDB's memory alone; None if RocksDB does not say."""
-    numbers = [db.property_int_value(name) for name in _IN_MEMORY]
-    return None if None in numbers else any(numbers)
-
-
-def _tables(db: Rdict) -> list[Table] | None:
-    return listed_tables(db.property_value(_TABLES) or "")
-
-
-def _batches(changes: Changes, families: Mapping[str, _Family]) -> list[WriteBatch]:
-    """Return write batches of all changes, at least one batch."""
-    batches: list[WriteBatch] = []
-    for name, pairs in changes.families.items():
-        for at in range(0, len(pairs), WRITE_ROWS):
-            batch = WriteBatch(raw_mode=True)
-            _fill(batch, pairs.slice(at, WRITE_ROWS), families[name].handle)
-            batches.append(batch)
-    return batches or [WriteBatch(raw_mode=True)]
-
-
-def _fill(batch: WriteBatch, pairs: SortedPairs, handle: object) -> None:
-    put, delete = batch.put, batch.delete
-    for key, value in zip(to_bytes_list(pairs.keys), to_bytes_list(pairs.values), strict=True):
-        if value is None:
-            delete(key, handle)
-        else:
-            put(key, value, handle)
+def _handles(families: Mapping[str, _Family]) -> dict[str, object]:
+    return {name: family.handle for name, family in families.items()}

@@ -1,7 +1,7 @@
 """Scans of many pairs of a RocksDB column family, read from the files of the database.
 
 RocksDB's iterator hands its pairs to Python one by one. From the files they come by columns, in half the time. Where
-some pairs are in RocksDB's memory alone, the scan is RocksDB's, or RocksDB writes them to files first (``rocksdb``).
+some pairs are in RocksDB's memory alone, the scan is RocksDB's, or RocksDB writes them to files first (``file_scans``).
 """
 
 from __future__ import annotations

@@ -247,7 +247,7 @@ from pathlib import Path
 import msgspec
 
 from backends import fault_points
-from backends.engines import rocksdb
+from backends.engines import write_batches
 from backends.formats.manifest import ChangelogRef, Lineage
 from backends.partition.partition_state import open_partition
 from backends.storage.checkpoint_storage import CheckpointStorage
@@ -255,7 +255,7 @@ from backends.without_pandas import keep_pandas_out
 from tests.backends.engines.test_deferred_engine import CONF, DIRECTORY
 from tests.backends.partition.partition_steps import commit
 
-rocksdb.WRITE_ROWS = 2
+write_batches.WRITE_ROWS = 2
 
 def work(root, point, number):
     seen = []

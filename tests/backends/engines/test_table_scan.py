@@ -7,7 +7,9 @@ import os
 import random
 import shutil
 import tempfile
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,11 +18,11 @@ import numpy.typing as npt
 import pyarrow as pa
 import pytest
 import xxhash
-from rocksdict import DBCompressionType, Options, Rdict, SstFileWriter
+from rocksdict import Checkpoint, DBCompressionType, Options, Rdict, SstFileWriter
 
 from backends.conf import StateStoreConf
 from backends.encoding.sorted_pairs import SortedPairs
-from backends.engines import rocksdb, table_blocks, table_file, table_scan
+from backends.engines import file_scans, rocksdb_properties, table_blocks, table_file, table_scan
 from backends.engines.rocksdb import LocalRocksDB
 from backends.engines.rocksdb_scan import RocksDBScan
 from backends.engines.table_blocks import DamagedTableError
@@ -30,6 +32,7 @@ from backends.exceptions import LocalStateDamagedError, StoreClosedError
 from backends.formats.changelog import Changes
 from backends.formats.local_state import LocalState
 from tests.effort import effort
+from tests.patience import PATIENCE
 
 Pairs = list[tuple[bytes, bytes]]
 SMALL_MEMTABLES = {"rocksdb_memtable_bytes": 64 << 10, "rocksdb_write_buffer_bytes": 1 << 20}
@@ -37,7 +40,7 @@ SMALL_MEMTABLES = {"rocksdb_memtable_bytes": 64 << 10, "rocksdb_write_buffer_byt
 
 @pytest.fixture(autouse=True)
 def few_pairs_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rocksdb, "FEW_PAIRS", 1)
+    monkeypatch.setattr(file_scans, "FEW_PAIRS", 1)
 
 
 class Database:
@@ -158,7 +161,7 @@ def test_pairs_in_memory_leave_the_scan_to_rocksdb(tmp_path: Path) -> None:
 
 
 def test_very_many_pairs_are_written_to_files_for_a_scan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rocksdb, "FLUSH_PAIRS", 1000)
+    monkeypatch.setattr(file_scans, "FLUSH_PAIRS", 1000)
     db = Database(tmp_path / "db")
     db.write({i.to_bytes(2, "big") + b"k": b"v" for i in range(998)})
     db.write_files(tmp_path)
@@ -169,7 +172,7 @@ def test_very_many_pairs_are_written_to_files_for_a_scan(tmp_path: Path, monkeyp
     changes = Changes({family: SortedPairs.from_dict(its) for family, its in both.items()})
     db.engine.prepare(changes)(LocalState(db.version, str(db.version), None))
     db.held.update(both["default"])
-    monkeypatch.setattr(rocksdb, "FLUSH_PAIRS", 400)
+    monkeypatch.setattr(file_scans, "FLUSH_PAIRS", 400)
     assert isinstance(db.engine.scan(b"\x02", None), RocksDBScan), "less than half of all"
     scan = db.engine.scan(None, None)
     assert isinstance(scan, TableScan)
@@ -177,8 +180,8 @@ def test_very_many_pairs_are_written_to_files_for_a_scan(tmp_path: Path, monkeyp
     assert dict(pairs_of(scan)) == {**db.held, b"\x00\x03k": b"v"}
     # A process that dies now leaves one version behind, of all families: not the last one, which was in memory.
     shutil.copytree(tmp_path / "db", tmp_path / "copy")
-    assert not (tmp_path / "db" / rocksdb.FLUSH_DIRECTORY).exists()
-    left = tmp_path / "copy" / f"{rocksdb.FLUSH_DIRECTORY}.tmp"  # by a process that died in the middle of it
+    assert not (tmp_path / "db" / file_scans.FLUSH_DIRECTORY).exists()
+    left = tmp_path / "copy" / f"{file_scans.FLUSH_DIRECTORY}.tmp"  # by a process that died in the middle of it
     left.mkdir()
     copy = LocalRocksDB(tmp_path / "copy", StateStoreConf())
     assert copy.state.version == db.version - 1
@@ -190,7 +193,7 @@ def test_very_many_pairs_are_written_to_files_for_a_scan(tmp_path: Path, monkeyp
 
 
 def test_a_scan_does_without_files_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rocksdb, "FLUSH_PAIRS", 1)
+    monkeypatch.setattr(file_scans, "FLUSH_PAIRS", 1)
     db = Database(tmp_path / "db")
     db.write({i.to_bytes(2, "big") + b"k": b"v" for i in range(100)})
     db.write_files(tmp_path)
@@ -200,20 +203,57 @@ def test_a_scan_does_without_files_that_cannot_be_written(tmp_path: Path, monkey
         scan = db.engine.scan(None, None)
         assert isinstance(scan, RocksDBScan) and dict(pairs_of(scan)) == db.held
 
-    (tmp_path / "db" / rocksdb.FLUSH_DIRECTORY).write_text("no directory")  # RocksDB's checkpoint refuses to begin
+    (tmp_path / "db" / file_scans.FLUSH_DIRECTORY).write_text("no directory")  # RocksDB's checkpoint refuses to begin
     by_rocksdb()
-    (tmp_path / "db" / rocksdb.FLUSH_DIRECTORY).unlink()
+    (tmp_path / "db" / file_scans.FLUSH_DIRECTORY).unlink()
     asked: list[Rdict] = []
     with monkeypatch.context() as patched:
-        patched.setattr(rocksdb, "Checkpoint", asked.append)
+        patched.setattr(file_scans, "Checkpoint", asked.append)
         with patched.context() as full:
             full.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=100))
             by_rocksdb()
         with patched.context() as crowded:
-            crowded.setattr(rocksdb, "FLUSHED_FILES", 1)
+            crowded.setattr(file_scans, "FLUSHED_FILES", 1)
             by_rocksdb()
     assert not asked
     assert dict(pairs_of(db.scan())) == db.held
+    db.engine.close()
+
+
+def test_scans_opened_side_by_side_have_files_written_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file_scans, "FLUSH_PAIRS", 1)
+    db = Database(tmp_path / "db")
+    db.write({i.to_bytes(2, "big") + b"k": b"v" for i in range(100)})
+    db.write_files(tmp_path)
+    db.write({b"\x00\x01k": b"new"})
+    both_ask = threading.Event()
+    asked: list[str] = []
+    checkpoints: list[Rdict] = []
+
+    class NotedLock:
+        def __init__(self) -> None:
+            self.lock = threading.Lock()
+
+        def __enter__(self) -> None:
+            asked.append(threading.current_thread().name)
+            if len(asked) == 2:
+                both_ask.set()
+            self.lock.acquire()
+
+        def __exit__(self, *error: object) -> None:
+            self.lock.release()
+
+    def checkpoint(database: Rdict) -> Checkpoint:
+        checkpoints.append(database)
+        assert both_ask.wait(PATIENCE)
+        return Checkpoint(database)
+
+    monkeypatch.setattr(file_scans, "Checkpoint", checkpoint)
+    monkeypatch.setattr(db.engine._file_scans, "_flushing", NotedLock())
+    with ThreadPoolExecutor(2) as threads:
+        for scan in [threads.submit(db.scan) for _ in range(2)]:
+            assert dict(pairs_of(scan.result())) == db.held
+    assert len(checkpoints) == 1
     db.engine.close()
 
 
@@ -223,7 +263,7 @@ def test_few_pairs_and_narrow_ranges_are_left_to_rocksdb(tmp_path: Path, monkeyp
     db.write_files(tmp_path)
     assert isinstance(db.engine.scan(None, None), TableScan)
     assert isinstance(db.engine.scan(b"\x00\x01k", b"\x03\x00"), RocksDBScan), "a bound within a key group"
-    monkeypatch.setattr(rocksdb, "FEW_PAIRS", 500)
+    monkeypatch.setattr(file_scans, "FEW_PAIRS", 500)
     assert isinstance(db.engine.scan(b"\x01", None), TableScan), "744 of 1000"
     assert isinstance(db.engine.scan(b"\x02", b"\x03"), RocksDBScan), "256 of 1000"
     db.engine.close()
@@ -430,29 +470,29 @@ def test_what_rocksdb_does_not_say_is_not_taken_for_nothing(tmp_path: Path, monk
     db.write({i.to_bytes(4, "big"): b"v" for i in range(100)})
     db.write_files(tmp_path)
     asked: list[Rdict] = []
-    for name in rocksdb._IN_MEMORY:
+    for name in rocksdb_properties._IN_MEMORY:
         with monkeypatch.context() as patched:
-            patched.setattr(rocksdb, "_IN_MEMORY", ("rocksdb.no-such-property", name))
-            patched.setattr(rocksdb, "FLUSH_PAIRS", 1)
-            patched.setattr(rocksdb, "Checkpoint", asked.append)
+            patched.setattr(rocksdb_properties, "_IN_MEMORY", ("rocksdb.no-such-property", name))
+            patched.setattr(file_scans, "FLUSH_PAIRS", 1)
+            patched.setattr(file_scans, "Checkpoint", asked.append)
             assert isinstance(db.engine.scan(None, None), RocksDBScan) and not asked
     assert isinstance(db.engine.scan(None, None), TableScan)
-    monkeypatch.setattr(rocksdb, "_TABLES", "rocksdb.no-such-property")
-    assert rocksdb._tables(db.engine._db) is None
+    monkeypatch.setattr(rocksdb_properties, "_TABLES", "rocksdb.no-such-property")
+    assert rocksdb_properties.described_tables(db.engine._db) is None
     assert isinstance(db.engine.scan(None, None), RocksDBScan)
     db.engine.close()
 
 
 def test_files_are_not_listed_while_pairs_are_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     listings = 0
-    tables = rocksdb._tables
+    tables = file_scans.described_tables
 
     def listed(db: Rdict) -> list[Table] | None:
         nonlocal listings
         listings += 1
         return tables(db)
 
-    monkeypatch.setattr(rocksdb, "_tables", listed)
+    monkeypatch.setattr(file_scans, "described_tables", listed)
     db = Database(tmp_path / "db")
     db.write({b"\x00\x01a": b"1"})
     assert isinstance(db.engine.scan(None, None), RocksDBScan) and listings == 0

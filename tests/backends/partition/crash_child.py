@@ -31,7 +31,7 @@ from backends import (
     StateStoreId,
     fault_points,
 )
-from backends.engines import rocksdb
+from backends.engines import write_batches
 from backends.without_pandas import keep_pandas_out
 
 KILLED, DONE = 9, 7
@@ -212,7 +212,7 @@ def main():
     """See the module."""
     keep_pandas_out()  # else Arrow would import it, here or in every fork
     # A version takes several write batches here. Not where this module is imported: the tests there would write so too.
-    rocksdb.WRITE_ROWS = 2
+    write_batches.WRITE_ROWS = 2
     for job in sys.stdin:
         mode, backend, directory, *every = job.split()
         if mode in ("prepare", "forever"):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from backends import fault_points
-from backends.engines import buffered_engine, rocksdb
+from backends.engines import buffered_engine, write_batches
 from backends.exceptions import StoreClosedError
 from coordinator_actor.exceptions import RetiredRunError, UnknownRunError
 from coordinator_actor.messages import Completed
@@ -182,7 +182,7 @@ def test_a_state_that_is_closed_while_it_is_read_is_read_again(make, monkeypatch
 
 def test_a_partition_whose_write_ended_midway_is_loaded_anew(make, monkeypatch):
     world = make(backend="rocksdb")
-    monkeypatch.setattr(rocksdb, "WRITE_ROWS", 2)
+    monkeypatch.setattr(write_batches, "WRITE_ROWS", 2)
     monkeypatch.setattr(buffered_engine, "UNWRITTEN_BYTES", 0)
     keys = range(40)
     world.batch(dict.fromkeys(keys, 1))
