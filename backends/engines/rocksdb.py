@@ -8,6 +8,7 @@ number.
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -337,7 +338,7 @@ class LocalRocksDB:
                 file.rename(directory / file.name)
         shutil.rmtree(checkpoint)
         # Without the file, RocksDB writes and syncs one with the id of the manifest when a copy is opened.
-        (directory / IDENTITY).hardlink_to(self._path / IDENTITY)
+        os.link(self._path / IDENTITY, directory / IDENTITY)
         return lambda: None
 
     def restore(self, directory: Path) -> None:

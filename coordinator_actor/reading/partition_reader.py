@@ -92,8 +92,7 @@ def _explaining(place: StatePlace, version: int, open_storage: OpenStorage) -> I
         kept = f"versions {there[0]} to {there[-1]} are kept" if there else "none is kept"
         raise VersionNotFoundError(
             f"Version {version} of the state at {place.state_location} was removed while it was read: now {kept}. Read "
-            "a later "
-            "one, or let the query keep more versions (min_versions_to_retain)."
+            "a later one, or let the query keep more versions (min_versions_to_retain)."
         ) from error
 
 

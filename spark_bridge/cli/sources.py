@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any
 
 import typer
 
@@ -154,8 +154,9 @@ def with_state_source(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _with(make: Callable[..., Source], command: Callable[..., None]) -> Callable[..., None]:
-    shared = inspect.signature(make).parameters
-    own = [p for name, p in inspect.signature(command).parameters.items() if name != "source"]
+    # By signatures: on Python 3.10, get_type_hints hides what typer looks for wherever the default is None.
+    shared = inspect.signature(make, eval_str=True).parameters
+    own = [p for name, p in inspect.signature(command, eval_str=True).parameters.items() if name != "source"]
 
     @functools.wraps(command)
     def run(**given: Any) -> None:
@@ -174,10 +175,8 @@ def _with(make: Callable[..., Source], command: Callable[..., None]) -> Callable
         if code:
             raise typer.Exit(code)
 
-    hints = {**get_type_hints(make, include_extras=True), **get_type_hints(command, include_extras=True)}
-    del hints["source"], hints["return"]
     # A command's own options first, as its help shows them, and --json last among them.
-    parameters = [p.replace(kind=p.KEYWORD_ONLY, annotation=hints[p.name]) for p in (*own, *shared.values())]
+    parameters = [p.replace(kind=p.KEYWORD_ONLY) for p in (*own, *shared.values())]
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    run.__annotations__ = hints
+    run.__annotations__ = {p.name: p.annotation for p in parameters}
     return run
