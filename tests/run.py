@@ -22,7 +22,8 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TextIO
 
@@ -35,12 +36,16 @@ NOTHING_COLLECTED = 5
 
 @dataclass(frozen=True)
 class Part:
-    """A part of the suite: its name, its command, and how many seconds it should take on two quiet cores at most."""
+    """A part of the suite: its name, its command, and how many seconds it should take on two quiet cores at most.
+
+    A part with a number in ``core`` runs on one core alone, and shares it with parts of other numbers if cores are few.
+    """
 
     name: str
     command: Sequence[str]
     bound: float | None = None
     environment: dict[str, str] = field(default_factory=dict)
+    core: int | None = None
 
 
 @dataclass(frozen=True)
@@ -76,6 +81,7 @@ def run_part(part: Part, out: TextIO, prefix: str = "") -> Outcome:
             errors="replace",
         ) as process:
             assert process.stdout is not None
+            keep_to_core(process.pid, part.core)
             for line in process.stdout:
                 out.write(prefix + line)
                 out.flush()
@@ -85,6 +91,18 @@ def run_part(part: Part, out: TextIO, prefix: str = "") -> Outcome:
         # Tests leave tens of thousands of files: pytest's own way to remove those of earlier runs takes seconds.
         subprocess.run(["rm", "-rf", files], check=False)
     return Outcome(part, process.returncode, time.monotonic() - begun, last.strip(" ="))
+
+
+def keep_to_core(pid: int, core: int | None) -> None:
+    """Have a process that has just begun, and all that it starts, run on one core, where the system can do that.
+
+    Of the threads of one Python, one runs at a time. To wake the next one on another core takes a tenth of the time of
+    the tests without clusters.
+    """
+    if core is not None and hasattr(os, "sched_setaffinity"):
+        cores = sorted(os.sched_getaffinity(0))
+        with suppress(ProcessLookupError):  # it has ended already
+            os.sched_setaffinity(pid, {cores[core % len(cores)]})
 
 
 def run_steps(steps: Sequence[Sequence[Part]], out: TextIO) -> list[Outcome]:
@@ -123,22 +141,22 @@ LINES_AND_THEIR_REST = (
 SIMULATED_STEPS = 10**7
 """Over how many steps a thorough run searches worlds of fresh seeds for broken rules, about a quarter of an hour."""
 NO_CLUSTER = ("-m", "not ray and not spark")
-_STATE = [f"tests/backends/{name}" for name in ("engines", "formats", "partition", "providers", "storage")]
-_CLIENTS = [f"tests/spark_bridge/queryable/{name}" for name in ("client", "protocol", "server")]
-_SURGERY = ["tests/spark_bridge/state_surgery"]
-_QUERIES = [
-    f"tests/spark_bridge/{name}" for name in ("queryable", "cli", "state_data", "serving", "lookups", "overview")
+_STATE = [
+    *(f"tests/backends/{name}" for name in ("engines", "formats", "partition", "providers", "storage")),
+    *(f"tests/spark_bridge/{name}" for name in ("cli", "state_data")),
 ]
-_PROTOCOL = ["tests/simulation", "tests/coordinator_actor", "tests/spark_bridge/host"]
+_CLIENTS = [f"tests/spark_bridge/queryable/{name}" for name in ("client", "protocol", "server", "sql")]
+_SURGERY = [f"tests/spark_bridge/{name}" for name in ("lookups", "overview", "serving", "state_surgery")]
+_QUERIES = ["tests/spark_bridge/queryable"]
+_PROTOCOL = ["tests/coordinator_actor", "tests/simulation", "tests/spark_bridge/transport"]
 _PAGE = ["tests/spark_bridge/ui"]
 _PLANTED = "tests/simulation/test_planted_faults.py"
 _OF_THE_TREE = [f"tests/test_{name}.py" for name in ("entry_points", "imports", "names", "public_names", "run")]
 _ABOUT = ["tests/benchmarks", "tests/deploy", "tests/docs", *_OF_THE_TREE, _PLANTED]
 WITHOUT_CLUSTERS = {
     "state": _STATE,
+    "queries, protocol": [*_QUERIES, *_PROTOCOL, *(f"--ignore={path}" for path in (*_CLIENTS, _PLANTED))],
     "clients, surgery": [*_CLIENTS, *_SURGERY],
-    "queries": [*_QUERIES, *(f"--ignore={path}" for path in _CLIENTS)],
-    "protocol": [*_PROTOCOL, f"--ignore={_PLANTED}"],
     "the rest": [
         "tests",
         *(f"--ignore={path}" for path in (*_STATE, *_QUERIES, *_SURGERY, *_PROTOCOL, *_PAGE, *_ABOUT)),
@@ -146,7 +164,8 @@ WITHOUT_CLUSTERS = {
 }
 """The tests without clusters, in parts of about the same length: each process collects and imports its own alone.
 
-They are more than twice as many as cores, since the tests of a part wait about half of their time.
+They are twice as many as cores, since the tests of a part wait for a third of their time. Of two cores, the first and
+the third part have one, the others have the other.
 """
 AROUND = {"around it": _ABOUT, "the page": _PAGE}
 """The tests without clusters of what is around the product: benchmarks, deployment, documentation, the suite, the page.
@@ -160,16 +179,17 @@ def steps_of(is_thorough: bool, arguments: Sequence[str]) -> list[list[Part]]:
     """Return the steps of the suite; those of a thorough run are the rest of the usual ones, and have no bounds."""
     given = {"STATESTORE_TEST_EFFORT": "thorough"} if is_thorough else {}
 
-    def part(name: str, venv: str, *options: str, bound: float | None = None) -> Part:
-        command = [f"{venv}/bin/python", "-m", "pytest", *options, *arguments]
-        return Part(name, command, None if is_thorough else bound, given)
+    def part(name: str, venv: str, *options: str) -> Part:
+        return Part(name, [f"{venv}/bin/python", "-m", "pytest", *options, *arguments], environment=given)
 
-    def without_clusters(parts: Mapping[str, Sequence[str]], bound: float | None = None) -> list[Part]:
-        return [part(name, ".venv", *of, *NO_CLUSTER, bound=bound) for name, of in parts.items()]
+    def without_clusters(parts: Mapping[str, Sequence[str]]) -> list[Part]:
+        return [part(name, ".venv", *of, *NO_CLUSTER) for name, of in parts.items()]
 
     search = [".venv/bin/python", "-m", "tests.simulation", "--fresh", "--steps", str(SIMULATED_STEPS)]
     return [
-        without_clusters(WITHOUT_CLUSTERS | AROUND if is_thorough else WITHOUT_CLUSTERS, bound=60),
+        without_clusters(WITHOUT_CLUSTERS | AROUND)
+        if is_thorough
+        else [replace(p, bound=60, core=i) for i, p in enumerate(without_clusters(WITHOUT_CLUSTERS))],
         *([[Part("simulation", search)]] if is_thorough and not arguments else []),
         [
             part("Spark 3.5", ".venv", "-m", LINES_AND_THEIR_REST[0][is_thorough]),

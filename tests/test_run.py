@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import sys
 from itertools import product
 from pathlib import Path
@@ -39,6 +40,19 @@ def test_parts_of_a_step_run_side_by_side_and_have_their_names_before_their_line
     assert len(lines) == 6 and {line.split(" | ")[0] for line in lines} == {"A", "B"}
     directories = {line.split(" | ")[1] for line in lines if "/rs-" in line}
     assert len(directories) == 2 and not any(Path(d).exists() for d in directories)
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="This system keeps no process to a core.")
+def test_a_part_and_what_it_starts_keep_to_their_core() -> None:
+    cores = sorted(os.sched_getaffinity(0))
+    ask = "import os; print('==', *sorted(os.sched_getaffinity(0)))"
+    # Nobody says when the process is told: it looks until it has been, and a child of it after that.
+    told = "import os, subprocess, sys\nwhile len(os.sched_getaffinity(0)) > 1: pass\n"
+    told += f"subprocess.run([sys.executable, '-c', {ask!r}])"
+    for core in (0, len(cores) + 1):
+        outcome = run_part(Part("kept", [sys.executable, "-c", told], core=core), io.StringIO())
+        assert outcome.last_line == str(cores[core % len(cores)])
+    assert run_part(python("free", ask), io.StringIO()).last_line == " ".join(map(str, cores))
 
 
 def test_a_failure_ends_the_run_behind_its_step() -> None:
