@@ -47,7 +47,8 @@ def test_a_part_and_what_it_starts_keep_to_their_core() -> None:
     cores = sorted(os.sched_getaffinity(0))
     ask = "import os; print('==', *sorted(os.sched_getaffinity(0)))"
     # Nobody says when the process is told: it looks until it has been, and a child of it after that.
-    told = "import os, subprocess, sys\nwhile len(os.sched_getaffinity(0)) > 1: pass\n"
+    told = "import os, subprocess, sys, time\nuntil = time.monotonic() + 120\n"
+    told += "while len(os.sched_getaffinity(0)) > 1 and time.monotonic() < until: pass\n"
     told += f"subprocess.run([sys.executable, '-c', {ask!r}])"
     for core in (0, len(cores) + 1):
         outcome = run_part(Part("kept", [sys.executable, "-c", told], core=core), io.StringIO())

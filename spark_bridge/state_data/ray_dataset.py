@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
+import ray
 from ray.data import Datasource, ReadTask, read_datasource
 from ray.data.block import BlockMetadata
 
@@ -19,6 +21,8 @@ from spark_bridge.state_data.state_sources import StateSource, state_source
 
 if TYPE_CHECKING:
     from ray.data import Dataset
+
+log = logging.getLogger(__name__)
 
 
 def read_state_dataset(
@@ -43,7 +47,8 @@ def read_state_dataset(
     ``("user", ">=", 100)``; all must hold. Conditions on all key columns leave out partitions, and conditions on the
     first key columns ranges of keys. See ``state_batches`` for the other arguments, the columns and the errors;
     ``concurrency`` and ``ray_remote_args`` are those of ``ray.data.read_datasource``. The version is fixed here.
-    Raises besides ``RequestError`` naming a column that there is not, or a value that is not of a column's type.
+    Raises besides ``RequestError`` naming a column that there is not, or a value that is not of a column's type. Logs a
+    warning if no CPU of the Ray cluster is free, since the tasks of Ray Data wait until one is.
     """
     place = find_state(checkpoint_location, state_location, storage_options)
     source = state_source(place, operator, state, version, collect=not flatten, raw=state_columns)
@@ -51,7 +56,13 @@ def read_state_dataset(
         raise RequestError("columns=[] asks for no columns; name at least one, or leave it out.")
     datasource = StateDatasource(source, columns, where)
     given = None if ray_remote_args is None else dict(ray_remote_args)
-    return read_datasource(datasource, concurrency=concurrency, ray_remote_args=given)
+    dataset = read_datasource(datasource, concurrency=concurrency, ray_remote_args=given)
+    if ray.available_resources().get("CPU", 0) < 1:
+        log.warning(
+            "No CPU of the Ray cluster is free: Ray Data waits until one is. Spark's executors keep theirs: start Spark "
+            "with fewer executor cores than the cluster has CPUs, or read in another cluster."
+        )
+    return dataset
 
 
 class StateDatasource(Datasource):  # type: ignore[misc]

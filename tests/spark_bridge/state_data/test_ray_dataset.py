@@ -6,9 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import ray
 
 from spark_bridge import read_state_dataset, state_table
 from spark_bridge.exceptions import RequestError
+from tests.spark_bridge.conftest import wait_until
 from tests.spark_bridge.local_ray import ray_of_its_own
 from tests.spark_bridge.queryable.client_world import Cluster
 
@@ -41,5 +43,35 @@ def test_tasks_read_what_is_wanted(tmp_path: Path, local_ray: None) -> None:
         assert read_state_dataset(location, "totals", version=1).count() == 2_000
         with pytest.raises(RequestError, match="no column 'x'"):
             read_state_dataset(location, "totals", columns=["x"])
+    finally:
+        cluster.close()
+
+
+def test_who_reads_is_told_that_no_cpu_is_free(
+    tmp_path: Path, local_ray: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    @ray.remote
+    class Executor:
+        def is_there(self) -> bool:
+            return True
+
+    def said() -> list[str]:
+        return [r.getMessage() for r in caplog.records if r.name.startswith("spark_bridge") and r.levelname == "WARNING"]
+
+    cluster = Cluster(tmp_path)
+    try:
+        cluster.batch({1: (1, "a")})
+        location = str(cluster.world.root / "ck")
+        assert read_state_dataset(location, "totals").count() == 1
+        wait_until(lambda: ray.available_resources().get("CPU"))
+        caplog.clear()
+        read_state_dataset(location, "totals")
+        assert not said()
+        executor = Executor.options(num_cpus=ray.cluster_resources()["CPU"]).remote()
+        assert ray.get(executor.is_there.remote())
+        wait_until(lambda: not ray.available_resources().get("CPU"))  # Ray tells a moment later
+        read_state_dataset(location, "totals")
+        assert ["No CPU of the Ray cluster is free" in warning for warning in said()] == [True]
+        ray.kill(executor)
     finally:
         cluster.close()
