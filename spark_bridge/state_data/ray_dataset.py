@@ -59,8 +59,8 @@ def read_state_dataset(
     dataset = read_datasource(datasource, concurrency=concurrency, ray_remote_args=given)
     if ray.available_resources().get("CPU", 0) < 1:
         log.warning(
-            "No CPU of the Ray cluster is free: Ray Data waits until one is. Spark's executors keep theirs: start Spark "
-            "with fewer executor cores than the cluster has CPUs, or read in another cluster."
+            "No CPU of the Ray cluster is free: Ray Data waits until one is. Spark's executors keep theirs: start "
+            "Spark with fewer executor cores than the cluster has CPUs, or read in another cluster."
         )
     return dataset
 

@@ -56,7 +56,8 @@ def test_who_reads_is_told_that_no_cpu_is_free(
             return True
 
     def said() -> list[str]:
-        return [r.getMessage() for r in caplog.records if r.name.startswith("spark_bridge") and r.levelname == "WARNING"]
+        ours = (record for record in caplog.records if record.name.startswith("spark_bridge"))
+        return [record.getMessage() for record in ours if record.levelname == "WARNING"]
 
     cluster = Cluster(tmp_path)
     try:
