@@ -32,23 +32,26 @@ for it as may have to be merged later for the file that is more.
 
 
 class FileScans:
-    """Scans of the database in the directory ``path`` that are read from its files. Many threads may open scans.
+    """Scans of the database in the directory ``path`` that are read from its files. Many threads may open scans."""
 
-    ``on_failure`` makes the error of a scan that fails.
-    """
-
-    def __init__(self, path: Path, on_failure: OnFailure) -> None:
+    def __init__(self, path: Path) -> None:
         self._path = path
-        self._on_failure = on_failure
         self._flushing = threading.Lock()
 
     def open(
-        self, database: Any, families: Sequence[Rdict], family: Rdict, start: bytes | None, end: bytes | None
+        self,
+        database: Any,
+        families: Sequence[Rdict],
+        family: Rdict,
+        start: bytes | None,
+        end: bytes | None,
+        on_failure: OnFailure,
     ) -> TableScan | None:
         """Return a scan of many pairs of a column family that are all in files; None if RocksDB is to scan them.
 
         A scan of very many pairs, and of most of those that are there, has RocksDB write to files first what is in
-        memory alone. ``families`` are all column families of the database.
+        memory alone. ``families`` are all column families of the database; ``on_failure`` makes the error of a scan that
+        fails.
         """
         if len(start or b"") > KEY_GROUP_BYTES or len(end or b"") > KEY_GROUP_BYTES:
             return None
@@ -66,7 +69,7 @@ class FileScans:
             is_crowded = sum(table.level == 0 for table in tables) >= FLUSHED_FILES
             if not is_worth_it or is_crowded or not self._flushed(database, families, family):
                 return None
-        return open_scan(self._path, partial(described_tables, family), start, end, self._on_failure)
+        return open_scan(self._path, partial(described_tables, family), start, end, on_failure)
 
     def _flushed(self, database: Any, families: Sequence[Rdict], family: Rdict) -> bool:
         """Have RocksDB write what is in memory to files, all column families at once; return whether it has.

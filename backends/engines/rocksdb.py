@@ -94,7 +94,7 @@ class LocalRocksDB:
         self._own: Claim | None = None
         """Counts what the open database takes for itself."""
         self.state = LocalState()
-        self._file_scans = FileScans(path, self._failure)
+        self._file_scans = FileScans(path)
         self._write_options = WriteOptions()
         self._write_options.disable_wal = True
         if not (path / "CURRENT").exists():
@@ -364,7 +364,7 @@ class LocalRocksDB:
         if family is None:
             return iter(())
         families = [each.db for each in self._families.values()]
-        of_files = self._file_scans.open(self._db, families, family.db, start, end)
+        of_files = self._file_scans.open(self._db, families, family.db, start, end, self._failure)
         scan = of_files or RocksDBScan(family.db, start, end, self._failure)
         self._scans.add(scan)
         return scan
