@@ -50,8 +50,7 @@ class FileScans:
         """Return a scan of many pairs of a column family that are all in files; None if RocksDB is to scan them.
 
         A scan of very many pairs, and of most of those that are there, has RocksDB write to files first what is in
-        memory alone. ``families`` are all column families of the database; ``on_failure`` makes the error of a scan that
-        fails.
+        memory alone. ``families`` are all column families of the database. ``on_failure`` makes the errors of the scan.
         """
         if len(start or b"") > KEY_GROUP_BYTES or len(end or b"") > KEY_GROUP_BYTES:
             return None
