@@ -192,12 +192,18 @@ def test_very_many_pairs_are_written_to_files_for_a_scan(tmp_path: Path, monkeyp
     db.engine.close()
 
 
-def test_a_scan_does_without_files_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(file_scans, "FLUSH_PAIRS", 1)
+def with_one_pair_in_memory(tmp_path: Path) -> Database:
+    """Make a database of a hundred pairs in files, of which one has been written again since."""
     db = Database(tmp_path / "db")
     db.write({i.to_bytes(2, "big") + b"k": b"v" for i in range(100)})
     db.write_files(tmp_path)
     db.write({b"\x00\x01k": b"new"})
+    return db
+
+
+def test_a_scan_does_without_files_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file_scans, "FLUSH_PAIRS", 1)
+    db = with_one_pair_in_memory(tmp_path)
 
     def by_rocksdb() -> None:
         scan = db.engine.scan(None, None)
@@ -222,10 +228,7 @@ def test_a_scan_does_without_files_that_cannot_be_written(tmp_path: Path, monkey
 
 def test_scans_opened_side_by_side_have_files_written_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(file_scans, "FLUSH_PAIRS", 1)
-    db = Database(tmp_path / "db")
-    db.write({i.to_bytes(2, "big") + b"k": b"v" for i in range(100)})
-    db.write_files(tmp_path)
-    db.write({b"\x00\x01k": b"new"})
+    db = with_one_pair_in_memory(tmp_path)
     both_ask = threading.Event()
     asked: list[str] = []
     checkpoints: list[Rdict] = []
