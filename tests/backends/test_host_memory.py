@@ -116,6 +116,7 @@ def test_claims_may_end_while_the_budget_is_at_work():
     class Cycle:
         pass
 
+    usual = gc.get_threshold()
     gc.disable()
     try:
         for _ in range(100):
@@ -127,7 +128,7 @@ def test_claims_may_end_while_the_budget_is_at_work():
         made = [memory.claim(STAGED, 1, "A commit") for _ in range(100)]
     finally:
         gc.enable()
-        gc.set_threshold(700, 10, 10)
+        gc.set_threshold(*usual)
     gc.collect()
     assert memory.held()[DELTAS] == 0 and memory.held()[STAGED] == len(made)
 
