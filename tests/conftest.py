@@ -57,7 +57,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _unfreeze_for_duckdb() -> None:
-    """DuckDB's binding lists as leaked what is still frozen at the end; to look through all of it takes half a second."""
+    """DuckDB's binding lists as leaked what is frozen at the end; to look through all of that takes half a second."""
     if "duckdb" in sys.modules:
         gc.unfreeze()
 
