@@ -20,6 +20,7 @@ import os
 import random
 import shutil
 import sys
+import threading
 import traceback
 from dataclasses import replace
 from pathlib import Path
@@ -75,16 +76,18 @@ def provider_in(backend, directory, *, local="local", conf=CONF):
 def die_before(step):
     """End the process at the ``step``-th step from now on; at none if it is None, but say what the steps are."""
     seen, is_committed = 0, False
+    one_thread = threading.Lock()  # two that upload at once would both be at the step, and both say so
 
     def reach(name):
         nonlocal seen, is_committed
-        if step is None:
-            SAY(1, f"{name} ".encode())
-        if seen == step:
-            SAY(1, f"{step} killed before {name}\n".encode())
-            os._exit(KILLED)
-        seen += 1
-        is_committed = is_committed or name == "apply"
+        with one_thread:
+            if step is None:
+                SAY(1, f"{name} ".encode())
+            if seen == step:
+                SAY(1, f"{step} killed before {name}\n".encode())
+                os._exit(KILLED)
+            seen += 1
+            is_committed = is_committed or name == "apply"
 
     def guard(name, real):
         def call(*args, **kwargs):
