@@ -143,12 +143,17 @@ SIMULATED_STEPS = 10**7
 NO_CLUSTER = ("-m", "not ray and not spark")
 _STATE = [
     *(f"tests/backends/{name}" for name in ("engines", "formats", "partition", "providers", "storage")),
-    *(f"tests/spark_bridge/{name}" for name in ("cli", "state_data")),
+    "tests/spark_bridge/state_data",
 ]
-_CLIENTS = [f"tests/spark_bridge/queryable/{name}" for name in ("client", "protocol", "server", "sql")]
-_SURGERY = [f"tests/spark_bridge/{name}" for name in ("lookups", "overview", "serving", "state_surgery")]
+_HOSTS = [f"tests/spark_bridge/{name}" for name in ("demo", "host", "session", "task")]
+_OPERATORS = [
+    *(f"tests/spark_bridge/{name}" for name in ("aggregates", "alerts", "grafana", "operators", "state_format")),
+    *(f"tests/spark_bridge/{name}" for name in ("stateful", "streams", "test_pages.py")),
+]
 _QUERIES = ["tests/spark_bridge/queryable"]
 _PROTOCOL = ["tests/coordinator_actor", "tests/simulation", "tests/spark_bridge/transport"]
+_SURGERY = [f"tests/spark_bridge/{name}" for name in ("cli", "lookups", "overview", "serving", "state_surgery")]
+_CLIENTS = [f"tests/spark_bridge/queryable/{name}" for name in ("client", "protocol", "server", "sql")]
 _PAGE = ["tests/spark_bridge/ui"]
 _PLANTED = "tests/simulation/test_planted_faults.py"
 _OF_THE_TREE = [f"tests/test_{name}.py" for name in ("entry_points", "imports", "names", "public_names", "run")]
@@ -156,16 +161,17 @@ _ABOUT = ["tests/benchmarks", "tests/deploy", "tests/docs", *_OF_THE_TREE, _PLAN
 WITHOUT_CLUSTERS = {
     "state": _STATE,
     "queries, protocol": [*_QUERIES, *_PROTOCOL, *(f"--ignore={path}" for path in (*_CLIENTS, _PLANTED))],
-    "clients, surgery": [*_CLIENTS, *_SURGERY],
-    "the rest": [
-        "tests",
-        *(f"--ignore={path}" for path in (*_STATE, *_QUERIES, *_SURGERY, *_PROTOCOL, *_PAGE, *_ABOUT)),
+    "hosts, operators": [
+        *(*_HOSTS, *_OPERATORS, "tests/cluster", "tests/backends"),
+        *(f"--ignore={path}" for path in _STATE),
     ],
+    "surgery, clients": [*_SURGERY, *_CLIENTS],
 }
 """The tests without clusters, in parts of about the same length: each process collects and imports its own alone.
 
 They are twice as many as cores, since the tests of a part wait for a third of their time. Of two cores, the first and
-the third part have one, the others have the other.
+the third part have one, the others have the other. Where two share a core, their waits come at different times: hosts
+wait at first, clients at last, and what tests state has no waits to speak of.
 """
 AROUND = {"around it": _ABOUT, "the page": _PAGE}
 """The tests without clusters of what is around the product: benchmarks, deployment, documentation, the suite, the page.
