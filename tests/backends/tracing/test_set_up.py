@@ -90,28 +90,40 @@ def test_a_provider_that_is_there_stays() -> None:
     assert in_a_process(f"{FUNCTION}{program}; print(spans.is_on(), calls)") == "True []"
 
 
-@pytest.mark.parametrize(
-    ("setting", "said"),
-    [
-        ("mine:idle", "has set no provider"),
-        ("mine:number", "which is no function"),
-        ("mine:nothing", "names no function of this process: module 'mine' has no attribute"),
-        ("not_there:set_up", "No module named 'not_there'"),
-    ],
-)
-def test_a_function_that_is_not_there_is_refused_and_fails_no_task(setting: str, said: str) -> None:
-    program = f"""{FUNCTION}
-for _ in range(2):
-    try:
-        set_up({setting!r}, {{}})
-    except InvalidStateStoreArgument as error:
-        print(error)
+REFUSED = {
+    "mine:idle": "has set no provider",
+    "mine:number": "which is no function",
+    "mine:nothing": "names no function of this process: module 'mine' has no attribute",
+    "not_there:set_up": "No module named 'not_there'",
+}
+
+
+def test_a_function_that_is_not_there_is_refused_and_fails_no_task() -> None:
+    """A fork each, for a process is told once that tracing is off."""
+    program = f"""{LOGGED}import os
+for setting in {list(REFUSED)}:
+    sys.stdout.flush()
+    child = os.fork()
+    if child == 0:
+        for _ in range(2):
+            try:
+                set_up(setting, {{}})
+            except InvalidStateStoreArgument as error:
+                print("refused:", error)
+        print("in tasks:")
+        try_set_up(setting, {{}})
+        try_set_up(setting, {{}})
+        print(spans.is_on(), end="\\0", flush=True)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
 """
-    assert in_a_process(program).count(said) == 2, "whoever tries again is refused again"
-    in_tasks = f"{LOGGED}try_set_up({setting!r}, {{}}); try_set_up({setting!r}, {{}}); print(spans.is_on())"
-    done = in_a_process(in_tasks)
-    assert done.endswith("False")
-    assert done.count("is off in this process") == 1, "not for each task of a worker"
+    *said, end = in_a_process(program).split("\0")
+    assert len(said) == len(REFUSED) and end == ""
+    for words, one in zip(REFUSED.values(), said, strict=True):
+        refused, in_tasks = one.split("in tasks:")
+        assert refused.count("refused:") == refused.count(words) == 2, "whoever tries again is refused again"
+        assert in_tasks.endswith("False")
+        assert in_tasks.count("is off in this process") == 1, "not for each task of a worker"
 
 
 def test_opentelemetry_that_is_not_installed_is_named() -> None:
