@@ -21,7 +21,7 @@ from tests.spark_bridge.conftest import wait_until
 from tests.spark_bridge.host.host_steps import make_host
 
 TOKEN = "token"
-CALLERS, CALLS = 3, effort(20, 5_000)
+CALLERS, CALLS = 3, effort(8, 5_000)
 
 
 @pytest.fixture(autouse=True)
