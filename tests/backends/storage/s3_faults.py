@@ -332,9 +332,12 @@ class _Handler(BaseHTTPRequestHandler):
 def _main() -> None:
     """Serve until standard input ends; says on standard output where, and who has an account."""
     import boto3  # type: ignore[import-untyped]
+    from moto import backends
     from moto.s3.models import s3_backends
     from moto.server import ThreadedMotoServer
 
+    services = list(backends.list_of_moto_modules())  # moto looks at the directories of all services for each request
+    backends.list_of_moto_modules = lambda: services
     server = ThreadedMotoServer(ip_address=_HOST, port=0, verbose=False)
     server.start()
     port = server.get_host_and_port()[1]
