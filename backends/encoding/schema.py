@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from typing import Any
 
 import pyarrow as pa
@@ -62,6 +63,10 @@ class StateSchema:
 
     def to_json(self) -> str:
         """Return canonical JSON: equal schemas give equal text."""
+        return self._json
+
+    @cached_property
+    def _json(self) -> str:
         content: dict[str, Any] = {
             "key": spark_struct_json(list(self.key)),
             "value": spark_struct_json(list(self.value)),
@@ -90,6 +95,7 @@ class StateSchema:
         return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
 
 
+@lru_cache(256)
 def _normalized(schema: pa.Schema) -> pa.Schema:
     return pa.schema(arrow_fields(spark_struct_json(list(schema))["fields"]))
 
