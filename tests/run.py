@@ -151,7 +151,7 @@ _OPERATORS = [
     *(f"tests/spark_bridge/{name}" for name in ("stateful", "streams", "test_pages.py")),
 ]
 _QUERIES = ["tests/spark_bridge/queryable"]
-_PROTOCOL = ["tests/coordinator_actor", "tests/simulation", "tests/spark_bridge/transport"]
+_PROTOCOL = ["tests/spark_bridge/transport", "tests/coordinator_actor", "tests/simulation"]
 _SURGERY = [f"tests/spark_bridge/{name}" for name in ("cli", "lookups", "overview", "serving", "state_surgery")]
 _CLIENTS = [f"tests/spark_bridge/queryable/{name}" for name in ("client", "protocol", "server", "sql")]
 _PAGE = ["tests/spark_bridge/ui"]
@@ -162,7 +162,7 @@ WITHOUT_CLUSTERS = {
     "state": _STATE,
     "queries, protocol": [*_QUERIES, *_PROTOCOL, *(f"--ignore={path}" for path in (*_CLIENTS, _PLANTED))],
     "hosts, operators": [
-        *(*_HOSTS, *_OPERATORS, "tests/cluster", "tests/backends"),
+        *(*_HOSTS, "tests/cluster", "tests/backends", *_OPERATORS),
         *(f"--ignore={path}" for path in _STATE),
     ],
     "surgery, clients": [*_SURGERY, *_CLIENTS],
