@@ -12,7 +12,7 @@ from tests.simulation.searches import in_which_plans_run_again
 from tests.simulation.world import Result, run
 
 SEEDS = range(8)
-"""A usual run tries one of them in each world: the cheapest of those in which the most planted faults show."""
+"""A usual run tries a few of them: those in which the most planted faults show for the least work."""
 
 
 def check(result: Result) -> None:
@@ -46,6 +46,6 @@ def test_a_seed_gives_the_same_run_again() -> None:
     assert run(4, max_steps=1500, traced=True).trace != first.trace
 
 
-@pytest.mark.parametrize("seed", effort([2], SEEDS))
+@pytest.mark.parametrize("seed", effort([1, 4], SEEDS))
 def test_a_world_in_which_plans_run_again_keeps_the_rules(seed: int) -> None:
     check(run(seed, prepare=in_which_plans_run_again))
