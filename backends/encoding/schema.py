@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Any
 
 import pyarrow as pa
@@ -63,10 +63,6 @@ class StateSchema:
 
     def to_json(self) -> str:
         """Return canonical JSON: equal schemas give equal text."""
-        return self._json
-
-    @cached_property
-    def _json(self) -> str:
         content: dict[str, Any] = {
             "key": spark_struct_json(list(self.key)),
             "value": spark_struct_json(list(self.value)),
