@@ -186,6 +186,22 @@ def chain(*schemas: pa.Schema) -> StateSchema:
     return state
 
 
+def test_schemas_that_differ_only_deep_inside_are_not_taken_for_each_other() -> None:
+    """A process keeps the normalised columns of the schemas that it has seen."""
+    inside = [pa.field("x", pa.int64(), nullable) for nullable in (True, False, True)]
+    for nested in (
+        [pa.list_(field) for field in inside],
+        [pa.struct([field]) for field in inside],
+        [pa.map_(pa.string(), field) for field in inside],
+        [pa.list_(pa.struct([field])) for field in inside],
+    ):
+        first, other, again = (
+            StateSchema(pa.schema([pa.field("k", pa.string())]), pa.schema([pa.field("v", kind)])).to_json()
+            for kind in nested
+        )
+        assert first == again != other
+
+
 def test_the_steps_of_sparks_own_tests() -> None:
     reordered = schema(name=pa.string(), id=pa.int32())
     state = chain(BASIC, ADDED, BASIC, reordered, UPCAST)
