@@ -42,7 +42,7 @@ def joined_ray(address: str | None, namespace: str) -> Iterator[None]:
 def reachable_coordinator(
     address: str | None, namespace: str, coordinator: str, timeout: float
 ) -> Iterator[RayCoordinatorPort | None]:
-    """Give the coordinator of the cluster at ``address``, or of the one that runs on this machine; None if there is none.
+    """Give the coordinator of the cluster at ``address``, or of the one on this machine; None if there is none.
 
     ``timeout`` is in seconds, for one message. Raises ``EnvironmentProblemError`` if no cluster answers at ``address``.
     """
