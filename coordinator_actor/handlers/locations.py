@@ -62,11 +62,11 @@ class Locations:
 
     def _require_not_ended(self, operator: str, query: str | None, running: Sequence[QueryState]) -> None:
         """Raise ``QueryEndedError`` if the last query with that operator has ended and does not run again."""
-        again = {run.registration.query_id for run in running}
+        again = {run.registration.state_location for run in running}
         ended = [
             e
             for e in self._runs.ended()
-            if e.has(operator, query) and (e.registration.query_id not in again or query == e.registration.run_id)
+            if e.has(operator, query) and (e.registration.state_location not in again or query == e.registration.run_id)
         ]
         if not ended:
             return
@@ -105,9 +105,12 @@ class Locations:
 
     def get_kv_state_location_oracle(self, job_id: str) -> KvStateLocationOracle | None:
         """See ``CoordinatorPort``."""
-        run = next((r for r in self._runs.served() if r.registration.query_id == job_id), None)
-        if run is None:
+        served = self._runs.served()
+        location = next((r.registration.state_location for r in served if r.run_id == job_id), job_id)
+        found = _meant([r for r in served if location in (r.registration.state_location, r.registration.query_id)])
+        if not found:
             return None
+        run = found[0]
         assignment = assigned(self._registries, run)
         registration = run.registration
         owners = {
@@ -120,6 +123,7 @@ class Locations:
             registration.key_groups,
             run.versions.completed,
             owners,
+            registration.state_location,
         )
 
 

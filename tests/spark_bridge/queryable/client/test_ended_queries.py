@@ -204,3 +204,30 @@ def test_a_watch_gives_all_versions_and_ends(cluster: Cluster, monkeypatch: pyte
     assert list(cluster.client().watch("totals")) == [], "one that begins behind the end"
     with pytest.raises(StateVersionError, match="from_version=3"):
         next(cluster.client().watch("totals", from_version=3))
+
+
+@pytest.mark.parametrize("has_ended", [True, False])
+def test_a_copy_of_a_checkpoint_runs_while_the_original_is_served(tmp_path, has_ended):
+    """Both have one query id, and the same operators and partitions on the same hosts."""
+    cluster = Cluster(tmp_path)
+    try:
+        cluster.batch({1: (1, "a"), 2: (1, "b")})
+        if has_ended:
+            end(cluster)
+        cluster.start_copy("run2", "backup")
+        cluster.batch({1: (2, "copy")})
+        cluster.batch({3: (1, "copy")})
+        client = cluster.client()
+        for _ in range(2):  # the second answers come from cached locations
+            assert [client.get("totals", user, query="run1") for user in (1, 3)] == [{"n": 1, "name": "a"}, None]
+            assert client.get("totals", 1, query="run2") == {"n": 2, "name": "copy"}
+            assert client.get("totals", 3, query="run2") == {"n": 1, "name": "copy"}
+        if not has_ended:
+            rows = client.sql('select c.n as new, o.n as old from run1.totals o join run2.totals c using ("user")')
+            assert sorted(rows.fetchall()) == [(1, 1), (2, 1)]
+        cluster.c.deactivate_instances("run2")
+        for h in cluster.hosts:
+            h.host.heartbeat()
+        assert client.get("totals", 2, query="run1") == {"n": 1, "name": "b"}
+    finally:
+        cluster.close()
