@@ -15,6 +15,7 @@ import pyarrow as pa
 from pyspark.sql import Row
 from pyspark.sql.types import ArrayType, BinaryType, MapType, StructType
 
+from backends.encoding.given_values import is_missing
 from spark_bridge.exceptions import StatefulProcessorError
 from spark_bridge.stateful.values.pandas_values import FrameColumns, PandasCodec
 from spark_bridge.stateful.values.row_values import RowCodec
@@ -135,7 +136,7 @@ def _iterator(given: Any, what: str) -> Iterator[Any]:
 
 
 def detached(value: Any) -> Any:
-    """Return the value with copies of all that can be changed in it."""
+    """Return the value with copies of all that can be changed in it, and with None for NaT and NA."""
     if isinstance(value, tuple):
         copy: Any = tuple.__new__(type(value), map(detached, value))
         if isinstance(value, Row) and "__fields__" in value.__dict__:
@@ -147,7 +148,7 @@ def detached(value: Any) -> Any:
         return {k: detached(v) for k, v in value.items()}
     if isinstance(value, (bytearray, np.ndarray)):
         return value.copy()
-    return value
+    return None if is_missing(value) else value
 
 
 def _by_position(rows: list[Any], names: list[str]) -> Sequence[Sequence[Any]]:
