@@ -354,7 +354,18 @@ def test_conditions_are_said_as_json_can_say_them() -> None:
 
 
 @pytest.mark.parametrize(
-    "condition", ["n > 1", ("n",), ("n", ">"), ("n", "like", "x"), ("n", "=", None), ("n", "=", b"x"), (5, "=", 5)]
+    "condition",
+    [
+        "n > 1",
+        ("n",),
+        ("n", ">"),
+        ("n", "like", "x"),
+        ("n", "=", None),
+        ("n", "=", pd.NaT),
+        ("n", "=", b"x"),
+        ("n", "=", A_UUID),
+        (5, "=", 5),
+    ],
 )
 def test_conditions_that_are_none(condition: Any) -> None:
     with pytest.raises(RequestError, match="where"):
