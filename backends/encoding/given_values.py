@@ -1,4 +1,4 @@
-"""Python values and Arrow columns that users give, in the types of state.
+"""Python values and Arrow columns that users give, in the types of state, and state as Python values.
 
 Arrow guesses: it takes NaT for a day of the year 1, 1.5 for the day after 1970-01-01, and a UUID for text of 16 bytes.
 So every Python value passes through ``plain_value`` before Arrow sees it.
@@ -236,6 +236,44 @@ def _plain_struct(value: Any, kind: pa.StructType, lossless: bool) -> dict[str, 
     if set(value) != set(names):
         raise ValueError(f"its fields must be {', '.join(names)}.")
     return {f.name: plain_value(value[f.name], f.type, lossless=lossless) for f in kind}
+
+
+def python_values(column: pa.Array | pa.ChunkedArray) -> list[Any]:
+    """Return a column's values as ``to_pylist`` does, also where Python's datetime cannot hold one of them.
+
+    A time or a date outside the years 1 to 9999 is a ``numpy.datetime64``; times with a zone are in UTC.
+    """
+    try:
+        values: list[Any] = column.to_pylist()
+    except (OverflowError, ValueError):
+        values = [python_value(scalar) for scalar in column]
+    return values
+
+
+def python_value(scalar: pa.Scalar) -> Any:
+    """Return one value as ``python_values`` does."""
+    kind = scalar.type
+    if not scalar.is_valid:
+        return None
+    if pa.types.is_struct(kind):
+        return {kind.field(i).name: python_value(scalar[i]) for i in range(kind.num_fields)}
+    if pa.types.is_map(kind):
+        return [(python_value(entry[0]), python_value(entry[1])) for entry in scalar.values]
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        return python_values(scalar.values)
+    try:
+        return scalar.as_py()
+    except (OverflowError, ValueError):
+        if pa.types.is_date32(kind) or pa.types.is_timestamp(kind):
+            return np.datetime64(scalar.value, "D" if pa.types.is_date32(kind) else kind.unit)
+        raise
+
+
+def python_rows(table: pa.Table | pa.RecordBatch) -> list[dict[str, Any]]:
+    """Return rows as dicts, with ``python_values``."""
+    columns = [python_values(column) for column in table.columns]
+    names = table.schema.names
+    return [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
 
 
 # -- Arrow columns -----------------------------------------------------------------------------

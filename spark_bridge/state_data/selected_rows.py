@@ -127,7 +127,7 @@ def key_bounds(rows: VariableRows, conditions: Sequence[Comparison]) -> KeyBound
 
 def _encoded(fields: Sequence[pa.Field], values: Sequence[pa.Scalar]) -> bytes:
     """Return the first columns of a key as they are stored, without the key group."""
-    arrays = [pa.array([value.as_py()], field.type) for field, value in zip(fields, values, strict=True)]
+    arrays = [pa.array([value], field.type) for field, value in zip(fields, values, strict=True)]
     batch = pa.RecordBatch.from_arrays(arrays, schema=pa.schema(list(fields)))
     encoded: bytes = encode_keys(batch, np.zeros(1, np.uint16))[0].as_py()
     return encoded[KEY_GROUP_BYTES:]
@@ -142,7 +142,7 @@ def _groups(source: StateSource, conditions: Sequence[Comparison]) -> frozenset[
         given = [c for c in conditions if c.column == field.name and c.comparison in ("=", "in")]
         if not given or pa.types.is_floating(field.type):
             return None
-        values = [scalar_of(field.name, value, field.type).as_py() for value in given[0].values]
+        values = [scalar_of(field.name, value, field.type) for value in given[0].values]
         many *= len(values)
         if many > MAX_SELECTED_KEYS:
             return None

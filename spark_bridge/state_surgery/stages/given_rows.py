@@ -7,7 +7,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from backends.encoding.given_values import CAST_ERRORS, cast_without_loss, check_same
+from backends.encoding.given_values import CAST_ERRORS, cast_without_loss, check_same, python_value
 from backends.encoding.key_order import key_order
 from backends.exceptions import InvalidStateStoreArgument
 from spark_bridge.state_format.rows_to_pairs import PairsOfRows
@@ -74,7 +74,7 @@ def _column(given: pa.RecordBatch | pa.Table, field: pa.Field, owner: str) -> pa
 def key_in_words(rows: pa.RecordBatch, pairs: PairsOfRows, at: int) -> str:
     """Return the key of one row, for messages, with what tells it apart from others of the same key."""
     n = len(pairs.rows.key) + len(pairs.rows.inner)
-    return ", ".join(f"{name}={rows.column(i)[at].as_py()!r}" for i, name in enumerate(rows.schema.names[:n]))
+    return ", ".join(f"{name}={python_value(rows.column(i)[at])!r}" for i, name in enumerate(rows.schema.names[:n]))
 
 
 def in_key_order(rows: pa.RecordBatch, keys: pa.BinaryArray) -> tuple[pa.RecordBatch, pa.BinaryArray]:

@@ -15,7 +15,7 @@ import pyarrow as pa
 from pyspark.sql import Row
 from pyspark.sql.types import ArrayType, BinaryType, MapType, StructType
 
-from backends.encoding.given_values import is_missing
+from backends.encoding.given_values import is_missing, python_value
 from spark_bridge.exceptions import StatefulProcessorError
 from spark_bridge.stateful.values.pandas_values import FrameColumns, PandasCodec
 from spark_bridge.stateful.values.row_values import RowCodec
@@ -115,7 +115,7 @@ class OutputSink:
             is_late = self.event_time.is_done(batch, self.late_watermark_ms)
             if is_late.any():
                 name = self.event_time.column
-                late = batch.column(name).filter(pa.array(is_late))[0].as_py()
+                late = python_value(batch.column(name).filter(pa.array(is_late))[0])
                 raise StatefulProcessorError(
                     f"[EMITTING_ROWS_OLDER_THAN_WATERMARK_NOT_ALLOWED] The processor gave a row with {name}={late}, "
                     f"which is not after the watermark, {self.late_watermark_ms} ms since 1970: whatever follows would "

@@ -118,7 +118,7 @@ def _predicate(output: pa.Schema, comparison: Comparison) -> RowPredicate:
         )
     values = [scalar_of(comparison.column, value, kind) for value in comparison.values]
     if comparison.comparison == "in":
-        among = pa.array([v.as_py() for v in values], kind)
+        among = pa.array(values, kind)
         if pa.types.is_floating(kind):  # the sum makes 0.0 of -0.0
             return lambda batch: pc.is_in(pc.add(batch.column(place), 0.0), pc.add(among, 0.0))
         return lambda batch: pc.is_in(batch.column(place), among)

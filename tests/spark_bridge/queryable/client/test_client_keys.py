@@ -14,6 +14,7 @@ import polars as pl
 import pyarrow as pa
 import pytest
 
+from backends.encoding.given_values import python_rows, python_values
 from backends.encoding.key_groups import key_groups
 from backends.encoding.keys import encode_keys
 from backends.encoding.operator_schema import OperatorSchema, StateVariable
@@ -264,6 +265,39 @@ def test_no_keys_in_every_form() -> None:
         assert ONE.columns(keys).num_rows == 0
         assert ONE.encode(ONE.columns(keys)).to_pylist() == []
     assert TWO.columns([]).num_rows == 0
+
+
+def test_times_that_pythons_datetime_cannot_hold_are_numpys() -> None:
+    at, day = pa.timestamp("us", "UTC"), pa.date32()
+    far, early = np.datetime64("10000-01-01", "us"), np.datetime64("-0001-01-01", "us")
+    micros = [int(far.astype(int)), int(early.astype(int)), 0, None]
+    values = [far, early, dt.datetime(1970, 1, 1, tzinfo=UTC), None]
+    times = pa.array(micros, pa.int64()).view(at)
+    assert python_values(times) == python_values(pa.chunked_array([times])) == values
+    assert python_values(pa.array([3_000_000, 0, None], pa.int32()).view(day)) == [
+        np.datetime64("10183-09-21"),
+        dt.date(1970, 1, 1),
+        None,
+    ]
+    offsets = pa.array([0, 1, 2, 4], pa.int32())
+    nested = pa.StructArray.from_arrays(
+        [
+            pa.ListArray.from_arrays(offsets, times),
+            pa.MapArray.from_arrays(offsets, pa.array(["a", "b", "c", "d"]), times),
+        ],
+        ["list", "map"],
+    )
+    assert python_values(nested)[0] == {"list": [far], "map": [("a", far)]}
+    assert python_rows(pa.table({"x": nested}))[2] == {
+        "x": {"list": values[2:], "map": [("c", values[2]), ("d", None)]}
+    }
+    by_time, by_day = codec(("at", at)), codec(("day", day))
+    assert stored_keys(by_time, [far, values[2]]) == stored_keys(by_time, times.take(pa.array([0, 2])))
+    assert by_time.encode_one(early) == stored_keys(by_time, times)[1]
+    assert (
+        by_day.encode_one(np.datetime64("10183-09-21"))
+        == stored_keys(by_day, pa.array([3_000_000]).cast(pa.int32()).view(day))[0]
+    )
 
 
 # -- ranges ----------------------------------------------------------------------------------
