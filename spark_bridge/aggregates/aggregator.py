@@ -201,17 +201,11 @@ def is_aggregate_state(state: pa.Schema) -> bool:
 
 
 def results(states: pa.RecordBatch) -> list[pa.Array]:
-    """Return the output columns of states, in the types of ``result_fields``; a row of nulls gives a row of nulls.
-
-    Raises ``SparkBridgeError`` for a mean that leaves the range of its type.
-    """
-    columns = []
-    for computation, name, arguments, parts, places in _computations(states.schema):
-        try:
-            columns.append(computation.result(name, arguments, parts, [states.column(i) for i in places]))
-        except SumOverflow as error:
-            raise _overflow(parts[0]) from error
-    return columns
+    """Return the output columns of states, in the types of ``result_fields``; a row of nulls gives a row of nulls."""
+    return [
+        computation.result(name, arguments, parts, [states.column(i) for i in places])
+        for computation, name, arguments, parts, places in _computations(states.schema)
+    ]
 
 
 @lru_cache(256)
@@ -227,9 +221,13 @@ def _groups(ids: GroupIds, num_groups: int) -> Groups:
     return Groups(np.asarray(ids).astype(np.int64, copy=False), num_groups)
 
 
+_SUMS = {"mean": "sum behind the mean"}
+"""What leaves its range where the state has a sum under another name."""
+
+
 def _overflow(field: pa.Field) -> SparkBridgeError:
     name, function, _ = split_state_column(field.name)
     return SparkBridgeError(
-        f"The {function} of output {name!r} has left the range of {field.type}; "
-        "cast its input to a wider type (decimal or double) and start with a new operator."
+        f"The {_SUMS.get(split_function(function)[0], function)} of output {name!r} has left the range of "
+        f"{field.type}; cast its input to a wider type (decimal or double) and start with a new operator."
     )
