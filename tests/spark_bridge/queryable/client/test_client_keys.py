@@ -192,6 +192,10 @@ def test_columns_of_other_types_are_matched_without_loss() -> None:
     assert stored_keys(PRICE, pa.array([5, 10**17])) == stored_keys(PRICE, [5, Decimal(10**17)])
     assert stored_keys(PRICE, pa.array([0.1])) == stored_keys(PRICE, [Decimal("0.1")])
     assert stored_keys(DAY, np.array(["2024-03-09", "NaT"], "M8[s]")) == stored_keys(DAY, [dt.date(2024, 3, 9), None])
+    for missing in (np.nan, pd.NA, None):
+        for names in (pd.DataFrame({"name": ["a", missing]}), pd.Series(["a", missing]), pd.Index(["a", missing])):
+            assert stored_keys(NAME, names) == stored_keys(NAME, ["a", None])
+    assert stored_keys(ONE, pd.Series([(1,), {"user": 3}])) == stored_keys(ONE, [1, 3])
     assert stored_keys(DAY, pd.DataFrame({"day": [dt.date(2024, 3, 9), pd.NaT]})) == stored_keys(
         DAY, [dt.date(2024, 3, 9), None]
     )
@@ -203,7 +207,8 @@ def test_columns_of_other_types_are_matched_without_loss() -> None:
         (NAME, [A_UUID], ("name", "not text but of class UUID", "str()")),
         (NAME, ["a", A_UUID], ("not text but of class UUID",)),
         (NAME, pd.Series([A_UUID], dtype=object), ("not text but of class UUID",)),
-        (NAME, pd.DataFrame({"name": [A_UUID]}), ("uuid",)),
+        (NAME, pd.DataFrame({"name": [A_UUID]}), ("not text but of class UUID",)),
+        (DAY, pd.DataFrame({"day": [dt.date(2024, 3, 9), 5]}), ("not a date but of class int",)),
         (NAME, pa.array([A_UUID.bytes], pa.uuid()), ("uuid",)),
         (NAME, pa.array([b"0123456789abcdef"], pa.binary(16)), ("fixed_size_binary",)),
         (codec(("id", pa.binary())), [A_UUID], ("not bytes but of class UUID",)),
