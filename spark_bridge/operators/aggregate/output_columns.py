@@ -42,7 +42,7 @@ def output_of(schema: T.StructType, name: str, function: AggregateFunction, wate
     text = f"{function.name}({','.join(arguments)})" if arguments else function.name
     # Rows can be counted whatever the type of the column is.
     arrow = pa.null() if function.name == "count" else arrow_type(kind)
-    return Output(name, text, function.column, by, arrow, by_type, function.columns)
+    return Output(name, text, function.column, by, arrow, by_type, function.columns, max_bytes=function.max_bytes)
 
 
 def _check_input(function: AggregateFunction, kind: T.DataType, where: str) -> None:
