@@ -30,7 +30,7 @@ WORTHWHILE = 0.5
 def aggregated_ahead(df: DataFrame, logic: AggregateLogic) -> DataFrame:
     """Return partial results of the rows; the operator's tasks take them by the same logic with ``is_partial`` set."""
     columns = pa.schema([*logic.schema.key, *logic.aggregator.state_schema])
-    return map_in_arrow(df, PartialTask(logic, columns), "partial_aggregation", spark_struct(columns))
+    return map_in_arrow(df, PartialTask(logic, columns).run, "partial_aggregation", spark_struct(columns))
 
 
 @dataclass(frozen=True)
