@@ -58,13 +58,14 @@ def map_in_arrow(
 
 
 def columns_by_name(df: DataFrame) -> tuple[DataFrame, dict[str, Column]]:
-    """Return the DataFrame with other names, and its columns for use in ``select`` by the names that they had."""
+    """Return the DataFrame with other names, and its columns by the names that they had.
+
+    The columns are bare references: Spark keeps the watermark of a window over one, and drops it over an alias.
+    """
     from pyspark.sql import functions as F
 
     positions = _positions(df)
-    return df.toDF(*positions), {
-        name: F.col(position).alias(name) for name, position in zip(df.columns, positions, strict=True)
-    }
+    return df.toDF(*positions), {name: F.col(at) for name, at in zip(df.columns, positions, strict=True)}
 
 
 def _positions(df: DataFrame) -> list[str]:

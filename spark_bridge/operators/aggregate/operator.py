@@ -222,8 +222,8 @@ def _windowed(df: DataFrame, keys: _Keys, aggregator: Aggregator) -> DataFrame:
     """Return the columns that are needed, and the window of each row: a row for each window that a row lies in."""
     rows, columns = columns_by_name(df)
     if keys.is_global:
-        return rows.select(F.lit(True).alias(ALL_ROWS_KEY), *(columns[name] for name in aggregator.inputs))
-    inputs = [columns[name] for name in dict.fromkeys([*keys.columns, *aggregator.inputs])]
+        return rows.select(F.lit(True).alias(ALL_ROWS_KEY), *(columns[name].alias(name) for name in aggregator.inputs))
+    inputs = [columns[name].alias(name) for name in dict.fromkeys([*keys.columns, *aggregator.inputs])]
     if keys.window is None:
         return rows.select(*inputs)
     return rows.select(window_column(keys.window, columns[keys.window.time_column]), *inputs)

@@ -262,7 +262,9 @@ def _both(
             slot: F.lit(True) if f is ONLY else by_name[f.name] for f, slot in zip(fields, side.slots, strict=True)
         }
         columns = [own.get(i, F.lit(None).cast(types[i])).alias(slot_name(i)) for i in range(len(types))]
-        frames.append(rows.select(F.lit(code).cast("byte").alias(SIDE), *(by_name[key] for key in keys), *columns))
+        frames.append(
+            rows.select(F.lit(code).cast("byte").alias(SIDE), *(by_name[key].alias(key) for key in keys), *columns)
+        )
     return frames[0].union(frames[1])
 
 
