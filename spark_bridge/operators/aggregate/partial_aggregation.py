@@ -32,7 +32,7 @@ def aggregated_ahead(df: DataFrame, logic: AggregateLogic) -> DataFrame:
     columns = pa.schema([*logic.schema.key, *logic.aggregator.state_schema])
     # The tasks after the shuffle count what their limits drop.
     ahead = replace(logic, aggregator=logic.aggregator.unlimited())
-    return map_in_arrow(df, PartialTask(ahead, columns), "partial_aggregation", spark_struct(columns))
+    return map_in_arrow(df, PartialTask(ahead, columns).run, "partial_aggregation", spark_struct(columns))
 
 
 @dataclass(frozen=True)
