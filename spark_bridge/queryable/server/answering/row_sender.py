@@ -62,11 +62,11 @@ class RowSender:
             schema = self._answer.schema
             self.send(pa.RecordBatch.from_arrays([pa.nulls(0, f.type) for f in schema], schema=schema))
 
-    def last_frames(self) -> list[Any]:
-        """Return the frames that are still to be sent: the rows held back, and the end."""
+    def last_frames(self, lag_ms: int) -> list[Any]:
+        """Return the frames that are still to be sent: the rows held back, and the end, which says the lag."""
         if not self._is_begun:
             self._held = frame(RowsReply(self._answer.version), self._answer.schema.serialize())
-        return [*self._held, *frame(EndOfRows(self._answer.version, self.num_rows))]
+        return [*self._held, *frame(EndOfRows(self._answer.version, self.num_rows, lag_ms))]
 
 
 def slices(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
