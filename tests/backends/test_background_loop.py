@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from backends.background_loop import BackgroundLoop, failing_loops
+from backends.background_loop import BackgroundLoop, FailingLoop, failing_loops
 from tests.patience import PATIENCE
 
 
@@ -33,6 +33,10 @@ def made() -> Iterator[list[BackgroundLoop]]:
         loop.close(timeout=PATIENCE)
 
 
+def failing() -> tuple[FailingLoop, ...]:
+    return tuple(loop for loop in failing_loops.now() if loop.what == "do the test")
+
+
 def loop_of(work: Work, made: list[BackgroundLoop], seconds: float = 0.001) -> BackgroundLoop:
     made.append(BackgroundLoop(work, seconds, name="test", what="do the test", remedy="Look.", most_seconds=0.004))
     return made[-1]
@@ -48,14 +52,14 @@ def test_no_error_ends_the_loop(made: list[BackgroundLoop]) -> None:
 def test_what_fails_is_known_until_it_succeeds(made: list[BackgroundLoop]) -> None:
     loop = loop_of(Work(OSError("the disk is gone"), ValueError("x" * 10_000)), made)
     loop.run_once()
-    (first,) = failing_loops.now()
+    (first,) = failing()
     assert (first.what, first.failures, first.error) == ("do the test", 1, "OSError: the disk is gone")
     assert first.remedy == "Look."
     loop.run_once()
-    (second,) = failing_loops.now()
+    (second,) = failing()
     assert (second.failures, second.since) == (2, first.since) and len(second.error) <= 500
     loop.run_once()
-    assert failing_loops.now() == ()
+    assert failing() == ()
 
 
 def test_the_pause_doubles_up_to_a_bound_and_is_the_interval_again(made: list[BackgroundLoop]) -> None:
@@ -90,4 +94,4 @@ def test_what_fails_while_things_shut_down_is_no_news(ends: str, caplog: pytest.
     loop = BackgroundLoop(work, 1.0, name="test", what="do the test", is_ending=lambda: is_ending)
     with caplog.at_level(logging.INFO):
         loop.run_once()
-    assert not caplog.records and failing_loops.now() == ()
+    assert not caplog.records and failing() == ()

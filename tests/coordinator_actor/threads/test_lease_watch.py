@@ -22,6 +22,7 @@ def watched(world: World, c: Coordinator, publish: Callable[[int, int], None], l
     for _ in range(looks):
         world.now += 1
         loop.run_once()
+    loop.close()
     return ends
 
 
