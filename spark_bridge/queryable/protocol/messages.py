@@ -212,8 +212,8 @@ class LocateReply(Struct, frozen=True, array_like=True, tag="located"):
 class LookupReply(Struct, frozen=True, array_like=True, tag="values"):
     """The body is the values at ``version``, in the order of the keys.
 
-    ``lag_ms`` ends the last frame of every answer from state: 0 unless the host follows a query elsewhere and is late.
-    It is then the ms since the host's cluster last looked for versions with success. ``frame`` leaves a 0 out.
+    ``lag_ms`` ends the header of every answer from state. It is 0 unless the host follows a query elsewhere and is
+    late. It is then the ms since the host's cluster last looked for versions with success. ``frame`` leaves a 0 out.
     """
 
     version: int
@@ -232,6 +232,7 @@ class RowsReply(Struct, frozen=True, array_like=True, tag="batch"):
     """
 
     version: int
+    lag_ms: int = 0
 
 
 class EndOfRows(Struct, frozen=True, array_like=True, tag="end"):
@@ -263,7 +264,7 @@ class Failure(Struct, frozen=True, array_like=True, tag="failure"):
 
 Reply = Welcome | LocateReply | LookupReply | RowsReply | EndOfRows | CountReply | DescribeReply | Failure
 
-_WITH_LAG = frozenset({LookupReply, EndOfRows, CountReply})
+_WITH_LAG = frozenset({LookupReply, RowsReply, EndOfRows, CountReply})
 _encode = msgspec.msgpack.Encoder().encode
 decode_request = msgpack_decoder(Request).decode
 decode_reply = msgpack_decoder(Reply).decode

@@ -200,7 +200,8 @@ class RequestHandler:
 
         ``is_short``: the last rows are among those frames, so that a short answer is one write.
         """
-        sender = context.rows = RowSender(self._frames, answer, context.deadline, is_short)
+        lag_ms = self._server.reads.lag_ms(run_id)
+        sender = context.rows = RowSender(self._frames, answer, context.deadline, is_short, lag_ms)
         try:
             for batch in slices(answer.batches):
                 context.raise_if_cancelled()
@@ -208,7 +209,7 @@ class RequestHandler:
         finally:
             context.rows = None
             answer.close()
-        return sender.last_frames(self._server.reads.lag_ms(run_id))
+        return sender.last_frames()
 
     def send(self, reply: Reply, body: bytes = b"") -> None:
         """Send an answer of one frame. Raises ``ClientGoneError`` if the client does not take it in time."""
