@@ -27,11 +27,6 @@ _kept: dict[str, tuple[LocalState, dict[bytes, bytes]]] = {}
 PARTS = 2
 
 
-class _Content(msgspec.Struct):
-    state: LocalState
-    pairs: dict[str, str]
-
-
 def forget_all() -> None:
     """A run is over."""
     _kept.clear()
@@ -120,8 +115,8 @@ class SimulatedEngine:
 
         def write() -> None:
             for part in range(PARTS):
-                held = {k.hex(): v.hex() for k, v in sorted(pairs.items()) if k[-1] % PARTS == part}
-                (directory / f"{part}.sst").write_bytes(msgspec.json.encode(held))
+                held = [(k, v) for k, v in sorted(pairs.items()) if k[-1] % PARTS == part]
+                (directory / f"{part}.sst").write_bytes(msgspec.msgpack.encode(held))
             (directory / "state.json").write_bytes(msgspec.json.encode(state))
 
         return write
@@ -131,8 +126,9 @@ class SimulatedEngine:
         self._check_open()
         pairs: dict[bytes, bytes] = {}
         for part in range(PARTS):
-            held = msgspec.json.decode((directory / f"{part}.sst").read_bytes(), type=dict[str, str])
-            pairs.update((bytes.fromhex(k), bytes.fromhex(v)) for k, v in held.items())
+            pairs.update(
+                msgspec.msgpack.decode((directory / f"{part}.sst").read_bytes(), type=list[tuple[bytes, bytes]])
+            )
         self._keep(msgspec.json.decode((directory / "state.json").read_bytes(), type=LocalState), pairs)
 
     def num_keys(self) -> int:

@@ -12,8 +12,11 @@ from coordinator_actor.coordinator import Coordinator
 from coordinator_actor.durable.fencing import FENCE
 from coordinator_actor.messages import HostInfo, HostReport
 from coordinator_actor.query.files.files_in_use import BUSY_SECONDS
+from coordinator_actor.reading.partition_reader import opened_partition
+from coordinator_actor.reading.stored_versions import StatePlace, StateVersions
+from coordinator_actor.surgery.forgetting import HOLD_SECONDS
 from tests.simulation import model
-from tests.simulation.driver import ANSWERED_ON, KEEP, Query
+from tests.simulation.driver import ANSWERED_ON, Query
 from tests.simulation.scheduler import Violation
 from tests.simulation.stream import Stream
 
@@ -39,6 +42,9 @@ def finish(world: World) -> None:
             s.sleep(1.0)
     s.sleep(5.0)
     session = world.sessions[-1]
+    if world.forgetter is not None:
+        s.sleep(HOLD_SECONDS)  # of a forgetter that has died
+        world.forgetter.once(is_troubled=False)
     # A coordinator that was restarted removes nothing before loads of its predecessor's time are surely over.
     patience = s.now + BUSY_SECONDS + PATIENCE
     for stream in world.streams:
@@ -77,13 +83,13 @@ def _litter(world: World, stream: Stream) -> str | None:
     head = stream.model.head()
     assert head is not None
     files = world.disk.all_files(stream.state)
-    if head.version - head.oldest > 4 * KEEP + 8:
+    if head.version - head.oldest > 4 * stream.keep + 8:
         return f"Version {head.version} still keeps version {head.oldest}."
     num_manifests = sum(p.startswith("manifests/") and data != FENCE for p, data in files.items())
     # Snapshots share their .sst files with later ones.
     logs = [p for p in files if p.startswith(("operators/", f"{GROUPS_DIRECTORY}/")) and not p.endswith(".sst")]
-    old = [p for p in logs if version_in(p) < head.oldest - 4 * KEEP]
-    if len(old) > 3 * stream.num_partitions * len(stream.model.operators) or num_manifests > 6 * KEEP + 40:
+    old = [p for p in logs if version_in(p) < head.oldest - 4 * stream.keep]
+    if len(old) > 3 * stream.num_partitions * len(stream.model.operators) or num_manifests > 6 * stream.keep + 40:
         return f"{num_manifests} manifests, and {len(old)} files of versions long not kept: {old[:5]}."
     return None
 
@@ -134,3 +140,31 @@ def _verify_one(
     if values != expected:
         raise Violation(f"Version {version} of {operator}/{partition} holds {values}, and should hold {expected}.")
     state.destroy()
+
+
+def check_kept(world: World, stream: Stream) -> None:
+    """Read all kept versions as a reader of storage does, from a copy of the storage as it is now."""
+    now, held = world.scheduler.now, stream.model
+    disk = world.disk.copy(stream.checkpoint, stream.state)
+    chain = held.chain()
+    expected = {
+        version: (made.id, held.plan_of_manifest[made.id], dict(held.plan_of_manifest[made.id].values))
+        for version, made in chain.items()
+    }
+    place = StatePlace(stream.checkpoint, stream.state)
+    open_storage: Any = disk.open
+    versions = StateVersions.look(place, open_storage=open_storage)
+    for version in [v for v in versions.readable if v]:
+        manifest_id, plan, values = expected[version]
+        for operator in stream.model.operators:
+            for piece in versions.reading(operator, version).pieces:
+                n = versions.entry(operator, version).num_partitions
+                keys = [k for k in model.KEYS if model.partition_of(k, n) == piece.partition]
+                with opened_partition(place, piece, open_storage=open_storage) as state:
+                    contents = state.reads.get_many(model.to_array(keys)).to_pylist()
+                if (found := [model.value_in(c) for c in contents]) != [values.get((operator, k)) for k in keys]:
+                    raise Violation(
+                        f"At {now:.1f} s, version {version} of {operator}/{piece.partition} ({plan.token}) is stored "
+                        f"as {found}, and is {[values.get((operator, k)) for k in keys]}."
+                    )
+                held.check_attempts(manifest_id, operator, keys, contents)

@@ -107,6 +107,9 @@ class Network:
             result = task.result
             s.at(self.delay(), lambda: call.settle(result, error))
 
+        if s.current.process.severed_until > s.now:
+            s.log("SEVERED:", s.current.process.name, "cannot call", name)
+            return
         if lost and s.random.random() < lost:
             s.log("LOST the call", name)
             if s.random.random() < 0.5:

@@ -42,6 +42,10 @@ class Disk:
 
     faults: Faults
     files: dict[str, dict[str, dict[str, bytes]]] = field(default_factory=dict)
+    born: dict[tuple[str, str], float] = field(default_factory=dict)
+    """When a file came, by location and path."""
+    is_still: bool = False
+    """Calls take no time and fail never: for those who only check."""
     watch: Callable[[str, str, str], None] = lambda verb, location, path: None
     hangs_until: dict[str, float] = field(default_factory=dict)
     """By the beginning of locations: until when calls there do nothing."""
@@ -60,6 +64,11 @@ class Disk:
         """The files that share the first part of their path."""
         tops = self.files.setdefault(location, {})
         return tops.setdefault(path.split("/", 1)[0], {})
+
+    def copy(self, *locations: str) -> Disk:
+        """What is at some locations now, to be looked through while the world goes on."""
+        held = {at: {top: dict(files) for top, files in self.files.get(at, {}).items()} for at in locations}
+        return Disk(Faults(), held, is_still=True)
 
     def all_files(self, location: str) -> dict[str, bytes]:
         """Everything below a location."""
@@ -89,6 +98,8 @@ class SimulatedStorage:
         return f"{self.location}/{path}"
 
     def _call(self, verb: str, path: str, effect: Callable[[], T]) -> T:
+        if self._disk.is_still:
+            return effect()
         s, faults = scheduling.active, self._disk.faults
         draw = s.random.random
         self._disk.wait_while_it_hangs(self.location)
@@ -116,6 +127,7 @@ class SimulatedStorage:
             if path in held:
                 return False
             held[path] = bytes(data)
+            self._disk.born[self.location, path] = scheduling.active.now
             scheduling.active.log("stored", path)
             self._disk.watch("put", self.location, path)
             return True

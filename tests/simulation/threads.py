@@ -470,6 +470,7 @@ MODULES = (
     "spark_bridge.queryable.reads.",
     "spark_bridge.queryable.routing.",
     "spark_bridge.task.task_store",
+    "spark_bridge.state_surgery.forget_keys",
 )
 """The modules under test, and beginnings of their names."""
 REAL = (

@@ -18,6 +18,8 @@ class Troubles:
         self._world = world
         self.only: list[Callable[[], None]] = []
         """What goes wrong, if it is this alone."""
+        self.last_at = 0.0
+        """When something went wrong last."""
         self._ambush: tuple[str, Callable[[], None]] | None = None
 
     def run(self) -> None:
@@ -37,6 +39,7 @@ class Troubles:
         chosen = [k for k in kinds if r.random() < 0.6] or kinds
         while s.now < self._world.troubled_for:
             s.sleep(r.expovariate(1.0 / self._world.restless))
+            self.last_at = s.now
             r.choice(chosen)()
         s.sleep(r.random() * 5)
         self._world.faults.heal()

@@ -1,0 +1,186 @@
+"""Those who work on a query from outside of it, with the real code: they stand still, are cut off and die, as all do.
+
+Each piece of work is a process of its own. An error of it must have an excuse in what has gone wrong meanwhile.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from backends.exceptions import MissingFileError, StorageError, VersionNotFoundError
+from coordinator_actor.exceptions import (
+    FencedError,
+    HostUnavailableError,
+    InvalidRequestError,
+    QueryBusyError,
+    RetiredRunError,
+    UnknownQueryError,
+)
+from spark_bridge.state_surgery.forget_keys import forget_keys
+from tests.simulation import model
+from tests.simulation.last_checks import check_kept
+from tests.simulation.network import KNOWN_ERRORS, UnreachableError
+from tests.simulation.scheduler import Killed, Process, Violation
+from tests.simulation.sometimes import sometimes
+from tests.simulation.stream import Stream
+
+if TYPE_CHECKING:
+    from tests.simulation.world import World
+
+LONG = 40.0
+"""Virtual seconds for which an outsider stands still at most, or is cut off."""
+
+
+class Outsider:
+    """Somebody who does a piece of work again and again, in a process each time. A subclass says what in ``work``."""
+
+    name = "an outsider"
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def run(self) -> None:
+        """Go on until nothing goes wrong any more."""
+        s = self._world.scheduler
+        while self._world.healed_at is None:
+            s.sleep(s.random.random() * 10 * self._world.slowness)
+            self.once(is_troubled=True)
+
+    def once(self, *, is_troubled: bool) -> None:
+        """Do one piece of work; ``is_troubled``: something may happen to the process that does it."""
+        s = self._world.scheduler
+        process = s.process(self.name)
+        task = s.spawn(process, lambda: self._judged(process), self.name)
+        task.on_end = lambda ended: None
+        if is_troubled:
+            self._trouble(process)
+        s.join(task)
+        s.kill(process)
+        if isinstance(task.error, Killed):
+            self.died()
+        elif task.error is not None:
+            s.fail(task.error)
+
+    def work(self, process: Process) -> None:
+        """Do the work."""
+        raise NotImplementedError
+
+    def died(self) -> None:
+        """Take note that the process has died."""
+
+    def is_excused(self, error: BaseException, process: Process) -> bool:
+        """Return whether what goes wrong in this world explains an error."""
+        return isinstance(error, UnreachableError | HostUnavailableError) or (
+            isinstance(error, StorageError) and "simulated" in str(error)
+        )
+
+    def _trouble(self, process: Process) -> None:
+        s = self._world.scheduler
+        r = s.random
+        when, what = r.random() * r.choice((0.5, 5.0)), r.random()
+        if what < 0.15:
+            s.at(when, lambda: s.kill(process))
+        elif what < 0.4:
+            seconds = r.choice((3.0, LONG / 2, LONG))
+            s.at(when, lambda: self._stall(process, seconds))
+        elif what < 0.5:
+
+            def sever() -> None:
+                process.severed_until = s.now + r.random() * LONG
+                process.memory["is_troubled"] = True
+
+            s.at(when, sever)
+
+    def _stall(self, process: Process, seconds: float) -> None:
+        if process.is_alive:
+            process.memory["is_troubled"] = True
+            self.stalls(process, seconds)
+            self._world.scheduler.pause(process, seconds)
+
+    def stalls(self, process: Process, seconds: float) -> None:
+        """Take note that the process stands still."""
+
+    def _judged(self, process: Process) -> None:
+        begun = process.memory["begun"] = self._world.scheduler.now
+        try:
+            self.work(process)
+        except (UnreachableError, *KNOWN_ERRORS) as error:
+            self._world.scheduler.log(self.name, "failed:", type(error).__name__, str(error))
+            if not self.is_excused(error, process):
+                raise Violation(
+                    f"{self.name}, begun at {begun:.1f} s, failed, and nothing excuses that: "
+                    f"{type(error).__name__}: {error}"
+                ) from error
+
+
+class Forgetter(Outsider):
+    """Has keys of a stream forgotten: of the one that runs, or in storage while its user has stopped it."""
+
+    name = "a forgetter"
+
+    def work(self, process: Process) -> None:
+        """Have some keys forgotten, and look whether they are."""
+        world = self._world
+        r, stream = world.scheduler.random, world.streams[0]
+        operator = r.choice(stream.model.operators)
+        keys = sorted(r.sample(model.KEYS, r.randint(1, 3)))
+        process.memory["forgets"] = frozenset((operator, key) for key in keys)
+        in_storage = world.healed_at is None and r.random() < 0.25
+        if in_storage:
+            self._stop_query()
+        forget_keys(
+            stream.checkpoint if in_storage else stream.name,
+            operator,
+            [model.ID_OF[key] for key in keys],
+            progress=self._say,
+            coordinator=world.sessions[-1].cluster.port(),
+        )
+        self._check(stream, process)
+
+    def _stop_query(self) -> None:
+        """Stop the query, or kill its driver; its user may start it again before its keys are forgotten."""
+        s = self._world.scheduler
+        self._world.troubles.unload_all()
+        if s.random.random() < 0.5:
+            s.kill(self._world.sessions[-1].driver)
+        s.sleep(s.random.random() * 10)
+
+    def _say(self, step: str) -> None:
+        self._world.scheduler.log("FORGET", step)
+        if step.startswith("begins again"):
+            sometimes("a forgetter begins again, for the query has gone on")
+
+    def _check(self, stream: Stream, process: Process) -> None:
+        """The caller is told that nothing is left of the keys."""
+        world, held = self._world, stream.model
+        counting = [path for path in process.memory.get("records", ()) if path in held.exchanges]
+        if not counting:
+            raise Violation("Keys are reported as forgotten, and no manifest that counts names the exchange.")
+        files = world.disk.all_files(stream.state)
+        held.reported(counting[-1], world.scheduler.now, lambda path: world.disk.born[stream.state, path], files)
+        held.check_openable(files)
+        check_kept(world, stream)
+
+    def died(self) -> None:
+        """A forgetter has died."""
+        sometimes("a forgetter dies")
+
+    def stalls(self, process: Process, seconds: float) -> None:
+        """A forgetter stands still."""
+        if seconds == LONG:
+            sometimes("a forgetter stands still for longer than its hold lasts")
+
+    def is_excused(self, error: BaseException, process: Process) -> bool:
+        """Return whether what goes wrong in this world explains an error."""
+        if super().is_excused(error, process):
+            return True
+        if self._world.healed_at is not None and process.memory["begun"] >= self._world.healed_at:
+            return False
+        if isinstance(error, FencedError | RetiredRunError | UnknownQueryError | QueryBusyError | InvalidRequestError):
+            return True  # another run, another coordinator, another holder
+        if isinstance(error, VersionNotFoundError):
+            return True
+        return isinstance(error, MissingFileError) and self._is_troubled(process)
+
+    def _is_troubled(self, process: Process) -> bool:
+        return bool(process.memory.get("is_troubled")) or self._world.troubles.last_at >= process.memory["begun"] - LONG

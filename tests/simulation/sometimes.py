@@ -1,0 +1,44 @@
+"""What a search must have come to at least once: a rule is worth little where nothing ever puts it to the test.
+
+After the "sometimes" assertions of FoundationDB and Antithesis. Whoever sees that something has come about calls
+``sometimes`` with its name. A search prints how often each came about, and fails if one of them never did.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from tests.simulation import scheduler as scheduling
+
+MUST_BE_REACHED: Mapping[str, tuple[str, ...]] = {
+    "forgetting": (
+        "files are exchanged",
+        "files are exchanged after retention has removed others",
+        "the answer to an exchange is lost, and its outcome is found in storage",
+        "a forgetter begins again, for the query has gone on",
+        "a forgetter stands still for longer than its hold lasts",
+        "a forgetter dies",
+        "keys of a stopped query are forgotten in storage",
+        "a key that was forgotten is written again",
+    ),
+}
+"""By the kind of run, what it must reach."""
+_NAMES = frozenset(name for names in MUST_BE_REACHED.values() for name in names)
+
+
+def sometimes(name: str) -> None:
+    """Take note that something has come about that a search must reach."""
+    if name not in _NAMES:
+        raise KeyError(f"{name!r} is not declared in MUST_BE_REACHED.")
+    scheduling.active.reached[name] += 1
+
+
+def told(reached: Mapping[str, int]) -> Iterator[str]:
+    """Give a line for each of them with its count."""
+    for kind, names in MUST_BE_REACHED.items():
+        yield from (f"{reached.get(name, 0):>8}  {kind}: {name}" for name in names)
+
+
+def never_reached(reached: Mapping[str, int]) -> list[str]:
+    """Return those that never came about."""
+    return sorted(name for name in _NAMES if not reached.get(name))
