@@ -14,7 +14,6 @@ from coordinator_actor.messages import HostInfo, HostReport
 from coordinator_actor.query.files.files_in_use import BUSY_SECONDS
 from coordinator_actor.reading.partition_reader import opened_partition
 from coordinator_actor.reading.stored_versions import StatePlace, StateVersions
-from coordinator_actor.surgery.forgetting import HOLD_SECONDS
 from tests.simulation import model
 from tests.simulation.driver import ANSWERED_ON, Query
 from tests.simulation.scheduler import Violation
@@ -42,9 +41,12 @@ def finish(world: World) -> None:
             s.sleep(1.0)
     s.sleep(5.0)
     session = world.sessions[-1]
-    if world.forgetter is not None:
-        s.sleep(HOLD_SECONDS)  # of a forgetter that has died
-        world.forgetter.once(is_troubled=False)
+    pace = world.pace, world.slowness
+    for outsider in world.outsiders:
+        # It may have to wait for BUSY_SECONDS. Steps cost, virtual seconds do not.
+        world.pace, world.slowness = 60.0, 4.0
+        outsider.finish()
+    world.pace, world.slowness = pace
     # A coordinator that was restarted removes nothing before loads of its predecessor's time are surely over.
     patience = s.now + BUSY_SECONDS + PATIENCE
     for stream in world.streams:

@@ -18,7 +18,6 @@ import pyarrow as pa
 from backends.encoding.key_groups import key_groups
 from backends.encoding.keys import encode_keys
 from backends.encoding.schema import StateSchema
-
 from backends.formats import manifest_chain as chains
 from backends.formats.changelog import ChangelogMeta, read_changelog
 from backends.formats.changelog_group import GroupIndex

@@ -16,11 +16,12 @@ from coordinator_actor.exceptions import (
     RetiredRunError,
     UnknownQueryError,
 )
+from coordinator_actor.surgery import forgetting
 from spark_bridge.state_surgery.forget_keys import forget_keys
 from tests.simulation import model
 from tests.simulation.last_checks import check_kept
 from tests.simulation.network import KNOWN_ERRORS, UnreachableError
-from tests.simulation.scheduler import Killed, Process, Violation
+from tests.simulation.scheduler import Killed, Process, Task, Violation
 from tests.simulation.sometimes import sometimes
 from tests.simulation.stream import Stream
 
@@ -38,13 +39,23 @@ class Outsider:
 
     def __init__(self, world: World) -> None:
         self._world = world
+        self._task: Task | None = None
 
-    def run(self) -> None:
+    def begin(self) -> None:
         """Go on until nothing goes wrong any more."""
+        self._task = self._world.scheduler.spawn(self._world.outside, self._run, self.name)
+
+    def _run(self) -> None:
         s = self._world.scheduler
         while self._world.healed_at is None:
             s.sleep(s.random.random() * 10 * self._world.slowness)
             self.once(is_troubled=True)
+
+    def finish(self) -> None:
+        """In a healthy world, all goes well at the first attempt."""
+        assert self._task is not None
+        self._world.scheduler.join(self._task)
+        self.once(is_troubled=False)
 
     def once(self, *, is_troubled: bool) -> None:
         """Do one piece of work; ``is_troubled``: something may happen to the process that does it."""
@@ -160,6 +171,11 @@ class Forgetter(Outsider):
         held.reported(counting[-1], world.scheduler.now, lambda path: world.disk.born[stream.state, path], files)
         held.check_openable(files)
         check_kept(world, stream)
+
+    def finish(self) -> None:
+        """In a healthy world, once the hold of one that has died is over, keys are forgotten at the first attempt."""
+        self._world.scheduler.sleep(forgetting.HOLD_SECONDS)
+        super().finish()
 
     def died(self) -> None:
         """A forgetter has died."""

@@ -35,7 +35,7 @@ from tests.simulation.cluster import Cluster, LocalLocks, Session
 from tests.simulation.driver import HostClient, PerProcess, Query, QueryFailedError
 from tests.simulation.model import SCHEMA, Model
 from tests.simulation.network import Network
-from tests.simulation.outsiders import Forgetter
+from tests.simulation.outsiders import Forgetter, Outsider
 from tests.simulation.readers import LookingUpQuery, QueryClient
 from tests.simulation.scheduler import Process, Scheduler, Violation
 from tests.simulation.storage import Disk, Faults
@@ -134,7 +134,7 @@ class World:
         self.clusters: list[Cluster] = []
         self.sessions: list[Session] = []
         self.num_clients = 1
-        self.forgetter = Forgetter(self) if seed % 4 == 3 and not self.is_calm else None
+        self.outsiders: list[Outsider] = [Forgetter(self)] if seed % 4 == 3 and not self.is_calm else []
         self.troubles = Troubles(self)
         self.going_back = False
         self.has_gone_back = False
@@ -157,8 +157,8 @@ class World:
             s.spawn(self.outside, QueryClient(self).run, "query client")
         if not self.is_calm:  # a version that a batch looks up again may have to be loaded
             s.spawn(self.outside, LookingUpQuery(self).run, "a query that looks up")
-        if self.forgetter is not None:
-            s.spawn(self.outside, self.forgetter.run, "a forgetter")
+        for outsider in self.outsiders:
+            outsider.begin()
         s.spawn(self.outside, self.troubles.run, "trouble")
 
     def start_session(self) -> Session:
