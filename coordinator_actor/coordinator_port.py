@@ -285,21 +285,26 @@ class CoordinatorPort:
     # -- files that are written anew -----------------------------------------------------------
 
     @message(Group.QUERIES)
-    def hold_query(self, query: str, holder: str, seconds: float, *, batches: bool = False) -> HeldQuery:
+    def hold_query(
+        self, query: str, holder: str, seconds: float, *, batches: bool | None = None, hold: str = ""
+    ) -> HeldQuery:
         """Keep the files of a running query (its name, query id or run id) as they are for ``seconds``.
 
-        No snapshot is uploaded, and no file is removed. With ``batches`` the batches wait, too, from the next one on,
-        as soon as nothing copies the state any more; the answer says what is still under way. The same ``holder`` (any
-        text) renews the hold by the same message, and ends it with 0 seconds. Raises ``InvalidRequestError`` if
-        somebody else holds the query, or it stops with a savepoint, ``UnknownQueryError``.
+        Without ``hold`` the message begins a hold for ``holder`` (any text), which the answer identifies. With that
+        identity it renews the hold. While it lasts, no snapshot is uploaded, and no file is removed. With ``batches``
+        the next batch and all later ones wait, too, as soon as nothing copies the state any more; the answer says what
+        is still under way. False lets the batches go on. 0 seconds end the holder's hold. Raises ``LapsedHoldError``
+        if that hold is over, ``InvalidRequestError`` if another holder holds the query, or it stops with a savepoint,
+        ``UnknownQueryError``.
         """
 
     @message(Group.QUERIES)
-    def adopt_rewritten(self, run_id: str, holder: str, epoch: int, path: str) -> None:
-        """Exchange the files that the record at ``path`` names, for good: ``holder`` has written the others anew.
+    def adopt_rewritten(self, run_id: str, hold: str, epoch: int, path: str) -> None:
+        """Exchange the files that the record at ``path`` names, for good, under the hold with that identity.
 
-        The run must have been held, and nothing under way, since before they were read, in this ``epoch``. Hosts load
-        what they hold of the run again. Raises ``InvalidRequestError`` if the run has gone on: then nothing was done.
+        The hold must have lasted, and nothing must have been under way, since before these files were read, in this
+        ``epoch``. Hosts load what they hold of the run again. Raises ``LapsedHoldError`` if the hold is over, and
+        ``InvalidRequestError`` if the run has gone on: then nothing was done.
         """
 
     # -- query clients -------------------------------------------------------------------------

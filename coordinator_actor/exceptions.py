@@ -94,6 +94,10 @@ class InvalidRequestError(CoordinatorError):
     """A message names a partition or version that cannot exist."""
 
 
+class LapsedHoldError(InvalidRequestError):
+    """A hold has lapsed, or its coordinator was replaced: files written under it may be gone. Start from scratch."""
+
+
 class InvalidTokenError(CoordinatorError):
     """A read-only token is malformed, unknown, revoked or expired."""
 

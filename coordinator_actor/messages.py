@@ -346,6 +346,7 @@ class HeldQuery(Struct, frozen=True):
 
     ``waits_for`` says what is still under way. None: nothing is, and nothing begins as long as the batches are held;
     ``version`` is completed then. ``untold`` are the hosts that may still answer from files that were exchanged.
+    ``hold`` identifies the hold, "" if nobody holds the query.
     """
 
     registration: QueryRegistration
@@ -353,6 +354,7 @@ class HeldQuery(Struct, frozen=True):
     version: int
     waits_for: str | None
     untold: tuple[str, ...] = ()
+    hold: str = ""
 
 
 class HandOver(Struct, frozen=True):

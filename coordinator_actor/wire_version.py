@@ -7,7 +7,7 @@ by one. Whoever joins asks first, and is refused in plain words, where a message
 
 from __future__ import annotations
 
-WIRE_VERSION = 1
+WIRE_VERSION = 2
 """Count up whenever a message or a record of one changes such that processes of the release before cannot take it.
 
 ``tests/fixtures/messages-<version>.txt`` has their shapes, and a test fails when these are not so any more.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 
-from coordinator_actor.exceptions import InvalidRequestError, UnknownHostError
+from coordinator_actor.exceptions import InvalidRequestError, LapsedHoldError, UnknownHostError
 from coordinator_actor.handlers.completion import catch_up
 from coordinator_actor.handlers.owners import assigned
 from coordinator_actor.handlers.registries.registries import Registries
@@ -21,58 +21,75 @@ class Rewritings:
         self._registries = registries
         self._runs = registries.runs
 
-    def hold_query(self, query: str, holder: str, seconds: float, *, batches: bool = False) -> HeldQuery:
+    def hold_query(
+        self, query: str, holder: str, seconds: float, *, batches: bool | None = None, hold: str = ""
+    ) -> HeldQuery:
         """See ``CoordinatorPort``."""
         run = self._runs.running(query, or_ended=seconds <= 0)
-        now = self._registries.clock()
         with run.lock:
             if seconds <= 0:
                 run.rewriting.end(holder)
-                return self._held(run, "nobody holds the query")
+                return self._held(run, None, "nobody holds the query")
             run.lifetime.require_current()
-            other = run.rewriting.at(now)
-            if other is not None and other.holder != holder:
+            # The message may have waited for the lock until the hold was over.
+            now = self._registries.clock()
+            known = run.rewriting.at(now)
+            if hold and (known is None or known.id != hold):
+                raise self._lapsed(run)
+            if known is not None and known.holder != holder:
                 raise InvalidRequestError(
-                    f"The files of run {run.run_id} are being written anew by {other.holder} already; ask again when "
+                    f"The files of run {run.run_id} are being rewritten by {known.holder} already; ask again when "
                     "that is done."
                 )
             if run.savepoint_hold.batch_id is not None:
                 raise InvalidRequestError(
-                    f"Run {run.run_id} stops with a savepoint: its files are not written anew meanwhile. Do it after "
+                    f"Run {run.run_id} stops with a savepoint: its files are not rewritten meanwhile. Do it after "
                     "the stop, with the checkpoint location."
                 )
+            held = known if hold and known is not None else run.rewriting.begin(holder, now, seconds)
             catch_up(self._runs, run)
             # What may take long is waited for before any batch has to wait.
             waits_for = self._copied(run, now)
-            first = run.next_batch_to_hold if batches and waits_for is None else None
-            hold = run.rewriting.begin(holder, first, now, seconds)
-            waits_for = waits_for or _worked_on(run, hold)
+            first = None if batches is False else held.batch_id
+            if batches and waits_for is None and first is None:
+                first = run.next_batch_to_hold
+            # What was asked of storage may have taken long: the hold lasts from now on.
+            held = run.rewriting.renew(held, self._registries.clock(), seconds, first)
+            waits_for = waits_for or _worked_on(run, held)
             if waits_for is None:
                 run.name_snapshots()
-            return self._held(run, waits_for)
+            return self._held(run, held, waits_for)
 
-    def adopt_rewritten(self, run_id: str, holder: str, epoch: int, path: str) -> None:
+    def adopt_rewritten(self, run_id: str, hold: str, epoch: int, path: str) -> None:
         """See ``CoordinatorPort``."""
         run = self._runs.get(run_id)
         with run.lock:
             run.lifetime.require_current()
             if path in run.manifests.rewritten:
                 return  # the message has come twice
-            now = self._registries.clock()
-            hold = run.rewriting.at(now)
-            is_held = hold is not None and hold.holder == holder
-            is_held = is_held and not self._copied(run, now) and not _worked_on(run, hold)
             record = run.manifests.record(path)
-            if not is_held or run.manifests.epoch != epoch or record.version != run.versions.completed:
+            now = self._registries.clock()
+            held = run.rewriting.at(now)
+            if held is None or held.id != hold:
+                raise self._lapsed(run)
+            is_quiet = not self._copied(run, now) and not _worked_on(run, held)
+            if not is_quiet or run.manifests.epoch != epoch or record.version != run.versions.completed:
                 raise InvalidRequestError(
                     f"Run {run_id} has gone on (version {run.versions.completed}, epoch {run.manifests.epoch}) since "
-                    f"its files up to version {record.version} were written anew in epoch {epoch}. Nothing was "
-                    "changed; begin again."
+                    f"its files up to version {record.version} were rewritten in epoch {epoch}. Nothing was changed; "
+                    "begin again."
                 )
             with suppress(UnknownHostError):  # no host is there that would have to be told
                 assigned(self._registries, run)
             run.adopt_rewritten(path, record)
             run.rewriting.exchanged(now)
+
+    @staticmethod
+    def _lapsed(run: QueryState) -> LapsedHoldError:
+        return LapsedHoldError(
+            f"The hold of run {run.run_id} has lapsed, or its coordinator was replaced: files written under it may be "
+            "gone. Nothing was changed; start from scratch with a new hold."
+        )
 
     def _copied(self, run: QueryState, now: float) -> str | None:
         """Return the name of what copies the state of a run, or may do so and has not reported yet; None if nothing
@@ -87,11 +104,12 @@ class Rewritings:
             return "a savepoint"
         return None
 
-    def _held(self, run: QueryState, waits_for: str | None) -> HeldQuery:
+    def _held(self, run: QueryState, hold: Hold | None, waits_for: str | None) -> HeldQuery:
         with self._registries.lock:
             hosts = self._registries.hosts.nodes_of_session(run.registration.session_id)
         untold = tuple(host_id for host_id in hosts if run.last_exchange and not run.rewriting.is_clean(host_id))
-        return HeldQuery(run.registration, run.manifests.epoch, run.versions.completed, waits_for, untold)
+        held_by = "" if hold is None else hold.id
+        return HeldQuery(run.registration, run.manifests.epoch, run.versions.completed, waits_for, untold, held_by)
 
 
 def _worked_on(run: QueryState, hold: Hold | None) -> str | None:

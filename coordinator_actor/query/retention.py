@@ -29,8 +29,9 @@ def remove_garbage(run: QueryState, now: float) -> list[str]:
     Raises ``RetiredRunError`` if the run is over, ``FencedError`` if another coordinator has taken over.
     """
     storage, versions, files = run.manifests.storage, run.versions, run.files
-    if run.rewriting.at(now) is not None:
-        return []
+    with run.lock:
+        if run.rewriting.at(now) is not None:
+            return []
     # Before each plan: readers of storage record what they look up without telling the coordinator. The version of a
     # record is the newest completed one, which no plan gives up that was begun before the record was there.
     run.looked_up.look(now, run.lock)

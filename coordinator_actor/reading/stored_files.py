@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from backends.exceptions import DamagedFileError, MissingFileError
 from backends.formats import manifest_chain as chains
 from backends.formats import snapshot
 from backends.formats.changelog_group import GROUPS_DIRECTORY
 from backends.formats.file_names import version_in
-from backends.formats.manifest import ChangelogRef, Lineage, SnapshotRef
+from backends.formats.manifest import Lineage, SnapshotRef
+from backends.formats.manifest_chain import Layout
+from backends.formats.snapshot_descriptor import SnapshotDescriptor
 from backends.storage.checkpoint_storage import CheckpointStorage, OpenStorage
 from backends.storage.create_if_absent import CREATE_PROBE
+from backends.storage.file_ref import FileRef
 from coordinator_actor.durable.audit_log import AUDIT
 from coordinator_actor.durable.checkpoint_records import HISTORY
 from coordinator_actor.durable.fencing import EPOCHS, FENCE, MANIFESTS
@@ -57,6 +62,118 @@ class StoredFile:
     why: str = ""
 
 
+class NamedSnapshot(NamedTuple):
+    """A snapshot that a manifest names. ``descriptor`` is None if it is missing or damaged."""
+
+    layout: Layout
+    partition: int
+    ref: SnapshotRef
+    descriptor: SnapshotDescriptor | None
+
+
+class LoadedFiles(NamedTuple):
+    """The files from which the readable versions are loaded.
+
+    Each version above ``oldest`` needs its own changelogs. ``changelogs`` maps the other ones, which loading the oldest
+    version applies, to their objects. ``snapshots`` has, by the path of its descriptor, each snapshot with which the
+    oldest version begins, and each later one.
+    """
+
+    oldest: int
+    changelogs: Mapping[str, str]
+    snapshots: Mapping[str, NamedSnapshot]
+
+    def needs(self, version: int, changelog: str) -> bool:
+        """Return whether a readable version is loaded from the changelog of ``version`` with that name."""
+        return version > self.oldest or changelog in self.changelogs
+
+
+class SnapshotReader:
+    """Reads the descriptors of snapshots, each once, and tells which snapshots are whole.
+
+    ``sizes`` are those of a listing, made when ``listed`` was the completed version. Objects of later versions are not
+    in it, and count as whole: their snapshots were named after they were durable.
+    """
+
+    def __init__(self, storage: CheckpointStorage, sizes: Mapping[str, int], listed: float = math.inf) -> None:
+        self._storage = storage
+        self._sizes = sizes
+        self._listed = listed
+        self._descriptors: dict[str, SnapshotDescriptor | None] = {}
+
+    def read(self, refs: Iterable[SnapshotRef]) -> None:
+        """Read the descriptors that are not known yet, ``SNAPSHOT_READ_THREADS`` at once. Raises ``StorageError``."""
+        new = [ref for ref in refs if ref.file.path not in self._descriptors]
+        if not new:
+            return
+
+        def read(ref: SnapshotRef) -> SnapshotDescriptor | None:
+            try:
+                return snapshot.read_descriptor(self._storage, ref) if self._is_there(ref.file) else None
+            except (DamagedFileError, MissingFileError):
+                return None  # 'verify' names the damage
+
+        with ThreadPoolExecutor(SNAPSHOT_READ_THREADS, thread_name_prefix="statestore-files") as pool:
+            for ref, descriptor in zip(new, pool.map(read, new), strict=True):
+                self._descriptors[ref.file.path] = descriptor
+
+    def descriptor(self, ref: SnapshotRef) -> SnapshotDescriptor | None:
+        """Return the descriptor of a snapshot that was read; None if it is missing or damaged."""
+        return self._descriptors[ref.file.path]
+
+    def is_whole(self, ref: SnapshotRef) -> bool:
+        """Return whether a snapshot that was read can be loaded."""
+        descriptor = self._descriptors[ref.file.path]
+        return descriptor is not None and all(self._is_there(f.file) for f in descriptor.files if f.file is not None)
+
+    def _is_there(self, file: FileRef) -> bool:
+        return version_in(file.stored_in) > self._listed or file.is_in(self._sizes)
+
+
+def loaded_files(versions: StateVersions, reader: SnapshotReader) -> LoadedFiles:
+    """Return what the readable versions are loaded from. A damaged snapshot begins no load: an older one does.
+
+    Retention goes by the same rule. Grows with the partitions and their snapshots. Raises ``StorageError``.
+    """
+    oldest = versions.oldest
+    named = {
+        ref.file.path: (segment.layout, partition, ref)
+        for operator in {name for manifest in versions.chain.values() for name in manifest.operators}
+        for segment in chains.segments(versions.chain, operator)
+        for partition, refs in chains.snapshots(versions.chain, segment).items()
+        for ref in refs
+    }
+    reader.read(ref for _, _, ref in named.values())
+    changelogs: dict[str, str] = {}
+    starts: set[str] = set()
+    left = list(_lineages_at(versions, oldest))
+    while left:
+        lineage = left.pop()
+        start = next((ref for ref in reversed(lineage.snapshots) if reader.is_whole(ref)), None)
+        applied = [ref for ref in lineage.changelogs if start is None or ref.version > start.version]
+        changelogs.update((ref.file.path, ref.file.stored_in) for ref in applied)
+        if start is not None:
+            starts.add(start.file.path)
+        elif lineage.rescaled is not None:
+            left += [source.lineage for source in lineage.rescaled.sources]
+    return LoadedFiles(
+        oldest,
+        changelogs,
+        {
+            path: NamedSnapshot(layout, partition, ref, reader.descriptor(ref))
+            for path, (layout, partition, ref) in named.items()
+            if path in starts or ref.version > oldest
+        },
+    )
+
+
+def _lineages_at(versions: StateVersions, version: int) -> Iterator[Lineage]:
+    if version in versions.readable:
+        for operator in versions.operators(version):
+            for piece in versions.reading(operator, version).pieces:
+                yield piece.lineage
+
+
 def stored_files(
     versions: StateVersions, version: int | None = None, *, open_storage: OpenStorage = CheckpointStorage.open
 ) -> list[StoredFile]:
@@ -65,14 +182,14 @@ def stored_files(
     Reads the manifests and the descriptors of snapshots, and lists the rest. Raises ``VersionNotFoundError``.
     """
     storage = open_storage(versions.place.state_location, versions.place.options)
-    kept: dict[str, list[str]] = {}
     wanted = None if version is None else versions.resolve(version)
-    _keep_manifests(versions, kept)
-    _keep_changes(versions, kept)
-    _keep_snapshots(storage, _snapshots(versions), kept)
     listed = dict(storage.list())
     listed.update(dict.fromkeys(storage.unfinished("operators"), 0))
-    chosen = None if wanted is None else _of_version(storage, versions, wanted)
+    reader = SnapshotReader(storage, listed)
+    kept: dict[str, list[str]] = {}
+    _keep_manifests(versions, kept)
+    _keep_loaded(versions, loaded_files(versions, reader), kept)
+    chosen = None if wanted is None else _of_version(reader, versions, wanted)
     return [
         _described(path, size, kept.get(path, ()), versions)
         for path, size in sorted(listed.items())
@@ -90,62 +207,24 @@ def _keep_manifests(versions: StateVersions, kept: dict[str, list[str]]) -> None
         kept.setdefault(path, []).append(f"versions {min(of)} to {max(of)}")
 
 
-def _keep_changes(versions: StateVersions, kept: dict[str, list[str]]) -> None:
-    oldest = versions.oldest
+def _keep_loaded(versions: StateVersions, loaded: LoadedFiles, kept: dict[str, list[str]]) -> None:
     for version, manifest in versions.chain.items():
-        for entry in manifest.operators.values():
-            for partition in entry.partitions if version > oldest else ():
+        for entry in manifest.operators.values() if version > loaded.oldest else ():
+            for partition in entry.partitions:
                 # A group is kept as long as one of its parts is.
                 kept.setdefault(entry.partitions.stored_in(partition), []).append(f"version {version}")
-    for lineage in _lineages(versions, oldest):
-        for ref in _loaded_from(lineage)[1]:
-            kept.setdefault(ref.file.stored_in, []).append(f"version {oldest}, the oldest one")
+    for stored_in in loaded.changelogs.values():
+        kept.setdefault(stored_in, []).append(f"version {loaded.oldest}, the oldest one")
+    for named in loaded.snapshots.values():
+        _keep_snapshot(named.ref, named.descriptor, kept)
 
 
-def _lineages(versions: StateVersions, version: int) -> Iterator[Lineage]:
-    """Give the files of each partition at a version, and those of earlier layouts that it is loaded from."""
-    if version not in versions.readable:
-        return
-    for operator in versions.operators(version):
-        left = [piece.lineage for piece in versions.reading(operator, version).pieces]
-        while left:
-            lineage = left.pop()
-            yield lineage
-            if lineage.rescaled is not None and _loaded_from(lineage)[0] is None:
-                left += [source.lineage for source in lineage.rescaled.sources]
+def _keep_snapshot(ref: SnapshotRef, descriptor: SnapshotDescriptor | None, kept: dict[str, list[str]]) -> None:
+    for path in {ref.file.stored_in, *(descriptor.paths if descriptor is not None else ())}:
+        kept.setdefault(path, []).append(f"snapshot of version {ref.version}")
 
 
-def _loaded_from(lineage: Lineage) -> tuple[SnapshotRef | None, list[ChangelogRef]]:
-    """Return the newest snapshot, None if there is none, and the changelogs after it."""
-    newest = lineage.snapshots[-1] if lineage.snapshots else None
-    return newest, [ref for ref in lineage.changelogs if newest is None or ref.version > newest.version]
-
-
-def _snapshots(versions: StateVersions) -> list[SnapshotRef]:
-    oldest = versions.oldest
-    found = {ref.file.path: ref for lineage in _lineages(versions, oldest) if (ref := _loaded_from(lineage)[0])}
-    for operator in {name for manifest in versions.chain.values() for name in manifest.operators}:
-        for segment in chains.segments(versions.chain, operator):
-            for refs in chains.snapshots(versions.chain, segment).values():
-                found.update((ref.file.path, ref) for ref in refs if ref.version > oldest)
-    return list(found.values())
-
-
-def _keep_snapshots(storage: CheckpointStorage, refs: Iterable[SnapshotRef], kept: dict[str, list[str]]) -> None:
-    def read(ref: SnapshotRef) -> frozenset[str]:
-        try:
-            return snapshot.read_descriptor(storage, ref).paths
-        except (DamagedFileError, MissingFileError):
-            return frozenset()  # 'verify' names the damage
-
-    there = list(refs)
-    with ThreadPoolExecutor(SNAPSHOT_READ_THREADS, thread_name_prefix="statestore-files") as pool:
-        for ref, paths in zip(there, pool.map(read, there), strict=True):
-            for path in {ref.file.stored_in, *paths}:
-                kept.setdefault(path, []).append(f"snapshot of version {ref.version}")
-
-
-def _of_version(storage: CheckpointStorage, versions: StateVersions, version: int) -> set[str]:
+def _of_version(reader: SnapshotReader, versions: StateVersions, version: int) -> set[str]:
     """Return the paths of the files that a version can be loaded from, and of its manifests and schemas."""
     found: set[str] = set()
     refs: list[SnapshotRef] = []
@@ -159,8 +238,10 @@ def _of_version(storage: CheckpointStorage, versions: StateVersions, version: in
             refs += [ref for ref in lineage.snapshots if ref.version >= base]
             if lineage.rescaled is not None and base < 0:
                 left += [source.lineage for source in lineage.rescaled.sources]
+    reader.read(refs)
     of_snapshots: dict[str, list[str]] = {}
-    _keep_snapshots(storage, refs, of_snapshots)
+    for ref in refs:
+        _keep_snapshot(ref, reader.descriptor(ref), of_snapshots)
     manifests = {manifest_path(m) for v, m in versions.chain.items() if v <= version}
     return {QUERY_FILE, *found, *of_snapshots, *manifests}
 

@@ -14,7 +14,8 @@ from backends.formats import snapshot
 from backends.formats.changelog import ChangelogMeta, Changes, write_changelog
 from backends.formats.file_names import changelog_path
 from backends.formats.local_state import LocalState
-from backends.formats.partition_entries import PartitionEntry, SnapshotRef
+from backends.formats.partition_entries import PartitionEntry
+from backends.formats.snapshot import StoredSnapshot
 from backends.storage.checkpoint_storage import CheckpointStorage
 from backends.tracing.spans import Pool
 
@@ -53,7 +54,7 @@ def build_partition(
         scratch=scratch,
         is_cancelled=is_cancelled,
     )
-    return PartitionEntry(meta.attempt, changelog, (made,)), rows
+    return PartitionEntry(meta.attempt, changelog, (made.ref,)), rows
 
 
 def build_snapshot(
@@ -67,7 +68,7 @@ def build_snapshot(
     is_distinct: bool = False,
     scratch: Path | None = None,
     is_cancelled: Callable[[], bool] = lambda: False,
-) -> tuple[SnapshotRef, int]:
+) -> tuple[StoredSnapshot, int]:
     """Write a snapshot of a partition at ``version``, which the changelog at the path ``head`` has made.
 
     The files lie beside that changelog. Nothing but ``pairs`` is in them. See ``build_partition`` for the rest.
@@ -111,4 +112,4 @@ def build_snapshot(
                 pool=pool,
                 is_cancelled=is_cancelled,
             )
-    return made.ref, rows
+    return made, rows

@@ -27,7 +27,8 @@ from coordinator_actor.coordinator_port import CoordinatorPort
 from coordinator_actor.durable.audit_log import AuditLog, AuditRecord, caller
 from coordinator_actor.durable.manifests import ManifestLog
 from coordinator_actor.durable.rewritten_files import RewrittenFiles, new_path
-from coordinator_actor.exceptions import InvalidRequestError, UnknownQueryError
+from coordinator_actor.durable.spark_commits import SparkCommits
+from coordinator_actor.exceptions import InvalidRequestError, LapsedHoldError, UnknownQueryError
 from coordinator_actor.messages import HeldQuery
 from coordinator_actor.reading.stored_files import stored_files
 from coordinator_actor.reading.stored_versions import StatePlace, StateVersions
@@ -46,7 +47,7 @@ FORGET_POLL_SECONDS = 0.05
 UNKNOWN_QUERY_SECONDS = 15.0
 """A query that a coordinator has not heard of for this many seconds has ended."""
 FORGET_ATTEMPTS = 3
-"""So often files are written anew if the query has gone on: its coordinator may have been replaced."""
+"""The work starts again this many times at most: if the query has gone on, or the hold has lapsed."""
 KeysOf = Callable[[OperatorSchema, int], ForgottenKeys]
 """Makes the keys that are to go from the operator's schema and the number of key groups."""
 
@@ -81,9 +82,10 @@ class ForgetRequest:
 def forget_in_storage(place: StatePlace, request: ForgetRequest) -> ForgottenReport:
     """Forget keys in the state of a query that does not run.
 
-    A query that runs all the same, in another cluster, ends with ``FencedError``, or this does. Raises
-    ``VersionNotFoundError`` if the newest version can only be recovered by starting the query, and what reading and
-    writing raise.
+    If the query runs all the same, in another cluster, this call fences it off: its next commit raises ``FencedError``.
+    Spark may still commit the batch of a prepared version, so that version stays and is rewritten as well.
+    Raises ``VersionNotFoundError`` if the newest version can only be recovered by starting the query, and what reading
+    and writing raise.
     """
     work = _Work(place, request)
     work.look()
@@ -92,29 +94,27 @@ def forget_in_storage(place: StatePlace, request: ForgetRequest) -> ForgottenRep
     if newest is None:
         manifests.claim(f"{FORGET_KEYS}-{uuid.uuid4().hex}")
     else:
-        # In the name of the last run: whoever reads its state reads on.
+        # In the name of the last run: clients that read its state go on reading.
         manifests.claim(newest.run_id, newest.layouts, newest.schema_ids)
+    # Nobody can prepare a further version from here on.
     versions = work.look()
     path, listed = work.write(versions, manifests)
-    _exchange(manifests, versions.completed, path)
+    _exchange(manifests, max(versions.chain), path)
     return work.finish(versions, listed)
 
 
-def _exchange(manifests: ManifestLog, completed: int, path: str) -> None:
-    """Write the manifest of the completed version with the record at ``path``. A prepared version above it is given up.
-
-    The batch of that comes again.
-    """
+def _exchange(manifests: ManifestLog, version: int, path: str) -> None:
+    """Write the manifest of a version with the record at ``path``. Versions above it are given up."""
     chain = manifests.chain()
     counter = CheckpointIDCounter()
     counter.ensure_above(manifests.last_id())
     newest = chain[max(chain)]
-    current = manifests.record(path).of(chain[completed])
+    current = manifests.record(path).of(chain[version])
     manifests.append(
         structs.replace(
             current,
             id=counter.get_and_increment(),
-            oldest=max(current.oldest, newest.oldest if newest.oldest <= completed else 0),
+            oldest=max(current.oldest, newest.oldest if newest.oldest <= version else 0),
             chain_from=max(current.chain_from, min(chain)),
             rewritten=(path,),
         ),
@@ -125,30 +125,44 @@ def _exchange(manifests: ManifestLog, completed: int, path: str) -> None:
 def forget_in_running(port: CoordinatorPort, query: str, request: ForgetRequest) -> ForgottenReport:
     """Forget keys in the state of a running query, by its name, query id or run id.
 
-    Most files are written anew beside the stream. Then its next batch waits while the last ones are, and all are
-    exchanged. Raises as ``forget_in_storage`` does, and ``InvalidRequestError`` if the query stops with a savepoint.
+    Most files are rewritten beside the stream. Then its next batch waits for the last ones and for the exchange. Only
+    an unbroken hold keeps retention from the new files. If it lapses, the work starts from scratch, ``FORGET_ATTEMPTS``
+    times at most. Raises as ``forget_in_storage`` does, and ``InvalidRequestError`` if the query stops with a
+    savepoint.
     """
-    with _Holding(port, query) as holding:
-        registration = holding.held.registration
-        options = dict(registration.storage_options)
-        work = _Work(StatePlace(registration.checkpoint_location, registration.state_location, options), request)
-        work.rewrite(work.look())
-        for attempt in range(FORGET_ATTEMPTS):
-            held = holding.hold_batches(request.say)
-            versions = work.look()
-            manifests = ManifestLog(work.storage, "reader")
-            path, listed = work.write(versions, manifests)
-            try:
-                work.adopted(port, held, holding.holder, path)
-            except InvalidRequestError as error:
-                if attempt + 1 == FORGET_ATTEMPTS:
-                    raise
-                request.say(f"begins again: {error}")
-            else:
-                report = work.finish(versions, listed)
-                break
+    for attempt in range(FORGET_ATTEMPTS):
+        try:
+            with _Holding(port, query) as holding:
+                report = _forget_held(port, holding, request)
+            break
+        except LapsedHoldError as error:
+            if attempt + 1 == FORGET_ATTEMPTS:
+                raise
+            request.say(f"starts again: {error}")
     await_hosts(port, query, request.say)
     return report
+
+
+def _forget_held(port: CoordinatorPort, holding: _Holding, request: ForgetRequest) -> ForgottenReport:
+    """Forget keys under one hold. Raises ``LapsedHoldError``: then nothing that was written may be used again."""
+    registration = holding.held.registration
+    options = dict(registration.storage_options)
+    work = _Work(StatePlace(registration.checkpoint_location, registration.state_location, options), request)
+    work.rewrite(work.look(holds_prepared=False))
+    for attempt in range(FORGET_ATTEMPTS):
+        held = holding.hold_batches(request.say)
+        versions = work.look(holds_prepared=False)
+        path, listed = work.write(versions, ManifestLog(work.storage, "reader"))
+        try:
+            work.adopted(port, held, path)
+            break
+        except LapsedHoldError:
+            raise
+        except InvalidRequestError as error:
+            if attempt + 1 == FORGET_ATTEMPTS:
+                raise
+            request.say(f"waits for the query again: {error}")
+    return work.finish(versions, listed)
 
 
 def await_hosts(port: CoordinatorPort, query: str, say: Callable[[str], None] = log.info) -> None:
@@ -175,16 +189,18 @@ def await_hosts(port: CoordinatorPort, query: str, say: Callable[[str], None] = 
 
 
 class _Holding:
-    """The hold of a query, renewed by a thread for as long as a ``with`` lasts. Its batches wait from a call on."""
+    """One hold of a query, which a thread renews for as long as a ``with`` lasts.
+
+    ``held.hold`` identifies it: the coordinator does not renew a hold that has lapsed, and exchanges no files for one.
+    """
 
     def __init__(self, port: CoordinatorPort, query: str) -> None:
-        self.holder = f"{FORGET_KEYS} of {caller()} ({uuid.uuid4().hex[:8]})"
+        self._holder = f"{FORGET_KEYS} of {caller()} ({uuid.uuid4().hex[:8]})"
         self._port = port
         self._query = query
-        self._holds_batches = False
         self._held_since: float | None = None
         self._ended = threading.Event()
-        self.held = self._renewed()
+        self.held = port.hold_query(query, self._holder, HOLD_SECONDS)
         self._renewing = threading.Thread(target=self._renew, name="statestore-hold", daemon=True)
 
     def __enter__(self) -> _Holding:
@@ -192,9 +208,12 @@ class _Holding:
         return self
 
     def hold_batches(self, say: Callable[[str], None]) -> HeldQuery:
-        """Let the batches wait, and return when nothing is under way: copies of the state, then the last batch."""
-        self._held_since, self._holds_batches, told = None, True, None
-        while (held := self._renewed()).waits_for is not None:
+        """Let the batches wait, and return when nothing is under way: copies of the state, then the last batch.
+
+        Raises ``LapsedHoldError``.
+        """
+        self._held_since, told = None, None
+        while (held := self._renewed(batches=True)).waits_for is not None:
             if held.waits_for != told:
                 say(f"waits for {held.waits_for}")
             told = held.waits_for
@@ -202,8 +221,8 @@ class _Holding:
         self._held_since = time.monotonic()
         return held
 
-    def _renewed(self) -> HeldQuery:
-        return self._port.hold_query(self._query, self.holder, HOLD_SECONDS, batches=self._holds_batches)
+    def _renewed(self, *, batches: bool | None = None) -> HeldQuery:
+        return self._port.hold_query(self._query, self._holder, HOLD_SECONDS, batches=batches, hold=self.held.hold)
 
     def _renew(self) -> None:
         while not self._ended.wait(HOLD_RENEW_SECONDS):
@@ -211,17 +230,21 @@ class _Holding:
             try:
                 if since is not None and time.monotonic() > since + MOST_HELD_SECONDS:
                     log.warning("%s has waited for %.0f s and goes on", self._query, MOST_HELD_SECONDS)
-                    self._held_since, self._holds_batches = None, False
-                    self._port.hold_query(self._query, self.holder, 0)
-                self._renewed()
+                    self._held_since = None
+                    self._renewed(batches=False)
+                else:
+                    self._renewed()
+            except LapsedHoldError as error:  # the thread that works is told so when it asks for the exchange
+                log.warning("The hold of %s cannot be renewed: %s", self._query, error)
+                return
             except Exception:  # without the hold, the exchange is refused, and says why
-                log.warning("The hold of %s is not renewed", self._query, exc_info=True)
+                log.warning("The hold of %s was not renewed", self._query, exc_info=True)
 
     def __exit__(self, *error: object) -> None:
         self._ended.set()
         self._renewing.join()
         try:
-            self._port.hold_query(self._query, self.holder, 0)
+            self._port.hold_query(self._query, self._holder, 0)
         except Exception:  # it ends by itself
             log.warning("%s goes on in %.0f s: its hold was not ended", self._query, HOLD_SECONDS, exc_info=True)
 
@@ -236,16 +259,24 @@ class _Work:
         self._rewriting: Rewriting | None = None
         self._num_keys = 0
 
-    def look(self) -> StateVersions:
-        """Return the versions up to the completed one. Raises what ``StateVersions.resolve`` and ``entry`` raise."""
+    def look(self, *, holds_prepared: bool = True) -> StateVersions:
+        """Return the versions up to the completed one, and the prepared one above it if there is any.
+
+        A coordinator that runs the query prepares that version again where needed: then it can be left out. Raises what
+        ``StateVersions.resolve`` and ``entry`` raise.
+        """
         versions = StateVersions.look(self._place, open_storage=self._request.open_storage)
         completed = versions.resolve(None)
-        chain = {v: manifest for v, manifest in versions.chain.items() if v <= completed}
-        if completed not in chain:
+        if completed not in versions.chain:
             raise VersionNotFoundError(
                 f"There is no state at {self._place.state_location} yet: nothing can be forgotten."
             )
-        versions = replace(versions, chain=chain)
+        newest = completed
+        if holds_prepared and max(versions.chain) == completed + 1:
+            commits = SparkCommits(self._request.open_storage(self._place.checkpoint_location, self._place.options))
+            # Without the plan of that batch, the user has removed Spark's last batches: its version is given up.
+            newest += commits.has_begun(completed)
+        versions = replace(versions, chain={v: manifest for v, manifest in versions.chain.items() if v <= newest})
         entry = versions.entry(self._request.operator, completed)
         if self._rewriting is None:
             forgotten = self._request.keys_of(versions.schema(entry), versions.key_groups)
@@ -260,46 +291,58 @@ class _Work:
         return versions
 
     def rewrite(self, versions: StateVersions) -> RewrittenFiles:
-        """Write files anew; what was written before is not written again."""
+        """Rewrite files; what was written before is not written again."""
         assert self._rewriting is not None
-        self._request.say(f"writes {len(versions.chain)} versions of operator {self._request.operator!r} anew")
+        self._request.say(f"rewrites {len(versions.chain)} versions of operator {self._request.operator!r}")
         return self._rewriting.run(versions)
 
     def write(self, versions: StateVersions, manifests: ManifestLog) -> tuple[str, list[str]]:
-        """Write the record of the exchange. Return its path, and all files that were there before the exchange."""
+        """Write the record of the exchange. Return its path, and all files that were there before the exchange.
+
+        The listing of these also shows that every file that the record names exists in full size. Raises
+        ``LapsedHoldError`` if one does not: somebody has removed it.
+        """
+        assert self._rewriting is not None
         record = self.rewrite(versions)
         path = new_path(record.version)
         manifests.put_record(path, record)
         self._note(versions, "begun", {})
-        listed = [p for p, _ in self.storage.list()]
-        return path, [*listed, *self.storage.unfinished("operators"), *self.storage.unfinished(GROUPS_DIRECTORY)]
+        sizes = dict(self.storage.list())
+        if missing := self._rewriting.missing(sizes):
+            if manifests.epoch:
+                manifests.epochs.check()  # a program that has claimed the state since may have removed them
+            raise LapsedHoldError(
+                f"{len(missing)} files that {FORGET_KEYS} has just written are gone, as "
+                f"{self.storage.full_location(missing[0])}. Nothing was changed. Does another program remove files?"
+            )
+        return path, [*sizes, *self.storage.unfinished("operators"), *self.storage.unfinished(GROUPS_DIRECTORY)]
 
-    def adopted(self, port: CoordinatorPort, held: HeldQuery, holder: str, path: str) -> None:
+    def adopted(self, port: CoordinatorPort, held: HeldQuery, path: str) -> None:
         """Have the coordinator exchange the files; an answer that is lost is looked up in storage."""
         try:
-            port.adopt_rewritten(held.registration.run_id, holder, held.epoch, path)
-        except InvalidRequestError:
-            raise
-        except Exception:
+            port.adopt_rewritten(held.registration.run_id, held.hold, held.epoch, path)
+        except Exception as error:
             manifests = ManifestLog(self.storage, "reader")
             manifests.refresh()
             newest = manifests.head()
             if newest is None or path not in newest.rewritten:
                 raise
+            log.info("The files were exchanged, though the answer was %r", error)
 
     def finish(self, versions: StateVersions, listed: Sequence[str]) -> ForgottenReport:
         """Remove the old files, and say that all is done."""
         assert self._rewriting is not None
         now = StateVersions.look(self._place, open_storage=self._request.open_storage)
         kept = {f.path for f in stored_files(now, open_storage=self._request.open_storage) if f.kept_by}
-        mine = (*self._rewriting.directories(versions), f"{GROUPS_DIRECTORY}/")
-        gone = [path for path in listed if path not in kept and path.startswith(mine)]
+        emptied = self._rewriting.emptied
+        unneeded = [path for path in listed if path not in kept or path in emptied]
+        gone = list(self._rewriting.obsolete(unneeded, versions))
         self._request.say(f"removes {len(gone)} files")
         self.storage.delete_all(gone)
         report = ForgottenReport(
             self._place.state_location,
             self._request.operator,
-            versions.completed,
+            max(versions.chain),
             self._num_keys,
             self._rewriting.removed_rows,
             len(gone),

@@ -1,35 +1,41 @@
-"""Writes the files of a query's kept versions anew without the rows of some keys. What is there is not touched.
+"""Rewrites the files of a query's readable versions without the rows of some keys. It changes no existing file.
 
-All versions that are kept stay readable. In each partition that may have rows of the keys:
+All readable versions stay readable. In each partition that may have rows of the keys:
 
-- every changelog is written anew, under a new name and on top of the new name of the one before. So whatever was made
-  of the old ones, in a host's memory or on its disk, is of another lineage, and is loaded again;
-- of the snapshots, the one at which loading the oldest version begins, and the newest one, are built anew by the
-  backend's engine, of nothing but the rows that stay. The reason is that files of RocksDB keep rows that were removed,
-  and the bounds of files that are gone. Snapshots between them are given up; loading replays changelogs instead.
+- Each changelog that a readable version needs is written again, under a new name and on top of the new name of the one
+  below. So everything that was made of the old ones, in a host's memory or on its disk, belongs to another lineage, and
+  hosts load the partition again.
+- The backend's engine builds two snapshots again, of nothing but the rows that stay: the one with which the oldest
+  version begins, and the newest one. The reason is that RocksDB's files keep removed rows and the bounds of files that
+  are gone. The snapshots in between are given up; a load applies changelogs instead.
+- Retention may have removed the changelog at the version of the first of these snapshots. An empty one takes its place:
+  a load needs its name alone.
 
-An object that also has parts of other partitions is written anew with these as they are.
+An object that also has parts of other partitions is written again with those parts as they are.
 
-What is read and written grows with the state of these partitions, and with their changelogs of all kept versions.
+Reads and writes grow with the state of these partitions, with their changelogs of all readable versions, and by one
+request per shared object.
 """
 
 from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TypeVar
 
 from msgspec import structs
 
 from backends.conf import StateStoreConf
 from backends.encoding.key_groups import partition_of, partition_range
 from backends.encoding.sorted_pairs import SortedPairs
+from backends.exceptions import DamagedFileError
 from backends.formats import manifest_chain as chains
 from backends.formats import snapshot
-from backends.formats.changelog import Changes, read_changelog, read_changelog_meta, write_changelog
-from backends.formats.changelog_group import GROUPS_DIRECTORY, GroupMember, group_path, write_group
+from backends.formats.changelog import ChangelogMeta, Changes, read_changelog, read_changelog_meta, write_changelog
+from backends.formats.changelog_group import GROUPS_DIRECTORY, GroupMember, group_path, read_index, write_group
 from backends.formats.file_names import changelog_name, version_in
 from backends.formats.manifest import Manifest, PartitionEntry, SnapshotRef
 from backends.formats.manifest_chain import Layout, Segment
@@ -39,6 +45,7 @@ from backends.storage.checkpoint_storage import CheckpointStorage, OpenStorage
 from backends.storage.file_ref import FileRef
 from coordinator_actor.durable.rewritten_files import RewrittenFiles
 from coordinator_actor.reading.partition_reader import opened_partition, scan_family
+from coordinator_actor.reading.stored_files import LoadedFiles, NamedSnapshot, SnapshotReader, loaded_files
 from coordinator_actor.reading.stored_versions import Piece, StateVersions
 from coordinator_actor.savepoints.partition_builder import build_snapshot
 from coordinator_actor.surgery.forgotten_keys import ForgottenKeys
@@ -49,14 +56,18 @@ REWRITTEN_GROUP_BYTES = 32 << 20
 """Changelogs are written together in objects of about this size."""
 REWRITE_THREADS = 4
 """At most this many partitions are read, or built, at once."""
+INDEX_THREADS = 16
+"""At most this many indexes of shared objects are read at once."""
+T = TypeVar("T")
+U = TypeVar("U")
 
 
 class Rewriting:
-    """Writes the files of an operator anew without the rows of some keys.
+    """Rewrites the files of an operator without the rows of some keys.
 
-    ``run`` may be called again when more versions are there: what it has written before is not written again.
-    ``rows`` is the number of rows that have gone from the newest snapshots and the changelogs after them, as far as
-    that is known: a changelog says that a key has a new value, not whether the key had one.
+    ``run`` may be called again when more versions are there: it does not write again what it has written. That holds
+    only as long as nothing removes what it has written: no manifest names these files before the exchange.
+    ``removed_rows`` counts the rows of the keys in changelogs and snapshots: a row counts in each that has had it.
     """
 
     def __init__(
@@ -75,48 +86,84 @@ class Rewriting:
         self._open = open_storage
         self._scratch = scratch
         self._say = say
+        self._reader: SnapshotReader | None = None
+        self._sizes: Mapping[str, int] = {}
         self._changelogs: dict[str, FileRef] = {}
         self._snapshots: dict[str, SnapshotRef] = {}
+        self._descriptors: dict[str, SnapshotDescriptor] = {}
         self._built: dict[tuple[Layout, int], int] = {}
+        self._has_keys: dict[str, bool] = {}
+        self._of_layout: dict[int, frozenset[int]] = {}
         self.removed_rows = 0
-        """The rows of the keys that were in changelogs and snapshots: one of them counts in each that has had it."""
 
     def run(self, versions: StateVersions) -> RewrittenFiles:
-        """Write anew what the kept versions need. Return which files stand in the place of which.
+        """Write what the readable versions need. Return which files replace which ones.
 
-        Raises ``DamagedFileError``, ``MissingFileError``, ``StorageError``: what was written until then counts for
-        nothing, and is removed when its versions are no longer kept.
+        Raises ``DamagedFileError``, ``MissingFileError``, ``StorageError``. Files written until then count for nothing;
+        retention removes them when their versions are no longer kept.
         """
+        if self._reader is None:
+            self._sizes = dict(self._storage.list("operators")) | dict(self._storage.list(GROUPS_DIRECTORY))
+            self._reader = SnapshotReader(self._storage, self._sizes, listed=max(versions.chain))
+        loaded = loaded_files(versions, self._reader)
         affected = self._affected(versions)
-        self._rewrite_changelogs(versions, affected)
-        self._move_changelogs(versions)
-        self._rewrite_snapshots(versions, affected)
-        self._move_snapshots(versions, affected)
+        rebuilt = self._to_rebuild(loaded, affected)
+        self._rewrite_changelogs(versions, affected, loaded, {one.ref.head for one in rebuilt})
+        self._move_changelogs(versions, loaded)
+        self._rebuild_snapshots(versions, rebuilt)
+        self._move_snapshots(loaded, affected)
         return RewrittenFiles(max(versions.chain), dict(self._changelogs), dict(self._snapshots))
 
-    def directories(self, versions: StateVersions) -> tuple[str, ...]:
-        """Return the directories whose files are written anew."""
-        return tuple(
-            f"{segment.layout.directory(p)}/"
-            for segment, partitions in self._affected(versions).items()
-            for p in partitions
+    def missing(self, sizes: Mapping[str, int]) -> list[str]:
+        """Return the written files that a listing does not show, or shows with other sizes."""
+        files = [*self._changelogs.values(), *(ref.file for ref in self._snapshots.values())]
+        files += [f.file for held in self._descriptors.values() for f in held.files if f.file is not None]
+        return sorted({file.stored_in for file in files if not file.is_in(sizes)})
+
+    def obsolete(self, paths: Iterable[str], versions: StateVersions) -> Iterator[str]:
+        """Give those of some unneeded files that may have rows of the keys, or belong to a replaced lineage."""
+        replaced = tuple(
+            f"{s.layout.directory(p)}/" for s, partitions in self._affected(versions).items() for p in partitions
         )
+        for path in paths:
+            if path.startswith((f"{GROUPS_DIRECTORY}/", *replaced)) or self._may_have_keys(path):
+                yield path
+
+    @property
+    def emptied(self) -> frozenset[str]:
+        """The shared objects that may have rows of the keys. No version needs them after the exchange."""
+        return frozenset(path for path, has_keys in self._has_keys.items() if has_keys)
+
+    def _may_have_keys(self, path: str) -> bool:
+        """Return whether a file may have rows of the keys, by operator and partition: ``operators/<name>/4/0/...``."""
+        parts = path.split("/")
+        if len(parts) < 5 or parts[0] != "operators" or parts[1] != self._operator:
+            return False
+        if not (parts[2].isdecimal() and parts[3].isdecimal()):
+            return True
+        return int(parts[3]) in self._partitions(int(parts[2]))
+
+    def _partitions(self, num_partitions: int) -> frozenset[int]:
+        """Return the partitions of a layout that may have rows of the keys."""
+        if num_partitions not in self._of_layout:
+            self._of_layout[num_partitions] = self._forgotten.partitions(num_partitions)
+        return self._of_layout[num_partitions]
 
     def _affected(self, versions: StateVersions) -> dict[Segment, frozenset[int]]:
-        """Return the partitions of each layout that are written anew, the earliest layout first.
+        """Return the partitions of each layout that are rewritten, the earliest layout first.
 
-        A partition that was made of one of an earlier layout is named by the heads of that, whatever keys it has.
+        The heads of an earlier layout name a partition that was made of it, whatever keys the partition has.
         """
-        found: dict[Segment, frozenset[int]] = {}
+        affected: dict[Segment, frozenset[int]] = {}
         below: tuple[int, frozenset[int]] | None = None
         for segment in reversed(chains.segments(versions.chain, self._operator)):
             n = segment.layout.num_partitions
-            own = self._forgotten.partitions(n)
+            own = self._partitions(n)
             if below is not None:
                 own |= {p for p in range(n) if self._has_source(versions.key_groups, n, p, *below)}
-            found[segment] = own
+            affected[segment] = own
             below = n, own
-        return found
+        return affected
 
     @staticmethod
     def _has_source(num_groups: int, n: int, partition: int, below: int, affected: frozenset[int]) -> bool:
@@ -126,22 +173,32 @@ class Rewriting:
 
     # -- changelogs ----------------------------------------------------------------------------
 
-    def _rewrite_changelogs(self, versions: StateVersions, affected: dict[Segment, frozenset[int]]) -> None:
+    def _rewrite_changelogs(
+        self,
+        versions: StateVersions,
+        affected: dict[Segment, frozenset[int]],
+        loaded: LoadedFiles,
+        heads: set[str],
+    ) -> None:
         chain, new = versions.chain, dict(versions.chain)
         group = _Group(self._storage, self._changelogs)
         for segment, partitions in affected.items():
             for version in range(segment.first, segment.last + 1):
                 held = chain[version].operators[self._operator].partitions
-                left = {p: held[p] for p in sorted(partitions) if p in held and held.head(p) not in self._changelogs}
+                names = {p: held.head(p) for p in sorted(partitions) if p in held}
+                names = {p: name for p, name in names.items() if name not in self._changelogs}
+                left = {p: held[p] for p, name in names.items() if loaded.needs(version, name)}
                 for (p, entry), data in zip(left.items(), self._read_all(left.values()), strict=True):
                     base = self._base(versions, new, segment.layout, p, version)
                     group.add(entry.changelog.path, self._filtered(segment.layout, p, data, base))
+                for p in names.keys() - left.keys():
+                    if names[p] in heads:
+                        group.add(names[p], self._empty(segment.layout, p, chain[version], held[p].attempt))
                 new[version] = group.names(version).of(chain[version])
         group.close()
 
     def _read_all(self, entries: Iterable[PartitionEntry]) -> list[bytes]:
-        with ThreadPoolExecutor(REWRITE_THREADS, thread_name_prefix="statestore-rewrite") as pool:
-            return list(pool.map(lambda entry: self._storage.read(entry.changelog), entries))
+        return _parallel(REWRITE_THREADS, lambda entry: self._storage.read(entry.changelog), entries)
 
     def _base(
         self, versions: StateVersions, new: dict[int, Manifest], layout: Layout, partition: int, version: int
@@ -161,48 +218,95 @@ class Rewriting:
         self.removed_rows += changes.num_changes - sum(map(len, kept.values()))
         # Below the lowest version that is kept there is no head any more, and none is looked for.
         meta = structs.replace(meta, base=base[1] if base[0] is not None and meta.base == base[0] else meta.base)
-        path = f"{layout.directory(partition)}/{changelog_name(meta.version, uuid.uuid4().hex)}"
-        return GroupMember(meta, path, write_changelog(Changes(kept), meta, StateStoreConf().compression))
+        return self._member(layout, partition, meta, Changes(kept))
 
-    def _move_changelogs(self, versions: StateVersions) -> None:
-        """Write the other parts of objects with changelogs that were written anew into new objects, as they are."""
-        old = {path for path in self._changelogs if self._changelogs[path].path != path}
-        entries = list(_entries(versions.chain))
-        objects = {e.changelog.within for e in entries if e.changelog.path in old and e.changelog.within is not None}
+    def _empty(self, layout: Layout, partition: int, manifest: Manifest, attempt: str) -> GroupMember:
+        """Return what stands for the changelog of a snapshot from which loads begin: nobody applies it."""
+        n = layout.num_partitions
+        base = f"{layout.directory(partition)}/{manifest.version - 1}-removed"
+        meta = ChangelogMeta(manifest.run_id, layout.operator, partition, n, manifest.version, attempt, base)
+        return self._member(layout, partition, meta, Changes({}))
+
+    def _member(self, layout: Layout, partition: int, meta: ChangelogMeta, changes: Changes) -> GroupMember:
+        path = f"{layout.directory(partition)}/{changelog_name(meta.version, uuid.uuid4().hex)}"
+        return GroupMember(meta, path, write_changelog(changes, meta, StateStoreConf().compression))
+
+    def _move_changelogs(self, versions: StateVersions, loaded: LoadedFiles) -> None:
+        """Write the needed parts of objects that may have rows of the keys into new objects, as they are."""
+        left = list(self._parts_of_others(versions, loaded))
+        unknown = sorted({ref.stored_in for ref in left} - self._has_keys.keys())
+        self._has_keys.update(zip(unknown, _parallel(INDEX_THREADS, self._index_has_keys, unknown), strict=True))
+        moved: dict[str, list[FileRef]] = {}
+        for ref in left:
+            if self._has_keys[ref.stored_in]:
+                moved.setdefault(ref.stored_in, []).append(ref)
         group = _Group(self._storage, self._changelogs)
-        for entry in entries:
-            ref = entry.changelog
-            if ref.within in objects and ref.path not in self._changelogs:
-                data = self._storage.read(ref)
+        for refs in moved.values():
+            parts = self._storage.read_together(refs)
+            for ref in refs:
+                data = parts.get(ref.path) or self._storage.read(ref)
                 group.add(ref.path, GroupMember(read_changelog_meta(data), ref.path, data))
         group.close()
 
+    def _parts_of_others(self, versions: StateVersions, loaded: LoadedFiles) -> Iterator[FileRef]:
+        """Give the changelogs that readable versions need, lie in shared objects, and were not written again."""
+        for version, manifest in versions.chain.items():
+            for operator in manifest.operators.values():
+                held = operator.partitions
+                for p in held:
+                    name = held.head(p)
+                    if name not in self._changelogs and loaded.needs(version, name) and held.stored_in(p) != name:
+                        yield held[p].changelog
+
+    def _index_has_keys(self, path: str) -> bool:
+        """Return whether an object of changelogs may have rows of the keys: also those of attempts that do not count.
+
+        An object that earlier rewriting made has changelogs of versions that no manifest names any more.
+        """
+        if path not in self._sizes:  # a batch has written it since the listing; its size is not known
+            return True
+        try:
+            return any(self._may_have_keys(ref.path) for _, ref in read_index(self._storage, path, self._sizes[path]))
+        except DamagedFileError as error:
+            log.warning("The index of %s is damaged, so its parts are written again: %s", path, error)
+            return True
+
     # -- snapshots -----------------------------------------------------------------------------
 
-    def _rewrite_snapshots(self, versions: StateVersions, affected: dict[Segment, frozenset[int]]) -> None:
+    def _to_rebuild(self, loaded: LoadedFiles, affected: dict[Segment, frozenset[int]]) -> list[NamedSnapshot]:
+        partitions = {(segment.layout, p) for segment, own in affected.items() for p in own}
+        of_partition: dict[tuple[Layout, int], list[NamedSnapshot]] = {}
+        for named in loaded.snapshots.values():
+            if (named.layout, named.partition) in partitions:
+                of_partition.setdefault((named.layout, named.partition), []).append(named)
+        due = []
+        for key, found in of_partition.items():
+            found.sort(key=lambda one: (one.ref.version, one.ref.file.path))
+            first = [one for one in found if one.ref.version <= loaded.oldest][-1:] or found[:1]
+            newest = found[-1:] if key not in self._built else []
+            due += list({one.ref.file.path: one for one in (*first, *newest)}.values())
+        return [one for one in due if one.ref.file.path not in self._snapshots]
+
+    def _rebuild_snapshots(self, versions: StateVersions, due: list[NamedSnapshot]) -> None:
         record = RewrittenFiles(max(versions.chain), self._changelogs, {})
         new = {version: record.of(manifest) for version, manifest in versions.chain.items()}
-        due = []
-        for segment, partitions in affected.items():
-            known = chains.snapshots(versions.chain, segment)
-            for p in sorted(partitions):
-                refs = known.get(p, [])
-                base = [ref for ref in refs if ref.version <= versions.oldest][-1:] or refs[:1]
-                newest = refs[-1:] if (segment.layout, p) not in self._built else []
-                for ref in {one.file.path: one for one in (*base, *newest)}.values():
-                    if ref.file.path not in self._snapshots:
-                        due.append((segment.layout, p, ref))
         with ThreadPoolExecutor(REWRITE_THREADS, thread_name_prefix="statestore-rewrite") as pool:
-            made = pool.map(lambda one: self._rebuilt(versions, new, *one), due)
-            for i, ((layout, p, ref), (rebuilt, removed)) in enumerate(zip(due, made, strict=True)):
-                self._snapshots[ref.file.path] = rebuilt
-                self._built[layout, p] = max(ref.version, self._built.get((layout, p), -1))
+            made = pool.map(lambda one: self._rebuilt(versions, new, one), due)
+            for i, (one, (stored, removed)) in enumerate(zip(due, made, strict=True)):
+                self._take(one.ref, stored)
+                key = one.layout, one.partition
+                self._built[key] = max(one.ref.version, self._built.get(key, -1))
                 self.removed_rows += removed
-                self._say(f"snapshot {i + 1} of {len(due)} was written anew")
+                self._say(f"rewrote snapshot {i + 1} of {len(due)}")
+
+    def _take(self, old: SnapshotRef, stored: snapshot.StoredSnapshot) -> None:
+        self._snapshots[old.file.path] = stored.ref
+        self._descriptors[stored.ref.file.path] = stored.descriptor
 
     def _rebuilt(
-        self, versions: StateVersions, new: dict[int, Manifest], layout: Layout, partition: int, ref: SnapshotRef
-    ) -> tuple[SnapshotRef, int]:
+        self, versions: StateVersions, new: dict[int, Manifest], named: NamedSnapshot
+    ) -> tuple[snapshot.StoredSnapshot, int]:
+        layout, partition, ref = named.layout, named.partition, named.ref
         lineage = chains.lineage(versions.chain, ref.version, layout, partition, versions.key_groups)
         piece = Piece(partition, layout.directory(partition), layout.backend, lineage)
         head = chains.head_of(new, ref.version, layout, partition, versions.key_groups)
@@ -222,33 +326,36 @@ class Rewriting:
                             yield family, left
 
             conf = StateStoreConf(provider=layout.backend, storage_options=dict(versions.place.options))
-            made, _ = build_snapshot(
+            stored, _ = build_snapshot(
                 self._storage, head, ref.version, families, kept(), conf, is_distinct=True, scratch=self._scratch
             )
-        return made, removed
+        return stored, removed
 
-    def _move_snapshots(self, versions: StateVersions, affected: dict[Segment, frozenset[int]]) -> None:
-        """Write the other parts of objects with files of given-up snapshots into new objects, as they are."""
-        refs: dict[str, tuple[Layout, int, SnapshotRef]] = {}
-        gone: set[str] = set()
-        for operator in {name for manifest in versions.chain.values() for name in manifest.operators}:
-            for segment in chains.segments(versions.chain, operator):
-                own = affected.get(segment, frozenset())
-                for p, known in chains.snapshots(versions.chain, segment).items():
-                    for ref in known:
-                        refs[ref.file.path] = segment.layout, p, ref
-                        if p in own:
-                            gone.add(ref.file.path)
-        with ThreadPoolExecutor(REWRITE_THREADS, thread_name_prefix="statestore-rewrite") as pool:
-            read = pool.map(lambda one: snapshot.read_descriptor(self._storage, one[2]), refs.values())
-            descriptors = dict(zip(refs, read, strict=True))
-        objects = {path for gone_path in gone for path in _objects(refs[gone_path][2], descriptors[gone_path])}
-        for path, (layout, p, ref) in refs.items():
-            held = descriptors[path]
-            if path not in gone and path not in self._snapshots and not objects.isdisjoint(_objects(ref, held)):
-                self._snapshots[path] = self._moved(layout, p, held)
+    def _move_snapshots(self, loaded: LoadedFiles, affected: dict[Segment, frozenset[int]]) -> None:
+        """Write the parts of whole snapshots in objects that may have rows of the keys into new objects, as they are.
 
-    def _moved(self, layout: Layout, partition: int, held: SnapshotDescriptor) -> SnapshotRef:
+        Such an object has no index. It has no rows of the keys if snapshots of other partitions account for each byte.
+        """
+        rewritten = {(segment.layout, p) for segment, own in affected.items() for p in own}
+        others: dict[str, tuple[NamedSnapshot, SnapshotDescriptor]] = {
+            path: (one, one.descriptor)
+            for path, one in loaded.snapshots.items()
+            if (one.layout, one.partition) not in rewritten and one.descriptor is not None
+        }
+        accounted: dict[str, int] = {}
+        for one, held in others.values():
+            for file in _shared_files(one.ref, held):
+                accounted[file.stored_in] = accounted.get(file.stored_in, 0) + file.size
+        for path, nbytes in accounted.items():
+            if path not in self._has_keys:
+                # An object that no listing shows is of a snapshot that was uploaded since: its parts are copied.
+                self._has_keys[path] = self._sizes.get(path, -1) != nbytes
+        for path, (one, held) in others.items():
+            files = _shared_files(one.ref, held)
+            if path not in self._snapshots and any(self._has_keys[file.stored_in] for file in files):
+                self._take(one.ref, self._moved(held))
+
+    def _moved(self, held: SnapshotDescriptor) -> snapshot.StoredSnapshot:
         """Store a snapshot's descriptor, and its files that share an object with others, anew."""
         beside = {f.name: f.file for f in held.files if f.file is not None and f.file.within is not None}
         small = {name: self._storage.read(ref) for name, ref in beside.items()}
@@ -256,7 +363,7 @@ class Rewriting:
         directory = held.path.rpartition("/")[0]
         prepared = PreparedSnapshot(directory, held.backend, held.state, files, small, 0)
         (stored,) = snapshot.store_together(self._storage, [prepared])
-        return stored.ref
+        return stored
 
 
 class _Group:
@@ -292,12 +399,12 @@ class _Group:
         self._members, self._nbytes = [], 0
 
 
-def _entries(chain: chains.Chain) -> Iterator[PartitionEntry]:
-    for manifest in chain.values():
-        for operator in manifest.operators.values():
-            yield from operator.partitions.values()
+def _shared_files(ref: SnapshotRef, held: SnapshotDescriptor) -> list[FileRef]:
+    """Return those of a snapshot's files, its descriptor among them, that lie in objects with others."""
+    files = [ref.file, *(f.file for f in held.files if f.file is not None)]
+    return [file for file in files if file.within is not None]
 
 
-def _objects(ref: SnapshotRef, held: SnapshotDescriptor) -> set[str]:
-    """Return the objects that have parts of a snapshot and may have parts of others."""
-    return {path for path in (ref.file.stored_in, *held.paths) if path.startswith(f"{GROUPS_DIRECTORY}/")}
+def _parallel(threads: int, work: Callable[[T], U], items: Iterable[T]) -> list[U]:
+    with ThreadPoolExecutor(threads, thread_name_prefix="statestore-rewrite") as pool:
+        return list(pool.map(work, items))

@@ -5,8 +5,12 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from spark_bridge.exceptions import EnvironmentProblemError
+
+if TYPE_CHECKING:
+    from coordinator_actor.on_ray.ray_port import RayCoordinatorPort
 
 RAY_CONNECT_SECONDS = 5.0
 
@@ -32,6 +36,33 @@ def joined_ray(address: str | None, namespace: str) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+
+
+@contextmanager
+def reachable_coordinator(
+    address: str | None, namespace: str, coordinator: str, timeout: float
+) -> Iterator[RayCoordinatorPort | None]:
+    """Give the coordinator of the cluster at ``address``, or of the one on this machine; None if there is none.
+
+    ``timeout`` is in seconds, for one message. Raises ``EnvironmentProblemError`` if no cluster answers at ``address``.
+    """
+    from spark_bridge.session.cluster.ray_cluster import running_ray
+
+    known = address or running_ray()
+    if known is None:
+        yield None
+        return
+    import ray
+
+    from coordinator_actor.on_ray.ray_port import RayCoordinatorPort
+
+    with joined_ray(known, namespace):
+        try:
+            ray.get_actor(coordinator, namespace=namespace)
+        except ValueError:
+            yield None
+            return
+        yield RayCoordinatorPort(namespace, coordinator, timeout)
 
 
 def _check_listens(address: str) -> None:

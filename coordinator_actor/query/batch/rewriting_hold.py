@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+import uuid
+from dataclasses import dataclass, replace
 
 TOLD_SECONDS = 60.0
 """For this many seconds hosts are told again of the version whose files were exchanged: an answer to a heartbeat may be
@@ -13,12 +14,13 @@ lost.
 
 @dataclass(frozen=True)
 class Hold:
-    """A hold: its owner, its end in seconds by the coordinator's clock, and ``batch_id``, the first batch that waits.
+    """A hold: its identity, its owner, its end in seconds by the coordinator's clock, and the first batch that waits.
 
-    ``batch_id`` None: no batch waits yet. No snapshot is uploaded, and no file removed: who writes files anew for kept
-    versions has files there of old versions that no manifest names yet.
+    ``batch_id`` None: no batch waits yet. No snapshot is uploaded, and no file removed: a program that rewrites files
+    of kept versions has files of these versions there that no manifest names yet.
     """
 
+    id: str
     holder: str
     batch_id: int | None
     until: float
@@ -29,10 +31,11 @@ class Hold:
 
 
 class RewritingHold:
-    """The hold of one run. The lock of the run guards writes; it is in memory alone, for nothing depends on it.
+    """The hold of one run, in memory alone. The lock of the run guards it.
 
-    A holder that dies lets the run go on when its time is over. Files are exchanged only under a hold that has lasted
-    since before they were read, by a coordinator of the same epoch.
+    A holder that dies lets the run go on when its time is over. A hold that has lapsed never comes back: what was
+    written under it may have been removed since. So files are exchanged only under a hold that has lasted since before
+    the first of them was written.
     """
 
     def __init__(self) -> None:
@@ -41,15 +44,21 @@ class RewritingHold:
         self._clean: frozenset[str] = frozenset()
 
     def at(self, now: float) -> Hold | None:
-        """Return the hold; None if there is none, or its time is over."""
-        hold = self._hold
-        return hold if hold is not None and now < hold.until else None
+        """Return the hold; None if there is none. A hold whose time is over ends here, even if the clock goes back."""
+        if self._hold is not None and now >= self._hold.until:
+            self._hold = None
+        return self._hold
 
-    def begin(self, holder: str, batch_id: int | None, now: float, seconds: float) -> Hold:
-        """Hold the batches from ``batch_id`` on, or go on doing so from the batch with which this holder began."""
+    def begin(self, holder: str, now: float, seconds: float) -> Hold:
+        """Begin a hold. The same holder gets the hold that it has: its message may have come twice."""
         known = self.at(now)
-        is_same = known is not None and known.holder == holder and known.batch_id is not None
-        self._hold = Hold(holder, known.batch_id if known is not None and is_same else batch_id, now + seconds)
+        is_known = known is not None and known.holder == holder
+        self._hold = Hold(known.id if known and is_known else uuid.uuid4().hex, holder, None, now + seconds)
+        return self._hold
+
+    def renew(self, hold: Hold, now: float, seconds: float, batch_id: int | None) -> Hold:
+        """Prolong the hold that ``at`` has returned; the batches from ``batch_id`` on wait."""
+        self._hold = replace(hold, batch_id=batch_id, until=now + seconds)
         return self._hold
 
     def end(self, holder: str) -> None:

@@ -14,7 +14,7 @@ from coordinator_actor.coordinator_conf import COORDINATOR_NAME, NAMESPACE
 from coordinator_actor.durable.audit_log import AuditLog, AuditRecord
 from coordinator_actor.reading.stored_versions import find_state
 from coordinator_actor.surgery.forgetting import ForgottenReport
-from spark_bridge.cli.joined_ray import joined_ray
+from spark_bridge.cli.joined_ray import joined_ray, reachable_coordinator
 from spark_bridge.cli.keys import key_of_words
 from spark_bridge.cli.output import AsJson, errors_explained, filled, printer, show
 from spark_bridge.cli.sources import Address, CheckpointOption, CoordinatorName, Namespace, StateLocation
@@ -47,7 +47,8 @@ def forget(
 ) -> None:
     """Remove keys of OPERATOR from a query's state, and every trace of them from its checkpoint. They do not come back.
 
-    With --query of one that runs; with --checkpoint of one that does not.
+    With --query of one that runs; with --checkpoint of one that does not. A query that runs on its checkpoint in the
+    Ray cluster of this machine, or at --address, forgets as with --query.
 
     Examples: statestore forget user_totals 42 43 --query clicks; statestore forget user_totals --keys-file gone.txt
     --checkpoint s3://bucket/ck --reference DSR-1271 --yes
@@ -86,7 +87,8 @@ def forget(
 
     with errors_explained():
         if checkpoint is not None:
-            report = run(None)
+            with reachable_coordinator(address, namespace, coordinator, SURGERY_COORDINATOR_SECONDS) as port:
+                report = run(port)
         else:
             with joined_ray(address, namespace):
                 report = run(RayCoordinatorPort(namespace, coordinator, SURGERY_COORDINATOR_SECONDS))

@@ -38,7 +38,7 @@ def join_or_start_ray(address: str | None, cpus: int) -> bool:
         except ConnectionError as error:
             raise EnvironmentProblemError(f"No Ray cluster answers at {named!r}: {error}") from error
         return False
-    running = _running_ray()
+    running = running_ray()
     if running is not None:
         try:
             ray.init(address=running, **quiet)
@@ -66,7 +66,7 @@ def system_config() -> dict[str, int]:
     return {"worker_niceness": int(os.environ.get("RAY_worker_niceness", "0"))}  # noqa: SIM112 - its name
 
 
-def _running_ray() -> str | None:
+def running_ray() -> str | None:
     """Return the cluster that ``ray start`` has left on record for this machine, if something listens there."""
     record = Path(os.environ.get("RAY_TMPDIR", "/tmp")) / "ray" / "ray_current_cluster"
     try:

@@ -150,8 +150,13 @@ class Cluster:
         self.hosts[i] = QueryHost(self, i, incarnation, self.limits)
         return self.hosts[i]
 
-    def batch(self, rows: Mapping[int | None, tuple[int, str] | None], *, complete: bool = True) -> int:
-        """A micro-batch that writes users' totals, or removes them; returns the version."""
+    def batch(
+        self, rows: Mapping[int | None, tuple[int, str] | None], *, complete: bool = True, committed: bool = True
+    ) -> int:
+        """A micro-batch that writes users' totals, or removes them; returns the version.
+
+        Without ``committed`` Spark has not written its commit when this returns: the version is prepared.
+        """
         columns = pa.record_batch([pa.array(rows, pa.int64())], schema=KEYS)
         groups = key_groups(columns, G)
         keys = encode_keys(columns, groups)
@@ -167,6 +172,8 @@ class Cluster:
             own = pa.array(groups * self.partitions // G == p)
             pairs = SortedPairs.last_wins(keys.filter(own), values.filter(own))
             self._run_task(p, batch, Changes({"default": pairs}))
+        if not committed:
+            return self.version
         self.world.commit_spark(batch)
         self.version += 1
         if complete:

@@ -16,9 +16,11 @@ from backends.exceptions import StorageError
 from backends.formats.changelog import Changes
 from backends.storage.checkpoint_storage import CheckpointStorage
 from coordinator_actor.durable.manifests import ManifestLog
+from coordinator_actor.durable.record_files import RecordFiles
 from coordinator_actor.durable.rewritten_files import RewrittenFiles
-from coordinator_actor.exceptions import BatchHeldError, FencedError, InvalidRequestError
+from coordinator_actor.exceptions import BatchHeldError, FencedError, InvalidRequestError, LapsedHoldError
 from coordinator_actor.query.files.files_in_use import BUSY_SECONDS, UPLOAD
+from coordinator_actor.query.files.known_files import LISTED_EVERY
 from coordinator_actor.query.run_lifetime import RECORDS_EVERY
 from coordinator_actor.reading.stored_versions import StateVersions, find_state
 from coordinator_actor.surgery import forgetting
@@ -201,7 +203,7 @@ def test_a_coordinator_that_is_replaced_meanwhile_exchanges_nothing_and_all_begi
 
     port.before["adopt_rewritten"] = replace
     forget(cluster, port, progress=steps.append)
-    assert any(step.startswith("begins again: Run run1 has gone on") for step in steps)
+    assert any(step.startswith("starts again: The hold of run run1 has lapsed") for step in steps)
     check_forgotten(cluster)
 
 
@@ -226,7 +228,7 @@ def test_a_holder_that_dies_holds_nobody_up_for_long_and_changes_nothing(cluster
     worked(cluster)
     holder = cluster.c.hold_query("name", "somebody", forgetting.HOLD_SECONDS, batches=True)
     assert (holder.waits_for, holder.version) == (None, 6)
-    with pytest.raises(InvalidRequestError, match="written anew by somebody already"):
+    with pytest.raises(InvalidRequestError, match="rewritten by somebody already"):
         forget(cluster)
     with pytest.raises(BatchHeldError):
         cluster.batch({2: (4, "b")})
@@ -234,8 +236,8 @@ def test_a_holder_that_dies_holds_nobody_up_for_long_and_changes_nothing(cluster
     for h in cluster.hosts:
         h.host.register()
     cluster.batch({2: (4, "b")})
-    with pytest.raises(InvalidRequestError, match="has gone on"):
-        cluster.c.adopt_rewritten("run1", "somebody", holder.epoch, written_record(cluster))
+    with pytest.raises(LapsedHoldError, match="has lapsed"):
+        cluster.c.adopt_rewritten("run1", holder.hold, holder.epoch, written_record(cluster))
     assert cluster.client().get("totals", 1)["n"] == 5
 
 
@@ -273,7 +275,7 @@ def test_storage_that_hangs_holds_nobody_up_for_long(cluster, monkeypatch):
     cluster.batch({2: (7, OTHER)})
     free.set()
     thread.join(PATIENCE)
-    assert not thread.is_alive() and any(step.startswith("begins again") for step in steps)
+    assert not thread.is_alive() and any(step.startswith("waits for the query again") for step in steps)
     check_forgotten(cluster)
     cluster.batch({2: (8, OTHER)})
 
@@ -282,7 +284,7 @@ def written_record(cluster: Cluster) -> str:
     """A record that would exchange files, as somebody has left it."""
     port, paths = Port(cluster), []
 
-    def note(run_id: str, holder: str, epoch: int, path: str) -> None:
+    def note(run_id: str, hold: str, epoch: int, path: str) -> None:
         paths.append(path)
         raise InvalidRequestError("no")
 
@@ -315,9 +317,9 @@ def test_files_that_were_written_for_another_coordinator_are_not_exchanged(clust
     anew = cluster.c.hold_query("name", "me", forgetting.HOLD_SECONDS, batches=True)
     assert (anew.waits_for, anew.version, anew.epoch) == (None, held.version, held.epoch + 1)
     with pytest.raises(InvalidRequestError, match=f"epoch {anew.epoch}. since its files up to version 6"):
-        cluster.c.adopt_rewritten("run1", "me", held.epoch, "rewritten/6-a.json")
-    cluster.c.adopt_rewritten("run1", "me", anew.epoch, "rewritten/6-a.json")
-    cluster.c.adopt_rewritten("run1", "me", anew.epoch, "rewritten/6-a.json")  # the message may come twice
+        cluster.c.adopt_rewritten("run1", anew.hold, held.epoch, "rewritten/6-a.json")
+    cluster.c.adopt_rewritten("run1", anew.hold, anew.epoch, "rewritten/6-a.json")
+    cluster.c.adopt_rewritten("run1", anew.hold, anew.epoch, "rewritten/6-a.json")  # the message may come twice
 
 
 def test_the_record_of_the_exchange_goes_with_the_last_version_that_it_is_about(tmp_path):
@@ -358,6 +360,161 @@ def test_what_retention_has_planned_does_not_rely_on_snapshots_that_are_given_up
         check_forgotten(cluster)
     finally:
         cluster.close()
+
+
+def test_keys_are_forgotten_after_retention_has_removed_files(tmp_path):
+    """Retention has removed changelogs below the snapshots that versions begin with, and older snapshots."""
+    cluster = Grouping(tmp_path, min_versions_to_retain=2, maintenance_interval=1.0)
+    try:
+        for n in range(1, effort(16, 30)):
+            cluster.batch({user: (n, SECRET if user == 1 else OTHER) for user in range(1, 3 + n % 6)})
+            for upload in cluster.hosts[n // 2 % 2].host.maintenance.do_maintenance() if n % 2 else ():
+                upload.result()  # partitions have snapshots of different versions
+            cluster.world.now += 2
+            cluster.c.maintain()
+            if n % 12 == 11:
+                cluster.batch({1: (n, SECRET), 2: (n, OTHER)})
+                assert files_with(ck(cluster), SECRET)
+                forget(cluster)
+                check_forgotten(cluster)
+        assert StateVersions.look(find_state(ck(cluster))).oldest > 1
+        cluster.batch({1: (1, SECRET), 2: (1, OTHER)})
+        forget_keys(ck(cluster), "totals", [1])  # as a query that does not run
+        assert files_with(ck(cluster), SECRET) == []
+        cluster.replace_coordinator()
+        cluster.start("run2")
+        cluster.batch({2: (5, OTHER)})
+        assert cluster.client().get("totals", 2)["n"] == 5
+    finally:
+        cluster.close()
+
+
+def test_files_written_under_a_hold_that_has_lapsed_are_not_exchanged(tmp_path):
+    """The caller stalls for longer than its hold. Retention removes what it has written, since no manifest names it."""
+    cluster = Grouping(tmp_path, min_versions_to_retain=2, maintenance_interval=1.0)
+    try:
+        worked(cluster)
+        for n in range(7, 12):
+            cluster.batch({1: (n, SECRET), 2: (n, OTHER)})
+            cluster.remove_old_versions()
+        port, steps, written = Port(cluster), [], []
+
+        def stall() -> None:
+            written.extend(path for path in (cluster.root / "ck/statestore/groups").iterdir())
+            cluster.world.now += forgetting.HOLD_SECONDS + 1
+            for h in cluster.hosts:
+                h.host.register()
+            for n in range(20, 24):  # the versions whose files were written are given up one by one
+                cluster.batch({1: (n, SECRET), 2: (n, OTHER)})
+                cluster.remove_old_versions()
+            for _ in range(LISTED_EVERY):
+                cluster.world.now += 2
+                cluster.c.maintain()
+
+        port.before["adopt_rewritten"] = stall
+        forget(cluster, port, progress=steps.append)
+        assert any(not path.exists() for path in written), "retention has removed nothing"
+        assert any(step.startswith("starts again") for step in steps)
+        check_forgotten(cluster)
+        assert cluster.client().get("totals", 2)["n"] == 23
+    finally:
+        cluster.close()
+
+
+def test_a_hold_that_has_lapsed_is_not_renewed(cluster):
+    worked(cluster)
+    held = cluster.c.hold_query("name", "me", forgetting.HOLD_SECONDS)
+    cluster.world.now += forgetting.HOLD_SECONDS - 1
+    renewed = cluster.c.hold_query("name", "me", forgetting.HOLD_SECONDS, hold=held.hold)
+    assert renewed.hold == held.hold == cluster.c.hold_query("name", "me", 5.0).hold, "the message may come twice"
+    cluster.world.now += forgetting.HOLD_SECONDS + 1
+    with pytest.raises(LapsedHoldError, match="has lapsed"):
+        cluster.c.hold_query("name", "me", forgetting.HOLD_SECONDS, hold=held.hold)
+    anew = cluster.c.hold_query("name", "me", forgetting.HOLD_SECONDS, batches=True)
+    assert anew.hold not in ("", held.hold) and anew.waits_for is None
+    manifests = ManifestLog(cluster.world.storage(f"{ck(cluster)}/statestore", {}), "me")
+    manifests.put_record("rewritten/6-a.json", RewrittenFiles(6, {}, {}))
+    with pytest.raises(LapsedHoldError, match="has lapsed"):
+        cluster.c.adopt_rewritten("run1", held.hold, anew.epoch, "rewritten/6-a.json")
+    cluster.c.adopt_rewritten("run1", anew.hold, anew.epoch, "rewritten/6-a.json")
+
+
+def test_a_hold_that_lapses_while_the_message_waits_for_the_run_is_not_renewed(cluster):
+    worked(cluster)
+    held = cluster.c.hold_query("name", "me", forgetting.HOLD_SECONDS)
+    run = cluster.c.registries.runs.get("run1")
+    outcome: list[Any] = []
+
+    def renew() -> None:
+        try:
+            outcome.append(cluster.c.hold_query("name", "me", forgetting.HOLD_SECONDS, hold=held.hold))
+        except InvalidRequestError as error:
+            outcome.append(error)
+
+    waiting = WaitedFor(run.lock)
+    run.lock = waiting
+    with waiting.real:
+        thread = threading.Thread(target=renew)
+        thread.start()
+        assert waiting.is_waited_for.wait(PATIENCE)
+        cluster.world.now += forgetting.HOLD_SECONDS + 1
+    thread.join(PATIENCE)
+    assert isinstance(outcome[0], LapsedHoldError)
+
+
+class WaitedFor:
+    """A lock that says when somebody asks for it."""
+
+    def __init__(self, real: Any) -> None:
+        self.real = real
+        self.is_waited_for = threading.Event()
+
+    def __enter__(self) -> None:
+        self.is_waited_for.set()
+        self.real.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        self.real.__exit__(*error)
+
+
+def test_an_exchange_for_files_that_are_gone_is_not_made(cluster, monkeypatch):
+    """Whatever removes them: the files that an exchange names are there, or all starts again."""
+    worked(cluster)
+    real, removed = RecordFiles.create, []
+
+    def create(self: RecordFiles, path: str, record: Any) -> None:
+        if isinstance(record, RewrittenFiles) and not removed:
+            removed.append(next(iter(record.changelogs.values())).stored_in)
+            (cluster.root / "ck/statestore" / removed[0]).unlink()
+        real(self, path, record)
+
+    monkeypatch.setattr(RecordFiles, "create", create)
+    steps: list[str] = []
+    forget(cluster, progress=steps.append)
+    assert removed and any(step.startswith("starts again") and removed[0] in step for step in steps)
+    check_forgotten(cluster)
+
+
+def test_a_version_that_spark_commits_while_a_stopped_query_forgets_is_kept(cluster):
+    """Version 7 is prepared, and Spark commits its batch between the look at its commits and the exchange."""
+    worked(cluster)
+    batch = cluster.batch({1: (9, SECRET), 2: (9, OTHER)}, committed=False)
+    location = ck(cluster)
+
+    def committed(step: str) -> None:
+        if step.startswith("rewrites"):
+            cluster.world.commit_spark(batch)
+
+    forget_keys(location, "totals", [1], progress=committed)
+    assert files_with(location, SECRET) == []
+    rows = state_table(location, "totals", version=batch + 1).to_pylist()
+    assert {row["user"]: row["n"] for row in rows} == {2: 9, 3: 1, 4: 1, 5: 1, 6: 1, 7: 1}
+    cluster.version += 1
+    cluster.replace_coordinator()
+    cluster.start("run2")
+    cluster.batch({3: (5, OTHER)})
+    check_forgotten(cluster)
+    assert cluster.client().get("totals", 2)["n"] == 9
 
 
 def test_a_query_that_has_ended_and_is_answered_on_forgets(cluster):
