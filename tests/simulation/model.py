@@ -18,12 +18,13 @@ import pyarrow as pa
 from backends.encoding.key_groups import key_groups
 from backends.encoding.keys import encode_keys
 from backends.encoding.schema import StateSchema
+from backends.encoding.sorted_pairs import SortedPairs
 from backends.formats import manifest_chain as chains
 from backends.formats.changelog import ChangelogMeta, read_changelog
 from backends.formats.changelog_group import GroupIndex
 from backends.formats.file_names import version_in
 from backends.formats.manifest import Lineage, Manifest, PartitionEntry, SnapshotRef
-from backends.formats.manifest_chain import Layout
+from backends.formats.manifest_chain import Layout, layout_of
 from backends.formats.sealed import unseal
 from backends.formats.snapshot import SnapshotDescriptor
 from backends.storage.checkpoint_storage import digest
@@ -97,6 +98,11 @@ class Plan:
             self._note(exchange, key, self.values.pop(key, None))
             if key[1] in self.keys:
                 self.forgotten.add(key)
+
+    def come_again(self) -> None:
+        """Run on what an exchange has left of the state before: it was prepared, and its changes do not count."""
+        self.forgotten.clear()
+        self._compute()
 
     def follow(self, exchange: Exchange) -> None:
         """Make the state anew, of that of the batch before, which an exchange has changed."""
@@ -185,10 +191,10 @@ class Model:
     """By the path of a record: the operators and keys that are to go."""
     exchanges: dict[str, Exchange] = field(default_factory=dict)
     """By the path of the record, in their order."""
+    written_anew: set[str] = field(default_factory=set)
+    """The names of the changelogs that stand in the place of others."""
     has_lost_files: bool = False
     """Retention has removed some."""
-    _without_forgotten: set[str] = field(default_factory=set)
-    """Files that were looked through since the last exchange."""
     plan_of_manifest: dict[int, Plan] = field(default_factory=dict)
     attempts: dict[int, dict[tuple[str, bytes], str]] = field(default_factory=dict)
     """By manifest: whose value each key has."""
@@ -328,7 +334,7 @@ class Model:
                     if partition_of(key, n) == partition:
                         self.attempts[manifest.id][(operator, key)] = entry.attempt
             return
-        exchanged = [self._exchange(path, manifest, now) for path in manifest.rewritten if path not in self.exchanges]
+        exchanged = [self._exchanged(path, manifest, now) for path in manifest.rewritten if path not in self.exchanges]
         earlier = self.manifests.get(manifest.parent) if manifest.parent is not None else None
         earlier = None if earlier is None else self.as_rewritten(earlier, manifest)
         if (earlier.version if earlier is not None else 0) != manifest.version - 1:
@@ -347,13 +353,20 @@ class Model:
                 raise Violation(f"The changelog of {name} is of attempt {meta.attempt} and version {meta.version}.")
             made = manifest.operators[operator]
             n = made.num_partitions
+            if meta.base == f"{layout_of(operator, made).directory(partition)}/{meta.version - 1}-removed":
+                continue  # it stands for the changelog that has led to the snapshot at which loads begin: nobody reads it
             below = earlier.operators[operator] if earlier is not None else None
             if below is not None and (below.num_partitions, below.backend) == (n, made.backend):
                 base = below.partitions[partition].changelog.path
                 if meta.base != base:
                     raise Violation(f"{name} was made on top of {meta.base}, but the version below is {base}.")
-            pairs = changes.families["default"]
+            pairs = changes.families.get("default", SortedPairs.empty())
             held = dict(zip(pairs.keys.to_pylist(), pairs.values.to_pylist(), strict=True))
+            lacks = any(o == operator and partition_of(k, n) == partition for o, k in plan.forgotten)
+            if lacks and entry.changelog.path not in self.written_anew:
+                plan.come_again()
+                for exchange in self.exchanges.values():
+                    exchange.values -= set(plan.values.values())
             keys = [k for k in plan.keys if partition_of(k, n) == partition]
             kept = [k for k in keys if (operator, k) not in plan.forgotten]
             if held != {k: stored(plan.values.get((operator, k)), entry.attempt) for k in kept}:
@@ -372,14 +385,13 @@ class Model:
         self.attempts[manifest.id] = whose
         self.manifests[manifest.id] = manifest
         self.plan_of_manifest[manifest.id] = plan
-        if exchanged:
-            self._without_forgotten.clear()
-        if self.exchanges:
-            self._check_forgotten(manifest, files)
+        if self.exchanges and not exchanged:
+            self._check_forgotten(self.as_rewritten(manifest, manifest), files)
 
-    def _exchange(self, path: str, manifest: Manifest, now: float) -> Exchange:
+    def _exchanged(self, path: str, manifest: Manifest, now: float) -> Exchange:
         """A manifest that counts names the record of an exchange for the first time."""
         keys = self.to_forget[path]
+        self.written_anew.update(ref.path for ref in self.records[path].changelogs.values())
         made = self.exchanges[path] = Exchange(path, keys, now)
         plan: Plan | None = self.plan_of_attempt[next(entries(manifest))[2].attempt]
         forgotten = {p.values[key] for p in self.plans.values() for key in keys if key in p.values}
@@ -401,25 +413,22 @@ class Model:
         return made
 
     def _check_forgotten(self, manifest: Manifest, files: dict[str, bytes]) -> None:
-        """No file that counts has a value that was forgotten, once the manifest is there."""
+        """What a manifest behind an exchange names for the first time has no value that was forgotten."""
         gone = [value for exchange in self.exchanges.values() for value in exchange.values]
-        for path in self._files_that_count(files):
-            if path not in self._without_forgotten:
-                if any(value in files[path] for value in gone):
-                    raise Violation(f"With manifest {manifest.id}, {path} counts, which has rows of forgotten keys.")
-                self._without_forgotten.add(path)
-
-    def _files_that_count(self, files: dict[str, bytes]) -> Iterator[str]:
-        """The changelogs and snapshots of the chain, as far as they are there."""
         chain = self.chain()
-        for manifest in chain.values():
-            yield from (e.changelog.stored_in for _, _, e in entries(manifest) if e.changelog.stored_in in files)
-        for operator in self.operators:
-            for segment in chains.segments(chain, operator):
-                for ref in (ref for refs in chains.snapshots(chain, segment).values() for ref in refs):
-                    if (data := content_of(ref.file, files)) is not None:
-                        yield ref.file.stored_in
-                        yield from (p for p in unseal(data, SnapshotDescriptor, ref.file.path).paths if p in files)
+        for operator, partition, entry in entries(manifest):
+            named = {entry.changelog.stored_in}
+            for ref in entry.snapshots:
+                made = chain.get(ref.version)
+                counts = made is not None and made.operators[operator].partitions.head(partition) == ref.head
+                if counts and (data := content_of(ref.file, files)) is not None:
+                    named |= {ref.file.stored_in, *unseal(data, SnapshotDescriptor, ref.file.path).paths}
+            for path in named & files.keys():
+                if any(value in files[path] for value in gone):
+                    raise Violation(
+                        f"{path} has rows of forgotten keys, and counts for {operator}/{partition} by manifest "
+                        f"{manifest.id}."
+                    )
 
     def is_forgotten(self, operator: str, key: bytes) -> bool:
         """Whether a key was forgotten, once or more often."""

@@ -12,9 +12,11 @@ from coordinator_actor.exceptions import (
     FencedError,
     HostUnavailableError,
     InvalidRequestError,
+    LapsedHoldError,
     QueryBusyError,
     RetiredRunError,
     UnknownQueryError,
+    UnknownRunError,
 )
 from coordinator_actor.surgery import forgetting
 from spark_bridge.state_surgery.forget_keys import forget_keys
@@ -28,6 +30,10 @@ from tests.simulation.stream import Stream
 if TYPE_CHECKING:
     from tests.simulation.world import World
 
+OTHERS = (
+    FencedError, RetiredRunError, UnknownQueryError, UnknownRunError, QueryBusyError, InvalidRequestError, LapsedHoldError
+)  # fmt: skip
+"""Another run has begun, another coordinator knows nothing of the query yet, somebody else holds it."""
 LONG = 40.0
 """Virtual seconds for which an outsider stands still at most, or is cut off."""
 
@@ -40,6 +46,7 @@ class Outsider:
     def __init__(self, world: World) -> None:
         self._world = world
         self._task: Task | None = None
+        self._is_last = False
 
     def begin(self) -> None:
         """Go on until nothing goes wrong any more."""
@@ -55,6 +62,7 @@ class Outsider:
         """In a healthy world, all goes well at the first attempt."""
         assert self._task is not None
         self._world.scheduler.join(self._task)
+        self._is_last = True
         self.once(is_troubled=False)
 
     def once(self, *, is_troubled: bool) -> None:
@@ -158,7 +166,7 @@ class Forgetter(Outsider):
 
     def _say(self, step: str) -> None:
         self._world.scheduler.log("FORGET", step)
-        if step.startswith("begins again"):
+        if step.startswith("starts again"):
             sometimes("a forgetter begins again, for the query has gone on")
 
     def _check(self, stream: Stream, process: Process) -> None:
@@ -190,10 +198,10 @@ class Forgetter(Outsider):
         """Return whether what goes wrong in this world explains an error."""
         if super().is_excused(error, process):
             return True
-        if self._world.healed_at is not None and process.memory["begun"] >= self._world.healed_at:
+        if self._is_last:
             return False
-        if isinstance(error, FencedError | RetiredRunError | UnknownQueryError | QueryBusyError | InvalidRequestError):
-            return True  # another run, another coordinator, another holder
+        if isinstance(error, OTHERS):
+            return True
         if isinstance(error, VersionNotFoundError):
             return True
         return isinstance(error, MissingFileError) and self._is_troubled(process)
