@@ -55,6 +55,8 @@ def finish(world: World) -> None:
             world.pace, world.slowness = 60.0, 4.0
             if s.now > patience:
                 raise Violation(f"After {BUSY_SECONDS + PATIENCE:.0f} s without faults: {litter}")
+            for outsider in world.outsiders:
+                outsider.go_on()
             s.sleep(5.0)
     patience = s.now + PATIENCE
     while session.leaving:
@@ -142,6 +144,24 @@ def _verify_one(
     if values != expected:
         raise Violation(f"Version {version} of {operator}/{partition} holds {values}, and should hold {expected}.")
     state.destroy()
+
+
+def check_restored(world: World, stream: Stream, location: str, version: int) -> None:
+    """A checkpoint that was made of a savepoint of a version has that version's content."""
+    state = f"{location}/statestore"
+    place, open_storage = StatePlace(location, state), world.disk.copy(location, state).open
+    versions = StateVersions.look(place, open_storage=open_storage)  # type: ignore[arg-type]
+    plans = [plan for plan in stream.model.committed if plan.batch == version - 1]
+    for operator in stream.model.operators:
+        found: dict[bytes, bytes | None] = {}
+        for piece in versions.reading(operator, version).pieces:
+            n = versions.entry(operator, version).num_partitions
+            keys = [k for k in model.KEYS if model.partition_of(k, n) == piece.partition]
+            with opened_partition(place, piece, open_storage=open_storage) as opened:  # type: ignore[arg-type]
+                found.update(zip(keys, opened.reads.get_many(model.to_array(keys)).to_pylist(), strict=True))
+        values = {key: model.value_in(content) for key, content in found.items()}
+        if not any(all(plan.may_be((operator, k), value, 0.0) for k, value in values.items()) for plan in plans):
+            raise Violation(f"Version {version} of {operator} was saved as {values}, which it never was.")
 
 
 def check_kept(world: World, stream: Stream) -> None:

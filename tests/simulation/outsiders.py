@@ -7,7 +7,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import pyarrow as pa
+
 from backends.exceptions import MissingFileError, StorageError, VersionNotFoundError
+from coordinator_actor.durable.lookup_records import LookupRecords
 from coordinator_actor.exceptions import (
     FencedError,
     HostUnavailableError,
@@ -15,13 +18,17 @@ from coordinator_actor.exceptions import (
     LapsedHoldError,
     QueryBusyError,
     RetiredRunError,
+    SavepointFailedError,
     UnknownQueryError,
     UnknownRunError,
 )
+from coordinator_actor.reading.stored_versions import StatePlace
+from coordinator_actor.savepoints.restore import restore_into_checkpoint
 from coordinator_actor.surgery import forgetting
+from spark_bridge.lookups.looked_up_state import Batch, in_storage, recorded_in_storage
 from spark_bridge.state_surgery.forget_keys import forget_keys
 from tests.simulation import model
-from tests.simulation.last_checks import check_kept
+from tests.simulation.last_checks import check_kept, check_restored
 from tests.simulation.network import KNOWN_ERRORS, UnreachableError
 from tests.simulation.scheduler import Killed, Process, Task, Violation
 from tests.simulation.sometimes import sometimes
@@ -79,6 +86,9 @@ class Outsider:
             self.died()
         elif task.error is not None:
             s.fail(task.error)
+
+    def go_on(self) -> None:
+        """Do what there is to do for as long as the query runs, in a healthy world."""
 
     def work(self, process: Process) -> None:
         """Do the work."""
@@ -208,3 +218,124 @@ class Forgetter(Outsider):
 
     def _is_troubled(self, process: Process) -> bool:
         return bool(process.memory.get("is_troubled")) or self._world.troubles.last_at >= process.memory["begun"] - LONG
+
+
+class Saver(Outsider):
+    """Takes a savepoint of a stream, restores it to a new checkpoint, and looks at what is there."""
+
+    name = "a saver"
+
+    def work(self, process: Process) -> None:
+        """Take a savepoint, and restore it."""
+        world = self._world
+        s, stream = world.scheduler, world.streams[0]
+        port = world.sessions[-1].cluster.port()
+        request = f"savepoint {s.random.getrandbits(32):08x}"
+        status = port.trigger_savepoint(request, stream.name, "sim://saved")
+        while status.path is None and status.failure is None:
+            s.sleep(0.2)
+            status = port.savepoint_status(request)
+            if not status.known:
+                raise SavepointFailedError("The coordinator does not know of the savepoint any more.")
+        if status.path is None:
+            raise SavepointFailedError(f"The savepoint failed: {status.failure}")
+        sometimes("a savepoint is taken")
+        location = f"sim://restored-{s.random.getrandbits(32):08x}"
+        try:
+            restored = restore_into_checkpoint(
+                status.path,
+                location,
+                num_partitions=s.random.choice((None, 1, 2)),
+                scratch=world.root / "restored",
+                clock=lambda: s.now,
+                new_query_id=lambda: f"restored-{s.random.getrandbits(32):08x}",
+                open_storage=world.disk.open,  # type: ignore[arg-type]
+            )
+            check_restored(world, stream, location, restored.version)
+            sometimes("a savepoint is restored")
+        finally:
+            for place in (status.path, location, f"{location}/statestore"):
+                world.disk.files.pop(place, None)
+
+    def died(self) -> None:
+        """A saver has died."""
+        sometimes("a saver dies")
+
+    def is_excused(self, error: BaseException, process: Process) -> bool:
+        """Return whether what goes wrong in this world explains an error."""
+        if super().is_excused(error, process):
+            return True
+        # A savepoint does not outlive its coordinator, nor the owner of a partition: the user asks again.
+        return not self._is_last and isinstance(error, (*OTHERS, SavepointFailedError))
+
+
+class StorageReader(Outsider):
+    """A batch of another query, which looks the stream up in storage, several times as if it was run again.
+
+    All attempts of a batch must be given one version, and the same values.
+    """
+
+    name = "a reader of storage"
+
+    def __init__(self, world: World) -> None:
+        super().__init__(world)
+        self._batch = 0
+        self._is_troubled = False
+        self._first: tuple[int, list[bytes | None]] | None = None
+
+    def work(self, process: Process) -> None:
+        """Look up in one attempt of a batch."""
+        world = self._world
+        s, stream = world.scheduler, world.streams[0]
+        if self._is_last or s.random.random() < 0.4:
+            self._batch, self._first, self._is_troubled = self._batch + 1, None, False
+        batch, operator = self._batch, stream.model.operators[0]
+        place = StatePlace(stream.checkpoint, stream.state)
+        record = recorded_in_storage(place, Batch("reading", batch))
+        if self._first is None:
+            sometimes("a version is recorded by a reader of storage")
+        elif record.version != self._first[0]:
+            raise Violation(f"Batch {batch} has looked up version {self._first[0]}, and then {record.version}.")
+        found = in_storage(place, operator, None, None, record)
+        given = found.values(pa.array(model.KEYS, pa.binary())).to_pylist()
+        if self._first is None:
+            self._first = record.version, given
+        elif any(
+            new != old and not (new is None and stream.model.is_forgotten(operator, key))
+            for key, old, new in zip(model.KEYS, self._first[1], given, strict=True)
+        ):
+            raise Violation(f"Version {record.version} was looked up as {self._first[1]}, and then as {given}.")
+        else:
+            sometimes("a version is looked up again in storage")
+
+    def go_on(self) -> None:
+        """Go on to the next batch: what the last ones have looked up is kept."""
+        self.once(is_troubled=False)
+
+    def stalls(self, process: Process, seconds: float) -> None:
+        """Between its look and its record, a batch may stand still for so long that the version is gone."""
+        self._is_troubled = True
+
+    def is_excused(self, error: BaseException, process: Process) -> bool:
+        """Return whether what goes wrong in this world explains an error."""
+        if super().is_excused(error, process):
+            return True
+        if isinstance(error, MissingFileError) and "there is no state" in str(error):
+            return True
+        if not isinstance(error, VersionNotFoundError):
+            return False
+        world = self._world
+        path = LookupRecords.path("reading", self._batch)
+        record = world.disk.directory(world.streams[0].state, path)
+        if path in record and (self._is_troubled or world.has_gone_back or self._first is None):
+            # What the error says is to be done: the batch looks up anew.
+            sometimes("the record of a version that is gone is removed, as its error says")
+            if path not in str(error) and "was removed while it was read" not in str(error):
+                return False
+            del record[path]
+            self._first = None
+            return True
+        return path not in record  # there is no version yet, or none that Spark's commits name
+
+
+ALL_OUTSIDERS: tuple[type[Outsider], ...] = (Forgetter, Saver, StorageReader)

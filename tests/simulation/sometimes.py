@@ -21,6 +21,16 @@ MUST_BE_REACHED: Mapping[str, tuple[str, ...]] = {
         "keys of a stopped query are forgotten in storage",
         "a key that was forgotten is written again",
     ),
+    "savepoints": (
+        "a savepoint is taken",
+        "a savepoint is restored",
+        "a saver dies",
+    ),
+    "lookups": (
+        "a version is recorded by a reader of storage",
+        "a version is looked up again in storage",
+        "the record of a version that is gone is removed, as its error says",
+    ),
 }
 """By the kind of run, what it must reach."""
 _NAMES = frozenset(name for names in MUST_BE_REACHED.values() for name in names)

@@ -25,17 +25,18 @@ from coordinator_actor.durable.rewritten_files import REWRITTEN, RewrittenFiles
 from coordinator_actor.durable.spark_commits import METADATA
 from coordinator_actor.exceptions import IncompleteBatchError, InvalidRequestError
 from coordinator_actor.messages import Acknowledged
-from coordinator_actor.reading.stored_versions import find_state
+from coordinator_actor.reading.stored_versions import StateVersions, find_state
 from coordinator_actor.surgery.forgetting import ForgetRequest
 from spark_bridge.exceptions import PartitionMismatchError
 from spark_bridge.host.maintenance import INLINE_FILES_BYTES
+from spark_bridge.state_data.stored_reads import StoredReads
 from tests.simulation import engine, threads
 from tests.simulation import scheduler as scheduling
 from tests.simulation.cluster import Cluster, LocalLocks, Session
 from tests.simulation.driver import HostClient, PerProcess, Query, QueryFailedError
 from tests.simulation.model import SCHEMA, Model
 from tests.simulation.network import Network
-from tests.simulation.outsiders import Forgetter, Outsider
+from tests.simulation.outsiders import Forgetter, Outsider, Saver, StorageReader
 from tests.simulation.readers import LookingUpQuery, QueryClient
 from tests.simulation.scheduler import Process, Scheduler, Violation
 from tests.simulation.storage import Disk, Faults
@@ -134,7 +135,8 @@ class World:
         self.clusters: list[Cluster] = []
         self.sessions: list[Session] = []
         self.num_clients = 1
-        self.outsiders: list[Outsider] = [Forgetter(self)] if seed % 4 == 3 and not self.is_calm else []
+        kinds: dict[int, tuple[type[Outsider], ...]] = {1: (Saver, StorageReader), 3: (Forgetter,)}
+        self.outsiders = [] if self.is_calm else [outsider(self) for outsider in kinds.get(seed % 4, ())]
         self.troubles = Troubles(self)
         self.going_back = False
         self.has_gone_back = False
@@ -242,7 +244,9 @@ class World:
         if verb != "put":
             return
         self.troubles.file_written(path)
-        stream = next(x for x in self.streams if location in (x.checkpoint, x.state))
+        stream = next((x for x in self.streams if location in (x.checkpoint, x.state)), None)
+        if stream is None:
+            return  # somewhere else, as a savepoint
         if location == stream.state:
             if path.startswith("manifests/"):
                 data = self.disk.directory(location, path)[path]
@@ -342,10 +346,18 @@ def run(
         ("backends.partition.local_directory", "lock"): locks.lock,
         ("backends.partition.local_directory", "os"): types.SimpleNamespace(close=locks.close),
         ("backends.partition.background", "_pool"): threads.Background(),
+        ("backends.tracing.spans", "Pool"): threads.Pool,
         ("spark_bridge.task.task_store", "_owners"): PerProcess(),
         # In half of the worlds, snapshots share files with earlier ones.
         ("spark_bridge.host.maintenance", "INLINE_FILES_BYTES"): seed % 2 * INLINE_FILES_BYTES,
         ("spark_bridge.task.task_store", "forget_client"): lambda address, token: None,
+        ("spark_bridge.lookups.looked_up_state", "CheckpointStorage"): types.SimpleNamespace(open=open_storage),
+        ("spark_bridge.lookups.looked_up_state", "StateVersions"): types.SimpleNamespace(
+            look=partial(StateVersions.look, open_storage=open_storage)
+        ),
+        ("spark_bridge.lookups.looked_up_state", "StoredReads"): partial(
+            StoredReads, open_storage=open_storage, clock=lambda: scheduling.active.now
+        ),
         ("spark_bridge.state_surgery.forget_keys", "CheckpointStorage"): types.SimpleNamespace(open=open_storage),
         ("spark_bridge.state_surgery.forget_keys", "find_state"): partial(find_state, open_storage=open_storage),
         ("spark_bridge.state_surgery.forget_keys", "ForgetRequest"): partial(
