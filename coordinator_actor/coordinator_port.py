@@ -327,9 +327,9 @@ class CoordinatorPort:
 
     @message(Group.LOCATIONS)
     def get_kv_state_location_oracle(self, job_id: str) -> KvStateLocationOracle | None:
-        """Return who owns which key groups of a query, by its query id ``job_id``.
+        """Return who owns which key groups of a query. None if the query neither runs nor is read on.
 
-        None if the query neither runs nor is read on.
+        ``job_id`` is the query id, the state location, which no copy of the checkpoint shares, or the id of its run.
         """
 
     @message(Group.QUERIES)

@@ -68,7 +68,11 @@ class FencedError(CoordinatorError):
 
 
 class UnknownOperatorError(CoordinatorError, UnknownLocationError):
-    """No running query has the operator, or several have it."""
+    """No running query has the operator. The query that had it may be started again."""
+
+
+class WrongOperatorError(UnknownOperatorError):
+    """Several running queries have the operator, or the named query runs without it: to ask again does not help."""
 
 
 class QueryEndedError(CoordinatorError, UnknownLocationError):

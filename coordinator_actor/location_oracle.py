@@ -29,7 +29,8 @@ class KvStateLocationOracle(Struct, frozen=True):
     """An immutable view of one run at one moment. Make one with ``of``.
 
     It is small to send, since each host is listed once. ``key_groups`` is the query's fixed number of key groups.
-    Partition p of n owns the groups g with ``g * n // key_groups == p``.
+    Partition p of n owns the groups g with ``g * n // key_groups == p``. ``state_location`` tells the query from a copy
+    of its checkpoint, which has the same ``query_id``.
     """
 
     query_id: str
@@ -39,6 +40,7 @@ class KvStateLocationOracle(Struct, frozen=True):
     completed_version: int
     hosts: tuple[HostInfo, ...]
     operators: tuple[OperatorOwners, ...]
+    state_location: str = ""
 
     def __post_init__(self) -> None:
         for operator in self.operators:
@@ -63,6 +65,7 @@ class KvStateLocationOracle(Struct, frozen=True):
         key_groups: int,
         completed_version: int,
         owners: Mapping[str, Sequence[HostInfo]],
+        state_location: str = "",
     ) -> KvStateLocationOracle:
         """Make the view of a run. ``owners`` has, per operator, the host of each partition, in order.
 
@@ -70,10 +73,11 @@ class KvStateLocationOracle(Struct, frozen=True):
         """
         indices: dict[HostInfo, int] = {}
         operators = tuple(
-            OperatorOwners(operator, tuple(indices.setdefault(h, len(indices)) for h in hosts))
-            for operator, hosts in owners.items()
+            OperatorOwners(operator, tuple(indices.setdefault(h, len(indices)) for h in own))
+            for operator, own in owners.items()
         )
-        return cls(query_id, run_id, name, key_groups, completed_version, tuple(indices), operators)
+        hosts = tuple(indices)
+        return cls(query_id, run_id, name, key_groups, completed_version, hosts, operators, state_location)
 
     def partition_of(self, operator: str, key_group: int) -> int:
         """Return the partition that owns a key group.

@@ -10,6 +10,7 @@ HostUnavailableError = coordinator_errors.HostUnavailableError
 QueryableStateError = coordinator_errors.QueryableStateError
 UnknownLocationError = coordinator_errors.UnknownLocationError
 UnknownOperatorError = coordinator_errors.UnknownOperatorError
+WrongOperatorError = coordinator_errors.WrongOperatorError
 QueryEndedError = coordinator_errors.QueryEndedError
 
 

@@ -60,12 +60,17 @@ class UserFunctions:
     result: Any
 
 
+MAX_LIST_BYTES = 64 << 20
+"""The most bytes of a key's list in ``collect_list`` and ``collect_set``, unless ``max_bytes`` says otherwise."""
+_FORMER_LIMIT = 1000
+
+
 @dataclass(frozen=True)
 class AggregateFunction:
     """A declared aggregate function: its name, input ``column`` (None for ``count()``) and ordering column ``by``.
 
     ``columns`` are several input columns instead of ``column``. ``arguments`` are further arguments that the state
-    depends on. Make one with the functions of this module.
+    depends on. A list with ``max_bytes`` keeps all elements. Make one with the functions of this module.
     """
 
     name: str
@@ -74,6 +79,7 @@ class AggregateFunction:
     columns: tuple[str, ...] = ()
     arguments: tuple[str, ...] = ()
     user: UserFunctions | None = None
+    max_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -218,23 +224,29 @@ def last(column: str, by: str | None = None) -> AggregateFunction:
     return AggregateFunction("last", column, by)
 
 
-def collect_list(column: str, by: str | None = None, *, limit: int = 1000) -> AggregateFunction:
+def collect_list(
+    column: str, by: str | None = None, *, limit: int | None = None, max_bytes: int | None = None
+) -> AggregateFunction:
     """Collect the non-null values into an array, ordered by ``by`` and then by value.
 
-    ``by`` is by default the DataFrame's watermark column; without one, values are ordered by themselves. Of more than
-    ``limit`` values the last are kept. The array is empty, not null, if there is no value. Raises
-    ``InvalidOperatorError`` unless ``limit`` is a positive integer.
+    ``by`` is by default the DataFrame's watermark column; without one, values are ordered by themselves. The array is
+    empty, not null, if there is no value. All values are kept, as in Spark; a batch fails if the list of a key takes
+    more than ``max_bytes`` (default 64 MiB). With ``limit`` only that many values are kept, the last ones; the operator
+    counts the others as ``numDroppedElements`` in its progress. Either may change at a restart. Raises
+    ``InvalidOperatorError`` for a number that is not positive, or for both.
     """
-    return AggregateFunction("collect_list", column, by, arguments=(_positive("collect_list", "limit", limit),))
+    return AggregateFunction("collect_list", column, by, **_bounds("collect_list", limit, max_bytes))
 
 
-def collect_set(column: str, *, limit: int = 1000) -> AggregateFunction:
+def collect_set(column: str, *, limit: int | None = None, max_bytes: int | None = None) -> AggregateFunction:
     """Collect the distinct non-null values into an array, in ascending order.
 
-    Of more than ``limit`` values the least are kept. The array is empty, not null, if there is no value. Raises
-    ``InvalidOperatorError`` unless ``limit`` is a positive integer.
+    The array is empty, not null, if there is no value. All values are kept, as in Spark; a batch fails if the set of a
+    key takes more than ``max_bytes`` (default 64 MiB). With ``limit`` only that many values are kept, the least ones;
+    the operator counts the others as ``numDroppedElements`` in its progress. Raises ``InvalidOperatorError`` for a
+    number that is not positive, or for both.
     """
-    return AggregateFunction("collect_set", column, arguments=(_positive("collect_set", "limit", limit),))
+    return AggregateFunction("collect_set", column, **_bounds("collect_set", limit, max_bytes))
 
 
 def top_k(column: str | Sequence[str], k: int, by: str | None = None, *, descending: bool = True) -> AggregateFunction:
@@ -299,6 +311,22 @@ def merge(
     if (finish is None) != (result is None):
         raise InvalidOperatorError("merge: finish= and result= (the type that it gives) must be given together.")
     return AggregateFunction("merge", columns=names, user=UserFunctions(state, partial, merge, finish, result))
+
+
+def _bounds(function: str, limit: int | None, max_bytes: int | None) -> dict[str, Any]:
+    """Return the arguments of a list. One without a limit has the name in the state that a limit of 1,000 has.
+
+    The default was a limit of 1,000: queries that began with it go on.
+    """
+    if limit is not None and max_bytes is not None:
+        raise InvalidOperatorError(
+            f"{function}: limit={limit!r} and max_bytes={max_bytes!r}: give limit to drop elements, or max_bytes to "
+            "keep all of them up to that size."
+        )
+    if limit is not None:
+        return {"arguments": (_positive(function, "limit", limit),)}
+    most = MAX_LIST_BYTES if max_bytes is None else int(_positive(function, "max_bytes", max_bytes))
+    return {"arguments": (str(_FORMER_LIMIT),), "max_bytes": most}
 
 
 def _positive(function: str, name: str, value: int) -> str:

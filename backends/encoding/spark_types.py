@@ -42,6 +42,12 @@ _FROM_SPARK: dict[str, pa.DataType] = {
 }
 
 
+_STORABLE = f"State can have {', '.join(_FROM_SPARK)}, decimal(p,s), array, map and struct."
+INTERVAL_REMEDY = (
+    "Keep an interval of days to seconds as its seconds, extract(DAY FROM i) * 86400L + extract(HOUR FROM i) * 3600 + "
+    "extract(MINUTE FROM i) * 60 + extract(SECOND FROM i), and one of years to months as its months, "
+    "extract(YEAR FROM i) * 12 + extract(MONTH FROM i)."
+)
 _DECIMAL = re.compile(r"decimal\((\d+),\s*(-?\d+)\)")
 
 
@@ -126,7 +132,10 @@ def from_spark_type(spark: Any) -> pa.DataType:
                 return pa.map_(from_spark_type(key), pa.field("value", from_spark_type(value), nullable))
             case {"type": "struct", "fields": list(fields)}:
                 return pa.struct(arrow_fields(fields))
-    raise InvalidStateStoreArgument(f"{spark!r} is not a type that Spark's StructType.json() writes.")
+    remedy = "Cast the column to one of these."
+    if isinstance(spark, str) and spark.startswith("interval"):
+        remedy = INTERVAL_REMEDY
+    raise InvalidStateStoreArgument(f"{spark!r} is not a type that state can have. {_STORABLE} {remedy}")
 
 
 def arrow_fields(fields: list[Any]) -> list[pa.Field]:
@@ -135,7 +144,10 @@ def arrow_fields(fields: list[Any]) -> list[pa.Field]:
     for f in fields:
         match f:
             case {"name": str(name), "type": spark, "nullable": bool(nullable)}:
-                made.append(pa.field(name, from_spark_type(spark), nullable))
+                try:
+                    made.append(pa.field(name, from_spark_type(spark), nullable))
+                except InvalidStateStoreArgument as error:
+                    raise InvalidStateStoreArgument(f"Field {name!r}: {error}") from error
             case _:
                 raise InvalidStateStoreArgument(f"{f!r} is not a field as Spark's StructType.json() writes it.")
     return made

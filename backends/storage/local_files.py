@@ -17,6 +17,19 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 _PIECE_BYTES = 4 << 20
+_FILE_MODE = 0o644
+_shared_umask: int | None = None
+"""The umask for durable files in a process whose other files are private; None if they are not."""
+
+
+def make_process_files_private() -> None:
+    """Create all files of this process for its own user alone, but for durable files, which keep their modes.
+
+    State on a host's local disk is nobody else's business. RocksDB takes no mode for its files, only the umask.
+    """
+    global _shared_umask
+    if _shared_umask is None:
+        _shared_umask = os.umask(0o077)
 
 
 class LocalFiles:
@@ -157,12 +170,15 @@ class LocalFiles:
     def _open(self, staged: str) -> int:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
         try:
-            return os.open(staged, flags, 0o644)
+            descriptor = os.open(staged, flags, _FILE_MODE)
         except FileNotFoundError:
             with self._lock:
                 self._durable.clear()  # directories that were known may have been removed since
-            Path(staged).parent.mkdir(parents=True, exist_ok=True)
-            return os.open(staged, flags, 0o644)
+            _make_directories(Path(staged).parent)
+            descriptor = os.open(staged, flags, _FILE_MODE)
+        if _shared_umask is not None:
+            os.fchmod(descriptor, _FILE_MODE & ~_shared_umask)
+        return descriptor
 
     @staticmethod
     def _write_all(descriptor: int, data: bytes) -> None:
@@ -185,6 +201,18 @@ class LocalFiles:
             _sync(parent)
             with self._lock:
                 self._durable.add(parent)
+
+
+def _make_directories(directory: Path) -> None:
+    """Make a directory and those above it, with the modes that the process had before its files were private."""
+    missing = [d for d in (directory, *directory.parents) if not d.exists()]
+    for one in reversed(missing):
+        try:
+            one.mkdir()
+        except FileExistsError:
+            continue  # another writer was first
+        if _shared_umask is not None:
+            one.chmod(stat.S_IMODE(one.stat().st_mode) | (0o777 & ~_shared_umask))
 
 
 def _is_unfinished(path: str) -> bool:

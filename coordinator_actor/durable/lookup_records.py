@@ -42,6 +42,10 @@ class LookupRecords:
         check_name("a query that looks up", by)
         return numbered_path(f"{LOOKUPS}/{by}", batch_id)
 
+    def full_location(self, by: str, batch_id: int) -> str:
+        """Return the address of a record, for messages."""
+        return self._files.storage.full_location(self.path(by, batch_id))
+
     def find(self, by: str, batch_id: int) -> LookupRecord | None:
         """Return the record of a batch, or None. Raises ``DamagedFileError``, ``StorageError``."""
         return self._files.read_or_none(self.path(by, batch_id), LookupRecord)

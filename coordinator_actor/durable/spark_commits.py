@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import NamedTuple
 
 import msgspec
 from msgspec import Struct
@@ -89,17 +90,32 @@ class SparkCommits:
         self._last_times = (batch_id, own)
         return BatchTimes(own.batchTimestampMs, own.batchWatermarkMs, late)
 
-    def num_sources(self) -> int | None:
-        """Return the number of sources in the offsets of the last planned batch.
+    def sources(self) -> PlannedSources | None:
+        """Return what the offsets of the last planned batch say of the query's sources; None if there is no batch.
 
-        None if there is no batch, or if the file is of a form that does not count them (``v2``, by source names).
+        Also None where sources have names (``v2`` with Spark's source evolution): names, not places, tell them apart.
         """
         last = self.last_begun()
         if last is None:
             return None
-        # The version, the times, and a line for each source; a source that has given nothing has a line as well.
-        version, _, *sources = self._storage.get(f"offsets/{last}").rstrip(b"\n").split(b"\n")
-        return len(sources) if version == b"v1" else None
+        version, _, *lines = self._storage.get(f"offsets/{last}").rstrip(b"\n").split(b"\n")
+        if version == b"v1":
+            offsets = {str(place).encode(): line for place, line in enumerate(lines)}
+        else:
+            offsets = {place: offset for place, _, offset in (line.partition(b":") for line in lines)}
+            if not all(place.isdigit() for place in offsets):
+                return None
+        numbered = frozenset(int(place) for place, offset in offsets.items() if offset.isdigit())
+        rates = frozenset(place for place in numbered if self._is_rate(place))
+        return PlannedSources(len(lines) if version == b"v1" else None, numbered, rates)
+
+    def _is_rate(self, place: int) -> bool:
+        """Return whether a source notes the time at which it began, as a ``rate`` source does when it is made."""
+        try:
+            version, begun_ms = self._storage.get(f"sources/{place}/0").split(b"\n")
+        except (MissingFileError, ValueError):
+            return False
+        return version == b"v1" and begun_ms.isdigit()
 
     def _offsets(self, batch_id: int) -> _OffsetSeqMetadata:
         path = f"offsets/{batch_id}"
@@ -111,6 +127,19 @@ class SparkCommits:
             raise DamagedFileError(
                 f"{where} does not say the times of its batch as Spark writes them: {error}"
             ) from error
+
+
+class PlannedSources(NamedTuple):
+    """The sources of the last planned batch.
+
+    ``num_sources`` is None in offsets of format 2, which leave out a source that has given nothing. ``numbered`` are
+    the places of sources whose offsets are plain numbers. Among them are ``rates``, the places of ``rate`` sources,
+    such as those that make batches on a quiet stream.
+    """
+
+    num_sources: int | None
+    numbered: frozenset[int]
+    rates: frozenset[int]
 
 
 def query_id_of(checkpoint: CheckpointStorage) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import datetime, timezone
 
-from coordinator_actor.exceptions import QueryEndedError, UnknownOperatorError, UnknownRunError
+from coordinator_actor.exceptions import QueryEndedError, UnknownOperatorError, UnknownRunError, WrongOperatorError
 from coordinator_actor.handlers.owners import assigned
 from coordinator_actor.handlers.registries.registries import Registries
 from coordinator_actor.location_oracle import KvStateLocationOracle
@@ -30,8 +30,10 @@ class Locations:
         found = [run for run in named if run.operator(operator) is not None]
         found = _meant(found)
         if not found:
-            self._require_not_ended(operator, query, served)
-            if self._registries.expects_reports():
+            is_final = query is not None and any(run.lifetime.is_current for run in named)
+            if not is_final:
+                self._require_not_ended(operator, query, served)
+            if self._registries.expects_reports() and not is_final:
                 age = self._registries.clock() - self._registries.started
                 raise UnknownRunError(
                     f"No query with an operator {operator!r} has been reported yet to this coordinator, which has been "
@@ -40,11 +42,15 @@ class Locations:
                 )
             exist = ", ".join(sorted({f"{o.name!r}" for r in named for o in r.registration.operators})) or "none"
             where = "No running query" if query is None else f"No running query {query!r}"
-            raise UnknownOperatorError(f"{where} has an operator {operator!r}; operators that exist: {exist}.")
+            message = f"{where} has an operator {operator!r}; operators that exist: {exist}."
+            raise WrongOperatorError(message) if is_final else UnknownOperatorError(message)
         if len(found) > 1:
-            names = ", ".join(f"{r.registration.name or 'unnamed'} ({r.registration.query_id})" for r in found)
-            raise UnknownOperatorError(
-                f"Several running queries have an operator {operator!r}; say which with query=: {names}."
+            names = ", ".join(
+                f"{r.registration.name or 'unnamed'} ({r.registration.query_id}, run {r.run_id})" for r in found
+            )
+            raise WrongOperatorError(
+                f"Several running queries have an operator {operator!r}; say which with query=, by its name, query id "
+                f"or run id: {names}."
             )
         run = found[0]
         spec = run.operator(operator)
@@ -62,11 +68,11 @@ class Locations:
 
     def _require_not_ended(self, operator: str, query: str | None, running: Sequence[QueryState]) -> None:
         """Raise ``QueryEndedError`` if the last query with that operator has ended and does not run again."""
-        again = {run.registration.query_id for run in running}
+        again = {run.registration.state_location for run in running}
         ended = [
             e
             for e in self._runs.ended()
-            if e.has(operator, query) and (e.registration.query_id not in again or query == e.registration.run_id)
+            if e.has(operator, query) and (e.registration.state_location not in again or query == e.registration.run_id)
         ]
         if not ended:
             return
@@ -105,9 +111,12 @@ class Locations:
 
     def get_kv_state_location_oracle(self, job_id: str) -> KvStateLocationOracle | None:
         """See ``CoordinatorPort``."""
-        run = next((r for r in self._runs.served() if r.registration.query_id == job_id), None)
-        if run is None:
+        served = self._runs.served()
+        location = next((r.registration.state_location for r in served if r.run_id == job_id), job_id)
+        found = _meant([r for r in served if location in (r.registration.state_location, r.registration.query_id)])
+        if not found:
             return None
+        run = found[0]
         assignment = assigned(self._registries, run)
         registration = run.registration
         owners = {
@@ -120,6 +129,7 @@ class Locations:
             registration.key_groups,
             run.versions.completed,
             owners,
+            registration.state_location,
         )
 
 

@@ -17,7 +17,7 @@ from coordinator_actor.durable.manifests import QueryFile
 from coordinator_actor.messages import OperatorSpec
 from coordinator_actor.query.query_state import QueryState
 from coordinator_actor.query.versions.query_versions import tasks_of
-from coordinator_actor.query.versions.recovery import incomplete_message
+from coordinator_actor.query.versions.recovery import NOT_CONSUMED, how_to_repeat, incomplete_message
 
 
 def refusal_of(run: QueryState, stored: QueryFile | None, place: CheckpointPlace | None) -> str | None:
@@ -61,7 +61,7 @@ def refusal_of(run: QueryState, stored: QueryFile | None, place: CheckpointPlace
             "location."
         )
     if run.versions.completed > 0 and run.versions.completed not in run.versions.chain:
-        return _missing_version(run)
+        return _missing_version(run, is_known=stored is not None)
     return None
 
 
@@ -152,7 +152,12 @@ def _schema_refusal(run: QueryState, base: Manifest, spec: OperatorSpec, error: 
     )
 
 
-def _missing_version(run: QueryState) -> str | None:
+def _missing_version(run: QueryState, *, is_known: bool) -> str | None:
+    """Return why the run cannot go on from the completed version, which no manifest names, or None if it can.
+
+    ``is_known``: the state has been of this query before. Then its tasks never ran in the batches since its last
+    version, and Spark can repeat these if it still has the first one's offsets.
+    """
     completed = run.versions.completed
     changes = run.stored_changes(completed)
     total, missing = len(tasks_of(changes.layouts)), changes.missing
@@ -162,12 +167,21 @@ def _missing_version(run: QueryState) -> str | None:
         return incomplete_message(completed - 1, missing, total)
     versions = sorted(run.versions.chain)
     exist = f"versions {versions[0]} to {versions[-1]} exist" if versions else "no version exists"
-    return (
+    lacks = (
         f"Spark has committed batch {completed - 1} of {run.registration.checkpoint_location}, so the query needs "
-        "state "
-        f"version {completed}, but at {run.registration.state_location} {exist}. If the operators are new to this "
-        "query, "
-        "or their state was removed, start with a new checkpoint location."
+        f"state version {completed}, but at {run.registration.state_location} {exist}."
+    )
+    first = max((version for version in versions if version < completed), default=0)
+    if is_known and run.commits.has_begun(first):
+        since = f"batch {first}" if first == completed - 1 else f"the batches {first} to {completed - 1}"
+        return (
+            f"{lacks} No state partition ran in {since}: most likely a foreachBatch function {NOT_CONSUMED}. "
+            f"{how_to_repeat(first, completed - 1)} If state was removed, restore it instead, or start with a new "
+            "checkpoint location."
+        )
+    return (
+        f"{lacks} If the operators are new to this query, or their state was removed, start with a new checkpoint "
+        "location."
     )
 
 

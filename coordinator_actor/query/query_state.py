@@ -123,8 +123,9 @@ class QueryState:
         return iter(tasks_of(self.versions.layouts))
 
     def is_named(self, query: str) -> bool:
-        """Return whether that is the name, the query id or the run id."""
-        return query in (self.registration.name, self.registration.query_id, self.run_id)
+        """Return whether that is the name, the query id, the run id or the state location."""
+        of = self.registration
+        return query in (of.name, of.query_id, of.run_id, of.state_location)
 
     def has_partition(self, operator: str, partition: int) -> bool:
         """Return whether the run has such a partition."""

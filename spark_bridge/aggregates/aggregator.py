@@ -7,7 +7,9 @@ rows in the order of these ids.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, TypeAlias
 
@@ -15,16 +17,20 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from backends.encoding.given_values import python_rows
+from spark_bridge.aggregates.bounded_lists import ListTooLarge, counts_dropped
 from spark_bridge.aggregates.column_order import plain
 from spark_bridge.aggregates.computation import Computation, OutputState
 from spark_bridge.aggregates.computations import computation_of
 from spark_bridge.aggregates.counts_and_sums import SumOverflow
 from spark_bridge.aggregates.groups import Groups
-from spark_bridge.aggregates.outputs import Output, split_function
+from spark_bridge.aggregates.outputs import DroppedElements, Output, split_function
 from spark_bridge.aggregates.state_columns import StateColumn, outputs_of, split_state_column
 from spark_bridge.aggregates.user_aggregate import user_result
 from spark_bridge.exceptions import SparkBridgeError
 
+DROPPED_ELEMENTS = "numDroppedElements"
+"""The figure of elements that the limits of ``collect_list`` and ``collect_set`` have dropped."""
 GroupIds: TypeAlias = pa.Array | npt.NDArray[Any]
 """The group of each row, 0 to m - 1: integers, as Arrow or numpy array."""
 
@@ -35,6 +41,19 @@ class Aggregator:
     def __init__(self, outputs: Sequence[Output]) -> None:
         self.outputs = tuple(outputs)
         self.state_schema = pa.schema([f for o in self.outputs for f in state_fields(o)])
+
+    def counting(self) -> Aggregator:
+        """Return the same aggregation, which counts for itself what its limits drop."""
+        return Aggregator([replace(o, dropped=DroppedElements() if counts_dropped(o) else None) for o in self.outputs])
+
+    def unlimited(self) -> Aggregator:
+        """Return the same aggregation with all elements in its lists: who counts them comes later."""
+        return Aggregator([replace(o, max_bytes=sys.maxsize) if counts_dropped(o) else o for o in self.outputs])
+
+    def figures(self) -> dict[str, float]:
+        """Return the figures of an aggregation that counts; none if it has no limits."""
+        dropped = [o.dropped.num for o in self.outputs if o.dropped is not None]
+        return {DROPPED_ELEMENTS: float(sum(dropped))} if dropped else {}
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -123,7 +142,32 @@ class Aggregator:
                 columns += calculate(output)
             except SumOverflow as error:
                 raise _overflow(state_fields(output)[0]) from error
+            except ListTooLarge as error:
+                raise ListTooLargeError.of(output, error) from error
         return pa.RecordBatch.from_arrays(columns, schema=self.state_schema)
+
+
+class ListTooLargeError(SparkBridgeError):
+    """A list has more bytes than ``max_bytes``. ``group`` is the number of its group."""
+
+    group = 0
+
+    @classmethod
+    def of(cls, output: Output, error: ListTooLarge) -> ListTooLargeError:
+        """Return the error of an output."""
+        function = split_function(output.function)[0]
+        made = cls(
+            f"The {function} of output {output.name!r} has {error.num_elements:,} elements of {error.num_bytes:,} "
+            f"bytes, more than max_bytes={output.max_bytes:,}. The batch has changed nothing. Start the query again "
+            f"with S.{function}(..., limit=), which drops elements, with a greater max_bytes=, or with a list state "
+            "in a processor."
+        )
+        made.group = error.group
+        return made
+
+    def of_key(self, key: pa.RecordBatch) -> ListTooLargeError:
+        """Return the error with the key named."""
+        return ListTooLargeError(f"For the key {python_rows(key)[0]}: {self}")
 
 
 def state_fields(output: Output) -> list[pa.Field]:
@@ -157,17 +201,11 @@ def is_aggregate_state(state: pa.Schema) -> bool:
 
 
 def results(states: pa.RecordBatch) -> list[pa.Array]:
-    """Return the output columns of states, in the types of ``result_fields``; a row of nulls gives a row of nulls.
-
-    Raises ``SparkBridgeError`` for a mean that leaves the range of its type.
-    """
-    columns = []
-    for computation, name, arguments, parts, places in _computations(states.schema):
-        try:
-            columns.append(computation.result(name, arguments, parts, [states.column(i) for i in places]))
-        except SumOverflow as error:
-            raise _overflow(parts[0]) from error
-    return columns
+    """Return the output columns of states, in the types of ``result_fields``; a row of nulls gives a row of nulls."""
+    return [
+        computation.result(name, arguments, parts, [states.column(i) for i in places])
+        for computation, name, arguments, parts, places in _computations(states.schema)
+    ]
 
 
 @lru_cache(256)
@@ -183,9 +221,13 @@ def _groups(ids: GroupIds, num_groups: int) -> Groups:
     return Groups(np.asarray(ids).astype(np.int64, copy=False), num_groups)
 
 
+_SUMS = {"mean": "sum behind the mean"}
+"""What leaves its range where the state has a sum under another name."""
+
+
 def _overflow(field: pa.Field) -> SparkBridgeError:
     name, function, _ = split_state_column(field.name)
     return SparkBridgeError(
-        f"The {function} of output {name!r} has left the range of {field.type}; "
-        "cast its input to a wider type (decimal or double) and start with a new operator."
+        f"The {_SUMS.get(split_function(function)[0], function)} of output {name!r} has left the range of "
+        f"{field.type}; cast its input to a wider type (decimal or double) and start with a new operator."
     )

@@ -1,4 +1,4 @@
-"""``collect_list``, ``collect_set`` and ``top_k``: lists of at most ``limit`` elements per group.
+"""``collect_list``, ``collect_set`` and ``top_k``: lists of all elements of a group, or of at most ``limit``.
 
 An element is a value, or a value and what it is ordered ``by``. Lists are kept in their final order, which does not
 depend on the order in which rows come, so that the state is the result.
@@ -7,6 +7,7 @@ depend on the order in which rows come, so that the state is the result.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import pyarrow as pa
@@ -15,7 +16,7 @@ from backends.encoding.columns import Integers, Mask, list_array, list_parts, nu
 from spark_bridge.aggregates.column_order import lexical_order, normalized, order_codes
 from spark_bridge.aggregates.computation import Computation, OutputState, input_column, order_of
 from spark_bridge.aggregates.groups import Groups
-from spark_bridge.aggregates.outputs import Output, split_function
+from spark_bridge.aggregates.outputs import DroppedElements, Output, split_function
 from spark_bridge.aggregates.state_columns import split_state_column
 
 _ITEMS, _PAIRS = "items", "pairs"
@@ -26,14 +27,25 @@ _ITEMS, _PAIRS = "items", "pairs"
 class ListRule:
     """The rule by which elements are kept, and their order.
 
-    ``limit``: the most elements. ``descending``: the greatest come first. ``keep_last``: where there are more than
+    ``limit``: the most elements; None: all, up to ``max_bytes``, beyond which ``ListTooLarge`` is raised.
+    ``descending``: the greatest come first. ``keep_last``: where there are more than
     ``limit``, the first ones are dropped. ``distinct``: of equal values one is kept.
     """
 
-    limit: int
+    limit: int | None
     descending: bool = False
     keep_last: bool = False
     distinct: bool = False
+    max_bytes: int = 0
+    dropped: DroppedElements | None = None
+
+
+class ListTooLarge(Exception):
+    """Says that the list of a group is too large; ``Aggregator`` catches this and names the output."""
+
+    def __init__(self, group: int, num_elements: int, num_bytes: int) -> None:
+        super().__init__(group, num_elements, num_bytes)
+        self.group, self.num_elements, self.num_bytes = group, num_elements, num_bytes
 
 
 def list_type(value: pa.DataType, by: pa.DataType | None) -> pa.DataType:
@@ -52,7 +64,7 @@ def lists_of_rows(groups: Groups, rule: ListRule, value: pa.Array, by: pa.Array 
     elements = value.take(picked)
     if by is not None:
         elements = struct_array([by.take(picked), elements], len(rows), None, kind.value_type)
-    return list_array(elements, offsets, None, kind)
+    return _checked(list_array(elements, offsets, None, kind), rule)
 
 
 def merged_lists(groups: Groups, rule: ListRule, lists: pa.Array, *, is_ordered_by: bool) -> pa.Array:
@@ -61,7 +73,18 @@ def merged_lists(groups: Groups, rule: ListRule, lists: pa.Array, *, is_ordered_
     of_elements = Groups(np.repeat(groups.ids, np.diff(offsets)), groups.num)
     by, value = elements.flatten() if is_ordered_by else (None, elements)
     rows, ends = _ranked(of_elements, rule, value, by)
-    return list_array(elements.take(pa.array(rows)), ends, None, lists.type)
+    return _checked(list_array(elements.take(pa.array(rows)), ends, None, lists.type), rule)
+
+
+def _checked(lists: pa.Array, rule: ListRule) -> pa.Array:
+    """Return the lists of groups; raises ``ListTooLarge``."""
+    if rule.limit is None and lists.nbytes > rule.max_bytes:
+        elements, offsets = list_parts(lists)
+        for group, (begin, end) in enumerate(pairwise(offsets.tolist())):
+            num_bytes = elements.slice(begin, end - begin).nbytes
+            if num_bytes > rule.max_bytes:
+                raise ListTooLarge(group, end - begin, num_bytes)
+    return lists
 
 
 def list_values(lists: pa.Array, kind: pa.DataType) -> pa.Array:
@@ -89,9 +112,13 @@ def _ranked(groups: Groups, rule: ListRule, value: pa.Array, by: pa.Array | None
         order, ids = order[is_new], ids[is_new]
     counts = np.bincount(ids, minlength=groups.num)
     ends = np.cumsum(counts)
+    if rule.limit is None:
+        return order, np.concatenate([[0], ends])
     places = np.arange(len(ids))
     ahead = ends[ids] - 1 - places if rule.keep_last else places - (ends - counts)[ids]
     kept = order[ahead < rule.limit]
+    if rule.dropped is not None:
+        rule.dropped.num += len(order) - len(kept)
     offsets = np.zeros(groups.num + 1, np.int64)
     np.cumsum(np.minimum(counts, rule.limit), out=offsets[1:])
     return kept, offsets
@@ -113,11 +140,23 @@ def _below_all(codes: Integers, mask: Mask) -> Integers:
     return np.where(mask, 0, ranks)
 
 
-def _rule_of(function: str) -> ListRule:
-    name, (limit, *options) = split_function(function)
+def _rule_of(output: Output) -> ListRule:
+    name, (limit, *options) = split_function(output.function)
     if name == "top_k":
         return ListRule(int(limit), descending="ascending" not in options)
-    return ListRule(int(limit), keep_last=name == "collect_list", distinct=name == "collect_set")
+    most = int(limit) if output.max_bytes is None else None
+    return ListRule(
+        most,
+        keep_last=name == "collect_list",
+        distinct=name == "collect_set",
+        max_bytes=output.max_bytes or 0,
+        dropped=output.dropped,
+    )
+
+
+def counts_dropped(output: Output) -> bool:
+    """Return whether an output drops elements that people may want to know of: those of ``top_k`` are meant to go."""
+    return output.max_bytes is None and output.function.startswith(("collect_list(", "collect_set("))
 
 
 def _list_rows(output: Output, groups: Groups, rows: pa.RecordBatch) -> OutputState:
@@ -129,7 +168,7 @@ def _list_rows(output: Output, groups: Groups, rows: pa.RecordBatch) -> OutputSt
         keep = pa.array(~mask)
         groups, value = groups.where(~mask), value.filter(keep)
         by = None if by is None else by.filter(keep)
-    return [lists_of_rows(groups, _rule_of(output.function), value, by)]
+    return [lists_of_rows(groups, _rule_of(output), value, by)]
 
 
 def _is_top_k(output: Output) -> bool:
@@ -145,7 +184,7 @@ LISTS = Computation(
     parts=lambda output: [(_ITEMS if output.by is None else _PAIRS, list_type(output.type, output.by_type))],
     of_rows=_list_rows,
     merge=lambda output, groups, state: [
-        merged_lists(groups, _rule_of(output.function), state[0], is_ordered_by=output.by is not None)
+        merged_lists(groups, _rule_of(output), state[0], is_ordered_by=output.by is not None)
     ],
     result_type=lambda _, __, parts: value_type(parts[0].type, is_ordered_by=_has_order(parts)),
     result=lambda _, __, parts, state: list_values(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from decimal import Context, Decimal
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ EXTRA_DIGITS = 4
 """How many more digits, and digits after the point, a mean of decimals has than the decimals, as in Spark."""
 WIDE_DECIMAL = 60
 """Digits in which decimals are summed: more than 2**63 values of 38 digits need, and fewer than Arrow can hold."""
+_EXACT = Context(prec=MAX_DECIMAL_PRECISION)
 HALF_BITS = np.int64(32)
 LOW_HALF = np.int64((1 << 32) - 1)
 
@@ -166,6 +168,7 @@ def mean_type(arguments: FunctionArguments) -> pa.DataType:
 
 
 def _mean(arguments: FunctionArguments, state: OutputState) -> pa.Array:
+    """Return the means; null where there is no value, or where the type of the mean cannot hold it."""
     total, count = state
     some = pc.if_else(pc.equal(count, 0), pa.scalar(None, pa.int64()), count)
     kind = mean_type(arguments)
@@ -176,7 +179,12 @@ def _mean(arguments: FunctionArguments, state: OutputState) -> pa.Array:
         total.cast(pa.decimal256(MAX_DECIMAL_PRECISION, total.type.scale)), some.cast(pa.decimal256(19, 0))
     )
     rounded = pc.round(quotient, ndigits=kind.scale, round_mode="half_towards_infinity")
-    return narrowed(rounded, kind)
+    try:
+        return rounded.cast(kind)
+    except pa.ArrowInvalid:
+        # As Spark without ANSI mode: the state has sum and count, and a later mean may fit.
+        greatest = pa.scalar(Decimal(10**kind.precision - 1).scaleb(-kind.scale, _EXACT), kind).cast(rounded.type)
+        return pc.if_else(pc.less_equal(pc.abs(rounded), greatest), rounded, None).cast(kind)
 
 
 SUM = Computation(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import pyarrow as pa
 
@@ -24,12 +24,22 @@ class UserAggregate:
     result_type: pa.DataType | None = None
 
 
+@dataclass
+class DroppedElements:
+    """Counts the elements that the ``limit`` of a list has dropped."""
+
+    num: int = 0
+
+
 @dataclass(frozen=True)
 class Output:
     """One output column: ``function`` of the input ``column`` (None: of rows), ordered ``by`` where order matters.
 
     ``function`` has the arguments that its state depends on, as in ``top_k(10)``. ``columns`` are several input
     columns, which make a struct, instead of ``column``. ``type`` is the type of the input, ``by_type`` that of ``by``.
+
+    With ``max_bytes`` a list keeps all elements, up to that many bytes for each key, whatever limit its function names;
+    without, the elements beyond the limit are counted by ``dropped``.
     """
 
     name: str
@@ -40,6 +50,8 @@ class Output:
     by_type: pa.DataType | None = None
     columns: tuple[str, ...] = ()
     user: UserAggregate | None = None
+    max_bytes: int | None = None
+    dropped: DroppedElements | None = field(default=None, compare=False)
 
     @property
     def inputs(self) -> tuple[str, ...]:

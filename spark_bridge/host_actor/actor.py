@@ -19,11 +19,10 @@ from typing import Any
 import msgspec
 import ray
 
+from backends.storage.local_files import make_process_files_private
 from backends.tracing.set_up import try_set_up
 from backends.without_pandas import keep_pandas_out
-from coordinator_actor.messages import (
-    HostInfo,
-)
+from coordinator_actor.messages import HostInfo
 from coordinator_actor.on_ray.ray_metrics import RayMetrics
 from coordinator_actor.on_ray.ray_port import RayCoordinatorPort
 from coordinator_actor.on_ray.restarts import restarts_of_this_actor
@@ -61,6 +60,7 @@ class StateStoreHost:
         keep_pandas_out()
         sys.setswitchinterval(SWITCH_SECONDS)
         take_ordinary_priority()
+        make_process_files_private()
         namespace, tls = options.namespace, options.tls
         self._namespace = namespace
         session_dir = Path(ray._private.worker._global_node.get_session_dir_path())

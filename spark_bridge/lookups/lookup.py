@@ -7,7 +7,7 @@ runs again gives other rows. Here each batch of a stream records the version tha
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import pyarrow as pa
@@ -18,7 +18,8 @@ from coordinator_actor.reading.stored_versions import StatePlace
 from spark_bridge.exceptions import InvalidOperatorError
 from spark_bridge.lookups.looked_up_state import recorded_in_storage
 from spark_bridge.lookups.lookup_task import LookupTask
-from spark_bridge.operators.spark_types import arrow_type
+from spark_bridge.operators.map_in_arrow import map_in_arrow
+from spark_bridge.operators.spark_types import arrow_type, other_case
 from spark_bridge.queryable.client.answers.state_views import StateView
 from spark_bridge.queryable.client.cluster.known_operators import KnownOperator
 from spark_bridge.session.current import current_cluster
@@ -81,7 +82,7 @@ def lookup(
     if fixed is None and not df.isStreaming:
         fixed = _now(location.completed_version) if place is None else recorded_in_storage(place, None)
     task, schema = planned_lookup(df, location, state, on, columns, how, fixed, place)
-    return df.mapInArrow(with_name(task.run, f"lookup_in_{operator}"), schema)
+    return map_in_arrow(df, task.run, f"lookup_in_{operator}", schema)
 
 
 def planned_lookup(
@@ -147,11 +148,14 @@ def _keys(df: DataFrame, view: StateView, on: str | Sequence[str] | Mapping[str,
         example = "{" + ", ".join(f"'...': {key!r}" for key in by) + "}"
         raise InvalidOperatorError(
             f"on={on!r}: the key of {view.operator!r} is {view.codec.in_words}. Name these columns, or give a dict of "
-            f"the DataFrame's columns to them: on={example}."
+            f"the DataFrame's columns to them: on={example}.{other_case(list(given), by)}"
         )
     missing = [name for name in given.values() if name not in df.columns]
     if missing:
-        raise InvalidOperatorError(f"on={on!r}: the DataFrame has no {', '.join(missing)}; it has {df.columns}.")
+        raise InvalidOperatorError(
+            f"on={on!r}: the DataFrame has no {', '.join(missing)}; it has {df.columns}."
+            f"{other_case(missing, df.columns)}"
+        )
     for key, name in given.items():
         ours, theirs = arrow_type(df.schema[name].dataType), view.codec.schema.field(key).type
         if ours != theirs and not (pa.types.is_integer(ours) and pa.types.is_integer(theirs)):
@@ -166,7 +170,10 @@ def _columns(df: DataFrame, view: StateView, columns: Sequence[str] | None) -> l
     wanted = there if columns is None else list(dict.fromkeys(columns))
     unknown = [name for name in wanted if name not in there]
     if unknown:
-        raise InvalidOperatorError(f"columns={columns}: {view.operator!r} has {there}, and no {', '.join(unknown)}.")
+        raise InvalidOperatorError(
+            f"columns={columns}: {view.operator!r} has {there}, and no {', '.join(unknown)}."
+            f"{other_case(unknown, there)}"
+        )
     twice = [name for name in wanted if name in df.columns]
     if twice:
         raise InvalidOperatorError(
@@ -176,13 +183,3 @@ def _columns(df: DataFrame, view: StateView, columns: Sequence[str] | None) -> l
     if len(set(df.columns)) != len(df.columns):
         raise InvalidOperatorError(f"The DataFrame has two columns of one name: {', '.join(df.columns)}.")
     return wanted
-
-
-def with_name(run: Callable[[Any], Any], name: str) -> Callable[[Any], Any]:
-    """Return a function of that name, which Spark's plan shows."""
-
-    def named_run(batches: Any) -> Any:
-        return run(batches)
-
-    named_run.__name__ = named_run.__qualname__ = name
-    return named_run

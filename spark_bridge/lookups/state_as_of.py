@@ -20,8 +20,10 @@ from coordinator_actor.reading.stored_versions import StateVersions
 from coordinator_actor.reading.version_times import VersionTimes
 from spark_bridge.exceptions import InvalidOperatorError
 from spark_bridge.lookups.looked_up_state import LookedUpState, in_storage
-from spark_bridge.lookups.lookup import planned_lookup, with_name
+from spark_bridge.lookups.lookup import planned_lookup
 from spark_bridge.lookups.lookup_task import LookupTask
+from spark_bridge.operators.map_in_arrow import map_in_arrow
+from spark_bridge.operators.spark_types import other_case
 from spark_bridge.state_data.spark_frames import state_place
 from spark_bridge.state_data.stored_reads import StoredReads
 
@@ -66,15 +68,18 @@ def state_as_of(
         raise InvalidOperatorError("state_as_of takes a batch DataFrame; for a stream use lookup.")
     if time not in df.columns or not df.schema[time].dataType.typeName().startswith("timestamp"):
         there = ", ".join(f.name for f in df.schema.fields if f.dataType.typeName().startswith("timestamp")) or "none"
-        raise InvalidOperatorError(f"time={time!r} must be a timestamp column of the DataFrame; it has {there}.")
+        raise InvalidOperatorError(
+            f"time={time!r} must be a timestamp column of the DataFrame; it has {there}."
+            f"{other_case([time], df.columns)}"
+        )
     place = state_place(df.sparkSession, checkpoint, state_location, storage_options)
     location = StoredReads(place).locate(operator, None)
     task, schema = planned_lookup(df, location, state, on, columns, how, None, place)
     times = VersionTimes.of(StateVersions.look(place))
     with_version = type(df.schema)([*df.schema.fields]).add(VERSION_COLUMN, "long")
-    found = df.mapInArrow(with_name(_Versions(times, time).run, "versions_as_of"), with_version)
+    found = map_in_arrow(df, _Versions(times, time).run, "versions_as_of", with_version)
     by_version = found.repartition(VERSION_COLUMN).sortWithinPartitions(VERSION_COLUMN)
-    return by_version.mapInArrow(with_name(_AsOf(task, times).run, f"state_as_of_{operator}"), schema)
+    return map_in_arrow(by_version, _AsOf(task, times).run, f"state_as_of_{operator}", schema)
 
 
 @dataclass(frozen=True)

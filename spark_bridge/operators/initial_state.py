@@ -27,6 +27,7 @@ from backends.storage.checkpoint_storage import CheckpointStorage
 from coordinator_actor.messages import BatchTimes, OperatorFigures, OperatorSpec, QueryRegistration
 from coordinator_actor.savepoints.partition_builder import STORE, build_partition
 from spark_bridge.exceptions import PartitionMismatchError, other_key_groups
+from spark_bridge.operators.map_in_arrow import Routing, map_in_arrow
 from spark_bridge.task.staged_changes import StagedChanges
 from spark_bridge.task.state_task import Logic, end_rows, partitions_of
 from spark_bridge.task.step_timer import StepTimer
@@ -42,14 +43,10 @@ InitialEntries: TypeAlias = dict[str, dict[int, PartitionEntry]]
 
 @dataclass(frozen=True)
 class InitialState:
-    """The rows of a batch DataFrame, routed as the operator's own rows, and the logic that makes state of them.
-
-    ``keys`` are the key columns in stored order, by which the rows are routed.
-    """
+    """The rows of a batch DataFrame, how they are routed (as the operator's own), and the logic that makes state."""
 
     rows: DataFrame
-    keys: tuple[str, ...]
-    num_key_groups: int
+    routing: Routing
     logic: Logic
 
 
@@ -160,19 +157,13 @@ def make_initial_states(
     for spec in registration.operators:
         if spec.name in states:
             initial = states[spec.name]
-            if initial.num_key_groups != registration.key_groups:
-                raise other_key_groups(spec.name, initial.num_key_groups, registration.key_groups)
+            routing = initial.routing
+            if routing.key_groups != registration.key_groups:
+                raise other_key_groups(spec.name, routing.key_groups, registration.key_groups)
             times = BatchTimes(timestamp_ms=timestamp_ms)
-            task = InitialStateTask(registration, spec, initial.keys, initial.logic, times, conf)
-            made = initial.rows.mapInArrow(_function(task), _RESULT).collect()
+            task = InitialStateTask(registration, spec, tuple(routing.keys), initial.logic, times, conf)
+            made = map_in_arrow(initial.rows, task.run, "statestore_initial_state", _RESULT, routing).collect()
             entries[spec.name] = {
                 row["partition"]: msgpack_decoder(PartitionEntry).decode(bytes(row["entry"])) for row in made
             }
     return entries
-
-
-def _function(task: InitialStateTask) -> object:
-    def statestore_initial_state(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        return task.run(batches)
-
-    return statestore_initial_state

@@ -7,7 +7,6 @@ integer is looked up whose hash lands there.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -15,26 +14,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
-    from pyspark.sql import Column, DataFrame
+    from pyspark.sql import Column
 
 SPARK_SEED = 42
 
 
-def routed(df: DataFrame, keys: Sequence[str], num_partitions: int, key_groups: int) -> DataFrame:
-    """Return the rows in the partitions that own the key groups of their keys; ``keys`` are in stored order.
+def target_column(columns: list[str], num_partitions: int, key_groups: int) -> Column:
+    """Return the expression for ``repartition`` that sends keys of key group g to partition ``g * n // G``.
 
-    The rows carry neither key group nor partition: a task computes both from the keys, once for each key.
+    ``columns`` are those of the key in stored order, by names that SQL takes without quotes.
     """
-    return df.repartition(num_partitions, target_column(list(keys), num_partitions, key_groups))
-
-
-def target_column(keys: list[str], num_partitions: int, key_groups: int) -> Column:
-    """Return the expression for ``repartition`` that sends keys of key group g to partition ``g * n // G``."""
     from pyspark.sql import functions as F
 
     # SQL's div, which Column does not offer, divides integers without a detour over doubles.
-    columns = ", ".join(map(quote, keys))
-    partition = F.expr(f"cast(pmod(xxhash64({columns}), {key_groups}L) * {num_partitions} div {key_groups} as int)")
+    hashed = f"xxhash64({', '.join(columns)})"
+    partition = F.expr(f"cast(pmod({hashed}, {key_groups}L) * {num_partitions} div {key_groups} as int)")
     targets = F.array(*[F.lit(t) for t in partition_targets(num_partitions)])
     return F.element_at(targets, partition + F.lit(1))
 
@@ -69,8 +63,3 @@ def murmur3_int(values: NDArray[np.int32], seed: int = SPARK_SEED) -> NDArray[np
         h = h ^ (h >> np.uint32(16))
     result: NDArray[np.int32] = h.view(np.int32)
     return result
-
-
-def quote(name: str) -> str:
-    """Return a column name as Spark SQL takes it literally, dots and backticks included."""
-    return "`" + name.replace("`", "``") + "`"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pyarrow as pa
 from pyspark.sql import types as T
 
@@ -38,8 +40,33 @@ def column_type(schema: T.StructType, column: str, where: str) -> T.DataType:
     names = schema.names
     if names.count(column) != 1:
         problem = "is ambiguous" if column in names else "does not exist"
-        raise InvalidOperatorError(f"{where}{column!r}: the column {problem}; the DataFrame has {', '.join(names)}.")
+        raise InvalidOperatorError(
+            f"{where}{column!r}: the column {problem}; the DataFrame has {', '.join(names)}."
+            f"{other_case([column], names)}"
+        )
     return schema[column].dataType
+
+
+def other_case(wanted: Sequence[str], names: Sequence[str]) -> str:
+    """Return a sentence for an error if ``names`` has a wanted name in another case only; "" if it has none.
+
+    Spark resolves names without regard to case by default. State and its clients tell names apart by case.
+    """
+    missing = {name.casefold() for name in wanted if name not in names}
+    alike = [name for name in names if name.casefold() in missing]
+    if not alike:
+        return ""
+    return (
+        f" Names are case-sensitive here, whatever spark.sql.caseSensitive says: write {', '.join(map(repr, alike))}."
+    )
+
+
+def quoted(name: str) -> str:
+    """Return a column name as code gives it to Spark's ``col`` and ``withWatermark``: in quotes, as Spark resolves it.
+
+    Spark takes a dot outside backticks for a field of a struct.
+    """
+    return repr("`" + name.replace("`", "``") + "`" if "." in name or "`" in name else name)
 
 
 def arrow_type(kind: T.DataType) -> pa.DataType:

@@ -10,19 +10,17 @@ from pyspark.sql import functions as F
 
 from spark_bridge.exceptions import InvalidOperatorError
 from spark_bridge.functions import SessionWindow, Window
-from spark_bridge.operators.partitioning import quote
 
 DAYS_PER_MONTH = 31
 """As in Spark's ``withWatermark``."""
 MICROSECONDS_PER_DAY = 86_400_000_000
 
 
-def window_column(window: Window | SessionWindow) -> Column:
+def window_column(window: Window | SessionWindow, time: Column) -> Column:
     """Return the window or windows of each row, structs of start and end; rows without a time or a gap are dropped.
 
     Of sessions, it is the session that each row would be alone.
     """
-    time = F.col(quote(window.time_column))
     if isinstance(window, SessionWindow):
         return F.session_window(time, window.gap).alias(window.name)
     slide, start_time = window.slide, window.start_time

@@ -17,7 +17,7 @@ from spark_bridge.queryable.client.arguments.conditions import WhereCondition, c
 from spark_bridge.queryable.client.arguments.key_ranges import first_key_after
 from spark_bridge.queryable.protocol.messages import Comparison
 from spark_bridge.queryable.reads.rows.partition_scans import KeyBounds, pairs_of
-from spark_bridge.queryable.reads.rows.row_selection import RowSelection, scalar_of
+from spark_bridge.queryable.reads.rows.row_selection import RowSelection, fitting, scalar_of
 from spark_bridge.queryable.reads.versions.answer_version import PartitionView
 from spark_bridge.state_data.state_sources import StateSource
 from spark_bridge.state_format.partition_rows import partition_rows
@@ -77,9 +77,11 @@ def selected(
     Raises ``RequestError`` naming a column that there is not, or a value that is not of a column's type.
     """
     output = source.rows.output
-    conditions = comparisons(where, {field.name: field.type for field in output})
+    types = {field.name: field.type for field in output}
+    conditions = comparisons(where, types)
     wanted = output.names if columns is None else list(columns)
     selection = RowSelection.of(source.rows, wanted, conditions)
+    conditions = [fitting(c, types[c.column]) for c in conditions]
     groups = _groups(source, conditions)
     bounds = key_bounds(source.rows, conditions)
     if bounds is None:  # no key is in an empty range
@@ -125,7 +127,7 @@ def key_bounds(rows: VariableRows, conditions: Sequence[Comparison]) -> KeyBound
 
 def _encoded(fields: Sequence[pa.Field], values: Sequence[pa.Scalar]) -> bytes:
     """Return the first columns of a key as they are stored, without the key group."""
-    arrays = [pa.array([value.as_py()], field.type) for field, value in zip(fields, values, strict=True)]
+    arrays = [pa.array([value], field.type) for field, value in zip(fields, values, strict=True)]
     batch = pa.RecordBatch.from_arrays(arrays, schema=pa.schema(list(fields)))
     encoded: bytes = encode_keys(batch, np.zeros(1, np.uint16))[0].as_py()
     return encoded[KEY_GROUP_BYTES:]
@@ -140,7 +142,7 @@ def _groups(source: StateSource, conditions: Sequence[Comparison]) -> frozenset[
         given = [c for c in conditions if c.column == field.name and c.comparison in ("=", "in")]
         if not given or pa.types.is_floating(field.type):
             return None
-        values = [scalar_of(field.name, value, field.type).as_py() for value in given[0].values]
+        values = [scalar_of(field.name, value, field.type) for value in given[0].values]
         many *= len(values)
         if many > MAX_SELECTED_KEYS:
             return None

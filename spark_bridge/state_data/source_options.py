@@ -9,10 +9,10 @@ import pyarrow as pa
 from msgspec import structs
 
 from backends.encoding.operator_schema import TIMERS
-from backends.exceptions import InvalidStateStoreArgument
+from backends.exceptions import InvalidStateStoreArgument, VersionNotFoundError
 from backends.formats.manifest import Lineage
 from coordinator_actor.reading.stored_versions import Piece, StatePlace, StateVersions, find_state
-from spark_bridge.state_data.state_sources import AnySource, StateSource, changes_source, state_source
+from spark_bridge.state_data.state_sources import AnySource, ChangesSource, StateSource, changes_source, state_source
 
 STORAGE_PREFIX = "storage."
 NAMES = (
@@ -36,6 +36,13 @@ _ALSO = {"operatorname": "operator"}
 _OF_ROWS = ("batchId", "version", "snapshotStartBatchId")
 OF_CHANGES = ("changeStartBatchId", "changeEndBatchId")
 OF_STREAMS = ("startingVersion", "maxVersionsPerTrigger")
+REQUIRED, CONFLICT, INVALID, UNAVAILABLE = (
+    "STDS_REQUIRED_OPTION_UNSPECIFIED",
+    "STDS_CONFLICT_OPTIONS",
+    "STDS_INVALID_OPTION_VALUE",
+    "STDS_COMMITTED_BATCH_UNAVAILABLE",
+)
+"""Spark's error conditions of its own state data source, by which programs tell errors apart."""
 STATE, EARLIEST, LATEST = "state", "earliest", "latest"
 
 
@@ -94,14 +101,16 @@ class SourceOptions:
         for name in ("path", "operator"):
             if not given.get(name):
                 what = "load(checkpoint_location)" if name == "path" else "option('operator', name)"
-                raise InvalidStateStoreArgument(f"The format ray_statestore needs {name!r}: give {what}.")
+                raise InvalidStateStoreArgument(
+                    f"[{REQUIRED}] '{name}' must be specified: the format ray_statestore needs {what}."
+                )
         is_changes = _flag(given, "readChangeFeed", False)
         _together(given, is_changes)
         starting = given.get("startingVersion", STATE)
         batch, version = _number(given, "batchId"), _number(given, "version")
         most = _number(given, "maxVersionsPerTrigger")
         if most == 0:
-            raise InvalidStateStoreArgument("Option 'maxVersionsPerTrigger' is 0; it must be 1 or more.")
+            raise invalid("maxVersionsPerTrigger", "it is 0, and must be 1 or more.")
         timers = _flag(given, "readRegisteredTimers", False)
         return cls(
             find_state(given["path"], given.get("stateLocation"), storage),
@@ -129,20 +138,18 @@ class SourceOptions:
 def _together(given: Mapping[str, str], is_changes: bool) -> None:
     """Raise ``InvalidStateStoreArgument`` for options of which one excludes the other."""
     if "batchId" in given and "version" in given:
-        raise InvalidStateStoreArgument("Options 'batchId' and 'version' name the same: give one.")
+        raise _conflict("batchId", "version", "Both name the version to read")
     if "stateVarName" in given and _flag(given, "readRegisteredTimers", False):
-        raise InvalidStateStoreArgument("Option 'readRegisteredTimers' reads timers, not 'stateVarName': give one.")
+        raise _conflict("stateVarName", "readRegisteredTimers", "The second reads timers, not that variable")
     wrong = [name for name in (_OF_ROWS if is_changes else OF_CHANGES) if name in given]
     if wrong:
-        raise InvalidStateStoreArgument(
-            f"Option {wrong[0]!r} does not go with readChangeFeed={str(is_changes).lower()}: leave one of them out."
-        )
+        raise _conflict(wrong[0], "readChangeFeed", f"readChangeFeed is {str(is_changes).lower()}")
 
 
 def _flag(given: Mapping[str, str], name: str, default: bool) -> bool:
     text = given.get(name, str(default)).lower()
     if text not in ("true", "false"):
-        raise InvalidStateStoreArgument(f"Option {name!r} is {given[name]!r}; it must be true or false.")
+        raise invalid(name, f"it is {given[name]!r}, and must be true or false.")
     return text == "true"
 
 
@@ -152,25 +159,67 @@ def _number(given: Mapping[str, str], name: str) -> int | None:
         return None
     if not (text.isascii() and text.isdecimal() and len(text) < 19):
         also = f", or one of {STATE}, {EARLIEST}, {LATEST}" if name == "startingVersion" else ""
-        raise InvalidStateStoreArgument(f"Option {name!r} is {text!r}; it must be a number from 0 on{also}.")
+        if text.startswith("-") and text[1:].isdecimal():
+            raise InvalidStateStoreArgument(
+                f"[{INVALID}.IS_NEGATIVE] Invalid value for source option '{name}': it is {text}, and cannot be "
+                "negative."
+            )
+        raise invalid(name, f"it is {text!r}, and must be a number from 0 on{also}.")
     return int(text)
+
+
+def invalid(name: str, message: str) -> InvalidStateStoreArgument:
+    """Return the error for an option's value, with the name of Spark's condition."""
+    return InvalidStateStoreArgument(f"[{INVALID}.WITH_MESSAGE] Invalid value for source option '{name}': {message}")
+
+
+def _conflict(first: str, second: str, why: str) -> InvalidStateStoreArgument:
+    return InvalidStateStoreArgument(
+        f"[{CONFLICT}] The options '{first}', '{second}' cannot be specified together. {why}: leave one of them out."
+    )
 
 
 def source_of(options: SourceOptions) -> AnySource:
     """Return the rows, or the changes, that the options of a table name.
 
-    Raises what ``state_batches`` and ``state_changes_batches`` raise at the beginning.
+    Raises what ``state_batches`` and ``state_changes_batches`` raise at the beginning, ``VersionNotFoundError`` and
+    ``InvalidStateStoreArgument`` with the names of Spark's conditions.
     """
     options.refuse(OF_STREAMS, "A table")
+    try:
+        return _changes_of(options) if options.is_changes else _rows_of(options)
+    except VersionNotFoundError as error:
+        raise VersionNotFoundError(f"[{UNAVAILABLE}] {error}") from error
+
+
+def _rows_of(options: SourceOptions) -> StateSource:
     place, operator, state, raw = options.place, options.operator, options.state, options.state_columns
-    if options.is_changes:
-        if "changeStartBatchId" not in options.given:
-            raise InvalidStateStoreArgument("A table of changes needs the option 'changeStartBatchId'.")
-        last = options.last_batch
-        to_version = None if last is None else last + 1
-        return changes_source(place, operator, state, options.first_batch, to_version, raw=raw)
     source = state_source(place, operator, state, options.version, collect=not options.flatten, raw=raw)
-    return source if options.snapshot is None else _from_snapshots(source, options.snapshot + 1)
+    if options.snapshot is None:
+        return source
+    if options.snapshot >= source.reading.version:
+        raise invalid(
+            "snapshotStartBatchId",
+            f"it is {options.snapshot}, and must be less than or equal to {source.reading.version - 1}, the batch that "
+            "is read.",
+        )
+    return _from_snapshots(source, options.snapshot + 1)
+
+
+def _changes_of(options: SourceOptions) -> ChangesSource:
+    if "changeStartBatchId" not in options.given:
+        raise InvalidStateStoreArgument(f"[{REQUIRED}] 'changeStartBatchId' must be specified for a table of changes.")
+    first, last = options.first_batch, options.last_batch
+    newest = StateVersions.look(options.place).resolve(None) - 1
+    if first > (newest if last is None else last):
+        end = f"the last batch is {newest}" if last is None else f"changeEndBatchId is {last}"
+        raise invalid(
+            "changeStartBatchId",
+            f"it is {first}, and {end}. Read up to a batch that is there; a stream of changes "
+            "(spark.readStream) waits for batches that are not.",
+        )
+    to_version = None if last is None else last + 1
+    return changes_source(options.place, options.operator, options.state, first, to_version, raw=options.state_columns)
 
 
 def source_schema(options: SourceOptions) -> pa.Schema:
@@ -197,9 +246,10 @@ def _from_snapshot(piece: Piece, version: int) -> Piece:
     behind = [ref.version for ref in whole.changelogs if ref.version > base]
     if len(behind) != whole.version - base and whole.rescaled is None:
         there = ", ".join(str(ref.version - 1) for ref in whole.snapshots) or "none"
-        raise InvalidStateStoreArgument(
-            f"Option 'snapshotStartBatchId' is {version - 1}, but partition {piece.partition} cannot be made of a "
-            f"snapshot of that batch or an earlier one; there are snapshots of the batches {there}."
+        raise invalid(
+            "snapshotStartBatchId",
+            f"it is {version - 1}, but partition {piece.partition} cannot be made of a snapshot of that batch or an "
+            f"earlier one; there are snapshots of the batches {there}.",
         )
     lineage = Lineage(whole.version, whole.changelogs, kept, whole.rescaled)
     return structs.replace(piece, lineage=lineage)

@@ -7,15 +7,16 @@ same version.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
 from backends.encoding.spark_types import to_spark_type
 from coordinator_actor.reading.stored_versions import StatePlace, StateVersions, find_state
+from spark_bridge.operators.map_in_arrow import map_in_arrow
 from spark_bridge.session.current import current_cluster, current_spark
 from spark_bridge.session.spark_settings import STATE_LOCATION_CONF, storage_settings
 from spark_bridge.state_data.metadata import metadata_of
@@ -108,7 +109,7 @@ def _data_frame(spark: SparkSession, source: AnySource) -> DataFrame:
         return spark.createDataFrame([], schema)
     # Every partition has one row: the number of its piece.
     numbers = spark.range(0, len(pieces), 1, len(pieces))
-    return numbers.mapInArrow(_named(_Task.of(source), f"state_of_{source.reading.operator}"), schema)
+    return map_in_arrow(numbers, _Task.of(source).run, f"state_of_{source.reading.operator}", schema)
 
 
 @dataclass(frozen=True)
@@ -127,14 +128,6 @@ class _Task:
         for batch in batches:
             for number in batch.column(0).to_pylist():
                 yield from self.source.batches(unpacked_piece(self.packed[number]))
-
-
-def _named(task: _Task, name: str) -> Callable[[Any], Any]:
-    def run(batches: Any) -> Any:
-        return task.run(batches)
-
-    run.__name__ = run.__qualname__ = name
-    return run
 
 
 def spark_schema(schema: pa.Schema) -> StructType:

@@ -20,6 +20,7 @@ from pyspark.sql.datasource import (
     LessThanOrEqual,
 )
 
+from coordinator_actor.reading.stored_versions import Piece
 from spark_bridge.exceptions import RequestError
 from spark_bridge.state_data.packed_pieces import packed_pieces, unpacked_piece, without_pieces
 from spark_bridge.state_data.selected_rows import selected
@@ -62,9 +63,16 @@ class StateReader(DataSourceReader):  # type: ignore[misc]
         packed, self._packed = self._packed, ()  # what is sent to executors with this reader
         return [StatePartition(p) for p in packed]
 
-    def read(self, partition: StatePartition) -> Iterator[pa.RecordBatch]:
-        """Give the rows of one partition, on an executor."""
-        return fitting(self._source.batches(unpacked_piece(partition.piece)), self._schema)
+    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
+        """Give the rows of one partition, on an executor.
+
+        Where there is nothing to read, PySpark puts one partition of its own in the place of our empty list.
+        """
+        if isinstance(partition, StatePartition):
+            yield from fitting(self._batches(unpacked_piece(partition.piece)), self._schema)
+
+    def _batches(self, piece: Piece) -> Iterator[pa.RecordBatch]:
+        return self._source.batches(piece)
 
 
 class FilteringStateReader(StateReader):
@@ -100,10 +108,8 @@ class FilteringStateReader(StateReader):
         may_have = selected(self._rows, None, self._where).may_have
         return [p for p in super().partitions() if may_have(unpacked_piece(p.piece))]
 
-    def read(self, partition: StatePartition) -> Iterator[pa.RecordBatch]:
-        """Give the rows of one partition that pass, on an executor."""
-        chosen = selected(self._rows, None, self._where)
-        return fitting(chosen.batches(unpacked_piece(partition.piece)), self._schema)
+    def _batches(self, piece: Piece) -> Iterator[pa.RecordBatch]:
+        return selected(self._rows, None, self._where).batches(piece)
 
 
 def reader_of(options: SourceOptions, schema: StructType) -> StateReader:

@@ -48,7 +48,7 @@ class MergedStates:
 
     def __call__(self, table: pa.Table) -> pa.RecordBatch:
         """Return a row for each key of the table."""
-        batch = table.combine_chunks().to_batches()[0]
+        batch = table.rename_columns(_stored_names(self.pairs)).combine_chunks().to_batches()[0]
         groups = group_rows(batch, _keys(self.pairs), DEFAULT_KEY_GROUPS)
         merged = self.aggregator.merge(groups.ids, len(groups.keys), batch)
         return _rows(self.pairs, groups.columns, merged)
@@ -58,7 +58,13 @@ def _keys(pairs: PairsOfRows) -> pa.Schema:
     return pa.schema([pa.field(f.name, f.type) for f in pairs.rows.key])
 
 
+def _stored_names(pairs: PairsOfRows) -> list[str]:
+    """Return the names of ``pairs.columns`` as the operator knows them, without a suffix that tells them apart."""
+    rows = pairs.rows
+    return [*(rows.key.names[i] for i in rows.key_order), *rows.stored_value.names]
+
+
 def _rows(pairs: PairsOfRows, keys: pa.RecordBatch, states: pa.RecordBatch) -> pa.RecordBatch:
     columns = dict(zip(keys.schema.names, keys.columns, strict=True))
     columns |= dict(zip(states.schema.names, states.columns, strict=True))
-    return pa.RecordBatch.from_arrays([columns[name] for name in pairs.columns.names], names=pairs.columns.names)
+    return pa.RecordBatch.from_arrays([columns[name] for name in _stored_names(pairs)], names=pairs.columns.names)

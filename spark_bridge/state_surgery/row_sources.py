@@ -90,6 +90,7 @@ def _of_table(table: pa.Table) -> Iterator[GivenRows]:
 
 def _of_frame(frame: Any) -> Iterator[Any]:
     """Give the rows of a Spark DataFrame as IPC streams, a partition after the other through the driver."""
+    from spark_bridge.operators.map_in_arrow import map_in_arrow
 
     def packed(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         for batch in batches:
@@ -98,4 +99,4 @@ def _of_frame(frame: Any) -> Iterator[Any]:
                 writer.write_batch(batch)
             yield pa.RecordBatch.from_arrays([pa.array([sink.getvalue().to_pybytes()], pa.binary())], names=["rows"])
 
-    return iter(frame.mapInArrow(packed, "rows binary").toLocalIterator(prefetchPartitions=True))
+    return iter(map_in_arrow(frame, packed, "given_rows", "rows binary").toLocalIterator(prefetchPartitions=True))

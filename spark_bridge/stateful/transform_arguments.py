@@ -13,7 +13,7 @@ from backends.encoding.column_names import RESERVED_PREFIX
 from spark_bridge.exceptions import InvalidOperatorError
 from spark_bridge.operators.declared_operators import check_operator_name
 from spark_bridge.operators.key_columns import check_keys
-from spark_bridge.operators.spark_types import arrow_type
+from spark_bridge.operators.spark_types import arrow_type, other_case
 from spark_bridge.operators.watermark_columns import event_time_of, watermark_lag_ms, with_event_time
 from spark_bridge.stateful.tasks.task_input import TaskInput
 from spark_bridge.stateful.values.ddl import struct_of
@@ -126,6 +126,7 @@ def _with_event_time(output: T.StructType, column: str, given: T.StructType, mar
     if column not in output.names:
         raise InvalidOperatorError(
             f"event_time_column={column!r}: the output has no such column; it has {', '.join(output.names)}."
+            f"{other_case([column], output.names)}"
         )
     if not isinstance(output[column].dataType, (T.TimestampType, T.TimestampNTZType)):
         raise InvalidOperatorError(
@@ -152,6 +153,7 @@ def _initial_rows(
         if key not in rows.schema.names:
             raise InvalidOperatorError(
                 f"initial_state lacks the key column {key!r}; it has {', '.join(rows.schema.names)}."
+                f"{other_case([key], rows.schema.names)}"
             )
         wanted, found = given[key].dataType.simpleString(), rows.schema[key].dataType.simpleString()
         if wanted != found:

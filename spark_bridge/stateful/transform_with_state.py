@@ -18,8 +18,7 @@ from spark_bridge.exceptions import InvalidOperatorError
 from spark_bridge.operators.conf import frame_limits, key_group_count, partition_count
 from spark_bridge.operators.declared_operators import declare
 from spark_bridge.operators.initial_state import InitialState
-from spark_bridge.operators.map_in_arrow import map_in_arrow
-from spark_bridge.operators.partitioning import routed
+from spark_bridge.operators.map_in_arrow import Routing, map_in_arrow
 from spark_bridge.operators.spark_types import arrow_type
 from spark_bridge.operators.ticks import with_ticks
 from spark_bridge.stateful.arrow_processor import ArrowStatefulProcessor
@@ -177,18 +176,15 @@ def _transformed(
     partitions = partition_count(df, num_partitions, key_groups)
     schema = _declared(declaring, given)
     spec = OperatorSpec(given.operator, partitions, schema.to_json(), kind=KIND, uses_time=True)
-
-    def prepared(rows: DataFrame) -> DataFrame:
-        return routed(rows, keys, partitions, key_groups)
-
+    routing = Routing(tuple(keys), partitions, key_groups)
     state = None
     if initial is not None and given.initial_rows is not None:
-        state = InitialState(prepared(given.initial_rows), tuple(keys), key_groups, initial)
+        state = InitialState(given.initial_rows, routing, initial)
     rows = df if given.time_mode == NONE else with_ticks(df)
     task = StateTask(
         given.operator, partitions, key_groups, tuple(keys), logic, uses_time=True, watermark_lag_ms=given.lag_ms
     )
-    return map_in_arrow(prepared(rows), task, declare(spec, initial=state), given.output)
+    return map_in_arrow(rows, task.run, declare(spec, initial=state), given.output, routing)
 
 
 def _declared(processor: Any, given: TransformArguments) -> OperatorSchema:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from backends.encoding.given_values import python_values
 from spark_bridge.exceptions import RequestError
 from spark_bridge.queryable.client.calls.state_scan import StateScan
 from spark_bridge.ui.requests import PageCall
@@ -105,7 +106,7 @@ def take_rows(rows: StateScan, most: int, seconds: float = PAGE_READ_SECONDS) ->
 def found_in(table: pa.Table, most: int, version: int | None = None) -> Found:
     """Return up to ``most`` rows of a table."""
     shown = table.slice(0, most)
-    columns = [column.to_pylist() for column in shown.columns]
+    columns = [python_values(column) for column in shown.columns]
     rows = [list(row) for row in zip(*columns, strict=True)]
     return Found(version, list(table.schema.names), rows, table.num_rows > most)
 

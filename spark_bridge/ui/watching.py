@@ -9,6 +9,7 @@ import msgspec
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 
+from backends.encoding.given_values import python_rows
 from backends.exceptions import StateStoreError
 from coordinator_actor.exceptions import CoordinatorError
 from spark_bridge.exceptions import AccessDeniedError, RequestError, SparkBridgeError
@@ -75,7 +76,7 @@ class PageWatches:
 
 
 def _told(change: StateChange) -> dict[str, object]:
-    rows = change.batch.slice(0, MOST_WATCH_ROWS).to_pylist()
+    rows = python_rows(change.batch.slice(0, MOST_WATCH_ROWS))
     return {
         "version": change.version,
         "rows": [

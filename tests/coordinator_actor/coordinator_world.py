@@ -100,8 +100,8 @@ class World:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("v1\n{}")
 
-    def plan_spark(self, batch: int) -> None:
-        path = self.root / "ck" / "offsets" / str(batch)
+    def plan_spark(self, batch: int, checkpoint: str = "ck") -> None:
+        path = self.root / checkpoint / "offsets" / str(batch)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("v1\n{}\n{}")
 

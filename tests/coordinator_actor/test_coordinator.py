@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -264,6 +265,36 @@ def test_a_batch_of_which_only_a_part_ran_is_named_with_its_remedy(world: World,
         world.open(started, 1)
     refusal = world.coordinator().register_query(world.registration("run2")).refusal
     assert refusal is not None and "foreachBatch" in refusal and "commits/0" in refusal
+
+
+def test_batches_in_which_nothing_ran_are_named_with_their_remedy(world: World, started: Coordinator) -> None:
+    """A foreachBatch that does not consume its DataFrame."""
+    for batch in range(2):
+        world.plan_spark(batch)
+    world.commit_spark(0)
+    refusal = world.coordinator().register_query(world.registration("run2")).refusal
+    assert refusal is not None and "needs state version 1" in refusal and "no version exists" in refusal
+    remedy = r"foreachBatch .*delete commits/0 and offsets/1 .*commits/\.0\.crc and offsets/\.1\.crc"
+    assert re.search(remedy, refusal), refusal
+    world.plan_spark(2)
+    world.commit_spark(1)
+    refusal = world.coordinator().register_query(world.registration("run2")).refusal
+    assert refusal is not None
+    assert "batches 0 to 1" in refusal and "delete commits/0 to commits/1 and offsets/1 to offsets/2" in refusal
+    for path in ("commits/0", "commits/1", "offsets/1", "offsets/2"):
+        (world.root / "ck" / path).unlink()
+    c = world.coordinator()
+    assert c.register_query(world.registration("run2")).refusal is None
+    for batch in range(3):
+        world.run_batch(c, batch, run="run2")
+    for batch in range(3, 5):  # and behind batches that ran
+        world.plan_spark(batch)
+        world.commit_spark(batch)
+    refusal = world.coordinator().register_query(world.registration("run3")).refusal
+    assert refusal is not None and "delete commits/3 to commits/4 and offsets/4 to offsets/5" in refusal
+    (world.root / "ck/offsets/3").unlink()  # Spark keeps the offsets of minBatchesToRetain batches
+    refusal = world.coordinator().register_query(world.registration("run3")).refusal
+    assert refusal is not None and refusal.endswith("start with a new checkpoint location.")
 
 
 def test_a_version_without_a_manifest_is_put_together_from_groups_and_files(world: World, started: Coordinator) -> None:

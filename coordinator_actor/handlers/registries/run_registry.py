@@ -35,9 +35,11 @@ class OverRun:
     was_running: bool = False
 
     def has(self, operator: str, query: str | None) -> bool:
-        """Return whether the run had that operator, and that name, query id or run id."""
-        named = (self.registration.name, self.registration.query_id, self.registration.run_id)
-        return (query is None or query in named) and any(o.name == operator for o in self.registration.operators)
+        """Return whether the run had that operator, and that name, query id, run id or state location."""
+        of = self.registration
+        return (query is None or query in (of.name, of.query_id, of.run_id, of.state_location)) and any(
+            o.name == operator for o in self.registration.operators
+        )
 
 
 class RunRegistry:

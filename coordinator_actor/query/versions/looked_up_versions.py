@@ -69,6 +69,10 @@ class LookedUpVersions:
         with lock:
             self._used[by] = now
             record = self._pins.get(by, {}).get(batch_id)
+            if record is not None and self._why_gone(by, batch_id, record):
+                # The user may have followed the remedy, and removed the record.
+                record = None
+                self._unpin(by, batch_id)
         if record is None:
             record = self._records.find(by, batch_id)
         if record is None:
@@ -89,31 +93,32 @@ class LookedUpVersions:
                 old = [b for b in self._records.batches().get(by, ()) if b <= batch_id - KEPT_BATCHES]
                 self._records.remove(by, old)
         with lock:
+            if why_gone := self._why_gone(by, batch_id, record):
+                raise VersionNotFoundError(
+                    f"{why_gone} Remove {self._records.full_location(by, batch_id)}, and the batch looks up the "
+                    "version that is completed then."
+                )
             self._pin(by, batch_id, record)
-            self._require_there(by, batch_id, record)
         return record
 
     def _maker(self, version: int) -> str:
         manifest = self._versions.chain.get(version)
         return "" if manifest is None else manifest.run_id
 
-    def _require_there(self, by: str, batch_id: int, record: LookupRecord) -> None:
+    def _why_gone(self, by: str, batch_id: int, record: LookupRecord) -> str:
+        """Return why a recorded version cannot be read as it was; "" if it can."""
         readable, version = self._versions.readable, record.version
-        remedy = (
-            f"Remove {self._records.path(by, batch_id)} from the state that is looked up, and the batch looks up the "
-            "version that is completed then."
-        )
         if version not in readable:
-            raise VersionNotFoundError(
+            return (
                 f"Batch {batch_id} of query {by} has looked up version {version}, and must read it again, but the "
-                f"versions {readable[0]} to {readable[-1]} are kept. {remedy}"
+                f"versions {readable[0]} to {readable[-1]} are kept."
             )
         if version and self._maker(version) != record.made_by:
-            raise VersionNotFoundError(
+            return (
                 f"Batch {batch_id} of query {by} has looked up version {version} as run {record.made_by} had made it. "
-                f"The query that is looked up went back since, and run {self._maker(version)} has made it anew. "
-                f"{remedy}"
+                f"The query that is looked up went back since, and run {self._maker(version)} has made it anew."
             )
+        return ""
 
     # -- keeping -------------------------------------------------------------------------------
 
@@ -121,6 +126,12 @@ class LookedUpVersions:
         held = {**self._pins.get(by, {}), batch_id: record}
         self._pins[by] = {b: held[b] for b in sorted(held)[-PINNED_BATCHES:]}
         self._keep(by)
+
+    def _unpin(self, by: str, batch_id: int) -> None:
+        held = self._pins.get(by, {})
+        if batch_id in held:
+            self._pins[by] = {b: record for b, record in held.items() if b != batch_id}
+            self._keep(by)
 
     def _keep(self, by: str) -> None:
         held = self._pins.get(by)
@@ -136,6 +147,8 @@ class LookedUpVersions:
         have not for ``LOOKUP_RECORD_SECONDS``. ``lock`` is the lock of the run, as in ``resolve``. The run's
         maintenance alone calls this. Raises ``StorageError``.
         """
+        with lock:
+            pinned = [(by, batch_id) for by, held in self._pins.items() for batch_id in held]
         listed = self._records.batches()
         newest = [(by, batch_id) for by, batches in listed.items() for batch_id in batches[-PINNED_BATCHES:]]
         seen = {key: self._seen.get(key) or self._records.find(*key) for key in newest}
@@ -146,6 +159,9 @@ class LookedUpVersions:
                 last[by] = max(last[by], *(record.at_ms / 1000 for record in held.values()))
             for (by, _), record in self._seen.items():
                 last[by] = max(last[by], record.at_ms / 1000)
+            for by, batch_id in pinned:
+                if batch_id not in listed.get(by, ()):  # the user has removed the record
+                    self._unpin(by, batch_id)
             for (by, batch_id), record in self._seen.items():
                 if now - last[by] <= PIN_SECONDS and batch_id not in self._pins.get(by, {}):
                     self._pin(by, batch_id, record)

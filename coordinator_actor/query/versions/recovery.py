@@ -124,13 +124,29 @@ def _stored_changelog(
 
 
 def incomplete_message(batch_id: int, missing: list[TaskKey], total: int) -> str:
-    """Return why a batch that ran only in part stops the query, and how to go on."""
+    """Return why a batch that ran only in part, or not at all, stops the query, and how to go on."""
+    did = "consumed only a part of its DataFrame (head, limit, take)" if len(missing) < total else NOT_CONSUMED
     return (
         f"Spark committed batch {batch_id}, but {len(missing)} of {total} state partitions never ran in it "
-        f"({named_tasks(missing)}): "
-        "most likely a foreachBatch function consumed only a part of its DataFrame (head, limit, take). Make it "
-        "consume all "
-        f"of it in every batch, delete commits/{batch_id} and offsets/{batch_id + 1} in the checkpoint location "
-        f"(and commits/.{batch_id}.crc and offsets/.{batch_id + 1}.crc, if they are there), and start the query again: "
-        "it repeats the batch from the state before it."
+        f"({named_tasks(missing)}): most likely a foreachBatch function {did}. {how_to_repeat(batch_id, batch_id)}"
     )
+
+
+NOT_CONSUMED = "did not consume its DataFrame at all"
+
+
+def how_to_repeat(first: int, last: int) -> str:
+    """Return how a user has Spark repeat the batches ``first`` to ``last``, the last that it has committed."""
+    if first == last:
+        files = (
+            f"commits/{first} and offsets/{first + 1} in the checkpoint location (and commits/.{first}.crc and "
+            f"offsets/.{first + 1}.crc, if they are there)"
+        )
+        repeats = "the batch from the state before it"
+    else:
+        files = (
+            f"commits/{first} to commits/{last} and offsets/{first + 1} to offsets/{last + 1} in the checkpoint "
+            "location (and their .crc files, which begin with a dot, if they are there)"
+        )
+        repeats = f"the batches from {first} on from the state before them"
+    return f"Make it consume all of it in every batch, delete {files}, and start the query again: it repeats {repeats}."

@@ -16,7 +16,7 @@ from coordinator_actor.messages import Acknowledge, OperatorFigures, OperatorSpe
 REMEMBERED_COMMITS = 4
 """A host keeps the figures of at most this many commits: progress is often asked for when the next batch has begun."""
 InstanceKey = tuple[str, str, int]
-"""Query id, operator, partition."""
+"""State location, operator, partition. A copy of a checkpoint has the original's query id at another location."""
 RunKey = tuple[str, str, int]
 """Run id, operator, partition."""
 
@@ -79,8 +79,8 @@ class Instance:
 
     @property
     def key(self) -> InstanceKey:
-        """Identify the partition of a query, whichever run has it."""
-        return self.registration.query_id, self.operator, self.partition
+        """Identify the partition of a state, whichever run of its query has it."""
+        return key_of(self.registration, self.operator, self.partition)
 
     @property
     def run_key(self) -> RunKey:
@@ -122,6 +122,11 @@ class Instance:
             "last_commit": {"version": max(commits), **commits[max(commits)][0]} if commits else {},
             "commits": {v: {"ms": ms, **keys.get(v, {}), **to_builtins(f)} for v, (ms, f) in commits.items()},
         }
+
+
+def key_of(registration: QueryRegistration, operator: str, partition: int) -> InstanceKey:
+    """Return the key of a partition of the state that a run works on."""
+    return registration.state_location, operator, partition
 
 
 def spec_of(registration: QueryRegistration, operator: str) -> OperatorSpec:

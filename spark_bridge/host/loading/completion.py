@@ -61,9 +61,9 @@ class VersionCompletion:
             self._held.tell_exchanged(completed.run_id)
             # Copies may be of the files from before. One that is being loaded now may become one.
             registration = self._held.registration(completed.run_id)
-            query_id = None if registration is None else registration.query_id
-            self._kept.drop(lambda kept: completed.run_id == kept.registration.run_id or query_id == kept.key[0])
-            is_clean = not self._kept.may_be_of_query(query_id, but_for=completed.run_id)
+            location = None if registration is None else registration.state_location
+            self._kept.drop(lambda kept: completed.run_id == kept.registration.run_id or location == kept.key[0])
+            is_clean = not self._kept.may_be_of_state(location, but_for=completed.run_id)
         for instance in self._held.of_run(completed.run_id):
             owned = completed.heads.get(instance.operator)
             if owned is None or instance.state.version > completed.version:

@@ -83,12 +83,12 @@ class KeptPartitions:
             there = (*self._held.instances.values(), *self._kept.values())
             return {i.registration.run_id for i in there}.union(*(runs for _, runs in self._at_work.values()))
 
-    def may_be_of_query(self, query_id: str | None, *, but_for: str) -> bool:
-        """Return whether files of a query are kept or at work, or held ``but_for`` those that a run holds."""
+    def may_be_of_state(self, location: str | None, *, but_for: str) -> bool:
+        """Return whether files of a state are kept or at work, or held ``but_for`` those that a run holds."""
         with self._held.lock:
             of_others = (k for k, i in self._held.instances.items() if i.registration.run_id != but_for)
-            at_work = (of_query for of_query, _ in self._at_work.values())
-            return query_id in (*at_work, *(of_query for of_query, _, _ in (*self._kept, *of_others)))
+            at_work = (state for state, _ in self._at_work.values())
+            return location in (*at_work, *(state for state, _, _ in (*self._kept, *of_others)))
 
     @contextmanager
     def noted_at_work(self, run_id: str, key: InstanceKey) -> Iterator[None]:

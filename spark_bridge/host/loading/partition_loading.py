@@ -22,7 +22,7 @@ from coordinator_actor.messages import OpenGrant, QueryRegistration
 from spark_bridge.exceptions import HostUnavailableError, SparkBridgeError
 from spark_bridge.host.counters import Counters
 from spark_bridge.host.held.held_partitions import HeldPartitions
-from spark_bridge.host.held.instance import Instance, InstanceKey, spec_of
+from spark_bridge.host.held.instance import Instance, InstanceKey, key_of, spec_of
 from spark_bridge.host.loading.completion import apply_accepted
 from spark_bridge.host.loading.kept_partitions import KeptPartitions, close, destroy
 from spark_bridge.host.loading.loads_under_way import LoadsUnderWay
@@ -79,7 +79,7 @@ class PartitionLoading:
         the load was ended, and the errors of loading. The files that were loaded until then are kept for the next
         load, if they are not to blame.
         """
-        key = (grant.registration.query_id, operator, partition)
+        key = key_of(grant.registration, operator, partition)
         self._loads.end_older(key, grant)
         lock = self._loads.lock_of(key)
         if not lock.acquire(timeout=SHARED_LOAD_SECONDS if for_read else -1):
@@ -101,7 +101,7 @@ class PartitionLoading:
 
         Waits for no load. Raises as ``load`` does.
         """
-        key = (grant.registration.query_id, operator, partition)
+        key = key_of(grant.registration, operator, partition)
         lock = self._loads.lock_of(key)
         if not lock.acquire(blocking=False):
             self._loads.end_older(key, grant)
@@ -124,7 +124,7 @@ class PartitionLoading:
         Does nothing if the partition ``is_warm`` or being loaded. Raises as ``load`` does, and ``LocalDiskFullError``
         where there is no room beside what else is loaded: a copy drops nothing of others.
         """
-        key = (grant.registration.query_id, operator, partition)
+        key = key_of(grant.registration, operator, partition)
         run_id = grant.registration.run_id
         lock = self._loads.lock_of(key)
         if not lock.acquire(blocking=False):
@@ -144,7 +144,7 @@ class PartitionLoading:
 
     def is_warm(self, grant: OpenGrant, operator: str, partition: int) -> bool:
         """Return whether a partition is held, or there is a copy of its version. Such a copy is kept for longer."""
-        key = (grant.registration.query_id, operator, partition)
+        key = key_of(grant.registration, operator, partition)
         with self._held.lock:
             held, kept = self._held.instances.get(key), self._kept.get(key)
             if held is not None and held.registration.run_id == grant.registration.run_id:
@@ -162,7 +162,7 @@ class PartitionLoading:
 
     def warm_version(self, registration: QueryRegistration, operator: str, partition: int) -> int | None:
         """Return the version of the copy of a partition that a load has left here whole; None if there is none."""
-        kept = self._kept.get((registration.query_id, operator, partition))
+        kept = self._kept.get(key_of(registration, operator, partition))
         if kept is None or kept.registration.run_id != registration.run_id or kept.loaded_at != kept.state.version:
             return None
         return kept.loaded_at
@@ -182,7 +182,7 @@ class PartitionLoading:
         Unless it ``holds`` the partition, the host keeps it like one that is loaded in part, and returns None.
         """
         registration = grant.registration
-        key = (registration.query_id, operator, partition)
+        key = key_of(registration, operator, partition)
         with self._held.lock:
             kept = self._kept.take(key)
             instance = self._held.instances.get(key)

@@ -17,7 +17,7 @@ from backends.partition.load_watch import LoadProgress
 from backends.tracing import spans
 from coordinator_actor.messages import OpenGrant
 from spark_bridge.host.held.held_partitions import HeldPartitions
-from spark_bridge.host.held.instance import Instance, InstanceKey
+from spark_bridge.host.held.instance import Instance, InstanceKey, key_of
 from spark_bridge.host.loading.partition_loading import PartitionLoading
 
 log = logging.getLogger(__name__)
@@ -72,7 +72,7 @@ class SharedLoads:
         ready = self._loading.ready(grant, operator, partition)
         if ready is not None:
             return ready
-        key = (grant.registration.query_id, operator, partition)
+        key = key_of(grant.registration, operator, partition)
         goal = (grant.registration.run_id, grant.epoch, grant.version, grant.head)
         with self._lock:
             load = self._loads.get(key)

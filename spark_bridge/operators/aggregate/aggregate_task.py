@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pyarrow as pa
@@ -15,7 +15,7 @@ from backends.encoding.keys import KeyRange, decode_keys, encode_keys
 from backends.encoding.schema import StateSchema
 from backends.encoding.sorted_pairs import SortedPairs
 from coordinator_actor.messages import OperatorFigures
-from spark_bridge.aggregates.aggregator import Aggregator
+from spark_bridge.aggregates.aggregator import Aggregator, ListTooLargeError
 from spark_bridge.aggregates.row_groups import group_rows
 from spark_bridge.task.external_sort import Limits
 from spark_bridge.task.keyed_rows import Ids, KeyedRows, RowReducer, StepSize, empty, parts_of, scanned
@@ -25,8 +25,11 @@ from spark_bridge.task.step_timer import StepTimer
 from spark_bridge.task.watermark import EventTime, all_keys, between, late_rows_removed
 
 FIXED_KEYS_PER_STEP = 1 << 18
+LIST_KEYS_PER_STEP = 1 << 8
 AGGREGATE_KEYS_PER_STEP = 1 << 14
-"""Keys whose states are read and written at once, to begin with: where all states have a fixed width, and elsewhere."""
+"""Keys whose states are read and written at once, to begin with: where all states have a fixed width, where lists keep
+all elements, and elsewhere.
+"""
 NO_KEYS: pa.BinaryArray = pa.array([], pa.binary())
 
 
@@ -54,10 +57,10 @@ class AggregateLogic:
         self, batches: Iterable[pa.RecordBatch], store: StateAccess, timer: StepTimer
     ) -> Iterator[pa.RecordBatch]:
         """Aggregate the rows, merge them with the stored states of their keys, commit, and yield the results."""
-        work = _AggregateBatch(self, store, timer)
-        with RowReducer(
-            self.schema.key, store.num_key_groups, empty(self.aggregator.state_schema), self._reduce, self.limits
-        ) as reducer:
+        counting = replace(self, aggregator=self.aggregator.counting())
+        work = _AggregateBatch(counting, store, timer)
+        columns = empty(self.aggregator.state_schema)
+        with RowReducer(self.schema.key, store.num_key_groups, columns, counting._reduce, self.limits) as reducer:
             if self.is_global:
                 reducer.add(self._nothing(store.num_key_groups))
             for rows in parts_of(batches, timer, "aggregate_ms"):
@@ -101,7 +104,8 @@ class _AggregateBatch:
 
     def figures(self) -> OperatorFigures:
         """Return the counts of rows that came, were updated, removed and late."""
-        return OperatorFigures(self._rows, self._updated, self._removed, self._late)
+        custom = self._logic.aggregator.figures()
+        return OperatorFigures(self._rows, self._updated, self._removed, self._late, custom)
 
     def add(self, rows: pa.RecordBatch, reducer: RowReducer) -> None:
         """Aggregate the rows that are not late."""
@@ -115,7 +119,10 @@ class _AggregateBatch:
     def merge(self, reducer: RowReducer, spool: Spool) -> None:
         """Merge the new states into the state, and put the rows to emit into the spool."""
         is_fixed = all(fixed_dtype(f.type) is not None for f in self._logic.aggregator.state_schema)
-        size = StepSize(FIXED_KEYS_PER_STEP if is_fixed else AGGREGATE_KEYS_PER_STEP)
+        has_lists = any(o.max_bytes is not None for o in self._logic.aggregator.outputs)
+        size = StepSize(
+            FIXED_KEYS_PER_STEP if is_fixed else LIST_KEYS_PER_STEP if has_lists else AGGREGATE_KEYS_PER_STEP
+        )
         ranges, behind = self._ranges_to_visit(), None
         for part in reducer.steps():
             start = 0
@@ -147,7 +154,11 @@ class _AggregateBatch:
         old = store.get_many(keys)
         self._timer.step("get_ms")
         present = old.is_valid()
-        states = logic.aggregator.merge_pairs(logic.schema.decode_values(old), present, states)
+        try:
+            states = logic.aggregator.merge_pairs(logic.schema.decode_values(old), present, states)
+        except ListTooLargeError as error:
+            key = decode_keys(keys.slice(error.group, 1), logic.schema.key)
+            raise error.of_key(key) from error
         self._updated += len(keys)
         if self._event_time is None:
             store.stage(keys, logic.schema.encode_values(states))

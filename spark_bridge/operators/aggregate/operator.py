@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import pyarrow as pa
-from pyspark.sql import Column, DataFrame
+from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 from pyspark.sql import types as T
 
@@ -25,8 +25,7 @@ from spark_bridge.operators.aggregate.session_task import SessionLogic
 from spark_bridge.operators.conf import key_group_count, partition_count
 from spark_bridge.operators.declared_operators import check_operator_name, declare
 from spark_bridge.operators.key_columns import check_keys
-from spark_bridge.operators.map_in_arrow import map_in_arrow
-from spark_bridge.operators.partitioning import quote, routed
+from spark_bridge.operators.map_in_arrow import Routing, columns_by_name, map_in_arrow
 from spark_bridge.operators.spark_types import arrow_type, spark_struct
 from spark_bridge.operators.ticks import with_ticks
 from spark_bridge.operators.watermark_columns import (
@@ -117,9 +116,8 @@ def aggregate(
     output = T.StructType(
         [*(rows.schema[k] for k in keys.emitted), *spark_struct(pa.schema(aggregator.result_fields)).fields]
     )
-    return map_in_arrow(
-        routed(prepared, stored, partitions, key_groups), task, declare(spec, aggregator=aggregator), output
-    )
+    routing = Routing(stored, partitions, key_groups)
+    return map_in_arrow(prepared, task.run, declare(spec, aggregator=aggregator), output, routing)
 
 
 @dataclass(frozen=True)
@@ -222,16 +220,13 @@ def _check_keys(df: DataFrame, keys: _Keys, aggregator: Aggregator) -> None:
 
 def _windowed(df: DataFrame, keys: _Keys, aggregator: Aggregator) -> DataFrame:
     """Return the columns that are needed, and the window of each row: a row for each window that a row lies in."""
+    rows, columns = columns_by_name(df)
     if keys.is_global:
-        return df.select(F.lit(True).alias(ALL_ROWS_KEY), *_columns(aggregator.inputs))
-    inputs = list(dict.fromkeys([*keys.columns, *aggregator.inputs]))
+        return rows.select(F.lit(True).alias(ALL_ROWS_KEY), *(columns[name].alias(name) for name in aggregator.inputs))
+    inputs = [columns[name].alias(name) for name in dict.fromkeys([*keys.columns, *aggregator.inputs])]
     if keys.window is None:
-        return df.select(*_columns(inputs))
-    return df.select(window_column(keys.window), *_columns(inputs))
-
-
-def _columns(names: Sequence[str]) -> list[Column]:
-    return [F.col(quote(name)) for name in names]
+        return rows.select(*inputs)
+    return rows.select(window_column(keys.window, columns[keys.window.time_column]), *inputs)
 
 
 def _declared(rows: DataFrame, keys: _Keys, aggregator: Aggregator, output_mode: str) -> _Declared:

@@ -14,7 +14,7 @@ from spark_bridge.aggregates.outputs import Output, UserAggregate
 from spark_bridge.aggregates.user_aggregate import GROUP_ID
 from spark_bridge.exceptions import InvalidOperatorError
 from spark_bridge.functions import AggregateFunction, UserFunctions
-from spark_bridge.operators.spark_types import NUMERIC, arrow_type, column_type, is_ordered
+from spark_bridge.operators.spark_types import NUMERIC, arrow_type, column_type, is_ordered, quoted
 
 OF_NUMBERS = ("sum", "mean", "stddev_samp", "stddev_pop", "var_samp", "var_pop")
 WITH_ORDER = ("first", "last")
@@ -42,7 +42,7 @@ def output_of(schema: T.StructType, name: str, function: AggregateFunction, wate
     text = f"{function.name}({','.join(arguments)})" if arguments else function.name
     # Rows can be counted whatever the type of the column is.
     arrow = pa.null() if function.name == "count" else arrow_type(kind)
-    return Output(name, text, function.column, by, arrow, by_type, function.columns)
+    return Output(name, text, function.column, by, arrow, by_type, function.columns, max_bytes=function.max_bytes)
 
 
 def _check_input(function: AggregateFunction, kind: T.DataType, where: str) -> None:
@@ -63,9 +63,8 @@ def _check_input(function: AggregateFunction, kind: T.DataType, where: str) -> N
         if function.name in OF_NUMBERS and isinstance(kind, T.StringType):
             # Spark casts, and counts text that is no number as null, or fails at it in ANSI mode: that is for the user
             # to choose.
-            remedy = (
-                f' Say what is meant: .withColumn({column!r}, F.col({column!r}).cast("double")) is what Spark does.'
-            )
+            cast = f'.withColumn({column!r}, F.col({quoted(column)}).cast("double"))'
+            remedy = f" Say what is meant: {cast} is what Spark does."
         raise InvalidOperatorError(
             f"{where}column {column!r} has type {kind.simpleString()}, which {function.name} does not take.{remedy}"
         )

@@ -8,7 +8,7 @@ finds few rows per key stops grouping and makes a partial result of each row, wh
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pyarrow as pa
@@ -30,7 +30,9 @@ WORTHWHILE = 0.5
 def aggregated_ahead(df: DataFrame, logic: AggregateLogic) -> DataFrame:
     """Return partial results of the rows; the operator's tasks take them by the same logic with ``is_partial`` set."""
     columns = pa.schema([*logic.schema.key, *logic.aggregator.state_schema])
-    return map_in_arrow(df, PartialTask(logic, columns), "partial_aggregation", spark_struct(columns))
+    # The tasks after the shuffle count what their limits drop.
+    ahead = replace(logic, aggregator=logic.aggregator.unlimited())
+    return map_in_arrow(df, PartialTask(ahead, columns).run, "partial_aggregation", spark_struct(columns))
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ sessions go on and on, this time is not moved with each row: it is corrected whe
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -21,7 +21,7 @@ from backends.encoding.keys import decode_keys
 from backends.encoding.operator_schema import OperatorSchema
 from backends.ids import DEFAULT_FAMILY
 from coordinator_actor.messages import OperatorFigures
-from spark_bridge.aggregates.aggregator import Aggregator
+from spark_bridge.aggregates.aggregator import Aggregator, ListTooLargeError
 from spark_bridge.aggregates.row_groups import group_rows
 from spark_bridge.operators.aggregate.session_windows import SessionColumns, joined_sessions
 from spark_bridge.state_format.families import ENDS_FAMILY
@@ -70,9 +70,10 @@ class SessionLogic:
         self, batches: Iterable[pa.RecordBatch], store: StateAccess, timer: StepTimer
     ) -> Iterator[pa.RecordBatch]:
         """Make sessions of the rows, merge them with the keys' stored sessions, commit, and yield the results."""
-        work = _SessionBatch(self, store, timer)
+        counting = replace(self, aggregator=self.aggregator.counting())
+        work = _SessionBatch(counting, store, timer)
         sessions = empty(self.columns.schema)
-        with RowReducer(self.keys, store.num_key_groups, sessions, self.merged, self.limits) as reducer:
+        with RowReducer(self.keys, store.num_key_groups, sessions, counting.merged, self.limits) as reducer:
             for rows in parts_of(batches, timer, "aggregate_ms"):
                 work.add(rows, reducer)
             work.add_due_keys(reducer)
@@ -114,7 +115,8 @@ class _SessionBatch:
 
     def figures(self) -> OperatorFigures:
         """Return the counts of rows that came, were updated, removed and late; the rows of state are sessions."""
-        return OperatorFigures(self._rows, self._updated, self._removed, self._late)
+        custom = self._logic.aggregator.figures()
+        return OperatorFigures(self._rows, self._updated, self._removed, self._late, custom)
 
     def add(self, rows: pa.RecordBatch, reducer: RowReducer) -> None:
         """Make sessions of the rows that are not late."""
@@ -169,7 +171,11 @@ class _SessionBatch:
         of_rows, ids, first_starts, last_ends = joined_sessions(both_ids, starts, ends)
         touched = np.zeros(len(ids), np.bool_)
         touched[of_rows[len(old_ids) :]] = True
-        states = logic.aggregator.merge(of_rows, len(ids), both)
+        try:
+            states = logic.aggregator.merge(of_rows, len(ids), both)
+        except ListTooLargeError as error:
+            key = decode_keys(new.keys.slice(int(ids[error.group]), 1), logic.keys)
+            raise error.of_key(key) from error
         sessions = self._columns.rows(first_starts, last_ends, states)
         ended = last_ends <= self._watermark
         self._updated += int(np.count_nonzero(touched))

@@ -16,6 +16,7 @@ from pyspark.sql import types as T
 from spark_bridge.exceptions import InvalidOperatorError
 from spark_bridge.operators.join.asof_matching import Asof
 from spark_bridge.operators.join.sides import Bounds
+from spark_bridge.operators.spark_types import other_case
 from spark_bridge.operators.watermark_columns import with_event_time, without_event_time
 
 
@@ -55,7 +56,10 @@ def timed_output(
         return output
     named = f"event_time_column={column!r}"
     if column not in output.names:
-        raise InvalidOperatorError(f"{named}: the output has no such column; it has {', '.join(output.names)}.")
+        raise InvalidOperatorError(
+            f"{named}: the output has no such column; it has {', '.join(output.names)}."
+            f"{other_case([column], output.names)}"
+        )
     if not times:
         raise InvalidOperatorError(
             f"{named} needs to know how long rows wait: put withWatermark on both sides and give within=, or put the "

@@ -31,9 +31,8 @@ from spark_bridge.operators.join.sides import (
     slot_name,
 )
 from spark_bridge.operators.key_columns import check_keys
-from spark_bridge.operators.map_in_arrow import map_in_arrow
-from spark_bridge.operators.partitioning import quote, routed
-from spark_bridge.operators.spark_types import arrow_type, column_type
+from spark_bridge.operators.map_in_arrow import Routing, columns_by_name, map_in_arrow
+from spark_bridge.operators.spark_types import arrow_type, column_type, quoted
 from spark_bridge.operators.ticks import with_ticks
 from spark_bridge.operators.watermark_columns import event_time_of, watermark_columns, watermark_lag_ms
 from spark_bridge.operators.windows import microseconds
@@ -79,7 +78,7 @@ def joined_stream(
         both = with_ticks(both)
     n, groups, lag_ms = placing.partitions, placing.key_groups, lag_of(left, right, logic.bounds)
     task = StateTask(placing.operator, n, groups, tuple(keys), logic, uses_time, lag_ms)
-    return map_in_arrow(routed(both, keys, n, groups), task, declare(spec), given)
+    return map_in_arrow(both, task.run, declare(spec), given, Routing(keys, n, groups))
 
 
 # -- what is refused ---------------------------------------------------------------------------
@@ -218,7 +217,7 @@ def _event_time(df: DataFrame, side: str, given: str | None) -> EventTime | None
     if given not in watermark_columns(df.schema):
         raise InvalidOperatorError(
             f"{side}_time={given!r} has no watermark, so that no row would ever leave the state: put "
-            f'{side}.withWatermark("{given}", "10 minutes") on it.'
+            f'{side}.withWatermark({quoted(given)}, "10 minutes") on it.'
         )
     return event_time_of(df.schema, [given])
 
@@ -258,11 +257,14 @@ def _both(
         types.update((slot, f.dataType) for f, slot in zip(fields, side.slots, strict=True) if slot not in types)
     frames = []
     for df, code, fields, side in zip((left, right), (LEFT_ROW, RIGHT_ROW), others, logic.sides, strict=True):
+        rows, by_name = columns_by_name(df)
         own: dict[int, Column] = {
-            slot: F.lit(True) if f is ONLY else F.col(quote(f.name)) for f, slot in zip(fields, side.slots, strict=True)
+            slot: F.lit(True) if f is ONLY else by_name[f.name] for f, slot in zip(fields, side.slots, strict=True)
         }
         columns = [own.get(i, F.lit(None).cast(types[i])).alias(slot_name(i)) for i in range(len(types))]
-        frames.append(df.select(F.lit(code).cast("byte").alias(SIDE), *(F.col(quote(k)) for k in keys), *columns))
+        frames.append(
+            rows.select(F.lit(code).cast("byte").alias(SIDE), *(by_name[key].alias(key) for key in keys), *columns)
+        )
     return frames[0].union(frames[1])
 
 

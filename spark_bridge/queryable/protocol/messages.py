@@ -99,12 +99,14 @@ class Comparison(Struct, frozen=True, array_like=True):
     """The condition ``column operator values``: one value, or several for ``in``.
 
     None for ``is null`` and ``is not null``. Values are JSON values. Values of types that JSON does not have are
-    strings that Arrow casts to the column's type.
+    strings that Arrow casts to the column's type; integers of more than 64 bits and NaN are strings too. With
+    ``is_base64`` all values are bytes in base64.
     """
 
     column: Name
     comparison: Literal["=", "!=", "<", "<=", ">", ">=", "in", "is null", "is not null"]
     values: list[str | int | float | bool] = []
+    is_base64: bool = False
 
 
 class ScanRequest(Struct, frozen=True, array_like=True, tag="scan"):

@@ -24,6 +24,7 @@ from spark_bridge.exceptions import (
     TooManyRequestsError,
     UnknownKvStateKeyGroupLocationError,
     UnknownOperatorError,
+    WrongOperatorError,
 )
 
 T = TypeVar("T")
@@ -44,6 +45,8 @@ restarted.
 """
 BUSY = (QueryBusyError, TooManyRequestsError)
 """Errors that pass by waiting: nothing has moved, and whoever was asked takes no more for the moment."""
+PERMANENT = (AccessDeniedError, QueryTimeoutError, WrongOperatorError)
+"""Errors that no attempt helps, though their base classes may pass."""
 FINAL_ERRORS = (QueryEndedError, UnknownOperatorError)
 """Errors that are final for a client that asks for the first time.
 
@@ -56,7 +59,7 @@ LONGEST_RETRY_DELAY = 0.5
 
 def should_locate(error: Exception) -> bool:
     """Return whether an error says that what is known of the owners is wrong or old."""
-    return isinstance(error, (*MOVED, *FINAL_ERRORS)) and not isinstance(error, (QueryTimeoutError, AccessDeniedError))
+    return isinstance(error, (*MOVED, *FINAL_ERRORS)) and not isinstance(error, PERMANENT)
 
 
 class Attempts:
@@ -108,7 +111,7 @@ class Attempts:
         return delay
 
     def _may_help(self, error: Exception) -> bool:
-        if isinstance(error, (QueryTimeoutError, AccessDeniedError)):
+        if isinstance(error, PERMANENT):
             return False
         if isinstance(error, FINAL_ERRORS):
             return self._had_answer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from backends.encoding.operator_schema import TIMERS
@@ -57,8 +57,24 @@ class CatalogTable:
     @property
     def full_name(self) -> str:
         """The name to write in SQL so that no other table is meant: with the query."""
-        parts = [self.query or self.query_id, self.operator, *([] if self.is_only else [self.state])]
+        query = self.query_id if self.query_id == self.run_id else self.query or self.query_id
+        parts = [query, self.operator, *([] if self.is_only else [self.state])]
         return ".".join(quoted(p) for p in parts)
+
+
+def catalog(operators: Sequence[Mapping[str, Any]]) -> list[CatalogTable]:
+    """Return the tables of a client's ``operators()``.
+
+    Where the copy of a checkpoint runs beside the original, both have one query id: their run ids name them instead.
+    """
+    runs: dict[str, set[str]] = {}
+    for operator in operators:
+        runs.setdefault(operator["query_id"], set()).add(operator["run_id"])
+    return [
+        table if len(runs[table.query_id]) == 1 else replace(table, query_id=table.run_id)
+        for operator in operators
+        for table in catalog_tables(operator)
+    ]
 
 
 def catalog_tables(operator: Mapping[str, Any]) -> list[CatalogTable]:

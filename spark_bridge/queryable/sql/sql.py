@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from spark_bridge.exceptions import RequestError, UnknownOperatorError
-from spark_bridge.queryable.sql.catalog import UnclearNameError, candidate_names, catalog_tables, resolve
+from spark_bridge.queryable.sql.catalog import UnclearNameError, candidate_names, catalog, resolve
 from spark_bridge.queryable.sql.dataset import StateDataset, StatementSnapshot
 from spark_bridge.queryable.sql.duckdb_connections import (
     connection_with_tables,
@@ -63,7 +63,7 @@ def sql(
     duckdb = import_duckdb()
     # An EXPLAIN does not share the database: EXPLAIN ANALYZE runs the statement that it explains.
     may_share = connection is not None or statement_kind(duckdb, statement) == "SELECT"
-    known = [table for operator in client.operators() for table in catalog_tables(operator)]
+    known = catalog(client.operators())
     snapshot = StatementSnapshot(client, timeout, version)
     tables: dict[tuple[str, ...], StateDataset] = {}
     queries: dict[str, str] = {}  # a table of each query, by its id

@@ -7,9 +7,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from backends.encoding.given_values import CAST_ERRORS, cast_without_loss, check_same, python_value
 from backends.encoding.key_order import key_order
 from backends.exceptions import InvalidStateStoreArgument
-from spark_bridge.queryable.client.arguments.lossless_casts import CAST_ERRORS, cast_without_loss
 from spark_bridge.state_format.rows_to_pairs import PairsOfRows
 from spark_bridge.state_format.user_columns import KEY_GROUP, PARTITION
 
@@ -58,7 +58,7 @@ def _column(given: pa.RecordBatch | pa.Table, field: pa.Field, owner: str) -> pa
     column = given.column(field.name)
     try:
         array = cast_without_loss(column, field.type)
-        _check_same(column, array)
+        check_same(column, array)
     except CAST_ERRORS as error:
         raise InvalidStateStoreArgument(
             f"Column {field.name!r} of the rows of {owner} is {column.type}, and the state has {field.type}: {error} "
@@ -71,23 +71,10 @@ def _column(given: pa.RecordBatch | pa.Table, field: pa.Field, owner: str) -> pa
     return array
 
 
-def _check_same(given: pa.Array | pa.ChunkedArray, made: pa.Array) -> None:
-    """Raise ``ValueError`` if numbers were rounded: what was made is not what was given when it is cast back."""
-    kinds = (given.type, made.type)
-    if kinds[0] == kinds[1] or not any(pa.types.is_floating(k) or pa.types.is_decimal(k) for k in kinds):
-        return
-    back = made.cast(given.type, safe=False)
-    same = pc.equal(back, given)
-    if pa.types.is_floating(given.type):
-        same = pc.or_(same, pc.and_(pc.is_nan(back), pc.is_nan(given)))
-    if not pc.all(same, min_count=0).as_py():  # nulls count as equal
-        raise ValueError("values would be rounded.")
-
-
 def key_in_words(rows: pa.RecordBatch, pairs: PairsOfRows, at: int) -> str:
     """Return the key of one row, for messages, with what tells it apart from others of the same key."""
     n = len(pairs.rows.key) + len(pairs.rows.inner)
-    return ", ".join(f"{name}={rows.column(i)[at].as_py()!r}" for i, name in enumerate(rows.schema.names[:n]))
+    return ", ".join(f"{name}={python_value(rows.column(i)[at])!r}" for i, name in enumerate(rows.schema.names[:n]))
 
 
 def in_key_order(rows: pa.RecordBatch, keys: pa.BinaryArray) -> tuple[pa.RecordBatch, pa.BinaryArray]:

@@ -15,6 +15,7 @@ import pyarrow as pa
 from pyspark.sql import Row
 from pyspark.sql.types import ArrayType, BinaryType, MapType, StructType
 
+from backends.encoding.given_values import is_missing, python_value
 from spark_bridge.exceptions import StatefulProcessorError
 from spark_bridge.stateful.values.pandas_values import FrameColumns, PandasCodec
 from spark_bridge.stateful.values.row_values import RowCodec
@@ -114,7 +115,7 @@ class OutputSink:
             is_late = self.event_time.is_done(batch, self.late_watermark_ms)
             if is_late.any():
                 name = self.event_time.column
-                late = batch.column(name).filter(pa.array(is_late))[0].as_py()
+                late = python_value(batch.column(name).filter(pa.array(is_late))[0])
                 raise StatefulProcessorError(
                     f"[EMITTING_ROWS_OLDER_THAN_WATERMARK_NOT_ALLOWED] The processor gave a row with {name}={late}, "
                     f"which is not after the watermark, {self.late_watermark_ms} ms since 1970: whatever follows would "
@@ -135,7 +136,7 @@ def _iterator(given: Any, what: str) -> Iterator[Any]:
 
 
 def detached(value: Any) -> Any:
-    """Return the value with copies of all that can be changed in it."""
+    """Return the value with copies of all that can be changed in it, and with None for NaT and NA."""
     if isinstance(value, tuple):
         copy: Any = tuple.__new__(type(value), map(detached, value))
         if isinstance(value, Row) and "__fields__" in value.__dict__:
@@ -147,7 +148,7 @@ def detached(value: Any) -> Any:
         return {k: detached(v) for k, v in value.items()}
     if isinstance(value, (bytearray, np.ndarray)):
         return value.copy()
-    return value
+    return None if is_missing(value) else value
 
 
 def _by_position(rows: list[Any], names: list[str]) -> Sequence[Sequence[Any]]:

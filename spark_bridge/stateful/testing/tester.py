@@ -24,6 +24,7 @@ from coordinator_actor.messages import BatchTimes, OperatorFigures
 from spark_bridge.exceptions import ProcessorTesterError
 from spark_bridge.state_format.layouts import LIST, MAP, VALUE
 from spark_bridge.stateful.stateful_processor import ExpiredTimerInfo
+from spark_bridge.stateful.tasks.processor_output import detached
 from spark_bridge.stateful.tasks.processor_state import ProcessorState
 from spark_bridge.stateful.testing.tester_errors import TesterAssertionError, TesterTimeError, TesterValueError
 from spark_bridge.stateful.testing.tester_handle import TesterHandle
@@ -199,7 +200,7 @@ class ProcessorTester:
 
     def _handle_rows(self, key: Any, rows: Iterator[Any]) -> list[Any]:
         with self._batch(key) as columns:
-            return list(self.processor.handleInputRows(columns, rows, self._state.timer_values) or ())
+            return self._as_in_a_query(self.processor.handleInputRows(columns, rows, self._state.timer_values))
 
     def _handle_timers(self) -> Any:
         output: list[Any] = []
@@ -216,9 +217,13 @@ class ProcessorTester:
                     given = self.processor.handleExpiredTimer(
                         key=self._keys[number], timerValues=state.timer_values, expiredTimerInfo=info
                     )
-                    output += given or ()
+                    output += self._as_in_a_query(given)
                     state.handle.deleteTimer(expiry)
         return _one_frame(output) if self._uses_pandas else output
+
+    def _as_in_a_query(self, given: Any) -> list[Any]:
+        """Return what the processor gave; a NaT or NA in a row is None, as in the output of a query."""
+        return list(given or ()) if self._uses_pandas else [detached(row) for row in given or ()]
 
     def _check_advance(self, mode: str, what: str, now_ms: int, then_ms: int) -> None:
         if self._time_mode != mode:

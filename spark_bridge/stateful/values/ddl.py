@@ -6,6 +6,7 @@ import re
 
 from pyspark.sql import types as T
 
+from backends.encoding.spark_types import INTERVAL_REMEDY
 from spark_bridge.exceptions import StateDeclarationError
 
 _TOKEN = re.compile(r"\s*(?:(`(?:[^`]|``)+`)|('(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\")|([^\s<>(),:`'\"]+)|([<>(),:]))")
@@ -64,7 +65,7 @@ class _Parser:
 
     def _refusal(self, reason: str) -> StateDeclarationError:
         return StateDeclarationError(
-            f"The schema {self._text!r} is not DDL text of a struct's fields: {reason}. Write it as "
+            f"The schema {self._text!r} is not DDL text of a struct's fields: {reason.removesuffix('.')}. Write it as "
             "'name TYPE, name TYPE', such as 'count INT, tags ARRAY<STRING>', or give a StructType."
         )
 
@@ -140,7 +141,8 @@ class _Parser:
             struct = self.fields(end=">")
             self._expect(">")
             return struct
-        raise self._refusal(f"{name!r} is no type that state can have")
+        remedy = f". {INTERVAL_REMEDY}" if name == "interval" else ""
+        raise self._refusal(f"{name!r} is no type that state can have{remedy}")
 
     def _numbers(self, default: tuple[int, int]) -> tuple[int, int]:
         """Read the one or two numbers in brackets after a type; ``default`` where there are none."""

@@ -5,11 +5,11 @@ Timestamps are naive, in the session's time zone; structs and maps are dicts, ar
 
 from __future__ import annotations
 
+import datetime as dt
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import groupby
-from math import isnan
 from operator import attrgetter
 from typing import Any, TypeAlias
 
@@ -21,8 +21,9 @@ import pyarrow.compute as pc
 from pyspark.sql.types import StructType
 
 from backends.encoding.columns import is_list_like, list_array, list_parts, null_mask, struct_array
+from backends.encoding.given_values import are_plain, is_missing
 from spark_bridge.stateful.values.row_values import RowCodec
-from spark_bridge.stateful.values.value_arrays import to_array
+from spark_bridge.stateful.values.value_arrays import shown, to_array
 
 ColumnValues: TypeAlias = "np.ndarray[Any, Any] | pd.api.extensions.ExtensionArray"
 """A column's values, as pandas keeps them."""
@@ -45,13 +46,20 @@ class PandasCodec:
         return RowCodec(self.struct).schema
 
     def to_frame(self, batch: pa.RecordBatch) -> pd.DataFrame:
-        """Return the rows as a DataFrame, in memory of its own."""
+        """Return the rows as a DataFrame, in memory of its own.
+
+        A column with a time that nanoseconds cannot hold, before 1678 or after 2261, is of microseconds. Raises
+        ``ValueError`` naming the column of a date or a nested time that Python's datetime cannot hold.
+        """
         nested = [pa.types.is_nested(c.type) for c in batch.columns]
         columns = [_wall_clock(c, self.time_zone) if n else c for c, n in zip(batch.columns, nested, strict=True)]
         table = pa.table(columns, names=[str(i) for i in range(len(columns))])
-        frame: pd.DataFrame = table.to_pandas(maps_as_pydicts="strict", coerce_temporal_nanoseconds=True)
+        try:
+            frame: pd.DataFrame = _pandas_of(table, coerce=True)
+        except (pa.ArrowException, ValueError, OverflowError):
+            frame = _frame_of_far_times(columns, self.struct.names, self.time_zone)
         for i, column in enumerate(columns):
-            if pa.types.is_timestamp(column.type) and column.type.tz is not None:
+            if _has_zone(column.type) and isinstance(frame[str(i)].dtype, pd.DatetimeTZDtype):
                 frame[str(i)] = frame[str(i)].dt.tz_convert(self.time_zone).dt.tz_localize(None)
         frame.columns = pd.Index(self.struct.names)
         # Computed here once: otherwise every part of the frame would compute where each column lies.
@@ -96,6 +104,30 @@ class PandasCodec:
     @cached_property
     def _names(self) -> tuple[str, ...]:
         return tuple(self.struct.names)
+
+
+def _pandas_of(table: pa.Table, *, coerce: bool) -> pd.DataFrame:
+    frame: pd.DataFrame = table.to_pandas(maps_as_pydicts="strict", coerce_temporal_nanoseconds=coerce)
+    return frame
+
+
+def _frame_of_far_times(columns: Sequence[pa.Array], names: Sequence[str], time_zone: str) -> pd.DataFrame:
+    """Return a frame with columns of microseconds where nanoseconds do not do; raises ``ValueError``."""
+    series = {}
+    for i, (name, column) in enumerate(zip(names, columns, strict=True)):
+        place = str(i)
+        try:
+            series[place] = _pandas_of(pa.table([column], [place]), coerce=True)[place]
+        except (pa.ArrowException, ValueError, OverflowError) as error:
+            if not pa.types.is_timestamp(column.type):
+                raise ValueError(
+                    f"Column {name!r} has a time that pandas or Python's datetime cannot hold: {error}. Cast it to a "
+                    "string or a number."
+                ) from error
+            # By Arrow: pandas is off by fractions of a second where the offset of a zone has seconds.
+            wall = pa.table([_wall_clock(column, time_zone)], [place])
+            series[place] = _pandas_of(wall, coerce=False)[place]
+    return pd.DataFrame(series)
 
 
 @lru_cache(maxsize=1024)
@@ -148,15 +180,18 @@ def _array(field: pa.Field, column: pd.Series, time_zone: str) -> pa.Array:
     """Return a column of the output; raises ``TypeError`` or ``ValueError`` naming the column."""
     kind = field.type
     if pa.types.is_nested(kind):
-        values = [None if v is None or v is pd.NA else v for v in column]
-        return _instants(to_array(field.name, values, _wall_field(field)), kind, time_zone)
+        values = to_array(field.name, column.tolist(), _wall_field(field), nan_is_null=True)
+        return _instants(values, kind, time_zone)
     if pa.types.is_timestamp(kind) and not pd.api.types.is_datetime64_any_dtype(column.dtype):
-        try:
-            column = pd.to_datetime(column)
-        except (TypeError, ValueError) as error:
-            raise TypeError(f"Field {field.name!r} is of type timestamp: {error}") from error
+        column = _times(field.name, column)
+    elif column.dtype == object:
+        values = column.tolist()
+        may_be_nan = pa.types.is_floating(kind) or pa.types.is_decimal(kind) or not are_plain(values, kind)
+        return to_array(field.name, values, field, nan_is_null=may_be_nan)
     try:
         if pa.types.is_timestamp(kind) and kind.tz is not None:
+            if column.dt.tz is None and column.dt.unit != "ns":
+                return _checked(_instants(pa.array(column, from_pandas=True).cast(_WALL_CLOCK), kind, time_zone), field)
             if column.dt.tz is None:
                 column = column.dt.tz_localize(time_zone, ambiguous=False, nonexistent="shift_forward")
             array = pa.array(column, from_pandas=True).cast(kind, safe=False)
@@ -166,7 +201,11 @@ def _array(field: pa.Field, column: pd.Series, time_zone: str) -> pa.Array:
             array = _flat_array(column, kind)
     except (pa.ArrowException, TypeError, ValueError, OverflowError):
         # Value by value: an odd value may fit nevertheless, and if not, the error names the value.
-        return to_array(field.name, [None if _is_missing(v) else v for v in column], field)
+        return to_array(field.name, column.tolist(), field, nan_is_null=True)
+    return _checked(array, field)
+
+
+def _checked(array: pa.Array | pa.ChunkedArray, field: pa.Field) -> pa.Array:
     array = array.combine_chunks() if isinstance(array, pa.ChunkedArray) else array
     if array.null_count and not field.nullable:
         raise ValueError(f"Field {field.name!r} is declared not nullable, but a value of it is missing.")
@@ -182,8 +221,30 @@ def _flat_array(column: pd.Series, kind: pa.DataType) -> pa.Array:
         raise
 
 
-def _is_missing(value: object) -> bool:
-    return value is None or value is pd.NA or value is pd.NaT or (isinstance(value, float) and isnan(value))
+def _times(name: str, column: pd.Series) -> pd.Series:
+    """Return a column of Python objects as one of times; raises ``TypeError`` naming the column."""
+    values = [None if is_missing(v, nan=True) else v for v in column]
+    wrong = [v for v in values if not (v is None or isinstance(v, str | dt.date | np.datetime64))]
+    if wrong:
+        # pandas would take a number for nanoseconds since 1970.
+        raise TypeError(
+            f"Field {name!r} is of type timestamp, and {shown(wrong[0])} ({type(wrong[0]).__name__}) is not a time."
+        )
+    try:
+        return pd.to_datetime(pd.Series(values, dtype=object))
+    except pd.errors.OutOfBoundsDatetime as error:
+        if any(isinstance(v, str) for v in values):
+            raise TypeError(f"Field {name!r} is of type timestamp: {error}") from error
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"Field {name!r} is of type timestamp: {error}") from error
+    # A time before 1678 or after 2261, which pandas has no nanoseconds for.
+    has_zone = {v.tzinfo is not None for v in values if isinstance(v, dt.datetime)}
+    if has_zone == {True, False}:
+        raise TypeError(f"Field {name!r} is of type timestamp, and some of its values have a time zone, others none.")
+    if True in has_zone:
+        values = [v and v.astimezone(dt.timezone.utc).replace(tzinfo=None) for v in values]
+    made = pd.Series(np.array(values, "M8[us]"))
+    return made.dt.tz_localize("UTC") if True in has_zone else made
 
 
 def _has_zone(kind: pa.DataType) -> bool:

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import datetime
-from decimal import ROUND_HALF_UP, Decimal, InvalidOperation
+from decimal import ROUND_HALF_UP, Context, Decimal, InvalidOperation
 from itertools import chain
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import pyarrow as pa
 from pyspark.sql import Row
 
 from backends.encoding.columns import Mask, is_list_like, list_array, null_mask, struct_array
+from backends.encoding.given_values import are_plain, is_missing, plain_value
 from backends.encoding.spark_types import to_spark_type
 from spark_bridge.stateful.values.local_time import Micros, from_local
 
@@ -25,7 +25,10 @@ Value = Any
 """A value of a column, as PySpark gives it."""
 
 
-_REFUSALS = (pa.ArrowException, TypeError, ValueError, OverflowError)
+_REFUSALS = (pa.ArrowException, TypeError, ValueError, OverflowError, InvalidOperation)
+_ROUNDING = Context(prec=76, rounding=ROUND_HALF_UP)
+"""More digits than a decimal can have: the default context refuses to round the longest ones."""
+_Conversion = Callable[[Sequence[Value], pa.DataType], pa.Array]
 
 
 def integers_of(array: pa.Array, kind: pa.DataType, mask: Mask | None) -> Micros:
@@ -48,39 +51,35 @@ def transposed(rows: Sequence[Sequence[Value]], width: int, what: Callable[[], s
     return [values[i::width] for i in range(width)]
 
 
-def to_array(name: str, values: Sequence[Value], field: pa.Field) -> pa.Array:
+def to_array(name: str, values: Sequence[Value], field: pa.Field, *, nan_is_null: bool = False) -> pa.Array:
     """Return a column of Python values, of the field's type.
 
-    ``name`` is the path to the field. Raises ``TypeError`` or ``ValueError`` naming path, type and value.
+    ``name`` is the path to the field. ``nan_is_null``: NaN stands for null, as in pandas. Raises ``TypeError`` or
+    ``ValueError`` naming path, type and value.
     """
     kind = field.type
+    if nan_is_null or not are_plain(values, kind):
+        values = [None if is_missing(v, nan=nan_is_null) else v for v in values]
     if pa.types.is_struct(kind):
-        array = _struct_array(name, values, kind)
+        array = _struct_array(name, values, kind, nan_is_null)
     elif pa.types.is_map(kind):
-        array = _map_array(name, values, kind)
+        array = _map_array(name, values, kind, nan_is_null)
     elif is_list_like(kind):
-        array = _list_array(name, values, kind)
+        array = _list_array(name, values, kind, nan_is_null)
     else:
-        convert = _convert_timestamps if pa.types.is_timestamp(kind) else _convert
-        try:
-            array = convert(values, kind)
-        except _REFUSALS:
-            array = convert([_accepted(name, v, kind, convert) for v in values], kind)
+        array = _flat_array(name, values, kind)
     if array.null_count and not field.nullable:
         raise ValueError(f"Field {name!r} is declared not nullable, but a value of it is None.")
     return array
 
 
-def _convert(values: Sequence[Value], kind: pa.DataType) -> pa.Array:
-    if not pa.types.is_integer(kind):
-        return pa.array(values, kind)
-    # With the type given, Arrow would cut 1.5 to 1.
-    inferred = pa.array(values)
-    if not (
-        pa.types.is_integer(inferred.type) or pa.types.is_floating(inferred.type) or pa.types.is_null(inferred.type)
-    ):
-        raise TypeError(f"not an integer but {inferred.type}")
-    return inferred.cast(kind)
+def _flat_array(name: str, values: Sequence[Value], kind: pa.DataType) -> pa.Array:
+    convert: _Conversion = _convert_timestamps if pa.types.is_timestamp(kind) else pa.array
+    try:
+        plain = values if are_plain(values, kind) else [plain_value(v, kind) for v in values]
+        return convert(plain, kind)
+    except _REFUSALS:
+        return convert([_accepted(name, v, kind, convert) for v in values], kind)
 
 
 def _convert_timestamps(values: Sequence[Value], kind: pa.DataType) -> pa.Array:
@@ -106,26 +105,22 @@ def _aware(values: Sequence[Value]) -> list[bool]:
         raise TypeError("not a datetime") from error
 
 
-def _accepted(name: str, value: Value, kind: pa.DataType, convert: Callable[[list[Value], Any], pa.Array]) -> Value:
+def _accepted(name: str, value: Value, kind: pa.DataType, convert: _Conversion) -> Value:
     """Return the value in a form that Arrow takes; raises ``TypeError`` or ``ValueError`` if it is not of the type."""
-    if isinstance(value, np.generic):
-        value = value.item() if not isinstance(value, np.datetime64) else pd.Timestamp(value).to_pydatetime()
-    if value is None or value is pd.NaT or value is pd.NA:
-        return None
-    if pa.types.is_floating(kind) and isinstance(value, int):
-        value = float(value)
     try:
-        if pa.types.is_decimal(kind) and isinstance(value, Decimal):
-            value = value.quantize(Decimal(1).scaleb(-kind.scale), ROUND_HALF_UP)
-        convert([value], kind)
-    except (*_REFUSALS, InvalidOperation) as error:
+        plain = plain_value(value, kind)
+        if pa.types.is_decimal(kind) and isinstance(plain, Decimal):
+            plain = plain.quantize(Decimal(1).scaleb(-kind.scale), context=_ROUNDING)
+        convert([plain], kind)
+    except _REFUSALS as error:
         spark = str(to_spark_type(name, kind))
-        is_type = isinstance(value, bool) or not isinstance(value, _PYTHON_TYPES.get(spark.partition("(")[0], ()))
+        given = value.item() if isinstance(value, np.generic) else value
+        is_type = isinstance(given, bool) or not isinstance(given, _PYTHON_TYPES.get(spark.partition("(")[0], ()))
         raise (TypeError if is_type else ValueError)(
             f"Field {name!r} is of type {spark}, and {shown(value)} ({type(value).__name__}) is not a value of it: "
             f"{error}"
         ) from error
-    return value
+    return plain
 
 
 _PYTHON_TYPES: dict[str, tuple[type, ...]] = {
@@ -143,7 +138,7 @@ _PYTHON_TYPES: dict[str, tuple[type, ...]] = {
 """By Spark type, the Python types whose values can be wrong only by being out of range."""
 
 
-def _struct_array(name: str, values: Sequence[Value], kind: pa.DataType) -> pa.Array:
+def _struct_array(name: str, values: Sequence[Value], kind: pa.DataType, nan_is_null: bool) -> pa.Array:
     fields = [kind.field(i) for i in range(kind.num_fields)]
     names = [f.name for f in fields]
     absent = (None,) * len(fields)
@@ -153,7 +148,12 @@ def _struct_array(name: str, values: Sequence[Value], kind: pa.DataType) -> pa.A
     )
     mask = np.fromiter((v is None for v in values), np.bool_, len(values))
     children = [
-        to_array(f"{name}.{f.name}", columns[i] if rows else [], f.with_nullable(f.nullable or bool(mask.any())))
+        to_array(
+            f"{name}.{f.name}",
+            columns[i] if rows else [],
+            f.with_nullable(f.nullable or bool(mask.any())),
+            nan_is_null=nan_is_null,
+        )
         for i, f in enumerate(fields)
     ]
     return struct_array(children, len(values), mask, kind)
@@ -173,23 +173,23 @@ def _positional(name: str, value: Value, names: list[str]) -> Sequence[Value]:
     return value
 
 
-def _list_array(name: str, values: Sequence[Value], kind: pa.DataType) -> pa.Array:
+def _list_array(name: str, values: Sequence[Value], kind: pa.DataType, nan_is_null: bool) -> pa.Array:
     for v in values:
         if not (v is None or isinstance(v, (list, tuple, np.ndarray))):
             raise TypeError(f"Field {name!r} is an array, and {shown(v)} ({type(v).__name__}) is none: give a list.")
-    elements = to_array(
-        f"{name}.element", list(chain.from_iterable(v for v in values if v is not None)), kind.value_field
-    )
+    present = list(chain.from_iterable(v for v in values if v is not None))
+    elements = to_array(f"{name}.element", present, kind.value_field, nan_is_null=nan_is_null)
     return list_array(elements, *_extents(values), kind)
 
 
-def _map_array(name: str, values: Sequence[Value], kind: pa.DataType) -> pa.Array:
+def _map_array(name: str, values: Sequence[Value], kind: pa.DataType, nan_is_null: bool) -> pa.Array:
     for v in values:
         if not (v is None or isinstance(v, dict)):
             raise TypeError(f"Field {name!r} is a map, and {shown(v)} ({type(v).__name__}) is none: give a dict.")
     present = [v for v in values if v is not None]
-    keys = to_array(f"{name}.key", list(chain.from_iterable(present)), kind.key_field)
-    items = to_array(f"{name}.value", list(chain.from_iterable(v.values() for v in present)), kind.item_field)
+    keys = to_array(f"{name}.key", list(chain.from_iterable(present)), kind.key_field, nan_is_null=nan_is_null)
+    values_of_all = list(chain.from_iterable(v.values() for v in present))
+    items = to_array(f"{name}.value", values_of_all, kind.item_field, nan_is_null=nan_is_null)
     entries = pa.StructArray.from_arrays([keys, items], fields=[kind.key_field, kind.item_field])
     return list_array(entries, *_extents(values), kind)
 

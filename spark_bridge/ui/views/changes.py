@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from starlette.responses import Response
 
+from backends.encoding.given_values import python_values
 from spark_bridge.exceptions import RequestError
 from spark_bridge.ui.lookups import PAGE_READ_SECONDS
 from spark_bridge.ui.requests import PageCall
@@ -30,7 +31,7 @@ def hottest(call: PageCall) -> Response:
     counts: Counter[tuple[object, ...]] = Counter()
     deadline, is_cut = time.monotonic() + PAGE_READ_SECONDS, False
     for change in call.system.recent_changes(table, since, newest) if since < newest else ():
-        columns = [change.batch.column(name).to_pylist() for name in table.key]
+        columns = [python_values(change.batch.column(name)) for name in table.key]
         counts.update(_hashable(key) for key in zip(*columns, strict=True))
         is_cut = counts.total() > MOST_CHANGES or time.monotonic() > deadline
         if is_cut:

@@ -12,6 +12,7 @@ from decimal import Decimal
 import pyarrow as pa
 from starlette.responses import Response, StreamingResponse
 
+from backends.encoding.given_values import python_values
 from spark_bridge.overview.formats import rate
 from spark_bridge.ui.formats import value as value_text
 from spark_bridge.ui.lookups import Found
@@ -89,7 +90,7 @@ def _lines(schema: pa.Schema, batches: Iterable[pa.RecordBatch]) -> Iterator[str
     writer.writerow([_safe(name) for name in schema.names])
     given = 0
     for batch in batches:
-        columns = [column.to_pylist() for column in batch.columns]
+        columns = [python_values(column) for column in batch.columns]
         for row in zip(*columns, strict=True):
             if given == MOST_CSV_ROWS:
                 writer.writerow([f"There are more than {MOST_CSV_ROWS} rows."])

@@ -5,8 +5,9 @@ import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 
+from backends.encoding.spark_types import from_spark_type
 from backends.encoding.values import decode_values, encode_values
-from backends.exceptions import SchemaMismatchError, UnsupportedTypeError
+from backends.exceptions import InvalidStateStoreArgument, SchemaMismatchError, UnsupportedTypeError
 from tests.backends.strategies import LADDERS, batches, comparable, hide
 from tests.effort import examples
 
@@ -142,3 +143,21 @@ def test_unsupported_types_are_named():
         encode_values(pa.record_batch([pa.array([None], kind)], names=["s"]))
     with pytest.raises(UnsupportedTypeError, match=r"'d'.*duration"):
         decode_values(pa.array([], pa.binary()), pa.schema([("d", pa.duration("us"))]))
+
+
+@pytest.mark.parametrize(
+    ("spark", "remedy"),
+    [
+        ("interval day to second", "extract(DAY FROM i) * 86400L"),
+        ("interval year to month", "extract(YEAR FROM i) * 12"),
+        ("variant", "Cast the column"),
+    ],
+)
+def test_types_of_spark_that_state_cannot_have_are_named_with_those_that_it_can(spark: str, remedy: str) -> None:
+    struct = {"type": "struct", "fields": [{"name": "took", "type": spark, "nullable": True, "metadata": {}}]}
+    for one in (spark, struct):
+        with pytest.raises(InvalidStateStoreArgument) as raised:
+            from_spark_type(one)
+        for words in (f"{spark!r} is not a type that state can have", "timestamp_ntz, decimal(p,s), array", remedy):
+            assert words in str(raised.value)
+    assert "Field 'took'" in str(raised.value)

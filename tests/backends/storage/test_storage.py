@@ -2,6 +2,8 @@
 
 import os
 import shutil
+import subprocess
+import sys
 import threading
 import time
 import uuid
@@ -379,6 +381,34 @@ def test_local_files_are_synced_with_all_new_directories_before_put_returns(tmp_
     synced.clear()
     CheckpointStorage.open(str(tmp_path / "other"), fsync=False).put_new("file", b"1")
     assert synced == []
+
+
+PRIVATE = """
+import os, sys
+from pathlib import Path
+from backends.storage import local_files
+from backends.storage.checkpoint_storage import CheckpointStorage
+
+os.umask(0o022)
+local_files.make_process_files_private()
+root = Path(sys.argv[1])
+CheckpointStorage.open(str(root / "ck")).put_new("a/b/durable", b"x")
+(root / "local").mkdir()
+(root / "local" / "state").write_bytes(b"x")
+"""
+
+
+def test_durable_files_keep_their_modes_where_a_process_keeps_its_files_private(tmp_path):
+    subprocess.run([sys.executable, "-c", PRIVATE, str(tmp_path)], check=True, cwd=Path(__file__).parents[3])
+    modes = {str(p.relative_to(tmp_path)): oct(p.stat().st_mode & 0o777) for p in tmp_path.rglob("*")}
+    assert modes == {
+        "ck": "0o755",
+        "ck/a": "0o755",
+        "ck/a/b": "0o755",
+        "ck/a/b/durable": "0o644",
+        "local": "0o700",
+        "local/state": "0o600",
+    }
 
 
 def test_a_full_disk_is_a_storage_error_and_leaves_nothing(tmp_path, monkeypatch):

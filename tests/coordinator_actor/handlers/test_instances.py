@@ -271,10 +271,11 @@ def test_the_oracle_says_of_every_key_group_what_the_coordinator_does(stream):
 def test_there_is_no_oracle_of_a_query_that_does_not_run(stream):
     s = stream()
     assert s.c.get_kv_state_location_oracle("another") is None
-    assert s.c.get_kv_state_location_oracle("run1") is None, "a job is a query, whatever its runs"
     s.c.register_query(msgspec.structs.replace(s.registration, run_id="run2"))
-    oracle = s.c.get_kv_state_location_oracle("q")
-    assert oracle is not None and oracle.run_id == "run2"
+    assert s.c.get_kv_state_location_oracle("run1") is None, "a newer run has replaced it"
+    for job in ("q", "run2", s.registration.state_location):
+        oracle = s.c.get_kv_state_location_oracle(job)
+        assert oracle is not None and oracle.run_id == "run2"
     s.c.deactivate_instances("run2")
     assert s.c.get_kv_state_location_oracle("q") is None
 

@@ -106,6 +106,8 @@ STATE = pa.schema([("p", pa.float64())])
         (lambda: S.sum("twice"), "o=S.sum: 'twice': the column is ambiguous"),
         (lambda: S.top_k("i", 0), "top_k: k=0 must be a positive integer"),
         (lambda: S.collect_list("s", limit=True), "collect_list: limit=True must be a positive integer"),
+        (lambda: S.collect_list("s", max_bytes=0), "collect_list: max_bytes=0 must be a positive integer"),
+        (lambda: S.collect_set("s", limit=5, max_bytes=5), "limit=5 and max_bytes=5: give limit to drop"),
         (lambda: S.collect_set("s", limit=1.5), "collect_set: limit=1.5 must be"),  # type: ignore[arg-type]
         (lambda: S.approx_count_distinct("s", rsd=0.4), "rsd=0.4 is out of range; it must be"),
         (lambda: S.approx_count_distinct("s", rsd=0.001), "rsd=0.001 is out of range; it must be"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -9,15 +10,21 @@ import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pyspark.sql import types as T
 
 from backends.encoding.operator_schema import OperatorSchema
 from backends.encoding.schema import StateSchema
 from coordinator_actor.messages import BatchTimes
+from spark_bridge import functions as S
 from spark_bridge.aggregates.aggregator import Aggregator
 from spark_bridge.aggregates.outputs import Output
+from spark_bridge.exceptions import SparkBridgeError
 from spark_bridge.operators.aggregate import aggregate_task
 from spark_bridge.operators.aggregate.aggregate_task import AggregateLogic
+from spark_bridge.operators.aggregate.output_columns import output_of
 from spark_bridge.operators.aggregate.partial_aggregation import PartialTask
+from spark_bridge.operators.aggregate.session_task import SessionLogic
+from spark_bridge.state_format.layouts import session_schema
 from spark_bridge.task.external_sort import Limits
 from spark_bridge.task.keyed_rows import empty, one_batch
 from spark_bridge.task.watermark import EventTime
@@ -221,3 +228,88 @@ def test_an_aggregate_over_all_rows_emits_one_row_for_each_batch(mode: str, is_p
         found.append([tuple(row.values()) for row in run.batch(given, BatchTimes())])
     assert found == [[(0, None, None)], [(2, 5, None)], [(2, 5, None)], [(3, 12, None)], [(3, 12, None)]]
     assert run.stored_keys("default") == [{"all_rows": True}]
+
+
+LIST_SCHEMA = T.StructType().add("k", "string").add("v", "string")
+
+
+def lists_of(is_partial: bool = False, **functions: S.AggregateFunction) -> tuple[AggregateLogic, OperatorRun]:
+    """A run of an aggregate by ``k`` of rows with ``k`` and ``v``."""
+    aggregator = Aggregator([output_of(LIST_SCHEMA, name, f, None) for name, f in functions.items()])
+    output = pa.schema([*BY_KEY, *aggregator.result_fields])
+    logic = AggregateLogic(StateSchema(BY_KEY, aggregator.state_schema), aggregator, output, is_partial=is_partial)
+    return logic, OperatorRun(logic, OperatorSchema.of_rows(logic.schema), ["k"], 1)
+
+
+def rows_of_lists(key: str, values: Sequence[str | None]) -> pa.RecordBatch:
+    return batch_of(pa.schema([*BY_KEY, pa.field("v", pa.string())]), [(key, v) for v in values])
+
+
+@pytest.mark.parametrize("is_partial", [False, True])
+def test_lists_keep_all_elements_or_count_those_that_their_limit_drops(is_partial: bool) -> None:
+    every = [f"{i:05}" for i in range(2500)]
+    logic, run = lists_of(
+        is_partial,
+        all=S.collect_list("v"),
+        distinct=S.collect_set("v"),
+        few=S.collect_list("v", limit=1000),
+        least=S.collect_set("v", limit=2),
+        top=S.top_k("v", 2),
+    )
+    assert logic.aggregator.state_schema.names[:3] == [
+        "all.collect_list(1000).items",
+        "distinct.collect_set(1000).items",
+        "few.collect_list(1000).items",
+    ], "queries that began while 1,000 was the default go on"
+    ahead = PartialTask(
+        replace(logic, aggregator=logic.aggregator.unlimited(), is_partial=False),
+        pa.schema([*BY_KEY, *logic.aggregator.state_schema]),
+    )
+    dropped = []
+    for part in (every[:1200], [*every[1200:], None], every[:1]):
+        rows = rows_of_lists("a", part)
+        if is_partial:
+            rows = one_batch(list(ahead.run(rows.slice(at, 500) for at in range(0, len(rows), 500))))
+        (row,) = run.batch(rows, BatchTimes())
+        dropped.append(run.figures.custom["numDroppedElements"])
+    assert row["all"] == sorted([*every, every[0]]) and row["distinct"] == every
+    assert row["few"] == every[-1000:] and row["least"] == every[:2] and row["top"] == every[:-3:-1]
+    assert dropped == [200 + 1198, 1300 + 1300, 1]
+    _, without = lists_of(all=S.collect_list("v"), top=S.top_k("v", 1))
+    without.batch(rows_of_lists("a", every), BatchTimes())
+    assert without.figures.custom == {}
+
+
+def test_a_list_of_too_many_bytes_is_refused_before_anything_changes() -> None:
+    _, run = lists_of(all=S.collect_list("v", max_bytes=1000), n=S.count())
+    for key in ("a", "b", "c"):
+        run.batch(rows_of_lists(key, ["x" * 90] * 9), BatchTimes())
+    with pytest.raises(SparkBridgeError) as raised:
+        run.batch(one_batch([rows_of_lists("a", ["y"]), rows_of_lists("b", ["y" * 90] * 3)]), BatchTimes())
+    for words in ("{'k': 'b'}", "collect_list of output 'all'", "12 elements", "max_bytes=1,000", "limit="):
+        assert words in str(raised.value)
+    (row,) = run.batch(rows_of_lists("b", ["z"]), BatchTimes())
+    assert row["n"] == 10
+    with pytest.raises(SparkBridgeError, match="collect_set of output 'one'"):
+        lists_of(one=S.collect_set("v", max_bytes=10))[1].batch(rows_of_lists("a", ["x" * 11]), BatchTimes())
+
+
+def test_a_session_with_a_list_of_too_many_bytes_is_refused() -> None:
+    by_key = pa.schema([pa.field("k", pa.string())])
+    aggregator = Aggregator([output_of(LIST_SCHEMA, "all", S.collect_list("v", max_bytes=130), None)])
+    limited = Aggregator([output_of(LIST_SCHEMA, "all", S.collect_list("v", limit=2), None)])
+    rows = pa.schema([*by_key, pa.field("session_window", WINDOW), pa.field("v", pa.string())])
+    for one in (limited, aggregator):
+        schema = session_schema(by_key, TS, one.state_schema)
+        output = pa.schema([*by_key, pa.field("session_window", WINDOW), *one.result_fields])
+        run = OperatorRun(SessionLogic(schema, one, output, "session_window", "update"), schema, ["k"], 1)
+        run.batch(batch_of(rows, [("a", (0, 10), "x" * 50), ("b", (0, 10), "x" * 50)]), BatchTimes())
+        more = batch_of(rows, [("b", (5, 15), "y" * 50), ("b", (6, 12), "z" * 50)])
+        if one is limited:
+            run.batch(more, BatchTimes())
+            assert run.figures.custom == {"numDroppedElements": 1}
+        else:
+            with pytest.raises(
+                SparkBridgeError, match=r"\{'k': 'b'\}: The collect_list of output 'all' has 3 elements"
+            ):
+                run.batch(more, BatchTimes())

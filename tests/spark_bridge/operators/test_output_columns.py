@@ -21,6 +21,19 @@ def test_arithmetic_of_text_is_refused_with_the_cast_that_spark_would_make(funct
         output_of(SCHEMA, "total", asked, None)
 
 
+def test_the_cast_names_the_column_as_spark_resolves_it() -> None:
+    with pytest.raises(InvalidOperatorError) as caught:
+        output_of(T.StructType().add("a.b`c", "string"), "total", S.sum("a.b`c"), None)
+    assert ".withColumn('a.b`c', F.col('`a.b``c`').cast(\"double\"))" in str(caught.value)
+
+
+def test_a_name_in_another_case_is_named() -> None:
+    with pytest.raises(InvalidOperatorError, match=r"'Text': .* case-sensitive here, .*: write 'text'\.$"):
+        output_of(SCHEMA, "total", S.max("Text"), None)
+    with pytest.raises(InvalidOperatorError, match=r"has text, flag\.$"):
+        output_of(SCHEMA, "total", S.max("other"), None)
+
+
 def test_other_types_are_refused_without_that_remedy() -> None:
     with pytest.raises(InvalidOperatorError, match="'flag' has type boolean") as caught:
         output_of(SCHEMA, "total", S.sum("flag"), None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from spark_bridge.operators.partitioning import murmur3_int, partition_targets, quote
+from spark_bridge.operators.partitioning import murmur3_int, partition_targets
 
 
 def test_murmur3_equals_sparks_hash_of_ints() -> None:
@@ -18,7 +18,3 @@ def test_murmur3_equals_sparks_hash_of_ints() -> None:
 def test_every_partition_has_a_target_that_hashes_to_it(n: int) -> None:
     targets = np.array(partition_targets(n), dtype=np.int32)
     assert np.mod(murmur3_int(targets).astype(np.int64), n).tolist() == list(range(n))
-
-
-def test_column_names_are_quoted_literally() -> None:
-    assert quote("a.b`c") == "`a.b``c`"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import socket
 import uuid
 from collections.abc import Iterator, Mapping
@@ -120,6 +121,7 @@ class Cluster:
         self.world = World(root)
         self.port: Any = Port(self.world.coordinator(0))
         self.partitions = partitions
+        self.checkpoint = "ck"
         self.hosts = [QueryHost(self, i, limits=limits) for i in range(hosts)]
         self.run = ""
         self.version = 0
@@ -138,6 +140,14 @@ class Cluster:
         answer = self.c.register_query(registration)
         assert answer.refusal is None, answer.refusal
         self.run, self.version = run, answer.completed_version
+
+    def start_copy(self, run: str, checkpoint: str) -> None:
+        """The checkpoint is copied, and the query starts on the copy: it has the query id of the original."""
+        shutil.copytree(self.root / self.checkpoint, self.root / checkpoint)
+        self.checkpoint = checkpoint
+        location = str(self.root / checkpoint)
+        self.registration |= {"checkpoint_location": location, "state_location": f"{location}/statestore"}
+        self.start(run)
 
     def replace_coordinator(self) -> None:
         """Another one takes over, and is told by the hosts what it must know."""
@@ -167,14 +177,14 @@ class Cluster:
         if not all(there):
             values = pc.if_else(pa.array(there, pa.bool_()), values, None)
         batch = self.version
-        self.world.plan_spark(batch)
+        self.world.plan_spark(batch, self.checkpoint)
         for p in range(self.partitions):
             own = pa.array(groups * self.partitions // G == p)
             pairs = SortedPairs.last_wins(keys.filter(own), values.filter(own))
             self._run_task(p, batch, Changes({"default": pairs}))
         if not committed:
             return self.version
-        self.world.commit_spark(batch)
+        self.world.commit_spark(batch, self.checkpoint)
         self.version += 1
         if complete:
             self.complete()

@@ -17,7 +17,7 @@ from spark_bridge import aggregate, attach, init_spark
 from spark_bridge import functions as S
 from spark_bridge.exceptions import InvalidOperatorError, SessionError
 from spark_bridge.session.current import current_cluster
-from tests.spark_bridge.conftest import Stream, remove_checkpoint
+from tests.spark_bridge.conftest import Stream, remove_checkpoint, wait_until
 
 pytestmark = pytest.mark.spark
 
@@ -213,6 +213,64 @@ def test_a_restart_that_brings_or_takes_a_source_says_which_modes_do(make_stream
     assert begun == {"0", ".0.crc"}, "the query that was refused has begun a batch"
     query = start(made("update"), stream)
     query.processAllAvailable()
+
+
+@pytest.mark.spark42_only
+def test_offsets_of_format_2_say_as_much(make_stream: Callable[..., Stream], spark: Any) -> None:
+    """They have no line for a source that has given nothing, so that they do not tell how many there are."""
+    stream, second = make_stream("k long, t timestamp"), make_stream("k long, t timestamp")
+    df = stream.read().withWatermark("t", "1 minute")
+
+    def made(output_mode: str) -> DataFrame:
+        counts = aggregate(df, by=["t", "k"], operator="o", output_mode=output_mode, num_partitions=2, n=S.count())
+        return counts.select("t", "k").union(second.read().select("t", "k"))
+
+    offsets = Path(stream.checkpoint, "offsets")
+    stream.add([(1, dt.datetime(2024, 1, 1))])
+    if spark.version >= "4":
+        spark.conf.set("spark.sql.streaming.offsetLog.formatVersion", "2")
+    try:
+        query = start(made("append"), stream)
+        wait_until(lambda: query.lastProgress is not None)
+        query.stop()
+        for rows in ([], [(2, dt.datetime(2024, 1, 2))]):
+            if rows:
+                second.add(rows)
+                query = start(made("append"), stream)
+                wait_until(lambda: any(p.read_text().count("logOffset") == 2 for p in offsets.glob("[0-9]*")))
+                query.stop()
+            message = refusal(made("update"), stream)
+            assert "STATE_STORE_INVALID_CONFIG_AFTER_RESTART" in message and 'output_mode="append"' in message
+    finally:
+        if spark.version >= "4":
+            spark.conf.unset("spark.sql.streaming.offsetLog.formatVersion")
+
+
+@pytest.mark.spark42
+def test_a_source_that_changes_its_place_is_refused(make_stream: Callable[..., Stream]) -> None:
+    stream, second = make_stream("k long, t timestamp"), make_stream("k long, t timestamp")
+
+    def made(*output_modes: str) -> DataFrame:
+        both = [
+            aggregate(
+                one.read().withWatermark("t", "1 minute"),
+                by=["t", "k"],
+                operator=f"o{i}",
+                output_mode=output_mode,
+                num_partitions=2,
+                n=S.count(),
+            )
+            for i, (one, output_mode) in enumerate(zip((stream, second), output_modes, strict=True))
+        ]
+        return both[0].repartition(1).union(both[1].repartition(1))
+
+    for one in (stream, second):
+        one.add([(1, dt.datetime(2024, 1, 1))])
+    query = start(made("append", "update"), stream)
+    wait_until(lambda: query.lastProgress is not None)
+    query.stop()
+    message = refusal(made("update", "append"), stream)
+    assert "at place 3 among its sources now" in message and "goes on with place 2" in message
 
 
 def test_a_session_without_the_listener(stream: Stream, spark: Any) -> None:

@@ -68,10 +68,16 @@ def test_state_is_a_table_and_the_source_of_a_stream(spark: SparkSession, stream
     feed = table(readChangeFeed=True, changeStartBatchId=1, changeEndBatchId=1)
     changed = read_state_changes(spark, stream.checkpoint, "counts", from_version=1, to_version=2)
     assert sorted(map(repr, feed.collect())) == sorted(map(repr, changed.collect()))
+    assert table().where("k = 1000").collect() == [], "no partition can have such a key"
+    assert table().where("k > 5 and k < 5").count() == 0
+    invalid = "STDS_INVALID_OPTION_VALUE.WITH_MESSAGE"
     for wrong, says in (
         ({"batch": 1}, "no option"),
         ({"batchId": "x"}, "must be a number"),
-        ({"batchId": 99}, "versions"),
+        ({"batchId": 99}, "STDS_COMMITTED_BATCH_UNAVAILABLE.*versions"),
+        ({"snapshotStartBatchId": 3}, invalid),
+        ({"readChangeFeed": True, "changeStartBatchId": 2, "changeEndBatchId": 1}, invalid),
+        ({"readChangeFeed": True, "changeStartBatchId": 3}, f"{invalid}.*the last batch is 2"),
     ):
         with pytest.raises(Exception, match=says):
             table(**wrong).collect()

@@ -18,6 +18,8 @@ from tests.effort import effort
 from tests.spark_bridge.state_flows import NAMES, Flow
 from tests.spark_bridge.variable_operations import random_batch
 
+COMPARISONS = ["=", "<", "<=", ">", ">="]
+
 
 @pytest.fixture(scope="module")
 def worked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Flow]:
@@ -53,7 +55,7 @@ def test_what_conditions_leave_out_does_not_pass(worked: Flow, name: str) -> Non
     assert rows
     rng = random.Random(3)
     pruned = 0
-    for _ in range(effort(12, 40)):
+    for _ in range(effort(18, 60)):
         one, other = rng.choice(rows), rng.choice(rows)
         where: list[tuple[Any, ...]] = rng.choice(
             [
@@ -64,9 +66,12 @@ def test_what_conditions_leave_out_does_not_pass(worked: Flow, name: str) -> Non
                 [("user", rng.choice(["<", "<=", ">", ">="]), one["user"])],
                 [("user", ">=", one["user"]), ("user", "<", other["user"])],
                 [("shard", "<", one["shard"])],
+                [("user", "=", one["user"]), ("shard", rng.choice(COMPARISONS), (one["shard"] or 0) + 0.5)],
+                [("user", "=", one["user"]), ("shard", rng.choice(COMPARISONS), rng.choice([2**70, -(2**70)]))],
+                [("user", "=", one["user"]), ("shard", "in", [one["shard"], 0.5, 2**70])],
             ]
         )
-        if any(value is None for _, _, value in where):
+        if any(value is None or (isinstance(value, list) and None in value) for _, _, value in where):
             continue
         chosen = selected(source, None, where)
         pruned += len(chosen.pieces) < 4

@@ -8,12 +8,14 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from backends.exceptions import InvalidStateStoreArgument
+from backends.exceptions import InvalidStateStoreArgument, VersionNotFoundError
 from coordinator_actor.reading.stored_versions import StateVersions, find_state
 from spark_bridge.state_data.source_options import SourceOptions, source_of
 from spark_bridge.state_data.state_tables import state_changes_table, state_table
 from tests.spark_bridge.state_flows import Flow
 
+CONFLICT = r"^\[STDS_CONFLICT_OPTIONS\]"
+INVALID = r"^\[STDS_INVALID_OPTION_VALUE.WITH_MESSAGE\] Invalid value for source option "
 USERS = [(user, 0) for user in "abcdefgh"]
 
 
@@ -61,16 +63,44 @@ def test_state_is_made_of_a_snapshot_of_that_batch_or_an_earlier_one(flow: Flow)
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"batchId": 1, "version": 1}, "name the same"),
-        ({"readChangeFeed": True}, "needs the option 'changeStartBatchId'"),
-        ({"readChangeFeed": True, "changeStartBatchId": 1, "batchId": 1}, "'batchId' does not go with"),
-        ({"changeStartBatchId": 1}, "'changeStartBatchId' does not go with"),
+        ({"batchId": 1, "version": 1}, f"{CONFLICT} The options 'batchId', 'version'"),
+        ({"operator": ""}, r"^\[STDS_REQUIRED_OPTION_UNSPECIFIED\] 'operator' must be specified"),
+        ({"readChangeFeed": True}, r"^\[STDS_REQUIRED_OPTION_UNSPECIFIED\] 'changeStartBatchId' must be specified"),
+        (
+            {"readChangeFeed": True, "changeStartBatchId": 1, "batchId": 1},
+            f"{CONFLICT} The options 'batchId', 'readChangeFeed'.*readChangeFeed is true",
+        ),
+        ({"changeStartBatchId": 1}, f"{CONFLICT} The options 'changeStartBatchId', 'readChangeFeed'.* is false"),
         ({"startingVersion": "latest"}, "A table has no option 'startingVersion'"),
-        ({"readRegisteredTimers": True}, "reads timers, not 'stateVarName'"),
-        ({"snapshotStartBatchId": "-1"}, "must be a number from 0 on"),
-        ({"flattenCollectionTypes": "maybe"}, "must be true or false"),
+        ({"readRegisteredTimers": True}, f"{CONFLICT} The options 'stateVarName', 'readRegisteredTimers'"),
+        ({"snapshotStartBatchId": "-1"}, r"^\[STDS_INVALID_OPTION_VALUE.IS_NEGATIVE\].*'snapshotStartBatchId'"),
+        ({"batchId": "x"}, f"{INVALID}'batchId': it is 'x'"),
+        ({"flattenCollectionTypes": "maybe"}, f"{INVALID}'flattenCollectionTypes': .* true or false"),
+        (
+            {"snapshotStartBatchId": 5, "batchId": 4},
+            f"{INVALID}'snapshotStartBatchId': it is 5, and must be less than or equal to 4",
+        ),
+        ({"snapshotStartBatchId": 8}, f"{INVALID}'snapshotStartBatchId': it is 8.*equal to 7"),
+        (
+            {"readChangeFeed": True, "changeStartBatchId": 3, "changeEndBatchId": 2},
+            f"{INVALID}'changeStartBatchId': it is 3, and changeEndBatchId is 2",
+        ),
+        (
+            {"readChangeFeed": True, "changeStartBatchId": 8},
+            f"{INVALID}'changeStartBatchId': it is 8, and the last batch is 7",
+        ),
+        (
+            {"readChangeFeed": True, "changeStartBatchId": 80},
+            f"{INVALID}'changeStartBatchId': it is 80, and the last batch is 7",
+        ),
     ],
 )
-def test_what_does_not_go_together_is_named(flow: Flow, options: dict[str, Any], says: str) -> None:
+def test_what_cannot_be_is_named_as_spark_names_it(flow: Flow, options: dict[str, Any], says: str) -> None:
     with pytest.raises(InvalidStateStoreArgument, match=says):
         table(flow, **options)
+
+
+def test_batches_that_are_not_there_are_named_as_spark_names_them(flow: Flow) -> None:
+    for options in ({"batchId": 8}, {"readChangeFeed": True, "changeStartBatchId": 1, "changeEndBatchId": 8}):
+        with pytest.raises(VersionNotFoundError, match=r"^\[STDS_COMMITTED_BATCH_UNAVAILABLE\] Version 9 "):
+            table(flow, **options)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import datetime as dt
+import enum
 import math
 import pickle
 import time
+import uuid
 from collections.abc import Iterator
 from decimal import Decimal
 from typing import Any
@@ -45,6 +47,18 @@ NESTED = (
     .add("path", T.ArrayType(POINT))
     .add("scores", T.MapType(T.StringType(), T.ArrayType(T.LongType())))
 )
+
+
+class Count(enum.IntEnum):
+    ONE = 1
+
+
+class Name(str):
+    pass
+
+
+class Day(dt.date):
+    pass
 
 
 @pytest.fixture
@@ -171,6 +185,21 @@ def test_times_with_a_zone_are_instants() -> None:
         ("long", pd.NA, None),
         ("timestamp", pd.NaT, None),
         ("boolean", np.bool_(True), True),
+        ("int", Count.ONE, 1),
+        ("string", Name("ann"), "ann"),
+        ("string", np.str_("ann"), "ann"),
+        ("binary", np.bytes_(b"x"), b"x"),
+        ("date", Day(2020, 7, 1), dt.date(2020, 7, 1)),
+        ("date", np.datetime64("2020-07-01"), dt.date(2020, 7, 1)),
+        ("date", pd.Timestamp("2020-07-01 05:00", tz="Asia/Tokyo"), dt.date(2020, 7, 1)),
+        ("timestamp_ntz", pd.Timestamp("2020-07-01 05:00:00.000001999"), dt.datetime(2020, 7, 1, 5, 0, 0, 1)),
+        ("timestamp_ntz", np.datetime64("9999-12-31T23:59"), dt.datetime(9999, 12, 31, 23, 59)),
+        (
+            "decimal(38,2)",
+            Decimal("1234567890123456789012345678901234.125"),
+            Decimal("1234567890123456789012345678901234.13"),
+        ),
+        ("decimal(38,20)", np.int64(5), Decimal("5.00000000000000000000")),
         ("binary", bytearray(b"x"), b"x"),
         ("decimal(10,2)", Decimal("1.005"), Decimal("1.01")),
         ("decimal(10,2)", 3, Decimal("3.00")),
@@ -184,6 +213,35 @@ def test_times_with_a_zone_are_instants() -> None:
 def test_values_of_other_python_types(kind: str, value: Any, kept: Any) -> None:
     codec = RowCodec(of_ddl(kind))
     assert codec.to_tuples(codec.to_batch([(None,), (value,)])) == [(None,), (kept,)]
+
+
+NESTED_IN = {
+    "{}": lambda v: v,
+    "array<{}>": lambda v: [v, v],
+    "map<string,{}>": lambda v: {"k": v},
+    "struct<a:{},b:int>": lambda v: (v, 1),
+    "array<struct<a:{},b:int>>": lambda v: [(v, 1)],
+}
+
+
+@pytest.mark.parametrize("missing", [pd.NaT, pd.NA, np.datetime64("NaT"), np.timedelta64("NaT")], ids=repr)
+@pytest.mark.parametrize("within", NESTED_IN)
+@pytest.mark.parametrize("kind", ["boolean", *list(LEAVES)[1:], "array<int>", "struct<x:int>", "map<string,int>"])
+def test_what_is_missing_is_null_wherever_it_is(kind: str, within: str, missing: Any) -> None:
+    codec = RowCodec(of_ddl(within.format(kind)))
+    made = NESTED_IN[within]
+    assert codec.to_batch([(made(missing),)]).equals(codec.to_batch([(made(None),)]))
+
+
+@pytest.mark.usefixtures("in_berlin")
+def test_the_second_of_two_equal_hours_is_kept() -> None:
+    codec = RowCodec(struct(at=T.TimestampType(), times=T.ArrayType(T.TimestampType())))
+    first = dt.datetime(2020, 10, 25, 2, 30)
+    both = [first, first.replace(fold=1)]
+    columns = codec.to_batch([(at, both) for at in both])
+    instants = [dt.datetime(2020, 10, 25, hour, 30, tzinfo=dt.timezone.utc) for hour in (0, 1)]
+    assert [at.astimezone(dt.timezone.utc) for at in columns.column(0).to_pylist()] == instants
+    assert [at.astimezone(dt.timezone.utc) for at in columns.column(1)[0].as_py()] == instants
 
 
 @pytest.mark.parametrize(
@@ -200,6 +258,21 @@ def test_values_of_other_python_types(kind: str, value: Any, kept: Any) -> None:
         ("date", "2020-01-01", TypeError, ["'v'", "date"]),
         ("timestamp", 5, TypeError, ["'v'", "timestamp", "5 (int)"]),
         ("timestamp", dt.date(2020, 1, 1), TypeError, ["'v'", "not a datetime"]),
+        ("date", 5, TypeError, ["'v'", "not a date", "5 (int)"]),
+        ("date", 1.5, TypeError, ["'v'", "not a date"]),
+        ("date", np.bool_(True), TypeError, ["'v'", "not a date"]),
+        ("date", Decimal("1.5"), TypeError, ["'v'", "not a date"]),
+        ("int", math.nan, ValueError, ["'v'", "integer", "nan"]),
+        ("int", np.float32("inf"), ValueError, ["'v'", "integer", "inf"]),
+        ("string", math.nan, TypeError, ["'v'", "string", "nan"]),
+        ("string", b"\xff", TypeError, ["'v'", "utf-8"]),
+        ("string", uuid.UUID(int=5), TypeError, ["'v'", "not text", "str()"]),
+        ("binary", uuid.UUID(int=5), TypeError, ["'v'", "not bytes"]),
+        ("decimal(10,2)", Decimal("NaN"), ValueError, ["'v'", "not finite"]),
+        ("decimal(10,2)", Decimal("sNaN"), ValueError, ["'v'", "not finite"]),
+        ("decimal(10,2)", Decimal("-Infinity"), ValueError, ["'v'", "not finite"]),
+        ("timestamp", np.timedelta64(1, "s"), TypeError, ["'v'", "timestamp"]),
+        ("map<date,int>", {pd.NaT: 1}, ValueError, ["'v.key'", "not nullable"]),
         ("timestamp_ntz", dt.datetime(2020, 1, 1, tzinfo=dt.timezone.utc), ValueError, ["'v'", "time zone"]),
         ("decimal(4,2)", Decimal("123.4"), ValueError, ["'v'", "decimal(4,2)", "123.4"]),
         ("decimal(4,2)", 1.5, TypeError, ["'v'", "1.5 (float)"]),

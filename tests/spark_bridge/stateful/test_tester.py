@@ -298,6 +298,32 @@ def test_keys_of_several_columns_and_of_given_types() -> None:
         ProcessorTester(Visits()).test([1], rows("a"))
 
 
+class Days(StatefulProcessor):
+    """Keeps missing values in every kind of variable, and gives them for output."""
+
+    def init(self, handle: Any) -> None:
+        self.day = handle.getValueState("day", "d DATE, n INT, tags ARRAY<DATE>")
+        self.days = handle.getListState("days", "d DATE")
+        self.by_day = handle.getMapState("by_day", "d DATE", "d DATE")
+
+    def handleInputRows(self, key: Any, rows: Iterator[Any], timerValues: Any) -> Iterator[Any]:
+        self.day.update((pd.NaT, pd.NA, [pd.NaT, np.datetime64("2024-01-01")]))
+        self.days.put([(pd.NaT,), (np.datetime64("2024-01-01"),)])
+        self.by_day.updateValue((pd.NaT,), (pd.NaT,))
+        yield Row(key=key[0], day=pd.NaT, n=pd.NA, days=[pd.NaT], at=(pd.NaT, 1))
+
+
+def test_what_is_missing_is_null_in_state_keys_and_output() -> None:
+    tester = ProcessorTester(Days(), keySchema="d DATE")
+    (row,) = tester.test(pd.NaT, rows("a"))
+    assert row == Row(key=None, day=None, n=None, days=[None], at=(None, 1))
+    day = dt.date(2024, 1, 1)
+    for key in (pd.NaT, None):
+        assert tester.peekValueState("day", key) == (None, None, [None, day])
+        assert tester.peekListState("days", key) == [(None,), (day,)]
+        assert tester.peekMapState("by_day", key) == {(None,): (None,)}
+
+
 def test_a_key_of_a_schema_without_a_hash() -> None:
     tester = ProcessorTester(Visits(), keySchema="users ARRAY<STRING>")
     assert tester.test(["ann"], rows("a"))[0].n == 1

@@ -225,6 +225,33 @@ def test_decimal_sums_keep_ten_more_digits_and_overflow_is_an_error() -> None:
                 run(total, batches, by_pairs=by_pairs)
 
 
+def test_a_mean_of_decimals_that_its_type_cannot_hold_is_null_and_its_sum_an_error() -> None:
+    kind = pa.decimal128(38, 2)
+    mean = Aggregator([Output("m", "mean(38,2)", "v", None, kind)])
+
+    def batch(rows: list[tuple[int, str]]) -> pa.RecordBatch:
+        keys, values = zip(*rows, strict=True)
+        return pa.record_batch({"key": pa.array(keys, pa.int64()), "v": pa.array(map(Decimal, values), kind)})
+
+    widest, fitting = "9" * 36, "9" * 32 + ".99"
+    rows = [(0, widest), (1, fitting), (2, f"-{widest}"), (3, f"1{'0' * 32}"), (4, f"-{fitting}"), (5, "1.25")]
+    for by_pairs in (True, False):
+        found = {key: row["m"] for key, row in run(mean, [batch(rows)], by_pairs=by_pairs).items()}
+        assert found == {
+            0: None,
+            1: Decimal(fitting + "0000"),
+            2: None,
+            3: None,
+            4: Decimal(f"-{fitting}0000"),
+            5: Decimal("1.250000"),
+        }
+        # The state has not lost anything: with another value the mean fits.
+        again = run(mean, [batch(rows), batch([(0, f"-{widest}"), (3, "0")])], by_pairs=by_pairs)
+        assert (again[0]["m"], again[3]["m"]) == (Decimal("0.000000"), Decimal(f"5{'0' * 31}.000000"))
+        with pytest.raises(SparkBridgeError, match=r"sum behind the mean of output 'm'.*decimal128\(38, 2\)"):
+            run(mean, [batch([(0, widest)]), batch([(0, widest)])], by_pairs=by_pairs)
+
+
 def test_means_of_decimals_are_rounded_half_up() -> None:
     mean = Aggregator([Output("mean", "mean(12,2)", "v", None, MONEY)])
     for cents, expected in ((1, "0.000313"), (-1, "-0.000313"), (3, "0.000938"), (64, "0.020000")):

@@ -251,13 +251,21 @@ def test_foreach_batch_that_looks_at_one_row_first(totals: Totals, client: Query
     totals.check(client)
 
 
+@pytest.mark.parametrize("consumed", ["nothing", "part"])
 def test_foreach_batch_that_runs_only_part_of_the_plan_fails_clearly_and_can_be_repaired(
-    totals: Totals, client: QueryableStateClient
+    totals: Totals, client: QueryableStateClient, consumed: str
 ) -> None:
     """Spark commits the batch all the same; the next one must not go on from state that lacks partitions."""
     totals.add(2)
     frame = totals.frame().writeStream.option("checkpointLocation", totals.stream.checkpoint)
-    query = frame.foreachBatch(lambda batch, n: batch.head(1)).start()
+
+    def sink(batch: DataFrame, n: int) -> None:
+        if consumed == "part":
+            batch.head(1)
+        elif n:
+            batch.collect()
+
+    query = frame.foreachBatch(sink).start()
     with pytest.raises(Exception, match=r"(?s)foreachBatch.*commits/0"):
         query.processAllAvailable()
     again = start(totals.frame(), totals.stream)

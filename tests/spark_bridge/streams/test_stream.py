@@ -106,6 +106,13 @@ def test_running_totals_go_to_the_sink_and_can_be_asked_for_while_the_query_runs
         client.get("totals", "one")
     with pytest.raises(UnknownOperatorError, match="totals"):
         client.get("nobody", 1)
+    local = Path(ray._private.worker._global_node.get_session_dir_path()) / "statestore"
+    state = [p for p in local.rglob("*") if p.is_file() and "totals" in p.parts]
+    assert state, "hosts keep state on the local disk"
+    readable = [str(p) for p in (local, *local.rglob("*")) if p.stat().st_mode & 0o077]
+    assert not readable, "other users can read it"
+    durable = next(Path(stream.checkpoint, "statestore", "manifests").glob("*.json"))
+    assert durable.stat().st_mode & 0o777 == 0o644
 
 
 def test_a_process_without_ray_reads_by_address_and_token(stream: Stream, client: QueryableStateClient) -> None:

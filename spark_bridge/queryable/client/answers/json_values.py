@@ -6,6 +6,7 @@
 | floats | numbers; "NaN", "Infinity", "-Infinity" |
 | decimals | strings |
 | timestamps, dates | strings in ISO 8601, timestamps with a time zone in UTC: "2024-03-09T23:00:00Z" |
+| times outside the years 1 to 9999 | strings in expanded ISO 8601, in UTC, without a zone: "+10000-01-01T00:00:00" |
 | durations | strings in ISO 8601, in days, hours, minutes and seconds: "P1DT2H0.5S", "-PT90S" |
 | binary | strings in base64 |
 | structs | objects |
@@ -25,9 +26,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from backends.encoding.given_values import python_values
 from spark_bridge.exceptions import UnknownKeyOrNamespaceError
 
 EXACT = (1 << 53) - 1
@@ -67,11 +70,18 @@ def to_json(value: Any) -> Any:
         return value.isoformat() if value.tzinfo is None else _in_utc(value).isoformat().replace("+00:00", "Z")
     if isinstance(value, dt.date):
         return value.isoformat()
+    if isinstance(value, np.datetime64):  # which Python's datetime cannot hold
+        return _expanded(value)
     if isinstance(value, dt.timedelta):
         return duration_text(value)
     if isinstance(value, bytes):
         return base64.b64encode(value).decode()
     raise TypeError(f"There is no JSON for {value!r} ({type(value).__name__}).")
+
+
+def _expanded(time: np.datetime64) -> str:
+    text = str(time)
+    return (text if text[0] == "-" else f"+{text}").removesuffix(".000000")
 
 
 def duration_text(duration: dt.timedelta) -> str:
@@ -126,7 +136,7 @@ def json_bytes(value: Any) -> bytes:
 
 
 def _column(column: pa.Array | pa.ChunkedArray) -> list[Any]:
-    values: list[Any] = column.to_pylist()
+    values = python_values(column)
     return values if _is_plain(column) else [to_json(v) for v in values]
 
 
@@ -186,7 +196,7 @@ def _from_json(value: Any, kind: pa.DataType) -> Any:
     if pa.types.is_duration(kind):
         return duration_of(_of(text, str))
     if pa.types.is_date(kind):
-        return dt.date.fromisoformat(_of(text, str))
+        return np.datetime64(text, "D") if _of(text, str)[:1] in ("+", "-") else dt.date.fromisoformat(text)
     if pa.types.is_struct(kind):
         fields = {kind.field(i).name: kind.field(i).type for i in range(kind.num_fields)}
         unknown = [name for name in _of(value, dict) if name not in fields]
@@ -215,8 +225,13 @@ _NAMES = {
 }
 
 
-def time_of(text: str) -> dt.datetime:
-    """Return the time of an ISO 8601 text; without a zone it is UTC. Raises ``ValueError``."""
+def time_of(text: str) -> dt.datetime | np.datetime64:
+    """Return the time of an ISO 8601 text; without a zone it is UTC. Raises ``ValueError``.
+
+    An expanded year, with a sign, gives a ``numpy.datetime64``.
+    """
+    if text[:1] in ("+", "-"):
+        return np.datetime64(text.removesuffix("Z"), "us")
     made = dt.datetime.fromisoformat(text[:-1] + "+00:00" if text.endswith(("Z", "z")) else text)
     return _in_utc(made)
 

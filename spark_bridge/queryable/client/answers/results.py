@@ -10,6 +10,7 @@ from typing import Any, Literal
 import numpy as np
 import pyarrow as pa
 
+from backends.encoding.given_values import python_rows, python_values
 from spark_bridge.exceptions import RequestError, RequestLimitError
 
 ResultForm = Literal["arrow", "pandas", "polars", "pylist"]
@@ -29,10 +30,31 @@ def formed(table: pa.Table, as_: str) -> Any:
     """
     check_form(as_)
     if as_ == "pandas":
-        return table.to_pandas()
+        return to_pandas(table)
     if as_ == "polars":
         return to_polars(table)
-    return table.to_pylist() if as_ == "pylist" else table
+    return python_rows(table) if as_ == "pylist" else table
+
+
+def to_pandas(table: pa.Table) -> Any:
+    """Return a pandas frame; columns with times that Python's datetime cannot hold have ``python_values``."""
+    try:
+        return table.to_pandas()
+    except (pa.ArrowException, OverflowError, ValueError):
+        import pandas
+
+        return pandas.DataFrame({i: _series(column) for i, column in enumerate(table.columns)}).set_axis(
+            table.column_names, axis=1
+        )
+
+
+def _series(column: pa.ChunkedArray) -> Any:
+    import pandas
+
+    try:
+        return column.to_pandas()
+    except (pa.ArrowException, OverflowError, ValueError):
+        return pandas.Series(python_values(column), dtype=object)
 
 
 def to_polars(table: pa.Table) -> Any:
@@ -105,7 +127,7 @@ def plain_values(columns: Mapping[str, pa.Array], *, hashable: bool = False) -> 
 
     Rows of one column are its values; rows of several columns are dicts, or tuples if they must be ``hashable``.
     """
-    values: list[list[Any]] = [column.to_pylist() for column in columns.values()]
+    values: list[list[Any]] = [python_values(column) for column in columns.values()]
     if hashable:
         rows = [tuple(map(_hashable, row)) for row in zip(*values, strict=True)]
         return [row[0] for row in rows] if len(values) == 1 else rows

@@ -11,6 +11,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from backends.encoding.given_values import python_value
 from backends.encoding.operator_schema import TIMERS, OperatorSchema, StateVariable
 from backends.encoding.schema import StateSchema
 from backends.encoding.schema_evolution import nullable
@@ -170,7 +171,7 @@ class StateView:
             states = self.schema.decode_values(one)
             if _alive({TTL_COLUMN: states.column(states.schema.get_field_index(TTL_COLUMN))[0].as_py()}) is None:
                 return None
-        return {f.name: c[0].as_py() for f, c in zip(self.value_fields, self.value_columns(one), strict=True)}
+        return {f.name: python_value(c[0]) for f, c in zip(self.value_fields, self.value_columns(one), strict=True)}
 
     def table(self, keys: pa.RecordBatch, values: pa.BinaryArray) -> pa.Table:
         """Return a row per key: the columns of the key, then those of its value."""

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import base64
 import datetime as dt
 import decimal
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
+from backends.encoding.given_values import CAST_ERRORS, is_missing, plain_value
 from spark_bridge.exceptions import RequestError
 from spark_bridge.queryable.protocol.messages import Comparison
 
 WhereCondition = Comparison | tuple[Any, ...]
 """A ``Comparison``, or ``(column, operator, value)``."""
 OPERATORS = ("=", "!=", "<", "<=", ">", ">=", "in", "is null", "is not null")
+_BYTES = (bytes, bytearray, memoryview)
 _ALSO = {"==": "=", "<>": "!="}
 
 
@@ -37,29 +41,49 @@ def _comparison(condition: WhereCondition, types: Mapping[str, pa.DataType]) -> 
     if (name in ("is null", "is not null")) != (not given):
         raise RequestError(f"where: {condition!r}: 'is null' and 'is not null' take no value, all others one.")
     values = list(given[0]) if name == "in" else given
-    if any(value is None for value in values):
-        raise RequestError(f"where: {condition!r} compares with None, which nothing is equal to; use 'is null'.")
-    return Comparison(column, name, [plain_value(value, types.get(column)) for value in values])
+    if any(is_missing(value) for value in values):
+        raise RequestError(f"where: {condition!r} compares with null, which nothing is equal to; use 'is null'.")
+    kind = types.get(column)
+    if kind is not None and pa.types.is_binary(kind) and any(isinstance(v, _BYTES) for v in values):
+        given_bytes = [v.encode() if isinstance(v, str) else v for v in values]
+        wrong = next((v for v in given_bytes if not isinstance(v, _BYTES)), None)
+        if wrong is not None:
+            raise _refused(wrong)
+        return Comparison(column, name, [base64.b64encode(v).decode() for v in given_bytes], True)
+    return Comparison(column, name, [json_value(value, kind) for value in values])
 
 
-def plain_value(value: Any, kind: pa.DataType | None) -> str | int | float | bool:
-    """Return a value as JSON has it: as it is, or as a string that Arrow reads as the column's type.
+def json_value(value: Any, kind: pa.DataType | None) -> str | int | float | bool:
+    """Return a value as JSON has it: as it is, or as a string that hosts read as the column's type.
 
     Raises ``RequestError``.
     """
     if isinstance(value, pa.Scalar):
         value = value.as_py()
+    if isinstance(value, np.datetime64 | dt.datetime) and kind is not None and pa.types.is_timestamp(kind):
+        try:
+            value = plain_value(value, kind, lossless=True)
+        except CAST_ERRORS as error:
+            raise RequestError(f"where: {value!r} is not a {kind}: {error}") from error
     if isinstance(value, np.generic):
         value = value.astype("M8[us]").item() if isinstance(value, np.datetime64) else value.item()
-    if isinstance(value, bool | str | int | float):
+    if isinstance(value, bool | str):
         return value
+    if isinstance(value, int):
+        return int(value) if -(1 << 63) <= value < 1 << 63 else str(int(value))
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else repr(float(value))
     if isinstance(value, dt.datetime):
         return _time_text(value, kind)
     if isinstance(value, dt.date):
         return value.isoformat()
     if isinstance(value, decimal.Decimal):
         return str(value)
-    raise RequestError(f"where: {value!r} ({type(value).__name__}) cannot be compared with by the hosts.")
+    raise _refused(value)
+
+
+def _refused(value: Any) -> RequestError:
+    return RequestError(f"where: {value!r} ({type(value).__name__}) cannot be compared with by the hosts.")
 
 
 def _time_text(value: dt.datetime, kind: pa.DataType | None) -> str:

@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from backends.encoding.given_values import CAST_ERRORS, array_without_loss, cast_without_loss
 from backends.encoding.key_groups import key_groups
 from backends.encoding.keys import encode_keys
 from backends.encoding.single_rows import KeyEncoder
 from backends.exceptions import StateStoreError
 from spark_bridge.exceptions import UnknownKeyOrNamespaceError
 from spark_bridge.queryable.client.arguments.key_containers import NamedColumns, key_columns
-from spark_bridge.queryable.client.arguments.lossless_casts import CAST_ERRORS, cast_without_loss
 
 
 @dataclass(frozen=True)
@@ -175,34 +175,21 @@ class KeyCodec:
             raise self._refused(field, given.type, error) from error
 
     def _of_values(self, field: pa.Field, values: list[Any]) -> pa.Array:
-        if pa.types.is_struct(field.type):
-            values = [_in_dict(field.type, value) for value in values]
         try:
-            # Of inferred type first: with the column's type, Arrow would make 1 of 1.5.
-            return cast_without_loss(pa.array(values), field.type)
+            return array_without_loss(values, field.type)
         except CAST_ERRORS as error:
-            # Perhaps only because the values are of several types.
-            arrays = []
             for value in values:
                 try:
-                    arrays.append(cast_without_loss(pa.array([value]), field.type))
+                    array_without_loss([value], field.type)
                 except CAST_ERRORS as why:
                     raise self._refused(field, repr(value), why) from error
-            return pa.concat_arrays(arrays)
+            raise self._refused(field, f"a list of {len(values)} values", error) from error
 
     def _refused(self, field: pa.Field, what: object, why: Exception) -> UnknownKeyOrNamespaceError:
         return UnknownKeyOrNamespaceError(
-            f"Key column {field.name!r} is {field.type}, and {what} is not without loss: {_first_line(why)} "
-            f"The keys of {self.owner} cannot be looked up."
+            f"Key column {field.name!r} is {field.type}, and {what} cannot be converted to it without loss: "
+            f"{_first_line(why)} Nothing was looked up in {self.owner}."
         )
-
-
-def _in_dict(kind: pa.DataType, value: Any) -> Any:
-    """Return a struct that is given as a tuple of its fields as a dict."""
-    names = [f.name for f in kind]
-    if isinstance(value, tuple | list) and len(value) == len(names):
-        return dict(zip(names, value, strict=True))
-    return value
 
 
 def _first_line(error: Exception) -> str:

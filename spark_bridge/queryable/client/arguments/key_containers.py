@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from backends.encoding.given_values import is_missing
 from spark_bridge.exceptions import UnknownKeyOrNamespaceError
 
 
@@ -63,15 +64,24 @@ def _of_pandas(schema: pa.Schema, keys: Any, pandas: Any) -> list[Any] | NamedCo
     if isinstance(keys, pandas.DataFrame):
         if not set(schema.names) & set(keys.columns) and set(schema.names) <= set(keys.index.names):
             keys = keys.index.to_frame(index=False)
-        table = pa.Table.from_pandas(keys.reset_index(drop=True), preserve_index=False)
-        return NamedColumns([str(name) for name in keys.columns], table.columns)
+        columns = [_of_series(keys.iloc[:, i]) for i in range(keys.shape[1])]
+        return NamedColumns([str(name) for name in keys.columns], columns)
     if isinstance(keys, pandas.Index):
         keys = keys.to_series(index=range(len(keys)))
     if isinstance(keys, pandas.Series):
-        if keys.dtype == object:
-            return None  # any Python objects: single keys
-        return _of_array(schema, pa.array(keys, from_pandas=True))
+        column = _of_series(keys)
+        if isinstance(column, list):  # any Python objects: single keys, which may be tuples and dicts
+            is_plain = len(schema) == 1 and not any(isinstance(key, tuple | dict) for key in column)
+            return NamedColumns([""], [column]) if is_plain else None
+        return _of_array(schema, column)
     return None
+
+
+def _of_series(series: Any) -> Any:
+    """Return a pandas column as an Arrow array, or the Python objects in it as a list; NaN is null, as in pandas."""
+    if series.dtype == object:
+        return [None if is_missing(value, nan=True) else value for value in series]
+    return pa.array(series, from_pandas=True)
 
 
 def _of_numpy(schema: pa.Schema, keys: Any) -> list[Any] | NamedColumns | None:

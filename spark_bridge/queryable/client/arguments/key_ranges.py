@@ -8,10 +8,10 @@ from typing import Any, TypeAlias
 import numpy as np
 import pyarrow as pa
 
+from backends.encoding.given_values import is_string
 from backends.encoding.keys import KEY_GROUP_BYTES, encode_keys
 from spark_bridge.exceptions import RequestError, UnknownKeyOrNamespaceError
 from spark_bridge.queryable.client.arguments.key_codec import KeyCodec
-from spark_bridge.queryable.client.arguments.lossless_casts import is_string
 
 ScanBounds: TypeAlias = tuple[bytes | None, bytes | None]
 """The first key, and the first one after the last; None where there is no such bound."""

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import pyarrow as pa
 from msgspec.structs import replace
 
+from backends.encoding.given_values import python_values
 from spark_bridge.exceptions import RequestError, RequestLimitError, StateVersionError, UnknownKeyOrNamespaceError
 from spark_bridge.queryable.client.answers.state_views import ONE_ROW, StateView
 from spark_bridge.queryable.client.calls.state_scan import StateScan
@@ -94,7 +95,7 @@ class KeyLookups:
             answers[places[0]] = self._value(encoded[0])
             return answers
         parts = self.values(pa.array(encoded, pa.binary()))
-        values = [value for _, part in parts for value in part.to_pylist()]
+        values = [value for _, part in parts for value in python_values(part)]
         for i, value in zip(places, values, strict=True):
             if value is not None:
                 answers[i] = decode(value)

@@ -7,7 +7,8 @@ from typing import Any
 
 import pyarrow as pa
 
-from spark_bridge.queryable.client.answers.results import to_polars
+from backends.encoding.given_values import python_rows
+from spark_bridge.queryable.client.answers.results import to_pandas, to_polars
 from spark_bridge.queryable.protocol.state_reads import StateAnswer
 
 
@@ -71,7 +72,7 @@ class StateScan:
 
     def to_pandas(self) -> Any:
         """Return all rows that are left as a pandas frame."""
-        return self.to_arrow().to_pandas()
+        return to_pandas(self.to_arrow())
 
     def to_polars(self) -> Any:
         """Return all rows that are left as a Polars frame. Raises ``RequestError`` if Polars is not installed."""
@@ -79,7 +80,7 @@ class StateScan:
 
     def to_pylist(self) -> list[dict[str, Any]]:
         """Return all rows that are left as dicts."""
-        rows: list[dict[str, Any]] = self.to_arrow().to_pylist()
+        rows: list[dict[str, Any]] = python_rows(self.to_arrow())
         return rows
 
     def close(self) -> None:

@@ -15,8 +15,6 @@ from spark_bridge.queryable.client.answers.state_views import StateView
 from spark_bridge.queryable.client.arguments.key_codec import KeyCodec
 from spark_bridge.state_format.layouts import SESSIONS, WINDOWS
 
-_MICROSECOND = dt.timedelta(microseconds=1)
-
 
 @dataclass(frozen=True)
 class KeysWithWindows:
@@ -74,11 +72,12 @@ class KeysWithWindows:
 
     def _bounds(self, window: Any) -> Any:
         """Return start and end of a window."""
-        if not isinstance(window, dt.datetime):
+        if not isinstance(window, dt.datetime | np.datetime64):
             start, end = start_and_end(window)
             return {"start": start, "end": end}
         length = self.length()
-        return {"start": window, "end": None if length is None else window + length * _MICROSECOND}
+        start = _micros(window)  # not as datetimes: a window may end in the year 10000
+        return {"start": window, "end": None if length is None else start + np.timedelta64(length, "us")}
 
 
 def length_of(operator: str, windows: pa.StructArray) -> int | None:
@@ -149,7 +148,7 @@ def _names_of(keys: Any) -> list[str] | None:
 
 def session_at(sessions: list[dict[str, Any]], column: str, window: Any) -> dict[str, Any] | None:
     """Return a key's session with a start (and an end), without its window; None if there is none."""
-    start, end = (window, None) if isinstance(window, dt.datetime) else start_and_end(window)
+    start, end = (window, None) if isinstance(window, dt.datetime | np.datetime64) else start_and_end(window)
     for session in sessions:
         bounds = session[column]
         if _is_time(bounds["start"], start) and (end is None or _is_time(bounds["end"], end)):
@@ -166,10 +165,13 @@ def start_and_end(window: Any) -> tuple[Any, Any]:
     raise UnknownKeyOrNamespaceError(f"{window!r} is no window; give its start, a datetime, or (start, end).")
 
 
-def _is_time(one: dt.datetime, other: Any) -> bool:
+def _is_time(one: dt.datetime | np.datetime64, other: Any) -> bool:
     """Return whether two times are the same; times without a zone are UTC."""
-    return isinstance(other, dt.datetime) and _in_utc(one) == _in_utc(other)
+    return isinstance(other, dt.datetime | np.datetime64) and bool(_micros(one) == _micros(other))
 
 
-def _in_utc(time: dt.datetime) -> dt.datetime:
-    return time.replace(tzinfo=dt.timezone.utc) if time.tzinfo is None else time
+def _micros(time: dt.datetime | np.datetime64) -> np.datetime64:
+    """Return a time in UTC; times without a zone are UTC."""
+    if isinstance(time, dt.datetime) and time.tzinfo is not None:
+        time = time.astimezone(dt.timezone.utc).replace(tzinfo=None)
+    return np.datetime64(time) if isinstance(time, np.datetime64) else np.datetime64(time, "us")

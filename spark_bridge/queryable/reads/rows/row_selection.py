@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import base64
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from decimal import ROUND_FLOOR, Context, Decimal, InvalidOperation
 from functools import reduce
-from typing import Any
+from typing import Any, TypeAlias
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -23,6 +26,11 @@ _COMPARE: dict[str, Callable[[pa.Array, pa.Scalar], pa.Array]] = {
     ">": pc.greater,
     ">=": pc.greater_equal,
 }
+_WIDEST = Context(prec=400)
+"""Enough digits for every double."""
+_MOST_DIGITS = 80
+_FLOAT_LIMIT = 3.4028235677973366e38
+"""What is less rounds to a finite number of four bytes."""
 _NESTED = (pa.types.is_struct, pa.types.is_list, pa.types.is_map)
 
 RowPredicate = Callable[[pa.RecordBatch], pa.Array]
@@ -96,6 +104,7 @@ def _place(output: pa.Schema, name: str) -> int:
 def _predicate(output: pa.Schema, comparison: Comparison) -> RowPredicate:
     place = _place(output, comparison.column)
     kind = output.field(place).type
+    comparison = fitting(comparison, kind)
     if comparison.comparison in ("is null", "is not null"):
         if comparison.values:
             raise RequestError(
@@ -109,19 +118,132 @@ def _predicate(output: pa.Schema, comparison: Comparison) -> RowPredicate:
         )
     values = [scalar_of(comparison.column, value, kind) for value in comparison.values]
     if comparison.comparison == "in":
-        among = pa.array([v.as_py() for v in values], kind)
+        among = pa.array(values, kind)
+        if pa.types.is_floating(kind):  # the sum makes 0.0 of -0.0
+            return lambda batch: pc.is_in(pc.add(batch.column(place), 0.0), pc.add(among, 0.0))
         return lambda batch: pc.is_in(batch.column(place), among)
-    if len(values) != 1:
-        raise RequestError(f"{comparison.column!r} {comparison.comparison} takes one value, not {len(values)}.")
     compare, value = _COMPARE[comparison.comparison], values[0]
+    if pa.types.is_floating(kind):
+        return _float_predicate(place, comparison.comparison, value.as_py())
     return lambda batch: compare(batch.column(place), value)
 
 
+def _float_predicate(place: int, operator: str, value: float) -> RowPredicate:
+    """Return a comparison as Spark makes it: NaN is equal to NaN and greater than all else."""
+    compare = _COMPARE[operator]
+    if math.isnan(value):
+        # With "is it NaN" for the column and true for the value: a comparison of truth values.
+        return lambda batch: compare(pc.is_nan(batch.column(place)), True)
+    if operator in (">", ">="):
+        return lambda batch: pc.or_(compare(batch.column(place), value), pc.is_nan(batch.column(place)))
+    return lambda batch: compare(batch.column(place), value)
+
+
+def fitting(comparison: Comparison, kind: pa.DataType) -> Comparison:
+    """Return a condition that the same rows meet, whose values a column of the type can have.
+
+    As in Spark, 42.5 and 2**70 are greater or less than each long, and equal to none. Other types' conditions are as
+    they were. Raises ``RequestError`` for another number of values than the comparison has.
+    """
+    operator, values = comparison.comparison, comparison.values
+    if operator in ("is null", "is not null"):
+        return comparison
+    if operator != "in" and len(values) != 1:
+        raise RequestError(f"{comparison.column!r} {operator} takes one value, not {len(values)}.")
+    if comparison.is_base64:
+        return Comparison(comparison.column, operator, [_bytes(comparison, value) for value in values])
+    if not (pa.types.is_integer(kind) or pa.types.is_decimal(kind) or pa.types.is_floating(kind)):
+        return comparison
+    made: list[_Fitted] = []
+    for value in values:
+        number = _number(value, kind)
+        if number is None:
+            return comparison  # which is refused by its value
+        made.append(_fitted("=" if operator == "in" else operator, number, kind))
+    if operator == "in":
+        return Comparison(comparison.column, "in", [value for name, value in made if name == "="])
+    ((name, only),) = made
+    return Comparison(comparison.column, name, [] if only is None else [only])
+
+
+_Fitted: TypeAlias = tuple[Any, Any]
+"""The name of a comparison, and its value or None."""
+_NO_ROW: _Fitted = ("in", None)
+_EVERY_ROW: _Fitted = ("is not null", None)
+
+
+def _bytes(comparison: Comparison, value: Any) -> Any:
+    try:
+        return base64.b64decode(value, validate=True)
+    except (TypeError, ValueError) as error:
+        raise RequestError(f"{comparison.column!r} {comparison.comparison} {value!r}: no base64: {error}") from error
+
+
+def _number(value: Any, kind: pa.DataType) -> Decimal | None:
+    """Return a JSON value, or its text, as a number; None if it is none.
+
+    Beside decimals, a float has the digits that people see: 0.1 is a tenth.
+    """
+    if isinstance(value, bool):
+        return None
+    try:
+        return Decimal(repr(value) if isinstance(value, float) and pa.types.is_decimal(kind) else value)
+    except (InvalidOperation, TypeError, ValueError):
+        return None
+
+
+def _fitted(operator: str, number: Decimal, kind: pa.DataType) -> _Fitted:
+    """Return the comparison with a number that the type has."""
+    if pa.types.is_floating(kind):
+        return _of_float(operator, number, _FLOAT_LIMIT if kind.bit_width == 32 else math.inf)
+    if pa.types.is_integer(kind):
+        least, most, scale = -(1 << (kind.bit_width - 1)), (1 << (kind.bit_width - 1)) - 1, 0
+    else:
+        least, most, scale = 1 - 10**kind.precision, 10**kind.precision - 1, kind.scale
+    if number.is_nan():
+        return _beyond(operator, above=True)
+    if not number.is_finite() or number.adjusted() > _MOST_DIGITS:
+        return _beyond(operator, above=number > 0)
+    # In units of the last digit, as integers.
+    scaled = number.scaleb(scale, _WIDEST)
+    floor = scaled.to_integral_value(ROUND_FLOOR, _WIDEST)
+    if floor > most or scaled < least:
+        return _beyond(operator, above=floor > most)
+    value = int(floor) if pa.types.is_integer(kind) else format(floor.scaleb(-scale, _WIDEST), "f")
+    if floor == scaled:
+        return operator, value
+    if operator in ("=", "!="):
+        return _NO_ROW if operator == "=" else _EVERY_ROW
+    return "<=" if operator in ("<", "<=") else ">", value
+
+
+def _of_float(operator: str, number: Decimal, limit: float) -> _Fitted:
+    value = float(number)
+    if not number.is_finite() or abs(value) < limit:
+        return operator, value
+    # It is between the greatest number of the type and infinity.
+    if operator in ("=", "!="):
+        return _NO_ROW if operator == "=" else _EVERY_ROW
+    if number > 0:
+        return "<" if operator in ("<", "<=") else ">=", math.inf
+    return "<=" if operator in ("<", "<=") else ">", -math.inf
+
+
+def _beyond(operator: str, *, above: bool) -> _Fitted:
+    """Return the comparison with a number above, or else below, all values of a type."""
+    passes = operator == "!=" or (operator != "=" and (operator in ("<", "<=")) == above)
+    return _EVERY_ROW if passes else _NO_ROW
+
+
 def scalar_of(column: str, value: Any, kind: pa.DataType) -> pa.Scalar:
-    """Return a JSON value as a scalar of a column's type."""
+    """Return a JSON value, or bytes, as a scalar of a column's type."""
     try:
         if isinstance(value, bool) and not pa.types.is_boolean(kind):
             raise TypeError("a truth value")
+        if pa.types.is_boolean(kind) and not isinstance(value, bool | str) and value not in (0, 1):
+            raise TypeError("no truth value")
+        if isinstance(value, bytes) and not pa.types.is_binary(kind):
+            raise TypeError("bytes")
         if pa.types.is_decimal(kind):
             return pa.scalar(str(value)).cast(kind)
         given = pa.scalar(value)

@@ -45,7 +45,9 @@ class _CachedOracle:
 
 
 class LocationCache:
-    """Oracles by query, for any number of threads. ``_lock`` guards all dicts; reads of them take no lock.
+    """Oracles by job, for any number of threads. ``_lock`` guards all dicts; reads of them take no lock.
+
+    A job is a query on its state location: a copy of a checkpoint, which has the same query id, is a job of its own.
 
     ``coordinator`` may fail with ``HostUnavailableError``: the cached oracles go on serving then.
     """
@@ -66,20 +68,25 @@ class LocationCache:
         self._refresher: threading.Thread | None = None
 
     def get(self, job_id: str) -> KvStateLocationOracle | None:
-        """Return the cached oracle of a query, or None. The coordinator is not asked."""
+        """Return the cached oracle of a job, also by its query id, or None. The coordinator is not asked."""
         cached = self._cached.get(job_id)
-        return None if cached is None else cached.oracle
+        if cached is not None:
+            return cached.oracle
+        return next((c.oracle for c in list(self._cached.values()) if c.oracle.query_id == job_id), None)
 
     def update(self, job_id: str, oracle: KvStateLocationOracle | None) -> None:
-        """Cache an oracle of a query; None forgets the cached one."""
-        if oracle is None:
-            self._cached.pop(job_id, None)
-        else:
-            self._put(job_id, _CachedOracle(oracle, self._clock()))
+        """Cache an oracle of a job; None forgets the cached one. ``job_id`` may be its query id."""
+        if oracle is not None:
+            self._put(_CachedOracle(oracle, self._clock()))
+            return
+        with self._lock:
+            for job in [j for j, c in self._cached.items() if job_id in (j, c.oracle.query_id)]:
+                del self._cached[job]
 
-    def _put(self, job_id: str, cached: _CachedOracle) -> None:
+    def _put(self, cached: _CachedOracle) -> None:
         with self._lock:
             oracle = cached.oracle
+            job_id = oracle.state_location or oracle.query_id
             self._cached[job_id] = cached
             self._ended.pop(job_id, None)
             self._jobs[oracle.run_id] = job_id
@@ -104,8 +111,8 @@ class LocationCache:
             raise self._not_running(job_id, run_id)
         if cached.oracle.run_id != run_id:
             raise RetiredRunError(
-                f"Run {run_id} of query {job_id} has been replaced by run {cached.oracle.run_id}; locate the "
-                "operator again."
+                f"Run {run_id} of query {cached.oracle.query_id} has been replaced by run {cached.oracle.run_id}; "
+                "locate the operator again."
             )
         if self._clock() - cached.at > MAX_AGE_SECONDS:
             self._refresh_soon(job_id)
@@ -136,7 +143,7 @@ class LocationCache:
     # -- fetching from the coordinator ---------------------------------------------------------
 
     def _find(self, run_id: str, operator: str) -> str:
-        """Return the query of a run that is not cached."""
+        """Return the job of a run that is not cached."""
         known = self._jobs.get(run_id)
         if known is not None:
             # Its oracle was removed: the query has perhaps ended, and may have been started again.
@@ -151,13 +158,11 @@ class LocationCache:
         except UnknownError as error:
             raise RetiredRunError(f"Run {run_id} is not running; locate the operator again. ({error})") from error
         self._specs[run_id, operator] = found.operator
-        cached = self._cached.get(found.query_id)
-        if cached is None or cached.oracle.run_id != run_id:
-            self._fetch(found.query_id, 0.0, operator)
-        return found.query_id
+        self._fetch(run_id, 0.0, operator)
+        return self._jobs.get(run_id, run_id)
 
     def _fetch(self, job_id: str, unless_since: float, operator: str | None = None) -> None:
-        """Fetch the oracle of a query, unless it was fetched after now minus ``unless_since`` seconds.
+        """Fetch the oracle of a job, or of a run's job, unless it was fetched in the last ``unless_since`` seconds.
 
         A thread that comes while another one fetches waits, and uses what that one has fetched.
         """
@@ -165,7 +170,7 @@ class LocationCache:
         with self._lock:
             fetching = self._fetching.setdefault(job_id, threading.Lock())
         with fetching:
-            cached = self._cached.get(job_id)
+            cached = self._cached.get(self._jobs.get(job_id, job_id))
             if cached is not None and cached.fetched > begun - unless_since:
                 return
             try:
@@ -191,7 +196,7 @@ class LocationCache:
                 cached.at = cached.fetched = self._clock()  # locations that were made of it stay
             else:
                 now = self._clock()
-                self._put(job_id, _CachedOracle(oracle, now, now))
+                self._put(_CachedOracle(oracle, now, now))
 
     def _require_not_ended(self, job_id: str, operator: str | None) -> None:
         """Raise the coordinator's ``QueryEndedError`` if it remembers that a query has ended."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+import uuid
 from collections.abc import Callable, Iterator
 from decimal import Decimal
 from typing import Any
@@ -13,6 +14,7 @@ import polars as pl
 import pyarrow as pa
 import pytest
 
+from backends.encoding.given_values import python_rows, python_values
 from backends.encoding.key_groups import key_groups
 from backends.encoding.keys import encode_keys
 from backends.encoding.operator_schema import OperatorSchema, StateVariable
@@ -150,9 +152,78 @@ def test_times_days_and_decimals() -> None:
     assert TIMES.columns([(NINE, day, 3)]).column(2).to_pylist() == [Decimal("3.00")]
 
 
+NAME = codec(("name", pa.string()))
+DAY = codec(("day", pa.date32()))
+PRICE = codec(("price", pa.decimal128(38, 20)))
+FLOAT = codec(("weight", pa.float32()))
+A_UUID = uuid.UUID("71cfbec6-2d32-4f2a-b914-b2e5cee485b4")
+
+
+@pytest.mark.parametrize(
+    ("of", "given", "same"),
+    [
+        (DAY, np.datetime64("2024-03-09"), dt.date(2024, 3, 9)),
+        (DAY, np.datetime64("2024-03-09T00:00", "ns"), dt.date(2024, 3, 9)),
+        (DAY, pd.Timestamp("2024-03-09"), dt.date(2024, 3, 9)),
+        (DAY, pd.NaT, None),
+        (DAY, np.datetime64("NaT"), None),
+        (ONE, pd.NA, None),
+        (NAME, pd.NA, None),
+        (NAME, np.str_("a"), "a"),
+        (PRICE, 5, Decimal(5)),
+        (PRICE, np.int64(5), Decimal(5)),
+        (PRICE, 0.1, Decimal("0.1")),
+        (FLOAT, 0.1, np.float32(0.1)),
+        (FLOAT, -0.0, 0),
+        (TIMES, (np.datetime64("2024-03-09T09:00"), pd.NaT, 5), (NINE, None, Decimal(5))),
+        (WINDOWED, (1, (np.datetime64("2024-03-09T09"), pd.NaT)), (1, (NINE, None))),
+    ],
+)
+def test_values_of_other_types_are_matched_without_loss(of: KeyCodec, given: Any, same: Any) -> None:
+    assert of.encode_one(given) == of.encode_one(same)
+    known = dt.date(2024, 1, 1) if of is DAY else None
+    assert stored_keys(of, [given, same]) == [of.encode_one(same)] * 2
+    if len(of.by) == 1:
+        assert stored_keys(of, [known, given]) == [of.encode_one(known), of.encode_one(same)]
+        assert stored_keys(of, pd.Series([given], dtype=object)) == [of.encode_one(same)]
+
+
+def test_columns_of_other_types_are_matched_without_loss() -> None:
+    assert stored_keys(PRICE, pa.array([5, 10**17])) == stored_keys(PRICE, [5, Decimal(10**17)])
+    assert stored_keys(PRICE, pa.array([0.1])) == stored_keys(PRICE, [Decimal("0.1")])
+    assert stored_keys(DAY, np.array(["2024-03-09", "NaT"], "M8[s]")) == stored_keys(DAY, [dt.date(2024, 3, 9), None])
+    for missing in (np.nan, pd.NA, None):
+        for names in (pd.DataFrame({"name": ["a", missing]}), pd.Series(["a", missing]), pd.Index(["a", missing])):
+            assert stored_keys(NAME, names) == stored_keys(NAME, ["a", None])
+    assert stored_keys(ONE, pd.Series([(1,), {"user": 3}])) == stored_keys(ONE, [1, 3])
+    assert stored_keys(DAY, pd.DataFrame({"day": [dt.date(2024, 3, 9), pd.NaT]})) == stored_keys(
+        DAY, [dt.date(2024, 3, 9), None]
+    )
+
+
 @pytest.mark.parametrize(
     ("of", "keys", "words"),
     [
+        (NAME, [A_UUID], ("name", "not text but of class UUID", "str()")),
+        (NAME, ["a", A_UUID], ("not text but of class UUID",)),
+        (NAME, pd.Series([A_UUID], dtype=object), ("not text but of class UUID",)),
+        (NAME, pd.DataFrame({"name": [A_UUID]}), ("not text but of class UUID",)),
+        (DAY, pd.DataFrame({"day": [dt.date(2024, 3, 9), 5]}), ("not a date but of class int",)),
+        (NAME, pa.array([A_UUID.bytes], pa.uuid()), ("uuid",)),
+        (NAME, pa.array([b"0123456789abcdef"], pa.binary(16)), ("fixed_size_binary",)),
+        (codec(("id", pa.binary())), [A_UUID], ("not bytes but of class UUID",)),
+        (DAY, [dt.date(2024, 3, 9), dt.datetime(2024, 3, 9, 5)], ("time of day",)),
+        (DAY, [np.datetime64("2024-03-09T05")], ("time of day",)),
+        (DAY, [5], ("not a date",)),
+        (DAY, [1.5], ("not a date",)),
+        (codec(("at", pa.timestamp("us"))), [np.datetime64(1, "ns")], ("nanoseconds",)),
+        (codec(("at", pa.timestamp("us"))), [pd.Timestamp(1)], ("nanoseconds",)),
+        (PRICE, [Decimal("NaN")], ("not finite",)),
+        (PRICE, [True], ("not a number",)),
+        (FLOAT, [1e300], ("too large",)),
+        (FLOAT, pa.array([1e300]), ("too large",)),
+        (codec(("x", pa.float64())), [2**53 + 1], ("rounded",)),
+        (TIMES, pa.table({"at": [NINE], "day": [dt.date(2024, 3, 9)], "price": [1.555]}), ("price", "data loss")),
         (ONE, [1, 1.5], ("1.5", "int64", "user")),
         (ONE, ["1"], ("'1'", "int64")),
         (ONE, [True], ("True", "int64")),
@@ -179,7 +250,7 @@ def test_times_days_and_decimals() -> None:
         (TWO, pd.DataFrame({"user": ["a"]}), ("'shard'",)),
         (TIMES, [(NINE, dt.datetime(2024, 3, 9, 1), 1)], ("day", "time of day")),
         (TIMES, [(NINE, dt.date(2024, 3, 9), Decimal("1.555"))], ("price", "1.555")),
-        (TIMES, [("2024-03-09", dt.date(2024, 3, 9), 1)], ("at", "string")),
+        (TIMES, [("2024-03-09", dt.date(2024, 3, 9), 1)], ("at", "not a datetime but of class str")),
         (WINDOWED, [(1, {"start": NINE})], ("start, end",)),
     ],
 )
@@ -199,6 +270,39 @@ def test_no_keys_in_every_form() -> None:
         assert ONE.columns(keys).num_rows == 0
         assert ONE.encode(ONE.columns(keys)).to_pylist() == []
     assert TWO.columns([]).num_rows == 0
+
+
+def test_times_that_pythons_datetime_cannot_hold_are_numpys() -> None:
+    at, day = pa.timestamp("us", "UTC"), pa.date32()
+    far, early = np.datetime64("10000-01-01", "us"), np.datetime64("-0001-01-01", "us")
+    micros = [int(far.astype(int)), int(early.astype(int)), 0, None]
+    values = [far, early, dt.datetime(1970, 1, 1, tzinfo=UTC), None]
+    times = pa.array(micros, pa.int64()).view(at)
+    assert python_values(times) == python_values(pa.chunked_array([times])) == values
+    assert python_values(pa.array([3_000_000, 0, None], pa.int32()).view(day)) == [
+        np.datetime64("10183-09-21"),
+        dt.date(1970, 1, 1),
+        None,
+    ]
+    offsets = pa.array([0, 1, 2, 4], pa.int32())
+    nested = pa.StructArray.from_arrays(
+        [
+            pa.ListArray.from_arrays(offsets, times),
+            pa.MapArray.from_arrays(offsets, pa.array(["a", "b", "c", "d"]), times),
+        ],
+        ["list", "map"],
+    )
+    assert python_values(nested)[0] == {"list": [far], "map": [("a", far)]}
+    assert python_rows(pa.table({"x": nested}))[2] == {
+        "x": {"list": values[2:], "map": [("c", values[2]), ("d", None)]}
+    }
+    by_time, by_day = codec(("at", at)), codec(("day", day))
+    assert stored_keys(by_time, [far, values[2]]) == stored_keys(by_time, times.take(pa.array([0, 2])))
+    assert by_time.encode_one(early) == stored_keys(by_time, times)[1]
+    assert (
+        by_day.encode_one(np.datetime64("10183-09-21"))
+        == stored_keys(by_day, pa.array([3_000_000]).cast(pa.int32()).view(day))[0]
+    )
 
 
 # -- ranges ----------------------------------------------------------------------------------
@@ -289,7 +393,18 @@ def test_conditions_are_said_as_json_can_say_them() -> None:
 
 
 @pytest.mark.parametrize(
-    "condition", ["n > 1", ("n",), ("n", ">"), ("n", "like", "x"), ("n", "=", None), ("n", "=", b"x"), (5, "=", 5)]
+    "condition",
+    [
+        "n > 1",
+        ("n",),
+        ("n", ">"),
+        ("n", "like", "x"),
+        ("n", "=", None),
+        ("n", "=", pd.NaT),
+        ("n", "=", b"x"),
+        ("n", "=", A_UUID),
+        (5, "=", 5),
+    ],
 )
 def test_conditions_that_are_none(condition: Any) -> None:
     with pytest.raises(RequestError, match="where"):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import datetime as dt
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import polars as pl
 import pyarrow as pa
 import pytest
@@ -16,6 +18,7 @@ from spark_bridge.exceptions import (
     UnknownKvStateIdError,
 )
 from spark_bridge.operators.deduplicate.deduplicate_task import DeduplicateLogic
+from spark_bridge.queryable.client.answers.json_values import rows_to_json, to_json, window_of_text
 from spark_bridge.queryable.client.client import QueryableStateClient
 from spark_bridge.state_format.layouts import deduplicate_schema
 from tests.spark_bridge.operators.operator_runs import WINDOW
@@ -137,6 +140,37 @@ def test_windows_by_key(tmp_path: Path, order: tuple[str, ...], by: tuple[str, .
             assert client.scan("op", prefix=((NINE, NINE + MINUTE),), columns=["n"]).to_pylist() == [{"n": 10}]
         with pytest.raises(UnknownKeyOrNamespaceError, match="no window"):
             client.get("op", 1, window="nine")
+    query.close()
+
+
+def test_windows_beyond_the_year_9999_leave_the_others_readable(tmp_path: Path) -> None:
+    minute = np.timedelta64(60_000_000, "us")
+    new_year = np.datetime64("10000-01-01", "us")
+    last = dt.datetime(9999, 12, 31, 23, 59, tzinfo=dt.timezone.utc)
+    ends_beyond = {"start": last, "end": new_year}
+    beyond = {"start": new_year, "end": new_year + minute}
+    far = [(1, {**ends_beyond, "end": int(new_year.astype(int))}, 8)]
+    far.append((1, {name: int(time.astype(int)) for name, time in beyond.items()}, 9))
+    query = windowed(tmp_path, ("window", "user"), ("user", "window"), [*ROWS, *far])
+    with served(query) as client:
+        every = [{"window": w, "n": n} for w, n in ((bounds(0), 10), (bounds(1), 11), (ends_beyond, 8), (beyond, 9))]
+        assert client.get("op", 1) == every
+        assert client.get("op", 1, window=NINE) == {"n": 10}
+        assert client.get("op", 1, window=last) == client.get("op", 1, window=(last, new_year)) == {"n": 8}
+        assert client.get("op", 1, window=new_year) == client.get("op", (1, beyond)) == {"n": 9}
+        assert client.get_many("op", [1, 1], window=[last, new_year]).column("n").to_pylist() == [8, 9]
+        rows = [{"user": 1, **row} for row in every]
+        by_n = [("user", "=", 1)]
+        assert sorted(client.scan("op", where=by_n).to_pylist(), key=lambda r: r["n"]) == sorted(
+            rows, key=lambda r: r["n"]
+        )
+        frame = client.scan("op", where=by_n).to_pandas().sort_values("n", ignore_index=True)
+        assert frame["n"].tolist() == [8, 9, 10, 11] and frame["window"][1] == beyond
+        in_json = {row["n"]: row["window"] for row in rows_to_json(client.scan("op", where=by_n).to_arrow())}
+        assert in_json[8] == {"start": "9999-12-31T23:59:00Z", "end": "+10000-01-01T00:00:00"}
+        assert to_json(every[3]) == {"window": in_json[9], "n": 9}
+        assert client.get("op", 1, window=window_of_text(in_json[9]["start"])) == {"n": 9}
+        assert client.sql("select n from op where user = 1 order by n").fetchall() == [(8,), (9,), (10,), (11,)]
     query.close()
 
 

@@ -8,14 +8,15 @@ from pathlib import Path
 
 import pytest
 
+from backends.encoding.operator_schema import OperatorSchema
 from coordinator_actor.exceptions import RetiredRunError
 from coordinator_actor.messages import OpenBatch, QueryRegistration
-from spark_bridge.exceptions import QueryEndedError, StateVersionError
+from spark_bridge.exceptions import QueryEndedError, StateVersionError, WrongOperatorError
 from spark_bridge.queryable.client.calls import watch as watching
 from spark_bridge.queryable.reads.operators import operator_directory
 from spark_bridge.queryable.reads.versions import completion_wait
 from tests.spark_bridge.queryable.client.client_rows import UntilGone
-from tests.spark_bridge.queryable.client_world import Cluster
+from tests.spark_bridge.queryable.client_world import TOTALS, Cluster
 
 USERS = 40
 
@@ -204,3 +205,52 @@ def test_a_watch_gives_all_versions_and_ends(cluster: Cluster, monkeypatch: pyte
     assert list(cluster.client().watch("totals")) == [], "one that begins behind the end"
     with pytest.raises(StateVersionError, match="from_version=3"):
         next(cluster.client().watch("totals", from_version=3))
+
+
+@pytest.mark.parametrize("has_ended", [True, False])
+def test_a_copy_of_a_checkpoint_runs_while_the_original_is_served(tmp_path, has_ended):
+    """Both have one query id, and the same operators and partitions on the same hosts."""
+    cluster = Cluster(tmp_path)
+    try:
+        cluster.batch({1: (1, "a"), 2: (1, "b")})
+        if has_ended:
+            end(cluster)
+        cluster.start_copy("run2", "backup")
+        cluster.batch({1: (2, "copy")})
+        cluster.batch({3: (1, "copy")})
+        client = cluster.client()
+        for _ in range(2):  # the second answers come from cached locations
+            assert [client.get("totals", user, query="run1") for user in (1, 3)] == [{"n": 1, "name": "a"}, None]
+            assert client.get("totals", 1, query="run2") == {"n": 2, "name": "copy"}
+            assert client.get("totals", 3, query="run2") == {"n": 1, "name": "copy"}
+        if not has_ended:
+            rows = client.sql('select c.n as new, o.n as old from run1.totals o join run2.totals c using ("user")')
+            assert sorted(rows.fetchall()) == [(1, 1), (2, 1)]
+        cluster.c.deactivate_instances("run2")
+        for h in cluster.hosts:
+            h.host.heartbeat()
+        assert client.get("totals", 2, query="run1") == {"n": 1, "name": "b"}
+    finally:
+        cluster.close()
+
+
+@pytest.mark.parametrize("query", [None, "name"])
+def test_what_no_waiting_helps_is_said_at_once(cluster: Cluster, query: str | None) -> None:
+    """A client has had answers. Its query is over, and the operator's name is that of several others, or of none."""
+    client = cluster.client()
+    assert client.get("totals", 3, query=query) is not None
+    cluster.c.deactivate_instances("run1")
+    for name in ("ck2", "ck3") if query is None else ("ck2",):
+        location = str(cluster.root / name)
+        cluster.registration = {"checkpoint_location": location, "state_location": f"{location}/statestore"}
+        cluster.registration |= {"query_id": name}
+        cluster.start(f"run of {name}", {"totals" if query is None else "sums": OperatorSchema.of_rows(TOTALS)})
+    for h in cluster.hosts:
+        h.host.heartbeat()
+    why = "say which with query=.*run of ck3" if query is None else "operators that exist: 'sums'"
+    asked = cluster.port.c.locate
+    calls = []
+    cluster.port.locate = lambda *args: calls.append(args) or asked(*args)
+    with pytest.raises(WrongOperatorError, match=why):
+        client.get("totals", 3, query=query)
+    assert 1 <= len(calls) < 5

@@ -26,6 +26,7 @@ from spark_bridge.exceptions import (
     StateVersionError,
     TooManyRequestsError,
     UnknownOperatorError,
+    WrongOperatorError,
 )
 from spark_bridge.queryable.routing.retries import LONGEST_RETRY_DELAY, Attempts, retrying, should_locate
 from spark_bridge.transport.error_codec import rebuilt_error
@@ -41,7 +42,7 @@ HELPED = (
     ConnectionResetError,
 )
 BUSY = (QueryBusyError, TooManyRequestsError)
-FINAL = (AccessDeniedError, RequestError, StateVersionError, ValueError, QueryTimeoutError)
+FINAL = (AccessDeniedError, RequestError, StateVersionError, ValueError, QueryTimeoutError, WrongOperatorError)
 
 
 class Time:

@@ -36,7 +36,8 @@ class Source:
         self.fetched += 1
         self._answer()
         time.sleep(self.pause)
-        return self.running.get(job_id)
+        of_run = next((oracle for oracle in self.running.values() if oracle.run_id == job_id), None)
+        return self.running.get(job_id, of_run)
 
     def _answer(self) -> None:
         if self.away:

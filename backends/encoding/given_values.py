@@ -1,0 +1,363 @@
+"""Python values and Arrow columns that users give, in the types of state, and state as Python values.
+
+Arrow guesses: it takes NaT for a day of the year 1, 1.5 for the day after 1970-01-01, and a UUID for text of 16 bytes.
+So every Python value passes through ``plain_value`` before Arrow sees it.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import math
+import sys
+from collections.abc import Sequence
+from decimal import Decimal
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+_INT64_DIGITS = 19
+_GREATEST_FLOAT = float(np.finfo(np.float32).max)
+
+
+class ForeignValueError(TypeError):
+    """A value is of another kind than its column."""
+
+
+CAST_ERRORS = (pa.ArrowException, TypeError, ValueError, OverflowError, NotImplementedError)
+"""The errors of values that cannot be converted without loss."""
+
+
+# -- Python values ---------------------------------------------------------------------------
+
+
+def is_missing(value: object, *, nan: bool = False) -> bool:
+    """Return whether a value stands for null: None, pandas' NaT and NA, and NaT of numpy.
+
+    A NaN is a number; with ``nan``, as in pandas, it stands for null too.
+    """
+    if value is None:
+        return True
+    if isinstance(value, np.datetime64 | np.timedelta64):
+        return bool(np.isnat(value))
+    if nan and isinstance(value, float | np.floating | Decimal):
+        return value.is_nan() if isinstance(value, Decimal) else bool(np.isnan(value))
+    # Without importing pandas: if nobody has imported it, there is no such value.
+    pandas = sys.modules.get("pandas")
+    return pandas is not None and (value is getattr(pandas, "NaT", None) or value is getattr(pandas, "NA", None))
+
+
+@lru_cache(maxsize=1024)
+def plain_classes(kind: pa.DataType) -> frozenset[type]:
+    """Return the classes whose values, subclasses aside, Arrow converts to a flat type without guessing."""
+    types = pa.types
+    if types.is_boolean(kind):
+        found: tuple[type, ...] = (bool,)
+    elif types.is_integer(kind):
+        found = (int,)
+    elif types.is_floating(kind):
+        found = (float,)
+    elif types.is_decimal(kind):
+        found = (Decimal, int)
+    elif types.is_date(kind):
+        found = (dt.date,)
+    elif types.is_timestamp(kind):
+        found = (dt.datetime,)
+    elif types.is_duration(kind):
+        found = (dt.timedelta,)
+    elif types.is_string(kind):
+        found = (str,)
+    elif types.is_binary(kind):
+        found = (bytes,)
+    else:
+        found = ()
+    return frozenset((*found, type(None)))
+
+
+def are_plain(values: Sequence[Any], kind: pa.DataType) -> bool:
+    """Return whether all values are of ``plain_classes``."""
+    classes: frozenset[type] = plain_classes(kind)
+    return classes.issuperset(map(type, values))
+
+
+def plain_value(value: Any, kind: pa.DataType, *, lossless: bool = False) -> Any:
+    """Return a value as Arrow takes it for a type: None for a missing one, else of one of ``plain_classes``.
+
+    With ``lossless``, as for keys, numbers of other classes are taken if they are equal, and nothing may be cut off.
+    Without, a datetime is the date of its day, as in PySpark. A time beyond Python's years is an integer of
+    microseconds. Raises ``ForeignValueError``, ``ValueError`` or ``OverflowError``.
+    """
+    if isinstance(value, pa.Scalar):
+        value = value.as_py()
+    if is_missing(value):
+        return None
+    types = pa.types
+    if types.is_struct(kind):
+        return _plain_struct(value, kind, lossless)
+    if types.is_list(kind):
+        if not isinstance(value, list | tuple | np.ndarray):
+            raise _foreign(value, kind)
+        return [plain_value(v, kind.value_type, lossless=lossless) for v in value]
+    if isinstance(value, np.datetime64):
+        return _time64(value, kind, lossless)
+    if isinstance(value, np.generic):
+        value = value.item()
+    if types.is_boolean(kind) and isinstance(value, bool):
+        return value
+    if types.is_integer(kind) or types.is_floating(kind) or types.is_decimal(kind):
+        return _number(value, kind, lossless)
+    if types.is_string(kind) or types.is_binary(kind):
+        return _text(value, kind)
+    if types.is_date(kind) and isinstance(value, dt.date):
+        if isinstance(value, dt.datetime):
+            if lossless and (value.time() != dt.time.min or _nanoseconds(value)):
+                raise ValueError("it has a time of day.")
+            value = value.date()
+        return dt.date.fromordinal(value.toordinal())
+    if types.is_timestamp(kind):
+        return _time(value, kind, lossless)
+    if types.is_duration(kind) and isinstance(value, dt.timedelta):
+        if getattr(value, "nanoseconds", 0) and lossless:
+            raise ValueError("it has nanoseconds.")
+        return dt.timedelta(value.days, value.seconds, value.microseconds)
+    raise _foreign(value, kind)
+
+
+def array_without_loss(values: Sequence[Any], kind: pa.DataType) -> pa.Array:
+    """Return an array of Python values, if none of them changes by it.
+
+    Times without a zone are UTC. Raises one of ``CAST_ERRORS``.
+    """
+    # A double that four bytes cannot hold would silently become infinite.
+    if pa.types.is_float32(kind) or not are_plain(values, kind):
+        values = [plain_value(value, kind, lossless=True) for value in values]
+    try:
+        return pa.array(values, kind)
+    except pa.ArrowException:
+        # For the better error of a value that is not plain after all, such as a NaN decimal.
+        return pa.array([plain_value(value, kind, lossless=True) for value in values], kind)
+
+
+def _foreign(value: Any, kind: pa.DataType) -> ForeignValueError:
+    wanted = next((noun for is_kind, noun in _NOUNS if is_kind(kind)), f"a value of {kind}")
+    remedy = " Convert it as the state has it, for example with str()." if wanted in ("text", "bytes") else ""
+    return ForeignValueError(f"not {wanted} but of class {type(value).__name__}.{remedy}")
+
+
+_NOUNS = (
+    (pa.types.is_boolean, "a truth value"),
+    (pa.types.is_integer, "an integer"),
+    (pa.types.is_floating, "a number"),
+    (pa.types.is_decimal, "a number"),
+    (pa.types.is_string, "text"),
+    (pa.types.is_binary, "bytes"),
+    (pa.types.is_date, "a date"),
+    (pa.types.is_timestamp, "a datetime"),
+    (pa.types.is_duration, "a timedelta"),
+    (pa.types.is_struct, "a tuple or dict"),
+    (pa.types.is_list, "a list"),
+)
+
+
+def _number(value: Any, kind: pa.DataType, lossless: bool) -> Any:
+    types = pa.types
+    if isinstance(value, bool):
+        if types.is_floating(kind) and not lossless:
+            return float(value)
+        raise _foreign(value, kind)
+    is_decimal = isinstance(value, Decimal)
+    if not isinstance(value, int | float) and not (is_decimal and (lossless or types.is_decimal(kind))):
+        raise _foreign(value, kind)
+    if types.is_integer(kind):
+        if not isinstance(value, int) and (not math.isfinite(value) or value != int(value)):
+            raise ValueError("it is not an integer.")
+        return int(value)
+    if types.is_decimal(kind):
+        if isinstance(value, float):
+            if not lossless:
+                raise _foreign(value, kind)
+            value = Decimal(repr(float(value)))  # the digits that people see
+        if is_decimal and not value.is_finite():
+            raise ValueError("it is not finite.")
+        return Decimal(value)
+    number = float(value)
+    if lossless and math.isfinite(number):
+        if (Decimal(repr(number)) if is_decimal else number) != value:
+            raise ValueError("it would be rounded.")
+        if types.is_float32(kind) and abs(number) > _GREATEST_FLOAT:
+            raise ValueError("it is too large.")
+    return number
+
+
+def _text(value: Any, kind: pa.DataType) -> Any:
+    if isinstance(value, bytearray | memoryview):
+        value = bytes(value)
+    if not isinstance(value, str | bytes):
+        raise _foreign(value, kind)
+    if isinstance(value, str):
+        text = str.__str__(value)
+        return text if pa.types.is_string(kind) else text.encode()
+    return value.decode() if pa.types.is_string(kind) else bytes(value)
+
+
+def _time(value: Any, kind: pa.DataType, lossless: bool) -> Any:
+    if isinstance(value, dt.datetime):
+        if lossless and _nanoseconds(value):
+            raise ValueError("it has nanoseconds.")
+        return value
+    if isinstance(value, dt.date) and lossless:
+        return dt.datetime(value.year, value.month, value.day)
+    raise _foreign(value, kind)
+
+
+def _nanoseconds(value: Any) -> int:
+    """Return the nanoseconds that pandas' times have besides Python's microseconds."""
+    return getattr(value, "nanosecond", 0)
+
+
+def _time64(value: np.datetime64, kind: pa.DataType, lossless: bool) -> Any:
+    if not (pa.types.is_date(kind) or pa.types.is_timestamp(kind)):
+        raise _foreign(value, kind)
+    unit = "D" if pa.types.is_date(kind) else "us"
+    cut = value.astype(f"M8[{unit}]")
+    if lossless and cut != value:
+        raise ValueError("it has a time of day." if unit == "D" else "it has nanoseconds.")
+    return cut.item()
+
+
+def _plain_struct(value: Any, kind: pa.StructType, lossless: bool) -> dict[str, Any]:
+    names = [f.name for f in kind]
+    if isinstance(value, tuple | list) and len(value) == len(names):
+        value = dict(zip(names, value, strict=True))
+    if not isinstance(value, dict):
+        raise _foreign(value, kind)
+    if set(value) != set(names):
+        raise ValueError(f"its fields must be {', '.join(names)}.")
+    return {f.name: plain_value(value[f.name], f.type, lossless=lossless) for f in kind}
+
+
+def python_values(column: pa.Array | pa.ChunkedArray) -> list[Any]:
+    """Return a column's values as ``to_pylist`` does, also where Python's datetime cannot hold one of them.
+
+    A time or a date outside the years 1 to 9999 is a ``numpy.datetime64``; times with a zone are in UTC.
+    """
+    try:
+        values: list[Any] = column.to_pylist()
+    except (OverflowError, ValueError):
+        values = [python_value(scalar) for scalar in column]
+    return values
+
+
+def python_value(scalar: pa.Scalar) -> Any:
+    """Return one value as ``python_values`` does."""
+    kind = scalar.type
+    if not scalar.is_valid:
+        return None
+    if pa.types.is_struct(kind):
+        return {kind.field(i).name: python_value(scalar[i]) for i in range(kind.num_fields)}
+    if pa.types.is_map(kind):
+        return [(python_value(entry[0]), python_value(entry[1])) for entry in scalar.values]
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        return python_values(scalar.values)
+    try:
+        return scalar.as_py()
+    except (OverflowError, ValueError):
+        if pa.types.is_date32(kind) or pa.types.is_timestamp(kind):
+            return np.datetime64(scalar.value, "D" if pa.types.is_date32(kind) else kind.unit)
+        raise
+
+
+def python_rows(table: pa.Table | pa.RecordBatch) -> list[dict[str, Any]]:
+    """Return rows as dicts, with ``python_values``."""
+    columns = [python_values(column) for column in table.columns]
+    names = table.schema.names
+    return [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
+
+
+# -- Arrow columns -----------------------------------------------------------------------------
+
+
+def cast_without_loss(given: pa.Array | pa.ChunkedArray, kind: pa.DataType) -> pa.Array:
+    """Return an array of a state column's type, if no value changes by the cast. Numbers are not read from strings.
+
+    A double becomes the nearest float, as a Python number does. Raises one of ``CAST_ERRORS``.
+    """
+    if isinstance(given, pa.ChunkedArray):
+        given = given.combine_chunks()
+        if isinstance(given, pa.ChunkedArray):  # some releases of Arrow return chunks
+            given = given.chunk(0) if given.num_chunks else pa.array([], given.type)
+    if pa.types.is_dictionary(given.type):
+        given = given.dictionary_decode()
+    if given.type == kind:
+        return given
+    _check_kind(given.type, kind)
+    if pa.types.is_integer(given.type) and pa.types.is_decimal(kind):
+        # A direct cast would need room for any integer, so cast to a decimal with enough digits first.
+        scale = max(0, kind.scale)
+        given = given.cast(pa.decimal256(_INT64_DIGITS + 1 + scale, scale))
+    if pa.types.is_floating(given.type) and pa.types.is_decimal(kind):
+        # Arrow would take the digits of the binary fraction, 0.1000000000000000055 for 0.1.
+        return array_without_loss(given.to_pylist(), kind)
+    made = given.cast(kind)
+    if pa.types.is_date(kind) and pa.types.is_timestamp(given.type) and not made.cast(given.type).equals(given):
+        raise ValueError("these have a time of day.")
+    if pa.types.is_float32(kind):
+        if not pc.all(pc.equal(pc.is_finite(made), pc.is_finite(given)), min_count=0).as_py():
+            raise ValueError("values are too large.")
+    else:
+        check_same(given, made)
+    return made
+
+
+def check_same(given: pa.Array | pa.ChunkedArray, made: pa.Array) -> None:
+    """Raise ``ValueError`` if numbers were rounded: what was made is not what was given when it is cast back."""
+    kinds = (given.type, made.type)
+    if kinds[0] == kinds[1] or not any(pa.types.is_floating(k) or pa.types.is_decimal(k) for k in kinds):
+        return
+    back = made.cast(given.type, safe=False)
+    same = pc.equal(back, given)
+    if pa.types.is_floating(given.type):
+        same = pc.or_(same, pc.and_(pc.is_nan(back), pc.is_nan(given)))
+    if not pc.all(same, min_count=0).as_py():  # nulls count as equal
+        raise ValueError("values would be rounded.")
+
+
+def _check_kind(given: pa.DataType, kind: pa.DataType) -> None:
+    """Raise for conversions that Arrow makes and no user means, such as of strings to numbers, or bytes to text."""
+    if pa.types.is_null(given):
+        return
+    there, here = _kind_of(kind), _kind_of(given)
+    if there != here or (pa.types.is_fixed_size_binary(given) and not pa.types.is_binary(kind)):
+        raise ForeignValueError(f"{given} is another kind of type.")
+    if there == "struct":
+        names = [f.name for f in kind]
+        if sorted(f.name for f in given) != sorted(names):
+            raise ValueError(f"its fields must be {', '.join(names)}.")
+        for f in kind:
+            _check_kind(given.field(given.get_field_index(f.name)).type, f.type)
+    elif there == "list":
+        _check_kind(given.value_type, kind.value_type)
+
+
+def _kind_of(kind: pa.DataType) -> str:
+    types = pa.types
+    if types.is_boolean(kind):
+        return "boolean"
+    if types.is_integer(kind) or types.is_floating(kind) or types.is_decimal(kind):
+        return "number"
+    if types.is_date(kind) or types.is_timestamp(kind):
+        return "time"
+    if types.is_struct(kind):
+        return "struct"
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        return "list"
+    return "string" if is_string(kind) else str(kind)
+
+
+def is_string(kind: pa.DataType) -> bool:
+    """Return whether a type has strings or bytes."""
+    types = pa.types
+    is_text = types.is_string(kind) or types.is_large_string(kind) or str(kind) in ("string_view", "binary_view")
+    return bool(is_text or types.is_binary(kind) or types.is_large_binary(kind) or types.is_fixed_size_binary(kind))
