@@ -215,6 +215,8 @@ class Model:
     def spark_commits(self, plan: Plan) -> None:
         """``commits/<batch>`` is written: its values may be seen from now on."""
         self.committed.append(plan)
+        if any(key[1] in plan.keys and key in plan.values for e in self.exchanges.values() for key in e.keys):
+            sometimes("a key that was forgotten is written again")
         for operator in self.operators:
             for key in plan.keys:
                 self.seen.setdefault((operator, key), {None}).add(plan.values.get((operator, key)))
@@ -354,7 +356,7 @@ class Model:
             made = manifest.operators[operator]
             n = made.num_partitions
             if meta.base == f"{layout_of(operator, made).directory(partition)}/{meta.version - 1}-removed":
-                continue  # it stands for the changelog that has led to the snapshot at which loads begin: nobody reads it
+                continue  # in place of the changelog that has led to the snapshot at which loads begin: nobody reads it
             below = earlier.operators[operator] if earlier is not None else None
             if below is not None and (below.num_partitions, below.backend) == (n, made.backend):
                 base = below.partitions[partition].changelog.path
@@ -381,6 +383,8 @@ class Model:
             raise Violation(
                 f"Manifest {manifest.id} puts batch {plan.token} on top of another one than it was planned on."
             )
+        if newest is not None and newest.version == manifest.version and newest.run_id != manifest.run_id:
+            sometimes("a version that was prepared is made again by another run")
         self.fenced.discard(manifest.id)
         self.attempts[manifest.id] = whose
         self.manifests[manifest.id] = manifest
@@ -549,6 +553,7 @@ class Model:
                 "nothing "
                 f"is durable of {sorted(lacking)}."
             )
+        sometimes("Spark commits a batch that no manifest names")
 
 
 def _commits(files: dict[str, bytes], version: int) -> Iterator[ChangelogMeta]:

@@ -38,8 +38,14 @@ if TYPE_CHECKING:
     from tests.simulation.world import World
 
 OTHERS = (
-    FencedError, RetiredRunError, UnknownQueryError, UnknownRunError, QueryBusyError, InvalidRequestError, LapsedHoldError
-)  # fmt: skip
+    FencedError,
+    InvalidRequestError,
+    LapsedHoldError,
+    QueryBusyError,
+    RetiredRunError,
+    UnknownQueryError,
+    UnknownRunError,
+)
 """Another run has begun, another coordinator knows nothing of the query yet, somebody else holds it."""
 LONG = 40.0
 """Virtual seconds for which an outsider stands still at most, or is cut off."""
@@ -164,6 +170,10 @@ class Forgetter(Outsider):
             progress=self._say,
             coordinator=world.sessions[-1].cluster.port(),
         )
+        if in_storage:
+            sometimes("keys of a stopped query are forgotten")
+        if process.memory.get("unanswered"):
+            sometimes("nobody answers for an exchange, and its outcome is found in storage")
         self._check(stream, process)
 
     def _stop_query(self) -> None:

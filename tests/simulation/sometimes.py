@@ -14,12 +14,23 @@ MUST_BE_REACHED: Mapping[str, tuple[str, ...]] = {
     "forgetting": (
         "files are exchanged",
         "files are exchanged after retention has removed others",
-        "the answer to an exchange is lost, and its outcome is found in storage",
+        "nobody answers for an exchange, and its outcome is found in storage",
+        "an exchange is asked for again that was made already",
         "a forgetter begins again, for the query has gone on",
         "a forgetter stands still for longer than its hold lasts",
         "a forgetter dies",
-        "keys of a stopped query are forgotten in storage",
+        "keys of a stopped query are forgotten",
         "a key that was forgotten is written again",
+    ),
+    "moves": (
+        "a host that was to go is released",
+        "a host dies while partitions are to move to it",
+    ),
+    "recovery": (
+        "a host begins with the files of its predecessor",
+        "a coordinator meets a fence",
+        "Spark commits a batch that no manifest names",
+        "a version that was prepared is made again by another run",
     ),
     "savepoints": (
         "a savepoint is taken",
