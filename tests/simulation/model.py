@@ -217,6 +217,9 @@ class Model:
         self.committed.append(plan)
         if any(key[1] in plan.keys and key in plan.values for e in self.exchanges.values() for key in e.keys):
             sometimes("a key that was forgotten is written again")
+        self._may_be_seen(plan)
+
+    def _may_be_seen(self, plan: Plan) -> None:
         for operator in self.operators:
             for key in plan.keys:
                 self.seen.setdefault((operator, key), {None}).add(plan.values.get((operator, key)))
@@ -367,6 +370,8 @@ class Model:
             lacks = any(o == operator and partition_of(k, n) == partition for o, k in plan.forgotten)
             if lacks and entry.changelog.path not in self.written_anew:
                 plan.come_again()
+                if plan in self.committed:
+                    self._may_be_seen(plan)
                 for exchange in self.exchanges.values():
                     exchange.values -= set(plan.values.values())
             keys = [k for k in plan.keys if partition_of(k, n) == partition]
@@ -409,6 +414,8 @@ class Model:
         for following in self.plans.values():
             if following in changed and following.parent in changed:
                 following.follow(made)
+                if following in self.committed:
+                    self._may_be_seen(following)
         sometimes("files are exchanged")
         if self.has_lost_files:
             sometimes("files are exchanged after retention has removed others")

@@ -113,6 +113,7 @@ class Scheduler:
         self.failure: BaseException | None = None
         self.current: Task = Task(Process("outside"), lambda: None, "outside")
         self.events: deque[tuple[Any, ...]] = deque(maxlen=KEPT_EVENTS)
+        self.on_death_of_any: Callable[[Process], None] = lambda process: None
         self.reached: Counter[str] = Counter()
         """How often each of ``sometimes.MUST_BE_REACHED`` came about."""
         self.trace = 0
@@ -201,6 +202,7 @@ class Scheduler:
             self.wake(task)
         for callback in process.on_death:
             callback()
+        self.on_death_of_any(process)
         self.log("KILLED", process.name)
         if self.current.process is process:
             raise Killed

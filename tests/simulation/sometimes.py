@@ -31,6 +31,7 @@ MUST_BE_REACHED: Mapping[str, tuple[str, ...]] = {
         "a coordinator meets a fence",
         "Spark commits a batch that no manifest names",
         "a version that was prepared is made again by another run",
+        "an engine finds its disk full",
     ),
     "savepoints": (
         "a savepoint is taken",

@@ -98,20 +98,24 @@ class World:
         self.faults = Faults(
             storage_error=r.choice((0.0, 0.002, 0.02)),
             storage_slow=r.choice((0.0, 0.01)),
+            late_write=r.choice((0.0, 0.0, 0.02)),
+            paged_listing=r.choice((0.0, 0.1)),
+            disk_full=r.choice((0.0, 0.0, 0.003)),
             message_lost=r.choice((0.0, 0.002, 0.01)),
             message_late=r.choice((0.0, 0.005, 0.02)),
             message_twice=r.choice((0.0, 0.02)),
             registration_slow=r.choice((0.0, 0.5)),
         )
+        engine.faults, s.on_death_of_any = self.faults, engine.process_died
         self.num_hosts = r.randint(1, 3)
         self.rescaled = r.choice((0.0, 0.3))
-        self.streams = [
-            Stream("q", Model(("a", "b")[: r.choice((1, 1, 2))]), r.randint(1, 3), engine.FirstProvider.backend)
-        ]
+        # In one of three worlds, the first engine is RocksDB.
+        self.backends = engine.backends(is_rocksdb=seed % 3 == 0)
+        self.streams = [Stream("q", Model(("a", "b")[: r.choice((1, 1, 2))]), r.randint(1, 3), self.backends[0])]
         self.streams[0].keep = r.choice((1, 2, 3, 4, 4, 4))
         self.is_calm = is_calm(seed)
         if self.is_calm or r.random() < 0.3:
-            self.streams.append(Stream("neighbour", Model(("a",)), r.randint(1, 3), engine.FirstProvider.backend))
+            self.streams.append(Stream("neighbour", Model(("a",)), r.randint(1, 3), self.backends[0]))
         if self.is_calm:
             self.faults.heal()
             self.streams[0].most_seconds = CALM_BATCH
@@ -199,7 +203,7 @@ class World:
         r = self.scheduler.random
         if self.rescaled and r.random() < self.rescaled:
             stream.num_partitions = r.randint(1, 5)
-            stream.backend = r.choice((engine.FirstProvider.backend, engine.SecondProvider.backend))
+            stream.backend = r.choice(self.backends)
         stream.num_runs += 1
         run_id = f"run{stream.num_runs}-{stream.name}"
         stream.layout_of_run[run_id] = (stream.num_partitions, stream.backend)
@@ -261,11 +265,12 @@ class World:
             elif path.startswith(f"{REWRITTEN}/"):
                 record = unseal(self.disk.directory(location, path)[path], RewrittenFiles, path)
                 stream.model.records[path] = record
-                forgetter = self.scheduler.current.process.memory
+                assert self.disk.writer is not None
+                forgetter = self.disk.writer.memory
                 stream.model.to_forget[path] = forgetter["forgets"]
                 forgetter.setdefault("records", []).append(path)
             elif path.startswith("epochs/"):
-                if self.scheduler.current.process.name == Forgetter.name:
+                if self.disk.writer is not None and self.disk.writer.name == Forgetter.name:
                     stream.superseded.add(stream.newest_run)
                 stream.model.epoch = max(stream.model.epoch, int(path.split("/")[1].split(".", maxsplit=1)[0]))
         elif path.startswith("commits/"):
