@@ -115,7 +115,7 @@ class Maintenance:
         self._uploading: dict[InstanceKey, Future[None]] = {}
         self._clock = clock
         self._leases: dict[InstanceKey, FileLease] = {}
-        """Of the uploads under way. A large file may take longer than a lease lasts, so each maintenance renews them."""
+        """Of the uploads under way. Each maintenance renews them: a large file may take longer than a lease lasts."""
 
     def on_maintenance(self, work: Callable[[], None]) -> None:
         """Have something quick done with every maintenance."""

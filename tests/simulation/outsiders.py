@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
-from backends.exceptions import MissingFileError, StorageError, VersionNotFoundError
+from backends.exceptions import LocalDiskFullError, MissingFileError, StorageError, VersionNotFoundError
 from coordinator_actor.durable.lookup_records import LookupRecords
 from coordinator_actor.exceptions import (
     FencedError,
@@ -106,7 +106,7 @@ class Outsider:
     def is_excused(self, error: BaseException, process: Process) -> bool:
         """Return whether what goes wrong in this world explains an error."""
         return isinstance(error, UnreachableError | HostUnavailableError) or (
-            isinstance(error, StorageError) and "simulated" in str(error)
+            isinstance(error, StorageError | LocalDiskFullError) and "simulated" in str(error)
         )
 
     def _trouble(self, process: Process) -> None:

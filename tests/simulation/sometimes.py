@@ -32,6 +32,7 @@ MUST_BE_REACHED: Mapping[str, tuple[str, ...]] = {
         "Spark commits a batch that no manifest names",
         "a version that was prepared is made again by another run",
         "an engine finds its disk full",
+        "a file is there again after it was deleted",
     ),
     "savepoints": (
         "a savepoint is taken",
