@@ -222,7 +222,10 @@ class Model:
     def _may_be_seen(self, plan: Plan) -> None:
         for operator in self.operators:
             for key in plan.keys:
-                self.seen.setdefault((operator, key), {None}).add(plan.values.get((operator, key)))
+                seen = self.seen.setdefault((operator, key), {None})
+                seen.add(plan.values.get((operator, key)))
+                # Hosts of a run that does not know of an exchange yet show what they have made before.
+                seen.update(value for value, _ in plan.earlier.get((operator, key), ()))
 
     def check_read(self, operator: str, key: bytes, value: bytes | None) -> None:
         """A query client reads completed versions only."""
