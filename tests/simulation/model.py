@@ -191,6 +191,8 @@ class Model:
     """By the path of a record: the operators and keys that are to go."""
     exchanges: dict[str, Exchange] = field(default_factory=dict)
     """By the path of the record, in their order."""
+    shown: dict[tuple[str, str], list[bytes | None]] = field(default_factory=dict)
+    """By plan and operator, what was answered first: a completed version does not change."""
     written_anew: set[str] = field(default_factory=set)
     """The names of the changelogs that stand in the place of others."""
     has_lost_files: bool = False
@@ -270,6 +272,10 @@ class Model:
             expected = [plan.values.get((operator, key)) for key in keys]
             raise Violation(f"Version {version} of {operator} was read as {values}, and is {expected}.")
         self.check_attempts(manifest_id, operator, keys, contents)
+        shown = self.shown.setdefault((plan.token, operator), contents)
+        for key, first, now in zip(keys, shown, contents, strict=True):
+            if first != now and not self.is_forgotten(operator, key):
+                raise Violation(f"{key!r} of {operator} was shown as {first!r} in version {version}, now as {now!r}.")
 
     def check_task_read(
         self, plan: Plan, operator: str, keys: list[bytes], contents: list[bytes | None], is_newest: bool

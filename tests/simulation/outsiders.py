@@ -5,11 +5,13 @@ Each piece of work is a process of its own. An error of it must have an excuse i
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import pyarrow as pa
+from msgspec.structs import replace
 
 from backends.exceptions import LocalDiskFullError, MissingFileError, StorageError, VersionNotFoundError
+from backends.storage.checkpoint_storage import OpenStorage
 from coordinator_actor.durable.lookup_records import LookupRecords
 from coordinator_actor.exceptions import (
     FencedError,
@@ -19,17 +21,25 @@ from coordinator_actor.exceptions import (
     QueryBusyError,
     RetiredRunError,
     SavepointFailedError,
+    UnknownHostError,
     UnknownQueryError,
     UnknownRunError,
 )
-from coordinator_actor.reading.stored_versions import StatePlace
+from coordinator_actor.messages import QueryRegistration
+from coordinator_actor.reading.stored_versions import StatePlace, StateVersions
 from coordinator_actor.savepoints.restore import restore_into_checkpoint
 from coordinator_actor.surgery import forgetting
 from spark_bridge.lookups.looked_up_state import Batch, in_storage, recorded_in_storage
+from spark_bridge.queryable.protocol.messages import At
+from spark_bridge.queryable.routing.router import StateRouter
+from spark_bridge.serving.followed_query import FollowedQuery
+from spark_bridge.state_data.stored_query import query_in_storage
 from spark_bridge.state_surgery.forget_keys import forget_keys
 from tests.simulation import model
+from tests.simulation.cluster import Cluster, Session
 from tests.simulation.last_checks import check_kept, check_restored
 from tests.simulation.network import KNOWN_ERRORS, UnreachableError
+from tests.simulation.readers import ANSWER_SECONDS, SimulatedConnections
 from tests.simulation.scheduler import Killed, Process, Task, Violation
 from tests.simulation.sometimes import sometimes
 from tests.simulation.stream import Stream
@@ -348,4 +358,98 @@ class StorageReader(Outsider):
         return path not in record  # there is no version yet, or none that Spark's commits name
 
 
-ALL_OUTSIDERS: tuple[type[Outsider], ...] = (Forgetter, Saver, StorageReader)
+class Follower(Outsider):
+    """Serves the stream from its storage, in a cluster of its own, and follows it (``serve_state(follow=True)``)."""
+
+    name = "a follower"
+
+    def __init__(self, world: World) -> None:
+        super().__init__(world)
+        connections: Any = SimulatedConnections(world)
+        self._router = StateRouter(connections, clock=lambda: world.scheduler.now, sleep=world.scheduler.sleep)
+        self._seen: dict[str, int] = {}
+
+    def begin(self) -> None:
+        """Start a coordinator and hosts."""
+        self._cluster = Cluster(self._world, "followers")
+        self._session = Session(self._world, self._cluster, len("followers"))
+        super().begin()
+
+    def work(self, process: Process) -> None:
+        """Serve and follow for a while, and read what is served."""
+        world = self._world
+        s, stream, port = world.scheduler, world.streams[0], self._cluster.port()
+        place, open_storage = StatePlace(stream.checkpoint, stream.state), cast(OpenStorage, world.disk.open)
+
+        def look_up() -> QueryRegistration:
+            versions = StateVersions.look(place, open_storage=open_storage)
+            found = query_in_storage(
+                versions, versions.resolve(None), "served", self._session.session_id, open_storage=open_storage
+            )
+            return replace(found, operators=tuple(replace(o, kind="aggregate") for o in found.operators))
+
+        def serve(registration: QueryRegistration) -> None:
+            refusal = port.serve_ended(registration).refusal
+            if refusal is not None:
+                raise RetiredRunError(refusal)
+
+        registration = look_up()
+        serve(registration)
+        followed = FollowedQuery(registration, port, look_up, serve, 1.0)
+        followed.start()
+        until, since, answers = s.now + 20.0, stream.committed.get(stream.newest_run, 0), 0
+        while s.now < until:
+            s.sleep(0.5)
+            run_id = followed.registration.run_id
+            try:
+                if run_id in port.renew_leases([run_id]):
+                    serve(followed.registration)
+                answers += self._read(stream, run_id, since if self._is_last and s.now > until - 10.0 else 0)
+            except (UnreachableError, *KNOWN_ERRORS) as error:
+                s.log("the follower did not answer:", type(error).__name__, str(error))
+            if not self._is_last and s.random.random() < 0.02:
+                self._trouble_cluster()
+        followed.close()
+        port.deactivate_instances(followed.registration.run_id)
+        if self._is_last and not answers:
+            raise Violation("A follower of a healthy query has answered nothing for 20 s.")
+
+    def _read(self, stream: Stream, run_id: str, least: int) -> int:
+        s, operator = self._world.scheduler, stream.model.operators[0]
+        was_newest, now = stream.is_newest(run_id), s.now
+        location = self._cluster.port().locate(operator, run_id)
+        keys = pa.array(model.KEYS, pa.binary())
+        version, values = self._router.lookup(location, "default", keys, At(), now + ANSWER_SECONDS)
+        if version < self._seen.get(run_id, 0):
+            raise Violation(f"The follower has answered version {self._seen[run_id]} of {run_id}, and now {version}.")
+        if version < least and was_newest:
+            raise Violation(f"The follower answers version {version}, and {least} was completed 10 s ago.")
+        self._seen[run_id] = version
+        is_newest = was_newest and stream.is_newest(run_id)
+        # Keys may be shown that were forgotten until the follower has taken that up.
+        stream.model.check_answer(version, operator, list(model.KEYS), values.to_pylist(), is_newest, 0.0)
+        sometimes("a follower answers")
+        if len(self._seen) > 1:
+            sometimes("a follower goes on to another run")
+        return 1
+
+    def _trouble_cluster(self) -> None:
+        s = self._world.scheduler
+        processes = [h.process for h in self._session.hosts if h.process is not None and h.process.is_alive]
+        processes += [self._cluster.coordinator] if self._cluster.coordinator is not None else []
+        if processes:
+            sometimes("a process of a follower dies or stands still")
+            process = s.random.choice(processes)
+            s.kill(process) if s.random.random() < 0.5 else s.pause(process, LONG)
+
+    def is_excused(self, error: BaseException, process: Process) -> bool:
+        """Return whether what goes wrong in this world explains an error."""
+        if super().is_excused(error, process):
+            return True
+        # There is no state yet, or retention, which knows of no follower, has removed a version meanwhile.
+        return not self._is_last and isinstance(
+            error, (*OTHERS, VersionNotFoundError, MissingFileError, UnknownHostError)
+        )
+
+
+ALL_OUTSIDERS: tuple[type[Outsider], ...] = (Forgetter, Saver, StorageReader, Follower)

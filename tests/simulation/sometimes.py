@@ -39,6 +39,11 @@ MUST_BE_REACHED: Mapping[str, tuple[str, ...]] = {
         "a savepoint is restored",
         "a saver dies",
     ),
+    "followers": (
+        "a follower answers",
+        "a follower goes on to another run",
+        "a process of a follower dies or stands still",
+    ),
     "lookups": (
         "a version is recorded by a reader of storage",
         "a version is looked up again in storage",

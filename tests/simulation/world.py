@@ -36,7 +36,7 @@ from tests.simulation.cluster import Cluster, LocalLocks, Session
 from tests.simulation.driver import HostClient, PerProcess, Query, QueryFailedError
 from tests.simulation.model import SCHEMA, Model
 from tests.simulation.network import Network
-from tests.simulation.outsiders import Forgetter, Outsider, Saver, StorageReader
+from tests.simulation.outsiders import Follower, Forgetter, Outsider, Saver, StorageReader
 from tests.simulation.readers import LookingUpQuery, QueryClient
 from tests.simulation.scheduler import Process, Scheduler, Violation
 from tests.simulation.storage import Disk, Faults
@@ -139,7 +139,7 @@ class World:
         self.clusters: list[Cluster] = []
         self.sessions: list[Session] = []
         self.num_clients = 1
-        kinds: dict[int, tuple[type[Outsider], ...]] = {1: (Saver, StorageReader), 3: (Forgetter,)}
+        kinds: dict[int, tuple[type[Outsider], ...]] = {1: (Saver, StorageReader), 2: (Follower,), 3: (Forgetter,)}
         self.outsiders = [] if self.is_calm else [outsider(self) for outsider in kinds.get(seed % 4, ())]
         self.troubles = Troubles(self)
         self.going_back = False
