@@ -29,6 +29,7 @@ from coordinator_actor.messages import QueryRegistration
 from coordinator_actor.reading.stored_versions import StatePlace, StateVersions
 from coordinator_actor.savepoints.restore import restore_into_checkpoint
 from coordinator_actor.surgery import forgetting
+from spark_bridge.exceptions import StateVersionError
 from spark_bridge.lookups.looked_up_state import Batch, in_storage, recorded_in_storage
 from spark_bridge.queryable.protocol.messages import At
 from spark_bridge.queryable.routing.router import StateRouter
@@ -342,16 +343,15 @@ class StorageReader(Outsider):
             return True
         if isinstance(error, MissingFileError) and "there is no state" in str(error):
             return True
-        if not isinstance(error, VersionNotFoundError):
+        if not isinstance(error, VersionNotFoundError | StateVersionError):
             return False
         world = self._world
         path = LookupRecords.path("reading", self._batch)
         record = world.disk.directory(world.streams[0].state, path)
         if path in record and (self._is_troubled or world.has_gone_back or self._first is None):
             # What the error says is to be done: the batch looks up anew.
-            sometimes("the record of a version that is gone is removed, as its error says")
-            if path not in str(error) and "was removed while it was read" not in str(error):
-                return False
+            if path in str(error):
+                sometimes("the record of a version that is gone is removed, as its error says")
             del record[path]
             self._first = None
             return True
@@ -374,6 +374,11 @@ class Follower(Outsider):
         self._cluster = Cluster(self._world, "followers")
         self._session = Session(self._world, self._cluster, len("followers"))
         super().begin()
+
+    def finish(self) -> None:
+        """Begin when all of the cluster goes on again."""
+        self._world.scheduler.sleep(2 * LONG)
+        super().finish()
 
     def work(self, process: Process) -> None:
         """Serve and follow for a while, and read what is served."""
@@ -410,7 +415,6 @@ class Follower(Outsider):
             if not self._is_last and s.random.random() < 0.02:
                 self._trouble_cluster()
         followed.close()
-        port.deactivate_instances(followed.registration.run_id)
         if self._is_last and not answers:
             raise Violation("A follower of a healthy query has answered nothing for 20 s.")
 

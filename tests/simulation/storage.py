@@ -135,8 +135,13 @@ class SimulatedStorage:
         return result
 
     def _later(self, effect: Callable[[], Any]) -> None:
-        """Have a request arrive late: one that has timed out, or the second one of a hedge, which has lost."""
+        """Have a request arrive late: one that has timed out, or the second one of a hedge, which has lost.
+
+        Spark writes its own files in another way.
+        """
         s = scheduling.active
+        if not self.location.endswith("/statestore"):
+            return
         if self._disk.faults.late_write and s.random.random() < self._disk.faults.late_write:
             s.at(s.random.random() * LATEST, effect)
 
