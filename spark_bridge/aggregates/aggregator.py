@@ -71,6 +71,14 @@ class Aggregator:
         return pa.schema(list(types.items()))
 
     @property
+    def zeros(self) -> tuple[str, ...]:
+        """Return the state columns that are not null in the state of no rows: counts, and empty lists and sketches."""
+        builtin = Aggregator([o for o in self.outputs if o.user is None])
+        rows = pa.record_batch([pa.nulls(0, f.type) for f in builtin.input_schema], schema=builtin.input_schema)
+        state = builtin.partial(np.zeros(0, np.int64), 1, rows)
+        return tuple(f.name for f, column in zip(state.schema, state.columns, strict=True) if column[0].is_valid)
+
+    @property
     def result_fields(self) -> list[pa.Field]:
         """Return the output columns."""
         fields = result_fields(self.state_schema)

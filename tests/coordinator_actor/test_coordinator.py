@@ -539,7 +539,7 @@ def test_locate_names_what_exists(world: World, started: Coordinator) -> None:
         started.locate("nobody")
     other = world.registration("run9", query_id="q9", state_location=str(world.root / "other"), name=None)
     started.register_query(other)
-    with pytest.raises(UnknownOperatorError, match=r"query=.*name \(q\).*unnamed \(q9\)"):
+    with pytest.raises(UnknownOperatorError, match=r"query=.*name \(q, run run1\).*unnamed \(q9, run run9\)"):
         started.locate("op")
     assert started.locate("op", "q9").run_id == started.locate("op", "run9").run_id == "run9"
     assert started.locate("op", "name").run_id == "run1"
