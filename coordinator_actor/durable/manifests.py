@@ -166,9 +166,10 @@ class ManifestLog:
         """Read a record of files that were written anew. Raises ``MissingFileError`` or ``DamagedFileError``."""
         return self._files.read(path, RewrittenFiles)
 
-    def has_unknown_records(self) -> bool:
-        """Return whether there is a record of rewritten files that the newest known manifest does not name."""
-        return any(path not in self.rewritten for path, _ in self.storage.list(f"{REWRITTEN}/"))
+    def has_news(self) -> bool:
+        """Return whether storage has a manifest that is newer than all that are known. One listing."""
+        newest = max(map(manifest_path, self.manifests.values()), default="")
+        return any(size != len(FENCE) for _, size in self.storage.list(f"{MANIFESTS}/", after=newest))
 
     def obsolete_records(self, chain_from: int) -> list[str]:
         """Return the paths of the records that no manifest of a version from ``chain_from`` on needs."""

@@ -267,15 +267,18 @@ class Queries:
                 by = "nobody" if newest is None else f"run {newest.run_id}"
                 return RegisteredQuery(f"The state of run {run_id} is claimed by {by}.", 0, run.versions.completed)
             completed = run.commits.next_batch()
-            exchange = run.last_exchange
-            # Files may have been exchanged, as when keys are forgotten, by whoever has the query, or has claimed it.
+            exchange, known = run.last_exchange, run.versions.chain.get(run.versions.completed)
+            # The version that is served may get another manifest: files were exchanged, as when keys are forgotten, or
+            # some tasks of its batch have run again, whose changes are named after Spark's commit.
             is_news = completed > run.versions.completed or newest.epoch > run.manifests.epoch
-            if is_news or run.manifests.has_unknown_records():
+            if is_news or run.manifests.has_news():
                 run.manifests.refresh()
                 # A batch may be committed of which no manifest tells: the query's own coordinator puts it together.
                 if completed in run.manifests.chain():
                     run.take_up(completed, newest.epoch)
-                    if run.last_exchange != exchange:
+                    current = run.versions.chain.get(completed)
+                    is_same = known is not None and current is not None and known.version == current.version
+                    if run.last_exchange != exchange or (is_same and known != current):
                         run.rewriting.exchanged(self._registries.clock())
         if run.looked_at is not None:
             run.looked_at = began

@@ -455,6 +455,7 @@ TIME = types.SimpleNamespace(
     time=_now,
     monotonic=_now,
     perf_counter=_now,
+    thread_time=_now,
     sleep=_sleep,
     time_ns=lambda: int(_now() * 1e9),
 )
@@ -470,6 +471,10 @@ MODULES = (
     "spark_bridge.queryable.reads.",
     "spark_bridge.queryable.routing.",
     "spark_bridge.task.task_store",
+    "spark_bridge.lookups.looked_up_state",
+    "spark_bridge.serving.followed_query",
+    "spark_bridge.state_data.stored_reads",
+    "spark_bridge.state_surgery.forget_keys",
 )
 """The modules under test, and beginnings of their names."""
 REAL = (

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from tests.simulation.last_checks import finish
+from tests.simulation.sometimes import sometimes
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
@@ -18,6 +19,8 @@ class Troubles:
         self._world = world
         self.only: list[Callable[[], None]] = []
         """What goes wrong, if it is this alone."""
+        self.last_at = 0.0
+        """When something went wrong last."""
         self._ambush: tuple[str, Callable[[], None]] | None = None
 
     def run(self) -> None:
@@ -37,6 +40,7 @@ class Troubles:
         chosen = [k for k in kinds if r.random() < 0.6] or kinds
         while s.now < self._world.troubled_for:
             s.sleep(r.expovariate(1.0 / self._world.restless))
+            self.last_at = s.now
             r.choice(chosen)()
         s.sleep(r.random() * 5)
         self._world.faults.heal()
@@ -54,7 +58,13 @@ class Troubles:
 
     def kill_host(self) -> None:
         if hosts := self._hosts():
-            self._world.scheduler.kill(self._world.scheduler.random.choice(hosts).process)
+            host = self._world.scheduler.random.choice(hosts)
+            coordinator = host.session.cluster.coordinator
+            made = None if coordinator is None else coordinator.memory.get("coordinator")
+            runs = () if made is None else made.registries.runs.by_id.values()
+            if any(host.host_id in run.assignment.planned.values() for run in runs):
+                sometimes("a host dies while partitions are to move to it")
+            self._world.scheduler.kill(host.process)
 
     def scale(self) -> None:
         """Executors come or go, and hosts with them."""

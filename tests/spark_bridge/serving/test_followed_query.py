@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -29,6 +30,7 @@ from spark_bridge.queryable.reads.host_reads import HostReads
 from spark_bridge.serving.followed_query import FollowedQuery
 from spark_bridge.state_data.stored_query import query_in_storage
 from spark_bridge.state_surgery.forget_keys import forget_keys
+from spark_bridge.transport.protocol import TaskIdentity
 from tests.patience import PATIENCE
 from tests.spark_bridge.queryable.client_world import KEYS, Cluster, G, served
 from tests.spark_bridge.state_surgery.heard_port import Port
@@ -117,6 +119,36 @@ def test_a_version_that_is_prepared_and_not_committed_is_not_seen(query: Cluster
     query.batch(dict.fromkeys(range(USERS), (2, "a")), complete=False)
     follower.look()
     assert follower.version() == 1
+
+
+def test_changes_that_are_named_after_sparks_commit_are_taken_up(query: Cluster, follower: Follower) -> None:
+    """``foreachBatch`` has run some tasks again: the manifest with their changes follows Spark's commit."""
+
+    def names(at: At | None = None) -> set[str]:
+        answer = follower.reads.scan(ScanRequest("run1", "totals", at=at or At("completed")))
+        assert answer.version == 2
+        return {row["name"] for batch in answer.batches for row in batch.to_pylist()}
+
+    rows, run_task, stage = dict.fromkeys(range(USERS), (2, "first")), query._run_task, [1]
+
+    def in_stage(p: int, batch: int, changes: Changes) -> None:
+        task = TaskIdentity("run1", "totals", p, batch, uuid.uuid4().hex[:6], uuid.uuid4().hex, stage[0])
+        if stage[0] == 1 or p == 0:  # some tasks run again
+            (host,) = [h.host for h in query.hosts if h.host.open(task).redirect is None]
+            host.commit(task, changes, {})
+
+    query._run_task = in_stage  # type: ignore[method-assign]
+    query.batch(rows, committed=False)
+    stage[0] = 2
+    query.batch(dict.fromkeys(range(USERS), (2, "again")), complete=False)
+    follower.look()
+    assert names() == {"first"}, "all that storage tells yet"
+    query._run_task = run_task  # type: ignore[method-assign]
+    query.complete()
+    follower.look()
+    assert names() == {"first", "again"}
+    follower.look()
+    assert names() == {"first", "again"}
 
 
 def test_what_is_loaded_is_gone_on_with(query: Cluster, follower: Follower, monkeypatch: pytest.MonkeyPatch) -> None:
