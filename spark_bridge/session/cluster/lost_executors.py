@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import ray
 
 from spark_bridge.session.cluster.executors import DRIVER_ID, address_of, machine_of, own_address
+from spark_bridge.session.shutdown import Shutdown
 from spark_bridge.transport.silent_hosts import silent_places
 
 if TYPE_CHECKING:
@@ -41,8 +42,9 @@ class LostExecutors:
     loss, and start another one themselves.
     """
 
-    def __init__(self, spark: SparkSession, *, by_raydp: bool) -> None:
+    def __init__(self, spark: SparkSession, shutdown: Shutdown, *, by_raydp: bool) -> None:
         self._spark = spark
+        self._shutdown = shutdown
         self._by_raydp = by_raydp
         self._failed: dict[str, int] = {}
         self._closed = threading.Event()
@@ -57,12 +59,11 @@ class LostExecutors:
             self._thread.join()
 
     def _run(self) -> None:
-        while not self._closed.wait(EXECUTOR_LOOK_SECONDS):
+        while not self._closed.wait(EXECUTOR_LOOK_SECONDS) and self._spark.sparkContext._jsc is not None:
             try:
                 self.look()
             except Exception:  # the thread must go on
-                if not self._closed.is_set():
-                    log.warning("The executors could not be looked after", exc_info=True)
+                log.log(self._shutdown.log_level, "The executors could not be looked after", exc_info=True)
 
     def look(self) -> None:
         """Give up executors that do not answer, and ask for others."""

@@ -14,6 +14,7 @@ import ray
 
 from spark_bridge.session.hosts.host_placement import is_dead
 from spark_bridge.session.queries.query_refusal import end_with
+from spark_bridge.session.shutdown import Shutdown, spark_is_over
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -32,10 +33,11 @@ MASTER_DIED = (
 class SparkMasterWatch:
     """Looks whether the RayDP master of the application ``app_name`` lives; ends the queries of ``spark`` otherwise."""
 
-    def __init__(self, spark: SparkSession, app_name: str) -> None:
+    def __init__(self, spark: SparkSession, app_name: str, shutdown: Shutdown) -> None:
         from raydp.spark.ray_cluster_master import RAYDP_SPARK_MASTER_SUFFIX
 
         self._spark = spark
+        self._shutdown = shutdown
         self._master = ray.get_actor(app_name + RAYDP_SPARK_MASTER_SUFFIX)
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="statestore-spark-master", daemon=True)
@@ -47,10 +49,10 @@ class SparkMasterWatch:
         self._thread.join()
 
     def _run(self) -> None:
-        while not self._closed.wait(MASTER_LOOK_SECONDS):
+        while not self._closed.wait(MASTER_LOOK_SECONDS) and not self._shutdown.is_over:
             if is_dead(self._master):
                 break
-        if self._closed.is_set() or self._spark.sparkContext._jsc is None:
+        if self._closed.is_set() or self._shutdown.is_over or spark_is_over(self._spark):
             return  # the program has stopped Spark, and RayDP the master
         log.error("%s", MASTER_DIED)
         # Again and again: the program may start further queries, and Spark other jobs.
@@ -58,7 +60,8 @@ class SparkMasterWatch:
             try:
                 self._end_queries()
             except Exception:  # the thread must go on
-                log.warning("The queries of the application could not be ended", exc_info=True)
+                level = self._shutdown.log_level
+                log.log(level, "The queries of the application could not be ended", exc_info=True)
 
     def _end_queries(self) -> None:
         context = self._spark.sparkContext

@@ -24,6 +24,7 @@ from ray.exceptions import RayError
 from spark_bridge.host_actor.actor import host_id_of, start_host
 from spark_bridge.host_actor.session_options import SessionOptions
 from spark_bridge.session.hosts.placement import place_hosts
+from spark_bridge.session.shutdown import Shutdown
 
 log = logging.getLogger(__name__)
 
@@ -71,6 +72,7 @@ class HostPlacement:
         executors: Callable[[], Mapping[str, int]],
         drained: Callable[[], Collection[str]],
         report: Callable[[Sequence[str], Sequence[str]], Collection[str]],
+        shutdown: Shutdown,
     ) -> None:
         self.hosts: tuple[StandingHost, ...] = ()
         self._options = options
@@ -82,6 +84,7 @@ class HostPlacement:
         self._executors = executors
         self._drained = drained
         self._report = report
+        self._shutdown = shutdown
         self._surplus_since: dict[str, float] = {}
         self._looking = threading.Lock()
         self._ending: list[threading.Thread] = []
@@ -111,11 +114,11 @@ class HostPlacement:
         self.hosts = ()
 
     def _run(self) -> None:
-        while not self._closed.wait(PLACEMENT_LOOK_SECONDS):
+        while not self._closed.wait(PLACEMENT_LOOK_SECONDS) and not self._shutdown.is_over:
             try:
                 self.look()
             except Exception:  # the thread must go on
-                log.warning("The hosts could not be looked after", exc_info=True)
+                log.log(self._shutdown.log_level, "The hosts could not be looked after", exc_info=True)
 
     def scale(self, num_hosts: int | None) -> None:
         """Have ``num_hosts`` hosts from now on, None for one per executor core. They come and go one by one."""
@@ -195,7 +198,8 @@ class HostPlacement:
         for host in gone:
             if host.node_id in nodes:
                 self._not_before[host.node_id] = time.monotonic() + START_AGAIN_SECONDS
-            log.warning("Host %s is gone for good with node %s", host.host_id, host.node_id)
+            level = self._shutdown.log_level
+            log.log(level, "Host %s is gone for good with node %s", host.host_id, host.node_id)
             # Should Ray still wait for its node: nobody must start it any more.
             ray.kill(host.actor, no_restart=True)
         self.hosts = tuple(host for host in self.hosts if host not in gone)

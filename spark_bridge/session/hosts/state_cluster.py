@@ -21,6 +21,7 @@ from spark_bridge.exceptions import EnvironmentProblemError, SparkBridgeError
 from spark_bridge.host_actor.actor import host_files_dir
 from spark_bridge.host_actor.session_options import SessionOptions
 from spark_bridge.session.hosts.host_placement import HostPlacement
+from spark_bridge.session.shutdown import Shutdown
 
 log = logging.getLogger(__name__)
 
@@ -36,8 +37,9 @@ class StateCluster:
     there is of a release that speaks other messages.
     """
 
-    def __init__(self, options: SessionOptions, executors: Callable[[], Mapping[str, int]]) -> None:
+    def __init__(self, options: SessionOptions, executors: Callable[[], Mapping[str, int]], shutdown: Shutdown) -> None:
         self.options = options
+        self.shutdown = shutdown
         self.session_id = options.session_id
         self.conf = options.conf
         self.stopping: set[str] = set()
@@ -53,7 +55,7 @@ class StateCluster:
         session_dir = Path(ray._private.worker._global_node.get_session_dir_path())
         self.host_files = str(host_files_dir(session_dir, options))
         drained = ClusterStore(options.namespace, options.coordinator_name).drained
-        self.placement = HostPlacement(options, self.token, executors, drained, self._report_placement)
+        self.placement = HostPlacement(options, self.token, executors, drained, self._report_placement, shutdown)
         try:
             self.placement.begin()
         except BaseException:
@@ -69,7 +71,7 @@ class StateCluster:
         try:
             return self.leases.place_session(self.session_id, tuple(problems), tuple(leaving)).released
         except (CoordinatorError, StateStoreError, SparkBridgeError) as error:
-            log.warning("The coordinator was not told where the hosts stand: %s", error)
+            log.log(self.shutdown.log_level, "The coordinator was not told where the hosts stand: %s", error)
             return ()
 
     def addresses(self) -> list[str]:
@@ -90,7 +92,8 @@ class StateCluster:
             try:
                 said.append(ray.get(answer))
             except RayError as error:
-                log.warning("State store host %d does not answer now: %s", answers.index(answer), error)
+                host = answers.index(answer)
+                log.log(self.shutdown.log_level, "State store host %d does not answer now: %s", host, error)
         return said
 
     @staticmethod

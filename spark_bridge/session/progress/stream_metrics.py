@@ -14,6 +14,7 @@ from coordinator_actor.exceptions import CoordinatorError
 from coordinator_actor.metrics import OPERATOR_FIGURES, MetricSink
 from spark_bridge.exceptions import SparkBridgeError
 from spark_bridge.session.progress.operator_progress import StateOperatorProgress
+from spark_bridge.session.shutdown import Shutdown
 
 log = logging.getLogger(__name__)
 
@@ -40,11 +41,13 @@ class StreamMetrics:
         self,
         sink: MetricSink,
         progress_of: Callable[[str], Sequence[StateOperatorProgress]],
+        shutdown: Shutdown,
         seconds: float = STREAM_METRICS_SECONDS,
     ) -> None:
         self._sink = sink
         self._seconds = seconds
         self._progress_of = progress_of
+        self._shutdown = shutdown
         self._titles: dict[str, str] = {}
         self._operators: dict[str, set[str]] = {}
         self._batches: dict[str, _Batch] = {}
@@ -100,7 +103,7 @@ class StreamMetrics:
             try:
                 self.publish()
             except Exception:  # the thread must go on
-                log.warning("The figures of the operators were not published", exc_info=True)
+                log.log(self._shutdown.log_level, "The figures of the operators were not published", exc_info=True)
 
     def publish(self) -> None:
         """Publish the newest figures of all operators, and those of the last batches again.

@@ -12,6 +12,7 @@ from collections.abc import Callable, Container
 
 from coordinator_actor.coordinator_port import CoordinatorPort
 from coordinator_actor.messages import QueryRegistration
+from spark_bridge.session.shutdown import Shutdown
 
 log = logging.getLogger(__name__)
 
@@ -31,11 +32,13 @@ class DriverHeartbeats:
         leases: CoordinatorPort,
         coordinator: CoordinatorPort,
         stopping: Container[str],
+        shutdown: Shutdown,
         interval: float = DRIVER_HEARTBEAT_SECONDS,
     ) -> None:
         self._leases = leases
         self._coordinator = coordinator
         self._stopping_runs = stopping
+        self._shutdown = shutdown
         self._interval = interval
         self._lock = threading.Lock()
         self._ended: dict[str, threading.Event] = {}
@@ -78,7 +81,7 @@ class DriverHeartbeats:
             try:
                 self._leases.renew_leases(runs)
             except Exception:  # the thread must go on
-                log.warning("The leases of %d runs were not renewed", len(runs), exc_info=True)
+                log.log(self._shutdown.log_level, "The leases of %d runs were not renewed", len(runs), exc_info=True)
 
     def _beat(self, registration: QueryRegistration, is_at_work: Callable[[], bool], ended: threading.Event) -> None:
         run_id = registration.run_id
@@ -88,4 +91,4 @@ class DriverHeartbeats:
                 if not self._coordinator.driver_heartbeat(run_id, is_stopping=is_stopping, is_at_work=is_at_work()):
                     self._coordinator.register_query(registration)
             except Exception:  # the thread must go on
-                log.warning("The heartbeat of run %s was not taken", run_id, exc_info=True)
+                log.log(self._shutdown.log_level, "The heartbeat of run %s was not taken", run_id, exc_info=True)

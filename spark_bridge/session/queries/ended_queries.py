@@ -21,6 +21,7 @@ from coordinator_actor.exceptions import CoordinatorError, SparkBridgeError
 from coordinator_actor.handlers.registries.run_registry import LONGEST_FAILURE
 from coordinator_actor.messages import QueryRegistration
 from spark_bridge.session.queries.driver_heartbeats import DRIVER_HEARTBEAT_SECONDS
+from spark_bridge.session.shutdown import Shutdown
 
 log = logging.getLogger(__name__)
 
@@ -69,6 +70,7 @@ class EndedQueries:
         leases: CoordinatorPort,
         coordinator: CoordinatorPort,
         keep_serving: float | None,
+        shutdown: Shutdown,
         *,
         interval: float = DRIVER_HEARTBEAT_SECONDS,
         clock: Callable[[], float] = time.monotonic,
@@ -77,6 +79,7 @@ class EndedQueries:
         self._leases = leases
         self._coordinator = coordinator
         self._keep_serving = keep_serving
+        self._shutdown = shutdown
         self._interval = interval
         self._clock = clock
         self._max_ended = max_ended
@@ -120,7 +123,7 @@ class EndedQueries:
             try:
                 self.renew()
             except (CoordinatorError, StateStoreError, SparkBridgeError):
-                log.warning("The leases of ended queries were not renewed", exc_info=True)
+                log.log(self._shutdown.log_level, "The leases of ended queries were not renewed", exc_info=True)
 
     def renew(self) -> None:
         """Renew the leases, end the runs whose time is over, and tell a coordinator that was started anew of the runs.
@@ -139,7 +142,7 @@ class EndedQueries:
             try:
                 self._leases.deactivate_instances(ended.registration.run_id)
             except (CoordinatorError, StateStoreError, SparkBridgeError):  # others must not suffer; it is tried again
-                log.warning("The end of run %s was not reported", ended.registration.run_id, exc_info=True)
+                self._not_reported(ended)
             else:
                 self._drop(ended)
         for run_id, ended in serving.items():
@@ -155,7 +158,11 @@ class EndedQueries:
         try:
             self._tell(ended)
         except (CoordinatorError, StateStoreError, SparkBridgeError):
-            log.warning("The end of run %s was not reported", ended.registration.run_id, exc_info=True)
+            self._not_reported(ended)
+
+    def _not_reported(self, ended: _Ended) -> None:
+        run_id = ended.registration.run_id
+        log.log(self._shutdown.log_level, "The end of run %s was not reported", run_id, exc_info=True)
 
     def _tell(self, ended: _Ended) -> None:
         registration = ended.registration
