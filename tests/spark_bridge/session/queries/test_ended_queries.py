@@ -263,7 +263,7 @@ def test_leases_are_renewed_after_any_error(
                 renewed.release()
             return port.call(method, *args, **kwargs)
 
-    ended = EndedQueries(Leases(world, HangingStorage(world.storage)), port, None, interval=0.001)
+    ended = EndedQueries(Leases(world, HangingStorage(world.storage)), port, None, Shutdown(), interval=0.001)
     try:
         ended.ended(run_of(world, port, 1))
         assert renewed.acquire(timeout=PATIENCE), "the loop has ended"
