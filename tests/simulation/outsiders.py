@@ -71,6 +71,7 @@ class Outsider:
         self._world = world
         self._task: Task | None = None
         self._is_last = False
+        self.always_stalls = False
 
     def begin(self) -> None:
         """Go on until nothing goes wrong any more."""
@@ -126,7 +127,9 @@ class Outsider:
         s = self._world.scheduler
         r = s.random
         when, what = r.random() * r.choice((0.5, 5.0)), r.random()
-        if what < 0.15:
+        if self.always_stalls:
+            s.at(when, lambda: self._stall(process, LONG))
+        elif what < 0.15:
             s.at(when, lambda: s.kill(process))
         elif what < 0.4:
             seconds = r.choice((3.0, LONG / 2, LONG))

@@ -72,6 +72,7 @@ from tests.simulation.searches import (
     STEPS,
     Prepare,
     as_it_is,
+    in_which_forgetters_stall,
     in_which_hosts_come_and_go,
     in_which_keys_are_forgotten,
     in_which_plans_run_again,
@@ -341,6 +342,7 @@ FAULTS: Sequence[PlantedFault] = (
         exchange_without_hold,
         FORGETFUL,
         None,
+        prepare=in_which_forgetters_stall,
     ),
     PlantedFault(
         "unfiltered-rewriting",
