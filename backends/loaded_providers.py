@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Generic, Protocol, TypeVar
 
+from backends.background_loop import BackgroundLoop
 from backends.conf import StateStoreConf
 from backends.exceptions import InvalidStateStoreArgument
 from backends.ids import StateStoreProviderId
@@ -86,8 +87,7 @@ class LoadedProviders(Generic[Store]):
         self._reported: set[StateStoreProviderId] = set()
         self._maintained: dict[StateStoreProviderId, Future[None]] = {}
         self._lock = threading.RLock()
-        self._stop: threading.Event | None = None
-        self._thread: threading.Thread | None = None
+        self._loop: BackgroundLoop | None = None
         self._pool: ThreadPoolExecutor | None = None
 
     def use_coordinator(
@@ -171,15 +171,15 @@ class LoadedProviders(Generic[Store]):
         """Close all providers, and end maintenance. A provider that is loaded afterwards starts maintenance again."""
         with self._lock:
             ids = list(self._providers)
-            stop, thread, pool = self._stop, self._thread, self._pool
-            self._stop = self._thread = self._pool = None
+            loop, pool = self._loop, self._pool
+            self._loop = self._pool = None
             self._coordinator = None
-        if stop is not None:
-            stop.set()
+        if loop is not None:
+            loop.close()
         for provider_id in ids:
             self.unload(provider_id)
-        if thread is not None and thread is not threading.current_thread():
-            thread.join()
+        if loop is not None:
+            loop.close(timeout=None)
         if pool is not None:
             pool.shutdown(cancel_futures=True)
         log.info("StateStore stopped")
@@ -189,23 +189,21 @@ class LoadedProviders(Generic[Store]):
     def is_maintenance_running(self) -> bool:
         """Return whether the maintenance thread runs."""
         with self._lock:
-            return self._thread is not None and self._thread.is_alive()
+            return self._loop is not None and self._loop.is_alive
 
     def _start_maintenance(self, conf: StateStoreConf) -> None:
-        if self._thread is not None and self._thread.is_alive():
+        if self._loop is not None and self._loop.is_alive:
             return
-        stop = threading.Event()
-        self._stop = stop
         self._pool = self._pool or ThreadPoolExecutor(
             conf.maintenance_threads, thread_name_prefix="statestore-maintenance"
         )
-
-        def run() -> None:
-            while not stop.wait(conf.maintenance_interval):
-                self.do_maintenance()
-
-        self._thread = threading.Thread(target=run, name="state-store-maintenance-task", daemon=True)
-        self._thread.start()
+        self._loop = BackgroundLoop(
+            self.do_maintenance,
+            conf.maintenance_interval,
+            name="state-store-maintenance-task",
+            what="do the maintenance of the loaded providers: no snapshots are made",
+            remedy="Look at the log of this process.",
+        ).start()
         log.info("State Store maintenance task started")
 
     def do_maintenance(self) -> list[Future[None]]:

@@ -13,6 +13,7 @@ from enum import Enum
 from functools import wraps
 from typing import Any, TypeVar, cast
 
+from backends.background_loop import FailingLoop
 from backends.formats.manifest import Lineage, PartitionEntry
 from backends.ids import StateStoreProviderId
 from coordinator_actor.access_tokens import IssuedToken
@@ -127,6 +128,13 @@ class CoordinatorPort:
         """
 
     @message(Group.LEASES)
+    def report_failing_loops(self, session_id: str, process: str, failing: Sequence[FailingLoop]) -> None:
+        """Report which background loops of a driver's process fail now, for ``describe``; none of them fails if empty.
+
+        ``process`` names the process for people. The driver says it again and again while a loop fails.
+        """
+
+    @message(Group.LEASES)
     def verify_instances(
         self, host_id: str, incarnation: str, run_ids: Sequence[str]
     ) -> dict[str, dict[str, list[int]]]:
@@ -187,8 +195,11 @@ class CoordinatorPort:
         """
 
     @message(Group.QUERIES)
-    def take_up_versions(self, run_id: str) -> RegisteredQuery:
+    def take_up_versions(self, run_id: str, behind: float | None = None) -> RegisteredQuery:
         """Take up the versions that a query, which runs elsewhere, has completed since its run is read here.
+
+        A follower, which asks again and again, says how many seconds ago its last successful look began (``behind``):
+        answers say so when that becomes long.
 
         The run must be one of ``serve_ended``. The answer has the last version, or a refusal if another run has claimed
         the state since.

@@ -401,6 +401,8 @@ class HostOrders(Struct, frozen=True):
     for so long may have been replaced. ``warm_up`` comes again until the partitions have moved and the next version is
     completed. ``giving`` has the runs of which partitions of the host may move, each with its completed version.
     ``ended_runs`` are those runs of the host whose queries have ended, and whose last version is read on.
+    ``lags`` has the runs of its session that follow a query elsewhere and are late: the seconds since storage was last
+    looked at.
     """
 
     known: bool
@@ -413,6 +415,7 @@ class HostOrders(Struct, frozen=True):
     warm_up: tuple[WarmUp, ...] = ()
     giving: dict[str, int] = field(default_factory=dict)
     ended_runs: tuple[str, ...] = ()
+    lags: dict[str, float] = field(default_factory=dict)
 
 
 class RunningOperator(Struct, frozen=True):

@@ -14,6 +14,9 @@ from coordinator_actor.query.query_state import QueryState
 MOST_LOST = 100
 """At most this many queries whose drivers were lost are named, the last ones."""
 
+REPORTED_SECONDS = 30.0
+"""A driver that has loops that fail reports them every few seconds; an older report counts no more."""
+
 
 class Figures:
     """Describes the coordinator and its queries as plain dicts, lists, numbers and texts."""
@@ -38,16 +41,24 @@ class Figures:
             now = self._registries.clock()
             runs = [(run, now - run.lifetime.driver_seen) for run in self._runs.by_id.values()]
             instances = self._registries.instances.describe()
+            failing = [
+                {"process": process, **to_builtins(loop)}
+                for process, reported, loops in self._registries.failing.values()
+                if now - reported < REPORTED_SECONDS
+                for loop in loops
+            ]
             problems = [p for of_session in self._registries.placement_problems.values() for p in of_session]
         return {
             "coordinator_id": self._coordinator_id,
             "hosts": hosts,
             "queries": [
                 {**_described(run), "failure": self._runs.failure(run.run_id), "seconds_since_driver": round(silent, 3)}
+                | {"lag_seconds": round(run.lag(now), 1)}
                 for run, silent in runs
             ],
             "instances": instances,
             "problems": problems,
+            "failing_drivers": failing,
             "lost": [
                 {"query": e.registration.name or e.registration.query_id, "run_id": e.registration.run_id, "at": e.at}
                 | {"checkpoint_location": e.registration.checkpoint_location, "query_id": e.registration.query_id}

@@ -11,6 +11,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
+from backends.background_loop import FailingLoop
 from backends.exceptions import StorageError
 from backends.formats.manifest import PartitionEntry
 from coordinator_actor.access_tokens import AccessTokens
@@ -194,6 +195,7 @@ class Hosts:
                 for run_id, run in known.items()
                 if run.lifetime.stopped_at is not None and run.lifetime.is_served
             ),
+            lags={run.run_id: lag for run in of_session if (lag := run.lag(now))},
         )
 
     def _savepoint_orders(self, run: QueryState, host_id: str) -> list[SavepointOrder]:
@@ -225,6 +227,14 @@ class Hosts:
         is_known = not any(run.assignment.awaits_reports for run in runs) or not self._registries.expects_reports()
         released = [h for h in leaving if h in lost or (is_known and h not in needed and h not in stays)]
         return SessionPlacement(tuple(released))
+
+    def report_failing_loops(self, session_id: str, process: str, failing: Sequence[FailingLoop]) -> None:
+        """See ``CoordinatorPort``."""
+        with self._registries.lock:
+            if failing and not self._registries.has_ended(session_id):
+                self._registries.failing[session_id] = process, self._registries.clock(), tuple(failing)
+            else:
+                self._registries.failing.pop(session_id, None)
 
     def verify_instances(
         self, host_id: str, incarnation: str, run_ids: Sequence[str]

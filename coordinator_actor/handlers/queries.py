@@ -252,10 +252,13 @@ class Queries:
         log.info("Run %s, whose query has ended, is read on at version %d", run_id, completed)
         return RegisteredQuery(None, newest.epoch, completed)
 
-    def take_up_versions(self, run_id: str) -> RegisteredQuery:
+    def take_up_versions(self, run_id: str, behind: float | None = None) -> RegisteredQuery:
         """See ``CoordinatorPort``."""
         run = self._runs.get(run_id)
         run.lifetime.require_served()
+        began = self._registries.clock()
+        if behind is not None and run.looked_at is None:
+            run.looked_at = began - behind  # before storage is asked, which may fail from the beginning
         if run.lifetime.stopped_at is None:
             raise InvalidRequestError(f"Run {run_id} runs here: its versions are completed by its own batches.")
         with run.lock:
@@ -277,6 +280,8 @@ class Queries:
                     is_same = known is not None and current is not None and known.version == current.version
                     if run.last_exchange != exchange or (is_same and known != current):
                         run.rewriting.exchanged(self._registries.clock())
+        if run.looked_at is not None:
+            run.looked_at = began
         return RegisteredQuery(None, newest.epoch, run.versions.completed)
 
     def _finish(self, run: QueryState) -> None:

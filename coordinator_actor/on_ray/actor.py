@@ -6,14 +6,15 @@ import asyncio
 import logging
 import os
 import secrets
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial, wraps
 from typing import Any
 
 import ray
+from msgspec import to_builtins
 
+from backends.background_loop import BackgroundLoop, failing_loops
 from backends.storage.checkpoint_storage import CheckpointStorage
 from backends.storage.sending.request_counts import RequestCounts
 from backends.tracing.set_up import try_set_up
@@ -88,18 +89,15 @@ class StateStoreCoordinator:
         )
         self._dispatcher = Dispatcher(self._coordinator, queries)
         self._acknowledgements = RayMetrics({"namespace": namespace})  # of the actor's own thread
-        watch = LeaseWatch(self._coordinator, self._publish_counts, self._end)
-        threading.Thread(target=watch.run, name="statestore-leases", daemon=True).start()
-        # In a thread of its own, since removing files may take long.
-        threading.Thread(target=self._maintain, name="statestore-maintenance", daemon=True).start()
-
-    def _maintain(self) -> None:
-        while True:
-            time.sleep(1.0)
-            try:
-                self._coordinator.maintain()
-            except Exception:  # the thread must go on
-                log.exception("Maintenance failed")
+        LeaseWatch(self._coordinator, self._publish_counts, self._end).loop().start()
+        # In a loop of its own, since removing files may take long.
+        BackgroundLoop(
+            self._coordinator.maintain,
+            1.0,
+            name="statestore-maintenance",
+            what="begin the maintenance of queries: files that are no longer kept are not removed",
+            remedy="Look at the coordinator's log ('statestore logs').",
+        ).start()
 
     def _publish_counts(self, hosts: int, queries: int) -> None:
         self._query_metrics.publish(hosts, queries, self._coordinator.running(), self._requests)
@@ -127,6 +125,7 @@ class StateStoreCoordinator:
             "up_seconds": round(time.monotonic() - self._began, 1),
             "storage_requests": self._requests.read(),
             "storage_trouble": self._requests.trouble.read(),
+            "failing_loops": to_builtins(failing_loops.now()),
         }
 
     def _acknowledged(self, answers: Sequence[Acknowledged | Refused], seconds: float) -> None:

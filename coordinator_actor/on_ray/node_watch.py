@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import logging
-import threading
-import time
-
 import ray
 
-log = logging.getLogger(__name__)
+from backends.background_loop import BackgroundLoop
 
 NODE_WATCH_SECONDS = 1.0
 """Seconds between two questions to Ray. One question is one message, and grows with the nodes."""
@@ -22,15 +18,16 @@ class NodeWatch:
 
     def __init__(self) -> None:
         self.dead: frozenset[str] = _dead_nodes()
-        threading.Thread(target=self._run, name="statestore-nodes", daemon=True).start()
+        BackgroundLoop(
+            self._look,
+            NODE_WATCH_SECONDS,
+            name="statestore-nodes",
+            what="ask Ray which nodes are dead: hosts there are given up only when their leases are over",
+            remedy="See whether Ray's head answers ('ray status').",
+        ).start()
 
-    def _run(self) -> None:
-        while True:
-            time.sleep(NODE_WATCH_SECONDS)
-            try:
-                self.dead = _dead_nodes()
-            except Exception:  # the thread must go on; what is dead stays dead
-                log.warning("Ray did not say which nodes are dead", exc_info=True)
+    def _look(self) -> None:
+        self.dead = _dead_nodes()
 
 
 def _dead_nodes() -> frozenset[str]:

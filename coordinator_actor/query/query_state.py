@@ -44,6 +44,9 @@ from coordinator_actor.query.versions.recovery import StoredChanges, incomplete_
 
 log = logging.getLogger(__name__)
 
+LAG_SECONDS = 5.0
+"""A follower looks about once a second. It is late if its last successful look began longer ago than that."""
+
 
 class QueryState:
     """One registered run of a query.
@@ -90,6 +93,8 @@ class QueryState:
             lambda: used_together(manifests.storage.used, commits.used),
         )
         self.is_taken_up = False
+        self.looked_at: float | None = None
+        """When a follower last began to look at storage with success; None of a run that follows no query."""
         self._writer = ManifestWriter(self.run_id, manifests, self.versions, self.counter, clock)
         self._clock = clock
         self._lag_conf = snapshot_lag or SnapshotLagConf()
@@ -143,6 +148,11 @@ class QueryState:
             raise InvalidRequestError(
                 f"Operator {operator!r} has {spec.num_partitions} partitions; there is no {partition}."
             )
+
+    def lag(self, now: float) -> float:
+        """Return how many seconds ago storage was last looked at by a follower that is late; else 0."""
+        behind = 0.0 if self.looked_at is None else now - self.looked_at
+        return behind if behind > LAG_SECONDS else 0.0
 
     def stop(self, now: float) -> None:
         """Take note that the query has ended: the run changes nothing any more, and its last version is read on."""

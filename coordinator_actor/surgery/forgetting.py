@@ -10,7 +10,6 @@ files: forgetting the same keys again removes them.
 from __future__ import annotations
 
 import logging
-import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -18,6 +17,7 @@ from dataclasses import dataclass, replace
 
 from msgspec import Struct, structs
 
+from backends.background_loop import BackgroundLoop
 from backends.encoding.operator_schema import OperatorSchema
 from backends.exceptions import VersionNotFoundError
 from backends.formats.changelog_group import GROUPS_DIRECTORY
@@ -199,9 +199,14 @@ class _Holding:
         self._port = port
         self._query = query
         self._held_since: float | None = None
-        self._ended = threading.Event()
         self.held = port.hold_query(query, self._holder, HOLD_SECONDS)
-        self._renewing = threading.Thread(target=self._renew, name="statestore-hold", daemon=True)
+        self._renewing = BackgroundLoop(
+            self._renew,
+            HOLD_RENEW_SECONDS,
+            name="statestore-hold",
+            what=f"renew the hold of {query}: without it the exchange is refused, and says why",
+            most_seconds=HOLD_RENEW_SECONDS,
+        )
 
     def __enter__(self) -> _Holding:
         self._renewing.start()
@@ -225,24 +230,20 @@ class _Holding:
         return self._port.hold_query(self._query, self._holder, HOLD_SECONDS, batches=batches, hold=self.held.hold)
 
     def _renew(self) -> None:
-        while not self._ended.wait(HOLD_RENEW_SECONDS):
-            since = self._held_since
-            try:
-                if since is not None and time.monotonic() > since + MOST_HELD_SECONDS:
-                    log.warning("%s has waited for %.0f s and goes on", self._query, MOST_HELD_SECONDS)
-                    self._held_since = None
-                    self._renewed(batches=False)
-                else:
-                    self._renewed()
-            except LapsedHoldError as error:  # the thread that works is told so when it asks for the exchange
-                log.warning("The hold of %s cannot be renewed: %s", self._query, error)
-                return
-            except Exception:  # without the hold, the exchange is refused, and says why
-                log.warning("The hold of %s was not renewed", self._query, exc_info=True)
+        since = self._held_since
+        try:
+            if since is not None and time.monotonic() > since + MOST_HELD_SECONDS:
+                log.warning("%s has waited for %.0f s and goes on", self._query, MOST_HELD_SECONDS)
+                self._held_since = None
+                self._renewed(batches=False)
+            else:
+                self._renewed()
+        except LapsedHoldError as error:  # the thread that works is told so when it asks for the exchange
+            log.warning("The hold of %s cannot be renewed: %s", self._query, error)
+            self._renewing.close()
 
     def __exit__(self, *error: object) -> None:
-        self._ended.set()
-        self._renewing.join()
+        self._renewing.close(timeout=None)
         try:
             self._port.hold_query(self._query, self._holder, 0)
         except Exception:  # it ends by itself

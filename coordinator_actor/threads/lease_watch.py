@@ -1,7 +1,6 @@
-"""The thread that ends leases: it looks at them once a second for as long as the coordinator lives.
+"""The loop that ends leases: it looks at them once a second for as long as the coordinator lives.
 
-Nothing else ends the lease of a host or driver that is lost. So an error in one look is logged, and the next look comes
-all the same.
+Nothing else ends the lease of a host or driver that is lost. So each part of a look runs whatever the others fail at.
 """
 
 from __future__ import annotations
@@ -11,6 +10,8 @@ import time
 from collections.abc import Callable
 from functools import partial
 from typing import Protocol
+
+from backends.background_loop import BackgroundLoop
 
 log = logging.getLogger(__name__)
 
@@ -37,8 +38,7 @@ class LeaseWatch:
     """Looks at the leases of a coordinator. The work of a look grows with its hosts and runs, not with partitions.
 
     ``publish(hosts, queries)`` takes the numbers of live hosts and registered queries, ``end()`` ends the process when
-    nobody has needed the coordinator for its idle timeout. ``clock`` is monotonic; both it and ``sleep`` are in
-    seconds.
+    nobody has needed the coordinator for its idle timeout. ``clock`` is monotonic, in seconds.
     """
 
     def __init__(
@@ -48,25 +48,37 @@ class LeaseWatch:
         end: Callable[[], None],
         *,
         clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._coordinator = coordinator
         self._publish = publish
         self._end = end
         self._clock = clock
-        self._sleep = sleep
+        self._looked_at = clock()
 
-    def run(self) -> None:
-        """Look at the leases for ever."""
-        while True:
-            slept = self._clock()
-            self._sleep(LEASE_WATCH_SECONDS)
-            late = self._clock() - slept - LEASE_WATCH_SECONDS
-            # Each by itself: what one of them fails at does not concern the others.
-            expire = partial(self._coordinator.expire, late if late > LEASE_WATCH_SECONDS else 0.0)
-            _logged("Leases could not be looked at", expire)
-            _logged("The numbers of hosts and queries were not published", self._publish_counts)
-            _logged("Whether anybody needs this coordinator could not be found out", self._end_if_idle)
+    def loop(self) -> BackgroundLoop:
+        """Return the loop that looks, which is still to be started. It has no backoff: leases must end in time."""
+        return BackgroundLoop(
+            self.look,
+            LEASE_WATCH_SECONDS,
+            name="statestore-leases",
+            what="look at the leases: lost hosts and drivers are not given up, or figures are not published",
+            remedy="Look at the coordinator's log ('statestore logs').",
+            most_seconds=LEASE_WATCH_SECONDS,
+        )
+
+    def look(self) -> None:
+        """Look at the leases once. Raises the first error, after all parts of the look have run."""
+        late = self._clock() - self._looked_at - LEASE_WATCH_SECONDS
+        failures = []
+        expire = partial(self._coordinator.expire, late if late > LEASE_WATCH_SECONDS else 0.0)
+        for part in (expire, self._publish_counts, self._end_if_idle):
+            try:
+                part()
+            except Exception as error:  # noqa: BLE001 - raised below
+                failures.append(error)
+        self._looked_at = self._clock()
+        if failures:
+            raise failures[0]
 
     def _publish_counts(self) -> None:
         self._publish(*self._coordinator.counts())
@@ -75,10 +87,3 @@ class LeaseWatch:
         if self._coordinator.is_idle():
             log.info("Nobody has needed this coordinator for a while; it ends")
             self._end()
-
-
-def _logged(what_failed: str, call: Callable[[], None]) -> None:
-    try:
-        call()
-    except Exception:  # the thread must go on
-        log.exception("%s", what_failed)

@@ -20,6 +20,7 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 CHALLENGE = 'Basic realm="ray-statestore, the token is the password", charset="UTF-8"'
+LAG_HEADER = b"x-statestore-lag-seconds"
 API_HEADERS = [
     (b"cache-control", b"no-store"),
     (b"x-content-type-options", b"nosniff"),
@@ -31,14 +32,22 @@ class Gate:
     """ASGI middleware that passes on requests with a valid token, of limited size, and a limited number at once.
 
     What is below the path ``page`` is passed on as it is, for the page has checks and limits of its own; so is the
-    root, which leads there.
+    root, which leads there. Where ``lag()`` is not 0, answers have it as a header.
     """
 
-    def __init__(self, app: App, verifier: TokenVerifier, limits: HttpLimits, page: str | None = None) -> None:
+    def __init__(
+        self,
+        app: App,
+        verifier: TokenVerifier,
+        limits: HttpLimits,
+        page: str | None = None,
+        lag: Callable[[], float] = lambda: 0.0,
+    ) -> None:
         self._app = app
         self._verifier = verifier
         self._limits = limits
         self._page = page
+        self._lag = lag
         self._requests = 0
 
     def _is_of_page(self, scope: Scope) -> bool:
@@ -101,7 +110,9 @@ class Gate:
 
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message["headers"] = [*message.get("headers", ()), *API_HEADERS]
+                lag = self._lag()
+                late = [(LAG_HEADER, f"{lag:.1f}".encode())] if lag else []
+                message["headers"] = [*message.get("headers", ()), *API_HEADERS, *late]
             await send(message)
 
         await self._app(scope, replay, send_with_headers)

@@ -28,7 +28,8 @@ PAGE = "/ui"
 """Where the page is. It checks tokens by itself, which browsers give in a cookie."""
 DESCRIPTION = """
 The state of running streams, read only. Every answer is of one version of all partitions: the last completed
-checkpoint, unless `isolation` or `version` say otherwise.
+checkpoint, unless `isolation` or `version` say otherwise. Where hosts of `serve_state(follow=True)` are late, answers
+have the header `X-Statestore-Lag-Seconds`: the seconds since the query's storage was last looked at with success.
 
 **Access.** Every request needs a token, as `Authorization: Bearer <token>` or as the password of HTTP Basic with any
 user name; `statestore token issue` makes one.
@@ -250,7 +251,7 @@ def create_app(
         return StreamingResponse(events, media_type=EVENT_STREAM, headers={"X-Accel-Buffering": "no"})
 
     _describe_problems(app)
-    app.add_middleware(Gate, verifier=verifier, limits=limits, page=None if page is None else PAGE)
+    app.add_middleware(Gate, verifier=verifier, limits=limits, page=None if page is None else PAGE, lag=service.lag)
     return app
 
 

@@ -75,6 +75,14 @@ class StateService:
             self._connecting = asyncio.ensure_future(self._connect())
         return await asyncio.shield(self._connecting)
 
+    def lag(self) -> float:
+        """Return by how many seconds the last answer may be behind; 0.0 unless hosts follow a query and are late."""
+        connecting = self._connecting
+        is_there = connecting is not None and connecting.done() and not connecting.cancelled()
+        if connecting is None or not is_there or connecting.exception() is not None:
+            return 0.0
+        return connecting.result().lag_seconds
+
     async def operators(self) -> dict[str, Any]:
         """See the route."""
         return {"operators": await (await self.client()).operators()}

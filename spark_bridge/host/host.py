@@ -92,6 +92,8 @@ class Host:
         self._revoked_tokens: frozenset[str] = frozenset()
         self._revoked_until = -math.inf
         self._orders = RunOrders()
+        self._looked_at: dict[str, float] = {}
+        """By run of a late follower, when storage was last looked at with success, by ``clock``."""
         self.counters = Counters()
         self.memory = host_memory(conf)
         self.completed = CompletedVersions()
@@ -198,6 +200,11 @@ class Host:
         """Make this host known to the coordinator, reporting all that the host holds."""
         self.registration.register()
 
+    def lag_ms(self, run_id: str) -> int:
+        """Return how many ms ago storage was last looked at, for a run that follows a query and is late; else 0."""
+        looked_at = self._looked_at.get(run_id)
+        return 0 if looked_at is None else int(1000 * (self._clock() - looked_at))
+
     def heartbeat(self) -> None:
         """Renew the lease and carry out what the coordinator answers. Waits for the storage of no query."""
         hand_over = self.hand_overs.report()
@@ -215,6 +222,8 @@ class Host:
         for run_id, renew in (*self.loads.due_leases(), *self.copy_loading.due_leases()):
             by_run.setdefault(run_id, []).append(renew)
         self.held.note_ended(orders.ended_runs)
+        if orders.known:
+            self._looked_at = {run_id: self._clock() - lag for run_id, lag in orders.lags.items()}
         # Before the versions are noted: what may move is looked after from here on.
         self.hand_overs.follow(hand_over.number, orders)
         self._orders.carry_out(by_run)

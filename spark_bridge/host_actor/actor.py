@@ -10,7 +10,6 @@ import logging
 import os
 import shutil
 import sys
-import threading
 import time
 import uuid
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any
 import msgspec
 import ray
 
+from backends.background_loop import BackgroundLoop, failing_loops
 from backends.storage.local_files import make_process_files_private
 from backends.tracing.set_up import try_set_up
 from backends.without_pandas import keep_pandas_out
@@ -31,7 +31,7 @@ from coordinator_actor.process.priority import take_ordinary_priority
 from spark_bridge.host.host import Host
 from spark_bridge.host.partition_columns import in_columns
 from spark_bridge.host_actor.flight_server import HostFlightServer
-from spark_bridge.host_actor.host_metrics import HOST_METRICS_SECONDS, HostMetrics, every
+from spark_bridge.host_actor.host_metrics import HOST_METRICS_SECONDS, HostMetrics
 from spark_bridge.host_actor.session_options import SessionOptions, require_same_driver
 from spark_bridge.queryable.reads.host_reads import HostReads
 from spark_bridge.queryable.server.proxy.client_proxy import KvStateClientProxy, connections_to_hosts
@@ -67,7 +67,6 @@ class StateStoreHost:
         self._host_file = host_files_dir(session_dir, options) / f"{host_id}.json"
         self._local_dir = session_dir / "statestore" / namespace / options.session_id / "data" / host_id
         self._coordinator = RayCoordinatorPort(namespace, options.coordinator_name, options.recovery_timeout)
-        self._stopping = threading.Event()
         # The first heartbeat is due at once: its answer names the tokens that have been revoked.
         self._last_heartbeat = time.monotonic() - HEARTBEAT_SECONDS
         self._server = HostFlightServer(self._get_host, self._node_ip, token, self._call_coordinator, tls=tls)
@@ -98,20 +97,39 @@ class StateStoreHost:
         self._reads = HostReads(self._host)
         sink = RayMetrics({"namespace": namespace, "host": host_id})
         self._metrics = HostMetrics(sink, self._queries.statistics, self._host.files.requests, info.restart)
-        self._publish = every(HOST_METRICS_SECONDS, self._publish_metrics, time.monotonic)
         # Before the coordinator, and so any client, hears of the address.
         self._queries.start()
         self._host.register()
         self._write_host_file(token)
-        self._heartbeat = threading.Thread(target=self._run_heartbeat, name="statestore-heartbeat", daemon=True)
-        self._heartbeat.start()
-        self._maintenance = threading.Thread(
-            target=self._run_maintenance,
-            args=(options.conf.maintenance_interval,),
-            name="state-store-maintenance-task",
-            daemon=True,
+        log_remedy = "Look at the log of this host ('statestore logs')."
+        self._loops = (
+            BackgroundLoop(
+                self._beat_if_due,
+                self._until_heartbeat,
+                name="statestore-heartbeat",
+                what="send heartbeats: the coordinator gives the host up when its lease is over",
+                remedy="See whether the coordinator runs and can be reached from this host ('statestore status').",
+                most_seconds=2 * HEARTBEAT_SECONDS,
+            ),
+            BackgroundLoop(
+                self._publish_metrics,
+                HOST_METRICS_SECONDS,
+                name="statestore-metrics",
+                what="publish the metrics of the host",
+                remedy=f"See whether Ray's agent for metrics runs on this machine. {log_remedy}",
+            ),
+            BackgroundLoop(
+                self._host.maintenance.do_maintenance,
+                options.conf.maintenance_interval,
+                name="state-store-maintenance-task",
+                what="do the maintenance of the host: no snapshots are made, and loading takes ever longer",
+                remedy=log_remedy,
+                most_seconds=max(30.0, options.conf.maintenance_interval),
+            ),
         )
-        self._maintenance.start()
+        for loop in self._loops:
+            loop.start()
+        self._loops[1].wake()  # the metrics of a host are there as soon as the host is
         atexit.register(self._clean_up)
 
     def _get_host(self) -> Host:
@@ -133,18 +151,12 @@ class StateStoreHost:
             file.write(msgspec.json.encode(HostFile(info.host_id, info.incarnation, info.address, token)))
         draft.replace(self._host_file)
 
-    def _run_heartbeat(self) -> None:
-        while not self._stopping.wait(self._until_heartbeat()):
-            try:
-                self._publish()
-            except Exception:  # the thread must go on
-                log.warning("The metrics of %s were not published", self._host.info.host_id, exc_info=True)
-            if self._until_heartbeat() > 0:
-                continue  # ``on_progress`` has just sent one
-            try:
-                self._beat()
-            except Exception:  # the thread must go on
-                log.warning("The coordinator did not take the heartbeat of %s", self._host.info.host_id, exc_info=True)
+    def _beat_if_due(self) -> None:
+        if self._until_heartbeat() > 0:
+            return  # ``on_progress`` has just sent one
+        try:
+            self._beat()
+        finally:
             if self._host.replaced is not None:
                 self._end_process(self._host.replaced)
 
@@ -161,13 +173,6 @@ class StateStoreHost:
         log.error("This process ends: %s", reason)
         self._clean_up()
         os._exit(1)
-
-    def _run_maintenance(self, interval: float) -> None:
-        while not self._stopping.wait(interval):
-            try:
-                self._host.maintenance.do_maintenance()
-            except Exception:  # the thread must go on
-                log.exception("Maintenance of %s failed", self._host.info.host_id)
 
     def on_progress(self) -> None:
         """Send a heartbeat now: the driver has seen that a version is completed, and the answer will name it."""
@@ -201,6 +206,7 @@ class StateStoreHost:
             "namespace": self._namespace,
             "query_address": self._host.info.query_address,
             "requests": self._queries.statistics.snapshot(),
+            "failing_loops": msgspec.to_builtins(failing_loops.now()),
         }
 
     def describe_in_columns(self) -> dict[str, object]:
@@ -209,7 +215,8 @@ class StateStoreHost:
 
     def stop(self) -> None:
         """Unload everything and remove the local files; the actor answers nothing useful afterwards."""
-        self._stopping.set()
+        for loop in self._loops:
+            loop.close()
         self._locator.close()
         self._queries.shutdown()
         self._server.shutdown()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from backends.storage.sending.request_counts import RequestCounts
@@ -80,16 +80,3 @@ class HostMetrics:
             ):
                 le = "+Inf" if bound is None else f"{bound:g}"
                 self._sink.add("statestore_request_seconds_bucket", count, **labels, le=le)
-
-
-def every(seconds: float, publish: Callable[[], None], clock: Callable[[], float]) -> Callable[[], None]:
-    """Return a function that calls ``publish`` at once, and then when ``seconds`` have passed since the last call."""
-    due = clock()
-
-    def maybe() -> None:
-        nonlocal due
-        if clock() >= due:
-            due = clock() + seconds
-            publish()
-
-    return maybe

@@ -23,7 +23,7 @@ from spark_bridge.overview.model import (
     Overview,
     Query,
 )
-from spark_bridge.overview.process_faults import process_faults
+from spark_bridge.overview.process_faults import LONGEST_REASON, process_faults
 from spark_bridge.overview.stream_pace import RECENT_CHECKPOINTS
 
 LATE_INTERVALS = 3
@@ -51,7 +51,6 @@ AT_WORK = (RUNNING, STORED)
 """How the batches of a query that has ended went need not be looked at any more."""
 RECENT_MS = 600_000
 """A checkpoint that was given up is reported for this long."""
-LONGEST_REASON = 300
 
 
 def faults_of(overview: Overview) -> tuple[Fault, ...]:
@@ -70,6 +69,16 @@ def _of_query(overview: Overview, query: Query) -> Iterator[Fault]:
     if query.status == RUNNING:
         yield from _silent_driver(query, subject)
         yield from _late(overview, query, subject)
+    if query.lag_ms:
+        yield Fault(
+            ERROR,
+            "follower-late",
+            subject,
+            f"It is followed from its storage, which was last looked at {duration(query.lag_ms)} ago with success: "
+            f"version {query.completed_version} is answered from, and each answer says how far it may be behind.",
+            "Look at the storage of the checkpoint, at its credentials, and at the log of the process that called "
+            "serve_state. It goes on by itself once storage answers.",
+        )
     if query.status == ENDED and query.failure:
         ago = "" if query.ended_ms is None else f" {duration(max(0, overview.taken_ms - query.ended_ms))} ago"
         yield Fault(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import repeat
@@ -29,7 +29,8 @@ from spark_bridge.overview.model import (
     SchemaUse,
     Variable,
 )
-from spark_bridge.overview.processes import CoordinatorInfo, HostOverview, LocationTrouble, LostDriver
+from spark_bridge.overview.process_faults import COORDINATOR_PROCESS
+from spark_bridge.overview.processes import CoordinatorInfo, HostOverview, LocationTrouble, LoopFailures, LostDriver
 from spark_bridge.overview.state_variables import variables_in_use
 
 Description = Mapping[str, Any]
@@ -136,12 +137,20 @@ def overview_of_cluster(
                 )
                 for lost in coordinator.get("lost", ())
             ),
+            (
+                *_failing(COORDINATOR_PROCESS, coordinator.get("failing_loops", ()), now_ms),
+                *(
+                    failing
+                    for of_driver in coordinator.get("failing_drivers", ())
+                    for failing in _failing(f"driver {of_driver['process']}", (of_driver,), now_ms)
+                ),
+            ),
         ),
         tuple(
             _query(query, held, (stats or {}).get(query["run_id"], {}), known, now_ms)
             for query in coordinator["queries"]
         ),
-        tuple(_hosts(coordinator, hosts, silent)),
+        tuple(_hosts(coordinator, hosts, silent, now_ms)),
     )
     known.forget_all_but({query.run_id for query in made.queries})
     return replace(made, faults=faults_of(made))
@@ -183,6 +192,7 @@ def _query(
         ended_ms=_ms(query["ended_at"]),
         failure=query.get("failure", ""),
         driver_ms=_ms(query.get("seconds_since_driver")),
+        lag_ms=_ms(query.get("lag_seconds")) or 0,
         given_up=tuple(
             GivenUp(failed["id"], _ms(failed["trigger_timestamp"]) or 0, failed["reason"])
             for failed in stats.get("checkpoints", {}).get("failures", ())
@@ -258,7 +268,9 @@ def _variables(schema: str) -> tuple[Variable, ...]:
     return variables_in_use(OperatorSchema.from_json(schema))
 
 
-def _hosts(coordinator: Description, hosts: Sequence[Description], silent: Sequence[Description]) -> list[HostOverview]:
+def _hosts(
+    coordinator: Description, hosts: Sequence[Description], silent: Sequence[Description], now_ms: int
+) -> list[HostOverview]:
     leases = {lease["host_id"]: lease for lease in coordinator["hosts"]}
     found = [
         HostOverview(
@@ -279,6 +291,7 @@ def _hosts(coordinator: Description, hosts: Sequence[Description], silent: Seque
             restarts=host.get("restarts", 0),
             up_ms=_ms(host.get("up_seconds")),
             storage_trouble=_trouble(host),
+            failing_loops=_failing(f"host {host['host_id']}", host.get("failing_loops", ()), now_ms),
         )
         for host in hosts
     ]
@@ -306,6 +319,20 @@ def _heartbeat(lease: Description | None) -> int | None:
 
 def _ms(seconds: float | None) -> int | None:
     return None if seconds is None else int(seconds * 1000)
+
+
+def _failing(process: str, loops: Iterable[Description], now_ms: int) -> tuple[LoopFailures, ...]:
+    return tuple(
+        LoopFailures(
+            process,
+            loop["what"],
+            max(0, now_ms - int(loop["since"] * 1000)),
+            loop["failures"],
+            loop["error"],
+            loop["remedy"],
+        )
+        for loop in loops
+    )
 
 
 def _trouble(process: Description) -> tuple[LocationTrouble, ...]:

@@ -188,6 +188,7 @@ class Query:
     knows them where an operator needs times. ``damages`` says what is wrong with manifests that were passed over when
     storage was looked at, and ``readable`` has the first and the last of those versions in a row
     that can be read all the same. Its driver was last heard of ``driver_ms`` ago.
+    Where the query is followed from elsewhere, and too late, ``lag_ms`` is the time since the last successful look.
     """
 
     query_id: str
@@ -215,6 +216,7 @@ class Query:
     damages: tuple[str, ...] = ()
     readable: tuple[tuple[int, int], ...] = ()
     driver_ms: int | None = None
+    lag_ms: int = 0
 
     @property
     def title(self) -> str:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from backends.storage.sending.failures import for_people
 from spark_bridge.overview.formats import duration
 from spark_bridge.overview.model import CLUSTER, ERROR, WARNING, Fault, Overview
-from spark_bridge.overview.processes import CoordinatorInfo, HostOverview, LocationTrouble
+from spark_bridge.overview.processes import CoordinatorInfo, HostOverview, LocationTrouble, LoopFailures
 
 SILENT_HOST_MS = 5_000
 """A host's heartbeats come every second, and its lease ends after ten."""
@@ -18,7 +19,10 @@ LEAST_FAILURES = 3
 LEAST_WAITING_MS = 10_000
 HANGING_MS = 30_000
 """Storage that gives no answer for this long holds up batches."""
+LONGEST_REASON = 300
 COORDINATOR_PROCESS = "coordinator"
+LEAST_LOOP_FAILURES = 2
+"""A loop that fails once tries again at once, and nothing is lost."""
 ALIVE = "ALIVE"
 """Ray's word for an actor whose process runs."""
 
@@ -54,9 +58,24 @@ def process_faults(overview: Overview) -> Iterator[Fault]:
                 "Look for the driver's process and its machine, and start the program again: it goes on from its "
                 f"checkpoint, {lost.checkpoint_location}. 'statestore run' starts programs again by itself.",
             )
+        yield from _of_loops(coordinator.failing_loops)
     for host in overview.hosts:
         yield from _of_host(host)
+        yield from _of_loops(host.failing_loops)
     yield from _of_storage(overview)
+
+
+def _of_loops(loops: Sequence[LoopFailures]) -> Iterator[Fault]:
+    for loop in loops:
+        if loop.failures >= LEAST_LOOP_FAILURES:
+            yield Fault(
+                WARNING,
+                "background-loop-fails",
+                loop.process,
+                f"A background loop has failed {loop.failures} times in a row, for {duration(loop.failing_ms)}, to "
+                f"{loop.what}. The last error: {for_people(loop.error, LONGEST_REASON)}.",
+                loop.remedy or "Look at the log of that process.",
+            )
 
 
 def _of_host(host: HostOverview) -> Iterator[Fault]:

@@ -27,6 +27,21 @@ class LocationTrouble:
 
 
 @dataclass(frozen=True)
+class LoopFailures:
+    """A background loop that fails: ``failures`` times in a row, the first ``failing_ms`` ago, the last with ``error``.
+
+    ``process`` is the one it runs in, ``what`` says what is not done meanwhile.
+    """
+
+    process: str
+    what: str
+    failing_ms: int
+    failures: int
+    error: str
+    remedy: str
+
+
+@dataclass(frozen=True)
 class HostOverview:
     """One StateStoreHost. ``answered``: False if it did not answer in time, and only the coordinator's word is known.
 
@@ -57,6 +72,7 @@ class HostOverview:
     up_ms: int | None = None
     storage_trouble: tuple[LocationTrouble, ...] = ()
     actor_state: str | None = None
+    failing_loops: tuple[LoopFailures, ...] = ()
 
     @property
     def cache_hits(self) -> float | None:
@@ -87,6 +103,7 @@ class CoordinatorInfo:
     """The coordinator of a namespace. ``problems`` say where hosts stand that should stand elsewhere.
 
     ``restarts`` and ``up_ms`` are those of its process, as of hosts. ``lost`` are the queries that it has given up.
+    ``failing_loops`` are those of its own process and of drivers, which report theirs.
     """
 
     id: str
@@ -99,3 +116,4 @@ class CoordinatorInfo:
     up_ms: int | None = None
     storage_trouble: tuple[LocationTrouble, ...] = ()
     lost: tuple[LostDriver, ...] = ()
+    failing_loops: tuple[LoopFailures, ...] = ()

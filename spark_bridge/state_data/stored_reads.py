@@ -142,6 +142,10 @@ class StoredReads:
         """Return the completed version that there is now: storage tells nobody of the next one."""
         return self.versions().newest_completed()
 
+    def lag_ms(self, run_id: str) -> int:
+        """Return 0: each read looks at storage."""
+        return 0
+
     def _registration(self, versions: StateVersions, version: int) -> QueryRegistration:
         return query_in_storage(versions, version, self._query_name, open_storage=self._open)
 

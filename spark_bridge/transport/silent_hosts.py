@@ -16,11 +16,12 @@ import os
 import select
 import socket
 import stat
-import threading
 import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from backends.background_loop import BackgroundLoop
 
 log = logging.getLogger(__name__)
 
@@ -64,32 +65,30 @@ class SilentHosts:
     def __init__(self) -> None:
         self._calls: dict[int, CallUnderWay] = {}
         self._failed: dict[tuple[str, int], int] = {}
-        self._thread: threading.Thread | None = None
+        self._loop: BackgroundLoop | None = None
 
     def begin_anew(self) -> None:
-        """Forget calls and thread: this process is the child of a fork, which has neither."""
-        self._calls, self._failed, self._thread = {}, {}, None
+        """Forget calls and loop: this process is the child of a fork, which has neither."""
+        self._calls, self._failed, self._loop = {}, {}, None
 
     @contextmanager
     def watched(self, place: tuple[str, int]) -> Iterator[CallUnderWay]:
         """Watch a call to the host at that IP address and port until the block ends."""
         call = CallUnderWay(place)
         self._calls[id(call)] = call
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="statestore-silent-hosts", daemon=True)
-            self._thread.start()
+        if self._loop is None:
+            self._loop = BackgroundLoop(
+                self.look,
+                CALL_WATCH_SECONDS,
+                name="statestore-silent-hosts",
+                what="probe the hosts of slow calls: calls to a machine that is gone end only when TCP gives up",
+                remedy="Look at the log of this process.",
+                most_seconds=4 * CALL_WATCH_SECONDS,
+            ).start()
         try:
             yield call
         finally:
             self._calls.pop(id(call), None)  # not there after a fork in the midst of the call
-
-    def _run(self) -> None:
-        while True:
-            time.sleep(CALL_WATCH_SECONDS)
-            try:
-                self.look()
-            except Exception:  # the thread must go on
-                log.warning("The hosts of slow calls could not be probed", exc_info=True)
 
     def look(self) -> None:
         """Probe the hosts of slow calls; shut down the connections to those that are silent."""

@@ -73,6 +73,7 @@ class MemoryClient:
     open_scans: int = 0
     gathered: int = 0
     most_gathered: int = 0
+    lag_seconds: float = 0.0
 
     async def operators(self) -> list[dict[str, Any]]:
         window = f"{WINDOW}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -101,6 +102,30 @@ def test_all_routes(http: TestClient) -> None:
     everything = http.post("/v1/operators/totals/scan", json={}, headers={"Accept": ARROW})
     with pa.ipc.open_stream(everything.content) as reader:
         assert sorted(reader.read_all()["user"].to_pylist()) == list(range(5_000))
+
+
+def test_answers_of_a_late_follower_have_its_lag_in_a_header(http: TestClient, cluster: Cluster) -> None:
+    asked = [
+        ("GET", "keys/41", None),
+        ("POST", "lookup", {"keys": [1, 2]}),
+        ("POST", "scan", {"start": [10], "end": [13]}),
+    ]
+
+    def lags() -> list[str | None]:
+        answers = [http.request(verb, f"/v1/operators/totals/{path}", json=body) for verb, path, body in asked]
+        answers.append(http.post("/v1/sql", json={"sql": "select count(*) from totals where n > 5"}))
+        assert all(answer.status_code == 200 for answer in answers)
+        return [answer.headers.get("x-statestore-lag-seconds") for answer in answers]
+
+    for one in cluster.hosts:
+        one.host._looked_at = {cluster.run: time.monotonic() - 30.0}
+    try:
+        late = [float(lag or 0) for lag in lags()]
+        assert all(lag >= 30 for lag in late)
+    finally:
+        for one in cluster.hosts:
+            one.host._looked_at = {}
+    assert lags() == [None] * 4
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+from backends.background_loop import FailingLoop
 from backends.bounded_dict import BoundedDict
 from coordinator_actor.handlers.registries.host_registry import HostRegistry
 from coordinator_actor.handlers.registries.instance_registry import InstanceRegistry
@@ -31,6 +32,8 @@ class Registries:
         self._reports_until = self.started + report_timeout
         self.placement_problems: BoundedDict[str, tuple[str, ...]] = BoundedDict(REMEMBERED_ENTRIES)
         """By session, where hosts do not stand as they should."""
+        self.failing: BoundedDict[str, tuple[str, float, tuple[FailingLoop, ...]]] = BoundedDict(REMEMBERED_ENTRIES)
+        """By session, the name of the driver's process, when it reported last, and its loops that fail."""
         self._ended_sessions: BoundedDict[str, None] = BoundedDict(REMEMBERED_ENTRIES)
 
     def expects_reports(self) -> bool:
@@ -58,6 +61,7 @@ class Registries:
             # The hosts are told to stop only afterwards, and must not bring the session back meanwhile.
             self._ended_sessions[session_id] = None
             self.placement_problems.pop(session_id, None)
+            self.failing.pop(session_id, None)
             self.hosts.leave(session_id, ())
             for host_id in self.hosts.of_session(session_id):
                 del self.hosts.leases[host_id]

@@ -11,9 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from backends.exceptions import StateStoreError
-from coordinator_actor.exceptions import CoordinatorError, SparkBridgeError
-
 log = logging.getLogger(__name__)
 
 CARRY_OUT_SECONDS = 1.0
@@ -56,5 +53,5 @@ def _carry_out(run_id: str, orders: Sequence[Order]) -> None:
     for order in orders:
         try:
             order()
-        except (CoordinatorError, StateStoreError, SparkBridgeError):  # it comes again, and others are carried out
+        except Exception:  # the order comes again with the next heartbeat; the others are carried out
             log.warning("An order about run %s could not be carried out", run_id, exc_info=True)

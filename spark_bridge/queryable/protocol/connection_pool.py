@@ -20,10 +20,13 @@ class ConnectionPool:
     """The connections to one address.
 
     The connection used last is used next, so that surplus connections become old and are closed. ``_free`` guards the
-    number of open connections and wakes waiting threads; ``_idle`` is a deque, which needs no lock.
+    number of open connections and wakes waiting threads; ``_idle`` is a deque, which needs no lock. ``lag_ms`` is the
+    lag in the last answer from there, which came ``answered_at`` (of ``time.monotonic``).
     """
 
     def __init__(self, address: str, token: str, tls: ssl.SSLContext | None) -> None:
+        self.lag_ms = 0
+        self.answered_at = 0.0
         self._address = address
         self._token = token
         self._tls = tls

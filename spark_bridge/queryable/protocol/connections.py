@@ -45,6 +45,12 @@ class KvConnections:
             pool = self._pools.setdefault(address, ConnectionPool(address, self._token, self._tls))
         return pool
 
+    @property
+    def lag_ms(self) -> int:
+        """The lag in the last answer, in ms; 0 for none."""
+        newest = max(list(self._pools.values()), key=lambda pool: pool.answered_at, default=None)
+        return 0 if newest is None else newest.lag_ms
+
     def begin(self, address: str, header: Request, body: FrameBody = b"", deadline: float | None = None) -> KvExchange:
         """Send a request without waiting for the answer, so that several hosts can be asked at once."""
         if deadline is None:

@@ -74,6 +74,9 @@ class KvExchange:
             self.abandon()
             raise
         self._may_replace = False
+        lag_ms = getattr(reply[0], "lag_ms", None)
+        if lag_ms is not None:
+            self._pool.lag_ms, self._pool.answered_at = lag_ms, time.monotonic()
         return reply
 
     def release(self) -> None:

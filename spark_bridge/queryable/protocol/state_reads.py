@@ -77,6 +77,9 @@ class StateReads(Protocol):
     def await_completed(self, run_id: str, after: int, seconds: float) -> int:
         """Return the completed version once it is after ``after``, or the one that there is after ``seconds``."""
 
+    def lag_ms(self, run_id: str) -> int:
+        """Return how many ms ago storage was last looked at, for a run that follows a query and is late; else 0."""
+
     def operators(self) -> list[dict[str, Any]]:
         """Return the operators of all running queries, ready for JSON."""
 

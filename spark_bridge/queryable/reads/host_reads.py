@@ -88,6 +88,10 @@ class HostReads:
         """See ``StateReads``."""
         return self._completion.await_completed(run_id, after, seconds)
 
+    def lag_ms(self, run_id: str) -> int:
+        """See ``StateReads``."""
+        return self._host.lag_ms(run_id)
+
     # -- lookups -------------------------------------------------------------------------------
 
     def lookup_one(self, request: LookupRequest, key: bytes) -> tuple[int, bytes | None]:

@@ -9,13 +9,13 @@ answers twice, Spark is told that the executors of that machine are lost.
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import ray
 
+from backends.background_loop import BackgroundLoop
 from spark_bridge.session.cluster.executors import DRIVER_ID, address_of, machine_of, own_address
 from spark_bridge.transport.silent_hosts import silent_places
 
@@ -45,24 +45,20 @@ class LostExecutors:
         self._spark = spark
         self._by_raydp = by_raydp
         self._failed: dict[str, int] = {}
-        self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="statestore-executors", daemon=True)
+        self._loop = BackgroundLoop(
+            self.look,
+            EXECUTOR_LOOK_SECONDS,
+            name="statestore-executors",
+            what="look after the executors: Spark waits minutes for those whose machine is gone",
+            remedy="Look at the log of the driver.",
+            is_ending=lambda: spark.sparkContext._jsc is None,
+        )
         if not spark.sparkContext._jsc.sc().isLocal():
-            self._thread.start()
+            self._loop.start()
 
     def close(self) -> None:
         """Look after the executors no more."""
-        self._closed.set()
-        if self._thread.is_alive():
-            self._thread.join()
-
-    def _run(self) -> None:
-        while not self._closed.wait(EXECUTOR_LOOK_SECONDS):
-            try:
-                self.look()
-            except Exception:  # the thread must go on
-                if not self._closed.is_set():
-                    log.warning("The executors could not be looked after", exc_info=True)
+        self._loop.close(timeout=None)
 
     def look(self) -> None:
         """Give up executors that do not answer, and ask for others."""

@@ -7,11 +7,11 @@ ended with an error, for whoever runs the program to start it again.
 from __future__ import annotations
 
 import logging
-import threading
 from typing import TYPE_CHECKING
 
 import ray
 
+from backends.background_loop import BackgroundLoop
 from spark_bridge.session.hosts.host_placement import is_dead
 from spark_bridge.session.queries.query_refusal import end_with
 
@@ -37,34 +37,33 @@ class SparkMasterWatch:
 
         self._spark = spark
         self._master = ray.get_actor(app_name + RAYDP_SPARK_MASTER_SUFFIX)
-        self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="statestore-spark-master", daemon=True)
-        self._thread.start()
+        self._is_dead = False
+        self._loop = BackgroundLoop(
+            self.look,
+            MASTER_LOOK_SECONDS,
+            name="statestore-spark-master",
+            what="look after RayDP's master: queries are not ended if it dies",
+            remedy="Look at the log of the driver; if batches stand still, start the program again.",
+            most_seconds=10 * MASTER_LOOK_SECONDS,
+            is_ending=lambda: spark.sparkContext._jsc is None,
+        ).start()
 
     def close(self) -> None:
         """Look no more."""
-        self._closed.set()
-        self._thread.join()
+        self._loop.close(timeout=None)
 
-    def _run(self) -> None:
-        while not self._closed.wait(MASTER_LOOK_SECONDS):
-            if is_dead(self._master):
-                break
-        if self._closed.is_set() or self._spark.sparkContext._jsc is None:
-            return  # the program has stopped Spark, and RayDP the master
-        log.error("%s", MASTER_DIED)
-        # Again and again: the program may start further queries, and Spark other jobs.
-        while not self._closed.wait(MASTER_LOOK_SECONDS):
-            try:
-                self._end_queries()
-            except Exception:  # the thread must go on
-                log.warning("The queries of the application could not be ended", exc_info=True)
+    def look(self) -> None:
+        """End the queries if the master has died: again and again, since the program may start further ones."""
+        if self._spark.sparkContext._jsc is None:
+            self._loop.close()  # the program has stopped Spark, and RayDP the master
+        elif self._is_dead:
+            self._end_queries()
+        elif is_dead(self._master) and not self._loop.is_closed:
+            self._is_dead = True
+            log.error("%s", MASTER_DIED)
 
     def _end_queries(self) -> None:
         context = self._spark.sparkContext
-        if context._jsc is None:  # the program has stopped Spark
-            self._closed.set()
-            return
         for query in self._spark.streams.active:
             end_with(self._spark._jvm, query._jsq.streamingQuery(), MASTER_DIED)
             query.stop()

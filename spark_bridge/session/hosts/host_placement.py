@@ -21,6 +21,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
+from backends.background_loop import BackgroundLoop
 from spark_bridge.host_actor.actor import host_id_of, start_host
 from spark_bridge.host_actor.session_options import SessionOptions
 from spark_bridge.session.hosts.placement import place_hosts
@@ -88,8 +89,13 @@ class HostPlacement:
         self._started = 0
         self._not_before: dict[str, float] = {}
         self._problems: tuple[str, ...] = ()
-        self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="statestore-placement", daemon=True)
+        self._loop = BackgroundLoop(
+            self.look,
+            PLACEMENT_LOOK_SECONDS,
+            name="statestore-placement",
+            what="look after the hosts: those that are lost with their machine are not replaced",
+            remedy="See whether Ray ('ray status') and the coordinator answer, and look at the log of the driver.",
+        )
 
     def begin(self) -> None:
         """Start the hosts, wait until they answer, and look after them from now on.
@@ -98,24 +104,15 @@ class HostPlacement:
         """
         self.look()
         ray.get([host.ready for host in self.hosts], timeout=START_SECONDS)
-        self._thread.start()
+        self._loop.start()
 
     def close(self) -> None:
         """End all hosts, and look after them no more."""
-        self._closed.set()
-        if self._thread.is_alive():
-            self._thread.join()
+        self._loop.close(timeout=None)
         for ending in self._ending:
             ending.join()
         end_hosts(self.hosts)
         self.hosts = ()
-
-    def _run(self) -> None:
-        while not self._closed.wait(PLACEMENT_LOOK_SECONDS):
-            try:
-                self.look()
-            except Exception:  # the thread must go on
-                log.warning("The hosts could not be looked after", exc_info=True)
 
     def scale(self, num_hosts: int | None) -> None:
         """Have ``num_hosts`` hosts from now on, None for one per executor core. They come and go one by one."""
@@ -230,11 +227,13 @@ class HostPlacement:
 
 def end_hosts(hosts: Sequence[StandingHost]) -> None:
     """Let hosts unload what they hold and end; kill those that do not within ``STOP_SECONDS``."""
-    stopping = [host.actor.stop.remote() for host in hosts]
-    if stopping:
-        ray.wait(stopping, num_returns=len(stopping), timeout=STOP_SECONDS)
-    for host in hosts:
-        ray.kill(host.actor, no_restart=True)
+    try:
+        stopping = [host.actor.stop.remote() for host in hosts]
+        if stopping:
+            ray.wait(stopping, num_returns=len(stopping), timeout=STOP_SECONDS)
+    finally:  # whatever Ray says to that, no host may stay
+        for host in hosts:
+            ray.kill(host.actor, no_restart=True)
 
 
 def is_dead(actor: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
+from backends.background_loop import BackgroundLoop, failing_loops
 from backends.exceptions import StateStoreError
 from coordinator_actor.coordinator_port import CoordinatorPort
 from coordinator_actor.exceptions import CoordinatorError
@@ -24,6 +26,7 @@ from spark_bridge.session.hosts.host_placement import HostPlacement
 
 log = logging.getLogger(__name__)
 
+REPORT_SECONDS = 2.0
 LEASE_SECONDS = 10.0
 """How long a message that renews leases waits for its answer, in seconds: the next one may get through."""
 
@@ -53,9 +56,19 @@ class StateCluster:
         session_dir = Path(ray._private.worker._global_node.get_session_dir_path())
         self.host_files = str(host_files_dir(session_dir, options))
         drained = ClusterStore(options.namespace, options.coordinator_name).drained
+        self._was_failing = False
+        self._reporting = BackgroundLoop(
+            self._report_failing_loops,
+            REPORT_SECONDS,
+            name="statestore-report",
+            what="tell the coordinator which background loops of the driver fail",
+            remedy="See whether the coordinator runs and can be reached from the driver ('statestore status').",
+            most_seconds=REPORT_SECONDS,
+        )
         self.placement = HostPlacement(options, self.token, executors, drained, self._report_placement)
         try:
             self.placement.begin()
+            self._reporting.start()
         except BaseException:
             self.stop()
             raise
@@ -71,6 +84,13 @@ class StateCluster:
         except (CoordinatorError, StateStoreError, SparkBridgeError) as error:
             log.warning("The coordinator was not told where the hosts stand: %s", error)
             return ()
+
+    def _report_failing_loops(self) -> None:
+        failing = failing_loops.now()
+        if failing or self._was_failing:
+            process = f"process {os.getpid()} on {ray.util.get_node_ip_address()} (session {self.session_id})"
+            self.leases.report_failing_loops(self.session_id, process, failing)
+            self._was_failing = bool(failing)
 
     def addresses(self) -> list[str]:
         """Return the Flight addresses of the hosts that answer now; a host that is being restarted is left out."""
@@ -111,6 +131,7 @@ class StateCluster:
 
     def stop(self) -> None:
         """Stop this session's hosts, and the coordinator if no other session uses it."""
+        self._reporting.close()
         others = self.coordinator.unregister_session(self.session_id)
         self.coordinator.close()
         self.leases.close()

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from backends.background_loop import BackgroundLoop
 from backends.exceptions import StateStoreError
 from coordinator_actor.exceptions import CoordinatorError
 from coordinator_actor.metrics import OPERATOR_FIGURES, MetricSink
@@ -43,14 +44,18 @@ class StreamMetrics:
         seconds: float = STREAM_METRICS_SECONDS,
     ) -> None:
         self._sink = sink
-        self._seconds = seconds
         self._progress_of = progress_of
         self._titles: dict[str, str] = {}
         self._operators: dict[str, set[str]] = {}
         self._batches: dict[str, _Batch] = {}
         self._lock = threading.Lock()
-        self._closed = threading.Event()
-        threading.Thread(target=self._run, name="statestore-stream-metrics", daemon=True).start()
+        self._loop = BackgroundLoop(
+            self.publish,
+            seconds,
+            name="statestore-stream-metrics",
+            what="publish the figures of the driver's operators",
+            remedy="Look at the log of the driver.",
+        ).start()
 
     def add(self, run_id: str, title: str) -> None:
         """Begin with a run; ``title`` is the name or the id of its query."""
@@ -80,7 +85,7 @@ class StreamMetrics:
 
     def close(self) -> None:
         """Publish no more."""
-        self._closed.set()
+        self._loop.close()
 
     def _publish_batch(self, title: str, batch: _Batch) -> None:
         self._rates(title, batch.of_input, batch.processed)
@@ -94,13 +99,6 @@ class StreamMetrics:
     def _sizes(self, title: str, operator: str, largest: float, middle: float) -> None:
         self._sink.set("statestore_largest_partition_keys", largest, query=title, operator=operator)
         self._sink.set("statestore_median_partition_keys", middle, query=title, operator=operator)
-
-    def _run(self) -> None:
-        while not self._closed.wait(self._seconds):
-            try:
-                self.publish()
-            except Exception:  # the thread must go on
-                log.warning("The figures of the operators were not published", exc_info=True)
 
     def publish(self) -> None:
         """Publish the newest figures of all operators, and those of the last batches again.

@@ -6,16 +6,15 @@ the storage of that query. It must delay neither the leases nor the heartbeats o
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable, Container
 
+from backends.background_loop import BackgroundLoop
 from coordinator_actor.coordinator_port import CoordinatorPort
 from coordinator_actor.messages import QueryRegistration
 
-log = logging.getLogger(__name__)
-
 DRIVER_HEARTBEAT_SECONDS = 1.0
+REMEDY = "See whether the coordinator runs and can be reached from the driver ('statestore status')."
 
 
 class DriverHeartbeats:
@@ -38,54 +37,59 @@ class DriverHeartbeats:
         self._stopping_runs = stopping
         self._interval = interval
         self._lock = threading.Lock()
-        self._ended: dict[str, threading.Event] = {}
-        self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._renew, name="statestore-driver", daemon=True)
-        self._thread.start()
+        self._beats: dict[str, BackgroundLoop] = {}
+        self._renewing = BackgroundLoop(
+            self._renew,
+            interval,
+            name="statestore-driver",
+            what="renew the leases of the driver's runs: the coordinator gives them up after driver_timeout",
+            remedy=REMEDY,
+            most_seconds=2 * interval,
+        ).start()
 
     def add(self, registration: QueryRegistration, is_at_work: Callable[[], bool]) -> None:
         """Begin with a run that is registered. ``is_at_work()``: Spark has rows for a batch, not yet committed."""
-        ended = threading.Event()
+        run_id = registration.run_id
+        beat = BackgroundLoop(
+            lambda: self._beat(registration, is_at_work),
+            self._interval,
+            name=f"statestore-driver-{run_id[:8]}",
+            what=f"send the heartbeat of query {registration.name or registration.query_id}: a version that Spark has "
+            "committed without a message stays unknown",
+            remedy=REMEDY,
+            most_seconds=2 * self._interval,
+        )
         with self._lock:
-            if self._closed.is_set() or registration.run_id in self._ended:
+            if self._renewing.is_closed or run_id in self._beats:
                 return
-            self._ended[registration.run_id] = ended
-        name = f"statestore-driver-{registration.run_id[:8]}"
-        threading.Thread(target=self._beat, args=(registration, is_at_work, ended), name=name, daemon=True).start()
+            self._beats[run_id] = beat
+        beat.start()
 
     def remove(self, run_id: str) -> None:
         """End with a run that is over."""
         with self._lock:
-            ended = self._ended.pop(run_id, None)
-        if ended is not None:
-            ended.set()
+            beat = self._beats.pop(run_id, None)
+        if beat is not None:
+            beat.close()
 
     def close(self) -> None:
         """End with all runs. A message that is under way may still be sent to its end."""
-        self._closed.set()
+        # Also closed first: ``add`` begins with no further run.
+        self._renewing.close(timeout=5)
         with self._lock:
-            runs = list(self._ended)
+            runs = list(self._beats)
         for run_id in runs:
             self.remove(run_id)
-        self._thread.join(timeout=5)
 
     def _renew(self) -> None:
-        while not self._closed.wait(self._interval):
-            with self._lock:
-                runs = list(self._ended)
-            if not runs:
-                continue
-            try:
-                self._leases.renew_leases(runs)
-            except Exception:  # the thread must go on
-                log.warning("The leases of %d runs were not renewed", len(runs), exc_info=True)
+        with self._lock:
+            runs = list(self._beats)
+        if runs:
+            self._leases.renew_leases(runs)
 
-    def _beat(self, registration: QueryRegistration, is_at_work: Callable[[], bool], ended: threading.Event) -> None:
-        run_id = registration.run_id
-        while not ended.wait(self._interval):
-            try:
-                is_stopping = run_id in self._stopping_runs
-                if not self._coordinator.driver_heartbeat(run_id, is_stopping=is_stopping, is_at_work=is_at_work()):
-                    self._coordinator.register_query(registration)
-            except Exception:  # the thread must go on
-                log.warning("The heartbeat of run %s was not taken", run_id, exc_info=True)
+    def _beat(self, registration: QueryRegistration, is_at_work: Callable[[], bool]) -> None:
+        is_stopping = registration.run_id in self._stopping_runs
+        if not self._coordinator.driver_heartbeat(
+            registration.run_id, is_stopping=is_stopping, is_at_work=is_at_work()
+        ):
+            self._coordinator.register_query(registration)

@@ -14,10 +14,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from backends.exceptions import StateStoreError
+from backends.background_loop import BackgroundLoop
 from backends.storage.sending.failures import for_people
 from coordinator_actor.coordinator_port import CoordinatorPort
-from coordinator_actor.exceptions import CoordinatorError, SparkBridgeError
 from coordinator_actor.handlers.registries.run_registry import LONGEST_FAILURE
 from coordinator_actor.messages import QueryRegistration
 from spark_bridge.session.queries.driver_heartbeats import DRIVER_HEARTBEAT_SECONDS
@@ -77,13 +76,20 @@ class EndedQueries:
         self._leases = leases
         self._coordinator = coordinator
         self._keep_serving = keep_serving
-        self._interval = interval
         self._clock = clock
         self._max_ended = max_ended
         self._lock = threading.Lock()
         self._ended: dict[str, _Ended] = {}
-        self._closed = threading.Event()
-        self._thread: threading.Thread | None = None
+        # The pause between two tries stays as short as the leases need.
+        self._loop = BackgroundLoop(
+            self.renew,
+            interval,
+            name="statestore-ended",
+            what="renew the leases of ended queries: hosts stop answering from them when their leases are over",
+            remedy="See whether the coordinator runs and can be reached from this process ('statestore status').",
+            most_seconds=2 * interval,
+        )
+        self._is_begun = False
 
     def ended(self, registration: QueryRegistration, failure: str = "") -> None:
         """Report that a run has ended, with which error, if with one.
@@ -97,9 +103,9 @@ class EndedQueries:
         ended = _Ended(registration, failure, until)
         with self._lock:
             self._ended[registration.state_location] = ended
-            if self._thread is None and not self._closed.is_set():
-                self._thread = threading.Thread(target=self._renew, name="statestore-ended", daemon=True)
-                self._thread.start()
+            if not self._is_begun and not self._loop.is_closed:
+                self._is_begun = True
+                self._loop.start()
         self._tell(ended)
 
     def started(self, registration: QueryRegistration) -> None:
@@ -109,18 +115,7 @@ class EndedQueries:
 
     def close(self) -> None:
         """Renew no more leases; the session's end ends the runs."""
-        self._closed.set()
-        with self._lock:
-            thread = self._thread
-        if thread is not None:
-            thread.join(timeout=5)
-
-    def _renew(self) -> None:
-        while not self._closed.wait(self._interval):
-            try:
-                self.renew()
-            except (CoordinatorError, StateStoreError, SparkBridgeError):
-                log.warning("The leases of ended queries were not renewed", exc_info=True)
+        self._loop.close(timeout=5)
 
     def renew(self) -> None:
         """Renew the leases, end the runs whose time is over, and tell a coordinator that was started anew of the runs.
@@ -138,8 +133,8 @@ class EndedQueries:
         for ended in gone:
             try:
                 self._leases.deactivate_instances(ended.registration.run_id)
-            except (CoordinatorError, StateStoreError, SparkBridgeError):  # others must not suffer; it is tried again
-                log.warning("The end of run %s was not reported", ended.registration.run_id, exc_info=True)
+            except Exception:  # noqa: BLE001 - the other runs must not suffer; it is tried again
+                self._warn(ended)
             else:
                 self._drop(ended)
         for run_id, ended in serving.items():
@@ -154,7 +149,11 @@ class EndedQueries:
     def _tell_again(self, ended: _Ended) -> None:
         try:
             self._tell(ended)
-        except (CoordinatorError, StateStoreError, SparkBridgeError):
+        except Exception:  # noqa: BLE001 - the next renewal of the leases tells it again
+            self._warn(ended)
+
+    def _warn(self, ended: _Ended) -> None:
+        if not self._loop.is_closed:
             log.warning("The end of run %s was not reported", ended.registration.run_id, exc_info=True)
 
     def _tell(self, ended: _Ended) -> None:

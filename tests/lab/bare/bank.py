@@ -82,8 +82,7 @@ def main(checkpoint: str, address: str, machines: list[str]) -> None:
     conf = CoordinatorConf(host_timeout=HOST_SECONDS, driver_timeout=1e9, report_timeout=0.0)
     begun = time.time() - time.monotonic()
     coordinator = Coordinator(lambda: begun + time.monotonic(), CheckpointStorage.open, conf)
-    watch = LeaseWatch(coordinator, lambda hosts, queries: None, lambda: None)
-    threading.Thread(target=watch.run, daemon=True).start()
+    LeaseWatch(coordinator, lambda hosts, queries: None, lambda: None).loop().start()
     serve(coordinator, address)
     host_files = Path(checkpoint, "hosts")
     for directory in ("offsets", "commits", "hosts"):

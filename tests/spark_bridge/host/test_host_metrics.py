@@ -9,7 +9,7 @@ import pytest
 
 from backends.storage.sending.request_counts import RequestCounts
 from coordinator_actor.messages import OperatorSpec
-from spark_bridge.host_actor.host_metrics import MOST_PARTITIONS, HostMetrics, every
+from spark_bridge.host_actor.host_metrics import MOST_PARTITIONS, HostMetrics
 from spark_bridge.queryable.server.limits.request_statistics import RequestStatistics
 from tests.coordinator_actor.coordinator_world import SCHEMA, World
 from tests.metric_sink import KeptMetrics
@@ -113,14 +113,6 @@ def test_a_count_that_has_begun_anew_goes_on(sink: KeptMetrics) -> None:
     for loads in (5, 7, 2):
         metrics.publish(described(loads=loads), NAMES)
     assert sink.get("statestore_loads_total") == 9
-
-
-def test_a_look_comes_at_once_and_then_when_it_is_due() -> None:
-    now, looks = 100.0, list[float]()
-    maybe = every(5.0, lambda: looks.append(now), lambda: now)
-    for now in (100.0, 104.0, 105.0, 106.0, 112.0):  # noqa: B007
-        maybe()
-    assert looks == [100.0, 105.0, 112.0]
 
 
 def test_requests_to_storage_their_failures_and_times_are_counted(sink: KeptMetrics) -> None:

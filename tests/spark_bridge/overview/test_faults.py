@@ -11,7 +11,7 @@ from msgspec import structs
 from coordinator_actor.durable.checkpoint_records import StepTime
 from spark_bridge.overview.faults import faults_of
 from spark_bridge.overview.model import Checkpoint, GivenUp, Operator, Overview, Partition, Query
-from spark_bridge.overview.processes import CoordinatorInfo, HostOverview, LocationTrouble, LostDriver
+from spark_bridge.overview.processes import CoordinatorInfo, HostOverview, LocationTrouble, LoopFailures, LostDriver
 
 PARTITIONS = tuple(Partition("op", p, 30, "h0", 20_000, 1, 28, 2) for p in range(5))
 QUERY = Query(
@@ -61,6 +61,7 @@ def coordinator(**changes: Any) -> Overview:
     return replace(HEALTHY, coordinator=CoordinatorInfo("c", "statestore", **changes))
 
 
+FAILING = LoopFailures("host h0", "send heartbeats", 9_000, 3, "OSError: no", "Look at it.")
 FAILS = LocationTrouble("/ck/statestore", 4, "put: no room is left", 2_000)
 
 
@@ -110,6 +111,9 @@ def test_a_healthy_system_has_no_fault() -> None:
             "storage-hangs",
             "error",
         ),
+        (host(failing_loops=(FAILING,)), "background-loop-fails", "warning"),
+        (coordinator(failing_loops=(replace(FAILING, remedy=""),)), "background-loop-fails", "warning"),
+        (query(lag_ms=9_000), "follower-late", "error"),
         (query(driver_ms=10_001), "driver-silent", "error"),
         (query(batch_ms=61_000), "checkpoint-late", "error"),
         (query(status="replaced", replaced_by="r2"), "run-replaced", "warning"),
@@ -161,6 +165,7 @@ def test_a_late_batch_says_what_it_waits_for(changes: dict[str, int], said: str,
         partitions(3, keys=90_000),
         partitions(3, snapshot_lag=50),
         host(heartbeat_ms=5_000),
+        host(failing_loops=(replace(FAILING, failures=1),)),
         host(restarts=1, up_ms=601_000),
         host(restarts=0, up_ms=1_000),
         host(storage_trouble=(replace(FAILS, failures=2),)),

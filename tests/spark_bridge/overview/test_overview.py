@@ -10,6 +10,7 @@ import msgspec
 import pytest
 from msgspec import structs
 
+from backends.background_loop import FailingLoop
 from backends.exceptions import MissingFileError
 from coordinator_actor.query.checkpoint_history import WRITE_SECONDS
 from spark_bridge.host.partition_columns import in_columns
@@ -353,3 +354,26 @@ def test_a_partition_knows_the_rows_of_its_last_batch_and_a_host_its_cache(strea
     assert partition.rows == 17 and partition.work_ms is not None
     assert partition.work_ms == sum(ms for name, ms in partition.commit_ms.items()) - 500.0
     assert made.hosts[0].cache_hits == 0.75 and replace(made.hosts[0], row_cache={}).cache_hits is None
+
+
+def test_loops_that_fail_are_told_of_coordinator_hosts_and_drivers_until_they_succeed(stream: Make) -> None:
+    s = stream(hosts=1)
+    (host,) = (in_columns(h.describe()) for h in s.hosts.values())
+    loop = FailingLoop("do the work", 90.0, 3, "KeyError: 'a'", "Look.")
+    host["failing_loops"] = [msgspec.to_builtins(loop)]
+    s.c.report_failing_loops("session", "process 7", [structs.replace(loop, what="follow")])
+
+    def told() -> list[tuple[str, str]]:
+        coordinator = {**s.c.describe(), "namespace": "n", "failing_loops": [msgspec.to_builtins(loop)]}
+        found = overview_of_cluster(coordinator, [host], now_ms=100_000)
+        faults = [fault for fault in found.faults if fault.kind == "background-loop-fails"]
+        assert all("for 10.0 s" in fault.what and "KeyError: 'a'" in fault.what for fault in faults)
+        return [(fault.subject, fault.what.partition(" to ")[2].partition(".")[0]) for fault in faults]
+
+    of_host = (f"host {host['host_id']}", "do the work")
+    assert told() == [("coordinator", "do the work"), ("driver process 7", "follow"), of_host]
+    s.c.report_failing_loops("session", "process 7", [])
+    assert told() == [("coordinator", "do the work"), of_host]
+    s.c.report_failing_loops("session", "process 7", [loop])
+    s.world.now += 31
+    assert told() == [("coordinator", "do the work"), of_host], "the driver says nothing any more"

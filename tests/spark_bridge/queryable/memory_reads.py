@@ -146,6 +146,9 @@ class MemoryReads:
             self.completed.wait_for(lambda: self.version > after, seconds)
             return self.version
 
+    def lag_ms(self, run_id: str) -> int:
+        return 0
+
     def operators(self) -> list[dict[str, Any]]:
         return [{"operator": "totals"}]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,18 +18,21 @@ from backends.formats.manifest import ChangelogRef
 from backends.partition.loading import Loading
 from coordinator_actor.coordinator import Coordinator
 from coordinator_actor.coordinator_conf import CoordinatorConf
+from coordinator_actor.durable.spark_commits import SparkCommits
 from coordinator_actor.exceptions import InvalidRequestError
-from coordinator_actor.messages import HostInfo, QueryRegistration
+from coordinator_actor.messages import HostInfo, QueryRegistration, RegisteredQuery
 from coordinator_actor.reading.stored_versions import StateVersions, find_state
 from spark_bridge.exceptions import StateVersionError
 from spark_bridge.host.host import Host
+from spark_bridge.overview.from_cluster import overview_of_cluster
 from spark_bridge.queryable.protocol.messages import At, LookupRequest, ScanRequest
 from spark_bridge.queryable.reads.host_reads import HostReads
 from spark_bridge.serving.followed_query import FollowedQuery
 from spark_bridge.state_data.stored_query import query_in_storage
 from spark_bridge.state_surgery.forget_keys import forget_keys
 from spark_bridge.transport.protocol import TaskIdentity
-from tests.spark_bridge.queryable.client_world import KEYS, Cluster, G
+from tests.patience import PATIENCE
+from tests.spark_bridge.queryable.client_world import KEYS, Cluster, G, served
 from tests.spark_bridge.state_surgery.heard_port import Port
 
 USERS = 40
@@ -42,13 +46,16 @@ class Follower:
         self.c = Coordinator(lambda: query.world.now, query.world.storage, CoordinatorConf(report_timeout=0.0))
         info = HostInfo("replica", "a", "grpc://127.0.0.1:99", "node", "serving")
         conf = StateStoreConf(provider="file", fsync=False)
-        self.host = Host(info, self.c, query.root / "replica", conf=conf, open_storage=query.world.storage)
+        clock = lambda: query.world.now  # noqa: E731
+        self.host = Host(info, self.c, query.root / "replica", conf=conf, open_storage=query.world.storage, clock=clock)
         self.host.register()
         self.reads = HostReads(self.host, wait_seconds=5.0)
         self.loaded: list[int] = []
         registration = self.look_up()
         self.serve(registration)
-        self.followed = FollowedQuery(registration, self.c, self.look_up, self.serve, 1.0)
+        self.followed = FollowedQuery(
+            registration, self.c, self.look_up, self.serve, 0.001, clock=lambda: query.world.now
+        )
 
     def look_up(self) -> QueryRegistration:
         versions = StateVersions.look(find_state(str(self.query.root / "ck")))
@@ -243,3 +250,74 @@ def test_forgotten_keys_are_forgotten_without_a_new_version(query: Cluster) -> N
         assert answer.version == version and sorted(users) == [user for user in range(USERS) if user != 7]
     finally:
         follower.host.close()
+
+
+def test_a_follower_survives_every_error(query: Cluster, follower: Follower, monkeypatch: pytest.MonkeyPatch) -> None:
+    take_up, errors = follower.c.take_up_versions, [KeyError("part"), RuntimeError("a bug"), OSError("disk")]
+    looked = threading.Semaphore(0)
+
+    def failing(run_id: str, behind: float | None = None) -> RegisteredQuery:
+        if errors:
+            raise errors.pop()
+        answer = take_up(run_id, behind)
+        looked.release()
+        return answer
+
+    monkeypatch.setattr(follower.followed._coordinator, "take_up_versions", failing)
+    batch(query)
+    follower.followed.start()
+    try:
+        assert looked.acquire(timeout=PATIENCE), "the loop has ended"
+        follower.host.heartbeat()
+        assert follower.version() == 2
+    finally:
+        follower.followed.close()
+
+
+def test_answers_say_how_late_a_follower_is(
+    query: Cluster, follower: Follower, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    follower.look()
+    assert follower.reads.lag_ms("run1") == 0
+    batch(query)
+
+    def fails(self: SparkCommits) -> int:
+        raise RuntimeError("storage has a bug")
+
+    monkeypatch.setattr(SparkCommits, "next_batch", fails)
+    for _ in range(8):
+        query.world.now += 1
+        with pytest.raises(RuntimeError):
+            follower.followed.look()
+        follower.host.heartbeat()
+    assert follower.version() == 1
+    assert follower.reads.lag_ms("run1") == 8_000
+    query.world.now += 2
+    assert follower.reads.lag_ms("run1") == 10_000, "it grows between two heartbeats"
+    with served(follower) as client:  # type: ignore[arg-type]
+        assert client.get("totals", 7) is not None and client.lag_seconds == 10.0
+        assert client.scan("totals").to_arrow().num_rows == USERS and client.lag_seconds == 10.0
+        assert client.get_many("totals", [1, 2, 3]).num_rows == 3 and client.lag_seconds == 10.0
+        (fault,) = [
+            f
+            for f in overview_of_cluster({**follower.c.describe(), "namespace": "n"}, [], now_ms=0).faults
+            if "follow" in f.kind
+        ]
+        assert "10.0 s ago" in fault.what and "version 1" in fault.what
+
+        monkeypatch.undo()
+        follower.look()
+        assert follower.version() == 2
+        assert client.get("totals", 7) is not None and client.lag_seconds == 0.0
+
+
+def test_a_coordinator_that_was_restarted_hears_how_late_its_follower_is(query: Cluster, follower: Follower) -> None:
+    query.world.now += 60
+    follower.c = Coordinator(lambda: query.world.now, query.world.storage, CoordinatorConf(report_timeout=0.0))
+    follower.serve(follower.look_up())
+    with pytest.MonkeyPatch.context() as broken:
+        broken.setattr(SparkCommits, "next_batch", lambda self: 1 // 0)
+        with pytest.raises(ZeroDivisionError):
+            follower.c.take_up_versions("run1", 60.0)
+    (described,) = follower.c.describe()["queries"]
+    assert described["lag_seconds"] == 60.0

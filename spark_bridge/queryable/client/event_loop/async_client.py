@@ -59,6 +59,11 @@ class AsyncQueryableStateClient:
     leaves the others as they are. For one event loop at a time; long calls run in threads of the client's own.
     """
 
+    @property
+    def lag_seconds(self) -> float:
+        """See ``QueryableStateClient.lag_seconds``."""
+        return self._client.lag_seconds
+
     def __init__(self, client: QueryableStateClient) -> None:
         self._client = client
         self._pool = ThreadPoolExecutor(CLIENT_THREADS, thread_name_prefix="statestore-client")

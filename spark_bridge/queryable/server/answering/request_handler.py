@@ -93,23 +93,23 @@ class RequestHandler:
             case KeyRowsRequest():
                 keys = self._keys(body)
                 with self._lookup_context(request.forward, may_stay=False) as context:
-                    last = self._send_rows(reads.key_rows(request, keys), context, is_short=True)
+                    last = self._send_rows(request.run_id, reads.key_rows(request, keys), context, is_short=True)
                 self._frames.send(last, time.monotonic() + self._limits.transfer_seconds)
             case ScanRequest():
                 with self._scan_context(request.forward) as context:
-                    self._frames.send(self._send_rows(reads.scan(request), context), context.deadline)
+                    self._frames.send(self._send_rows(request.run_id, reads.scan(request), context), context.deadline)
             case CountRequest():
                 with self._scan_context(request.scan.forward):
                     version, count = reads.count(request.scan)
-                self.send(CountReply(version, count))
+                self.send(CountReply(version, count, reads.lag_ms(request.scan.run_id)))
             case ChangesRequest():
                 some_keys = self._keys(body) if len(body) else None
                 with self._scan_context(False) as context:
-                    last = self._send_rows(reads.changes(request, some_keys), context)
+                    last = self._send_rows(request.run_id, reads.changes(request, some_keys), context)
                     self._frames.send(last, context.deadline)
             case AwaitRequest():
                 completed = self._await(request)
-                self.send(CountReply(completed, completed))
+                self.send(CountReply(completed, completed, reads.lag_ms(request.run_id)))
             case LocateOperatorRequest():
                 with self._admission.locates.admitted(wait_seconds):
                     location = reads.locate(request.operator, request.query)
@@ -143,7 +143,9 @@ class RequestHandler:
                     version, value = reads.lookup_one(request, key)
                 finally:
                     limiter.release()
-            self.send(LookupReply(version), _ABSENT_VALUE if value is None else pack_one(value))
+            self.send(
+                LookupReply(version, reads.lag_ms(request.run_id)), _ABSENT_VALUE if value is None else pack_one(value)
+            )
             return
         takes_slot = not request.forward and len(body) <= COMPUTE_SLOT_BYTES
         with admission.compute_slot if takes_slot else nullcontext():
@@ -152,7 +154,7 @@ class RequestHandler:
                 version, values = reads.lookup(request, keys)
                 context.reserve_at_least(4 * len(values) + content_bytes(values))
                 packed = pack_bytes(values)
-        self.send(LookupReply(version), packed)
+        self.send(LookupReply(version, reads.lag_ms(request.run_id)), packed)
 
     def _lookup_context(self, forward: bool, *, may_stay: bool = True) -> ServedRequest:
         admission = self._admission
@@ -193,12 +195,13 @@ class RequestHandler:
             if self._server.stopping.is_set() or self._frames.is_closed_by_client():
                 return completed
 
-    def _send_rows(self, answer: StateAnswer, context: ServedRequest, is_short: bool = False) -> list[Any]:
+    def _send_rows(self, run_id: str, answer: StateAnswer, context: ServedRequest, is_short: bool = False) -> list[Any]:
         """Send rows as they come; return the last frames, which are still to be sent.
 
         ``is_short``: the last rows are among those frames, so that a short answer is one write.
         """
-        sender = context.rows = RowSender(self._frames, answer, context.deadline, is_short)
+        lag_ms = self._server.reads.lag_ms(run_id)
+        sender = context.rows = RowSender(self._frames, answer, context.deadline, is_short, lag_ms)
         try:
             for batch in slices(answer.batches):
                 context.raise_if_cancelled()

@@ -24,15 +24,16 @@ server whether the client is gone.
 class RowSender:
     """Sends the rows of one answer until ``deadline``, in the context of the request.
 
-    ``is_short``: the last batch is held back, to be sent together with the end.
+    ``is_short``: the last batch is held back, to be sent together with the end. ``lag_ms`` is that of the version.
     """
 
-    def __init__(self, frames: FramedSocket, answer: StateAnswer, deadline: float, is_short: bool) -> None:
+    def __init__(self, frames: FramedSocket, answer: StateAnswer, deadline: float, is_short: bool, lag_ms: int) -> None:
         self.num_rows = 0
         self._frames = frames
         self._answer = answer
         self._deadline = deadline
         self._is_short = is_short
+        self._lag_ms = lag_ms
         self._held: list[Any] = []
         self._is_begun = False
         self._sent_at = time.monotonic()
@@ -51,7 +52,7 @@ class RowSender:
         if self._held:
             before_slow_work()  # a client that reads slowly must not keep others from their lookups
             self._frames.send(self._held, self._deadline)
-        self._held = frame(RowsReply(self._answer.version), body)
+        self._held = frame(RowsReply(self._answer.version, self._lag_ms), body)
         if not self._is_short:
             self._frames.send(self._held, self._deadline)
             self._held = []
@@ -65,8 +66,8 @@ class RowSender:
     def last_frames(self) -> list[Any]:
         """Return the frames that are still to be sent: the rows held back, and the end."""
         if not self._is_begun:
-            self._held = frame(RowsReply(self._answer.version), self._answer.schema.serialize())
-        return [*self._held, *frame(EndOfRows(self._answer.version, self.num_rows))]
+            self._held = frame(RowsReply(self._answer.version, self._lag_ms), self._answer.schema.serialize())
+        return [*self._held, *frame(EndOfRows(self._answer.version, self.num_rows, self._lag_ms))]
 
 
 def slices(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:

@@ -144,6 +144,10 @@ class ForwardingReads:
         """See ``StateReads``."""
         return self.own.await_completed(run_id, after, seconds)
 
+    def lag_ms(self, run_id: str) -> int:
+        """See ``StateReads``. All hosts of a cluster hear of it."""
+        return self.own.lag_ms(run_id)
+
     def operators(self) -> list[dict[str, Any]]:
         """See ``StateReads``."""
         return self.own.operators()

@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
+from msgspec import Struct
 
-from spark_bridge.queryable.protocol.messages import PROTOCOL, Failure, Hello, Welcome
-from tests.spark_bridge.queryable.memory_reads import TOKEN, RawClient, frame_bytes, serving
+from spark_bridge.queryable.protocol.byte_arrays import pack_one
+from spark_bridge.queryable.protocol.messages import (
+    FRAME_PREFIX,
+    PROTOCOL,
+    Failure,
+    Hello,
+    LookupReply,
+    LookupRequest,
+    Welcome,
+    decode_reply,
+)
+from tests.spark_bridge.queryable.memory_reads import TOKEN, MemoryReads, RawClient, frame_bytes, serving
 from tests.spark_bridge.queryable.wire_fixture import RecordedClient, exchanges, meaning
 
 
@@ -17,6 +29,26 @@ def test_a_client_of_protocol_1_is_answered_as_it_was() -> None:
             assert meaning(heard) == meaning(one.heard), one.what
             if len(heard) == 1:
                 assert heard[0] == one.heard[0], one.what
+
+
+class OldReply(Struct, frozen=True, array_like=True, tag="values"):
+    """``LookupReply`` as a client of protocol 1 knows it."""
+
+    version: int
+
+
+def test_a_client_of_protocol_1_reads_an_answer_that_says_its_lag() -> None:
+    class Late(MemoryReads):
+        def lag_ms(self, run_id: str) -> int:
+            return 12_345
+
+    with serving(Late()) as (server, _), RawClient(server.server_address) as client:
+        client.say(LookupRequest("run", "totals"), pack_one(b"k1"))
+        length, header_length = FRAME_PREFIX.unpack(client._exactly(FRAME_PREFIX.size))
+        received = client._exactly(length)
+    header, body = received[:header_length], received[header_length:]
+    assert msgspec.msgpack.decode(header, type=OldReply) == OldReply(7) and body == pack_one(b"v1")
+    assert decode_reply(header) == LookupReply(7, 12_345)
 
 
 def test_todays_client_says_what_a_host_of_protocol_1_understood() -> None:

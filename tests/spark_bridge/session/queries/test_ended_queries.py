@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -67,7 +68,7 @@ def queries(world: World, port: Port) -> Iterator[Callable[..., EndedQueries]]:
 
     yield make
     for one in made:
-        one._closed.set()
+        one.close()
 
 
 def run_of(world: World, port: Port, number: int) -> QueryRegistration:
@@ -244,3 +245,24 @@ def test_a_query_whose_storage_hangs_does_not_hold_up_the_others(
         ended.renew()
         assert not is_read(port, 1)
     eventually(lambda: is_read(port, 1), PATIENCE)
+
+
+def test_leases_are_renewed_after_any_error(
+    world: World, port: Port, queries: Callable[..., EndedQueries], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    errors, renewed = [KeyError("a"), RuntimeError("a bug"), HostUnavailableError("gone")], threading.Semaphore(0)
+
+    class Leases(Port):
+        def call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
+            if method == "renew_leases":
+                if errors:
+                    raise errors.pop()
+                renewed.release()
+            return port.call(method, *args, **kwargs)
+
+    ended = EndedQueries(Leases(world, HangingStorage(world.storage)), port, None, interval=0.001)
+    try:
+        ended.ended(run_of(world, port, 1))
+        assert renewed.acquire(timeout=PATIENCE), "the loop has ended"
+    finally:
+        ended.close()
