@@ -244,10 +244,13 @@ class Model:
         contents: list[bytes | None],
         is_newest: bool,
         since: float,
+        *,
+        by_follower: bool = False,
     ) -> None:
         """A query client reads one completed version, and of it what the attempts made that its manifest names.
 
-        It has asked at ``since``: what was forgotten by then must not be shown.
+        It has asked at ``since``: what was forgotten by then must not be shown. A follower may show the attempts of an
+        earlier manifest of the version, until its next look.
         """
         for key, content in zip(keys, contents, strict=True):
             self.check_read(operator, key, content)
@@ -255,7 +258,7 @@ class Model:
         # The versions of a run that has been replaced may have been replaced themselves.
         if made is None or not is_newest:
             return
-        self.check_content(version, made.id, operator, keys, contents, since)
+        self.check_content(version, made.id, operator, keys, contents, since, by_follower=by_follower)
 
     def check_content(
         self,
@@ -265,12 +268,16 @@ class Model:
         keys: list[bytes],
         contents: list[bytes | None],
         since: float,
+        *,
+        by_follower: bool,
     ) -> None:
         """A version has the values of its plan, of the attempts that its manifest names."""
         plan, values = self.plan_of_manifest[manifest_id], [value_in(content) for content in contents]
         if not all(plan.may_be((operator, key), value, since) for key, value in zip(keys, values, strict=True)):
             expected = [plan.values.get((operator, key)) for key in keys]
             raise Violation(f"Version {version} of {operator} was read as {values}, and is {expected}.")
+        if by_follower:
+            return
         self.check_attempts(manifest_id, operator, keys, contents)
         shown = self.shown.setdefault((plan.token, operator), contents)
         for key, first, now in zip(keys, shown, contents, strict=True):
@@ -456,6 +463,10 @@ class Model:
     def is_forgotten(self, operator: str, key: bytes) -> bool:
         """Whether a key was forgotten, once or more often."""
         return any((operator, key) in exchange.keys for exchange in self.exchanges.values())
+
+    def has_forgotten_rows(self, data: bytes) -> bool:
+        """Whether a file has rows of keys that were forgotten."""
+        return any(value in data for exchange in self.exchanges.values() for value in exchange.values)
 
     def reported(self, path: str, now: float, born: Callable[[str], float], files: dict[str, bytes]) -> None:
         """Somebody was told that nothing is left of some keys: no file has them that was there before the exchange."""

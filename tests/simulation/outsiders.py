@@ -71,6 +71,7 @@ class Outsider:
         self._world = world
         self._task: Task | None = None
         self._is_last = False
+        self.always_stalls = False
 
     def begin(self) -> None:
         """Go on until nothing goes wrong any more."""
@@ -86,6 +87,8 @@ class Outsider:
         """In a healthy world, all goes well at the first attempt."""
         assert self._task is not None
         self._world.scheduler.join(self._task)
+        # The last attempt may have claimed the state in storage: the query starts again.
+        self._world.scheduler.sleep(LONG)
         self._is_last = True
         self.once(is_troubled=False)
 
@@ -124,7 +127,9 @@ class Outsider:
         s = self._world.scheduler
         r = s.random
         when, what = r.random() * r.choice((0.5, 5.0)), r.random()
-        if what < 0.15:
+        if self.always_stalls:
+            s.at(when, lambda: self._stall(process, LONG))
+        elif what < 0.15:
             s.at(when, lambda: s.kill(process))
         elif what < 0.4:
             seconds = r.choice((3.0, LONG / 2, LONG))
@@ -341,8 +346,9 @@ class StorageReader(Outsider):
         """Return whether what goes wrong in this world explains an error."""
         if super().is_excused(error, process):
             return True
-        if isinstance(error, MissingFileError) and "there is no state" in str(error):
-            return True
+        if isinstance(error, MissingFileError):
+            # There is none yet; or files were exchanged while it read, and a task is tried again.
+            return "there is no state" in str(error) or bool(self._world.streams[0].model.exchanges)
         if not isinstance(error, VersionNotFoundError | StateVersionError):
             return False
         world = self._world
@@ -402,7 +408,7 @@ class Follower(Outsider):
         serve(registration)
         followed = FollowedQuery(registration, port, look_up, serve, 1.0)
         followed.start()
-        until, since, answers = s.now + 20.0, stream.committed.get(stream.newest_run, 0), 0
+        until, since, answers = s.now + (60.0 if self._is_last else 20.0), stream.committed.get(stream.newest_run, 0), 0
         while s.now < until:
             s.sleep(0.5)
             run_id = followed.registration.run_id
@@ -416,7 +422,7 @@ class Follower(Outsider):
                 self._trouble_cluster()
         followed.close()
         if self._is_last and not answers:
-            raise Violation("A follower of a healthy query has answered nothing for 20 s.")
+            raise Violation("A follower of a healthy query has answered nothing for 60 s.")
 
     def _read(self, stream: Stream, run_id: str, least: int) -> int:
         s, operator = self._world.scheduler, stream.model.operators[0]
@@ -431,7 +437,8 @@ class Follower(Outsider):
         self._seen[run_id] = version
         is_newest = was_newest and stream.is_newest(run_id)
         # Keys may be shown that were forgotten until the follower has taken that up.
-        stream.model.check_answer(version, operator, list(model.KEYS), values.to_pylist(), is_newest, 0.0)
+        contents = values.to_pylist()
+        stream.model.check_answer(version, operator, list(model.KEYS), contents, is_newest, 0.0, by_follower=True)
         sometimes("a follower answers")
         if len(self._seen) > 1:
             sometimes("a follower goes on to another run")

@@ -57,6 +57,14 @@ def in_which_keys_are_forgotten(world: World) -> None:
     world.streams[0].most_seconds = None
 
 
+def in_which_forgetters_stall(world: World) -> None:
+    """Have those who forget keys stand still in the middle of it, while few versions are retained."""
+    in_which_keys_are_forgotten(world)
+    world.faults.heal()
+    world.outsiders[0].always_stalls = True
+    world.streams[0].keep, world.pace, world.troubled_for = 1, 0.5, 200.0
+
+
 def with_all_outsiders(world: World) -> None:
     """Have everybody work on the query from outside at once."""
     world.is_calm, world.outsiders = False, [outsider(world) for outsider in ALL_OUTSIDERS]
@@ -72,6 +80,7 @@ WORLDS: dict[str, Prepare] = {
         in_which_plans_run_again,
         in_which_hosts_come_and_go,
         in_which_keys_are_forgotten,
+        in_which_forgetters_stall,
         with_all_outsiders,
     )
 }
