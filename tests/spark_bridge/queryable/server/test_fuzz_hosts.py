@@ -12,7 +12,6 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-import msgspec
 import psutil
 import pyarrow as pa
 import pytest
