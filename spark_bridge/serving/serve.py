@@ -33,6 +33,7 @@ from spark_bridge.serving.followed_query import FollowedQuery
 from spark_bridge.session.cluster.ray_cluster import join_or_start_ray, stop_ray
 from spark_bridge.session.hosts.state_cluster import StateCluster
 from spark_bridge.session.queries.ended_queries import EndedQueries
+from spark_bridge.session.shutdown import Shutdown
 from spark_bridge.state_data.stored_query import query_in_storage
 from spark_bridge.transport.tls import TlsConf
 
@@ -112,9 +113,11 @@ def serve_state(
         if join_or_start_ray(ray_address, 1):
             undo.callback(stop_ray)
         _require_free(options)
-        cluster = StateCluster(options, _nodes)
+        shutdown = Shutdown()
+        undo.callback(shutdown.begin)
+        cluster = StateCluster(options, _nodes, shutdown)
         undo.callback(cluster.stop)
-        served = EndedQueries(cluster.leases, cluster.coordinator, None)
+        served = EndedQueries(cluster.leases, cluster.coordinator, None, shutdown)
         undo.callback(served.close)
         refusal = cluster.coordinator.serve_ended(registration).refusal
         if refusal is not None:

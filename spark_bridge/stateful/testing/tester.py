@@ -23,7 +23,7 @@ from backends.encoding.operator_schema import OperatorSchema
 from coordinator_actor.messages import BatchTimes, OperatorFigures
 from spark_bridge.exceptions import ProcessorTesterError
 from spark_bridge.state_format.layouts import LIST, MAP, VALUE
-from spark_bridge.stateful.stateful_processor import ExpiredTimerInfo
+from spark_bridge.stateful.stateful_processor import ExpiredTimerInfo, call_problem
 from spark_bridge.stateful.tasks.processor_output import detached
 from spark_bridge.stateful.tasks.processor_state import ProcessorState
 from spark_bridge.stateful.testing.tester_errors import TesterAssertionError, TesterTimeError, TesterValueError
@@ -98,6 +98,8 @@ class ProcessorTester:
             )
         if self._time_mode == EVENT_TIME and eventTimeExtractor is None:
             raise TesterValueError("[ARGUMENT_REQUIRED] eventTimeExtractor is missing: timeMode='EventTime' needs it.")
+        if (problem := call_problem(processor, has_timers=self._time_mode != NONE)) is not None:
+            raise TesterAssertionError(problem)
         if initialStateRow is not None and initialStatePandas is not None:
             raise TesterAssertionError("Give initialStateRow or initialStatePandas, not both.")
         self._times = BatchTimes()

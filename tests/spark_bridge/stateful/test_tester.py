@@ -284,6 +284,16 @@ def test_what_has_expired_is_removed_by_any_batch_and_not_by_the_first_alone() -
     assert stored() == of_one
 
 
+def test_names_of_parameters_that_a_query_cannot_call_are_refused() -> None:
+    class OtherNames(Visits):
+        def handleExpiredTimer(self, key: Any, timers: Any, info: Any) -> Iterator[Any]:  # type: ignore[override]
+            return iter(())
+
+    with pytest.raises(ProcessorTesterError, match=r"handleExpiredTimer\(self, key, timerValues, expiredTimerInfo\)"):
+        ProcessorTester(OtherNames(), timeMode="ProcessingTime")
+    ProcessorTester(OtherNames())  # no timer will fire
+
+
 def test_keys_of_several_columns_and_of_given_types() -> None:
     tester = ProcessorTester(Visits(), keySchema="user STRING, n BIGINT, at TIMESTAMP, is_new BOOLEAN, id BINARY")
     moment = dt.datetime(2024, 1, 1, 12)
