@@ -72,6 +72,7 @@ class Outsider:
         self._task: Task | None = None
         self._is_last = False
         self.always_stalls = False
+        """Nothing happens to the process but that it stands still in the middle of its work."""
 
     def begin(self) -> None:
         """Go on until nothing goes wrong any more."""
@@ -128,8 +129,8 @@ class Outsider:
         r = s.random
         when, what = r.random() * r.choice((0.5, 5.0)), r.random()
         if self.always_stalls:
-            s.at(when, lambda: self._stall(process, LONG))
-        elif what < 0.15:
+            return
+        if what < 0.15:
             s.at(when, lambda: s.kill(process))
         elif what < 0.4:
             seconds = r.choice((3.0, LONG / 2, LONG))
@@ -202,6 +203,10 @@ class Forgetter(Outsider):
 
     def _say(self, step: str) -> None:
         self._world.scheduler.log("FORGET", step)
+        process = self._world.scheduler.current.process
+        # Most files are written, and the hold of the batches begins.
+        if self.always_stalls and not self._is_last and step.startswith("waits for batch"):
+            self._stall(process, 0.0 if "is_troubled" in process.memory else LONG)
         if step.startswith("starts again"):
             sometimes("a forgetter begins again, for the query has gone on")
 

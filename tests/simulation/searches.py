@@ -61,8 +61,9 @@ def in_which_forgetters_stall(world: World) -> None:
     """Have those who forget keys stand still in the middle of it, while few versions are retained."""
     in_which_keys_are_forgotten(world)
     world.faults.heal()
+    world.troubles.only, world.restless = [world.troubles.kill_host], 60.0
     world.outsiders[0].always_stalls = True
-    world.streams[0].keep, world.pace, world.troubled_for = 1, 0.5, 200.0
+    world.streams[0].keep, world.pace, world.troubled_for = 1, 2.0, 200.0
 
 
 def with_all_outsiders(world: World) -> None:

@@ -461,6 +461,7 @@ TIME = types.SimpleNamespace(
 )
 
 MODULES = (
+    "backends.background_loop",
     "backends.partition.",
     "backends.formats.changelog_group",
     "backends.formats.snapshot",
