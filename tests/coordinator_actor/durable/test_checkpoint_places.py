@@ -384,3 +384,18 @@ def test_the_directory_that_a_missing_state_asks_for_is_that_of_the_session(worl
     with pytest.raises(MissingFileError, match=r"Give the directory of spark\.statestore\.location"):
         move_checkpoint(moved, str(world.root / "nowhere"))
     assert move_checkpoint(moved, world.base).is_new
+
+
+def test_a_state_that_is_moved_out_of_its_checkpoint_goes_on(tmp_path: Path) -> None:
+    """As a session with ``spark.statestore.location`` is told to, where a checkpoint holds state of its own."""
+    world = Elsewhere(tmp_path)
+    inside = {"state_location": f"{tmp_path}/ck/statestore"}
+    c = world.coordinator()
+    assert world.start(c, "run1", **inside) is None
+    world.batch(c, "run1", 0)
+    Path(world.base).mkdir()
+    shutil.move(inside["state_location"], f"{world.base}/q")
+    c = world.coordinator()
+    assert world.start(c, "run2") is None
+    world.batch(c, "run2", 1)
+    assert c.batch_committed("run2", 1)

@@ -196,3 +196,11 @@ def test_a_restarted_coordinator_gives_the_run_the_same_schemas(stream: Callable
     assert head is not None and log.schema(head.operators["op"].schema_id) == expected.to_json()
     start("third", program())
     assert granted() == expected.to_json()
+
+
+@pytest.mark.parametrize("remedy", ["Restore the old declaration", "put a state variable of another name in its place"])
+def test_what_a_refused_declaration_is_told_to_change_lets_it_go_on(query: Query, remedy: str) -> None:
+    query.go_on(program(value("a")))
+    refusal = refusal_of(query.run(program(value("a", TEXTS))))
+    assert refusal is not None and remedy in refusal
+    query.go_on(program(value("a") if remedy.startswith("Restore") else value("another", TEXTS)))
