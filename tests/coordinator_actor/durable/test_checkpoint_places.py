@@ -112,7 +112,7 @@ def test_a_copied_checkpoint_is_refused_and_the_original_goes_on(world: Elsewher
     assert refusal is not None
     for words in (f"belongs to the checkpoint at {world.root}/ck", f"checkpoint move {copy}", f"fork {copy}"):
         assert words in refusal
-    assert f"--state-location {world.base}'" in refusal
+    assert f"--state-location {world.base}\n" in refusal
     assert world.files("base") == before
     world.batch(c, "run2", 2)  # nobody has retired it
     assert world.start(world.coordinator(), "run4", "copy") is not None, "on another cluster"
@@ -316,18 +316,19 @@ def test_the_commands(world: Elsewhere) -> None:
 
 @pytest.mark.parametrize("verb", ["move", "fork"])
 def test_the_command_that_a_refusal_prints_lets_the_checkpoint_go_on(world: Elsewhere, verb: str) -> None:
+    copy = "its copy"  # a name that a shell must be given in quotes
     if verb == "move":
-        shutil.move(world.root / "ck", world.root / "copy")
+        shutil.move(world.root / "ck", world.root / copy)
     else:
-        world.copy()
-    refusal = world.start(world.coordinator(), "run2", "copy")
-    printed = re.search(rf"run 'statestore (checkpoint {verb} [^']+)'", refusal or "")
+        world.copy(target=copy)
+    refusal = world.start(world.coordinator(), "run2", copy)
+    printed = re.search(rf"^  statestore (checkpoint {verb} .+)$", refusal or "", re.MULTILINE)
     assert printed is not None, refusal
     result = CliRunner().invoke(app, shlex.split(printed[1]))
     assert result.exit_code == 0, result.output
     c = world.coordinator()
-    assert world.start(c, "run3", "copy") is None
-    world.batch(c, "run3", 2, "copy")
+    assert world.start(c, "run3", copy) is None
+    world.batch(c, "run3", 2, copy)
     assert c.batch_committed("run3", 2)
 
 
