@@ -195,7 +195,7 @@ def test_a_checkpoint_with_state_of_its_own_is_not_begun_elsewhere(
             target.parent.mkdir(exist_ok=True)
             Path(printed[1].removeprefix("file:")).rename(target)
         go_on()
-        rows = state_table(stream.checkpoint, "o").to_pylist()
+        rows = state_table(stream.checkpoint, "o", state_location=str(tmp_path / "base")).to_pylist()
         assert [row["n"] for row in rows] == [3]
     finally:
         spark.conf.unset("spark.statestore.location")

@@ -533,3 +533,12 @@ def test_the_call_that_a_refused_schema_prints_makes_a_checkpoint_that_the_progr
     assert [row["n.count.count"] for row in rows(report.checkpoint_location, "totals")] == [
         float(row["n.count.count"]) for row in rows(old, "totals")
     ]
+
+
+def test_state_without_a_batch_is_rewritten_as_the_error_says(tmp_path: Path) -> None:
+    old = str(tmp_path / "old")
+    rewritten(Stored("file").checkpoint, "totals", same, Path(old), state_only=True)
+    with pytest.raises(InvalidStateStoreArgument, match=r"give state_only=True for a new query"):
+        rewritten(old, "totals", same, tmp_path / "new")
+    assert rewritten(old, "totals", same, tmp_path / "new", state_only=True).version == 0
+    assert rows(str(tmp_path / "new"), "totals") == rows(old, "totals")
