@@ -8,13 +8,13 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from backends.exceptions import StorageError, UnsupportedLocationError
+from backends.exceptions import MissingFileError, StorageError, UnsupportedLocationError
 from backends.formats.manifest import PartitionEntry
 from backends.storage.checkpoint_storage import OpenStorage
 from backends.storage.create_if_absent import CreateIfAbsentProofs
 from backends.tracing import spans, trace_ids
 from coordinator_actor.coordinator_conf import CoordinatorConf
-from coordinator_actor.durable.manifests import ManifestLog, QueryFile
+from coordinator_actor.durable.manifests import QUERY_FILE, ManifestLog, QueryFile
 from coordinator_actor.durable.spark_commits import SparkCommits
 from coordinator_actor.exceptions import CoordinatorError, FencedError, InvalidRequestError, UnknownHostError
 from coordinator_actor.handlers.completion import advance, catch_up
@@ -83,6 +83,12 @@ class Queries:
         was_known = look.newest is not None and look.newest.run_id == registration.run_id
         if manifests.epochs.is_superseded(look.newest, registration.run_id):
             return RegisteredQuery(f"Run {registration.run_id} has been replaced by a newer one.", 0, 0)
+        if look.query is None and (look.newest is not None or manifests.manifests):
+            # It is written before the first epoch, and says of how many key groups the keys are.
+            raise MissingFileError(
+                f"{storage.full_location(QUERY_FILE)} does not exist, but there is state beside it: it was removed, or "
+                "is kept elsewhere. Restore it from a copy."
+            )
         completed = look.completed
         lag = replace(self._conf.snapshot_lag, maintenance_interval=registration.maintenance_interval)
         run = QueryState(registration, manifests, commits, self._registries.clock, lag)

@@ -27,6 +27,7 @@ from backends.storage.checkpoint_storage import CheckpointStorage
 from coordinator_actor.reading import partition_reader
 from coordinator_actor.reading.partition_reader import changes, opened_partition
 from coordinator_actor.reading.stored_versions import Piece, Reading, StateVersions, find_state
+from coordinator_actor.reading.verification import verify_version
 from coordinator_actor.savepoints.restore import restore_into_checkpoint
 from tests.coordinator_actor.savepoints.savepoint_streams import KEYS, VALUES, Rows, Stream, run_and_clean
 
@@ -289,7 +290,11 @@ def test_damage_is_named_and_never_read(stream):
 @pytest.mark.parametrize("harm", ["missing", "cut", "changed"])
 def test_each_file_that_an_error_names_is_restored_from_a_copy_and_all_is_well(stream, tmp_path, harm):
     s = stream(0, min_versions_to_retain=3)
-    run_and_clean(s, 0, 4)
+    run_and_clean(s, 0, 3)
+    for host in s.hosts.values():
+        host.maintenance.upload_snapshots(list(host.held.all()))
+    s.heartbeat()
+    run_and_clean(s, 3, 5)
     s.close()
     state = s.world.root / "ck/statestore"
     copy = shutil.copytree(state, tmp_path / "copy")
@@ -304,6 +309,15 @@ def test_each_file_that_an_error_names_is_restored_from_a_copy_and_all_is_well(s
         versions = look(s)
         for version in versions.readable:
             assert rows_of(versions.reading("op", version)) == s.at[version]
+
+    def named_by_verification() -> str:
+        shutil.rmtree(state)
+        shutil.copytree(tmp_path / "harmed", state)
+        try:
+            versions = StateVersions.look(find_state(location(s)), passes_over_damage=True)
+            return str(verify_version(versions).damages)
+        except StateStoreError as error:
+            return str(error)
 
     for file in sorted(path.relative_to(copy) for path in copy.rglob("*") if path.is_file()):
         content = (copy / file).read_bytes()
@@ -327,6 +341,7 @@ def test_each_file_that_an_error_names_is_restored_from_a_copy_and_all_is_well(s
                 names = [path.name for path in (copy / "manifests").iterdir() if path.name < Path(before[1]).name]
                 assert [name for name in names if not (state / "manifests" / name).exists()] == [file.name]
             assert re.search(r"Restore (it|them) from a copy", str(error)), error
+            assert (before[0] if before is not None else file.name) in named_by_verification(), file
             shutil.copy(copy / file, harmed)
             check()
             named += 1
