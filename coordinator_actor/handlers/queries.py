@@ -86,7 +86,7 @@ class Queries:
         if look.query is None and (look.newest is not None or manifests.manifests):
             # It is written before the first epoch, and says of how many key groups the keys are.
             raise MissingFileError(
-                f"{storage.full_location(QUERY_FILE)} does not exist, but there is state beside it: it was removed, or "
+                f"{storage.full_location(QUERY_FILE)} does not exist, but its directory has state: it was removed, or "
                 "is kept elsewhere. Restore it from a copy."
             )
         completed = look.completed

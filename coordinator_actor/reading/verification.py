@@ -178,7 +178,7 @@ def damages_of_manifests(versions: StateVersions) -> tuple[Damage, ...]:
 
 
 def _damaged_records(storage: CheckpointStorage) -> list[Damage]:
-    """Return the damages of the records beside the manifests. A query starts only with those that it reads then."""
+    """Return the damages of the other records. A query does not start where one that it needs is damaged."""
     records, damages = RecordFiles(storage), list[Damage]()
 
     def note(path: str, error: DamagedFileError) -> None:
