@@ -5,9 +5,9 @@ Real are ``coordinator_actor.coordinator.Coordinator`` and all beneath it, ``spa
 time, threads and locks, the network between processes (Ray calls and Flight alike), the checkpoint storage, and Spark's
 driver, its executors and their tasks. The engine below a partition is RocksDB in one world of three, and otherwise one
 in memory that outlives its process. Query clients are the real router and the real reads of hosts, over the simulated
-network (``readers.py``). Programs outside the stream run the real code as well (``outsiders.py``): they forget keys, take
-and restore savepoints, look up in storage, and follow the query. One seeded scheduler decides what happens next, so a
-seed always gives the same run.
+network (``readers.py``). Programs outside the stream run the real code as well (``outsiders.py``): they forget keys,
+take and restore savepoints, look up in storage, and follow the query. One seeded scheduler decides what happens next,
+so a seed always gives the same run.
 
 What goes wrong, in a mixture that the seed chooses: messages come late, out of order, twice or never; hosts are slow to
 register; storage is slow and fails, with or without having done what it was asked, now or later, and listings take

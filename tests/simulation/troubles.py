@@ -21,7 +21,7 @@ class Troubles:
         self.only: list[Callable[[], None]] = []
         """What goes wrong, if it is this alone."""
         self.cut_off_at = -math.inf
-        """When a process was cut off last: for a while, a host that is replaced answers on with what it knows."""
+        """When a process was cut off last. A replaced host answers from its old state for a while."""
         self.last_at = 0.0
         """When something went wrong last."""
         self._ambush: tuple[str, Callable[[], None]] | None = None
