@@ -67,6 +67,7 @@ def build_http(settings: Settings) -> FastAPI:
     from spark_bridge.overview.from_cluster import KnownCheckpoints
     from spark_bridge.overview.model import Overview
     from spark_bridge.overview.on_ray import cluster_overview
+    from spark_bridge.queryable.sql.duckdb_connections import SqlLimits
     from spark_bridge.ui.app import create_ui
     from spark_bridge.ui.live import LiveSystem
 
@@ -101,8 +102,11 @@ def build_http(settings: Settings) -> FastAPI:
             settings.namespace, settings.coordinator_name, tls=settings.tls(), timeout=settings.limits.timeout
         )
 
+    limits = settings.limits
     page = create_ui(
-        LiveSystem(settings.namespace, overview, client_of_page, port.call, settings.storage_options), tokens
+        LiveSystem(settings.namespace, overview, client_of_page, port.call, settings.storage_options),
+        tokens,
+        sql_limits=SqlLimits(limits.sql_memory_bytes, limits.sql_threads, limits.sql_temp_bytes),
     )
     application = create_app(connect, tokens, settings.limits, running, page)
     add_overview(application, overview)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from spark_bridge.queryable.server.limits.request_limits import RequestLimits
     from spark_bridge.queryable.server.proxy.client_proxy import KvStateClientProxy
     from spark_bridge.queryable.server.server import KvStateServer
+    from spark_bridge.queryable.sql.duckdb_connections import SqlLimits
     from spark_bridge.serving.serve import StateServing, serve_state
     from spark_bridge.session.cluster.ray_on_spark import setup_ray_on_spark
     from spark_bridge.session.lifecycle import attach, init_spark, scale_hosts, stop_spark
@@ -89,6 +90,7 @@ __all__ = [
     "ProcessorTester",
     "QueryableStateClient",
     "RequestLimits",
+    "SqlLimits",
     "StateChange",
     "StateOperatorListener",
     "StateOperatorProgress",
@@ -159,6 +161,7 @@ _HOMES = {
     "ProcessorTester": "spark_bridge.stateful.testing.tester",
     "QueryableStateClient": "spark_bridge.queryable.client.client",
     "RequestLimits": "spark_bridge.queryable.server.limits.request_limits",
+    "SqlLimits": "spark_bridge.queryable.sql.duckdb_connections",
     "StateChange": "spark_bridge.queryable.client.calls.watch",
     "StateOperatorListener": "spark_bridge.session.progress.operator_progress",
     "StateOperatorProgress": "spark_bridge.session.progress.operator_progress",

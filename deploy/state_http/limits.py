@@ -31,7 +31,14 @@ class HttpLimits(BaseModel):
     max_scans: Annotated[int, Field(gt=0, description="Scans at once.")] = 4
     max_sql_rows: Annotated[int, Field(gt=0, description="Most rows of one SQL statement.")] = 1_000_000
     sql_seconds: Annotated[float, Field(gt=0, description="Longest time that a SQL statement takes.")] = 60.0
-    max_sql: Annotated[int, Field(gt=0, description="SQL statements at once; each may take all processors.")] = 2
+    max_sql: Annotated[int, Field(gt=0, description="SQL statements at once.")] = 2
+    sql_memory_bytes: Annotated[
+        int, Field(ge=64 << 20, description="Memory of all SQL statements together; each may use its share of max_sql.")
+    ] = 1 << 30
+    sql_threads: Annotated[int, Field(gt=0, description="Threads of one SQL statement.")] = 2
+    sql_temp_bytes: Annotated[
+        int, Field(ge=0, description="Temporary files of all SQL statements together, on the replica's disk.")
+    ] = 0
     max_watches: Annotated[
         int, Field(gt=0, description="Watches at once; each counts as a request as long as it is open.")
     ] = 32

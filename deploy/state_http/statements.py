@@ -27,6 +27,7 @@ from deploy.state_http.limits import HttpLimits
 from deploy.state_http.models import SqlRequest
 from spark_bridge.exceptions import QueryTimeoutError, RequestError, RequestLimitError
 from spark_bridge.queryable.client.event_loop.async_client import AsyncQueryableStateClient
+from spark_bridge.queryable.sql.duckdb_connections import SqlLimits
 
 T = TypeVar("T")
 
@@ -57,6 +58,9 @@ class Statements:
         self._client = client
         self._limits = limits
         self._running = BoundedReads("statements", limits.max_sql)
+        self._of_one = SqlLimits(limits.sql_memory_bytes, limits.sql_threads, limits.sql_temp_bytes).share_of(
+            limits.max_sql
+        )
 
     def begun(self, request: SqlRequest, accept: str) -> tuple[str, AsyncGenerator[Any, None]]:
         """Return the media type, and a generator of the versions read (by query id) and then of the body's pieces.
@@ -74,7 +78,11 @@ class Statements:
         async with self._running.slot():
             client = await self._client()
             rows = client.sql_rows(
-                request.sql, query_params=request.params, version=request.version, timeout=self._limits.timeout
+                request.sql,
+                query_params=request.params,
+                version=request.version,
+                timeout=self._limits.timeout,
+                limits=self._of_one,
             )
             try:
                 await self._within(rows, deadline)

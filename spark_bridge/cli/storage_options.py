@@ -14,7 +14,9 @@ T = TypeVar("T")
 Option = Annotated[
     list[str] | None,
     typer.Option(
-        "--storage-option", help="A storage setting, name=value; spark.hadoop.fs.s3a.* as in Spark. Repeatable."
+        "--storage-option",
+        help="A storage setting, name=value; spark.hadoop.fs.s3a.* as in Spark. Repeatable. Every user of this machine "
+        "can read it in the process list: leave secrets to the environment (AWS_SECRET_ACCESS_KEY and others).",
     ),
 ]
 

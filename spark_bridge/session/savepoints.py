@@ -50,10 +50,7 @@ def trigger_savepoint(query: StreamingQuery | str, path: str | None = None, stop
     name = query if isinstance(query, str) else str(query.runId)
     running = _running(name)
     if stop and running is None:
-        raise SavepointFailedError(
-            f"No query {name!r} runs in this process, so it cannot be stopped here: call trigger_savepoint(stop=True) "
-            "in the driver of the query."
-        )
+        raise SavepointFailedError(_why_not_stopped(query))
     base = None if path is None else _absolute(path)
     request_id = uuid.uuid4().hex
     future: Future[str] = Future()
@@ -102,6 +99,30 @@ def _running(name: str) -> StreamingQuery | None:
         if name in (query.name, str(query.id), str(query.runId)):
             return query
     return None
+
+
+def _why_not_stopped(query: StreamingQuery | str) -> str:
+    """Return why a query cannot be stopped here, and the remedy."""
+    if isinstance(query, str):
+        spark = current_spark()
+        here = [repr(q.name or str(q.id)) for q in (spark.streams.active if spark is not None else ())]
+        return (
+            f"No query {query!r} runs in this process, so it cannot be stopped here; there run: "
+            f"{', '.join(here) or 'none'}. Call trigger_savepoint(stop=True) in the driver of the query."
+        )
+    title = query.name or str(query.id)
+    newer = _running(str(query.id))
+    if newer is not None:
+        return (
+            f"Run {query.runId} of query {title!r} has ended, and run {newer.runId} of this process has replaced it: "
+            "the query was started again. Give the StreamingQuery that the last start() has returned, or "
+            f"trigger_savepoint({title!r}, stop=True)."
+        )
+    return (
+        f"Run {query.runId} of query {title!r} has ended, and no other run of it is in this process: there is nothing "
+        "to stop. Its checkpoint has the state of its last batch; to make a savepoint, start the query again first. If "
+        "it runs in another process, call trigger_savepoint(stop=True) there."
+    )
 
 
 def _absolute(path: str) -> str:

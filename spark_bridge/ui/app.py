@@ -22,6 +22,7 @@ from backends.storage.sending.prices import STANDARD, Prices
 from coordinator_actor.exceptions import CoordinatorError
 from spark_bridge.exceptions import AccessDeniedError, HostUnavailableError, SparkBridgeError
 from spark_bridge.queryable.server.tokens.token_verifier import Grant, TokenVerifier
+from spark_bridge.queryable.sql.duckdb_connections import SqlLimits
 from spark_bridge.ui import views
 from spark_bridge.ui.overviews import SharedOverview
 from spark_bridge.ui.requests import PageCall, plain_page
@@ -52,12 +53,14 @@ def create_ui(
     own: OwnToken | None = None,
     lifespan: Callable[[], AbstractAsyncContextManager[None]] | None = None,
     prices: Prices = STANDARD,
+    sql_limits: SqlLimits | None = None,
 ) -> ASGIApp:
     """Return the page of a system.
 
     ``verifier`` checks the tokens with which people sign in; ``own`` is the token of the process itself, if its address
     may sign somebody in. ``lifespan`` makes a context manager that is open as long as the application runs by itself.
-    ``prices`` are those by which requests to storage are counted in dollars.
+    ``prices`` are those by which requests to storage are counted in dollars. ``sql_limits`` are those of all SQL
+    statements that run at once, together (default: ``views.sql.PAGE_SQL``).
     """
 
     @asynccontextmanager
@@ -67,7 +70,7 @@ def create_ui(
                 await stack.enter_async_context(lifespan())
             yield
 
-    page = _Page(system, verifier, own, prices)
+    page = _Page(system, verifier, own, prices, sql_limits)
     routes = [
         Mount("/static", StaticFiles(directory=STATIC)),
         Route("/signin", page.sign_in, methods=["GET", "POST"]),
@@ -82,9 +85,17 @@ def create_ui(
 class _Page:
     """Answers the requests of one page."""
 
-    def __init__(self, system: System, verifier: TokenVerifier, own: OwnToken | None, prices: Prices) -> None:
+    def __init__(
+        self,
+        system: System,
+        verifier: TokenVerifier,
+        own: OwnToken | None,
+        prices: Prices,
+        sql_limits: SqlLimits | None,
+    ) -> None:
         self._system = system
         self._prices = prices
+        self._sql_limits = sql_limits
         self._verifier = verifier
         self._own = own
         self._overviews = SharedOverview(system.overview)
@@ -154,6 +165,7 @@ class _Page:
             dict(request.query_params),
             form,
             self._prices,
+            self._sql_limits,
         )
 
     async def watch(self, request: Request) -> Response:

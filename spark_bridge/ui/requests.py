@@ -22,6 +22,7 @@ from spark_bridge.ui.sign_in import form_token
 from spark_bridge.ui.system import StateTable, System, reference, tables_of
 
 if TYPE_CHECKING:
+    from spark_bridge.queryable.sql.duckdb_connections import SqlLimits
     from spark_bridge.ui.overviews import LastOverview
 
 MOST_NUMBER = 10**18
@@ -32,7 +33,8 @@ class PageCall:
     """One request of somebody who may see the page.
 
     ``base`` is the path below which the page is served, without a slash at the end. ``secret`` is what the tokens of
-    forms follow from. ``query`` and ``form`` have the last value of each name. ``prices`` are those of storage.
+    forms follow from. ``query`` and ``form`` have the last value of each name. ``prices`` are those of storage,
+    ``sql_limits`` those of all SQL statements together.
     """
 
     system: System
@@ -44,6 +46,7 @@ class PageCall:
     query: Mapping[str, str] = field(default_factory=dict)
     form: Mapping[str, str] = field(default_factory=dict)
     prices: Prices = STANDARD
+    sql_limits: SqlLimits | None = None
 
     @property
     def overview(self) -> Overview:

@@ -148,6 +148,18 @@ def test_a_statement_ends_after_its_time(cluster: Cluster) -> None:
         assert http.post("/v1/sql", json={"sql": "select 1 as a"}).json()["rows"] == [{"a": 1}]
 
 
+def test_a_statement_beyond_its_memory_is_413_and_others_go_on(cluster: Cluster) -> None:
+    groups = "from range(30000) a, range(30000) b group by all"
+    large = f"select a.range * 1000000 + b.range k, count(*) n {groups}"
+    with TestClient(app_of(cluster, sql_memory_bytes=128 << 20, sql_threads=1), headers=BEARER) as http:
+        for _ in range(3):
+            answer = http.post("/v1/sql", json={"sql": large})
+            assert (answer.status_code, answer.json()["error"]) == (413, "RequestLimitError")
+            assert "64 MiB" in answer.json()["detail"] and "sql_memory_bytes" in answer.json()["detail"]
+        told = http.post("/v1/sql", json={"sql": "select count(*) n from totals"})
+        assert told.json()["rows"] == [{"n": USERS}]
+
+
 def test_a_caller_who_leaves_ends_the_statement_also_before_the_first_row(cluster: Cluster) -> None:
     with serving(app_of(cluster, sql_seconds=10 * PATIENCE, max_sql=1)) as address:
 

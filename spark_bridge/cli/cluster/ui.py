@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated
 
@@ -39,6 +39,9 @@ def ui(
     ),
     port: Annotated[int, typer.Option(min=0, max=65535, help="The port to listen at; 0 chooses one.")] = PORT,
     prices: PricesOption = "",
+    sql_memory: Annotated[
+        int, typer.Option(min=64, metavar="MIB", help="Memory of all SQL statements together; four may run at once.")
+    ] = 1024,
 ) -> None:
     """Serve the page: what is wrong and what to do, where time goes, hosts, keys, SQL, savepoints.
 
@@ -48,7 +51,7 @@ def ui(
     Examples: statestore ui; statestore ui --checkpoint s3://bucket/ck --port 9000
     """
     with errors_explained():
-        place = _Place(host, port, Prices.parse(prices))
+        place = _Place(host, port, Prices.parse(prices), sql_memory)
         _check_packages()
         if source.checkpoint is not None:
             _serve_checkpoint(source.checkpoint, source, place)
@@ -59,11 +62,12 @@ def ui(
 
 @dataclass(frozen=True)
 class _Place:
-    """The address at which the page listens, and the prices of storage that the page shows."""
+    """The address at which the page listens, the prices of storage that the page shows, and SQL's memory in MiB."""
 
     host: str
     port: int
     prices: Prices
+    sql_memory: int
 
 
 def _serve_checkpoint(location: str, source: Source, place: _Place) -> None:
@@ -116,6 +120,7 @@ def _run(
     import uvicorn
 
     from spark_bridge.ui.app import create_ui
+    from spark_bridge.ui.views.sql import PAGE_SQL
 
     class Server(uvicorn.Server):
         """Says where it listens, once it does."""
@@ -126,7 +131,7 @@ def _run(
                 _tell(system, own, place.host, self.servers[0].sockets[0].getsockname()[1])
 
     config = uvicorn.Config(
-        create_ui(system, own, own, lifespan, place.prices),
+        create_ui(system, own, own, lifespan, place.prices, replace(PAGE_SQL, memory_bytes=place.sql_memory << 20)),
         host=place.host,
         port=place.port,
         log_level="warning",

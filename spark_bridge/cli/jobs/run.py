@@ -41,7 +41,15 @@ def run(
             help="Send this directory to the cluster, for a head on another machine. PROGRAM is in it.",
         ),
     ] = None,
-    env: Annotated[list[str] | None, typer.Option(help="NAME=VALUE for the program; again for more.")] = None,
+    env: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="Gives the program this environment variable, with the value that it has here; again for more. "
+            "NAME=VALUE gives another value, which every user of this machine can read in the process list: not for "
+            "secrets.",
+        ),
+    ] = None,
     python: Annotated[str | None, typer.Option(help="The Python on the head. Default: this one.")] = None,
     backoff_limit: Annotated[
         int, typer.Option(min=0, help="Failures in a row after which nothing is started again.")
@@ -69,7 +77,7 @@ def run(
 
     Examples: statestore run my_stream.py;
     statestore run my_stream.py --name clicks -- --input s3://bucket/clicks;
-    statestore run my_stream.py --address http://head:8265 --working-dir . --backoff-limit 5
+    statestore run my_stream.py --address http://head:8265 --working-dir . --env DB_PASSWORD
     """
     from spark_bridge.cli.jobs.ray_jobs import RayJobs
 
@@ -114,15 +122,21 @@ def command_of(program: Path, arguments: list[str], working_dir: Path | None, py
 
 
 def runtime_env_of(name: str, working_dir: Path | None, env: list[str], stop_timeout: int) -> dict[str, Any]:
-    """Return Ray's environment of the job. Raises ``ValueError`` for a name or a variable that cannot be."""
+    """Return Ray's environment of the job.
+
+    ``env`` has variables, each as ``NAME``, whose value is that of this process, or as ``NAME=VALUE``. Raises
+    ``ValueError`` for a name or a variable that cannot be, without the value.
+    """
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}", name):
         raise ValueError(f"--name {name!r}: use letters, digits, '_', '.' and '-', 100 at most.")
     variables = {STOP_SECONDS_VARIABLE: str(stop_timeout)}
     for pair in env:
         variable, equals, value = pair.partition("=")
-        if not variable or not equals:
-            raise ValueError(f"--env {pair!r}: give NAME=VALUE.")
-        variables[variable] = value
+        if not variable:
+            raise ValueError("--env: there is no name before the '='. Give NAME or NAME=VALUE.")
+        if not equals and variable not in os.environ:
+            raise ValueError(f"--env {variable}: the environment of this command has no such variable; export it.")
+        variables[variable] = value if equals else os.environ[variable]
     made: dict[str, Any] = {"env_vars": variables}
     if working_dir is not None:
         made["working_dir"] = os.fspath(working_dir)

@@ -16,7 +16,7 @@ from spark_bridge.cli.rows import PrintedForm, cell, print_rows
 from spark_bridge.cli.sources import Source, with_state_source
 from spark_bridge.exceptions import RequestError
 from spark_bridge.queryable.client.answers.json_values import bound_of_json, to_json, window_of_text
-from spark_bridge.queryable.sql.duckdb_connections import import_duckdb
+from spark_bridge.queryable.sql.duckdb_connections import SqlLimits, import_duckdb, is_out_of_memory
 
 OperatorArgument = Annotated[str, typer.Argument(metavar="OPERATOR", help="The name of the operator.")]
 QueryName = Annotated[
@@ -142,6 +142,9 @@ def sql(
     version: AtVersion = None,
     form: FormOption = PrintedForm.table,
     as_json: AsJson = False,
+    sql_memory: Annotated[
+        int, typer.Option(min=16, metavar="MIB", help="Memory of the statement; beyond it, 8 GiB of temporary files.")
+    ] = SqlLimits().memory_bytes >> 20,
 ) -> None:
     """Run SQL over the state; the tables are the operators. It needs the package duckdb.
 
@@ -149,17 +152,20 @@ def sql(
     statestore sql 'select count(*) from user_totals' --checkpoint ck/ --version 80; statestore sql - --json < q.sql
     """
     text = sys.stdin.read() if statement == "-" else statement
-    with errors_explained(), _sql_explained(), source.client() as client:
-        found = client.sql(text, version=version)
+    limits = SqlLimits(memory_bytes=sql_memory << 20)
+    with errors_explained(), _sql_explained(limits), source.client() as client:
+        found = client.sql(text, version=version, limits=limits)
         reader = found.to_arrow_reader()
         print_rows(reader.schema, reader, PrintedForm.json if as_json else form)
 
 
 @contextmanager
-def _sql_explained() -> Iterator[None]:
+def _sql_explained(limits: SqlLimits) -> Iterator[None]:
     """Raise ``RequestError`` for what DuckDB refuses. Raises ``EnvironmentProblemError`` if DuckDB is not installed."""
     duckdb = import_duckdb()
     try:
         yield
     except (duckdb.Error, pa.ArrowException) as error:
+        if is_out_of_memory(error):
+            raise limits.exceeded(error) from error
         raise RequestError(str(error)) from error

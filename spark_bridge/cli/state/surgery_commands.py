@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Annotated
@@ -22,6 +23,7 @@ from spark_bridge.cli.state.storage_commands import CheckpointArgument
 from spark_bridge.cli.storage_options import Option, options_of
 from spark_bridge.overview.model import to_plain
 
+STDIN = Path("-")
 SURGERY_COORDINATOR_SECONDS = 60.0
 """A coordinator that does not answer for this many seconds is given up."""
 
@@ -29,10 +31,15 @@ SURGERY_COORDINATOR_SECONDS = 60.0
 def forget(
     operator: Annotated[str, typer.Argument(help="The operator that has the state.")],
     key: Annotated[
-        list[str] | None, typer.Argument(help="A key: its value, or JSON, or the values with commas between.")
+        list[str] | None,
+        typer.Argument(
+            help="A key: its value, or JSON, or the values with commas between. Every user of this machine can read it "
+            "in the process list: give keys that name people in --keys-file."
+        ),
     ] = None,
     keys_file: Annotated[
-        Path | None, typer.Option(exists=True, dir_okay=False, help="A file with a key a line, written as KEY is.")
+        Path | None,
+        typer.Option(metavar="FILE", help="A file with a key a line, written as KEY is; - is the standard input."),
     ] = None,
     query: Annotated[str | None, typer.Option(help="The name or id of a query that runs.")] = None,
     checkpoint: CheckpointOption = None,
@@ -50,20 +57,23 @@ def forget(
     With --query of one that runs; with --checkpoint of one that does not. A query that runs on its checkpoint in the
     Ray cluster of this machine, or at --address, forgets as with --query.
 
-    Examples: statestore forget user_totals 42 43 --query clicks; statestore forget user_totals --keys-file gone.txt
-    --checkpoint s3://bucket/ck --reference DSR-1271 --yes
+    Examples: statestore forget user_totals --keys-file gone.txt --query clicks; statestore forget user_totals
+    --keys-file - --checkpoint s3://bucket/ck --reference DSR-1271 --yes < gone.txt
     """
     from coordinator_actor.on_ray.ray_port import RayCoordinatorPort
     from spark_bridge.state_surgery.forget_keys import forget_keys
 
-    lines = [] if keys_file is None else [line for line in keys_file.read_text().splitlines() if line]
-    texts = [*(key or []), *lines]
+    if keys_file == STDIN and not yes:
+        raise typer.BadParameter(
+            "--keys-file - takes the keys from where the answer to the question would come: give --yes"
+        )
+    texts = [*(key or []), *_lines(keys_file)]
     if (query is None) == (checkpoint is None):
         raise typer.BadParameter(
             "give --query NAME of a query that runs, or --checkpoint LOCATION of one that does not"
         )
     if not texts:
-        raise typer.BadParameter("give a KEY, or --keys-file with a key a line")
+        raise typer.BadParameter("give --keys-file with a key a line, or a KEY")
     where = query or checkpoint
     assert where is not None
     if not yes:
@@ -93,6 +103,13 @@ def forget(
             with joined_ray(address, namespace):
                 report = run(RayCoordinatorPort(namespace, coordinator, SURGERY_COORDINATOR_SECONDS))
     show(lambda: to_plain(report), lambda: _report_view(report), as_json=as_json)
+
+
+def _lines(keys_file: Path | None) -> list[str]:
+    if keys_file is None:
+        return []
+    text = sys.stdin.read() if keys_file == STDIN else keys_file.read_text()
+    return [line for line in text.splitlines() if line]
 
 
 def _report_view(report: ForgottenReport) -> str:

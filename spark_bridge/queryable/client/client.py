@@ -39,6 +39,7 @@ from spark_bridge.state_format.layouts import ROWS, VALUE
 from spark_bridge.transport.tls import TlsConf
 
 if TYPE_CHECKING:
+    from spark_bridge.queryable.sql.duckdb_connections import SqlLimits
     from spark_bridge.queryable.sql.relation import StateRelation
 
 
@@ -442,6 +443,7 @@ class QueryableStateClient:
         connection: Any = None,
         version: int | None = None,
         timeout: float | None = None,
+        limits: SqlLimits | None = None,
     ) -> StateRelation:
         """Return the rows that a SQL statement makes of the state of running queries, at ``version`` or the newest.
 
@@ -449,11 +451,19 @@ class QueryableStateClient:
 
             client.sql("select country, sum(n) from user_totals group by country").df()
 
-        See ``spark_bridge.queryable.sql.sql``.
+        ``limits`` bound its memory, threads and temporary files. See ``spark_bridge.queryable.sql.sql``.
         """
         from spark_bridge.queryable.sql.sql import sql
 
-        return sql(self, query, query_params=query_params, connection=connection, version=version, timeout=timeout)
+        return sql(
+            self,
+            query,
+            query_params=query_params,
+            connection=connection,
+            version=version,
+            timeout=timeout,
+            limits=limits,
+        )
 
     # -- operators -----------------------------------------------------------------------------
 

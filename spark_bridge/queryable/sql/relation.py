@@ -9,7 +9,7 @@ import pyarrow as pa
 
 from spark_bridge.exceptions import RequestError
 from spark_bridge.queryable.sql.dataset import StatementSnapshot
-from spark_bridge.queryable.sql.duckdb_connections import import_duckdb
+from spark_bridge.queryable.sql.duckdb_connections import StatementDatabase, import_duckdb, is_out_of_memory
 
 if TYPE_CHECKING:
     import duckdb
@@ -24,8 +24,15 @@ class StateRelation:
     such call reads them again, at the same version. Not for several threads at once.
     """
 
-    def __init__(self, relation: Any, connection: duckdb.DuckDBPyConnection, snapshot: StatementSnapshot) -> None:
+    def __init__(
+        self,
+        relation: Any,
+        connection: duckdb.DuckDBPyConnection,
+        snapshot: StatementSnapshot,
+        database: StatementDatabase | None = None,
+    ) -> None:
         self.relation = relation
+        self._database = database  # no other statement gets it as long as this one may run
         self._connection = connection  # must live as long as the relation
         self._snapshot = snapshot
 
@@ -62,14 +69,15 @@ class StateRelation:
         try:
             reader = self.to_arrow_reader(batch_size)
         except duckdb.Error as error:
+            raise_client_error(self._snapshot, error, self._database)
             raise RequestError(str(error)) from error
         return reader.schema, self._read(reader)
 
     def _read(self, reader: pa.RecordBatchReader) -> Iterator[pa.RecordBatch]:
         try:
             yield from reader
-        except (pa.ArrowException, OSError, import_duckdb().Error) as error:
-            raise_client_error(self._snapshot, error)
+        except (pa.ArrowException, OSError, MemoryError, import_duckdb().Error) as error:
+            raise_client_error(self._snapshot, error, self._database)
             raise RequestError(str(error)) from error
         finally:
             reader.close()
@@ -106,16 +114,20 @@ class StateRelation:
         self._snapshot.taken_failure()
         try:
             result = getattr(self.relation, method)(*args, **kwargs)
-        except duckdb.Error as error:
-            raise_client_error(self._snapshot, error)
+        except (duckdb.Error, MemoryError) as error:
+            raise_client_error(self._snapshot, error, self._database)
             raise
         if isinstance(result, duckdb.DuckDBPyRelation):
-            return StateRelation(result, self._connection, self._snapshot)
+            return StateRelation(result, self._connection, self._snapshot, self._database)
         return result
 
 
-def raise_client_error(snapshot: StatementSnapshot, error: Exception) -> None:
-    """Raise the client's error that has caused the error of DuckDB, if there is one."""
+def raise_client_error(
+    snapshot: StatementSnapshot, error: Exception, database: StatementDatabase | None = None
+) -> None:
+    """Raise the client's error that has caused the error of DuckDB, or ``RequestLimitError``, if there is one."""
     failure = snapshot.taken_failure()
     if failure is not None:
         raise failure from error
+    if database is not None and is_out_of_memory(error):
+        raise database.limits.exceeded(error) from error

@@ -15,7 +15,9 @@ from spark_bridge.exceptions import RequestError, UnknownOperatorError
 from spark_bridge.queryable.sql.catalog import UnclearNameError, candidate_names, catalog, resolve
 from spark_bridge.queryable.sql.dataset import StateDataset, StatementSnapshot
 from spark_bridge.queryable.sql.duckdb_connections import (
-    connection_with_tables,
+    SqlLimits,
+    StatementDatabase,
+    database_with_tables,
     import_duckdb,
     run_on_own_connection,
     statement_kind,
@@ -37,6 +39,7 @@ def sql(
     connection: duckdb.DuckDBPyConnection | None = None,
     version: int | None = None,
     timeout: float | None = None,
+    limits: SqlLimits | None = None,
 ) -> StateRelation:
     """Return the rows that a SQL statement makes of the state of running queries.
 
@@ -56,9 +59,11 @@ def sql(
     user's own the statement may be any, also with that connection's tables, which go before operators of the same name.
     Qualified names of operators are then to be written as one name: ``"query.operator"``.
 
+    ``limits`` are those of the statement (default: ``SqlLimits()``); a ``connection`` of the user's own has its own.
+
     Raises ``UnknownOperatorError`` naming the tables that there are, ``RequestError`` for a statement that does not
-    only read or a ``version`` of several queries, DuckDB's own errors for wrong SQL, and what a client's ``scan``
-    raises.
+    only read or a ``version`` of several queries, ``RequestLimitError`` for a statement that needs more memory,
+    DuckDB's own errors for wrong SQL, and what a client's ``scan`` raises.
     """
     duckdb = import_duckdb()
     # An EXPLAIN does not share the database: EXPLAIN ANALYZE runs the statement that it explains.
@@ -84,8 +89,10 @@ def sql(
         )
     try:
         with_params: dict[str, Any] = {} if query_params is None else {"params": query_params}
+        database: StatementDatabase | None = None
         if connection is None:
-            connection = connection_with_tables(duckdb, tables, may_share=may_share)
+            database = database_with_tables(duckdb, tables, limits or SqlLimits(), may_share=may_share)
+            connection = database.connection
             relation = connection.sql(statement, **with_params)
         else:
             relation = run_on_own_connection(connection, statement, with_params, tables)
@@ -97,6 +104,6 @@ def sql(
         more = " ".join([*unclear, f"Tables of running queries: {exist}."])
         raise UnknownOperatorError(f"{error}\n{more}") from error
     except duckdb.Error as error:
-        raise_client_error(snapshot, error)
+        raise_client_error(snapshot, error, database)
         raise
-    return StateRelation(relation, connection, snapshot)
+    return StateRelation(relation, connection, snapshot, database)

@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from backends.exceptions import StateStoreError
 from spark_bridge.exceptions import RequestError, SparkBridgeError
-from spark_bridge.queryable.sql.duckdb_connections import import_duckdb
+from spark_bridge.queryable.sql.duckdb_connections import SqlLimits, import_duckdb, is_out_of_memory
 from spark_bridge.queryable.sql.relation import StateRelation
 from spark_bridge.ui.lookups import PAGE_READ_SECONDS, Found, found_in
 from spark_bridge.ui.requests import PageCall
@@ -23,7 +23,9 @@ SQL_SECONDS = 30.0
 MOST_STATEMENTS = 4
 PAGE_BATCH_ROWS = 1_024
 _running = threading.BoundedSemaphore(MOST_STATEMENTS)
-"""At most this many statements run at once in this process: each may take all processors."""
+"""At most this many statements run at once in this process."""
+PAGE_SQL = SqlLimits(memory_bytes=1024 << 20, threads=2, temp_bytes=0)
+"""The limits of all statements of a page together, unless it is given others."""
 
 
 def sql(call: PageCall) -> Response:
@@ -60,8 +62,13 @@ def _answered(call: PageCall) -> Iterator[StateRelation]:
     duckdb = import_duckdb()
     if not _running.acquire(timeout=SQL_SECONDS):
         raise RequestError(f"{MOST_STATEMENTS} statements are running, which is the limit; try again later.")
+    limits = (call.sql_limits or PAGE_SQL).share_of(MOST_STATEMENTS)
     try:
-        answer = call.system.client().sql(call.form["statement"], timeout=PAGE_READ_SECONDS)
+        answer = call.system.client().sql(
+            call.form["statement"],
+            timeout=PAGE_READ_SECONDS,
+            limits=limits,
+        )
         interrupting = threading.Timer(SQL_SECONDS, answer.interrupt)
         interrupting.start()
         try:
@@ -70,7 +77,9 @@ def _answered(call: PageCall) -> Iterator[StateRelation]:
             interrupting.cancel()
     except duckdb.InterruptException as error:
         raise RequestError(f"The statement was not done after {SQL_SECONDS:.0f} s, which is the limit.") from error
-    except duckdb.Error as error:
+    except (duckdb.Error, pa.ArrowException, MemoryError) as error:
+        if is_out_of_memory(error):
+            raise limits.exceeded(error) from error
         raise RequestError(str(error)) from error
     finally:
         _running.release()

@@ -64,7 +64,15 @@ def lost(tmp_path):
 def test_a_version_whose_manifest_was_never_written_is_recovered(tmp_path):
     w = lost(tmp_path)
     c = w.coordinator(0)
-    assert c.register_query(reg(w, "run2")).refusal is None
+    recovered = c.register_query(reg(w, "run2"))
+    assert (recovered.refusal, recovered.completed_version) == (None, 1)
+    assert rows_of(w, c, "run2", tmp_path) == {0: b"a", 1: b"b"}
+
+
+def rows_of(w, c, run, tmp_path):
+    """Return the value of each partition's key, as a host that holds nothing yet loads it from storage."""
+    h = make_host(w, c, 0, tmp_path, inc=f"reads-{run}")
+    return {p: get(h, run, p) for p in (0, 1)}
 
 
 def test_a_recovery_that_dies_is_done_by_the_next_run(tmp_path):
@@ -83,7 +91,9 @@ def test_a_recovery_that_dies_is_done_by_the_next_run(tmp_path):
         c.register_query(reg(w, "run2"))
     w.put_hook = None
     c = w.coordinator(0)
-    assert c.register_query(reg(w, "run3")).refusal is None
+    recovered = c.register_query(reg(w, "run3"))
+    assert (recovered.refusal, recovered.completed_version) == (None, 1)
+    assert rows_of(w, c, "run3", tmp_path) == {0: b"a", 1: b"b"}
 
 
 def test_a_failed_recovery_leaves_no_half_registered_run(tmp_path):

@@ -19,6 +19,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from spark_bridge.exceptions import RequestError
+from spark_bridge.queryable.sql.duckdb_connections import SqlLimits
 from spark_bridge.ui.sign_in import form_token
 from spark_bridge.ui.stored import StoredSystem
 from spark_bridge.ui.system import tables_of
@@ -164,6 +165,15 @@ def test_a_statement_without_an_end_is_ended(page: TestClient, monkeypatch: pyte
     endless = "select sum(a.range * b.range) from range(100000000) a, range(100000000) b"
     answer = run(page, endless)
     assert answer.status_code == 400 and "was not done after" in answer.text
+    assert run(page, "select 1").status_code == 200
+
+
+def test_a_statement_beyond_its_memory_says_so(page: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("spark_bridge.ui.views.sql.PAGE_SQL", SqlLimits(256 << 20, threads=1, temp_bytes=0))
+    large = "select a.range * 1000000 + b.range k, count(*) n from range(30000) a, range(30000) b group by all"
+    for path in ("/sql", "/sql.csv"):
+        answer = run(page, large, path)
+        assert answer.status_code == 400 and "64 MiB" in answer.text and "--sql-memory" in answer.text
     assert run(page, "select 1").status_code == 200
 
 

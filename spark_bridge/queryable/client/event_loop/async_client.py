@@ -8,7 +8,7 @@ import ssl
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import pyarrow as pa
 
@@ -18,6 +18,9 @@ from spark_bridge.queryable.client.event_loop.async_results import AsyncStateSca
 from spark_bridge.queryable.client.event_loop.async_sql import AsyncSqlRows
 from spark_bridge.queryable.client.event_loop.lookup_batching import LookupBatcher, LookupGroup
 from spark_bridge.transport.tls import TlsConf
+
+if TYPE_CHECKING:
+    from spark_bridge.queryable.sql.duckdb_connections import SqlLimits
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -164,17 +167,29 @@ class AsyncQueryableStateClient:
         return await self._run(self._client.describe, *args, **given)
 
     async def sql(
-        self, query: str, *, query_params: Any = None, version: int | None = None, timeout: float | None = None
+        self,
+        query: str,
+        *,
+        query_params: Any = None,
+        version: int | None = None,
+        timeout: float | None = None,
+        limits: SqlLimits | None = None,
     ) -> pa.Table:
         """Return the rows of ``QueryableStateClient.sql`` as an Arrow table."""
-        given = {"query_params": query_params, "version": version, "timeout": timeout}
+        given = {"query_params": query_params, "version": version, "timeout": timeout, "limits": limits}
         return await self._run(lambda: self._client.sql(query, **given).arrow())
 
     def sql_rows(
-        self, query: str, *, query_params: Any = None, version: int | None = None, timeout: float | None = None
+        self,
+        query: str,
+        *,
+        query_params: Any = None,
+        version: int | None = None,
+        timeout: float | None = None,
+        limits: SqlLimits | None = None,
     ) -> AsyncSqlRows:
         """Return the rows of ``QueryableStateClient.sql`` as they come. An awaited statement has begun."""
-        given = {"query_params": query_params, "version": version, "timeout": timeout}
+        given = {"query_params": query_params, "version": version, "timeout": timeout, "limits": limits}
         return AsyncSqlRows(lambda: self._client.sql(query, **given))
 
     async def _run(self, call: Callable[..., T], *args: Any, **kwargs: Any) -> T:

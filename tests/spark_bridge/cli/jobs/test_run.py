@@ -53,8 +53,18 @@ def test_what_cannot_be_is_refused_before_anything_is_started(tmp_path: Path) ->
         command_of(tmp_path / "gone.py", [], None, None)
     with pytest.raises(ValueError, match="--name 'a/b'"):
         runtime_env_of("a/b", None, [], 5)
-    with pytest.raises(ValueError, match="--env 'A': give NAME=VALUE"):
-        runtime_env_of("a", None, ["A"], 5)
+    with pytest.raises(ValueError, match="--env: there is no name") as raised:
+        runtime_env_of("a", None, ["=secret"], 5)
+    assert "secret" not in str(raised.value)
+
+
+def test_a_variable_may_be_inherited_so_that_no_process_list_has_its_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DB_PASSWORD", "a=b c")
+    monkeypatch.delenv("ABSENT", raising=False)
+    made = runtime_env_of("s", None, ["DB_PASSWORD", "EMPTY="], 5)["env_vars"]
+    assert (made["DB_PASSWORD"], made["EMPTY"]) == ("a=b c", "")
+    with pytest.raises(ValueError, match="--env ABSENT: the environment of this command has no such variable"):
+        runtime_env_of("s", None, ["ABSENT"], 5)
 
 
 def test_no_cluster_is_said_and_is_an_exit_code_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,8 +20,8 @@ from tests.spark_bridge.state_flows import Flow
 Make = Callable[..., Stream]
 
 
-def run(*args: str, code: int = 0) -> Result:
-    result = CliRunner().invoke(app, list(args))
+def run(*args: str, code: int = 0, text: str | None = None) -> Result:
+    result = CliRunner().invoke(app, list(args), input=text)
     assert result.exit_code == code, (result.output, result.exception)
     return result
 
@@ -169,7 +169,9 @@ def test_keys_are_forgotten_and_the_audit_log_says_so(tmp_path: Path) -> None:
     done = as_json("audit", flow.location)[-1]
     assert (done["what"], done["status"], done["reference"]) == ("forget_keys", "done", "no 7")
     assert "no 7" in run("audit", flow.location).stdout
-    assert "Done: no version" in run("forget", "op", "d,0", "--yes", *where).stdout
-    assert "give a KEY" in run("forget", "op", "--yes", *where, code=2).output
+    assert "give --yes" in run("forget", "op", "--keys-file", "-", *where, code=2).output
+    assert "Done: no version" in run("forget", "op", "--keys-file", "-", "--yes", *where, text="d,0\n").stdout
+    assert state_table(flow.location, "op", "total").num_rows == 0
+    assert "give --keys-file" in run("forget", "op", "--yes", *where, code=2).output
     assert "give --query NAME" in run("forget", "op", "a,0", "--yes", code=2).output
     assert "'x' is no int32" in run("forget", "op", '["a", "x"]', "--yes", *where, code=2).output

@@ -6,9 +6,11 @@ from __future__ import annotations
 
 import gc
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import duckdb
@@ -16,7 +18,16 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from spark_bridge.exceptions import EnvironmentProblemError, QueryTimeoutError, RequestError, UnknownOperatorError
+from backends.exceptions import InvalidStateStoreArgument
+from spark_bridge.exceptions import (
+    EnvironmentProblemError,
+    QueryTimeoutError,
+    RequestError,
+    RequestLimitError,
+    UnknownOperatorError,
+)
+from spark_bridge.queryable.sql import duckdb_connections
+from spark_bridge.queryable.sql.duckdb_connections import SqlLimits
 from spark_bridge.queryable.sql.sql import sql
 from tests.patience import PATIENCE
 from tests.spark_bridge.queryable.sql.memory_state import (
@@ -246,3 +257,85 @@ def test_a_large_scan_is_streamed() -> None:
     assert client.most_alive < 64 << 20
     assert len(sql(client, "from t limit 10").fetchall()) == 10
     assert client.given < 400
+
+
+LARGE = "select k, count(*) from (select a.range * 1000000 + b.range k from range(30000) a, range(30000) b) group by k"
+"""Needs many GiB."""
+SMALL = SqlLimits(memory_bytes=128 << 20, threads=1, temp_bytes=0)
+
+
+def test_a_statement_beyond_its_memory_says_so_and_others_go_on() -> None:
+    client = two_versions()
+    other = sql(client, "select a.user from a order by 1", limits=SMALL).to_arrow_reader(1)
+    with pytest.raises(RequestLimitError, match=r"more than the 128 MiB .*SqlLimits.*sql_memory_bytes.*--sql-memory"):
+        sql(client, LARGE, limits=SMALL).fetchall()
+    assert other.read_all()["user"].to_pylist() == [1, 2]
+    relation = sql(client, LARGE, limits=SMALL)
+    with pytest.raises(RequestLimitError, match="128 MiB"):
+        list(relation.record_batches()[1])
+    assert sql(client, "select a.user from a order by 1", limits=SMALL).fetchall() == [(1,), (2,)]
+
+
+@pytest.mark.parametrize(
+    "setting", ["set memory_limit = '8GB'", "set threads = 64", "set max_temp_directory_size = '8GB'"]
+)
+def test_a_statement_cannot_change_its_limits(setting: str) -> None:
+    with pytest.raises(RequestError, match="One statement that reads"):
+        sql(two_versions(), setting)
+    told = sql(
+        two_versions(), "select current_setting('memory_limit') m, current_setting('threads') t", limits=SMALL
+    ).fetchall()
+    assert told == [("128.0 MiB", 1)]
+
+
+def test_temporary_files_are_private_bounded_and_gone_afterwards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    duckdb_connections._spilled.cache_clear()
+    seen: set[int] = set()
+    ended = threading.Event()
+
+    def watch() -> None:
+        while not ended.wait(0.005):
+            seen.update(path.stat().st_mode & 0o777 for path in tmp_path.iterdir())
+
+    watching = threading.Thread(target=watch, daemon=True)
+    watching.start()
+    try:
+        limits = SqlLimits(memory_bytes=64 << 20, threads=1, temp_bytes=48 << 20)
+        with pytest.raises(RequestLimitError, match="64 MiB of memory and 48 MiB of temporary files"):
+            sql(two_versions(), LARGE, limits=limits).fetchall()
+        enough = SqlLimits(memory_bytes=64 << 20, threads=1, temp_bytes=1 << 30)
+        rows = sql(
+            two_versions(), "select hash(range) h from range(8000000) order by h limit 9000000", limits=enough
+        ).arrow()
+        assert rows.num_rows == 8_000_000
+    finally:
+        ended.set()
+        watching.join()
+        duckdb_connections._spilled.cache_clear()
+        duckdb_connections._idle.clear()
+    assert seen == {0o700}
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+def test_a_database_is_used_again_only_when_its_statement_is_gone() -> None:
+    client = two_versions()
+    duckdb_connections._idle.clear()
+    first = sql(client, "select a.user from a order by 1", limits=SMALL)
+    second = sql(client, "select a.user from a order by 1", limits=SMALL)
+    assert first._database is not None and second._database is not None
+    assert first._database._database is not second._database._database
+    made = first._database._database
+    del first
+    gc.collect()
+    third = sql(client, "select a.user from a order by 1", limits=SMALL)
+    assert third._database is not None and third._database._database is made
+    assert third.fetchall() == second.fetchall() == [(1,), (2,)]
+
+
+@pytest.mark.parametrize("wrong", [{"memory_bytes": 1000}, {"threads": 0}, {"temp_bytes": -1}, {"threads": 1.5}])
+def test_limits_that_cannot_be_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(InvalidStateStoreArgument, match=next(iter(wrong))):
+        SqlLimits(**wrong)
