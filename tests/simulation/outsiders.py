@@ -400,7 +400,12 @@ class Follower(Outsider):
         def look_up() -> QueryRegistration:
             versions = StateVersions.look(place, open_storage=open_storage)
             found = query_in_storage(
-                versions, versions.resolve(None), "served", self._session.session_id, open_storage=open_storage
+                versions,
+                versions.resolve(None),
+                "served",
+                self._session.session_id,
+                is_followed=True,
+                open_storage=open_storage,
             )
             return replace(found, operators=tuple(replace(o, kind="aggregate") for o in found.operators))
 
