@@ -268,18 +268,26 @@ class Queries:
                 return RegisteredQuery(f"The state of run {run_id} is claimed by {by}.", 0, run.versions.completed)
             completed = run.commits.next_batch()
             exchange, known = run.last_exchange, run.versions.chain.get(run.versions.completed)
+            is_laid_out_anew = False
             # The version that is served may get another manifest: files were exchanged, as when keys are forgotten, or
             # some tasks of its batch have run again, whose changes are named after Spark's commit.
             is_news = completed > run.versions.completed or newest.epoch > run.manifests.epoch
             if is_news or run.manifests.has_news():
                 run.manifests.refresh()
+                chain = run.manifests.chain()
+                is_laid_out_anew = completed in chain and not run.has_layouts_of(chain[completed])
                 # A batch may be committed of which no manifest tells: the query's own coordinator puts it together.
-                if completed in run.manifests.chain():
+                if completed in chain and not is_laid_out_anew:
                     run.take_up(completed, newest.epoch)
                     current = run.versions.chain.get(completed)
                     is_same = known is not None and current is not None and known.version == current.version
                     if run.last_exchange != exchange or (is_same and known != current):
                         run.rewriting.exchanged(self._registries.clock())
+        if is_laid_out_anew:
+            # The run was read here while the last version was still its predecessor's.
+            self.forget([run])
+            why = f"Run {run_id} has made version {completed} with other partitions or another backend: read it anew."
+            return RegisteredQuery(why, 0, completed)
         if run.looked_at is not None:
             run.looked_at = began
         return RegisteredQuery(None, newest.epoch, run.versions.completed)

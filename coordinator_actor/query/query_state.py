@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 import msgspec
 
 from backends.encoding.operator_schema import OperatorSchema
-from backends.formats.manifest import PartitionEntry
+from backends.formats.manifest import Manifest, PartitionEntry
 from backends.formats.manifest_chain import Layout
 from backends.storage.sending.request_counts import used_together
 from backends.tracing.spans import Pool
@@ -153,6 +153,11 @@ class QueryState:
         """Return how many seconds ago storage was last looked at by a follower that is late; else 0."""
         behind = 0.0 if self.looked_at is None else now - self.looked_at
         return behind if behind > LAG_SECONDS else 0.0
+
+    def has_layouts_of(self, manifest: Manifest) -> bool:
+        """Return whether the declared operators have the partition counts and backends of a manifest."""
+        made = {name: (entry.num_partitions, entry.backend) for name, entry in manifest.operators.items()}
+        return all(made.get(o.name) == (o.num_partitions, o.backend) for o in self.registration.operators)
 
     def stop(self, now: float) -> None:
         """Take note that the query has ended: the run changes nothing any more, and its last version is read on."""

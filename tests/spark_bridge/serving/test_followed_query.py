@@ -194,6 +194,21 @@ def test_a_query_that_is_started_again_is_followed_on(query: Cluster, follower: 
     assert follower.version() == 3
 
 
+def test_a_run_with_other_partitions_is_followed_from_its_first_version_on(query: Cluster, follower: Follower) -> None:
+    """The run has claimed the state, and the last version is its predecessor's: it is served with those partitions."""
+    query.partitions //= 2
+    query.start("run2")
+    follower.look()
+    assert follower.c.locate("totals").run_id == "run2" and follower.version() == 1
+    batch(query)
+    follower.look()
+    assert follower.version() == 2
+    assert follower.c.locate("totals").operator.num_partitions == query.partitions
+    batch(query)
+    follower.look()
+    assert follower.version() == 3
+
+
 def test_a_query_that_runs_here_is_not_followed(query: Cluster) -> None:
     with pytest.raises(InvalidRequestError, match="runs here"):
         query.c.take_up_versions("run1")
