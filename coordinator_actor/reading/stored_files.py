@@ -72,11 +72,11 @@ class NamedSnapshot(NamedTuple):
 
 
 class LoadedFiles(NamedTuple):
-    """The files from which the readable versions are loaded.
+    """The files that loads of the readable versions need.
 
-    Each version above ``oldest`` needs its own changelogs. ``changelogs`` maps the other ones, which loading the oldest
-    version applies, to their objects. ``snapshots`` has, by the path of its descriptor, each snapshot with which the
-    oldest version begins, and each later one.
+    Each version above ``oldest`` needs its own changelogs. A load of the oldest version also applies earlier ones:
+    ``changelogs`` maps them to their objects. ``snapshots`` has the first snapshot of each such load and all later
+    ones, by the path of the descriptor.
     """
 
     oldest: int

@@ -5,9 +5,9 @@ All readable versions stay readable. In each partition that may have rows of the
 - Each changelog that a readable version needs is written again, under a new name and on top of the new name of the one
   below. So everything that was made of the old ones, in a host's memory or on its disk, belongs to another lineage, and
   hosts load the partition again.
-- The backend's engine builds two snapshots again, of nothing but the rows that stay: the one with which the oldest
-  version begins, and the newest one. The reason is that RocksDB's files keep removed rows and the bounds of files that
-  are gone. The snapshots in between are given up; a load applies changelogs instead.
+- The backend's engine rebuilds two snapshots from the rows that stay: the first one that a load needs, and the newest
+  one. RocksDB's own files would keep removed rows and the key ranges of deleted files. The snapshots in between are
+  dropped; a load applies changelogs instead.
 - Retention may have removed the changelog at the version of the first of these snapshots. An empty one takes its place:
   a load needs its name alone.
 
@@ -221,7 +221,7 @@ class Rewriting:
         return self._member(layout, partition, meta, Changes(kept))
 
     def _empty(self, layout: Layout, partition: int, manifest: Manifest, attempt: str) -> GroupMember:
-        """Return what stands for the changelog of a snapshot from which loads begin: nobody applies it."""
+        """Return an empty changelog for the version of a snapshot. Loads use its name and never apply it."""
         n = layout.num_partitions
         base = f"{layout.directory(partition)}/{manifest.version - 1}-removed"
         meta = ChangelogMeta(manifest.run_id, layout.operator, partition, n, manifest.version, attempt, base)
@@ -249,7 +249,7 @@ class Rewriting:
         group.close()
 
     def _parts_of_others(self, versions: StateVersions, loaded: LoadedFiles) -> Iterator[FileRef]:
-        """Give the changelogs that readable versions need, lie in shared objects, and were not written again."""
+        """Yield the changelogs in shared objects that readable versions need and that were not rewritten."""
         for version, manifest in versions.chain.items():
             for operator in manifest.operators.values():
                 held = operator.partitions
@@ -400,7 +400,7 @@ class _Group:
 
 
 def _shared_files(ref: SnapshotRef, held: SnapshotDescriptor) -> list[FileRef]:
-    """Return those of a snapshot's files, its descriptor among them, that lie in objects with others."""
+    """Return the files of a snapshot, its descriptor included, that share an object with others."""
     files = [ref.file, *(f.file for f in held.files if f.file is not None)]
     return [file for file in files if file.within is not None]
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pyarrow as pa
 import pytest
 
@@ -281,6 +284,53 @@ def test_damage_is_named_and_never_read(stream):
     with pytest.raises(DamagedFileError, match=path.name):
         rows_of(look(s).reading("op"))
     assert rows_of(look(s).reading("op", 2)) == s.at[2]
+
+
+@pytest.mark.parametrize("harm", ["missing", "cut", "changed"])
+def test_each_file_that_an_error_names_is_restored_from_a_copy_and_all_is_well(stream, tmp_path, harm):
+    s = stream(0, min_versions_to_retain=3)
+    run_and_clean(s, 0, 4)
+    s.close()
+    state = s.world.root / "ck/statestore"
+    copy = shutil.copytree(state, tmp_path / "copy")
+    named = 0
+
+    def check() -> None:
+        """Start the query again, and read all versions."""
+        shutil.rmtree(state)
+        shutil.copytree(tmp_path / "harmed", state)
+        refusal = s.coordinator().register_query(msgspec.structs.replace(s.registration, run_id="again")).refusal
+        assert refusal is None, refusal
+        versions = look(s)
+        for version in versions.readable:
+            assert rows_of(versions.reading("op", version)) == s.at[version]
+
+    for file in sorted(path.relative_to(copy) for path in copy.rglob("*") if path.is_file()):
+        content = (copy / file).read_bytes()
+        shutil.rmtree(tmp_path / "harmed", ignore_errors=True)
+        shutil.copytree(copy, tmp_path / "harmed")
+        harmed = tmp_path / "harmed" / file
+        if harm == "missing":
+            harmed.unlink()
+        elif harm == "cut":
+            harmed.write_bytes(content[:-1])
+        else:
+            middle = len(content) // 2
+            harmed.write_bytes(content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :])
+        try:
+            check()
+        except (DamagedFileError, MissingFileError) as error:
+            before = re.search(r"a file before (\S+) by its name", str(error))
+            if before is None:
+                assert str(file) in str(error), error
+            else:  # only its id is known: it is the file that the copy has there, and the checkpoint has not
+                names = [path.name for path in (copy / "manifests").iterdir() if path.name < Path(before[1]).name]
+                assert [name for name in names if not (state / "manifests" / name).exists()] == [file.name]
+            assert re.search(r"Restore (it|them) from a copy", str(error)), error
+            shutil.copy(copy / file, harmed)
+            check()
+            named += 1
+    assert named > 4
 
 
 # -- where it is -------------------------------------------------------------------------------
