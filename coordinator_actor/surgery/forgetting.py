@@ -105,6 +105,7 @@ def forget_in_storage(place: StatePlace, request: ForgetRequest) -> ForgottenRep
 
 def _exchange(manifests: ManifestLog, version: int, path: str) -> None:
     """Write the manifest of a version with the record at ``path``. Versions above it are given up."""
+    manifests.epochs.check()  # a run that has claimed the state since may have made versions that are not known here
     chain = manifests.chain()
     counter = CheckpointIDCounter()
     counter.ensure_above(manifests.last_id())

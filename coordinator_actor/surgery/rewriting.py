@@ -86,7 +86,7 @@ class Rewriting:
         self._open = open_storage
         self._scratch = scratch
         self._say = say
-        self._reader: SnapshotReader | None = None
+        self._rewritten: dict[Layout, frozenset[int]] = {}
         self._sizes: Mapping[str, int] = {}
         self._changelogs: dict[str, FileRef] = {}
         self._snapshots: dict[str, SnapshotRef] = {}
@@ -102,10 +102,9 @@ class Rewriting:
         Raises ``DamagedFileError``, ``MissingFileError``, ``StorageError``. Files written until then count for nothing;
         retention removes them when their versions are no longer kept.
         """
-        if self._reader is None:
-            self._sizes = dict(self._storage.list("operators")) | dict(self._storage.list(GROUPS_DIRECTORY))
-            self._reader = SnapshotReader(self._storage, self._sizes, listed=max(versions.chain))
-        loaded = loaded_files(versions, self._reader)
+        # Listed in each call: an upload that was under way in the last one may have ended since.
+        self._sizes = dict(self._storage.list("operators")) | dict(self._storage.list(GROUPS_DIRECTORY))
+        loaded = loaded_files(versions, SnapshotReader(self._storage, self._sizes))
         affected = self._affected(versions)
         rebuilt = self._to_rebuild(loaded, affected)
         self._rewrite_changelogs(versions, affected, loaded, {one.ref.head for one in rebuilt})
@@ -152,7 +151,9 @@ class Rewriting:
     def _affected(self, versions: StateVersions) -> dict[Segment, frozenset[int]]:
         """Return the partitions of each layout that are rewritten, the earliest layout first.
 
-        The heads of an earlier layout name a partition that was made of it, whatever keys the partition has.
+        The heads of an earlier layout name a partition that was made of it, whatever keys the partition has. What an
+        earlier call has rewritten stays on the list, though that layout may have left the chain: the changelogs since
+        must name the new heads as their bases.
         """
         affected: dict[Segment, frozenset[int]] = {}
         below: tuple[int, frozenset[int]] | None = None
@@ -161,6 +162,8 @@ class Rewriting:
             own = self._partitions(n)
             if below is not None:
                 own |= {p for p in range(n) if self._has_source(versions.key_groups, n, p, *below)}
+            own |= self._rewritten.get(segment.layout, frozenset())
+            self._rewritten[segment.layout] = own
             affected[segment] = own
             below = n, own
         return affected
@@ -263,8 +266,8 @@ class Rewriting:
 
         An object that earlier rewriting made has changelogs of versions that no manifest names any more.
         """
-        if path not in self._sizes:  # a batch has written it since the listing; its size is not known
-            return True
+        if path not in self._sizes:
+            return True  # it is missing: whoever reads its parts says so
         try:
             return any(self._may_have_keys(ref.path) for _, ref in read_index(self._storage, path, self._sizes[path]))
         except DamagedFileError as error:
@@ -348,7 +351,6 @@ class Rewriting:
                 accounted[file.stored_in] = accounted.get(file.stored_in, 0) + file.size
         for path, nbytes in accounted.items():
             if path not in self._has_keys:
-                # An object that no listing shows is of a snapshot that was uploaded since: its parts are copied.
                 self._has_keys[path] = self._sizes.get(path, -1) != nbytes
         for path, (one, held) in others.items():
             files = _shared_files(one.ref, held)

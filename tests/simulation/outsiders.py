@@ -352,8 +352,7 @@ class StorageReader(Outsider):
         if super().is_excused(error, process):
             return True
         if isinstance(error, MissingFileError):
-            # There is none yet; or files were exchanged while it read, and a task is tried again.
-            return "there is no state" in str(error) or bool(self._world.streams[0].model.exchanges)
+            return "there is no state" in str(error)
         if not isinstance(error, VersionNotFoundError | StateVersionError):
             return False
         world = self._world
