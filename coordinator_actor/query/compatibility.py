@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable
 
 import msgspec
@@ -71,11 +72,14 @@ def place_refusal(run: QueryState, place: CheckpointPlace | None) -> str | None:
     state, here = registration.state_location, registration.checkpoint_location
     if place is None or is_inside(state, here) or place.is_at(here):
         return None
-    command = f"{here} --state-location {state.rstrip('/').rpartition('/')[0]}"
+    base = state.rstrip("/").rpartition("/")[0]
+    command = shlex.join((here, "--state-location", base))
     return (
         f"The state at {state} belongs to the checkpoint at {place.checkpoint_location}, and this one is at {here}: "
-        "two checkpoints must not share a state. If the checkpoint has been moved, run 'statestore checkpoint move "
-        f"{command}'. If this is a copy that is to go on by itself, run 'statestore checkpoint fork {command}'."
+        "two checkpoints must not share a state. If the checkpoint was moved, run\n"
+        f"  statestore checkpoint move {command}\n"
+        "If this is a copy that is to have a state of its own, run\n"
+        f"  statestore checkpoint fork {command}"
     )
 
 

@@ -112,7 +112,7 @@ def test_a_copied_checkpoint_is_refused_and_the_original_goes_on(world: Elsewher
     assert refusal is not None
     for words in (f"belongs to the checkpoint at {world.root}/ck", f"checkpoint move {copy}", f"fork {copy}"):
         assert words in refusal
-    assert f"--state-location {world.base}'" in refusal
+    assert f"--state-location {world.base}\n" in refusal
     assert world.files("base") == before
     world.batch(c, "run2", 2)  # nobody has retired it
     assert world.start(world.coordinator(), "run4", "copy") is not None, "on another cluster"
@@ -316,18 +316,19 @@ def test_the_commands(world: Elsewhere) -> None:
 
 @pytest.mark.parametrize("verb", ["move", "fork"])
 def test_the_command_that_a_refusal_prints_lets_the_checkpoint_go_on(world: Elsewhere, verb: str) -> None:
+    copy = "its copy"  # a name that a shell must be given in quotes
     if verb == "move":
-        shutil.move(world.root / "ck", world.root / "copy")
+        shutil.move(world.root / "ck", world.root / copy)
     else:
-        world.copy()
-    refusal = world.start(world.coordinator(), "run2", "copy")
-    printed = re.search(rf"run 'statestore (checkpoint {verb} [^']+)'", refusal or "")
+        world.copy(target=copy)
+    refusal = world.start(world.coordinator(), "run2", copy)
+    printed = re.search(rf"^  statestore (checkpoint {verb} .+)$", refusal or "", re.MULTILINE)
     assert printed is not None, refusal
     result = CliRunner().invoke(app, shlex.split(printed[1]))
     assert result.exit_code == 0, result.output
     c = world.coordinator()
-    assert world.start(c, "run3", "copy") is None
-    world.batch(c, "run3", 2, "copy")
+    assert world.start(c, "run3", copy) is None
+    world.batch(c, "run3", 2, copy)
     assert c.batch_committed("run3", 2)
 
 
@@ -384,3 +385,18 @@ def test_the_directory_that_a_missing_state_asks_for_is_that_of_the_session(worl
     with pytest.raises(MissingFileError, match=r"Give the directory of spark\.statestore\.location"):
         move_checkpoint(moved, str(world.root / "nowhere"))
     assert move_checkpoint(moved, world.base).is_new
+
+
+def test_a_state_that_is_moved_out_of_its_checkpoint_goes_on(tmp_path: Path) -> None:
+    """As a session with ``spark.statestore.location`` is told to, where a checkpoint holds state of its own."""
+    world = Elsewhere(tmp_path)
+    inside = {"state_location": f"{tmp_path}/ck/statestore"}
+    c = world.coordinator()
+    assert world.start(c, "run1", **inside) is None
+    world.batch(c, "run1", 0)
+    Path(world.base).mkdir()
+    shutil.move(inside["state_location"], f"{world.base}/q")
+    c = world.coordinator()
+    assert world.start(c, "run2") is None
+    world.batch(c, "run2", 1)
+    assert c.batch_committed("run2", 1)

@@ -333,6 +333,25 @@ def test_each_file_that_an_error_names_is_restored_from_a_copy_and_all_is_well(s
     assert named > 4
 
 
+@pytest.mark.parametrize("remedy", ["Name one of them with version=", "start the query"])
+def test_a_committed_version_without_a_manifest_is_recovered_or_an_older_one_is_named(stream, remedy):
+    s = stream(3)
+    max((s.world.root / "ck/statestore/manifests").iterdir()).unlink()  # the coordinator died before it wrote it
+    with pytest.raises(VersionNotFoundError) as refused:
+        look(s).reading("op")
+    said = str(refused.value)
+    named = re.search(
+        r"the versions 0 to (\d+)\. Name one of them with version=, or start the query: it recovers", said
+    )
+    assert named is not None, said
+    if remedy == "start the query":
+        answer = s.coordinator().register_query(msgspec.structs.replace(s.registration, run_id="again"))
+        assert (answer.refusal, answer.completed_version) == (None, 3)
+        assert rows_of(look(s).reading("op")) == s.at[3]
+    else:
+        assert rows_of(look(s).reading("op", int(named[1]))) == s.at[2]
+
+
 # -- where it is -------------------------------------------------------------------------------
 
 

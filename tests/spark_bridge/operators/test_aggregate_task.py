@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -419,6 +420,40 @@ def test_outputs_are_removed_reordered_and_begin_anew_when_they_are_added_back(w
     changing.program(n=S.count(), total=S.sum("v"), all=S.collect_list("v"))
     expected["c"] = {"n": 1, "total": 5, "all": [5]}
     assert changing.batch(("c", 5)) == expected, "a restart without a change changes nothing"
+
+
+def test_the_remedies_for_a_list_of_too_many_bytes_let_the_query_go_on() -> None:
+    changing = ChangingOutputs(None, "update")
+    changing.program(all=S.collect_list("v", max_bytes=100))
+    changing.batch(("a", 1), ("a", 2))
+    with pytest.raises(SparkBridgeError, match=r"with a greater max_bytes=.*another name.*limit=\)") as refused:
+        changing.batch(*[("a", i) for i in range(3, 23)])
+    named = re.search(r"more than max_bytes=([\d,]+)\.", str(refused.value))
+    assert named is not None
+    changing.program(all=S.collect_list("v", max_bytes=10 * int(named[1].replace(",", ""))))
+    assert changing.batch(*[("a", i) for i in range(3, 23)]) == {"a": {"all": list(range(1, 23))}}
+    changing.program(last=S.collect_list("v", limit=2))
+    assert changing.batch(*[("a", i) for i in range(3, 23)]) == {"a": {"last": [21, 22]}}
+
+
+def test_the_remedies_for_a_sum_that_has_left_its_range_let_the_query_go_on() -> None:
+    changing = ChangingOutputs(None, "update")
+    changing.program(total=S.sum("v"))
+    changing.batch(("a", 1 << 62))
+    with pytest.raises(
+        SparkBridgeError, match=r"left the range of int64\. Cast its input.*rewrite_state.*another name"
+    ):
+        changing.batch(("a", 1 << 62))
+    assert changing.run is not None
+
+    def declared(name: str) -> OperatorSchema:
+        doubles = Aggregator([Output(name, "sum", "v", None, pa.float64())])
+        return OperatorSchema.of_rows(StateSchema(BY_KEY, doubles.state_schema, zeros=doubles.zeros))
+
+    assert evolved(changing.run.schema, declared("wide"), "aggregate")
+    # test_rewrite_state.py follows the call that this refusal becomes.
+    with pytest.raises(IncompatibleSchemaError, match=r"'total.sum.sum' was long and is double"):
+        evolved(changing.run.schema, declared("total"), "aggregate")
 
 
 @pytest.mark.parametrize("window", ["window", "session"])

@@ -366,5 +366,11 @@ def test_places_without_state_and_queries_that_do_not_run_here_are_refused(tmp_p
     with pytest.raises(SessionError, match="give the checkpoint location"):
         forget_keys("some query", "op", [("a", 0)])
     stream = clicks("file")
-    with pytest.raises(VersionNotFoundError):
+    with pytest.raises(VersionNotFoundError, match=r"Start the query, and wait for its first batch"):
         forget_keys(stream.flow.location, "op", [("a", 0)])
+    stream.run(2)
+    stream.flow.stop()
+    gone = stream.keys[0]
+    forget_keys(stream.flow.location, "op", [gone])  # the location, as the error of a query by its name says
+    users = state_table(stream.flow.location, "op", "total").select(["user", "shard"]).to_pylist()
+    assert users and dict(zip(("user", "shard"), gone, strict=True)) not in users
