@@ -120,8 +120,8 @@ def _why_not_stopped(query: StreamingQuery | str) -> str:
         )
     return (
         f"Run {query.runId} of query {title!r} has ended, and no other run of it is in this process: there is nothing "
-        "to stop. Its checkpoint has the state of its last batch; to make a savepoint, start the query again first. If it "
-        "runs in another process, call trigger_savepoint(stop=True) there."
+        "to stop. Its checkpoint has the state of its last batch; to make a savepoint, start the query again first. If "
+        "it runs in another process, call trigger_savepoint(stop=True) there."
     )
 
 
