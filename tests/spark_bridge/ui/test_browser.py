@@ -364,10 +364,10 @@ def test_without_scripts_all_is_there(model: ModelSystem, model_page: str, brows
 
 def long_names() -> Overview:
     made = healthy()
-    operators = tuple(
-        replace(made.queries[1].operators[0], name=name) for name in ("authorised", "unauthorised_attempts")
-    )
-    return replace(made, queries=(replace(made.queries[1], name="payments", operators=operators), made.queries[0]))
+    names = ("authorised", "unauthorised_attempts", "chargebacks", "merchants", "card_holders")
+    operators = tuple(replace(made.queries[1].operators[0], name=name) for name in names)
+    busy = replace(made.queries[1], name="card_payments_of_all_countries", operators=operators, lag_ms=90_000)
+    return replace(made, queries=(busy, made.queries[0]))
 
 
 @pytest.mark.parametrize("width", [400, 1400])
