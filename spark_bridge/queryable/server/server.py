@@ -177,7 +177,7 @@ class KvStateServer:
         while not running.stopping.is_set():
             try:
                 self._accept_one(listener, running)
-            except TimeoutError:  # nobody has come
+            except TimeoutError:  # no client has connected
                 failing_loops.recovered(self)
             except Exception as error:  # noqa: BLE001 - it mostly passes, such as too many open files or threads
                 if not running.stopping.wait(ACCEPT_AGAIN_SECONDS):

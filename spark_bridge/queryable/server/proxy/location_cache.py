@@ -29,7 +29,7 @@ FETCH_SECONDS = 0.1
 ENDED_SECONDS = 0.5
 """A query that has ended is taken for ended for this many seconds, without asking again."""
 MAX_CACHED_RUNS = 1024
-FETCHES = "fetch which hosts own the partitions of a query: requests go by what was known of it before"
+FETCHES = "fetch the owners of the partitions of a query: requests use the owners that were known before"
 
 
 @dataclass
