@@ -28,6 +28,7 @@ from coordinator_actor.messages import (
     HostInfo,
     HostOrders,
     HostReport,
+    InputPace,
     LookedUp,
     OpenBatch,
     OpenGrant,
@@ -163,12 +164,14 @@ class CoordinatorPort:
         """
 
     @message(Group.QUERIES)
-    def driver_heartbeat(self, run_id: str, *, is_stopping: bool = False, is_at_work: bool = False) -> bool:
+    def driver_heartbeat(
+        self, run_id: str, *, is_stopping: bool = False, is_at_work: bool = False, pace: InputPace | None = None
+    ) -> bool:
         """Renew the lease of a run, and complete its version if Spark has committed the batch without a message.
 
         False asks the driver to register the run again. ``is_stopping``: the driver makes a savepoint, to stop the
-        query with. ``is_at_work``: Spark has rows for a batch, and has not committed it. May wait for the storage of
-        the query; the lease is renewed before.
+        query with. ``is_at_work``: Spark has rows for a batch, and has not committed it. ``pace`` is that of the last
+        batch. May wait for the storage of the query; the lease is renewed before.
         """
 
     @message(Group.QUERIES)
