@@ -1,7 +1,7 @@
-"""The background loop of every process: a thread that calls a function again and again, whatever the function raises.
+"""The background loop of every process: a thread that calls a function periodically, whatever the function raises.
 
-A loop whose work fails goes on with a backoff. The process remembers since when each loop fails and with which error:
-hosts, the coordinator and drivers report that to the overview.
+A loop that fails retries with a backoff. The process remembers the failure's beginning and its last error. Hosts, the
+coordinator and drivers report them to the overview.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LONGEST_ERROR = 500
 class FailingLoop(Struct, frozen=True):
     """A loop whose work fails: ``failures`` times in a row since ``since`` (seconds since 1970), last with ``error``.
 
-    ``what`` says what is not done meanwhile, ``remedy`` what people can do.
+    ``what`` names the work that waits, ``remedy`` the action that people can take.
     """
 
     what: str
@@ -75,7 +75,7 @@ class BackgroundLoop:
     An exception of ``work`` never ends the loop. The pause doubles with each failure in a row, up to ``most_seconds``;
     loops that renew leases pass their interval. ``seconds`` may be a function that is asked before each pause.
     ``what`` completes the sentence "The loop failed to ...". ``is_ending`` returns whether what the loop works with
-    shuts down, so that its errors are no news. Failures after ``close`` and while the process exits are not logged.
+    shuts down. Failures are not logged then, nor after ``close``, nor while the process exits.
     """
 
     def __init__(
@@ -112,11 +112,11 @@ class BackgroundLoop:
 
     @property
     def is_closed(self) -> bool:
-        """Whether the loop was told to end."""
+        """Whether ``close`` was called."""
         return self._closed.is_set()
 
     def wake(self) -> None:
-        """Call ``work`` now, or once more if it is being called."""
+        """Call ``work`` now; if a call is running, call it again afterwards."""
         self._due.set()
 
     def close(self, timeout: float | None = 0.0) -> None:
@@ -131,14 +131,14 @@ class BackgroundLoop:
         """Call ``work``, and note whether it failed."""
         try:
             self._work()
-        except Exception as error:  # noqa: BLE001 - the loop must go on
+        except Exception as error:  # noqa: BLE001 - the loop must survive
             if not self._ends():
                 self._note(error)
         else:
             self._failures = 0
             before = failing_loops.recovered(self)
             if before is not None:
-                log.info("A background loop goes on after %d failures: %s", before.failures, self._what)
+                log.info("A background loop has recovered after %d failures: %s", before.failures, self._what)
 
     def _note(self, error: Exception) -> None:
         noted = failing_loops.failed(self, self._what, self._remedy, error)

@@ -48,6 +48,17 @@ class BatchTimes(Struct, frozen=True):
         )
 
 
+class InputPace(Struct, frozen=True):
+    """The input of a query in its last batch, as Spark reports it: rows a second that came, and that were processed.
+
+    ``backlog_rows`` are those that the sources have and the query has not read; None where no source says so.
+    """
+
+    rows_per_second: float = 0.0
+    processed_per_second: float = 0.0
+    backlog_rows: int | None = None
+
+
 class OperatorFigures(Struct, frozen=True):
     """Counts of one task's work on the state of its partition (Spark: ``StateOperatorProgress``).
 

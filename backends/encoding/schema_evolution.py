@@ -46,10 +46,10 @@ def evolved_schema(stored: StateSchema, declared: StateSchema) -> StateSchema:
 
 
 def evolved_outputs(stored: StateSchema, declared: StateSchema) -> StateSchema:
-    """Return the schema to go on with after outputs of an aggregate were added, removed, or put into another order.
+    """Return the schema of an aggregate after the program has added, removed or reordered outputs.
 
     State columns are named ``<output>.<function>.<part>``. An added output begins with the state of no rows, also if an
-    earlier schema had the output: nobody has kept its state up to date since. Raises ``IncompatibleSchemaError`` for an
+    earlier schema had the output: its old state is out of date. Raises ``IncompatibleSchemaError`` for an
     output that means something else now.
     """
     if _other_columns(stored.value) != _other_columns(declared.value):
@@ -80,7 +80,7 @@ def _output_of(state_column: str) -> tuple[str, str]:
 
 
 def _state_columns(schema: Iterable[pa.Field]) -> dict[str, pa.DataType]:
-    """Return the types of the state columns of an aggregate by name; in session windows they lie in an array."""
+    """Return the types of an aggregate's state columns by name. Sessions keep them in an array of structs."""
     columns: dict[str, pa.DataType] = {}
     for field in schema:
         if field.name.count(".") >= 2:
@@ -103,7 +103,7 @@ def _other_columns(schema: Iterable[pa.Field]) -> list[object]:
 
 
 def _without_names(schema: pa.Schema, names: Collection[str]) -> pa.Schema:
-    """Return an earlier schema in which some columns have other names, so that nobody reads them any more."""
+    """Rename columns of an earlier schema, so that the later column of the same name does not read them."""
 
     def renamed(field: pa.Field) -> pa.Field:
         if field.name in names:

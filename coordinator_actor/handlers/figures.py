@@ -106,5 +106,7 @@ def _described(run: QueryState) -> dict[str, Any]:
         "backends": {o.name: o.backend for o in registration.operators},
         "schemas": {o.name: o.schema for o in registration.operators},
         "schema_history": {o.name: schema_history(versions.chain, o.name) for o in registration.operators},
+        "watermark_rose_at": run.times.rose_at,
+        "input": None if run.spark.pace is None else to_builtins(run.spark.pace),
         "batch_times": None if run.times.last is None else to_builtins(run.times.last),
     }

@@ -21,7 +21,7 @@ from coordinator_actor.handlers.completion import advance, catch_up
 from coordinator_actor.handlers.owners import assigned
 from coordinator_actor.handlers.registries.registries import Registries
 from coordinator_actor.handlers.registries.run_registry import LEASE_OVER, STOPPED
-from coordinator_actor.messages import QueryRegistration, RegisteredQuery
+from coordinator_actor.messages import InputPace, QueryRegistration, RegisteredQuery
 from coordinator_actor.query.compatibility import bound_elsewhere, evolved_operators, refusal_of
 from coordinator_actor.query.query_state import QueryState
 from coordinator_actor.query.versions.first_look import first_look
@@ -165,7 +165,9 @@ class Queries:
             self._registries.needed()
         return run is not None or self._runs.is_over_for_good(run_id)
 
-    def driver_heartbeat(self, run_id: str, *, is_stopping: bool = False, is_at_work: bool = False) -> bool:
+    def driver_heartbeat(
+        self, run_id: str, *, is_stopping: bool = False, is_at_work: bool = False, pace: InputPace | None = None
+    ) -> bool:
         """See ``CoordinatorPort``."""
         with self._registries.lock:
             run = self._runs.find(run_id)
@@ -180,6 +182,7 @@ class Queries:
                     run.savepoint_hold.end_recorded()
             finally:  # storage that fails is no reason to show no batch
                 run.spark.heard(is_at_work, run.versions.completed, self._registries.clock())
+                run.spark.pace = pace
         return True
 
     def batch_committed(self, run_id: str, batch_id: int, *, by_driver: bool = False) -> bool:

@@ -90,7 +90,7 @@ class StateStoreCoordinator:
         self._dispatcher = Dispatcher(self._coordinator, queries)
         self._acknowledgements = RayMetrics({"namespace": namespace})  # of the actor's own thread
         LeaseWatch(self._coordinator, self._publish_counts, self._end).loop().start()
-        # In a loop of its own, since removing files may take long.
+        # Apart from the leases, since removing files may take long.
         BackgroundLoop(
             self._coordinator.maintain,
             1.0,

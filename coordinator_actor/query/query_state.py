@@ -77,7 +77,7 @@ class QueryState:
         self.versions = QueryVersions(layouts, registration.key_groups)
         self.registration = registration
         self.adopt(operators)
-        self.times = LoggedTimes(self.spark_logs, uses_time=any(o.uses_time for o in operators))
+        self.times = LoggedTimes(self.spark_logs, clock, uses_time=any(o.uses_time for o in operators))
         self.batch = RunningBatch(self.run_id, self.tasks(), self.counter, clock, self._prepare)
         self.assignment = RunAssignment()
         self.announcements = Announcements(self.run_id, self.versions, self.assignment)

@@ -77,7 +77,7 @@ def _of_query(overview: Overview, query: Query) -> Iterator[Fault]:
             f"It is followed from its storage, which was last looked at {duration(query.lag_ms)} ago with success: "
             f"version {query.completed_version} is answered from, and each answer says how far it may be behind.",
             "Look at the storage of the checkpoint, at its credentials, and at the log of the process that called "
-            "serve_state. It goes on by itself once storage answers.",
+            "serve_state. It continues by itself once storage answers.",
         )
     if query.status == ENDED and query.failure:
         ago = "" if query.ended_ms is None else f" {duration(max(0, overview.taken_ms - query.ended_ms))} ago"

@@ -13,6 +13,7 @@ from msgspec import structs
 
 from backends.encoding.operator_schema import OperatorSchema
 from coordinator_actor.durable.checkpoint_records import StepTime
+from coordinator_actor.messages import InputPace
 from spark_bridge.host.partition_columns import INSTANCE_COLUMNS
 from spark_bridge.overview.faults import faults_of
 from spark_bridge.overview.model import (
@@ -193,6 +194,8 @@ def _query(
         failure=query.get("failure", ""),
         driver_ms=_ms(query.get("seconds_since_driver")),
         lag_ms=_ms(query.get("lag_seconds")) or 0,
+        watermark_rose_ms=_ms(query.get("watermark_rose_at")),
+        input=None if query.get("input") is None else InputPace(**query["input"]),
         given_up=tuple(
             GivenUp(failed["id"], _ms(failed["trigger_timestamp"]) or 0, failed["reason"])
             for failed in stats.get("checkpoints", {}).get("failures", ())

@@ -15,6 +15,7 @@ from msgspec import Struct
 
 from backends.storage.sending.request_counts import KINDS
 from coordinator_actor.durable.checkpoint_records import StepTime
+from coordinator_actor.messages import InputPace
 from spark_bridge.overview.processes import CoordinatorInfo, HostOverview
 
 OVERVIEW_FORMAT_VERSION = 1
@@ -189,6 +190,7 @@ class Query:
     storage was looked at, and ``readable`` has the first and the last of those versions in a row
     that can be read all the same. Its driver was last heard of ``driver_ms`` ago.
     Where the query is followed from elsewhere, and too late, ``lag_ms`` is the time since the last successful look.
+    ``watermark_rose_ms`` is when the watermark last changed; ``input`` is the pace of the input in the last batch.
     """
 
     query_id: str
@@ -217,6 +219,8 @@ class Query:
     readable: tuple[tuple[int, int], ...] = ()
     driver_ms: int | None = None
     lag_ms: int = 0
+    watermark_rose_ms: int | None = None
+    input: InputPace | None = None
 
     @property
     def title(self) -> str:

@@ -73,7 +73,7 @@ def _of_loops(loops: Sequence[LoopFailures]) -> Iterator[Fault]:
                 "background-loop-fails",
                 loop.process,
                 f"A background loop has failed {loop.failures} times in a row, for {duration(loop.failing_ms)}, to "
-                f"{loop.what}. The last error: {for_people(loop.error, LONGEST_REASON)}.",
+                f"{loop.what}. The last error: {for_people(loop.error, LONGEST_REASON).rstrip('.')}.",
                 loop.remedy or "Look at the log of that process.",
             )
 

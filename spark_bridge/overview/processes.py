@@ -30,7 +30,7 @@ class LocationTrouble:
 class LoopFailures:
     """A background loop that fails: ``failures`` times in a row, the first ``failing_ms`` ago, the last with ``error``.
 
-    ``process`` is the one it runs in, ``what`` says what is not done meanwhile.
+    ``process`` names its process, ``what`` the work that waits.
     """
 
     process: str
@@ -103,7 +103,7 @@ class CoordinatorInfo:
     """The coordinator of a namespace. ``problems`` say where hosts stand that should stand elsewhere.
 
     ``restarts`` and ``up_ms`` are those of its process, as of hosts. ``lost`` are the queries that it has given up.
-    ``failing_loops`` are those of its own process and of drivers, which report theirs.
+    ``failing_loops`` has the loops of its process, and those that drivers report.
     """
 
     id: str

@@ -7,10 +7,16 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 
-from spark_bridge.overview.model import Checkpoint, Operator, Overview, Query
+from spark_bridge.overview.model import RUNNING, Checkpoint, Operator, Overview, Query
 
 RECENT_CHECKPOINTS = 20
 """At most this many of the last checkpoints are looked at."""
+IDLE_MS = 10_000
+STANDING_MS = 60_000
+USUAL_INTERVALS = 3
+"""A query without a batch for so many of its usual intervals, and for ``IDLE_MS`` at least, has no new input; a
+watermark that has not risen for so many, and for ``STANDING_MS`` at least, waits for newer input.
+"""
 
 
 @dataclass(frozen=True)
@@ -19,6 +25,8 @@ class QueryPace:
 
     ``rows_per_second`` are the input rows of the last checkpoints over the time from the first to the last of them;
     ``usual_ms`` is the median duration of these checkpoints, ``interval_ms`` the median time between two.
+    A query that is idle has no new input, and 0 rows a second. ``backlog_rows`` wait in the sources. The watermark has
+    not risen for ``watermark_stands_ms``, where that is long: results that it closes wait for rows of later times.
     ``freshness_ms`` is the age of the last completed one, or, where none is known to be completed, of the last prepared
     one. ``watermark_behind_ms`` says how far the watermark is behind now, ``batch_ms`` how long the running batch has
     run. ``hottest`` is the partition whose last commit took longest, as ``operator/partition``, and ``hottest_ms`` that
@@ -39,6 +47,9 @@ class QueryPace:
     memory_bytes: int | None = None
     hottest: str | None = None
     hottest_ms: float | None = None
+    is_idle: bool = False
+    backlog_rows: int | None = None
+    watermark_stands_ms: int | None = None
 
 
 def pace_of(overview: Overview) -> tuple[QueryPace, ...]:
@@ -54,22 +65,37 @@ def query_pace(query: Query, now_ms: int) -> QueryPace:
     added = [c.delta_bytes for c in recent if c.delta_bytes is not None]
     newest = moments[-1] if moments else query.checkpoints[-1].prepared_ms if query.checkpoints else None
     hottest = _hottest(query.operators)
+    interval = median(b - a for a, b in pairwise(moments)) if len(moments) > 1 else None
+    freshness = _since(newest, now_ms)
+    runs = query.status == RUNNING
+    patience = USUAL_INTERVALS * (interval or 0)
+    is_idle = runs and query.batch_ms is None and freshness is not None and freshness > max(IDLE_MS, patience)
+    stands = _since(query.watermark_rose_ms, now_ms) if runs and query.watermark_ms is not None else None
     return QueryPace(
         query.title,
         query.status,
         query.completed_version,
-        freshness_ms=_since(newest, now_ms),
+        freshness_ms=freshness,
         watermark_behind_ms=_since(query.watermark_ms, now_ms),
         batch_ms=query.batch_ms,
         usual_ms=median(durations) if durations else None,
-        interval_ms=median(b - a for a, b in pairwise(moments)) if len(moments) > 1 else None,
-        rows_per_second=_rate(recent, moments),
+        interval_ms=interval,
+        rows_per_second=0.0 if is_idle else _rate(recent, moments),
         bytes_per_checkpoint=sum(added) / len(added) if added else None,
         keys=_sum([o.keys for o in query.operators]),
         memory_bytes=_sum([o.memory_bytes for o in query.operators]),
         hottest=None if hottest is None else hottest[1],
         hottest_ms=None if hottest is None else hottest[0],
+        is_idle=is_idle,
+        backlog_rows=_backlog(query, is_idle),
+        watermark_stands_ms=stands if stands is not None and stands > max(STANDING_MS, patience) else None,
     )
+
+
+def _backlog(query: Query, is_idle: bool) -> int | None:
+    known = None if query.input is None else query.input.backlog_rows
+    # With rows in its sources Spark would have begun a batch.
+    return known if known is None or not is_idle else 0
 
 
 def _since(moment_ms: int | None, now_ms: int) -> int | None:

@@ -106,7 +106,8 @@ def serve_state(
 
         def look_up() -> QueryRegistration:
             versions = StateVersions.look(place)
-            found = query_in_storage(versions, versions.resolve(None), name, options.session_id)
+            newest = versions.resolve(None)
+            found = query_in_storage(versions, newest, name, options.session_id, is_followed=follow)
             return replace(found, operators=_chosen(found, operators))
 
         registration = look_up()

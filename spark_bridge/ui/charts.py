@@ -196,10 +196,20 @@ def shade(value: float, highest: float) -> int:
     return 0 if highest <= 0 else min(SHADES - 1, int(value / highest * SHADES))
 
 
-def sparkline(checkpoints: Sequence[Checkpoint]) -> str:
-    """Return the points of a polyline, 100 by 20, of the last durations; "" if fewer than two are known."""
+@dataclass(frozen=True)
+class Sparkline:
+    """The durations of the last ``n`` batches as the points of a polyline, 100 by 20; the top is ``top_ms``."""
+
+    points: str
+    n: int
+    top_ms: int
+
+
+def sparkline(checkpoints: Sequence[Checkpoint]) -> Sparkline | None:
+    """Return the line of the last durations; None if fewer than two are known."""
     known = [c.duration_ms for c in checkpoints if c.duration_ms is not None][-MOST_DURATION_BARS:]
     if len(known) < 2:
-        return ""
+        return None
     top = max(known) or 1
-    return " ".join(f"{i / (len(known) - 1) * 100:.1f},{19 - ms / top * 18:.1f}" for i, ms in enumerate(known))
+    points = " ".join(f"{i / (len(known) - 1) * 100:.1f},{19 - ms / top * 18:.1f}" for i, ms in enumerate(known))
+    return Sparkline(points, len(known), max(known))

@@ -352,8 +352,7 @@ class StorageReader(Outsider):
         if super().is_excused(error, process):
             return True
         if isinstance(error, MissingFileError):
-            # There is none yet; or files were exchanged while it read, and a task is tried again.
-            return "there is no state" in str(error) or bool(self._world.streams[0].model.exchanges)
+            return "there is no state" in str(error)
         if not isinstance(error, VersionNotFoundError | StateVersionError):
             return False
         world = self._world
@@ -400,7 +399,12 @@ class Follower(Outsider):
         def look_up() -> QueryRegistration:
             versions = StateVersions.look(place, open_storage=open_storage)
             found = query_in_storage(
-                versions, versions.resolve(None), "served", self._session.session_id, open_storage=open_storage
+                versions,
+                versions.resolve(None),
+                "served",
+                self._session.session_id,
+                is_followed=True,
+                open_storage=open_storage,
             )
             return replace(found, operators=tuple(replace(o, kind="aggregate") for o in found.operators))
 

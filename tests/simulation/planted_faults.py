@@ -126,7 +126,7 @@ FAULTS: Sequence[PlantedFault] = (
         "no-fencing",
         "A coordinator that has lost the query goes on completing versions.",
         no_fencing,
-        range(152, 252),
+        range(166, 306),
         prepare=restless_in_two_clusters,
     ),
     PlantedFault(
@@ -162,7 +162,7 @@ FAULTS: Sequence[PlantedFault] = (
         "hasty-commit",
         "A commit is answered though its changelog was not written.",
         hasty_commit,
-        range(2, 102),
+        range(12, 112),
         prepare=on_failing_storage,
     ),
     PlantedFault(
@@ -217,7 +217,7 @@ FAULTS: Sequence[PlantedFault] = (
         "greedy-retention",
         "Maintenance removes the snapshot with which the oldest kept version begins: one too many.",
         greedy_retention,
-        range(146, 246),
+        range(178, 708),
     ),
     PlantedFault(
         "last-speaker",
@@ -237,7 +237,7 @@ FAULTS: Sequence[PlantedFault] = (
         "prepared-is-completed",
         "Behind a restart of the coordinator a prepared version is completed without Spark's commit.",
         prepared_is_completed,
-        range(8, 308),
+        range(43, 343),
         test="tests/coordinator_actor/handlers/test_repeated_batches.py::"
         "test_a_coordinator_that_restarts_in_a_repeat_goes_on_with_it",
     ),

@@ -32,6 +32,8 @@ KEPT = 0.7
 """How often a client goes by the owners that it knows, and does not ask for them anew."""
 NEXT_BATCH = 0.3
 """How often a query that looks up goes on to its next batch before it looks up."""
+CUT_OFF_SECONDS = 60.0
+"""Within this many seconds a host that was cut off has heard that another one has taken its place, or is dead."""
 OLDER = 3
 """So many versions before the last one that it has seen a client asks for at most."""
 
@@ -138,7 +140,10 @@ class QueryClient:
                 raise Violation(f"Spark has committed version {committed} of {run_id}, and {version} was answered.")
             self._seen[run_id] = version
         is_newest = was_newest and stream.is_newest(run_id)
-        stream.model.check_answer(version, operator, list(model.KEYS), values.to_pylist(), is_newest, now)
+        is_told = now > self._world.troubles.cut_off_at + CUT_OFF_SECONDS
+        stream.model.check_answer(
+            version, operator, list(model.KEYS), values.to_pylist(), is_newest, now if is_told else 0.0
+        )
 
 
 class LookingUpQuery:

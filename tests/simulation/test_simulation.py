@@ -53,7 +53,7 @@ def test_a_seed_gives_the_same_run_again() -> None:
     assert run(4, max_steps=1500, traced=True).trace != first.trace
 
 
-@pytest.mark.parametrize("seed", effort([1, 4], SEEDS))
+@pytest.mark.parametrize("seed", effort([4, 8], SEEDS))
 def test_a_world_in_which_plans_run_again_keeps_the_rules(seed: int) -> None:
     check(run(seed, prepare=in_which_plans_run_again))
 

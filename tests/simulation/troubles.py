@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,8 @@ class Troubles:
         self._world = world
         self.only: list[Callable[[], None]] = []
         """What goes wrong, if it is this alone."""
+        self.cut_off_at = -math.inf
+        """When a process was cut off last. A replaced host answers from its old state for a while."""
         self.last_at = 0.0
         """When something went wrong last."""
         self._ambush: tuple[str, Callable[[], None]] | None = None
@@ -123,6 +126,7 @@ class Troubles:
         s.log("STORAGE of", self._world.streams[1].name, "hangs until", self._world.disk.hangs_until[place])
 
     def cut_off(self) -> None:
+        self.cut_off_at = self._world.scheduler.now
         r = self._world.scheduler.random
         if r.random() < 0.5 or not self._hosts():
             r.choice(self._world.clusters).replace_coordinator()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from coordinator_actor.messages import BatchTimes
 from coordinator_actor.query.batch.spark_logs import SparkLogs
 
@@ -12,10 +14,13 @@ class LoggedTimes:
     ``uses_time``: an operator of the query uses times; otherwise nothing is read.
     """
 
-    def __init__(self, logs: SparkLogs, *, uses_time: bool) -> None:
+    def __init__(self, logs: SparkLogs, clock: Callable[[], float], *, uses_time: bool) -> None:
         self._logs = logs
         self._uses_time = uses_time
         self._known: tuple[int, BatchTimes] | None = None
+        self._clock = clock
+        self.rose_at: float | None = None
+        """When the watermark was read that counts still, by the clock of the coordinator."""
 
     @property
     def last(self) -> BatchTimes | None:
@@ -34,7 +39,10 @@ class LoggedTimes:
         if not self._uses_time:
             return None
         if self._known is None or self._known[0] != batch_id:
-            self._known = (batch_id, self._logs.times(batch_id))
+            times = self._logs.times(batch_id)
+            if self.rose_at is None or times.watermark_ms != self.watermark_ms:
+                self.rose_at = self._clock()
+            self._known = (batch_id, times)
         return self._known[1]
 
     def needs_reading(self, batch_id: int) -> bool:

@@ -7,12 +7,15 @@ after the last acknowledgement the sink writes. By the checkpoint alone it would
 from __future__ import annotations
 
 from coordinator_actor.checkpoints.pending_checkpoint import PendingCheckpoint
+from coordinator_actor.messages import InputPace
 
 
 class SparkAtWork:
     """The reports of a run's driver, in a heartbeat a second. The lock of the run must be held for ``heard`` alone."""
 
     def __init__(self) -> None:
+        self.pace: InputPace | None = None
+        """The pace of the input in the last batch that the driver knows."""
         # The completed version, and since when Spark is at the batch after it;
         self._running: tuple[int, float] | None = None
         # the version that was completed last, and since when Spark was at its batch. Others may read beside ``heard``.

@@ -106,7 +106,7 @@ class QueryableStateClient:
     def lag_seconds(self) -> float:
         """How old the last answer may be, where hosts of ``serve_state(follow=True)`` are late; else 0.0.
 
-        Such hosts look for new versions about once a second. If the looks fail, hosts go on answering from the last
+        Such hosts look for new versions about once a second. If the looks fail, hosts answer from the last
         version that they know, and each answer says how many seconds ago the last successful look began. Answers of a
         running query's own hosts have no lag.
         """

@@ -13,6 +13,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
+from backends.background_loop import failing_loops
 from spark_bridge.exceptions import TooManyRequestsError
 from spark_bridge.queryable.protocol.messages import DescribeRequest
 from spark_bridge.queryable.protocol.state_reads import StateReads
@@ -37,6 +38,8 @@ closed.
 """
 SHUTDOWN_SECONDS = 10.0
 ACCEPT_SECONDS = 1.0
+ACCEPT_AGAIN_SECONDS = 0.1
+REMEDY = "Look at the limits of that process (ulimit -a) and at its log."
 """The accepting thread waits this many seconds at a time: so it sees the end also where closing the listener does not
 wake it.
 """
@@ -173,32 +176,39 @@ class KvStateServer:
     def _accept(self, listener: socket.socket, running: ServerContext) -> None:
         while not running.stopping.is_set():
             try:
-                connected, _ = listener.accept()
-            except TimeoutError:
-                continue
-            except OSError as error:
-                if not running.stopping.wait(0.1):  # an error that passes, such as too many open files
+                self._accept_one(listener, running)
+            except TimeoutError:  # no client has connected
+                failing_loops.recovered(self)
+            except Exception as error:  # noqa: BLE001 - it mostly passes, such as too many open files or threads
+                if not running.stopping.wait(ACCEPT_AGAIN_SECONDS):
                     log.warning("A connection to %s could not be accepted: %s", self.server_address, error)
-                continue
-            unauthenticated = len(self._connections) - running.admission.connections.taken
-            if unauthenticated >= MAX_UNAUTHENTICATED + REFUSED_AT_ONCE:
-                connected.close()
-                continue
-            thread = threading.Thread(
-                target=self._serve,
-                args=(connected, running, unauthenticated < MAX_UNAUTHENTICATED),
-                name="statestore-query",
-                daemon=True,
-            )
+                    what = f"accept connections of query clients at {self.server_address}"
+                    failing_loops.failed(self, what, REMEDY, error)
+            else:
+                failing_loops.recovered(self)
+        failing_loops.recovered(self)
+
+    def _accept_one(self, listener: socket.socket, running: ServerContext) -> None:
+        connected, _ = listener.accept()
+        unauthenticated = len(self._connections) - running.admission.connections.taken
+        if unauthenticated >= MAX_UNAUTHENTICATED + REFUSED_AT_ONCE:
+            connected.close()
+            return
+        thread = threading.Thread(
+            target=self._serve,
+            args=(connected, running, unauthenticated < MAX_UNAUTHENTICATED),
+            name="statestore-query",
+            daemon=True,
+        )
+        with self._lock:
+            self._connections[thread] = connected
+        try:
+            thread.start()
+        except BaseException:  # no more threads
             with self._lock:
-                self._connections[thread] = connected
-            try:
-                thread.start()
-            except RuntimeError as error:  # no more threads
-                with self._lock:
-                    del self._connections[thread]
-                connected.close()
-                log.warning("A connection to %s cannot be answered: %s", self.server_address, error)
+                del self._connections[thread]
+            connected.close()
+            raise
 
     def _serve(self, connected: socket.socket, running: ServerContext, is_welcome: bool) -> None:
         connection: ServerConnection | None = None

@@ -1,7 +1,7 @@
 """DuckDB connections in which the state variables of a statement are tables, and the limits of a statement.
 
-Each statement has a database of its own while it runs, since DuckDB bounds memory, threads and temporary files of a
-database, not of a statement. Making one takes 40 ms, so databases are used again.
+DuckDB bounds the memory, threads and temporary files of a database, not of a statement. So no two statements share a
+database at the same time. Making a database takes 40 ms, so an idle one is reused.
 """
 
 from __future__ import annotations
@@ -112,8 +112,8 @@ def statement_kind(duckdb: Any, statement: str) -> str:
 class StatementDatabase:
     """A connection to an empty database in memory with the limits of one statement, which it alone uses.
 
-    With ``may_share`` the database is used again for the next statement, once nobody holds this object any more: then
-    the statement must not be able to change it.
+    With ``may_share`` the next statement reuses the database once this object is garbage. So this statement must not be
+    able to change it.
     """
 
     def __init__(self, duckdb: Any, limits: SqlLimits, *, may_share: bool) -> None:
@@ -176,7 +176,7 @@ def _empty_database(duckdb: Any, limits: SqlLimits) -> Any:
             "python_enable_replacements": "false",
             "memory_limit": f"{limits.memory_bytes}B",
             "threads": str(limits.threads),
-            # A statement may read the files there, so each database has a directory of its own.
+            # A statement may read files in its directory, so no two databases share one.
             "temp_directory": str(_spilled() / uuid.uuid4().hex) if limits.temp_bytes else "",
         },
     )

@@ -12,6 +12,7 @@ from typing import Any
 from backends.background_loop import BackgroundLoop
 from backends.exceptions import StateStoreError
 from coordinator_actor.exceptions import CoordinatorError
+from coordinator_actor.messages import InputPace
 from coordinator_actor.metrics import OPERATOR_FIGURES, MetricSink
 from spark_bridge.exceptions import SparkBridgeError
 from spark_bridge.session.progress.operator_progress import StateOperatorProgress
@@ -30,6 +31,7 @@ class _Batch:
     of_input: float
     processed: float
     duration_ms: Mapping[str, float]
+    backlog_rows: int | None = None
 
 
 class StreamMetrics:
@@ -83,8 +85,13 @@ class StreamMetrics:
             if title is None:
                 return
             rates = _number(told.get("inputRowsPerSecond")), _number(told.get("processedRowsPerSecond"))
-            made = self._batches[run_id] = _Batch(*rates, told.get("durationMs") or {})
+            made = self._batches[run_id] = _Batch(*rates, told.get("durationMs") or {}, backlog_rows(told))
             self._publish_batch(title, made)
+
+    def pace(self, run_id: str) -> InputPace | None:
+        """Return the pace of the input in the last batch of a run; None before its first batch."""
+        batch = self._batches.get(run_id)
+        return None if batch is None else InputPace(batch.of_input, batch.processed, batch.backlog_rows)
 
     def close(self) -> None:
         """Publish no more."""
@@ -132,6 +139,32 @@ class StreamMetrics:
             self._sink.set("statestore_operator_customMetrics", value, **labels, figure=name)
         self._operators.setdefault(title, set()).add(one.operator_name)
         self._sizes(title, one.operator_name, one.num_rows_largest_partition, one.num_rows_median_partition)
+
+
+def backlog_rows(progress: Mapping[str, Any]) -> int | None:
+    """Return the rows that the sources of a progress have beyond the batch; None where no source says so.
+
+    Sources with offsets by topic and partition, as Kafka's, report the latest ones too.
+    """
+    known = [
+        sum(max(0, offset - ended[topic][partition]) for topic, partition, offset in _offsets(latest))
+        for source in progress.get("sources") or ()
+        if (ended := _by_partition(source.get("endOffset"))) and (latest := _by_partition(source.get("latestOffset")))
+        if all(partition in ended.get(topic, {}) for topic, partition, _ in _offsets(latest))
+    ]
+    return sum(known) if known else None
+
+
+def _by_partition(offsets: Any) -> dict[str, dict[str, int]]:
+    """Return offsets by topic and partition; {} for offsets of another kind."""
+    if not isinstance(offsets, dict) or not all(isinstance(of_topic, dict) for of_topic in offsets.values()):
+        return {}
+    is_known = all(isinstance(offset, int) for of_topic in offsets.values() for offset in of_topic.values())
+    return offsets if is_known else {}
+
+
+def _offsets(by_partition: Mapping[str, Mapping[str, int]]) -> list[tuple[str, str, int]]:
+    return [(topic, p, offset) for topic, of_topic in by_partition.items() for p, offset in of_topic.items()]
 
 
 def _number(value: Any) -> float:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Container
 
 from backends.background_loop import BackgroundLoop
 from coordinator_actor.coordinator_port import CoordinatorPort
-from coordinator_actor.messages import QueryRegistration
+from coordinator_actor.messages import InputPace, QueryRegistration
 from spark_bridge.session.shutdown import Shutdown
 
 DRIVER_HEARTBEAT_SECONDS = 1.0
@@ -51,11 +51,19 @@ class DriverHeartbeats:
             is_ending=lambda: shutdown.is_ending,
         ).start()
 
-    def add(self, registration: QueryRegistration, is_at_work: Callable[[], bool]) -> None:
-        """Begin with a run that is registered. ``is_at_work()``: Spark has rows for a batch, not yet committed."""
+    def add(
+        self,
+        registration: QueryRegistration,
+        is_at_work: Callable[[], bool],
+        pace: Callable[[], InputPace | None] = lambda: None,
+    ) -> None:
+        """Begin with a run that is registered. ``is_at_work()``: Spark has rows for a batch, not yet committed.
+
+        ``pace()`` returns the pace of its input in the last batch.
+        """
         run_id = registration.run_id
         beat = BackgroundLoop(
-            lambda: self._beat(registration, is_at_work),
+            lambda: self._beat(registration, is_at_work, pace),
             self._interval,
             name=f"statestore-driver-{run_id[:8]}",
             what=f"send the heartbeat of query {registration.name or registration.query_id}: a version that Spark has "
@@ -92,9 +100,11 @@ class DriverHeartbeats:
         if runs:
             self._leases.renew_leases(runs)
 
-    def _beat(self, registration: QueryRegistration, is_at_work: Callable[[], bool]) -> None:
+    def _beat(
+        self, registration: QueryRegistration, is_at_work: Callable[[], bool], pace: Callable[[], InputPace | None]
+    ) -> None:
         is_stopping = registration.run_id in self._stopping_runs
         if not self._coordinator.driver_heartbeat(
-            registration.run_id, is_stopping=is_stopping, is_at_work=is_at_work()
+            registration.run_id, is_stopping=is_stopping, is_at_work=is_at_work(), pace=pace()
         ):
             self._coordinator.register_query(registration)

@@ -6,11 +6,24 @@ const pause = document.getElementById("pause");
 const live = () => [...document.querySelectorAll("[data-live][id]")];
 let paused = false;
 
+// Says of each table whether there is more of it to the right.
+function hint() {
+  for (const e of document.querySelectorAll(".scroll")) {
+    e.classList.toggle("cut", e.scrollWidth > e.clientWidth + e.scrollLeft + 1);
+  }
+}
+document.addEventListener("scroll", hint, { capture: true, passive: true });
+window.addEventListener("resize", hint);
+hint();
+
+const plain = (e) => e.innerHTML.replaceAll('class="scroll cut"', 'class="scroll"');
+
 function replace(old, fresh) {
-  if (old.innerHTML === fresh.innerHTML || old.contains(document.activeElement)) return;
+  if (plain(old) === plain(fresh) || old.contains(document.activeElement)) return;
   const scrolled = [...old.querySelectorAll(".scroll")].map((e) => e.scrollLeft);
   old.replaceChildren(...[...fresh.childNodes].map((node) => document.importNode(node, true)));
   [...old.querySelectorAll(".scroll")].forEach((e, i) => { e.scrollLeft = scrolled[i] || 0; });
+  hint();
 }
 
 const parts = (of) => [...of.querySelectorAll("main [data-live][id]")].map((e) => e.id).join(" ");

@@ -12,6 +12,8 @@ from msgspec import structs
 
 from backends.background_loop import FailingLoop
 from backends.exceptions import MissingFileError
+from coordinator_actor.messages import BatchTimes, InputPace
+from coordinator_actor.query.batch.logged_times import LoggedTimes
 from coordinator_actor.query.checkpoint_history import WRITE_SECONDS
 from spark_bridge.host.partition_columns import in_columns
 from spark_bridge.overview.from_cluster import KnownCheckpoints, overview_of_cluster
@@ -377,3 +379,26 @@ def test_loops_that_fail_are_told_of_coordinator_hosts_and_drivers_until_they_su
     s.c.report_failing_loops("session", "process 7", [loop])
     s.world.now += 31
     assert told() == [("coordinator", "do the work"), of_host], "the driver says nothing any more"
+
+
+def test_the_pace_of_the_input_comes_with_the_drivers_heartbeat(stream: Make) -> None:
+    s = stream()
+    assert of_cluster(s).query(None).input is None
+    s.c.driver_heartbeat("run1", pace=InputPace(50.0, 80.0, 15))
+    assert of_cluster(s).query(None).input == InputPace(50.0, 80.0, 15)
+
+
+def test_since_when_the_watermark_stands_is_known() -> None:
+    now, watermarks = 100.0, {0: 7_000, 1: 7_000, 2: 9_000}
+
+    class Logs:
+        def times(self, batch_id: int) -> BatchTimes:
+            return BatchTimes(0, watermarks[batch_id])
+
+    times = LoggedTimes(Logs(), lambda: now, uses_time=True)  # type: ignore[arg-type]
+    assert times.rose_at is None
+    rose = []
+    for batch, now in ((0, 100.0), (1, 160.0), (2, 170.0)):  # noqa: B007
+        times.at(batch)
+        rose.append(times.rose_at)
+    assert rose == [100.0, 100.0, 170.0]

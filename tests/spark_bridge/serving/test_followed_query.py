@@ -13,6 +13,7 @@ import pytest
 from backends.conf import StateStoreConf
 from backends.encoding.key_groups import key_groups
 from backends.encoding.keys import encode_keys
+from backends.exceptions import VersionNotFoundError
 from backends.formats.changelog import Changes
 from backends.formats.manifest import ChangelogRef
 from backends.partition.loading import Loading
@@ -59,7 +60,7 @@ class Follower:
 
     def look_up(self) -> QueryRegistration:
         versions = StateVersions.look(find_state(str(self.query.root / "ck")))
-        return query_in_storage(versions, versions.resolve(None), "followed", "serving")
+        return query_in_storage(versions, versions.resolve(None), "followed", "serving", is_followed=True)
 
     def serve(self, registration: QueryRegistration) -> None:
         assert self.c.serve_ended(registration).refusal is None
@@ -192,6 +193,23 @@ def test_a_query_that_is_started_again_is_followed_on(query: Cluster, follower: 
     batch(query)
     follower.look()
     assert follower.version() == 3
+
+
+def test_a_run_with_other_partitions_is_followed_from_its_first_version_on(query: Cluster, follower: Follower) -> None:
+    """Until then the last version is its predecessor's, and answered with those partitions."""
+    assert follower.version() == 1
+    query.partitions //= 2
+    query.start("run2")
+    for _ in range(2):
+        with pytest.raises(VersionNotFoundError, match="wait for its first batch"):
+            follower.look()
+        assert follower.c.locate("totals").run_id == "run1" and follower.version() == 1
+    for version in (2, 3):
+        batch(query)
+        follower.look()
+        assert follower.version() == version
+        location = follower.c.locate("totals")
+        assert (location.run_id, location.operator.num_partitions) == ("run2", query.partitions)
 
 
 def test_a_query_that_runs_here_is_not_followed(query: Cluster) -> None:

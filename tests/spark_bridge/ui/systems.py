@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from coordinator_actor.durable.checkpoint_records import StepTime
-from coordinator_actor.messages import SavepointStatus
+from coordinator_actor.messages import InputPace, SavepointStatus
 from coordinator_actor.savepoints.savepoint_format import SavepointInfo
 from spark_bridge.exceptions import AccessDeniedError, EnvironmentProblemError, RequestError
 from spark_bridge.host.partition_columns import in_columns
@@ -193,6 +193,8 @@ def query(name: str, operators: tuple[Operator, ...], seed: int, **changes: Any)
         checkpoints(300, seed),
         counts={"completed": 300, "failed": 0},
         watermark_ms=NOW - 42_000,
+        watermark_rose_ms=NOW,
+        input=InputPace(5_000.0, 14_000.0, 1_250 * seed),
         batch_time_ms=NOW - 5_000,
     )
     return replace(made, **changes)
@@ -250,6 +252,12 @@ def healthy() -> Overview:
 
 
 @cache
+def quiet(minutes: int = 12) -> Overview:
+    """Three queries that have had no new input for so many minutes."""
+    return with_faults(replace(healthy(), taken_ms=NOW + minutes * 60_000, faults=()))
+
+
+@cache
 def hosts(n: int) -> tuple[HostOverview, ...]:
     return tuple(host(i) for i in range(n))
 
@@ -258,7 +266,7 @@ def hosts(n: int) -> tuple[HostOverview, ...]:
 def in_trouble() -> Overview:
     """A skewed key, a slow disk, a host that was killed."""
     made = healthy()
-    clicks = query("clicks", (operator("totals", 16, 4, 1, hot=38.0), operator("sessions", 16, 4, 2)), 1)
+    clicks = query("clicks", (operator("totals", 16, 4, 1, hot=38.0), operator("sessions", 16, 4, 2)), 1, batch_ms=921)
     orders = query(
         "orders",
         made.queries[1].operators,

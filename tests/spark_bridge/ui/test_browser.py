@@ -360,3 +360,34 @@ def test_without_scripts_all_is_there(model: ModelSystem, model_page: str, brows
         assert page.locator("#pause").is_hidden()
     finally:
         context.close()
+
+
+def long_names() -> Overview:
+    made = healthy()
+    names = ("authorised", "unauthorised_attempts", "chargebacks", "merchants", "card_holders")
+    operators = tuple(replace(made.queries[1].operators[0], name=name) for name in names)
+    busy = replace(made.queries[1], name="card_payments_of_all_countries", operators=operators, lag_ms=90_000)
+    return replace(made, queries=(busy, made.queries[0]))
+
+
+@pytest.mark.parametrize("width", [400, 1400])
+def test_names_break_in_no_word_and_tables_that_are_cut_off_say_so(browser: Any, tab: Open, width: int) -> None:
+    with served_page(ModelSystem(long_names())) as address:
+        opened = tab(address, viewport={"width": width, "height": 900}).open("/")
+        page = opened.page
+        for name in ("authorised", "unauthorised_attempts"):
+            link = page.get_by_role("link", name=name, exact=True)
+            assert link.evaluate("e => e.getBoundingClientRect().height") < 30, f"{name} is on one line"
+        for table in page.locator(".scroll").all():
+            is_cut = table.evaluate("e => e.scrollWidth > e.clientWidth + 1")
+            more = table.evaluate("e => getComputedStyle(e.nextElementSibling).display")
+            assert (more != "none") == is_cut
+        if width == 400:
+            assert page.locator(".scroll.cut").count() == 1
+            page.locator(".scroll").evaluate("e => { e.scrollLeft = e.scrollWidth; }")
+            page.wait_for_function("document.querySelector('.scroll.cut') === null")
+        opened.open("/query?query=q-clicks")
+        rows = "[...document.querySelectorAll('#checkpoints tbody tr')]"
+        heights = page.evaluate(f"{rows}.map(e => e.getBoundingClientRect().height)")
+        assert max(heights) < 40, "no row of double height"
+        assert opened.violations() == []

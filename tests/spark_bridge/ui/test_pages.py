@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from dataclasses import replace
@@ -16,6 +17,7 @@ from msgspec import structs
 from starlette.testclient import TestClient
 
 from backends.storage.sending.prices import Prices
+from coordinator_actor.messages import InputPace
 from spark_bridge.exceptions import EnvironmentProblemError
 from spark_bridge.overview.model import Overview, Partition
 from spark_bridge.ui.app import create_ui
@@ -36,6 +38,8 @@ from tests.spark_bridge.ui.systems import (
     in_trouble,
     operator,
     query,
+    quiet,
+    with_faults,
 )
 
 PAGES = [
@@ -309,3 +313,58 @@ def test_an_overview_that_takes_long_is_shown_with_its_age(monkeypatch: pytest.M
     seen = shared.get()
     shared._asking.set()
     assert seen.overview.taken_ms == 1 and seen.problem is not None and "32 s old" in seen.problem
+
+
+def tiles_of(text: str) -> dict[str, str]:
+    """The tiles of a page: label to value and hint."""
+    found = re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", text.partition('id="tiles"')[2].partition("</dl>")[0])
+    return {label: re.sub(r"<[^>]*>", " ", value).strip() for label, value in found}
+
+
+def test_a_query_at_a_batch_counts_as_a_batch_under_way(look: Look) -> None:
+    text = look(ModelSystem(in_trouble())).get("/").text
+    assert "at a batch for 921 ms" in text and "waits for 4 of its partitions" in text
+    assert tiles_of(text)["Batches under way"] == "2 1 wait for partitions"
+
+
+def test_queries_without_new_input_are_idle_and_not_late(look: Look) -> None:
+    client = look(ModelSystem(quiet(12)))
+    text = client.get("/").text
+    tiles = tiles_of(text)
+    assert "Nothing is wrong" in text and text.count("idle, no new input for 12 min 0 s") == 3
+    assert tiles["Longest without checkpoint"] == "idle no new input for 12 min 0 s"
+    assert tiles["Rows a second"].startswith("0.0") and tiles["Input backlog"].startswith("0 ")
+    tiles = tiles_of(client.get("/query?query=q-orders").text)
+    assert tiles["State"].startswith("idle") and tiles["Rows a second"] == "0.0 idle"
+    one_idle = replace(healthy().queries[0], checkpoints=healthy().queries[0].checkpoints[:-60])
+    tiles = tiles_of(look(ModelSystem(replace(healthy(), queries=(one_idle, *healthy().queries[1:])))).get("/").text)
+    assert tiles["Longest without checkpoint"] == "3.0 s 1 idle not counted"
+
+
+def test_a_watermark_that_does_not_advance_says_what_it_waits_for(look: Look) -> None:
+    standing = replace(healthy().queries[1], watermark_rose_ms=healthy().taken_ms - 90_000)
+    client = look(ModelSystem(replace(healthy(), queries=(standing,))))
+    assert "the watermark waits for newer input" in client.get("/").text
+    text = client.get("/query?query=q-orders").text
+    assert "The watermark waits for newer input: it has not advanced for 1 min 30 s. Windows, sessions" in text
+    moving = look(ModelSystem(healthy()))
+    assert "newer input" not in moving.get("/").text + moving.get("/query?query=q-orders").text
+
+
+def test_the_overview_has_backlog_durations_and_latency_of_lookups(look: Look) -> None:
+    text = look(ModelSystem(healthy())).get("/").text
+    tiles = tiles_of(text)
+    assert tiles["Input backlog"] == "8,750 rows in the sources"
+    assert tiles["Lookup latency"] == "1.9 ms p99 of the slowest host, p50 0.2 ms"
+    assert "usually 580 ms, at most 683 ms" in text and text.count('class="spark"') == 3
+    unknown = tuple(replace(q, input=InputPace(1.0, 2.0)) for q in healthy().queries)
+    there = tuple(replace(h, requests={}) for h in healthy().hosts)
+    tiles = tiles_of(look(ModelSystem(replace(healthy(), queries=unknown, hosts=there))).get("/").text)
+    assert tiles["Input backlog"] == "– no source reports it" and tiles["Lookup latency"] == "– no lookup yet"
+
+
+def test_a_follower_that_is_late_says_so(look: Look) -> None:
+    late = replace(healthy().queries[1], status="ended", lag_ms=90_000)
+    client = look(ModelSystem(with_faults(replace(healthy(), queries=(late,), faults=()))))
+    assert "followed 1 min 30 s late" in client.get("/").text and "follower-late" in client.get("/").text
+    assert tiles_of(client.get("/query?query=q-orders").text)["Followed late"].startswith("1 min 30 s")

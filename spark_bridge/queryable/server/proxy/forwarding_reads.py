@@ -145,7 +145,7 @@ class ForwardingReads:
         return self.own.await_completed(run_id, after, seconds)
 
     def lag_ms(self, run_id: str) -> int:
-        """See ``StateReads``. All hosts of a cluster hear of it."""
+        """See ``StateReads``. Every host of the cluster knows it."""
         return self.own.lag_ms(run_id)
 
     def operators(self) -> list[dict[str, Any]]:

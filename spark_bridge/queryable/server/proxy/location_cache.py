@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from backends.background_loop import failing_loops
 from backends.bounded_dict import BoundedDict
 from coordinator_actor.coordinator_port import CoordinatorPort
 from coordinator_actor.exceptions import CoordinatorError, RetiredRunError
@@ -28,6 +29,7 @@ FETCH_SECONDS = 0.1
 ENDED_SECONDS = 0.5
 """A query that has ended is taken for ended for this many seconds, without asking again."""
 MAX_CACHED_RUNS = 1024
+FETCHES = "fetch the owners of the partitions of a query: requests use the owners that were known before"
 
 
 @dataclass
@@ -258,5 +260,8 @@ class LocationCache:
                     self._fetch(job_id, MAX_AGE_SECONDS / 2)
                 except Exception as error:  # noqa: BLE001 - the thread must go on; cached oracles go on serving
                     log.warning("The locations of query %s could not be fetched: %s", job_id, error)
+                    failing_loops.failed(self, FETCHES, "Look at the log of that host and of the coordinator.", error)
+                else:
+                    failing_loops.recovered(self)
             # Wait, so that a coordinator that does not answer is not asked for every request.
             self._stopping.wait(FETCH_SECONDS)

@@ -7,11 +7,13 @@ import socket
 import threading
 import time
 from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pyarrow as pa
 import pytest
 
+from backends.background_loop import failing_loops
 from spark_bridge.queryable.protocol.byte_arrays import pack_one, unpack_bytes, unpack_one
 from spark_bridge.queryable.protocol.messages import (
     FRAME_PREFIX,
@@ -388,3 +390,19 @@ def test_the_version_asked_for_reaches_the_store():
         reply, body = client.ask(LookupRequest("run", "totals", At("version", 12, False)), pack_one(b"k"))
         assert (reply, unpack_one(body)) == (LookupReply(12), b"k")
         assert not isinstance(reply, Failure)
+
+
+def test_the_port_goes_on_after_any_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    accept, errors = KvStateServer._accept_one, [KeyError("a"), MemoryError("no more threads")]
+
+    def failing(self: KvStateServer, *args: Any) -> None:
+        if errors:
+            raise errors.pop()
+        accept(self, *args)
+
+    monkeypatch.setattr(KvStateServer, "_accept_one", failing)
+    with serving() as (server, _):
+        eventually(lambda: not errors)
+        with RawClient(server.server_address) as client:
+            assert type(client.ask(LOOKUP, pack_one(b"k1"))[0]) is LookupReply
+        eventually(lambda: not [loop for loop in failing_loops.now() if server.server_address in loop.what])

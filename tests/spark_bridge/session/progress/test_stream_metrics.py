@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from coordinator_actor.messages import InputPace
 from spark_bridge.exceptions import HostUnavailableError
 from spark_bridge.session.progress.operator_progress import StateOperatorProgress
 from spark_bridge.session.progress.stream_metrics import StreamMetrics
@@ -97,3 +98,17 @@ def test_the_thread_outlives_whatever_a_look_raises(sink: KeptMetrics) -> None:
     metrics.add("run1", "totals")
     eventually(lambda: bool(sink.of("statestore_largest_partition_keys")))
     metrics.close()
+
+
+def test_the_backlog_is_what_the_sources_have_beyond_the_batch(metrics: StreamMetrics) -> None:
+    kafka = {"endOffset": {"clicks": {"0": 10, "1": 7}}, "latestOffset": {"clicks": {"0": 25, "1": 7}}}
+    ticks = {"endOffset": 12, "latestOffset": 13}
+    assert metrics.pace("run1") is None
+    metrics.add("run1", "totals")
+    metrics.batch("run1", progress(sources=[kafka, ticks, {"endOffset": None, "latestOffset": None}]))
+    assert metrics.pace("run1") == InputPace(50.0, 80.0, 15)
+    metrics.batch("run1", progress(sources=[ticks, {"endOffset": {"logOffset": 3}, "latestOffset": {"logOffset": 9}}]))
+    assert metrics.pace("run1") == InputPace(50.0, 80.0, None)
+    new_partition = {**kafka, "latestOffset": {"clicks": {"0": 25, "1": 7, "2": 4}}}
+    metrics.batch("run1", progress(sources=[new_partition]))
+    assert metrics.pace("run1") == InputPace(50.0, 80.0, None), "its first offset is not known yet"
