@@ -26,6 +26,8 @@ from coordinator_actor.durable.savepoint_records import SavepointRecords
 QUERY_FILE = "query.json"
 FEW = 4
 """At most this many manifests are read one by one."""
+LISTINGS = 5
+"""How often manifests are listed again because the newest one was removed before it was read."""
 
 
 class QueryFile(Struct, frozen=True):
@@ -82,6 +84,7 @@ class ManifestLog:
         """Claim the next epoch, then read all manifests: in this order nothing acknowledged can be missed."""
         there = self.epochs.claim(run_id, layouts, schema_ids)
         self._sequence = 0
+        # If the newest is gone by now, another coordinator has claimed the state since: this one writes nothing more.
         self._read(there)
 
     def refresh(
@@ -91,14 +94,25 @@ class ManifestLog:
 
         Raises ``DamagedFileError``. ``passes_over_damage`` is for readers: a damaged manifest that is older than the
         newest one is noted in ``damages`` instead. Without the newest nobody can tell which of the others count.
+        Raises ``MissingFileError`` if the newest manifest of each of ``LISTINGS`` listings is gone before it is read.
         """
-        listed = self.storage.list(f"{MANIFESTS}/")
         found: dict[str, DamagedFileError] = {}
-        self._read(
-            (path for path, size in listed if size != len(FENCE)),
-            folded,
-            found.__setitem__ if passes_over_damage else None,
-        )
+        damaged = found.__setitem__ if passes_over_damage else None
+        gone: str | None = None
+        for _ in range(LISTINGS):
+            listed = self.storage.list(f"{MANIFESTS}/")
+            # A reader may stand still between the listing and its reads. If the newest manifest is gone by then, the
+            # older ones that are still there make a version that was current once, and no longer.
+            gone = self._read((path for path, size in listed if size != len(FENCE)), folded, damaged)
+            if gone is None:
+                break
+            folded = None
+        if gone is not None:
+            raise MissingFileError(
+                f"{self.storage.full_location(gone)} was the newest manifest in a listing, and was gone before it was "
+                f"read, as those of {LISTINGS - 1} listings before: the storage answers slower than the query makes "
+                "versions. Try again."
+            )
         head = self.head()
         for path, error in found.items():
             if head is None or not _is_older(path, head):
@@ -110,7 +124,8 @@ class ManifestLog:
         paths: Iterable[str],
         folded: Callable[[], Iterable[Manifest]] | None = None,
         damaged: Callable[[str, DamagedFileError], None] | None = None,
-    ) -> None:
+    ) -> str | None:
+        """Read the manifests at some paths. Return the newest path if its manifest is gone, None if all is well."""
         there = {path for path in paths if path.endswith(".json")}
         if folded is None and len(there) > len(self.manifests) + FEW:
             folded = self.folds.read
@@ -118,10 +133,20 @@ class ManifestLog:
             copies = {manifest_path(copy): copy for copy in folded()}
             self.manifests.update({copies[path].id: copies[path] for path in copies.keys() & there})
         missing = sorted(there - {manifest_path(manifest) for manifest in self.manifests.values()})
+        broken: set[str] = set()
+
+        def note(path: str, error: DamagedFileError) -> None:
+            assert damaged is not None
+            broken.add(path)
+            damaged(path, error)
+
         # Maintenance may remove a manifest between listing and reading. Such a manifest is not needed; if it were,
-        # walking the chain would say so.
-        for manifest in self._files.read_all(missing, Manifest, damaged):
-            self.manifests[manifest.id] = manifest
+        # walking the chain would say so, unless it is the newest one.
+        read = self._files.read_all(missing, Manifest, None if damaged is None else note)
+        self.manifests.update({manifest.id: manifest for manifest in read})
+        newest = max(there, key=_age, default=None)
+        known = {manifest_path(manifest) for manifest in read}
+        return newest if newest in missing and newest not in known | broken else None
 
     def last_id(self) -> int:
         """Return the highest checkpoint id that was ever given to a manifest or a savepoint."""
@@ -263,6 +288,12 @@ def _is_schema(content: bytes, schema_id: str) -> bool:
         return OperatorSchema.from_json(content.decode()).id == schema_id
     except (UnicodeDecodeError, StateStoreError):
         return False
+
+
+def _age(path: str) -> tuple[int, tuple[int, int]]:
+    """Return what orders the paths of manifests: those of earlier releases have no epoch in their names."""
+    place = place_in(path)
+    return (0, (numbers_of([path])[0], 0)) if place is None else (1, place)
 
 
 def _is_older(path: str, head: Manifest) -> bool:

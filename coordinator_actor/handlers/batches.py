@@ -162,7 +162,10 @@ class Batches:
             run.lifetime.require_current()
             run.require_partition(*task)
             self._require_host(message.host_id, message.incarnation)
-            run.files_in_use.end(task, UPLOAD)
+            if not run.files_in_use.end(task, UPLOAD, self._registries.clock()):
+                # The report is late: the host has given the upload up, or was taken for dead. Files of it that nobody
+                # protected any more may have been removed.
+                return False
             assignment = run.assignment.current
             owner = None if assignment is None else assignment.find(*task)
             if owner is None or owner.host_id != message.host_id:

@@ -19,7 +19,7 @@ from msgspec import Struct, structs
 
 from backends.background_loop import BackgroundLoop
 from backends.encoding.operator_schema import OperatorSchema
-from backends.exceptions import VersionNotFoundError
+from backends.exceptions import StorageError, VersionNotFoundError
 from backends.formats.changelog_group import GROUPS_DIRECTORY
 from backends.storage.checkpoint_storage import CheckpointStorage, OpenStorage
 from coordinator_actor.checkpoints.checkpoint_id import CheckpointIDCounter
@@ -100,7 +100,7 @@ def forget_in_storage(place: StatePlace, request: ForgetRequest) -> ForgottenRep
     versions = work.look()
     path, listed = work.write(versions, manifests)
     _exchange(manifests, max(versions.chain), path)
-    return work.finish(versions, listed)
+    return work.finish(versions, path, listed)
 
 
 def _exchange(manifests: ManifestLog, version: int, path: str) -> None:
@@ -163,7 +163,7 @@ def _forget_held(port: CoordinatorPort, holding: _Holding, request: ForgetReques
             if attempt + 1 == FORGET_ATTEMPTS:
                 raise
             request.say(f"waits for the query again: {error}")
-    return work.finish(versions, listed)
+    return work.finish(versions, path, listed)
 
 
 def await_hosts(port: CoordinatorPort, query: str, say: Callable[[str], None] = log.info) -> None:
@@ -331,10 +331,15 @@ class _Work:
                 raise
             log.info("The files were exchanged, though the answer was %r", error)
 
-    def finish(self, versions: StateVersions, listed: Sequence[str]) -> ForgottenReport:
-        """Remove the old files, and say that all is done."""
+    def finish(self, versions: StateVersions, path: str, listed: Sequence[str]) -> ForgottenReport:
+        """Remove the old files after the exchange with the record at ``path``. Raises ``StorageError``."""
         assert self._rewriting is not None
         now = StateVersions.look(self._place, open_storage=self._request.open_storage)
+        if path not in now.log.rewritten and min(now.chain) <= max(versions.chain):
+            raise StorageError(
+                f"The newest manifest at {self._place.state_location} does not name the exchange {path}, so no file "
+                "was removed. Forget the keys again."
+            )
         kept = {f.path for f in stored_files(now, open_storage=self._request.open_storage) if f.kept_by}
         emptied = self._rewriting.emptied
         unneeded = [path for path in listed if path not in kept or path in emptied]

@@ -61,9 +61,10 @@ class FilesInUse:
         self._uses[task, use] = replace(known, until=now + BUSY_SECONDS)
         return True
 
-    def end(self, task: TaskKey, use: str) -> None:
-        """Take note that a load or an upload is over."""
-        self._uses.pop((task, use), None)
+    def end(self, task: TaskKey, use: str, now: float = math.inf) -> bool:
+        """End a load or an upload. Return whether it may have lasted until ``now``: else files may have gone since."""
+        known = self._uses.pop((task, use), None)
+        return now < self._all_until or (known is not None and now < known.until)
 
     def is_uploading(self, now: float) -> bool:
         """Return whether a snapshot is being uploaded, or may be: an earlier coordinator has known of it."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from backends.exceptions import StorageError
+from backends.exceptions import MissingFileError, StorageError
 from backends.formats.manifest import Manifest
 from backends.storage.checkpoint_storage import CheckpointStorage
 from coordinator_actor.checkpoints.checkpoint_id import CheckpointIDCounter
@@ -205,3 +205,29 @@ def test_who_stood_still_for_many_epochs_removes_nothing(stored: Stored) -> None
     stored.storage.delete(f"{EPOCHS}/{2:020d}.json")
     with pytest.raises(FencedError, match=r"00000004\.json"):
         old.epochs.check()
+
+
+@pytest.mark.parametrize("times", [1, 100])
+def test_a_reader_whose_newest_manifest_goes_before_it_is_read_lists_again(stored: Stored, times: int) -> None:
+    """It stands still after its listing: older manifests that are still there must not be taken for the newest."""
+    log, counter = stored.log("one"), CheckpointIDCounter(4)
+    log.claim("run1")
+    log.append(manifest(log, 1), counter)
+    log.append(manifest(log, 2), counter)
+    reader, left = ManifestLog(stored.storage, "reader"), [times]
+
+    def replaced(verb: str, path: str) -> None:
+        newest = place_path(1, log.manifests[max(log.manifests)].sequence)
+        if verb == "read" and path == newest and left[0]:
+            left[0] -= 1
+            log.append(manifest(log, max(m.version for m in log.manifests.values()) + 1), counter)
+            stored.storage.delete(newest)
+
+    stored.before = replaced
+    if times == 1:
+        reader.refresh()
+        head = reader.head()
+        assert head is not None and head.version == 3 and set(reader.chain()) == {3}
+    else:
+        with pytest.raises(MissingFileError, match=r"gone before it was read.*Try again"):
+            reader.refresh()

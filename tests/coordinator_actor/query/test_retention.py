@@ -15,7 +15,7 @@ from backends.storage.file_ref import FileRef
 from coordinator_actor.coordinator import Coordinator
 from coordinator_actor.durable.checkpoint_records import HISTORY
 from coordinator_actor.exceptions import UnknownHostError
-from coordinator_actor.messages import SnapshotUploaded
+from coordinator_actor.messages import HostReport, SnapshotUploaded
 from coordinator_actor.query.files.files_in_use import BUSY_SECONDS, UPLOAD
 from tests.coordinator_actor.coordinator_world import World
 from tests.coordinator_actor.coordinators import run_of
@@ -203,11 +203,26 @@ def test_a_snapshot_of_another_lineage_or_another_host_does_not_count(world: Wor
     owner = world.open_owner(c, 0)
     other = "h1" if owner.host_id == "h0" else "h0"
     good = SnapshotUploaded("run1", "op", 0, owner.host_id, owner.incarnation, made, None)
+
+    def begin_upload() -> None:
+        c.lineage("run1", "op", 0, 2, UPLOAD)
+
+    begin_upload()
     assert not c.snapshot_uploaded(msgspec.structs.replace(good, host_id=other))
     with pytest.raises(UnknownHostError):
         c.snapshot_uploaded(msgspec.structs.replace(good, incarnation="dead"))
     gone = SnapshotRef(1, "h", FileRef("operators/op/2/0/default/1-gone.snapshot", 1, "d"))
+    begin_upload()
     assert not c.snapshot_uploaded(msgspec.structs.replace(good, reused=gone))
+    begin_upload()
+    c.release_files("run1", "op", 0, UPLOAD)
+    assert not c.snapshot_uploaded(good), "the host has given it up, and nothing has protected its files since"
+    begin_upload()
+    world.now += BUSY_SECONDS + 1
+    c.register_host(owner, HostReport())
+    c.renew_leases(["run1"])
+    assert not c.snapshot_uploaded(good), "it was taken for dead"
+    begin_upload()
     assert c.snapshot_uploaded(good) and not c.snapshot_uploaded(good)
 
 
