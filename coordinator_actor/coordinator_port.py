@@ -307,18 +307,18 @@ class CoordinatorPort:
         Without ``hold`` the message begins a hold for ``holder`` (any text), which the answer identifies. With that
         identity it renews the hold. While it lasts, no snapshot is uploaded, and no file is removed. With ``batches``
         the next batch and all later ones wait, too, as soon as nothing copies the state any more; the answer says what
-        is still under way. False lets the batches go on. 0 seconds end the holder's hold. Raises ``LapsedHoldError``
+        is still under way. False releases the batches. 0 seconds end the holder's hold. Raises ``LapsedHoldError``
         if that hold is over, ``InvalidRequestError`` if another holder holds the query, or it stops with a savepoint,
         ``UnknownQueryError``.
         """
 
     @message(Group.QUERIES)
     def adopt_rewritten(self, run_id: str, hold: str, epoch: int, path: str) -> None:
-        """Exchange the files that the record at ``path`` names, for good, under the hold with that identity.
+        """Exchange the files that the record at ``path`` names, under the hold with that identity.
 
         The hold must have lasted, and nothing must have been under way, since before these files were read, in this
         ``epoch``. Hosts load what they hold of the run again. Raises ``LapsedHoldError`` if the hold is over, and
-        ``InvalidRequestError`` if the run has gone on: then nothing was done.
+        ``InvalidRequestError`` if the run has advanced: then nothing was done.
         """
 
     # -- query clients -------------------------------------------------------------------------

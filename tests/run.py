@@ -138,8 +138,8 @@ LINES_AND_THEIR_REST = (
     ("spark42 or spark42_only", "(ray or spark) and (thorough or not (spark42 or spark42_only))"),
 )
 """The marks of the tests that a usual run and a thorough run choose for Spark 3.5, and for Spark 4.2."""
-SIMULATED_STEPS = 10**7
-"""Over how many steps a thorough run searches worlds of fresh seeds for broken rules, about a quarter of an hour."""
+SIMULATED_FOR = "10m"
+"""A thorough run searches worlds of fresh seeds for broken rules for this long."""
 NO_CLUSTER = ("-m", "not ray and not spark")
 _STATE = [
     *(f"tests/backends/{name}" for name in ("engines", "formats", "partition", "providers", "storage")),
@@ -191,7 +191,7 @@ def steps_of(is_thorough: bool, arguments: Sequence[str]) -> list[list[Part]]:
     def without_clusters(parts: Mapping[str, Sequence[str]]) -> list[Part]:
         return [part(name, ".venv", *of, *NO_CLUSTER) for name, of in parts.items()]
 
-    search = [".venv/bin/python", "-m", "tests.simulation", "--fresh", "--steps", str(SIMULATED_STEPS)]
+    search = [".venv/bin/python", "-m", "tests.simulation", "--for", SIMULATED_FOR]
     return [
         without_clusters(WITHOUT_CLUSTERS | AROUND)
         if is_thorough

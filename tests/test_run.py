@@ -141,7 +141,7 @@ def test_a_thorough_run_is_told_to_all_parts() -> None:
 
 def test_a_thorough_run_of_everything_searches_the_simulation() -> None:
     commands = [list(p.command[1:]) for parts in run.steps_of(True, []) for p in parts]
-    assert ["-m", "tests.simulation", "--fresh", "--steps", "10000000"] in commands
+    assert ["-m", "tests.simulation", "--for", "10m"] in commands
     for steps in (run.steps_of(True, ["-x"]), run.steps_of(False, [])):
         assert not any("tests.simulation" in p.command for parts in steps for p in parts)
 

@@ -13,14 +13,19 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
+import pyarrow as pa
+
 from backends.encoding.schema import StateSchema
-from backends.encoding.schema_evolution import columns_in_words, evolved_schema
+from backends.encoding.schema_evolution import columns_in_words, evolved_outputs, evolved_schema
 from backends.exceptions import IncompatibleSchemaError, InvalidStateStoreArgument
 from backends.ids import DEFAULT_FAMILY
 
 TIMERS = "timers"
 """The kind, and the name, of the variable that has the timers of a processor."""
 VARIABLE_KINDS = ("rows", "value", "list", "map", TIMERS)
+AGGREGATE_KINDS = ("aggregate", "session_aggregate")
+"""The kinds of operators whose rows are the states of outputs."""
+NO_COLUMNS = pa.schema([])
 _GENERATION = re.compile(r"(.+)\.-(\d+)")
 """The families of a variable that was deleted and declared again are numbered: the earlier rows are not theirs."""
 
@@ -186,20 +191,20 @@ def _variable(content: object) -> StateVariable:
     raise InvalidStateStoreArgument(f"{content!r} is no state variable as OperatorSchema.to_json() writes it.")
 
 
-def evolved(stored: OperatorSchema | None, declared: OperatorSchema) -> OperatorSchema:
+def evolved(stored: OperatorSchema | None, declared: OperatorSchema, kind: str = "") -> OperatorSchema:
     """Return the schema with which a program that declares ``declared`` continues the state ``stored`` (None: no
     state).
 
     Variables that the program does not declare stay, unused. A variable that the program deletes becomes a deleted one.
     If the program also declares the variable again, the old one is deleted only if the new declaration cannot go on
     from it: otherwise every restart would empty the variable. Rows of an operator without such variables must be
-    exactly as they were.
+    exactly as they were, but for the outputs of an aggregate, by the operator's ``kind``.
 
     The result does not change any more if it, or the program's own declaration, is declared again. Raises
     ``IncompatibleSchemaError`` naming both sides; callers add the operator and what to do.
     """
     if any(v.kind == "rows" for v in (*declared.variables, *(stored.variables if stored else ()))):
-        return _same_rows(stored, declared)
+        return _evolved_rows(stored, declared, may_change_outputs=kind in AGGREGATE_KINDS)
     if stored is None:
         stored = replace(declared, variables=())
     _check_settings(stored, declared)
@@ -227,12 +232,32 @@ def evolved(stored: OperatorSchema | None, declared: OperatorSchema) -> Operator
     )
 
 
-def _same_rows(stored: OperatorSchema | None, declared: OperatorSchema) -> OperatorSchema:
-    if stored is None or stored == declared:
+def _evolved_rows(
+    stored: OperatorSchema | None, declared: OperatorSchema, *, may_change_outputs: bool
+) -> OperatorSchema:
+    if stored is None:
         return declared
-    if stored == _in_stored_order(declared) or declared == _in_stored_order(stored):
-        return stored
+    there, here = stored.families, declared.families
+    if _without_values(stored) == _without_values(declared):
+        if all(there[name].value.equals(here[name].value) for name in there):
+            return stored
+        if may_change_outputs:
+            families = {
+                name: schema if schema.value.equals(here[name].value) else evolved_outputs(schema, here[name])
+                for name, schema in there.items()
+            }
+            (rows,) = stored.variables
+            return replace(stored, variables=(replace(rows, families=families),))
     raise IncompatibleSchemaError(f"Stored: {_in_words(stored)}. Program: {_in_words(declared)}.")
+
+
+def _without_values(schema: OperatorSchema) -> OperatorSchema:
+    """Return all of an operator of rows that must not change: variables, families and their keys."""
+    variables = (
+        replace(v, families={name: StateSchema(s.key, NO_COLUMNS) for name, s in v.families.items()})
+        for v in schema.variables
+    )
+    return replace(_in_stored_order(schema), variables=tuple(variables))
 
 
 def _in_stored_order(schema: OperatorSchema) -> OperatorSchema:

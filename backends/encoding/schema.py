@@ -31,6 +31,8 @@ class StateSchema:
 
     ``history`` are the schemas that values were written with before, the oldest first: a stored row has the number of
     its schema in ``[*history, value]``. ``backends.encoding.schema_evolution`` says which schema may follow on which.
+    ``zeros`` names the columns that begin with zero, not with null, in rows of earlier schemas: 0, an empty list, no
+    bytes. They are state columns of aggregates, whose state of no rows is not null.
 
     Raises ``UnsupportedTypeError`` naming column and type, also for a map inside a key.
     """
@@ -38,6 +40,7 @@ class StateSchema:
     key: pa.Schema
     value: pa.Schema
     history: tuple[pa.Schema, ...] = ()
+    zeros: tuple[str, ...] = ()
 
     def encode_values(self, rows: pa.RecordBatch) -> pa.BinaryArray:
         """Return the bytes of rows of the value's columns; see ``backends.encoding.values``."""
@@ -48,7 +51,7 @@ class StateSchema:
 
         A null gives a row of nulls. See ``backends.encoding.values``.
         """
-        return decode_values(values, self.value, self.history)
+        return decode_values(values, self.value, self.history, self.zeros)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "key", _normalized(self.key))
@@ -69,6 +72,8 @@ class StateSchema:
         }
         if self.history:
             content["history"] = [spark_struct_json(list(earlier)) for earlier in self.history]
+        if self.zeros:
+            content["zeros"] = list(self.zeros)
         return json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
 
     @classmethod
@@ -79,10 +84,10 @@ class StateSchema:
         except json.JSONDecodeError as error:
             raise InvalidStateStoreArgument(f"A state schema is not JSON: {error}") from error
         match content:
-            case {"key": key, "value": value, "history": list(history)}:
-                return cls(_schema(key), _schema(value), tuple(map(_schema, history)))
-            case {"key": key, "value": value} if "history" not in content:
-                return cls(_schema(key), _schema(value))
+            case {"key": key, "value": value}:
+                history, zeros = content.get("history", []), content.get("zeros", [])
+                if isinstance(history, list) and isinstance(zeros, list):
+                    return cls(_schema(key), _schema(value), tuple(map(_schema, history)), tuple(map(str, zeros)))
         raise InvalidStateStoreArgument(_NEEDED)
 
     @property

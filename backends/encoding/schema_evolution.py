@@ -8,7 +8,7 @@ digits, and strings as binary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import pyarrow as pa
 
@@ -43,6 +43,77 @@ def evolved_schema(stored: StateSchema, declared: StateSchema) -> StateSchema:
             f"Program: {columns_in_words(declared.value)}."
         )
     return StateSchema(key, declared.value, (*stored.history, stored.value))
+
+
+def evolved_outputs(stored: StateSchema, declared: StateSchema) -> StateSchema:
+    """Return the schema of an aggregate after the program has added, removed or reordered outputs.
+
+    State columns are named ``<output>.<function>.<part>``. An added output begins with the state of no rows, also if an
+    earlier schema had the output: its old state is out of date. Raises ``IncompatibleSchemaError`` for an
+    output that means something else now.
+    """
+    if _other_columns(stored.value) != _other_columns(declared.value):
+        raise IncompatibleSchemaError("other columns than those of outputs differ")
+    there, here = _state_columns(stored.value), _state_columns(declared.value)
+    functions = dict(map(_output_of, there))
+    for output, function in map(_output_of, here):
+        if functions.get(output, function) != function:
+            raise IncompatibleSchemaError(
+                f"output {output!r} was {functions[output]} and is {function}: give the new one another name"
+            )
+    for name in there.keys() & here.keys():
+        if not there[name].equals(here[name]):
+            raise IncompatibleSchemaError(
+                f"state column {name!r} was {_type(there[name])} and is {_type(here[name])}: the input of output "
+                f"{_output_of(name)[0]!r} has another type now"
+            )
+    if len(stored.history) == MAX_HISTORY:
+        raise IncompatibleSchemaError(f"the outputs have changed {MAX_HISTORY} times, which is as often as they can")
+    back = here.keys() - there.keys()
+    history = tuple(_without_names(earlier, back) for earlier in stored.history)
+    return StateSchema(stored.key, declared.value, (*history, stored.value), declared.zeros)
+
+
+def _output_of(state_column: str) -> tuple[str, str]:
+    output, function, _ = state_column.rsplit(".", 2)
+    return output, function
+
+
+def _state_columns(schema: Iterable[pa.Field]) -> dict[str, pa.DataType]:
+    """Return the types of an aggregate's state columns by name. Sessions keep them in an array of structs."""
+    columns: dict[str, pa.DataType] = {}
+    for field in schema:
+        if field.name.count(".") >= 2:
+            columns[field.name] = field.type
+        elif pa.types.is_list(field.type) and pa.types.is_struct(field.type.value_type):
+            columns |= _state_columns(field.type.value_type)
+    return columns
+
+
+def _other_columns(schema: Iterable[pa.Field]) -> list[object]:
+    columns: list[object] = []
+    for field in schema:
+        if field.name.count(".") >= 2:
+            continue
+        if pa.types.is_list(field.type) and pa.types.is_struct(field.type.value_type):
+            columns.append((field.name, _other_columns(field.type.value_type)))
+        else:
+            columns.append((field.name, field.type))
+    return columns
+
+
+def _without_names(schema: pa.Schema, names: Collection[str]) -> pa.Schema:
+    """Rename columns of an earlier schema, so that the later column of the same name does not read them."""
+
+    def renamed(field: pa.Field) -> pa.Field:
+        if field.name in names:
+            return field.with_name(f"{field.name}.-removed")
+        if field.name.count(".") < 2 and pa.types.is_list(field.type) and pa.types.is_struct(field.type.value_type):
+            element = field.type.value_field
+            return field.with_type(pa.list_(element.with_type(pa.struct(map(renamed, element.type)))))
+        return field
+
+    return pa.schema(map(renamed, schema))
 
 
 def _same_key(stored: StateSchema, declared: StateSchema) -> pa.Schema:

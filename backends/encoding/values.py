@@ -10,7 +10,7 @@ are until they are written again, and are converted when they are read.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
@@ -78,12 +78,16 @@ def encode_values(batch: pa.RecordBatch, number: int = 0) -> pa.BinaryArray:
 
 
 def decode_values(
-    values: pa.Array | pa.ChunkedArray, schema: pa.Schema, history: Sequence[pa.Schema] = ()
+    values: pa.Array | pa.ChunkedArray,
+    schema: pa.Schema,
+    history: Sequence[pa.Schema] = (),
+    zeros: Collection[str] = (),
 ) -> pa.RecordBatch:
     """Return the rows in the columns of ``schema``; a null in ``values`` gives a row of nulls.
 
     Each row may have been written with ``schema`` or one of ``history``: its number is the index in ``[*history,
-    schema]``. Raises ``SchemaMismatchError`` if the bytes are of another schema.
+    schema]``. Columns that its schema lacks are null, or zero if they are among ``zeros``. Raises
+    ``SchemaMismatchError`` if the bytes are of another schema.
     """
     newest, layout = _prepared(schema)
     values = as_binary("values", values)
@@ -93,7 +97,7 @@ def decode_values(
     content, offsets = binary_content(_filled(values, layout, len(history)))
     rows = layout.heads(content, offsets) if layout.fits(offsets).all() else None
     if rows is None or (rows["number"] != len(history)).any():
-        columns = _decode_mixed(content, offsets, [*map(_readable, history), newest])
+        columns = _decode_mixed(content, offsets, [*map(_readable, history), newest], zeros)
     else:
         columns = layout.columns(rows, content, offsets, schema)
     return pa.RecordBatch.from_arrays(columns, schema=newest)
@@ -111,7 +115,7 @@ def _prepared(schema: pa.Schema) -> tuple[pa.Schema, _Layout]:
     return newest, _Layout.of(newest.types, numbered=True)
 
 
-def _decode_mixed(content: Bytes, offsets: Offsets, schemas: list[pa.Schema]) -> list[pa.Array]:
+def _decode_mixed(content: Bytes, offsets: Offsets, schemas: list[pa.Schema], zeros: Collection[str]) -> list[pa.Array]:
     """Return rows that are each of one of the schemas in the columns of the last schema."""
     newest = len(schemas) - 1
     check_ranges(np.diff(offsets) >= _NUMBER.itemsize, "values", schemas[newest])
@@ -129,7 +133,7 @@ def _decode_mixed(content: Bytes, offsets: Offsets, schemas: list[pa.Schema]) ->
     parts, begin = [], 0
     for number, count in zip(found.tolist(), counts.tolist(), strict=True):
         columns = _decode_rows(values.slice(begin, count), schemas[number].types, schemas[number], numbered=True)
-        parts.append(converted(columns, schemas[number], schemas[newest], count))
+        parts.append(converted(columns, schemas[number], schemas[newest], count, zeros))
         begin += count
     if len(parts) == 1:
         return parts[0]

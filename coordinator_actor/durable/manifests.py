@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import lru_cache
 
 import msgspec
 from msgspec import Struct
 
-from backends.exceptions import DamagedFileError, FileExistsInStorageError, MissingFileError
+from backends.encoding.operator_schema import OperatorSchema
+from backends.exceptions import DamagedFileError, FileExistsInStorageError, MissingFileError, StateStoreError
 from backends.formats import manifest_chain as chain
 from backends.formats.manifest import STATE_FORMAT_VERSION, Manifest
 from backends.formats.manifest_chain import Layout
@@ -166,9 +168,10 @@ class ManifestLog:
         """Read a record of files that were written anew. Raises ``MissingFileError`` or ``DamagedFileError``."""
         return self._files.read(path, RewrittenFiles)
 
-    def has_unknown_records(self) -> bool:
-        """Return whether there is a record of rewritten files that the newest known manifest does not name."""
-        return any(path not in self.rewritten for path, _ in self.storage.list(f"{REWRITTEN}/"))
+    def has_news(self) -> bool:
+        """Return whether storage has a manifest that is newer than all that are known. One listing."""
+        newest = max(map(manifest_path, self.manifests.values()), default="")
+        return any(size != len(FENCE) for _, size in self.storage.list(f"{MANIFESTS}/", after=newest))
 
     def obsolete_records(self, chain_from: int) -> list[str]:
         """Return the paths of the records that no manifest of a version from ``chain_from`` on needs."""
@@ -221,7 +224,8 @@ class ManifestLog:
         known = self.manifests.get(manifest_id)
         if known is not None:
             return self.storage.full_location(manifest_path(known))
-        return f"Manifest {manifest_id} in {self.storage.full_location(MANIFESTS)}"
+        after = min(manifest_path(m) for m in self.manifests.values() if m.id > manifest_id)
+        return f"Manifest {manifest_id}, a file before {self.storage.full_location(after)} by its name,"
 
     def query_file(self) -> QueryFile | None:
         """Return ``query.json``, or None if it does not exist."""
@@ -236,8 +240,29 @@ class ManifestLog:
         self._files.ensure(schema_path(schema_id), schema.encode())
 
     def schema(self, schema_id: str) -> str:
-        """Return the JSON of a stored schema."""
-        return self.storage.get(schema_path(schema_id)).decode()
+        """Return the JSON of a stored schema. Raises ``MissingFileError``, ``DamagedFileError``."""
+        path = self.storage.full_location(schema_path(schema_id))
+        try:
+            content = self.storage.get(schema_path(schema_id))
+        except MissingFileError as error:
+            raise MissingFileError(
+                f"{path} does not exist, but the state needs it: it was removed, or is kept elsewhere. Restore it from "
+                "a copy."
+            ) from error
+        if not _is_schema(content, schema_id):
+            raise DamagedFileError(
+                f"{path} is damaged: its content is not the schema with the id {schema_id}. Restore it from a copy."
+            )
+        return content.decode()
+
+
+@lru_cache(maxsize=256)
+def _is_schema(content: bytes, schema_id: str) -> bool:
+    """Return whether a file holds the schema with this id, the digest of the schema's canonical JSON."""
+    try:
+        return OperatorSchema.from_json(content.decode()).id == schema_id
+    except (UnicodeDecodeError, StateStoreError):
+        return False
 
 
 def _is_older(path: str, head: Manifest) -> bool:

@@ -8,13 +8,13 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from backends.exceptions import StorageError, UnsupportedLocationError
+from backends.exceptions import MissingFileError, StorageError, UnsupportedLocationError
 from backends.formats.manifest import PartitionEntry
 from backends.storage.checkpoint_storage import OpenStorage
 from backends.storage.create_if_absent import CreateIfAbsentProofs
 from backends.tracing import spans, trace_ids
 from coordinator_actor.coordinator_conf import CoordinatorConf
-from coordinator_actor.durable.manifests import ManifestLog, QueryFile
+from coordinator_actor.durable.manifests import QUERY_FILE, ManifestLog, QueryFile
 from coordinator_actor.durable.spark_commits import SparkCommits
 from coordinator_actor.exceptions import CoordinatorError, FencedError, InvalidRequestError, UnknownHostError
 from coordinator_actor.handlers.completion import advance, catch_up
@@ -83,6 +83,12 @@ class Queries:
         was_known = look.newest is not None and look.newest.run_id == registration.run_id
         if manifests.epochs.is_superseded(look.newest, registration.run_id):
             return RegisteredQuery(f"Run {registration.run_id} has been replaced by a newer one.", 0, 0)
+        if look.query is None and (look.newest is not None or manifests.manifests):
+            # It is written before the first epoch, and says of how many key groups the keys are.
+            raise MissingFileError(
+                f"{storage.full_location(QUERY_FILE)} does not exist, but its directory has state: it was removed, or "
+                "is kept elsewhere. Restore it from a copy."
+            )
         completed = look.completed
         lag = replace(self._conf.snapshot_lag, maintenance_interval=registration.maintenance_interval)
         run = QueryState(registration, manifests, commits, self._registries.clock, lag)
@@ -270,15 +276,18 @@ class Queries:
                 by = "nobody" if newest is None else f"run {newest.run_id}"
                 return RegisteredQuery(f"The state of run {run_id} is claimed by {by}.", 0, run.versions.completed)
             completed = run.commits.next_batch()
-            exchange = run.last_exchange
-            # Files may have been exchanged, as when keys are forgotten, by whoever has the query, or has claimed it.
+            exchange, known = run.last_exchange, run.versions.chain.get(run.versions.completed)
+            # The version that is served may get another manifest: files were exchanged, as when keys are forgotten, or
+            # some tasks of its batch have run again, whose changes are named after Spark's commit.
             is_news = completed > run.versions.completed or newest.epoch > run.manifests.epoch
-            if is_news or run.manifests.has_unknown_records():
+            if is_news or run.manifests.has_news():
                 run.manifests.refresh()
                 # A batch may be committed of which no manifest tells: the query's own coordinator puts it together.
                 if completed in run.manifests.chain():
                     run.take_up(completed, newest.epoch)
-                    if run.last_exchange != exchange:
+                    current = run.versions.chain.get(completed)
+                    is_same = known is not None and current is not None and known.version == current.version
+                    if run.last_exchange != exchange or (is_same and known != current):
                         run.rewriting.exchanged(self._registries.clock())
         if run.looked_at is not None:
             run.looked_at = began

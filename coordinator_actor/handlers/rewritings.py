@@ -43,7 +43,7 @@ class Rewritings:
                 )
             if run.savepoint_hold.batch_id is not None:
                 raise InvalidRequestError(
-                    f"Run {run.run_id} stops with a savepoint: its files are not rewritten meanwhile. Do it after "
+                    f"Run {run.run_id} stops with a savepoint: its files cannot be rewritten now. Do it after "
                     "the stop, with the checkpoint location."
                 )
             held = known if hold and known is not None else run.rewriting.begin(holder, now, seconds)

@@ -50,6 +50,8 @@ class RayCoordinatorPort(CoordinatorPort):
         """Send one message and return the answer. A message that gets no answer is sent again."""
         deadline = time.monotonic() + self._timeout
         while True:
+            if not ray.is_initialized():  # another call would start a cluster
+                raise HostUnavailableError(f"Ray has been shut down in this process: nobody is asked {method}.")
             try:
                 if self._actor is None:
                     self._actor = ray.get_actor(self._name, namespace=self._namespace)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable
 
 import msgspec
@@ -71,11 +72,14 @@ def place_refusal(run: QueryState, place: CheckpointPlace | None) -> str | None:
     state, here = registration.state_location, registration.checkpoint_location
     if place is None or is_inside(state, here) or place.is_at(here):
         return None
-    command = f"{here} --state-location {state.rstrip('/').rpartition('/')[0]}"
+    base = state.rstrip("/").rpartition("/")[0]
+    command = shlex.join((here, "--state-location", base))
     return (
         f"The state at {state} belongs to the checkpoint at {place.checkpoint_location}, and this one is at {here}: "
-        "two checkpoints must not share a state. If the checkpoint has been moved, run 'statestore checkpoint move "
-        f"{command}'. If this is a copy that is to go on by itself, run 'statestore checkpoint fork {command}'."
+        "two checkpoints must not share a state. If the checkpoint was moved, run\n"
+        f"  statestore checkpoint move {command}\n"
+        "If this is a copy that is to have a state of its own, run\n"
+        f"  statestore checkpoint fork {command}"
     )
 
 
@@ -125,11 +129,11 @@ def _base(run: QueryState) -> Manifest | None:
 def _evolved(run: QueryState, base: Manifest | None, spec: OperatorSpec) -> OperatorSchema:
     declared = OperatorSchema.from_json(spec.schema)
     if base is None:
-        return evolved(None, declared)
+        return evolved(None, declared, spec.kind)
     schema_id = base.operators[spec.name].schema_id
     if schema_id == declared.id:
         return declared
-    return evolved(OperatorSchema.from_json(run.manifests.schema(schema_id)), declared)
+    return evolved(OperatorSchema.from_json(run.manifests.schema(schema_id)), declared, spec.kind)
 
 
 def _schema_refusal(run: QueryState, base: Manifest, spec: OperatorSpec, error: IncompatibleSchemaError) -> str:
@@ -138,11 +142,13 @@ def _schema_refusal(run: QueryState, base: Manifest, spec: OperatorSpec, error: 
     there, here = (s.families.get(DEFAULT_FAMILY) for s in (stored, OperatorSchema.from_json(spec.schema)))
     if there is not None and here is not None and there != here:
         part = "key" if there.key != here.key else "state"
+        checkpoint = run.registration.checkpoint_location
         return (
-            f"The {part} schema of operator {spec.name!r} differs from the one stored at {where}. "
-            f"Stored: {_columns(there)}. Program: {_columns(here)}. Restore the old columns and aggregations, or use a "
-            "new "
-            "checkpoint location."
+            f"The {part} schema of operator {spec.name!r} differs from the one stored at {where}: {error} "
+            f"Stored: {_columns(there)}. Program: {_columns(here)}. Outputs of an aggregate can be added, removed and "
+            "reordered. Restore all other columns, or rewrite the state into a new checkpoint with "
+            f"rewrite_state({checkpoint!r}, {spec.name!r}, function, {checkpoint.rstrip('/') + '-2'!r}, "
+            "program=dataframe), where function makes the new rows of the old ones."
         )
     return (
         f"The state of operator {spec.name!r} at {where} cannot be gone on with as the program declares it now. "

@@ -14,13 +14,17 @@ from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 import pyarrow as pa
+from msgspec import structs
 
 from backends.conf import StateStoreConf
 from backends.exceptions import MissingFileError, VersionNotFoundError
+from backends.formats import manifest_chain as chains
 from backends.formats.changelog import read_changelog
 from backends.formats.manifest import Lineage
+from backends.formats.manifest_chain import Layout
 from backends.partition.partition_state import PartitionState, open_partition
 from backends.storage.checkpoint_storage import CheckpointStorage, OpenStorage
+from backends.storage.file_ref import FileRef
 from coordinator_actor.reading.stored_versions import Piece, StatePlace, StateVersions
 
 
@@ -69,31 +73,42 @@ def load(
     open_storage: OpenStorage = CheckpointStorage.open,
 ) -> None:
     """Bring a copy of a partition to a version of its lineage. Raises the errors of ``opened_partition``."""
-    whole = piece.lineage
-    lineage = Lineage(
-        version,
-        tuple(ref for ref in whole.changelogs if ref.version <= version),
-        tuple(ref for ref in whole.snapshots if ref.version <= version),
-        whole.rescaled,
-    )
-    with _explaining(place, version if piece.since is None else piece.since, open_storage):
-        state.load(lineage)
-
-
-@contextmanager
-def _explaining(place: StatePlace, version: int, open_storage: OpenStorage) -> Iterator[None]:
-    """Raise ``VersionNotFoundError`` if a file is missing because its version is no longer kept."""
     try:
-        yield
+        state.load(_up_to(piece.lineage, version))
     except MissingFileError as error:
-        there = StateVersions.look(place, open_storage=open_storage).readable
-        if version in there:
-            raise
+        state.load(_up_to(_lineage_now(place, piece, error, open_storage), version))
+
+
+def _up_to(lineage: Lineage, version: int) -> Lineage:
+    return Lineage(
+        version,
+        tuple(ref for ref in lineage.changelogs if ref.version <= version),
+        tuple(ref for ref in lineage.snapshots if ref.version <= version),
+        lineage.rescaled,
+    )
+
+
+def _lineage_now(place: StatePlace, piece: Piece, error: MissingFileError, open_storage: OpenStorage) -> Lineage:
+    """Return the files that make the versions of a piece now. An exchange of files may have replaced the planned ones.
+
+    Raises ``VersionNotFoundError`` if a version is no longer kept, and ``error`` if the files are the same.
+    """
+    version = piece.lineage.version
+    oldest = version if piece.since is None else piece.since
+    versions = StateVersions.look(place, open_storage=open_storage)
+    there = versions.readable
+    if oldest not in there or version not in there:
         kept = f"versions {there[0]} to {there[-1]} are kept" if there else "none is kept"
         raise VersionNotFoundError(
-            f"Version {version} of the state at {place.state_location} was removed while it was read: now {kept}. Read "
+            f"Version {oldest} of the state at {place.state_location} was removed while it was read: now {kept}. Read "
             "a later one, or let the query keep more versions (min_versions_to_retain)."
         ) from error
+    _, operator, num_partitions, *_ = piece.directory.split("/")
+    layout = Layout(operator, int(num_partitions), piece.backend)
+    lineage = chains.lineage(versions.chain, version, layout, piece.partition, versions.key_groups)
+    if lineage == piece.lineage:
+        raise error
+    return lineage
 
 
 def changes(
@@ -106,19 +121,20 @@ def changes(
     since = piece.since if piece.since is not None else piece.lineage.version
     storage = open_storage(place.state_location, place.options)
     with opened_partition(place, piece, since, open_storage=open_storage) as state:
-        for ref in piece.lineage.changelogs:
-            if ref.version <= since:
-                continue
-            with _explaining(place, since, open_storage):
-                data = storage.read(ref.file)
-            _, changed = read_changelog(data, storage.full_location(ref.file.path))
+        for version in (ref.version for ref in piece.lineage.changelogs if ref.version > since):
+            try:
+                data = storage.read(_changelog(piece.lineage, version))
+            except MissingFileError as error:
+                piece = structs.replace(piece, lineage=_lineage_now(place, piece, error, open_storage))
+                data = storage.read(_changelog(piece.lineage, version))
+            _, changed = read_changelog(data, storage.full_location(_changelog(piece.lineage, version).path))
             found = {f: changed.families[f] for f in families if f in changed.families and len(changed.families[f])}
             if not found:
                 continue
-            load(place, state, piece, ref.version - 1, open_storage=open_storage)
+            load(place, state, piece, version - 1, open_storage=open_storage)
             there = state.reads.column_families()
             yield (
-                ref.version,
+                version,
                 {
                     family: ChangedPairs(
                         pairs.keys,
@@ -130,6 +146,10 @@ def changes(
                     for family, pairs in found.items()
                 },
             )
+
+
+def _changelog(lineage: Lineage, version: int) -> FileRef:
+    return next(ref.file for ref in lineage.changelogs if ref.version == version)
 
 
 def scan_family(state: PartitionState, family: str) -> Iterator[pa.RecordBatch]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -18,7 +17,6 @@ from backends.formats.manifest_chain import Layout
 from backends.formats.snapshot_descriptor import SnapshotDescriptor
 from backends.storage.checkpoint_storage import CheckpointStorage, OpenStorage
 from backends.storage.create_if_absent import CREATE_PROBE
-from backends.storage.file_ref import FileRef
 from coordinator_actor.durable.audit_log import AUDIT
 from coordinator_actor.durable.checkpoint_records import HISTORY
 from coordinator_actor.durable.fencing import EPOCHS, FENCE, MANIFESTS
@@ -72,11 +70,11 @@ class NamedSnapshot(NamedTuple):
 
 
 class LoadedFiles(NamedTuple):
-    """The files from which the readable versions are loaded.
+    """The files that loads of the readable versions need.
 
-    Each version above ``oldest`` needs its own changelogs. ``changelogs`` maps the other ones, which loading the oldest
-    version applies, to their objects. ``snapshots`` has, by the path of its descriptor, each snapshot with which the
-    oldest version begins, and each later one.
+    Each version above ``oldest`` needs its own changelogs. A load of the oldest version also applies earlier ones:
+    ``changelogs`` maps them to their objects. ``snapshots`` has the first snapshot of each such load and all later
+    ones, by the path of the descriptor.
     """
 
     oldest: int
@@ -91,14 +89,12 @@ class LoadedFiles(NamedTuple):
 class SnapshotReader:
     """Reads the descriptors of snapshots, each once, and tells which snapshots are whole.
 
-    ``sizes`` are those of a listing, made when ``listed`` was the completed version. Objects of later versions are not
-    in it, and count as whole: their snapshots were named after they were durable.
+    ``sizes`` are those of a listing that was made after the manifests were read.
     """
 
-    def __init__(self, storage: CheckpointStorage, sizes: Mapping[str, int], listed: float = math.inf) -> None:
+    def __init__(self, storage: CheckpointStorage, sizes: Mapping[str, int]) -> None:
         self._storage = storage
         self._sizes = sizes
-        self._listed = listed
         self._descriptors: dict[str, SnapshotDescriptor | None] = {}
 
     def read(self, refs: Iterable[SnapshotRef]) -> None:
@@ -109,7 +105,7 @@ class SnapshotReader:
 
         def read(ref: SnapshotRef) -> SnapshotDescriptor | None:
             try:
-                return snapshot.read_descriptor(self._storage, ref) if self._is_there(ref.file) else None
+                return snapshot.read_descriptor(self._storage, ref) if ref.file.is_in(self._sizes) else None
             except (DamagedFileError, MissingFileError):
                 return None  # 'verify' names the damage
 
@@ -124,10 +120,7 @@ class SnapshotReader:
     def is_whole(self, ref: SnapshotRef) -> bool:
         """Return whether a snapshot that was read can be loaded."""
         descriptor = self._descriptors[ref.file.path]
-        return descriptor is not None and all(self._is_there(f.file) for f in descriptor.files if f.file is not None)
-
-    def _is_there(self, file: FileRef) -> bool:
-        return version_in(file.stored_in) > self._listed or file.is_in(self._sizes)
+        return descriptor is not None and descriptor.is_complete(self._sizes)
 
 
 def loaded_files(versions: StateVersions, reader: SnapshotReader) -> LoadedFiles:

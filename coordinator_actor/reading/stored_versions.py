@@ -212,13 +212,17 @@ class StateVersions:
                     f"Version {self.completed} of the state at {self.place.state_location}, the last completed one, "
                     f"cannot be read: {self._there()}."
                 )
-            if not there or (self.completed not in there):
+            if not there and self.completed == 0:
+                raise VersionNotFoundError(
+                    f"No batch of {self.place.checkpoint_location} is committed yet, so there is no completed version "
+                    f"of the state at {self.place.state_location}. Start the query, and wait for its first batch."
+                )
+            if self.completed not in there:
+                other = "Name one of them with version=, or start the query" if there else "Start the query"
                 raise VersionNotFoundError(
                     f"Spark's commits at {self.place.checkpoint_location} say that version {self.completed} is the "
-                    "last completed "
-                    f"one, but at {self.place.state_location} {self._there()}. Name one of them with version=, or "
-                    "start the query: "
-                    "it recovers what it can, or says what is missing."
+                    f"last completed one, but at {self.place.state_location} {self._there()}. {other}: it recovers "
+                    "what it can, or says what is missing."
                 )
             return there[-1]
         if isinstance(version, bool) or not isinstance(version, int):

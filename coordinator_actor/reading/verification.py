@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
+from msgspec import Struct
+
 from backends.exceptions import DamagedFileError, MissingFileError, StateStoreError
 from backends.formats import snapshot
 from backends.formats.changelog import read_changelog
@@ -19,6 +21,11 @@ from backends.formats.manifest import ChangelogRef, Lineage, SnapshotRef
 from backends.formats.snapshot_descriptor import SnapshotDescriptor
 from backends.storage.checkpoint_storage import CheckpointStorage, OpenStorage
 from backends.storage.file_ref import FileRef
+from coordinator_actor.durable.audit_log import AUDIT
+from coordinator_actor.durable.checkpoint_place import CHECKPOINTS
+from coordinator_actor.durable.checkpoint_records import HISTORY
+from coordinator_actor.durable.fencing import EPOCHS
+from coordinator_actor.durable.record_files import RecordFiles, numbered_path
 from coordinator_actor.reading.partition_reader import opened_partition
 from coordinator_actor.reading.stored_versions import Piece, StateVersions
 
@@ -161,13 +168,30 @@ def verify_version(
             except StateStoreError as error:
                 lost.append(f"{operator}/{p}")
                 damages[f"{operator}/{p}"] = Damage(piece.directory, operator, p, at, str(error))
-    found = (*damages_of_manifests(versions), *(damages[i] for i in sorted(damages)))
+    found = (*damages_of_manifests(versions), *_damaged_records(storage), *(damages[i] for i in sorted(damages)))
     return Verification(at, len(files) + len(parts), nbytes, found, tuple(lost), rows)
 
 
 def damages_of_manifests(versions: StateVersions) -> tuple[Damage, ...]:
     """Return the damages of the manifests that were passed over."""
     return tuple(Damage(path, None, None, None, what) for path, what in versions.damages.items())
+
+
+def _damaged_records(storage: CheckpointStorage) -> list[Damage]:
+    """Return the damages of the other records. A query does not start where one that it needs is damaged."""
+    records, damages = RecordFiles(storage), list[Damage]()
+
+    def note(path: str, error: DamagedFileError) -> None:
+        damages.append(Damage(path, None, None, None, str(error)))
+
+    for directory in (EPOCHS, CHECKPOINTS, HISTORY, AUDIT):
+        paths = [numbered_path(directory, number) for number in records.numbers(directory)]
+        records.read_all(paths, AnyRecord, note)
+    return sorted(damages, key=lambda damage: damage.path)
+
+
+class AnyRecord(Struct):
+    """A record of any kind: its digest is checked, and its fields are not read."""
 
 
 def _files(versions: StateVersions, operator: str, partition: int, lineage: Lineage) -> Iterator[_File]:

@@ -46,14 +46,12 @@ def _operator_differences(operator: SavepointOperator, spec: OperatorSpec) -> It
     if operator.kind != spec.kind:
         yield f"operator {spec.name!r} is of the kind {operator.kind!r} in the savepoint, {spec.kind!r} in the program"
     stored, declared = operator.schema, OperatorSchema.from_json(spec.schema)
-    there, here = stored.families.get(DEFAULT_FAMILY), declared.families.get(DEFAULT_FAMILY)
-    lines = [] if there is None or here is None else list(_row_differences(there, here))
-    if not lines:
-        try:
-            evolved(stored, declared)
-        except IncompatibleSchemaError as error:
-            lines = [str(error)]
-    yield from (f"operator {spec.name!r}: {line}" for line in lines)
+    try:
+        evolved(stored, declared, spec.kind)
+    except IncompatibleSchemaError as error:
+        there, here = stored.families.get(DEFAULT_FAMILY), declared.families.get(DEFAULT_FAMILY)
+        lines = [] if there is None or here is None else list(_row_differences(there, here))
+        yield from (f"operator {spec.name!r}: {line}" for line in lines or [str(error)])
 
 
 def _row_differences(stored: StateSchema, declared: StateSchema) -> Iterator[str]:

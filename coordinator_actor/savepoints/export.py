@@ -10,6 +10,7 @@ import logging
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +114,7 @@ class _Writer:
         self._schema = file_schema(schema)
         self._name = name
         key, value, *history = (_readable(part) for part in (schema.key, schema.value, *schema.history))
-        self._stored = StateSchema(key, value, tuple(history))
+        self._stored = replace(schema, key=key, value=value, history=tuple(history))
         self._groups = first_group, last_group
         self._last_key: bytes | None = None
         self._pending: list[pa.RecordBatch] = []

@@ -47,7 +47,7 @@ FORGET_POLL_SECONDS = 0.05
 UNKNOWN_QUERY_SECONDS = 15.0
 """A query that a coordinator has not heard of for this many seconds has ended."""
 FORGET_ATTEMPTS = 3
-"""The work starts again this many times at most: if the query has gone on, or the hold has lapsed."""
+"""At most this many attempts: the query may advance in between, or the hold may lapse."""
 KeysOf = Callable[[OperatorSchema, int], ForgottenKeys]
 """Makes the keys that are to go from the operator's schema and the number of key groups."""
 
@@ -94,9 +94,9 @@ def forget_in_storage(place: StatePlace, request: ForgetRequest) -> ForgottenRep
     if newest is None:
         manifests.claim(f"{FORGET_KEYS}-{uuid.uuid4().hex}")
     else:
-        # In the name of the last run: clients that read its state go on reading.
+        # Under the name of the last run, so that clients keep reading its state.
         manifests.claim(newest.run_id, newest.layouts, newest.schema_ids)
-    # Nobody can prepare a further version from here on.
+    # From here on no coordinator can prepare another version.
     versions = work.look()
     path, listed = work.write(versions, manifests)
     _exchange(manifests, max(versions.chain), path)
@@ -105,6 +105,7 @@ def forget_in_storage(place: StatePlace, request: ForgetRequest) -> ForgottenRep
 
 def _exchange(manifests: ManifestLog, version: int, path: str) -> None:
     """Write the manifest of a version with the record at ``path``. Versions above it are given up."""
+    manifests.epochs.check()  # a run that has claimed the state since may have made versions that are not known here
     chain = manifests.chain()
     counter = CheckpointIDCounter()
     counter.ensure_above(manifests.last_id())
@@ -125,10 +126,10 @@ def _exchange(manifests: ManifestLog, version: int, path: str) -> None:
 def forget_in_running(port: CoordinatorPort, query: str, request: ForgetRequest) -> ForgottenReport:
     """Forget keys in the state of a running query, by its name, query id or run id.
 
-    Most files are rewritten beside the stream. Then its next batch waits for the last ones and for the exchange. Only
-    an unbroken hold keeps retention from the new files. If it lapses, the work starts from scratch, ``FORGET_ATTEMPTS``
-    times at most. Raises as ``forget_in_storage`` does, and ``InvalidRequestError`` if the query stops with a
-    savepoint.
+    Most files are rewritten while the stream runs. Then the next batch waits for the last ones and for the exchange.
+    Only an unbroken hold keeps retention from the new files. If the hold lapses, the work starts from scratch, at most
+    ``FORGET_ATTEMPTS`` times. Raises as ``forget_in_storage`` does, and ``InvalidRequestError`` if the query stops with
+    a savepoint.
     """
     for attempt in range(FORGET_ATTEMPTS):
         try:
@@ -233,12 +234,12 @@ class _Holding:
         since = self._held_since
         try:
             if since is not None and time.monotonic() > since + MOST_HELD_SECONDS:
-                log.warning("%s has waited for %.0f s and goes on", self._query, MOST_HELD_SECONDS)
+                log.warning("The batches of %s were held for %.0f s and continue now", self._query, MOST_HELD_SECONDS)
                 self._held_since = None
                 self._renewed(batches=False)
             else:
                 self._renewed()
-        except LapsedHoldError as error:  # the thread that works is told so when it asks for the exchange
+        except LapsedHoldError as error:  # the request for the exchange raises the same error
             log.warning("The hold of %s cannot be renewed: %s", self._query, error)
             self._renewing.close()
 
@@ -292,7 +293,7 @@ class _Work:
         return versions
 
     def rewrite(self, versions: StateVersions) -> RewrittenFiles:
-        """Rewrite files; what was written before is not written again."""
+        """Rewrite files. Skips what an earlier call has written."""
         assert self._rewriting is not None
         self._request.say(f"rewrites {len(versions.chain)} versions of operator {self._request.operator!r}")
         return self._rewriting.run(versions)
@@ -301,7 +302,7 @@ class _Work:
         """Write the record of the exchange. Return its path, and all files that were there before the exchange.
 
         The listing of these also shows that every file that the record names exists in full size. Raises
-        ``LapsedHoldError`` if one does not: somebody has removed it.
+        ``LapsedHoldError`` if one does not: another process has removed it.
         """
         assert self._rewriting is not None
         record = self.rewrite(versions)

@@ -5,9 +5,9 @@ All readable versions stay readable. In each partition that may have rows of the
 - Each changelog that a readable version needs is written again, under a new name and on top of the new name of the one
   below. So everything that was made of the old ones, in a host's memory or on its disk, belongs to another lineage, and
   hosts load the partition again.
-- The backend's engine builds two snapshots again, of nothing but the rows that stay: the one with which the oldest
-  version begins, and the newest one. The reason is that RocksDB's files keep removed rows and the bounds of files that
-  are gone. The snapshots in between are given up; a load applies changelogs instead.
+- The backend's engine rebuilds two snapshots from the rows that stay: the first one that a load needs, and the newest
+  one. RocksDB's own files would keep removed rows and the key ranges of deleted files. The snapshots in between are
+  dropped; a load applies changelogs instead.
 - Retention may have removed the changelog at the version of the first of these snapshots. An empty one takes its place:
   a load needs its name alone.
 
@@ -86,7 +86,7 @@ class Rewriting:
         self._open = open_storage
         self._scratch = scratch
         self._say = say
-        self._reader: SnapshotReader | None = None
+        self._rewritten: dict[Layout, frozenset[int]] = {}
         self._sizes: Mapping[str, int] = {}
         self._changelogs: dict[str, FileRef] = {}
         self._snapshots: dict[str, SnapshotRef] = {}
@@ -102,10 +102,9 @@ class Rewriting:
         Raises ``DamagedFileError``, ``MissingFileError``, ``StorageError``. Files written until then count for nothing;
         retention removes them when their versions are no longer kept.
         """
-        if self._reader is None:
-            self._sizes = dict(self._storage.list("operators")) | dict(self._storage.list(GROUPS_DIRECTORY))
-            self._reader = SnapshotReader(self._storage, self._sizes, listed=max(versions.chain))
-        loaded = loaded_files(versions, self._reader)
+        # Listed in each call: an upload that was under way in the last one may have ended since.
+        self._sizes = dict(self._storage.list("operators")) | dict(self._storage.list(GROUPS_DIRECTORY))
+        loaded = loaded_files(versions, SnapshotReader(self._storage, self._sizes))
         affected = self._affected(versions)
         rebuilt = self._to_rebuild(loaded, affected)
         self._rewrite_changelogs(versions, affected, loaded, {one.ref.head for one in rebuilt})
@@ -152,7 +151,9 @@ class Rewriting:
     def _affected(self, versions: StateVersions) -> dict[Segment, frozenset[int]]:
         """Return the partitions of each layout that are rewritten, the earliest layout first.
 
-        The heads of an earlier layout name a partition that was made of it, whatever keys the partition has.
+        The heads of an earlier layout name a partition that was made of it, whatever keys the partition has. What an
+        earlier call has rewritten stays on the list, though that layout may have left the chain: the changelogs since
+        must name the new heads as their bases.
         """
         affected: dict[Segment, frozenset[int]] = {}
         below: tuple[int, frozenset[int]] | None = None
@@ -161,6 +162,8 @@ class Rewriting:
             own = self._partitions(n)
             if below is not None:
                 own |= {p for p in range(n) if self._has_source(versions.key_groups, n, p, *below)}
+            own |= self._rewritten.get(segment.layout, frozenset())
+            self._rewritten[segment.layout] = own
             affected[segment] = own
             below = n, own
         return affected
@@ -221,7 +224,7 @@ class Rewriting:
         return self._member(layout, partition, meta, Changes(kept))
 
     def _empty(self, layout: Layout, partition: int, manifest: Manifest, attempt: str) -> GroupMember:
-        """Return what stands for the changelog of a snapshot from which loads begin: nobody applies it."""
+        """Return an empty changelog for the version of a snapshot. Loads use its name and never apply it."""
         n = layout.num_partitions
         base = f"{layout.directory(partition)}/{manifest.version - 1}-removed"
         meta = ChangelogMeta(manifest.run_id, layout.operator, partition, n, manifest.version, attempt, base)
@@ -249,7 +252,7 @@ class Rewriting:
         group.close()
 
     def _parts_of_others(self, versions: StateVersions, loaded: LoadedFiles) -> Iterator[FileRef]:
-        """Give the changelogs that readable versions need, lie in shared objects, and were not written again."""
+        """Yield the changelogs in shared objects that readable versions need and that were not rewritten."""
         for version, manifest in versions.chain.items():
             for operator in manifest.operators.values():
                 held = operator.partitions
@@ -263,8 +266,8 @@ class Rewriting:
 
         An object that earlier rewriting made has changelogs of versions that no manifest names any more.
         """
-        if path not in self._sizes:  # a batch has written it since the listing; its size is not known
-            return True
+        if path not in self._sizes:
+            return True  # it is missing: whoever reads its parts says so
         try:
             return any(self._may_have_keys(ref.path) for _, ref in read_index(self._storage, path, self._sizes[path]))
         except DamagedFileError as error:
@@ -348,7 +351,6 @@ class Rewriting:
                 accounted[file.stored_in] = accounted.get(file.stored_in, 0) + file.size
         for path, nbytes in accounted.items():
             if path not in self._has_keys:
-                # An object that no listing shows is of a snapshot that was uploaded since: its parts are copied.
                 self._has_keys[path] = self._sizes.get(path, -1) != nbytes
         for path, (one, held) in others.items():
             files = _shared_files(one.ref, held)
@@ -400,7 +402,7 @@ class _Group:
 
 
 def _shared_files(ref: SnapshotRef, held: SnapshotDescriptor) -> list[FileRef]:
-    """Return those of a snapshot's files, its descriptor among them, that lie in objects with others."""
+    """Return the files of a snapshot, its descriptor included, that share an object with others."""
     files = [ref.file, *(f.file for f in held.files if f.file is not None)]
     return [file for file in files if file.within is not None]
 

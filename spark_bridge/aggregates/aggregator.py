@@ -71,6 +71,14 @@ class Aggregator:
         return pa.schema(list(types.items()))
 
     @property
+    def zeros(self) -> tuple[str, ...]:
+        """Return the state columns that are not null in the state of no rows: counts, and empty lists and sketches."""
+        builtin = Aggregator([o for o in self.outputs if o.user is None])
+        rows = pa.record_batch([pa.nulls(0, f.type) for f in builtin.input_schema], schema=builtin.input_schema)
+        state = builtin.partial(np.zeros(0, np.int64), 1, rows)
+        return tuple(f.name for f, column in zip(state.schema, state.columns, strict=True) if column[0].is_valid)
+
+    @property
     def result_fields(self) -> list[pa.Field]:
         """Return the output columns."""
         fields = result_fields(self.state_schema)
@@ -159,8 +167,9 @@ class ListTooLargeError(SparkBridgeError):
         made = cls(
             f"The {function} of output {output.name!r} has {error.num_elements:,} elements of {error.num_bytes:,} "
             f"bytes, more than max_bytes={output.max_bytes:,}. The batch has changed nothing. Start the query again "
-            f"with S.{function}(..., limit=), which drops elements, with a greater max_bytes=, or with a list state "
-            "in a processor."
+            "with a greater max_bytes=, which keeps the list. Or give the output another name, under which it begins "
+            f"empty, with S.{function}(..., limit=), which drops elements. For long lists use a list state in a "
+            "processor."
         )
         made.group = error.group
         return made
@@ -229,5 +238,7 @@ def _overflow(field: pa.Field) -> SparkBridgeError:
     name, function, _ = split_state_column(field.name)
     return SparkBridgeError(
         f"The {_SUMS.get(split_function(function)[0], function)} of output {name!r} has left the range of "
-        f"{field.type}; cast its input to a wider type (decimal or double) and start with a new operator."
+        f"{field.type}. Cast its input to a wider type (decimal or double). If the output keeps its name, the restart "
+        "is refused and prints the rewrite_state call that keeps the stored values. With another name the output "
+        "begins with no rows."
     )

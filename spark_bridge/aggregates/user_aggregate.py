@@ -106,8 +106,17 @@ def _user_rows(output: Output, groups: Groups, rows: pa.RecordBatch) -> OutputSt
 
 
 def _user_merge(output: Output, groups: Groups, state: OutputState) -> OutputState:
+    """Merge states. The function sees no state of nulls alone: rows from before the output was added have that."""
     assert output.user is not None
-    return user_merge(output.name, output.user, groups, state)
+    has_state = np.logical_or.reduce([np.asarray(column.is_valid()) for column in state])
+    if has_state.all():
+        return user_merge(output.name, output.user, groups, state)
+    present, ids = np.unique(groups.ids[has_state], return_inverse=True)
+    known = [column.filter(pa.array(has_state)) for column in state]
+    merged = user_merge(output.name, output.user, Groups(ids, len(present)), known) if len(present) else known
+    rows = np.full(groups.num, -1, np.int64)
+    rows[present] = np.arange(len(present))
+    return [column.take(pa.array(rows, mask=rows < 0)) for column in merged]
 
 
 def _user_parts(output: Output) -> list[tuple[str, pa.DataType]]:

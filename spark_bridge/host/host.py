@@ -121,7 +121,15 @@ class Host:
             registration, self.held, self.loading, self.grants, self.completed, self.prepared, self.counters
         )
         self.maintenance = Maintenance(
-            registration, self.held, self.kept, self.unloading, self.version_requests, self.counters, self.memory, conf
+            registration,
+            self.held,
+            self.kept,
+            self.unloading,
+            self.version_requests,
+            self.counters,
+            self.memory,
+            conf,
+            clock,
         )
         self.copy_loading = CopyLoading(registration, self.files, clock)
         self.savepoint_partitions = SavepointPartitions(self.held, self.files, self.copy_loading)

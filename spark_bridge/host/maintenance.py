@@ -12,17 +12,17 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
 
 from backends.conf import StateStoreConf
-from backends.exceptions import StoreClosedError
-from backends.formats.manifest import SnapshotRef
+from backends.exceptions import StateStoreError, StoreClosedError
+from backends.formats.manifest import Lineage, SnapshotRef
 from backends.formats.snapshot import PreparedSnapshot, StoredSnapshot
 from backends.host_memory import COPIES, WRITE_BUFFERS, HostMemory
 from backends.partition.snapshot_uploads import store_snapshots
 from backends.tracing import spans
-from coordinator_actor.exceptions import BatchHeldError
+from coordinator_actor.exceptions import BatchHeldError, CoordinatorError, SparkBridgeError
 from coordinator_actor.messages import SnapshotUploaded
 from coordinator_actor.query.files.files_in_use import UPLOAD
 from spark_bridge.host.coordination.registration import HostRegistration
@@ -30,6 +30,7 @@ from spark_bridge.host.coordination.version_requests import VersionRequests
 from spark_bridge.host.counters import Counters
 from spark_bridge.host.held.held_partitions import HeldPartitions
 from spark_bridge.host.held.instance import Instance, InstanceKey
+from spark_bridge.host.loading.file_lease import FileLease
 from spark_bridge.host.loading.kept_partitions import KeptPartitions
 from spark_bridge.host.loading.unloading import PartitionUnloading
 
@@ -97,6 +98,7 @@ class Maintenance:
         counters: Counters,
         memory: HostMemory,
         conf: StateStoreConf,
+        clock: Callable[[], float],
     ) -> None:
         self._registration = registration
         self._held = held
@@ -111,6 +113,9 @@ class Maintenance:
         self._num_threads = conf.maintenance_threads
         self._uploads = ThreadPoolExecutor(conf.maintenance_threads, thread_name_prefix="statestore-maintenance")
         self._uploading: dict[InstanceKey, Future[None]] = {}
+        self._clock = clock
+        self._leases: dict[InstanceKey, FileLease] = {}
+        """Of the uploads under way. Each maintenance renews them: a large file may take longer than a lease lasts."""
 
     def on_maintenance(self, work: Callable[[], None]) -> None:
         """Have something quick done with every maintenance."""
@@ -125,6 +130,7 @@ class Maintenance:
         log.debug("Doing maintenance")
         for work in self._hooks:
             work()
+        self._renew_leases()
         self._version_requests.forget_idle_runs()
         self._kept.drop_old()
         self._unload_others()
@@ -163,6 +169,15 @@ class Maintenance:
             for key in [k for k, f in self._uploading.items() if f.done() and k not in self._held.instances]:
                 del self._uploading[key]
         return begun
+
+    def _renew_leases(self) -> None:
+        with self._held.lock:
+            leases = list(self._leases.items())
+        for key, lease in leases:
+            try:
+                lease.is_held()
+            except (CoordinatorError, SparkBridgeError, StateStoreError) as error:
+                log.warning("The coordinator was not told that the upload of %s goes on: %s", key, error)
 
     def _unload_unread(self) -> None:
         """Unload the partitions of ended queries that nobody has read since the last maintenance.
@@ -219,28 +234,57 @@ class Maintenance:
         listed: dict[str, dict[str, int]] = {}
         for instance in instances:
             ready: list[_Ready] = []
-            run_id, operator, partition = instance.run_key
-            coordinator = self._registration.coordinator
-            with self._logged([instance]):
-                lineage = coordinator.lineage(run_id, operator, partition, instance.state.version, UPLOAD)
+            with self._logged([instance]), ExitStack() as unless_prepared:
+                unless_prepared.callback(self._end_leases, [instance])
+                lineage = self._begin_lease(instance)
                 if lineage.head != instance.state.head:
                     # Its files were exchanged, which this host has yet to hear; or it has advanced: the next time.
-                    coordinator.release_files(run_id, operator, partition, UPLOAD)
                     continue
                 earlier = lineage.snapshots[-1] if lineage.snapshots else None
                 prepared = instance.state.snapshots.prepare(earlier, INLINE_FILES_BYTES, listed)
                 ready = together.add(_Ready(instance, earlier, prepared))
+                unless_prepared.pop_all()
             self._store(ready)
+
+    def _begin_lease(self, instance: Instance) -> Lineage:
+        registration, version = self._registration, instance.state.version
+        lease = FileLease(registration, *instance.run_key, version, use=UPLOAD, clock=self._clock)
+        lineage = lease.lineage()
+        with self._held.lock:
+            self._leases[instance.key] = lease
+        return lineage
+
+    def _end_leases(self, instances: Sequence[Instance]) -> None:
+        """Tell the coordinator that nothing is uploaded any more. The report of a snapshot has told it."""
+        with self._held.lock:
+            leases = [self._leases.pop(instance.key, None) for instance in instances]
+        for lease in leases:
+            if lease is not None:
+                lease.end()
+
+    def _is_held(self, ready: _Ready) -> bool:
+        with self._held.lock:
+            lease = self._leases[ready.instance.key]
+        if lease.is_held():
+            return True
+        log.warning("The snapshot of %s is given up: the coordinator has taken its upload for dead", ready.instance)
+        return False
 
     def _store(self, ready: Sequence[_Ready]) -> None:
         if not ready:
             return
         made: list[StoredSnapshot] = []
-        with self._logged([r.instance for r in ready]):
-            made = store_snapshots([(r.instance.state.snapshots, r.prepared) for r in ready])
-        for (instance, earlier, _), stored in zip(ready, made, strict=False):
-            with self._logged([instance]):
-                self._report(instance, earlier, stored)
+        instances = [r.instance for r in ready]
+        try:
+            with self._logged(instances):
+                ready = [r for r in ready if self._is_held(r)]
+                if ready:
+                    made = store_snapshots([(r.instance.state.snapshots, r.prepared) for r in ready])
+            for (instance, earlier, _), stored in zip(ready, made, strict=False):
+                with self._logged([instance]):
+                    self._report(instance, earlier, stored)
+        finally:
+            self._end_leases(instances)
 
     def _report(self, instance: Instance, earlier: SnapshotRef | None, stored: StoredSnapshot) -> None:
         registration, coordinator = self._registration, self._registration.coordinator
@@ -255,6 +299,8 @@ class Maintenance:
         if registration.call(lambda: coordinator.snapshot_uploaded(message)):
             instance.snapshot_version = stored.ref.version
             instance.rescaled_at = None
+        with self._held.lock:
+            self._leases.pop(instance.key, None)
         self._counters.add("snapshots")
 
     @contextmanager

@@ -33,6 +33,7 @@ from spark_bridge.serving.followed_query import FollowedQuery
 from spark_bridge.session.cluster.ray_cluster import join_or_start_ray, stop_ray
 from spark_bridge.session.hosts.state_cluster import StateCluster
 from spark_bridge.session.queries.ended_queries import EndedQueries
+from spark_bridge.session.shutdown import Shutdown
 from spark_bridge.state_data.stored_query import query_in_storage
 from spark_bridge.transport.tls import TlsConf
 
@@ -105,16 +106,19 @@ def serve_state(
 
         def look_up() -> QueryRegistration:
             versions = StateVersions.look(place)
-            found = query_in_storage(versions, versions.resolve(None), name, options.session_id)
+            newest = versions.resolve(None)
+            found = query_in_storage(versions, newest, name, options.session_id, is_followed=follow)
             return replace(found, operators=_chosen(found, operators))
 
         registration = look_up()
         if join_or_start_ray(ray_address, 1):
             undo.callback(stop_ray)
         _require_free(options)
-        cluster = StateCluster(options, _nodes)
+        shutdown = Shutdown()
+        undo.callback(shutdown.begin)
+        cluster = StateCluster(options, _nodes, shutdown)
         undo.callback(cluster.stop)
-        served = EndedQueries(cluster.leases, cluster.coordinator, None)
+        served = EndedQueries(cluster.leases, cluster.coordinator, None, shutdown)
         undo.callback(served.close)
         refusal = cluster.coordinator.serve_ended(registration).refusal
         if refusal is not None:

@@ -196,6 +196,7 @@ def _join(spark: SparkSession, options: SessionOptions, *, raydp_app: str | None
     from spark_bridge.session.cluster.spark_master import SparkMasterWatch
     from spark_bridge.session.hosts.state_cluster import StateCluster
     from spark_bridge.session.queries.listener import StateStoreQueryListener
+    from spark_bridge.session.shutdown import Shutdown, spark_is_over
     from spark_bridge.session.spark_settings import STATE_LOCATION_CONF, apply_settings, redact
     from spark_bridge.task import local_properties
 
@@ -205,13 +206,14 @@ def _join(spark: SparkSession, options: SessionOptions, *, raydp_app: str | None
     redact(spark, local_properties.TOKEN)
     if options.state_location is not None:
         spark.conf.set(STATE_LOCATION_CONF, options.state_location)
-    cluster = StateCluster(options, partial(executor_cores, spark))
+    shutdown = Shutdown(partial(spark_is_over, spark))
+    cluster = StateCluster(options, partial(executor_cores, spark), shutdown)
     listener = StateStoreQueryListener(spark, cluster)
     spark.streams.addListener(listener)
     listener.publish_endpoints()
     cluster.placement.publish = listener.publish_addresses
-    lost_executors = LostExecutors(spark, by_raydp=raydp_app is not None)
-    master = SparkMasterWatch(spark, raydp_app) if raydp_app is not None else None
+    lost_executors = LostExecutors(spark, shutdown, by_raydp=raydp_app is not None)
+    master = SparkMasterWatch(spark, raydp_app, shutdown) if raydp_app is not None else None
 
     def stop() -> None:
         lost_executors.close()
@@ -225,6 +227,7 @@ def _join(spark: SparkSession, options: SessionOptions, *, raydp_app: str | None
             listener.close()
             cluster.stop()
         finally:
+            shutdown.begin()
             if raydp_app is not None:
                 import raydp
 

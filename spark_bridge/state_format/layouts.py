@@ -98,15 +98,18 @@ def is_present(num_keys: int) -> pa.RecordBatch:
 # -- operators ---------------------------------------------------------------------------------
 
 
-def session_schema(keys: pa.Schema, time: pa.DataType, states: pa.Schema) -> OperatorSchema:
+def session_schema(
+    keys: pa.Schema, time: pa.DataType, states: pa.Schema, zeros: tuple[str, ...] = ()
+) -> OperatorSchema:
     """Return the schema of ``aggregate`` with session windows.
 
-    ``time`` is the type of starts and ends, ``states`` are the state columns of the aggregator.
+    ``time`` is the type of starts and ends, ``states`` are the state columns of the aggregator, ``zeros`` those of them
+    that are not null in the state of no rows.
     """
     session = pa.struct([pa.field(START, time), pa.field(END, time), *states])
     value = pa.schema([pa.field(SESSIONS, _list_of(session)), pa.field(DUE, time)])
     families = {
-        DEFAULT_FAMILY: StateSchema(keys, value),
+        DEFAULT_FAMILY: StateSchema(keys, value, zeros=zeros),
         ENDS_FAMILY: StateSchema(pa.schema([pa.field(DUE, time), *keys]), PRESENT),
     }
     return OperatorSchema((StateVariable(DEFAULT_FAMILY, ROWS, families),), tuple(keys.names))

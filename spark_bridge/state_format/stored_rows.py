@@ -7,7 +7,7 @@ at a time. ``partition_rows`` reads all rows of a partition, ``stored_changes`` 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -188,7 +188,12 @@ class VariableRows:
     def _stored(self) -> dict[str, StateSchema]:
         """Return the families' schemas with every field nullable: old rows may have nulls where none is declared."""
         return {
-            family: StateSchema(_nullable(given.key), _nullable(given.value), tuple(map(_nullable, given.history)))
+            family: replace(
+                given,
+                key=_nullable(given.key),
+                value=_nullable(given.value),
+                history=tuple(map(_nullable, given.history)),
+            )
             for family, given in self.variable.families.items()
         }
 

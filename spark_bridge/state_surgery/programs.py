@@ -54,7 +54,7 @@ def schema_to_write(spec: OperatorSpec, stored: OperatorSchema | None) -> Operat
     Raises ``InvalidStateStoreArgument`` if the program cannot go on with those that stay.
     """
     try:
-        return evolved(stored, OperatorSchema.from_json(spec.schema))
+        return evolved(stored, OperatorSchema.from_json(spec.schema), spec.kind)
     except IncompatibleSchemaError as error:
         raise InvalidStateStoreArgument(
             f"What stays as it is of operator {spec.name!r} does not fit the program: {error} Rewrite these state "

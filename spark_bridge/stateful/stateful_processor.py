@@ -5,6 +5,7 @@ Names and meaning are those of PySpark 4.2; any supported PySpark will do.
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -44,6 +45,34 @@ class ExpiredTimerInfo(PySparkExpiredTimerInfo):
     def getExpiryTimeInMs(self) -> int:
         """Return when the timer was to fire, in ms since 1970."""
         return self._expiry_ms
+
+
+def call_problem(processor: Any, *, has_timers: bool) -> str | None:
+    """Return why a method of a processor cannot be called as tasks call it, or None if all can.
+
+    Tasks call ``handleExpiredTimer`` by the names of its parameters, as Spark does, and the others by position.
+    """
+    calls: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
+        ("handleInputRows", ("key", "rows", "timerValues"), ()),
+        ("handleInitialState", ("key", "initialState", "timerValues"), ()),
+    ]
+    if has_timers:
+        calls.append(("handleExpiredTimer", (), ("key", "timerValues", "expiredTimerInfo")))
+    for name, by_position, by_name in calls:
+        try:
+            signature = inspect.signature(getattr(processor, name))
+        except (AttributeError, TypeError, ValueError):
+            continue  # a method that the processor does not need, or whose signature Python does not know
+        try:
+            signature.bind(*by_position, **dict.fromkeys(by_name))
+        except TypeError as error:
+            how = "by name, as Spark calls it" if by_name else "by position"
+            return (
+                f"{type(processor).__name__}.{name}{signature} cannot be called: {error}. It is called with "
+                f"{', '.join((*by_position, *by_name))} {how}: declare {name}(self, "
+                f"{', '.join((*by_position, *by_name))})."
+            )
+    return None
 
 
 class StatefulProcessor(ABC):

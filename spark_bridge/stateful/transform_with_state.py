@@ -22,6 +22,7 @@ from spark_bridge.operators.map_in_arrow import Routing, map_in_arrow
 from spark_bridge.operators.spark_types import arrow_type
 from spark_bridge.operators.ticks import with_ticks
 from spark_bridge.stateful.arrow_processor import ArrowStatefulProcessor
+from spark_bridge.stateful.stateful_processor import call_problem
 from spark_bridge.stateful.tasks.arrow_task import ArrowLogic, Declaring
 from spark_bridge.stateful.tasks.process_task import InitialStateLogic, Mode, ProcessLogic
 from spark_bridge.stateful.tasks.processor_state import ProcessorState
@@ -144,7 +145,7 @@ def transform_with_state_in_arrow(
 
 
 def _of_rows(given: TransformArguments, processor: Any, mode: Mode, num_partitions: int | None) -> DataFrame:
-    _check_processor(processor)
+    _check_processor(processor, given.time_mode)
     zone = str(given.df.sparkSession.conf.get("spark.sql.session.timeZone", "UTC"))
     frame_rows, frame_bytes = frame_limits(given.df.sparkSession)
     logic = ProcessLogic(
@@ -211,7 +212,7 @@ def _copy(processor: Any) -> Any:
         ) from error
 
 
-def _check_processor(processor: Any) -> None:
+def _check_processor(processor: Any, time_mode: str) -> None:
     if isinstance(processor, type):
         raise InvalidOperatorError(
             f"processor={processor.__name__} is a class: give an instance, {processor.__name__}()."
@@ -225,3 +226,5 @@ def _check_processor(processor: Any) -> None:
         raise InvalidOperatorError(
             f"processor={processor!r} has no {', '.join(missing)}: give an instance of a subclass of StatefulProcessor."
         )
+    if (problem := call_problem(processor, has_timers=time_mode != NONE)) is not None:
+        raise InvalidOperatorError(problem)

@@ -6,6 +6,7 @@ import gc
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 
 import pytest
 
@@ -184,7 +185,10 @@ def test_a_refusal_says_who_has_the_memory_and_what_helps_the_batch():
         r"write buffers\. Set StateStoreConf\(host_memory=\.\.\.\) higher, or have more hosts.*run again with the same",
     ):
         memory.claim(STAGED, 7 * MIB, "X")
-    del held
+    higher = HostMemory(replace(CONF, host_memory=CONF.host_memory + 2 * MIB))
+    again = [higher.note(DATABASES, 20 * MIB), higher.claim(STAGED, 30 * MIB, "A commit")]
+    assert higher.claim(STAGED, 7 * MIB, "X").nbytes == 7 * MIB
+    del held, again
 
 
 class Commits:

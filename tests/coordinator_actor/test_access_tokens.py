@@ -112,6 +112,12 @@ def test_revoked_by_name_or_id_for_good(world: World, tokens: AccessTokens) -> N
     with pytest.raises(InvalidTokenError, match=f"{by_name.id} has been revoked"):
         verified_id(first, SECRET, tokens.revoked(), world.now)
     assert verified_id(second, SECRET, tokens.revoked(), world.now)
+    another = tokens.issue_token("first", 5)  # as both errors say
+    assert verified_id(another, SECRET, tokens.revoked(), world.now)
+    with pytest.raises(InvalidTokenError, match=r"has expired; ask for another one \(statestore token issue\)"):
+        verified_id(another, SECRET, tokens.revoked(), world.now + 6)
+    world.now += 6
+    assert verified_id(tokens.issue_token("first"), SECRET, tokens.revoked(), world.now)
     with pytest.raises(InvalidRequestError, match=r"no token 'third'; tokens that are valid: 'second' \("):
         tokens.revoke_token("third")
 

@@ -251,23 +251,65 @@ def test_a_program_that_does_not_fit_the_checkpoint_is_refused(
     assert list((world.root / "ck/statestore/epochs").iterdir()) == epochs
 
 
+def test_what_a_refused_program_is_told_to_change_lets_it_go_on(world: World, started: Coordinator) -> None:
+    world.run_batch(started, 0)
+
+    def refusal_of(**changes: Any) -> str | None:
+        return world.coordinator().register_query(world.registration("run2", **changes)).refusal
+
+    refusal = refusal_of(key_groups=512)
+    named = re.search(r"set spark\.statestore\.keyGroups=(\d+)\.", refusal or "")
+    assert named is not None and refusal_of(key_groups=int(named[1])) is None
+    refusal = refusal_of(operators=(OperatorSpec("other", 2, SCHEMA),))
+    named = re.search(r"has the operators '(\w+)', and the program has 'other'; give", refusal or "")
+    assert named is not None and refusal_of(operators=(OperatorSpec(named[1], 2, SCHEMA),)) is None
+    refusal = refusal_of(operators=(OperatorSpec("op", 2000, SCHEMA),))
+    named = re.search(r"key groups \((\d+)\); lower num_partitions", refusal or "")
+    assert named is not None and refusal_of(operators=(OperatorSpec("op", int(named[1]), SCHEMA),)) is None
+    refusal = refusal_of(query_id="another")
+    assert refusal is not None and refusal.endswith("Use a checkpoint location of its own.")
+    own = {"checkpoint_location": f"{world.root}/own", "state_location": f"{world.root}/own/statestore"}
+    assert refusal_of(query_id="another", **own) is None
+
+
 def test_commits_without_state_are_refused(world: World) -> None:
     world.commit_spark(4)
     refusal = world.coordinator().register_query(world.registration()).refusal
     assert refusal is not None and "version 5" in refusal and "no version exists" in refusal
 
 
-def test_a_batch_of_which_only_a_part_ran_is_named_with_its_remedy(world: World, started: Coordinator) -> None:
+def delete_the_files_named_in(refusal: str, world: World) -> None:
+    """Follow "delete commits/0 and offsets/1 in the checkpoint location": delete exactly the files that it names."""
+    found = re.search(r"delete (.*?) in the checkpoint location", refusal)
+    assert found is not None, refusal
+    for span in found[1].split(" and "):
+        ends = [re.fullmatch(r"(commits|offsets)/(\d+)", name) for name in span.split(" to ")]
+        (directory,) = {end[1] for end in ends if end is not None}
+        numbers = [int(end[2]) for end in ends if end is not None]
+        for number in range(numbers[0], numbers[-1] + 1):
+            (world.root / "ck" / directory / str(number)).unlink(missing_ok=True)
+
+
+def test_the_remedy_for_a_batch_of_which_only_a_part_ran_works(world: World, started: Coordinator) -> None:
+    world.plan_spark(0)
     acknowledge(started, world.stage(world.open(started, 0, 0), 0, 0, "t"))
     world.commit_spark(0)
+    world.plan_spark(1)
     remedy = r"op/1.*foreachBatch.*delete commits/0 and offsets/1 .*commits/\.0\.crc and offsets/\.1\.crc"
     with pytest.raises(IncompleteBatchError, match=remedy):
         world.open(started, 1)
     refusal = world.coordinator().register_query(world.registration("run2")).refusal
-    assert refusal is not None and "foreachBatch" in refusal and "commits/0" in refusal
+    assert refusal is not None and "foreachBatch" in refusal
+    delete_the_files_named_in(refusal, world)
+    c = world.coordinator()
+    answer = c.register_query(world.registration("run3"))
+    assert (answer.refusal, answer.completed_version) == (None, 0), "it repeats the batch from the state before it"
+    for batch in range(2):
+        world.run_batch(c, batch, run="run3")
+    assert c.batch_committed("run3", 1)
 
 
-def test_batches_in_which_nothing_ran_are_named_with_their_remedy(world: World, started: Coordinator) -> None:
+def test_the_remedy_for_batches_in_which_nothing_ran_works(world: World, started: Coordinator) -> None:
     """A foreachBatch that does not consume its DataFrame."""
     for batch in range(2):
         world.plan_spark(batch)
@@ -281,20 +323,31 @@ def test_batches_in_which_nothing_ran_are_named_with_their_remedy(world: World, 
     refusal = world.coordinator().register_query(world.registration("run2")).refusal
     assert refusal is not None
     assert "batches 0 to 1" in refusal and "delete commits/0 to commits/1 and offsets/1 to offsets/2" in refusal
-    for path in ("commits/0", "commits/1", "offsets/1", "offsets/2"):
-        (world.root / "ck" / path).unlink()
+    delete_the_files_named_in(refusal, world)
     c = world.coordinator()
     assert c.register_query(world.registration("run2")).refusal is None
     for batch in range(3):
+        world.plan_spark(batch)
         world.run_batch(c, batch, run="run2")
     for batch in range(3, 5):  # and behind batches that ran
         world.plan_spark(batch)
         world.commit_spark(batch)
     refusal = world.coordinator().register_query(world.registration("run3")).refusal
     assert refusal is not None and "delete commits/3 to commits/4 and offsets/4 to offsets/5" in refusal
-    (world.root / "ck/offsets/3").unlink()  # Spark keeps the offsets of minBatchesToRetain batches
-    refusal = world.coordinator().register_query(world.registration("run3")).refusal
-    assert refusal is not None and refusal.endswith("start with a new checkpoint location.")
+    offsets_3 = world.root / "ck/offsets/3"
+    content = offsets_3.read_text()
+    offsets_3.unlink()  # Spark keeps the offsets of minBatchesToRetain batches
+    without_offsets = world.coordinator().register_query(world.registration("run3")).refusal
+    assert without_offsets is not None and without_offsets.endswith("start with a new checkpoint location.")
+    elsewhere = {"checkpoint_location": f"{world.root}/new", "state_location": f"{world.root}/new/statestore"}
+    assert world.coordinator().register_query(world.registration("run3", **elsewhere)).refusal is None
+    offsets_3.write_text(content)
+    delete_the_files_named_in(refusal, world)
+    c = world.coordinator()
+    answer = c.register_query(world.registration("run4"))
+    assert (answer.refusal, answer.completed_version) == (None, 3)
+    world.run_batch(c, 3, run="run4")
+    assert c.batch_committed("run4", 3)
 
 
 def test_a_version_without_a_manifest_is_put_together_from_groups_and_files(world: World, started: Coordinator) -> None:
@@ -364,7 +417,9 @@ def test_a_missing_manifest_in_the_middle_is_damage_that_names_it(world: World, 
     for batch in range(3):
         world.run_batch(started, batch)
     (world.root / "ck/statestore" / place_path(1, 2)).unlink()
-    with pytest.raises(MissingFileError, match=r"Manifest 2 in .*/manifests does not exist, but version 3"):
+    with pytest.raises(
+        MissingFileError, match=r"Manifest 2, a file before .*/manifests/.*-0*3\.json.*does not exist, but version 3"
+    ):
         world.coordinator().register_query(world.registration("run2"))
 
 
@@ -539,7 +594,7 @@ def test_locate_names_what_exists(world: World, started: Coordinator) -> None:
         started.locate("nobody")
     other = world.registration("run9", query_id="q9", state_location=str(world.root / "other"), name=None)
     started.register_query(other)
-    with pytest.raises(UnknownOperatorError, match=r"query=.*name \(q\).*unnamed \(q9\)"):
+    with pytest.raises(UnknownOperatorError, match=r"query=.*name \(q, run run1\).*unnamed \(q9, run run9\)"):
         started.locate("op")
     assert started.locate("op", "q9").run_id == started.locate("op", "run9").run_id == "run9"
     assert started.locate("op", "name").run_id == "run1"

@@ -2,13 +2,16 @@
 
 Real are ``coordinator_actor.coordinator.Coordinator`` and all beneath it, ``spark_bridge.host.host.Host``,
 ``backends.partition.partition_state.PartitionState`` and ``spark_bridge.task.task_store.TaskStore``. Simulated are
-time, threads and locks, the network between processes (Ray calls and Flight alike), the checkpoint storage, the engine
-below a partition (in memory, and it outlives its process), and Spark's driver, its executors and their tasks. Query
-clients are the real router and the real reads of hosts, over the simulated network (``readers.py``). One seeded
-scheduler decides what happens next, so a seed always gives the same run.
+time, threads and locks, the network between processes (Ray calls and Flight alike), the checkpoint storage, and Spark's
+driver, its executors and their tasks. The engine below a partition is RocksDB in one world of three, and otherwise one
+in memory that outlives its process. Query clients are the real router and the real reads of hosts, over the simulated
+network (``readers.py``). Programs outside the stream run the real code as well (``outsiders.py``): they forget keys,
+take and restore savepoints, look up in storage, and follow the query. One seeded scheduler decides what happens next,
+so a seed always gives the same run.
 
 What goes wrong, in a mixture that the seed chooses: messages come late, out of order, twice or never; hosts are slow to
-register; storage is slow and fails, with or without having done what it was asked; coordinators, hosts, executors and
+register; storage is slow and fails, with or without having done what it was asked, now or later, and listings take
+several requests; local disks are full; coordinators, hosts, executors and
 drivers die, alone and together, between any two messages and storage calls; they stand still for up to 40 s and go on
 as if nothing had happened; they are cut off and replaced while they still work; clocks are turned; tasks are retried,
 speculated and repeated as a whole; a second driver starts on the same checkpoint, also in another Ray cluster; the user
@@ -31,7 +34,7 @@ exactly the right content.
 
     python -m tests.simulation --seed 17             one seed again, with its last events if it fails
     python -m tests.simulation --seeds 1000:2000     a search
-    python -m tests.simulation --steps 1000000       a search for so many steps (a minute on one core)
+    python -m tests.simulation --for 10m             a search of fresh seeds in all worlds of ``searches.py``
 
 Bugs that it found (how each is mended stands behind it):
 
@@ -65,4 +68,8 @@ Bugs that it found (how each is mended stands behind it):
   put together in those (seed 2244).
 - The lease of a driver ran out while the last changes of a version were being taken: the checkpoint was given up, and
   the changes were answered as taken, with no manifest. They are refused now (seed 3034).
+- Keys were forgotten under a hold that had lapsed: retention had removed the new files, and no version could be loaded.
+  A hold has an identity, and the files are looked at before they count.
+- The user removed the last record of a query's lookups: each maintenance of the looked-up query raised ``TypeError``,
+  and retention stopped. A query without pins is forgotten.
 """

@@ -22,6 +22,7 @@ from tests.simulation import scheduler as scheduling
 from tests.simulation.network import KNOWN_ERRORS, SimulatedPort, UnreachableError
 from tests.simulation.readers import query_address
 from tests.simulation.scheduler import Process, Task
+from tests.simulation.sometimes import sometimes
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
@@ -131,6 +132,8 @@ class HostSlot:
         s = self.session.world.scheduler
         if s.random.random() < 0.3:
             shutil.rmtree(self.local_dir, ignore_errors=True)
+        if self.local_dir.exists():
+            sometimes("a host begins with the files of its predecessor")
         incarnation = f"{s.random.getrandbits(32):08x}"
         process = self.process = s.process(f"{self.host_id}/{incarnation}")
         process.on_death.append(lambda: s.at(0.3 + s.random.random() * 2, self._restart))
@@ -282,6 +285,7 @@ class Session:
                 continue
             for slot in [slot for slot in self.leaving if slot.host_id in answer.released]:
                 s.log("RELEASED", slot.host_id)
+                sometimes("a host that was to go is released")
                 self.leaving.remove(slot)
                 self.hosts.remove(slot)
                 slot.end()

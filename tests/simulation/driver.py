@@ -33,8 +33,6 @@ from tests.simulation.stream import Stream
 if TYPE_CHECKING:
     from tests.simulation.world import World
 
-KEEP = 4
-"""Versions and batches retained."""
 ANSWERED_ON = 20.0
 """An ended query is answered on for so many seconds at most."""
 
@@ -126,7 +124,7 @@ class Query:
                 for o in stream.model.operators
             ),
             key_groups=model.KEY_GROUPS,
-            min_versions_to_retain=KEEP,
+            min_versions_to_retain=stream.keep,
             maintenance_interval=2.0,
         )
 
@@ -264,7 +262,7 @@ class Query:
         s.log("SPARK has committed", plan.token)
         s.spawn(self.session.driver, lambda: self._progress(plan.batch), "progress")
         for directory in ("offsets", "commits"):
-            for old in [n for n in self._names(directory) if n < plan.batch - KEEP]:
+            for old in [n for n in self._names(directory) if n < plan.batch - self.stream.keep]:
                 self.spark.delete(f"{directory}/{old}")
         self.stream.batches += 1
 
@@ -343,7 +341,7 @@ class Query:
         """No task of the newest run is too late for a batch that Spark has not committed."""
         path = f"commits/{plan.batch}"
         is_done = path in self.world.disk.directory(self.stream.checkpoint, path)
-        if isinstance(error, StaleBatchError) and self.run_id == self.stream.newest_run and not is_done:
+        if isinstance(error, StaleBatchError) and self.stream.is_newest(self.run_id) and not is_done:
             raise Violation(f"A task of batch {plan.token} is too late, but Spark has not committed it: {error}")
 
     def _attempt(self, plan: Plan, operator: str, partition: int) -> Task:
@@ -371,7 +369,7 @@ class Query:
             store.open()
         keys = [k for k in plan.keys if model.partition_of(k, self.num_partitions) == task.partition]
         values = store.get_many(model.to_array(keys)).to_pylist()
-        self.stream.model.check_task_read(plan, operator, keys, values, self.run_id == self.stream.newest_run)
+        self.stream.model.check_task_read(plan, operator, keys, values, self.stream.is_newest(self.run_id))
         made = [
             model.stored(model.new_value(operator, plan.token, k, model.value_in(v)), task.attempt)
             for k, v in zip(keys, values, strict=True)

@@ -1,13 +1,15 @@
-"""An engine in memory whose content outlives its process, as RocksDB's does: what is tested above it is the real thing.
+"""RocksDB, and an engine in memory whose content outlives its process, as RocksDB's does; all above is real.
 
 Written as a provider, so that hosts find it by its import path: two of them, which share nothing but this code.
 """
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pyarrow as pa
@@ -15,26 +17,50 @@ import pyarrow as pa
 from backends.conf import StateStoreConf
 from backends.encoding.keys import KeyRange
 from backends.encoding.sorted_pairs import SortedPairs
+from backends.engines.full_disk import writing_to
+from backends.engines.rocksdb import LocalRocksDB
 from backends.exceptions import StoreClosedError
 from backends.formats.changelog import Changes
 from backends.formats.local_state import LocalState
 from backends.ids import DEFAULT_FAMILY
 from backends.providers.standalone_provider import LocalStateStoreProvider
 from tests.simulation import scheduler as scheduling
+from tests.simulation.scheduler import Process
+from tests.simulation.sometimes import sometimes
+from tests.simulation.storage import Faults
 
+faults = Faults()
+"""What goes wrong in the run under way."""
 _kept: dict[str, tuple[LocalState, dict[bytes, bytes]]] = {}
 """By what the marker in the directory of the engine says: a directory may be moved."""
 PARTS = 2
 
 
-class _Content(msgspec.Struct):
-    state: LocalState
-    pairs: dict[str, str]
+_databases: list[LocalRocksDB] = []
 
 
 def forget_all() -> None:
     """A run is over."""
     _kept.clear()
+    for database in _databases:
+        database.close()
+    _databases.clear()
+
+
+def process_died(process: Process) -> None:
+    """Close the databases that a process had open: their locks go with it."""
+    for database in process.memory.pop(LocalRocksDB, ()):
+        database.close()
+        _databases.remove(database)
+
+
+def _find_disk_full(path: Path) -> None:
+    """Raise, now and then, what an engine raises on a full disk."""
+    s = scheduling.active
+    if faults.disk_full and s.random.random() < faults.disk_full:
+        s.log("the disk of", path, "is full")
+        sometimes("an engine finds its disk full")
+        raise OSError(errno.ENOSPC, "No space left on device: simulated")
 
 
 class SimulatedEngine:
@@ -92,6 +118,8 @@ class SimulatedEngine:
         if s.random.random() < 0.2:
             s.sleep(s.random.random() * 0.005)
         self._check_open()
+        with writing_to(self._path):
+            _find_disk_full(self._path)
         pairs = dict(self._pairs)
         for key, value in changes:
             if value is None:
@@ -119,9 +147,11 @@ class SimulatedEngine:
         state, pairs = self.state, self._pairs
 
         def write() -> None:
+            with writing_to(directory):
+                _find_disk_full(directory)
             for part in range(PARTS):
-                held = {k.hex(): v.hex() for k, v in sorted(pairs.items()) if k[-1] % PARTS == part}
-                (directory / f"{part}.sst").write_bytes(msgspec.json.encode(held))
+                held = [(k, v) for k, v in sorted(pairs.items()) if k[-1] % PARTS == part]
+                (directory / f"{part}.sst").write_bytes(msgspec.msgpack.encode(held))
             (directory / "state.json").write_bytes(msgspec.json.encode(state))
 
         return write
@@ -131,8 +161,9 @@ class SimulatedEngine:
         self._check_open()
         pairs: dict[bytes, bytes] = {}
         for part in range(PARTS):
-            held = msgspec.json.decode((directory / f"{part}.sst").read_bytes(), type=dict[str, str])
-            pairs.update((bytes.fromhex(k), bytes.fromhex(v)) for k, v in held.items())
+            pairs.update(
+                msgspec.msgpack.decode((directory / f"{part}.sst").read_bytes(), type=list[tuple[bytes, bytes]])
+            )
         self._keep(msgspec.json.decode((directory / "state.json").read_bytes(), type=LocalState), pairs)
 
     def num_keys(self) -> int:
@@ -160,6 +191,33 @@ class SimulatedEngine:
             raise StoreClosedError("The state is closed: open it again.")
 
 
+class SimulatedRocksDB(LocalRocksDB):
+    """RocksDB in a simulated process, with which it is closed."""
+
+    def __init__(self, path: Path, conf: StateStoreConf) -> None:
+        scheduling.active.current.process.memory.setdefault(LocalRocksDB, []).append(self)
+        _databases.append(self)
+        super().__init__(path, conf)
+
+    def _write(self, batches: list[Any], state: LocalState) -> None:
+        _find_disk_full(self._path)
+        super()._write(batches, state)
+
+    def capture(self, directory: Path) -> Callable[[], None]:
+        """Find the disk full, now and then."""
+        with writing_to(directory):
+            _find_disk_full(directory)
+        return super().capture(directory)
+
+
+class RocksDBProvider(LocalStateStoreProvider):
+    """RocksDB as a backend of the simulation."""
+
+    backend = "tests.simulation.engine.RocksDBProvider"
+    engine = SimulatedRocksDB
+    opens_slowly = True
+
+
 class FirstProvider(LocalStateStoreProvider):
     """A backend of the simulation."""
 
@@ -172,3 +230,8 @@ class SecondProvider(LocalStateStoreProvider):
 
     backend = "tests.simulation.engine.SecondProvider"
     engine = SimulatedEngine
+
+
+def backends(*, is_rocksdb: bool) -> tuple[str, str]:
+    """The two backends of a world."""
+    return (RocksDBProvider if is_rocksdb else FirstProvider).backend, SecondProvider.backend

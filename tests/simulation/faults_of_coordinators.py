@@ -24,14 +24,19 @@ from coordinator_actor.checkpoints.checkpoint_id import CheckpointIDCounter
 from coordinator_actor.durable.fencing import EPOCHS, FENCE, MANIFESTS, Epochs
 from coordinator_actor.durable.lookup_records import LookupRecords
 from coordinator_actor.durable.manifests import ManifestLog, manifest_path
+from coordinator_actor.durable.spark_commits import SparkCommits
+from coordinator_actor.handlers.queries import Queries
 from coordinator_actor.handlers.registries.host_registry import HostRegistry
+from coordinator_actor.handlers.rewritings import Rewritings
 from coordinator_actor.messages import Acknowledged
-from coordinator_actor.query.batch.rewriting_hold import RewritingHold
+from coordinator_actor.query.batch.rewriting_hold import Hold, RewritingHold
 from coordinator_actor.query.batch.running_batch import RunningBatch
 from coordinator_actor.query.query_state import QueryState
 from coordinator_actor.query.retention import remove_garbage
 from coordinator_actor.query.versions.looked_up_versions import LookedUpVersions
 from coordinator_actor.query.versions.query_versions import QueryVersions
+from coordinator_actor.surgery.forgotten_keys import ForgottenKeys
+from coordinator_actor.surgery.rewriting import Rewriting
 from spark_bridge.host.held.instance import Instance
 from spark_bridge.host.host import Host
 from spark_bridge.queryable.routing.monotonic_reads import SeenVersions
@@ -237,6 +242,55 @@ def removal_beside_rewriting(monkeypatch: pytest.MonkeyPatch) -> None:
             run.rewriting = held
 
     monkeypatch.setattr(coordinator_module, "remove_garbage", removing)
+
+
+def exchange_without_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    hold_query: Callable[..., Any] = Rewritings.hold_query
+
+    def forgiving(self: Any, query: str, holder: str, seconds: float, *, hold: str = "", **more: Any) -> Any:
+        run = self._runs.running(query, or_ended=True)
+        now = self._registries.clock()
+        if hold and run.rewriting.at(now) is None:
+            run.rewriting._hold = Hold(hold, holder, None, now + seconds)
+        return hold_query(self, query, holder, seconds, hold=hold, **more)
+
+    monkeypatch.setattr(Rewritings, "hold_query", forgiving)
+    # What would find that out.
+    monkeypatch.setattr(Rewriting, "missing", lambda self, sizes: [])
+
+
+def unfiltered_rewriting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ForgottenKeys, "without", lambda self, family, pairs: pairs)
+
+
+def old_files_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Rewriting, "obsolete", lambda self, paths, versions: iter(()))
+
+
+def untold_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RewritingHold, "exchanged", lambda self, now: None)
+    monkeypatch.setattr(RewritingHold, "is_clean", lambda self, host_id: True)
+
+
+def blind_follower(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ManifestLog, "has_news", lambda self: False)
+
+
+def early_follower(monkeypatch: pytest.MonkeyPatch) -> None:
+    next_batch: Callable[..., int] = SparkCommits.next_batch
+
+    def begun(self: Any) -> int:
+        completed = next_batch(self)
+        return completed + 1 if self.had_begun(completed) else completed
+
+    take_up: Callable[..., Any] = Queries.take_up_versions
+
+    def early(self: Any, run_id: str) -> Any:
+        with monkeypatch.context() as while_it_looks:
+            while_it_looks.setattr(SparkCommits, "next_batch", begun)
+            return take_up(self, run_id)
+
+    monkeypatch.setattr(Queries, "take_up_versions", early)
 
 
 def uncarried_record(monkeypatch: pytest.MonkeyPatch) -> None:

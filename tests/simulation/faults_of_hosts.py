@@ -24,7 +24,20 @@ from spark_bridge.host.commits.group_commit import GroupCommit, GroupCommits
 from spark_bridge.host.loading.hand_overs import HandOvers
 from spark_bridge.host.loading.partition_loading import PartitionLoading
 from spark_bridge.host.loading.unloading import PartitionUnloading
+from spark_bridge.host.maintenance import Maintenance
 from spark_bridge.queryable.reads.versions.answer_version import PartitionView, VersionedReader
+
+
+def unrenewed_uploads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Maintenance, "_renew_leases", lambda self: None)
+
+
+def silent_first_member(monkeypatch: pytest.MonkeyPatch) -> None:
+    def silent(self: Any, batch: Any, group: GroupCommit, meta: Any, *, is_local: bool) -> None:
+        self._wait(batch, group, is_local=is_local)
+        self._close(group, meta)
+
+    monkeypatch.setattr(GroupCommits, "_wait_and_close", silent)
 
 
 def shared_threads(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,8 +12,10 @@ from coordinator_actor.coordinator import Coordinator
 from coordinator_actor.durable.fencing import FENCE
 from coordinator_actor.messages import HostInfo, HostReport
 from coordinator_actor.query.files.files_in_use import BUSY_SECONDS
+from coordinator_actor.reading.partition_reader import opened_partition
+from coordinator_actor.reading.stored_versions import StatePlace, StateVersions
 from tests.simulation import model
-from tests.simulation.driver import ANSWERED_ON, KEEP, Query
+from tests.simulation.driver import ANSWERED_ON, Query
 from tests.simulation.scheduler import Violation
 from tests.simulation.stream import Stream
 
@@ -39,6 +41,12 @@ def finish(world: World) -> None:
             s.sleep(1.0)
     s.sleep(5.0)
     session = world.sessions[-1]
+    pace = world.pace, world.slowness
+    for outsider in world.outsiders:
+        # It may have to wait for BUSY_SECONDS. Steps cost, virtual seconds do not.
+        world.pace, world.slowness = 60.0, 4.0
+        outsider.finish()
+    world.pace, world.slowness = pace
     # A coordinator that was restarted removes nothing before loads of its predecessor's time are surely over.
     patience = s.now + BUSY_SECONDS + PATIENCE
     for stream in world.streams:
@@ -47,6 +55,8 @@ def finish(world: World) -> None:
             world.pace, world.slowness = 60.0, 4.0
             if s.now > patience:
                 raise Violation(f"After {BUSY_SECONDS + PATIENCE:.0f} s without faults: {litter}")
+            for outsider in world.outsiders:
+                outsider.go_on()
             s.sleep(5.0)
     patience = s.now + PATIENCE
     while session.leaving:
@@ -77,13 +87,13 @@ def _litter(world: World, stream: Stream) -> str | None:
     head = stream.model.head()
     assert head is not None
     files = world.disk.all_files(stream.state)
-    if head.version - head.oldest > 4 * KEEP + 8:
+    if head.version - head.oldest > 4 * stream.keep + 8:
         return f"Version {head.version} still keeps version {head.oldest}."
     num_manifests = sum(p.startswith("manifests/") and data != FENCE for p, data in files.items())
     # Snapshots share their .sst files with later ones.
     logs = [p for p in files if p.startswith(("operators/", f"{GROUPS_DIRECTORY}/")) and not p.endswith(".sst")]
-    old = [p for p in logs if version_in(p) < head.oldest - 4 * KEEP]
-    if len(old) > 3 * stream.num_partitions * len(stream.model.operators) or num_manifests > 6 * KEEP + 40:
+    old = [p for p in logs if version_in(p) < head.oldest - 4 * stream.keep]
+    if len(old) > 3 * stream.num_partitions * len(stream.model.operators) or num_manifests > 6 * stream.keep + 40:
         return f"{num_manifests} manifests, and {len(old)} files of versions long not kept: {old[:5]}."
     return None
 
@@ -134,3 +144,49 @@ def _verify_one(
     if values != expected:
         raise Violation(f"Version {version} of {operator}/{partition} holds {values}, and should hold {expected}.")
     state.destroy()
+
+
+def check_restored(world: World, stream: Stream, location: str, version: int) -> None:
+    """A checkpoint that was made of a savepoint of a version has that version's content."""
+    state = f"{location}/statestore"
+    place, open_storage = StatePlace(location, state), world.disk.copy(location, state).open
+    versions = StateVersions.look(place, open_storage=open_storage)  # type: ignore[arg-type]
+    plans = [plan for plan in stream.model.committed if plan.batch == version - 1]
+    for operator in stream.model.operators:
+        found: dict[bytes, bytes | None] = {}
+        for piece in versions.reading(operator, version).pieces:
+            n = versions.entry(operator, version).num_partitions
+            keys = [k for k in model.KEYS if model.partition_of(k, n) == piece.partition]
+            with opened_partition(place, piece, open_storage=open_storage) as opened:  # type: ignore[arg-type]
+                found.update(zip(keys, opened.reads.get_many(model.to_array(keys)).to_pylist(), strict=True))
+        values = {key: model.value_in(content) for key, content in found.items()}
+        if not any(all(plan.may_be((operator, k), value, 0.0) for k, value in values.items()) for plan in plans):
+            raise Violation(f"Version {version} of {operator} was saved as {values}, which it never was.")
+
+
+def check_kept(world: World, stream: Stream) -> None:
+    """Read all kept versions as a reader of storage does, from a copy of the storage as it is now."""
+    now, held = world.scheduler.now, stream.model
+    disk = world.disk.copy(stream.checkpoint, stream.state)
+    chain = held.chain()
+    expected = {
+        version: (made.id, held.plan_of_manifest[made.id], dict(held.plan_of_manifest[made.id].values))
+        for version, made in chain.items()
+    }
+    place = StatePlace(stream.checkpoint, stream.state)
+    open_storage: Any = disk.open
+    versions = StateVersions.look(place, open_storage=open_storage)
+    for version in [v for v in versions.readable if v]:
+        manifest_id, plan, values = expected[version]
+        for operator in stream.model.operators:
+            for piece in versions.reading(operator, version).pieces:
+                n = versions.entry(operator, version).num_partitions
+                keys = [k for k in model.KEYS if model.partition_of(k, n) == piece.partition]
+                with opened_partition(place, piece, open_storage=open_storage) as state:
+                    contents = state.reads.get_many(model.to_array(keys)).to_pylist()
+                if (found := [model.value_in(c) for c in contents]) != [values.get((operator, k)) for k in keys]:
+                    raise Violation(
+                        f"At {now:.1f} s, version {version} of {operator}/{piece.partition} ({plan.token}) is stored "
+                        f"as {found}, and is {[values.get((operator, k)) for k in keys]}."
+                    )
+                held.check_attempts(manifest_id, operator, keys, contents)

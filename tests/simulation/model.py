@@ -8,18 +8,23 @@ What is stored has the attempt behind it: of several attempts, only that of the 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from operator import attrgetter
 
+import numpy as np
 import pyarrow as pa
 
+from backends.encoding.key_groups import key_groups
+from backends.encoding.keys import encode_keys
+from backends.encoding.schema import StateSchema
+from backends.encoding.sorted_pairs import SortedPairs
 from backends.formats import manifest_chain as chains
 from backends.formats.changelog import ChangelogMeta, read_changelog
 from backends.formats.changelog_group import GroupIndex
 from backends.formats.file_names import version_in
 from backends.formats.manifest import Lineage, Manifest, PartitionEntry, SnapshotRef
-from backends.formats.manifest_chain import Layout
+from backends.formats.manifest_chain import Layout, layout_of
 from backends.formats.sealed import unseal
 from backends.formats.snapshot import SnapshotDescriptor
 from backends.storage.checkpoint_storage import digest
@@ -27,13 +32,23 @@ from coordinator_actor.durable.manifests import manifest_path
 from coordinator_actor.durable.rewritten_files import RewrittenFiles
 from coordinator_actor.messages import Acknowledge
 from tests.simulation.scheduler import Violation
+from tests.simulation.sometimes import sometimes
 from tests.simulation.storage import content_of
 
 KEY_GROUPS = 16
 DIGEST = 8
-"""Bytes of a value; what follows in the store is the attempt."""
-KEYS = tuple(bytes([0, i * KEY_GROUPS // 12, i]) for i in range(12))
-"""Two bytes of the key group, and a number."""
+"""Bytes of a value; the attempt follows it in the store."""
+HEADER = 7
+"""The bytes before the only column of a stored value: three for nulls, four for the length."""
+SCHEMA = StateSchema(pa.schema([("k", pa.int64())]), pa.schema([("n", pa.binary())]))
+_IDS = pa.RecordBatch.from_pydict({"k": pa.array([0, 1, 2, 3, 4, 5, 6, 7, 11, 12, 14, 17], pa.int64())})
+ID_OF: dict[bytes, int] = dict(
+    sorted(
+        zip(encode_keys(_IDS, np.asarray(key_groups(_IDS, KEY_GROUPS))).to_pylist(), _IDS["k"].to_pylist(), strict=True)
+    )
+)
+KEYS = tuple(ID_OF)
+"""Stored keys, ascending. No two share a key group."""
 _EPOCH_AND_ID = attrgetter("epoch", "id")
 
 
@@ -49,7 +64,11 @@ def new_value(operator: str, token: str, key: bytes, old: bytes | None) -> bytes
 
 
 class Plan:
-    """One batch as Spark has planned it: what is in ``offsets/<batch>``. ``values`` is the state that it leads to."""
+    """One batch as Spark has planned it: what is in ``offsets/<batch>``. ``values`` is the state that it leads to.
+
+    ``forgotten`` are the keys that an exchange of files has taken out of the changes and the state of this batch.
+    ``earlier`` has the values that exchanges have replaced: hosts show them until they hear of the exchange.
+    """
 
     def __init__(self, token: str, batch: int, parent: Plan | None, operators: Collection[str]) -> None:
         self.token = token
@@ -57,29 +76,96 @@ class Plan:
         self.parent = parent
         seed = hashlib.blake2b(token.encode(), digest_size=len(KEYS)).digest()
         self.keys = tuple(k for k, b in zip(KEYS, seed, strict=True) if b % 3 == 0)
-        self.values: dict[tuple[str, bytes], bytes] = dict(parent.values) if parent is not None else {}
-        for operator in operators:
+        self.forgotten: set[tuple[str, bytes]] = set()
+        self.earlier: dict[tuple[str, bytes], list[tuple[bytes | None, Exchange]]] = {}
+        self._operators = operators
+        self.values: dict[tuple[str, bytes], bytes] = {}
+        self._compute()
+
+    def _compute(self) -> None:
+        self.values = dict(self.parent.values) if self.parent is not None else {}
+        for operator in self._operators:
             for key in self.keys:
-                value = new_value(operator, token, key, self.values.get((operator, key)))
+                value = new_value(operator, self.token, key, self.values.get((operator, key)))
                 if value is None:
                     self.values.pop((operator, key), None)
                 else:
                     self.values[(operator, key)] = value
 
+    def forget(self, exchange: Exchange) -> None:
+        """Lose the keys of an exchange of the files of this batch's version, or of a later one."""
+        for key in exchange.keys:
+            self._note(exchange, key, self.values.pop(key, None))
+            if key[1] in self.keys:
+                self.forgotten.add(key)
+
+    def come_again(self) -> None:
+        """Run on what an exchange has left of the state before: it was prepared, and its changes do not count."""
+        self.forgotten.clear()
+        self._compute()
+
+    def follow(self, exchange: Exchange) -> None:
+        """Make the state anew, of that of the batch before, which an exchange has changed."""
+        before_exchange = self.values
+        self._compute()
+        for key in exchange.keys:
+            self._note(exchange, key, before_exchange.get(key))
+
+    def _note(self, exchange: Exchange, key: tuple[str, bytes], value: bytes | None) -> None:
+        self.earlier.setdefault(key, []).append((value, exchange))
+
+    def may_be(self, key: tuple[str, bytes], value: bytes | None, since: float) -> bool:
+        """Return whether a key may be seen with a value by someone who has asked at ``since``."""
+        if value == self.values.get(key):
+            return True
+        earlier = self.earlier.get(key, ())
+        return any(value == old and exchange.is_unreported(since) for old, exchange in earlier)
+
+
+@dataclass
+class Exchange:
+    """Files were exchanged for ones without ``keys``, which are pairs of an operator and a key, at ``began``.
+
+    ``values`` are those that the keys had, and that no file may have any more. ``reported`` is when its caller was told
+    that nothing is left of the keys.
+    """
+
+    path: str
+    keys: frozenset[tuple[str, bytes]]
+    began: float
+    values: frozenset[bytes] = frozenset()
+    reported: float | None = None
+
+    def is_unreported(self, since: float) -> bool:
+        """Return whether whoever has asked at ``since`` may still be shown what has gone."""
+        return self.reported is None or since < self.reported
+
 
 def stored(value: bytes | None, attempt: str) -> bytes | None:
-    """What a task writes for a value."""
-    return None if value is None else value + attempt.encode()
+    """What a task writes for a value: a row with one column, as ``SCHEMA`` encodes it."""
+    if value is None:
+        return None
+    content = value + attempt.encode()
+    return bytes(3) + len(content).to_bytes(4, "little") + content
 
 
 def value_in(content: bytes | None) -> bytes | None:
     """The value in what is stored."""
-    return None if content is None else content[:DIGEST]
+    return None if content is None else content[HEADER : HEADER + DIGEST]
 
 
-def before(plan: Plan, operator: str, key: bytes) -> bytes | None:
-    """The value that a task of the batch must read."""
-    return plan.parent.values.get((operator, key)) if plan.parent is not None else None
+def attempt_in(content: bytes) -> str:
+    """The attempt in what is stored."""
+    return content[HEADER + DIGEST :].decode()
+
+
+def is_before(plan: Plan, operator: str, key: bytes, value: bytes | None) -> bool:
+    """Return whether a task of the batch may read a value.
+
+    A task that works in vain, for its batch is over or its coordinator replaced, may read what was forgotten since.
+    What counts is in the changelogs that manifests name.
+    """
+    return value is None if plan.parent is None else plan.parent.may_be((operator, key), value, 0.0)
 
 
 def entries(manifest: Manifest) -> Iterator[tuple[str, int, PartitionEntry]]:
@@ -101,6 +187,16 @@ class Model:
     manifests: dict[int, Manifest] = field(default_factory=dict)
     records: dict[str, RewrittenFiles] = field(default_factory=dict)
     """Which files stand in the place of others, by the paths of the records."""
+    to_forget: dict[str, frozenset[tuple[str, bytes]]] = field(default_factory=dict)
+    """By the path of a record: the operators and keys that are to go."""
+    exchanges: dict[str, Exchange] = field(default_factory=dict)
+    """By the path of the record, in their order."""
+    shown: dict[tuple[str, str], list[bytes | None]] = field(default_factory=dict)
+    """By plan and operator, what was answered first: a completed version does not change."""
+    written_anew: set[str] = field(default_factory=set)
+    """The names of the changelogs that stand in the place of others."""
+    has_lost_files: bool = False
+    """Retention has removed some."""
     plan_of_manifest: dict[int, Plan] = field(default_factory=dict)
     attempts: dict[int, dict[tuple[str, bytes], str]] = field(default_factory=dict)
     """By manifest: whose value each key has."""
@@ -121,42 +217,83 @@ class Model:
     def spark_commits(self, plan: Plan) -> None:
         """``commits/<batch>`` is written: its values may be seen from now on."""
         self.committed.append(plan)
+        if any(key[1] in plan.keys and key in plan.values for e in self.exchanges.values() for key in e.keys):
+            sometimes("a key that was forgotten is written again")
+        self._may_be_seen(plan)
+
+    def _may_be_seen(self, plan: Plan) -> None:
         for operator in self.operators:
             for key in plan.keys:
-                self.seen.setdefault((operator, key), {None}).add(plan.values.get((operator, key)))
+                seen = self.seen.setdefault((operator, key), {None})
+                seen.add(plan.values.get((operator, key)))
+                # Hosts of a run that does not know of an exchange yet show what they have made before.
+                seen.update(value for value, _ in plan.earlier.get((operator, key), ()))
 
     def check_read(self, operator: str, key: bytes, value: bytes | None) -> None:
         """A query client reads completed versions only."""
         if value_in(value) not in self.seen.get((operator, key), {None}):
             raise Violation(f"A query read {value!r} for {key!r} of {operator}: no completed version ever had it.")
-        if value is not None and value[DIGEST:].decode() not in self.named:
+        if value is not None and attempt_in(value) not in self.named:
             raise Violation(f"A query read {value!r} for {key!r} of {operator}: no manifest ever named that attempt.")
 
     def check_answer(
-        self, version: int, operator: str, keys: list[bytes], contents: list[bytes | None], is_newest: bool
+        self,
+        version: int,
+        operator: str,
+        keys: list[bytes],
+        contents: list[bytes | None],
+        is_newest: bool,
+        since: float,
+        *,
+        by_follower: bool = False,
     ) -> None:
-        """A query client reads one completed version, and of it what the attempts made that its manifest names."""
+        """A query client reads one completed version, and of it what the attempts made that its manifest names.
+
+        It has asked at ``since``: what was forgotten by then must not be shown. A follower may show the attempts of an
+        earlier manifest of the version, until its next look.
+        """
         for key, content in zip(keys, contents, strict=True):
             self.check_read(operator, key, content)
         made = self.chain().get(version)
         # The versions of a run that has been replaced may have been replaced themselves.
         if made is None or not is_newest:
             return
-        expected = [self.plan_of_manifest[made.id].values.get((operator, key)) for key in keys]
-        if (values := [value_in(content) for content in contents]) != expected:
+        self.check_content(version, made.id, operator, keys, contents, since, by_follower=by_follower)
+
+    def check_content(
+        self,
+        version: int,
+        manifest_id: int,
+        operator: str,
+        keys: list[bytes],
+        contents: list[bytes | None],
+        since: float,
+        *,
+        by_follower: bool,
+    ) -> None:
+        """A version has the values of its plan, of the attempts that its manifest names."""
+        plan, values = self.plan_of_manifest[manifest_id], [value_in(content) for content in contents]
+        if not all(plan.may_be((operator, key), value, since) for key, value in zip(keys, values, strict=True)):
+            expected = [plan.values.get((operator, key)) for key in keys]
             raise Violation(f"Version {version} of {operator} was read as {values}, and is {expected}.")
-        self.check_attempts(made.id, operator, keys, contents)
+        if by_follower:
+            return
+        self.check_attempts(manifest_id, operator, keys, contents)
+        shown = self.shown.setdefault((plan.token, operator), contents)
+        for key, first, now in zip(keys, shown, contents, strict=True):
+            if first != now and not self.is_forgotten(operator, key):
+                raise Violation(f"{key!r} of {operator} was shown as {first!r} in version {version}, now as {now!r}.")
 
     def check_task_read(
         self, plan: Plan, operator: str, keys: list[bytes], contents: list[bytes | None], is_newest: bool
     ) -> None:
         """A task of batch N reads exactly version N."""
         for key, content in zip(keys, contents, strict=True):
-            if value_in(content) != before(plan, operator, key):
+            if not is_before(plan, operator, key, value_in(content)):
+                expected = None if plan.parent is None else plan.parent.values.get((operator, key))
                 raise Violation(
                     f"A task of batch {plan.batch} ({plan.token}) read {content!r} for {key!r} of {operator}, but "
-                    "version "
-                    f"{plan.batch} has {before(plan, operator, key)!r}."
+                    f"version {plan.batch} has {expected!r}."
                 )
         made = self.chain().get(plan.batch)
         # That of a run which has been replaced may have been replaced itself.
@@ -167,9 +304,9 @@ class Model:
         """What is shown is of the attempts that the manifests name."""
         for key, content in zip(keys, contents, strict=True):
             expected = self.attempts[manifest_id].get((operator, key))
-            if content is not None and content[DIGEST:].decode() != expected:
+            if content is not None and attempt_in(content) != expected:
                 raise Violation(
-                    f"{key!r} of {operator} has the value of {content[DIGEST:].decode()}, but manifest {manifest_id} "
+                    f"{key!r} of {operator} has the value of {attempt_in(content)}, but manifest {manifest_id} "
                     "and "
                     f"those below it name {expected}."
                 )
@@ -198,10 +335,13 @@ class Model:
             manifest = self.records[path].of(manifest)
         return manifest
 
-    def manifest_written(self, data: bytes, files: dict[str, bytes]) -> None:
+    def manifest_written(self, data: bytes, files: dict[str, bytes], now: float) -> None:
         """A manifest is durable: does it make one version out of the right files?"""
         manifest = unseal(data, Manifest, "the manifest")
         newest = self.head()
+        if self.manifests.get(manifest.id) == manifest:
+            sometimes("a file is there again after it was deleted")
+            return  # the second request of a hedge, which was late
         if manifest.id in self.manifests and (newest is None or manifest.epoch >= newest.epoch):
             # One that has lost the query may take an id that has been removed since; it counts for nothing.
             raise Violation(f"Manifest {manifest.id} is written twice.")
@@ -218,6 +358,7 @@ class Model:
                     if partition_of(key, n) == partition:
                         self.attempts[manifest.id][(operator, key)] = entry.attempt
             return
+        exchanged = [self._exchanged(path, manifest, now) for path in manifest.rewritten if path not in self.exchanges]
         earlier = self.manifests.get(manifest.parent) if manifest.parent is not None else None
         earlier = None if earlier is None else self.as_rewritten(earlier, manifest)
         if (earlier.version if earlier is not None else 0) != manifest.version - 1:
@@ -236,15 +377,25 @@ class Model:
                 raise Violation(f"The changelog of {name} is of attempt {meta.attempt} and version {meta.version}.")
             made = manifest.operators[operator]
             n = made.num_partitions
+            if meta.base == f"{layout_of(operator, made).directory(partition)}/{meta.version - 1}-removed":
+                continue  # in place of the changelog that has led to the snapshot at which loads begin: nobody reads it
             below = earlier.operators[operator] if earlier is not None else None
             if below is not None and (below.num_partitions, below.backend) == (n, made.backend):
                 base = below.partitions[partition].changelog.path
                 if meta.base != base:
                     raise Violation(f"{name} was made on top of {meta.base}, but the version below is {base}.")
-            pairs = changes.families["default"]
+            pairs = changes.families.get("default", SortedPairs.empty())
             held = dict(zip(pairs.keys.to_pylist(), pairs.values.to_pylist(), strict=True))
+            lacks = any(o == operator and partition_of(k, n) == partition for o, k in plan.forgotten)
+            if lacks and entry.changelog.path not in self.written_anew:
+                plan.come_again()
+                if plan in self.committed:
+                    self._may_be_seen(plan)
+                for exchange in self.exchanges.values():
+                    exchange.values -= set(plan.values.values())
             keys = [k for k in plan.keys if partition_of(k, n) == partition]
-            if held != {k: stored(plan.values.get((operator, k)), entry.attempt) for k in keys}:
+            kept = [k for k in keys if (operator, k) not in plan.forgotten]
+            if held != {k: stored(plan.values.get((operator, k)), entry.attempt) for k in kept}:
                 raise Violation(f"The changelog of {name} does not hold what batch {plan.token} makes: {held}.")
             whose.update(((operator, k), entry.attempt) for k in keys)
         if len(plans) != 1:
@@ -256,10 +407,74 @@ class Model:
             raise Violation(
                 f"Manifest {manifest.id} puts batch {plan.token} on top of another one than it was planned on."
             )
+        if newest is not None and newest.version == manifest.version and newest.run_id != manifest.run_id:
+            sometimes("a version that was prepared is made again by another run")
         self.fenced.discard(manifest.id)
         self.attempts[manifest.id] = whose
         self.manifests[manifest.id] = manifest
         self.plan_of_manifest[manifest.id] = plan
+        if self.exchanges and not exchanged:
+            self._check_forgotten(self.as_rewritten(manifest, manifest), files)
+
+    def _exchanged(self, path: str, manifest: Manifest, now: float) -> Exchange:
+        """A manifest that counts names the record of an exchange for the first time."""
+        keys = self.to_forget[path]
+        self.written_anew.update(ref.path for ref in self.records[path].changelogs.values())
+        made = self.exchanges[path] = Exchange(path, keys, now)
+        plan: Plan | None = self.plan_of_attempt[next(entries(manifest))[2].attempt]
+        forgotten = {p.values[key] for p in self.plans.values() for key in keys if key in p.values}
+        changed = {plan}
+        for following in self.plans.values():  # in the order in which they were planned
+            if following.parent in changed:
+                changed.add(following)
+        while plan is not None:
+            plan.forget(made)
+            plan = plan.parent
+        for following in self.plans.values():
+            if following in changed and following.parent in changed:
+                following.follow(made)
+                if following in self.committed:
+                    self._may_be_seen(following)
+        sometimes("files are exchanged")
+        if self.has_lost_files:
+            sometimes("files are exchanged after retention has removed others")
+        kept = {p.values[key] for p in changed if p is not None for key in keys if key in p.values}
+        made.values = frozenset(forgotten - kept)
+        return made
+
+    def _check_forgotten(self, manifest: Manifest, files: dict[str, bytes]) -> None:
+        """What a manifest behind an exchange names for the first time has no value that was forgotten."""
+        gone = [value for exchange in self.exchanges.values() for value in exchange.values]
+        chain = self.chain()
+        for operator, partition, entry in entries(manifest):
+            named = {entry.changelog.stored_in}
+            for ref in entry.snapshots:
+                made = chain.get(ref.version)
+                counts = made is not None and made.operators[operator].partitions.head(partition) == ref.head
+                if counts and (data := content_of(ref.file, files)) is not None:
+                    named |= {ref.file.stored_in, *unseal(data, SnapshotDescriptor, ref.file.path).paths}
+            for path in named & files.keys():
+                if any(value in files[path] for value in gone):
+                    raise Violation(
+                        f"{path} has rows of forgotten keys, and counts for {operator}/{partition} by manifest "
+                        f"{manifest.id}."
+                    )
+
+    def is_forgotten(self, operator: str, key: bytes) -> bool:
+        """Whether a key was forgotten, once or more often."""
+        return any((operator, key) in exchange.keys for exchange in self.exchanges.values())
+
+    def has_forgotten_rows(self, data: bytes) -> bool:
+        """Whether a file has rows of keys that were forgotten."""
+        return any(value in data for exchange in self.exchanges.values() for value in exchange.values)
+
+    def reported(self, path: str, now: float, born: Callable[[str], float], files: dict[str, bytes]) -> None:
+        """Somebody was told that nothing is left of some keys: no file has them that was there before the exchange."""
+        exchange = self.exchanges[path]
+        exchange.reported = now
+        for file, data in files.items():
+            if born(file) < exchange.began and any(value in data for value in exchange.values):
+                raise Violation(f"{file} has rows of keys, though their caller was told that they were forgotten.")
 
     def check_acknowledged(
         self, coordinator: str, message: Acknowledge, manifest_id: int | None, num_tasks: int
@@ -368,6 +583,7 @@ class Model:
                 "nothing "
                 f"is durable of {sorted(lacking)}."
             )
+        sometimes("Spark commits a batch that no manifest names")
 
 
 def _commits(files: dict[str, bytes], version: int) -> Iterator[ChangelogMeta]:

@@ -11,9 +11,10 @@ from typing import Any
 
 from backends.exceptions import StateStoreError
 from coordinator_actor.coordinator_port import CoordinatorPort
-from coordinator_actor.exceptions import CoordinatorError, HostUnavailableError, SparkBridgeError
+from coordinator_actor.exceptions import CoordinatorError, FencedError, HostUnavailableError, SparkBridgeError
 from tests.simulation import scheduler as scheduling
 from tests.simulation.scheduler import Killed, Process, Task, Violation
+from tests.simulation.sometimes import sometimes
 from tests.simulation.storage import Faults
 
 log = logging.getLogger(__name__)
@@ -96,6 +97,8 @@ class Network:
             if error is not None and not isinstance(error, (*KNOWN_ERRORS, Killed)):
                 s.fail(error)
                 return
+            if isinstance(error, FencedError):
+                sometimes("a coordinator meets a fence")
             s.log("answer of", task.process.name, name, "ok" if error is None else f"{type(error).__name__}: {error}")
             if isinstance(error, Killed) or (through_ray and task.process.is_cut_off):
                 error = UnreachableError(f"{name}: the process died")
@@ -107,6 +110,9 @@ class Network:
             result = task.result
             s.at(self.delay(), lambda: call.settle(result, error))
 
+        if s.current.process.severed_until > s.now:
+            s.log("SEVERED:", s.current.process.name, "cannot call", name)
+            return
         if lost and s.random.random() < lost:
             s.log("LOST the call", name)
             if s.random.random() < 0.5:
@@ -131,12 +137,17 @@ class SimulatedPort(CoordinatorPort):
             # Another host may be there long before: behind a coordinator's restart it must not be given everything.
             s.sleep(s.random.random() * 7.0)
         deadline = s.now + self._timeout
+        caller = s.current.process.memory
         while True:
             target = self._find()
 
             def carry_out(target: Process | None = target) -> Any:
                 assert target is not None
                 answer = target.memory["dispatcher"].submit(method, args, kwargs).result()
+                if method == "adopt_rewritten":
+                    if args[3] in caller.setdefault("exchanged", set()):
+                        sometimes("an exchange is asked for again that was made already")
+                    caller["exchanged"].add(args[3])
                 if method == "acknowledge_many":
                     self._network.acknowledged(target.name, args[3], answer)
                 return answer
@@ -145,6 +156,7 @@ class SimulatedPort(CoordinatorPort):
                 return self._network.call(target, method, carry_out, self._timeout, through_ray=True)
             except UnreachableError as error:
                 if s.now > deadline:
+                    caller["unanswered"] = caller.get("unanswered") or method == "adopt_rewritten"
                     raise HostUnavailableError(f"The coordinator did not answer {method}: {error}") from error
                 s.sleep(0.1)
 

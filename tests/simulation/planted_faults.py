@@ -21,6 +21,9 @@ from dataclasses import dataclass
 import pytest
 
 from tests.simulation.faults_of_coordinators import (
+    blind_follower,
+    early_follower,
+    exchange_without_hold,
     first_attempt_stays,
     forgotten_changelog,
     forgotten_source,
@@ -37,12 +40,15 @@ from tests.simulation.faults_of_coordinators import (
     no_floor,
     no_lookup_pin,
     no_lookup_record,
+    old_files_stay,
     one_stage,
     overwriting_storage,
     prepared_is_completed,
     removal_beside_rewriting,
     uncarried_record,
+    unfiltered_rewriting,
     unseen_duplicate,
+    untold_hosts,
 )
 from tests.simulation.faults_of_hosts import (
     any_base,
@@ -53,18 +59,22 @@ from tests.simulation.faults_of_hosts import (
     lost_orders,
     mixed_runs,
     shared_threads,
+    silent_first_member,
     stale_owner,
     swallowed_group,
     trusting_givers,
     uncommitted_reads,
     unheard_copies,
+    unrenewed_uploads,
     wrong_offset,
 )
 from tests.simulation.searches import (
     STEPS,
     Prepare,
     as_it_is,
+    in_which_forgetters_stall,
     in_which_hosts_come_and_go,
+    in_which_keys_are_forgotten,
     in_which_plans_run_again,
     on_failing_storage,
     restless_in_two_clusters,
@@ -116,7 +126,7 @@ FAULTS: Sequence[PlantedFault] = (
         "no-fencing",
         "A coordinator that has lost the query goes on completing versions.",
         no_fencing,
-        range(152, 252),
+        range(166, 306),
         prepare=restless_in_two_clusters,
     ),
     PlantedFault(
@@ -152,7 +162,7 @@ FAULTS: Sequence[PlantedFault] = (
         "hasty-commit",
         "A commit is answered though its changelog was not written.",
         hasty_commit,
-        range(2, 102),
+        range(12, 112),
         prepare=on_failing_storage,
     ),
     PlantedFault(
@@ -207,7 +217,7 @@ FAULTS: Sequence[PlantedFault] = (
         "greedy-retention",
         "Maintenance removes the snapshot with which the oldest kept version begins: one too many.",
         greedy_retention,
-        range(146, 246),
+        range(178, 708),
     ),
     PlantedFault(
         "last-speaker",
@@ -227,7 +237,7 @@ FAULTS: Sequence[PlantedFault] = (
         "prepared-is-completed",
         "Behind a restart of the coordinator a prepared version is completed without Spark's commit.",
         prepared_is_completed,
-        range(8, 308),
+        range(43, 343),
         test="tests/coordinator_actor/handlers/test_repeated_batches.py::"
         "test_a_coordinator_that_restarts_in_a_repeat_goes_on_with_it",
     ),
@@ -325,6 +335,64 @@ FAULTS: Sequence[PlantedFault] = (
         uncarried_record,
         FORGETFUL,
         None,
+    ),
+    PlantedFault(
+        "exchange-without-hold",
+        "Files are exchanged under a hold that has lapsed since, and nobody looks whether they are still there.",
+        exchange_without_hold,
+        FORGETFUL,
+        None,
+        prepare=in_which_forgetters_stall,
+    ),
+    PlantedFault(
+        "unfiltered-rewriting",
+        "Files that are written anew have the rows that are to be forgotten.",
+        unfiltered_rewriting,
+        FORGETFUL,
+        None,
+    ),
+    PlantedFault(
+        "old-files-stay",
+        "Keys are reported as forgotten while files have them that no version needs any more.",
+        old_files_stay,
+        FORGETFUL,
+        None,
+    ),
+    PlantedFault(
+        "untold-hosts",
+        "Keys are reported as forgotten while hosts answer with them.",
+        untold_hosts,
+        FORGETFUL,
+        None,
+        prepare=in_which_keys_are_forgotten,
+    ),
+    PlantedFault(
+        "early-follower",
+        "A follower takes up a version that Spark has not committed.",
+        early_follower,
+        range(2, 402, 4),
+        None,
+    ),
+    PlantedFault(
+        "blind-follower",
+        "A follower does not look for a later manifest of the version that it serves.",
+        blind_follower,
+        test="tests/spark_bridge/serving/test_followed_query.py::"
+        "test_changes_that_are_named_after_sparks_commit_are_taken_up",
+    ),
+    PlantedFault(
+        "unrenewed-uploads",
+        "An upload that takes long counts as dead, so that files are exchanged beside it.",
+        unrenewed_uploads,
+        test="tests/spark_bridge/host/test_snapshots_together.py::"
+        "test_an_upload_is_believed_to_go_on_for_as_long_as_its_host_says_so",
+    ),
+    PlantedFault(
+        "silent-first-member",
+        "The members of a group do not hear that its first member has failed to wait.",
+        silent_first_member,
+        test="tests/spark_bridge/host/commits/test_group_commit.py::"
+        "test_members_do_not_wait_for_a_first_member_whose_wait_has_failed",
     ),
     PlantedFault(
         "unheard-copies",

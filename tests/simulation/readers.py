@@ -32,6 +32,8 @@ KEPT = 0.7
 """How often a client goes by the owners that it knows, and does not ask for them anew."""
 NEXT_BATCH = 0.3
 """How often a query that looks up goes on to its next batch before it looks up."""
+CUT_OFF_SECONDS = 60.0
+"""Within this many seconds a host that was cut off has heard that another one has taken its place, or is dead."""
 OLDER = 3
 """So many versions before the last one that it has seen a client asks for at most."""
 
@@ -126,7 +128,7 @@ class QueryClient:
     def _ask(self, stream: Stream, location: OperatorLocation, at: At) -> None:
         run_id, operator, now = location.run_id, location.operator.name, self._world.scheduler.now
         seen, committed = self._seen.get(run_id, 0), stream.committed.get(run_id, 0)
-        was_newest = run_id == stream.newest_run
+        was_newest = stream.is_newest(run_id)
         keys = pa.array(model.KEYS, pa.binary())
         version, values = self._router.lookup(location, "default", keys, at, now + ANSWER_SECONDS)
         if at.isolation == "version" and version != at.version:
@@ -137,8 +139,11 @@ class QueryClient:
             if version < committed and was_newest:
                 raise Violation(f"Spark has committed version {committed} of {run_id}, and {version} was answered.")
             self._seen[run_id] = version
-        is_newest = was_newest and run_id == stream.newest_run
-        stream.model.check_answer(version, operator, list(model.KEYS), values.to_pylist(), is_newest)
+        is_newest = was_newest and stream.is_newest(run_id)
+        is_told = now > self._world.troubles.cut_off_at + CUT_OFF_SECONDS
+        stream.model.check_answer(
+            version, operator, list(model.KEYS), values.to_pylist(), is_newest, now if is_told else 0.0
+        )
 
 
 class LookingUpQuery:
@@ -185,5 +190,8 @@ class LookingUpQuery:
         given = values.to_pylist()
         if self._first is None:
             self._first = found.version, given
-        elif given != self._first[1]:
+        elif any(
+            new != old and not (new is None and stream.model.is_forgotten(operator, key))
+            for key, old, new in zip(model.KEYS, self._first[1], given, strict=True)
+        ):
             raise Violation(f"Version {found.version} was looked up as {self._first[1]}, and then as {given}.")

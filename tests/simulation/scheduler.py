@@ -12,11 +12,13 @@ from __future__ import annotations
 import random
 import threading
 import zlib
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from heapq import heappop, heappush
 from typing import Any
 
+KEPT_EVENTS = 50
+"""So many of the last events are shown where a run fails."""
 active: Scheduler
 """The scheduler of the run under way: simulated locks and clocks belong to it."""
 
@@ -30,9 +32,12 @@ class Violation(Exception):
 
 
 class Process:
-    """What dies as one: tasks, and the objects and locks in its memory. ``clock_offset`` is how wrong its clock is."""
+    """What dies as one: tasks, and the objects and locks in its memory. ``clock_offset`` is how wrong its clock is.
 
-    __slots__ = ("clock_offset", "is_cut_off", "memory", "name", "on_death", "paused_until", "tasks")
+    Ray has given up a process that ``is_cut_off``. Until ``severed_until`` none of its own messages arrives.
+    """
+
+    __slots__ = ("clock_offset", "is_cut_off", "memory", "name", "on_death", "paused_until", "severed_until", "tasks")
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -40,6 +45,7 @@ class Process:
         self.memory: dict[Any, Any] = {}
         self.clock_offset = 0.0
         self.paused_until = 0.0
+        self.severed_until = 0.0
         self.is_cut_off = False
         self.on_death: list[Callable[[], None]] = []
 
@@ -106,7 +112,10 @@ class Scheduler:
         self.steps = 0
         self.failure: BaseException | None = None
         self.current: Task = Task(Process("outside"), lambda: None, "outside")
-        self.events: deque[tuple[Any, ...]] = deque(maxlen=80)
+        self.events: deque[tuple[Any, ...]] = deque(maxlen=KEPT_EVENTS)
+        self.on_death_of_any: Callable[[Process], None] = lambda process: None
+        self.reached: Counter[str] = Counter()
+        """How often each of ``sometimes.MUST_BE_REACHED`` came about."""
         self.trace = 0
         self._traced = traced
         self._heap: list[tuple[float, int, Any, int]] = []
@@ -193,6 +202,7 @@ class Scheduler:
             self.wake(task)
         for callback in process.on_death:
             callback()
+        self.on_death_of_any(process)
         self.log("KILLED", process.name)
         if self.current.process is process:
             raise Killed

@@ -1,14 +1,21 @@
-"""Searching seeds for a failure, and worlds in which some faults have much to spoil."""
+"""Searching seeds for a failure, and the worlds in which to do so: in some of them, some faults have much to spoil."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 
-from tests.simulation.world import Result, World, run
+from tests.simulation.outsiders import ALL_OUTSIDERS, Forgetter
+from tests.simulation.world import Result, World, is_calm, run
 
 STEPS = 4000
 """So many of each seed: a whole run that finds nothing costs most."""
 Prepare = Callable[[World], None]
+FOUND = Path(__file__).with_name("found.txt")
+"""Seeds that have failed, each with its world. The suite runs them."""
 
 
 def as_it_is(world: World) -> None:
@@ -43,10 +50,128 @@ def in_which_hosts_come_and_go(world: World) -> None:
         stream.num_partitions = max(3, stream.num_partitions)
 
 
-def first_failure(seeds: range, max_steps: int | None = STEPS, prepare: Prepare = as_it_is) -> Result:
+def in_which_keys_are_forgotten(world: World) -> None:
+    """Have keys forgotten all the time, and little else go wrong."""
+    world.troubles.only = [world.troubles.kill_coordinator, world.troubles.unload_all, world.troubles.kill_host]
+    world.restless, world.is_calm, world.outsiders = 10.0, False, [Forgetter(world)]
+    world.streams[0].most_seconds = None
+
+
+def in_which_forgetters_stall(world: World) -> None:
+    """Have those who forget keys stand still in the middle of it, while few versions are retained."""
+    in_which_keys_are_forgotten(world)
+    world.faults.heal()
+    world.troubles.only, world.restless = [world.troubles.kill_host], 60.0
+    world.outsiders[0].always_stalls = True
+    world.streams[0].keep, world.pace, world.troubled_for = 1, 2.0, 200.0
+
+
+def with_all_outsiders(world: World) -> None:
+    """Have everybody work on the query from outside at once."""
+    world.is_calm, world.outsiders = False, [outsider(world) for outsider in ALL_OUTSIDERS]
+    world.streams[0].most_seconds = None
+
+
+WORLDS: dict[str, Prepare] = {
+    prepare.__name__.replace("_", "-"): prepare
+    for prepare in (
+        as_it_is,
+        restless_in_two_clusters,
+        on_failing_storage,
+        in_which_plans_run_again,
+        in_which_hosts_come_and_go,
+        in_which_keys_are_forgotten,
+        in_which_forgetters_stall,
+        with_all_outsiders,
+    )
+}
+"""By name, what may be done to a world before anything happens in it."""
+
+
+def first_failure(seeds: Iterable[int], max_steps: int | None = STEPS, prepare: Prepare = as_it_is) -> Result:
     """Return the result of the first of these seeds that fails. Raises ``AssertionError`` if none does."""
+    tried = 0
     for seed in seeds:
+        tried += 1
         result = run(seed, max_steps=max_steps, prepare=prepare)
         if result.failure is not None:
             return result
-    raise AssertionError(f"None of {len(seeds)} seeds from {seeds.start} on has found anything.")
+    raise AssertionError(f"None of {tried} seeds has found anything.")
+
+
+def fresh(first: int) -> Iterator[tuple[int, str]]:
+    """Give seeds without end, each with the name of a world: half of them as they are, the rest in all others.
+
+    A calm world stays as it is.
+    """
+    draw, others = random.Random(first), [name for name in WORLDS if WORLDS[name] is not as_it_is]
+    seed = first
+    while True:
+        yield seed, draw.choice(others) if draw.random() < 0.5 and not is_calm(seed) else "as-it-is"
+        seed += 1
+
+
+def search(
+    worlds: Iterable[tuple[int, str]],
+    *,
+    seconds: float | None = None,
+    steps: int | None = None,
+    keep_going: bool = False,
+    say: Callable[[str], None] = print,
+) -> Found:
+    """Run seeds in their worlds until ``seconds`` or ``steps`` are over, or one fails, unless ``keep_going``."""
+    found = Found()
+    begun = told = time.perf_counter()
+    for seed, name in worlds:
+        result = run(seed, prepare=WORLDS[name])
+        found.add(result, name)
+        if result.failure is not None:
+            say(f"{result}\nIts world is {name}.")
+            if not keep_going:
+                break
+        now = time.perf_counter()
+        if now > told + TELL_SECONDS:
+            told = now
+            say(f"{found.seeds} seeds, {found.steps} steps so far; failed: {found.failed or 'none'}")
+        if (seconds is not None and now >= begun + seconds) or (steps is not None and found.steps >= steps):
+            break
+    return found
+
+
+TELL_SECONDS = 30.0
+"""How often a search says how far it is."""
+
+
+class Found:
+    """What a search has found: seeds that failed, by their worlds, and what came about how often."""
+
+    def __init__(self) -> None:
+        self.seeds = 0
+        self.steps = 0
+        self.failed: list[tuple[int, str]] = []
+        self.reached: Counter[str] = Counter()
+
+    def add(self, result: Result, world: str) -> None:
+        """Add one run."""
+        self.seeds += 1
+        self.steps += result.steps
+        self.reached += result.reached
+        if result.failure is not None:
+            self.failed.append((result.seed, world))
+
+
+def kept(file: Path = FOUND) -> list[tuple[int, str]]:
+    """Return the seeds that have failed once, with their worlds."""
+    lines = file.read_text().splitlines() if file.exists() else []
+    return [
+        (int(seed), world) for seed, world in (line.split()[:2] for line in lines if line.strip()[:1] not in ("", "#"))
+    ]
+
+
+def keep(failed: Iterable[tuple[int, str]], file: Path = FOUND) -> None:
+    """Add seeds that have failed."""
+    known = kept(file)
+    with file.open("a") as out:
+        for seed, world in failed:
+            if (seed, world) not in known:
+                out.write(f"{seed} {world}\n")

@@ -12,8 +12,11 @@ from backends.exceptions import DamagedFileError, FileExistsInStorageError, Miss
 from backends.storage.checkpoint_storage import digest
 from backends.storage.file_ref import FileRef
 from tests.simulation import scheduler as scheduling
+from tests.simulation.scheduler import Process
 
 T = TypeVar("T")
+LATEST = 30.0
+"""Virtual seconds after which a write arrives at most whose caller waits for it no more."""
 
 
 @dataclass
@@ -22,6 +25,12 @@ class Faults:
 
     storage_error: float = 0.0
     storage_slow: float = 0.0
+    late_write: float = 0.0
+    """How often a write is carried out long after its caller has given up, or once more after it was answered."""
+    paged_listing: float = 0.0
+    """How often a listing takes two requests, and time between them: its beginning is stale when its end is read."""
+    disk_full: float = 0.0
+    """How often an engine finds its local disk full."""
     message_lost: float = 0.0
     message_late: float = 0.0
     message_twice: float = 0.0
@@ -42,6 +51,12 @@ class Disk:
 
     faults: Faults
     files: dict[str, dict[str, dict[str, bytes]]] = field(default_factory=dict)
+    born: dict[tuple[str, str], float] = field(default_factory=dict)
+    """When a file came, by location and path."""
+    writer: Process | None = None
+    """Who has asked for the write that is just carried out."""
+    is_still: bool = False
+    """Calls take no time and fail never: for those who only check."""
     watch: Callable[[str, str, str], None] = lambda verb, location, path: None
     hangs_until: dict[str, float] = field(default_factory=dict)
     """By the beginning of locations: until when calls there do nothing."""
@@ -60,6 +75,11 @@ class Disk:
         """The files that share the first part of their path."""
         tops = self.files.setdefault(location, {})
         return tops.setdefault(path.split("/", 1)[0], {})
+
+    def copy(self, *locations: str) -> Disk:
+        """What is at some locations now, to be looked through while the world goes on."""
+        held = {at: {top: dict(files) for top, files in self.files.get(at, {}).items()} for at in locations}
+        return Disk(Faults(), held, is_still=True)
 
     def all_files(self, location: str) -> dict[str, bytes]:
         """Everything below a location."""
@@ -88,7 +108,9 @@ class SimulatedStorage:
         """A file's address."""
         return f"{self.location}/{path}"
 
-    def _call(self, verb: str, path: str, effect: Callable[[], T]) -> T:
+    def _call(self, verb: str, path: str, effect: Callable[[], T], *, is_write: bool = False) -> T:
+        if self._disk.is_still:
+            return effect()
         s, faults = scheduling.active, self._disk.faults
         draw = s.random.random
         self._disk.wait_while_it_hangs(self.location)
@@ -97,6 +119,8 @@ class SimulatedStorage:
         if faults.storage_error and draw() < faults.storage_error:
             if draw() < 0.5:
                 s.log("storage failed to", verb, path)
+                if is_write:
+                    self._later(effect)
             else:
                 # It has happened all the same: only the answer was lost.
                 effect()
@@ -104,23 +128,40 @@ class SimulatedStorage:
                 s.sleep(draw() * 0.005)
             raise StorageError(f"Could not {verb} {self.full_location(path)}: simulated.")
         result = effect()
+        if is_write:
+            self._later(effect)
         if draw() < 0.3:
             s.sleep(draw() * (2.0 if slow else 0.005))
         return result
 
+    def _later(self, effect: Callable[[], Any]) -> None:
+        """Have a request arrive late: one that has timed out, or the second one of a hedge, which has lost.
+
+        Spark writes its own files in another way.
+        """
+        s = scheduling.active
+        if not self.location.endswith("/statestore"):
+            return
+        if self._disk.faults.late_write and s.random.random() < self._disk.faults.late_write:
+            s.at(s.random.random() * LATEST, effect)
+
     def put_new(self, path: str, data: bytes) -> FileRef:
         """Create a file; of several writers one succeeds."""
+
+        writer = scheduling.active.current.process
 
         def put() -> bool:
             held = self._disk.directory(self.location, path)
             if path in held:
                 return False
+            self._disk.writer = writer
             held[path] = bytes(data)
+            self._disk.born[self.location, path] = scheduling.active.now
             scheduling.active.log("stored", path)
             self._disk.watch("put", self.location, path)
             return True
 
-        if not self._call("write", path, put):
+        if not self._call("write", path, put, is_write=True):
             raise FileExistsInStorageError(f"{self.full_location(path)} exists already and is never overwritten.")
         return FileRef(path, len(data), digest(data))
 
@@ -188,13 +229,18 @@ class SimulatedStorage:
         """Path and size of every file in a directory and below, sorted by path; those behind ``after``."""
         stem = prefix.strip("/")
 
-        def listed() -> list[tuple[str, int]]:
+        def listed(first: str) -> list[tuple[str, int]]:
             held = self._disk.directory(self.location, stem) if stem else self._disk.all_files(self.location)
             below = f"{stem}/" if "/" in stem else ""
-            first = after or ""
             return sorted((p, len(data)) for p, data in held.items() if p.startswith(below) and p > first)
 
-        return self._call("list", prefix, listed)
+        found = self._call("list", prefix, lambda: listed(after or ""))
+        s, faults = scheduling.active, self._disk.faults
+        if len(found) > 1 and faults.paged_listing and s.random.random() < faults.paged_listing:
+            page = found[: s.random.randrange(1, len(found))]
+            s.sleep(s.random.random() * s.random.choice((0.1, 5.0)))
+            found = page + self._call("list", prefix, lambda: listed(page[-1][0]))
+        return found
 
     def delete(self, path: str) -> None:
         """Remove a file; it is no error if there is none."""

@@ -1,14 +1,21 @@
 """A fixed set of seeds of the simulation, and that runs repeat exactly. ``test_planted_faults.py``: what it finds.
 
-More seeds: ``python -m tests.simulation --steps 1000000``.
+More seeds: ``python -m tests.simulation --for 10m``.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 from tests.effort import effort, only_thorough
-from tests.simulation.searches import in_which_plans_run_again
+from tests.simulation.scheduler import Violation
+from tests.simulation.searches import WORLDS, fresh, in_which_plans_run_again, keep, kept, search
+from tests.simulation.sometimes import MUST_BE_REACHED, never_reached, sometimes, told
 from tests.simulation.world import Result, run
 
 SEEDS = range(8)
@@ -46,6 +53,39 @@ def test_a_seed_gives_the_same_run_again() -> None:
     assert run(4, max_steps=1500, traced=True).trace != first.trace
 
 
-@pytest.mark.parametrize("seed", effort([1, 4], SEEDS))
+@pytest.mark.parametrize("seed", effort([4, 8], SEEDS))
 def test_a_world_in_which_plans_run_again_keeps_the_rules(seed: int) -> None:
     check(run(seed, prepare=in_which_plans_run_again))
+
+
+@pytest.mark.parametrize(
+    ("seed", "world"), [(3, "as-it-is"), *(only_thorough(*one) for one in kept() if one != (3, "as-it-is"))]
+)
+def test_what_was_found_once_is_not_found_again(seed: int, world: str) -> None:
+    check(run(seed, prepare=WORLDS[world]))
+
+
+def test_a_search_keeps_what_fails_with_its_world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = Violation("a rule is broken")
+
+    def failing(seed: int, **given: Any) -> Result:
+        return Result(seed, 10, 1, 1.0, broken if seed % 2 else None, [], 0, Counter({"files are exchanged": 1}))
+
+    monkeypatch.setattr("tests.simulation.searches.run", failing)
+    said: list[str] = []
+    found = search(zip(range(5), cycle(("as-it-is",))), keep_going=True, say=said.append)
+    assert found.failed == [(1, "as-it-is"), (3, "as-it-is")] and found.steps == 50 and len(said) == 2
+    keep(found.failed, tmp_path / "found.txt")
+    keep([*found.failed, (9, "on-failing-storage")], tmp_path / "found.txt")
+    assert kept(tmp_path / "found.txt") == [(1, "as-it-is"), (3, "as-it-is"), (9, "on-failing-storage")]
+    assert len(search(fresh(0), steps=25).failed) == 1, "a search ends at the first failure, unless it is to go on"
+
+
+def test_a_search_says_what_it_never_came_to() -> None:
+    reached = Counter(name for names in MUST_BE_REACHED.values() for name in names)
+    assert never_reached(reached) == []
+    del reached["files are exchanged"]
+    assert never_reached(reached) == ["files are exchanged"]
+    assert any(line.split() == ["0", "forgetting:", "files", "are", "exchanged"] for line in told(reached))
+    with pytest.raises(KeyError, match="not declared"):
+        sometimes("something else")

@@ -455,11 +455,13 @@ TIME = types.SimpleNamespace(
     time=_now,
     monotonic=_now,
     perf_counter=_now,
+    thread_time=_now,
     sleep=_sleep,
     time_ns=lambda: int(_now() * 1e9),
 )
 
 MODULES = (
+    "backends.background_loop",
     "backends.partition.",
     "backends.formats.changelog_group",
     "backends.formats.snapshot",
@@ -470,6 +472,10 @@ MODULES = (
     "spark_bridge.queryable.reads.",
     "spark_bridge.queryable.routing.",
     "spark_bridge.task.task_store",
+    "spark_bridge.lookups.looked_up_state",
+    "spark_bridge.serving.followed_query",
+    "spark_bridge.state_data.stored_reads",
+    "spark_bridge.state_surgery.forget_keys",
 )
 """The modules under test, and beginnings of their names."""
 REAL = (

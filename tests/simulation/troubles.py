@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from tests.simulation.last_checks import finish
+from tests.simulation.sometimes import sometimes
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
@@ -18,6 +20,10 @@ class Troubles:
         self._world = world
         self.only: list[Callable[[], None]] = []
         """What goes wrong, if it is this alone."""
+        self.cut_off_at = -math.inf
+        """When a process was cut off last. A replaced host answers from its old state for a while."""
+        self.last_at = 0.0
+        """When something went wrong last."""
         self._ambush: tuple[str, Callable[[], None]] | None = None
 
     def run(self) -> None:
@@ -37,6 +43,7 @@ class Troubles:
         chosen = [k for k in kinds if r.random() < 0.6] or kinds
         while s.now < self._world.troubled_for:
             s.sleep(r.expovariate(1.0 / self._world.restless))
+            self.last_at = s.now
             r.choice(chosen)()
         s.sleep(r.random() * 5)
         self._world.faults.heal()
@@ -54,7 +61,13 @@ class Troubles:
 
     def kill_host(self) -> None:
         if hosts := self._hosts():
-            self._world.scheduler.kill(self._world.scheduler.random.choice(hosts).process)
+            host = self._world.scheduler.random.choice(hosts)
+            coordinator = host.session.cluster.coordinator
+            made = None if coordinator is None else coordinator.memory.get("coordinator")
+            runs = () if made is None else made.registries.runs.by_id.values()
+            if any(host.host_id in run.assignment.planned.values() for run in runs):
+                sometimes("a host dies while partitions are to move to it")
+            self._world.scheduler.kill(host.process)
 
     def scale(self) -> None:
         """Executors come or go, and hosts with them."""
@@ -113,6 +126,7 @@ class Troubles:
         s.log("STORAGE of", self._world.streams[1].name, "hangs until", self._world.disk.hangs_until[place])
 
     def cut_off(self) -> None:
+        self.cut_off_at = self._world.scheduler.now
         r = self._world.scheduler.random
         if r.random() < 0.5 or not self._hosts():
             r.choice(self._world.clusters).replace_coordinator()

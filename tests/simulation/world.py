@@ -2,39 +2,44 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import shutil
 import tempfile
 import traceback
 import types
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-
 from backends.encoding.operator_schema import OperatorSchema
-from backends.encoding.schema import StateSchema
 from backends.exceptions import DamagedFileError, MissingFileError
 from backends.formats.changelog_group import GROUPS_DIRECTORY
 from backends.formats.sealed import unseal
 from coordinator_actor.durable.fencing import FENCE
 from coordinator_actor.durable.rewritten_files import REWRITTEN, RewrittenFiles
+from coordinator_actor.durable.spark_commits import METADATA
 from coordinator_actor.exceptions import IncompleteBatchError, InvalidRequestError
 from coordinator_actor.messages import Acknowledged
+from coordinator_actor.reading.stored_versions import StateVersions, find_state
+from coordinator_actor.surgery.forgetting import ForgetRequest
 from spark_bridge.exceptions import PartitionMismatchError
 from spark_bridge.host.maintenance import INLINE_FILES_BYTES
+from spark_bridge.state_data.stored_reads import StoredReads
 from tests.simulation import engine, threads
 from tests.simulation import scheduler as scheduling
 from tests.simulation.cluster import Cluster, LocalLocks, Session
-from tests.simulation.driver import KEEP, HostClient, PerProcess, Query, QueryFailedError
-from tests.simulation.forgetting import Forgetful
-from tests.simulation.model import Model
+from tests.simulation.driver import HostClient, PerProcess, Query, QueryFailedError
+from tests.simulation.model import SCHEMA, Model
 from tests.simulation.network import Network
+from tests.simulation.outsiders import Follower, Forgetter, Outsider, Saver, StorageReader
 from tests.simulation.readers import LookingUpQuery, QueryClient
 from tests.simulation.scheduler import Process, Scheduler, Violation
+from tests.simulation.sometimes import sometimes
 from tests.simulation.storage import Disk, Faults
 from tests.simulation.stream import Stream
 from tests.simulation.troubles import Troubles
@@ -65,6 +70,8 @@ class Result:
     failure: BaseException | None
     last_events: list[str]
     trace: int
+    reached: Counter[str]
+    """What came about of ``sometimes.MUST_BE_REACHED``, and how often."""
 
     def __str__(self) -> str:
         head = f"seed {self.seed}: {self.steps} steps, {self.batches} batches, {self.seconds:.0f} virtual seconds"
@@ -92,19 +99,24 @@ class World:
         self.faults = Faults(
             storage_error=r.choice((0.0, 0.002, 0.02)),
             storage_slow=r.choice((0.0, 0.01)),
+            late_write=r.choice((0.0, 0.0, 0.02)),
+            paged_listing=r.choice((0.0, 0.1)),
+            disk_full=r.choice((0.0, 0.0, 0.003)),
             message_lost=r.choice((0.0, 0.002, 0.01)),
             message_late=r.choice((0.0, 0.005, 0.02)),
             message_twice=r.choice((0.0, 0.02)),
             registration_slow=r.choice((0.0, 0.5)),
         )
+        engine.faults, s.on_death_of_any = self.faults, engine.process_died
         self.num_hosts = r.randint(1, 3)
         self.rescaled = r.choice((0.0, 0.3))
-        self.streams = [
-            Stream("q", Model(("a", "b")[: r.choice((1, 1, 2))]), r.randint(1, 3), engine.FirstProvider.backend)
-        ]
+        # In one of three worlds, the first engine is RocksDB.
+        self.backends = engine.backends(is_rocksdb=seed % 3 == 0)
+        self.streams = [Stream("q", Model(("a", "b")[: r.choice((1, 1, 2))]), r.randint(1, 3), self.backends[0])]
+        self.streams[0].keep = r.choice((1, 2, 3, 4, 4, 4))
         self.is_calm = is_calm(seed)
         if self.is_calm or r.random() < 0.3:
-            self.streams.append(Stream("neighbour", Model(("a",)), r.randint(1, 3), engine.FirstProvider.backend))
+            self.streams.append(Stream("neighbour", Model(("a",)), r.randint(1, 3), self.backends[0]))
         if self.is_calm:
             self.faults.heal()
             self.streams[0].most_seconds = CALM_BATCH
@@ -115,10 +127,12 @@ class World:
         self.restless = 3.0 if self.is_calm else r.choice((1.0, 3.0, 10.0))
         self.troubled_for = r.choice((20.0, 40.0, 80.0))
         self.parted = 0.15  # the probability that a driver which starts again does so in a second cluster
-        rows = StateSchema(pa.schema([("k", pa.int64())]), pa.schema([("n", pa.int64())]))
-        self.schema = OperatorSchema.of_rows(rows).to_json()
+        self.schema = OperatorSchema.of_rows(SCHEMA).to_json()
         self.clock_offset = 1000.0
         self.disk = Disk(self.faults, watch=self._watch)
+        for stream in self.streams:
+            metadata = json.dumps({"id": stream.name}).encode()
+            self.disk.directory(stream.checkpoint, METADATA)[METADATA] = metadata
         self.network = Network(self.faults, self._acknowledged)
         self.addresses: dict[str, Process] = {}
         self.attempts = 0
@@ -126,7 +140,8 @@ class World:
         self.clusters: list[Cluster] = []
         self.sessions: list[Session] = []
         self.num_clients = 1
-        self.forgetful = Forgetful(self) if seed % 4 == 3 and not self.is_calm else None
+        kinds: dict[int, tuple[type[Outsider], ...]] = {1: (Saver, StorageReader), 2: (Follower,), 3: (Forgetter,)}
+        self.outsiders = [] if self.is_calm else [outsider(self) for outsider in kinds.get(seed % 4, ())]
         self.troubles = Troubles(self)
         self.going_back = False
         self.has_gone_back = False
@@ -149,8 +164,8 @@ class World:
             s.spawn(self.outside, QueryClient(self).run, "query client")
         if not self.is_calm:  # a version that a batch looks up again may have to be loaded
             s.spawn(self.outside, LookingUpQuery(self).run, "a query that looks up")
-        if self.forgetful is not None:
-            s.spawn(self.outside, self.forgetful.run, "somebody forgetful")
+        for outsider in self.outsiders:
+            outsider.begin()
         s.spawn(self.outside, self.troubles.run, "trouble")
 
     def start_session(self) -> Session:
@@ -189,7 +204,7 @@ class World:
         r = self.scheduler.random
         if self.rescaled and r.random() < self.rescaled:
             stream.num_partitions = r.randint(1, 5)
-            stream.backend = r.choice((engine.FirstProvider.backend, engine.SecondProvider.backend))
+            stream.backend = r.choice(self.backends)
         stream.num_runs += 1
         run_id = f"run{stream.num_runs}-{stream.name}"
         stream.layout_of_run[run_id] = (stream.num_partitions, stream.backend)
@@ -208,7 +223,7 @@ class World:
         if len(begun) < 3:
             return
         done = max((int(p.split("/")[1]) for p in commits), default=-1)
-        lowest = max(begun[0] + 1, done + 1 - KEEP + 1)
+        lowest = max(begun[0] + 1, done + 1 - stream.keep + 1)
         candidates = [n for n in begun if n >= lowest]
         if not candidates:
             return
@@ -227,11 +242,20 @@ class World:
         """A file has come or gone, or is read; called at that moment."""
         if verb == "read" and self.is_calm and not self.is_over:
             self._check_calm_read(location, path)
+        if verb == "delete" and self.scheduler.current.process.name.startswith("coordinator"):
+            for stream in self.streams:
+                if location == stream.state and not path.startswith("manifests/"):
+                    stream.model.has_lost_files = True
         if verb != "put":
             return
         self.troubles.file_written(path)
-        stream = next(x for x in self.streams if location in (x.checkpoint, x.state))
+        stream = next((x for x in self.streams if location in (x.checkpoint, x.state)), None)
+        if stream is None:
+            return  # somewhere else, as a savepoint
         if location == stream.state:
+            is_state = path.startswith(("operators/", f"{GROUPS_DIRECTORY}/"))
+            if is_state and stream.model.has_forgotten_rows(self.disk.directory(location, path)[path]):
+                sometimes("a late write brings rows of forgotten keys back, which count for nothing")
             if path.startswith("manifests/"):
                 data = self.disk.directory(location, path)[path]
                 if data == FENCE:
@@ -241,11 +265,17 @@ class World:
                     **self.disk.directory(location, "operators"),
                     **self.disk.directory(location, GROUPS_DIRECTORY),
                 }
-                stream.model.manifest_written(data, files)
+                stream.model.manifest_written(data, files, self.scheduler.now)
             elif path.startswith(f"{REWRITTEN}/"):
                 record = unseal(self.disk.directory(location, path)[path], RewrittenFiles, path)
                 stream.model.records[path] = record
+                assert self.disk.writer is not None
+                forgetter = self.disk.writer.memory
+                stream.model.to_forget[path] = forgetter["forgets"]
+                forgetter.setdefault("records", []).append(path)
             elif path.startswith("epochs/"):
+                if self.disk.writer is not None and self.disk.writer.name == Forgetter.name:
+                    stream.superseded.add(stream.newest_run)
                 stream.model.epoch = max(stream.model.epoch, int(path.split("/")[1].split(".", maxsplit=1)[0]))
         elif path.startswith("commits/"):
             run_id, token = self.disk.directory(location, path)[path].decode().split()
@@ -280,7 +310,7 @@ class World:
         """Something failed: may it?"""
         s = self.scheduler
         s.log(what, "of", run_id, "failed:", type(error).__name__, str(error))
-        if isinstance(error, NEVER) and run_id == self._stream_of(run_id).newest_run:
+        if isinstance(error, NEVER) and self._stream_of(run_id).is_newest(run_id):
             raise Violation(f"{what} of {run_id} failed, which must not happen: {type(error).__name__}: {error}")
         settled = self.healed_at is not None and s.now > self.healed_at + SETTLED_AFTER
         if settled and self.sessions[-1].is_wanted:
@@ -313,21 +343,40 @@ def run(
     memory = Path("/dev/shm")
     root = Path(tempfile.mkdtemp(prefix="simulation-", dir=memory if memory.is_dir() else None))
     locks = LocalLocks()
-    replacements = {
+    worlds: list[World] = []
+
+    def open_storage(location: str, options: Any = None) -> Any:
+        return worlds[0].disk.open(location, options)
+
+    replacements: dict[tuple[str, str], Any] = {
         ("coordinator_actor.durable.manifest_folds", "FOLDED"): 3,
         ("coordinator_actor.durable.manifests", "FEW"): 0,
         ("coordinator_actor.query.files.known_files", "LISTED_EVERY"): 1 + seed % 3,
         ("backends.partition.local_directory", "lock"): locks.lock,
         ("backends.partition.local_directory", "os"): types.SimpleNamespace(close=locks.close),
         ("backends.partition.background", "_pool"): threads.Background(),
+        ("backends.tracing.spans", "Pool"): threads.Pool,
         ("spark_bridge.task.task_store", "_owners"): PerProcess(),
         # In half of the worlds, snapshots share files with earlier ones.
         ("spark_bridge.host.maintenance", "INLINE_FILES_BYTES"): seed % 2 * INLINE_FILES_BYTES,
         ("spark_bridge.task.task_store", "forget_client"): lambda address, token: None,
+        ("spark_bridge.lookups.looked_up_state", "CheckpointStorage"): types.SimpleNamespace(open=open_storage),
+        ("spark_bridge.lookups.looked_up_state", "StateVersions"): types.SimpleNamespace(
+            look=partial(StateVersions.look, open_storage=open_storage)
+        ),
+        ("spark_bridge.lookups.looked_up_state", "StoredReads"): partial(
+            StoredReads, open_storage=open_storage, clock=lambda: scheduling.active.now
+        ),
+        ("spark_bridge.state_surgery.forget_keys", "CheckpointStorage"): types.SimpleNamespace(open=open_storage),
+        ("spark_bridge.state_surgery.forget_keys", "find_state"): partial(find_state, open_storage=open_storage),
+        ("spark_bridge.state_surgery.forget_keys", "ForgetRequest"): partial(
+            ForgetRequest, clock=lambda: scheduling.active.now, open_storage=open_storage
+        ),
     }
     try:
         with _quiet(), threads.installed(replacements):
             world = World(seed, root, traced=traced)
+            worlds.append(world)
             prepare(world)
             from spark_bridge.task import endpoints
             from spark_bridge.task import task_store as task_client
@@ -340,14 +389,15 @@ def run(
                 world.scheduler.run(max_steps)
                 failure, steps = world.scheduler.failure, world.scheduler.steps
                 now = world.scheduler.now
-                events = [_in_words(e) for e in list(world.scheduler.events)[-50:]]
+                events = [_in_words(e) for e in world.scheduler.events]
                 world.scheduler.close()
             finally:
                 task_client.client_for, endpoints.read_host_files = real_client, real_files
     finally:
         engine.forget_all()
         shutil.rmtree(root, ignore_errors=True)
-    return Result(seed, steps, sum(x.batches for x in world.streams), now, failure, events, world.scheduler.trace)
+    s = world.scheduler
+    return Result(seed, steps, sum(x.batches for x in world.streams), now, failure, events, s.trace, s.reached)
 
 
 def _host_files(world: World, session_id: str) -> list[Any]:

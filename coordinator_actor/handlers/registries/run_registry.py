@@ -138,11 +138,10 @@ class RunRegistry:
         if or_ended and not found:
             found = [run for run in self.served() if run.is_named(query)]
         if len(found) != 1:
-            exist = (
-                ", ".join(f"{r.registration.name or 'unnamed'} ({r.registration.query_id})" for r in running) or "none"
-            )
+            names = (f"{r.registration.name or 'unnamed'} ({r.registration.query_id}, run {r.run_id})" for r in running)
+            exist = ", ".join(names) or "none"
             how_many = "Several running queries are" if found else "No running query with state is"
-            raise UnknownQueryError(f"{how_many} named {query!r}; running: {exist}. Give the query id.")
+            raise UnknownQueryError(f"{how_many} named {query!r}; running: {exist}. Give the query id or the run id.")
         return found[0]
 
     # -- runs that are over --------------------------------------------------------------------

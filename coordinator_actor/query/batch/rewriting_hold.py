@@ -33,9 +33,9 @@ class Hold:
 class RewritingHold:
     """The hold of one run, in memory alone. The lock of the run guards it.
 
-    A holder that dies lets the run go on when its time is over. A hold that has lapsed never comes back: what was
-    written under it may have been removed since. So files are exchanged only under a hold that has lasted since before
-    the first of them was written.
+    If the holder dies, its hold lapses and the run continues. A lapsed hold never comes back, because retention may
+    have removed the files that were written under it. So the coordinator exchanges files only under a hold that has
+    lasted since before the first of them was written.
     """
 
     def __init__(self) -> None:

@@ -130,7 +130,11 @@ class LookedUpVersions:
     def _unpin(self, by: str, batch_id: int) -> None:
         held = self._pins.get(by, {})
         if batch_id in held:
-            self._pins[by] = {b: record for b, record in held.items() if b != batch_id}
+            left = {b: record for b, record in held.items() if b != batch_id}
+            if left:
+                self._pins[by] = left
+            else:
+                del self._pins[by]
             self._keep(by)
 
     def _keep(self, by: str) -> None:

@@ -143,7 +143,9 @@ def _verified_view(found: Verification) -> RenderableType:
             Text(f"{read}. Version {found.version} cannot be loaded: {', '.join(found.lost)}.", style="bold red")
         )
     elif all(d.operator is None for d in found.damages):
-        lines.append(Text(f"{read}: these are as they were written. Other versions need what is damaged."))
+        lines.append(
+            Text(f"{read}: these are as they were written. Other versions or the query's start need what is damaged.")
+        )
     else:
         lines.append(Text(f"{read}. Version {found.version} can still be loaded, by older snapshots and changelogs."))
     return Group(*lines)

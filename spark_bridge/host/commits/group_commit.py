@@ -146,9 +146,7 @@ class GroupCommits:
             if batch is None or group is None:
                 pass
             elif number == 0:
-                with spans.step("host.group_commit.wait"):
-                    self._wait(batch, group, is_local=storage.is_local)
-                self._close(group, meta)
+                self._wait_and_close(batch, group, meta, is_local=storage.is_local)
             else:
                 with spans.step("host.group_commit.join"):  # the first member's span has the write for all
                     self._changed.wait_for(lambda: group.is_over)
@@ -165,6 +163,18 @@ class GroupCommits:
             if batch is not None:
                 with self._changed:
                     batch.at_work.answered(meta.operator, meta.partition)
+
+    def _wait_and_close(self, batch: _Batch, group: GroupCommit, meta: ChangelogMeta, *, is_local: bool) -> None:
+        try:
+            with spans.step("host.group_commit.wait"):
+                self._wait(batch, group, is_local=is_local)
+        except BaseException as error:
+            # This thread would have stored the group. The other members must not wait for it.
+            group.error = error
+            batch.at_work.answered(meta.operator, meta.partition)
+            raise
+        finally:
+            self._close(group, meta)
 
     def _wait(self, batch: _Batch, group: GroupCommit, *, is_local: bool) -> None:
         """Wait for other members: as long as a write takes, and again while some have come, for ``linger`` at most."""

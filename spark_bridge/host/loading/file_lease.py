@@ -1,4 +1,4 @@
-"""The lease on the files that one load reads: the coordinator lets none of these files go while the load advances."""
+"""The lease of one load or upload: while it lasts, the coordinator neither removes nor exchanges the files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 
 class FileLease:
-    """The lease of one load, of a version of a partition of a run.
+    """The lease of one load or upload, of a version of a partition of a run.
 
     Used by the thread that loads. The host's heartbeat has the lease renewed, too, in another thread, since one step of
     a load may take longer than the lease. At worst both send the same message.
@@ -78,6 +78,20 @@ class FileLease:
                 FILES_RENEW_SECONDS,
                 error,
             )
+
+    def is_held(self) -> bool:
+        """Return whether the lease has lasted since ``lineage``. Renews it if that is due.
+
+        An upload asks. While it lasts no files are exchanged; without it, they may have been. Raises what the
+        coordinator raises.
+        """
+        if not self.is_due:
+            return True
+        asked = self._clock()
+        is_held = self._registration.coordinator.renew_files(*self._partition, self._use)
+        if is_held:
+            self._renewed = asked
+        return is_held
 
     def end(self) -> None:
         """End the lease. A failure is logged, since the lease runs out by itself."""

@@ -14,6 +14,7 @@ from backends.encoding.key_groups import key_groups
 from backends.encoding.keys import KeyRange, decode_keys, encode_keys
 from backends.encoding.schema import StateSchema
 from backends.encoding.sorted_pairs import SortedPairs
+from backends.ids import DEFAULT_FAMILY
 from coordinator_actor.messages import OperatorFigures
 from spark_bridge.aggregates.aggregator import Aggregator, ListTooLargeError
 from spark_bridge.aggregates.row_groups import group_rows
@@ -102,6 +103,11 @@ class _AggregateBatch:
         self._event_time = logic.event_time if logic.output_mode != "complete" else None
         self._rows = self._late = self._updated = self._removed = 0
 
+    @property
+    def _schema(self) -> StateSchema:
+        """Return the schema of stored rows with its history. Ask after the first read, which opens the partition."""
+        return self._store.schema.families[DEFAULT_FAMILY]
+
     def figures(self) -> OperatorFigures:
         """Return the counts of rows that came, were updated, removed and late."""
         custom = self._logic.aggregator.figures()
@@ -155,23 +161,23 @@ class _AggregateBatch:
         self._timer.step("get_ms")
         present = old.is_valid()
         try:
-            states = logic.aggregator.merge_pairs(logic.schema.decode_values(old), present, states)
+            states = logic.aggregator.merge_pairs(self._schema.decode_values(old), present, states)
         except ListTooLargeError as error:
             key = decode_keys(keys.slice(error.group, 1), logic.schema.key)
             raise error.of_key(key) from error
         self._updated += len(keys)
         if self._event_time is None:
-            store.stage(keys, logic.schema.encode_values(states))
+            store.stage(keys, self._schema.encode_values(states))
             spool.add(self._output(keys, states))
             return int(old.nbytes + states.nbytes)
         columns = decode_keys(keys, logic.schema.key)
         done = self._event_time.is_done(columns, store.times.watermark_ms)
         if not done.any():
-            store.stage(keys, logic.schema.encode_values(states))
+            store.stage(keys, self._schema.encode_values(states))
         else:
             is_done = pa.array(done)
             stays = pc.invert(is_done)
-            store.stage(keys.filter(stays), logic.schema.encode_values(states.filter(stays)))
+            store.stage(keys.filter(stays), self._schema.encode_values(states.filter(stays)))
             self._remove(keys.filter(pc.and_(is_done, present)))
             # As in Spark, a key that comes and goes in one batch counts both as updated and as removed.
             self._removed += int(np.count_nonzero(done & ~np.asarray(present)))
@@ -198,7 +204,7 @@ class _AggregateBatch:
             if self._event_time is not None:
                 self._remove(keys)
             if logic.output_mode != "update" and len(keys):
-                spool.add(self._output(keys, logic.schema.decode_values(values)))
+                spool.add(self._output(keys, self._schema.decode_values(values)))
 
     def _remove(self, keys: pa.BinaryArray) -> None:
         if len(keys):

@@ -241,7 +241,7 @@ def _declared(rows: DataFrame, keys: _Keys, aggregator: Aggregator, output_mode:
     if isinstance(keys.window, SessionWindow):
         window = keys.window.name
         by_key = pa.schema([pa.field(n, types[n]) for n in keys.columns])
-        schema = session_schema(by_key, types[window].field(0).type, aggregator.state_schema)
+        schema = session_schema(by_key, types[window].field(0).type, aggregator.state_schema, aggregator.zeros)
         event_time = session_event_time(rows.schema, keys.names, window, output_mode)
         logic = SessionLogic(schema, aggregator, output, window, output_mode, event_time is not None)
         lag_ms = watermark_lag_ms(rows.schema, event_time)
@@ -249,7 +249,8 @@ def _declared(rows: DataFrame, keys: _Keys, aggregator: Aggregator, output_mode:
     if event_time is not None and isinstance(keys.window, Window) and event_time.column == keys.window.name:
         event_time = replace(event_time, window_us=microseconds(rows.sparkSession, keys.window.duration))
     stored = sorted(keys.names, key=lambda n: event_time is None or n != event_time.column)
-    state = StateSchema(pa.schema([pa.field(n, types[n]) for n in stored]), aggregator.state_schema)
+    by_key = pa.schema([pa.field(n, types[n]) for n in stored])
+    state = StateSchema(by_key, aggregator.state_schema, zeros=aggregator.zeros)
     operator_schema = OperatorSchema.of_rows(state, () if stored == list(keys.names) else keys.names)
     uses_time = event_time is not None and output_mode != "complete"
     # The functions of a user's own aggregate need not know what to make of no rows.

@@ -19,6 +19,7 @@ from backends.encoding.columns import Mask
 from backends.encoding.key_order import key_order
 from backends.encoding.keys import decode_keys
 from backends.encoding.operator_schema import OperatorSchema
+from backends.encoding.schema import StateSchema
 from backends.ids import DEFAULT_FAMILY
 from coordinator_actor.messages import OperatorFigures
 from spark_bridge.aggregates.aggregator import Aggregator, ListTooLargeError
@@ -113,6 +114,11 @@ class _SessionBatch:
         """In microseconds: a session whose end is not after this time has ended."""
         self._rows = self._late = self._updated = self._removed = 0
 
+    @property
+    def _schema(self) -> StateSchema:
+        """Return the schema of stored rows with its history. Ask after the first read, which opens the partition."""
+        return self._store.schema.families[DEFAULT_FAMILY]
+
     def figures(self) -> OperatorFigures:
         """Return the counts of rows that came, were updated, removed and late; the rows of state are sessions."""
         custom = self._logic.aggregator.figures()
@@ -159,12 +165,11 @@ class _SessionBatch:
     def _merge_step(self, new: KeyedRows, spool: Spool) -> int:
         """Merge the new sessions of some keys; return the bytes that they and the stored values take."""
         logic, store = self._logic, self._store
-        schema = logic.schema.families[DEFAULT_FAMILY]
         self._timer.step("merge_ms")
         stored = store.get_many(new.keys)
         self._timer.step("get_ms")
         present = np.asarray(stored.is_valid())
-        old_ids, old, due = self._columns.decoded(schema.decode_values(stored))
+        old_ids, old, due = self._columns.decoded(self._schema.decode_values(stored))
         both_ids = np.concatenate([old_ids, new.ids])
         both = one_batch([old, new.rows])
         starts, ends = (both.column(i).to_numpy() for i in (0, 1))
@@ -200,9 +205,7 @@ class _SessionBatch:
         holds = has_sessions & was_due & (old_due > self._watermark) & (old_due <= earliest)
         new_due = np.where(holds, old_due, earliest)
 
-        values = self._logic.schema.families[DEFAULT_FAMILY].encode_values(
-            self._columns.stored(sessions, offsets, new_due)
-        )
+        values = self._schema.encode_values(self._columns.stored(sessions, offsets, new_due))
         changed = pa.array(has_sessions | present)
         or_removed = pc.if_else(pa.array(has_sessions), values, pa.scalar(None, pa.binary()))
         self._store.stage(keys.filter(changed), or_removed.filter(changed))
@@ -222,7 +225,7 @@ class _SessionBatch:
         """Emit the sessions of the stored keys in a range that are not among ``touched``."""
         for pairs in scanned(self._store, between(all_keys(self._store.key_groups), behind, up_to)):
             others = pairs.filter(pc.invert(pc.is_in(pairs.column(0), touched)))
-            values = self._logic.schema.families[DEFAULT_FAMILY].decode_values(others.column(1))
+            values = self._schema.decode_values(others.column(1))
             ids, sessions, _ = self._columns.decoded(values)
             spool.add(self._output(others.column(0), ids, sessions))
 

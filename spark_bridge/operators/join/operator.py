@@ -89,9 +89,9 @@ def join(
     check_columns(left, right, keys, how)
     placing = placing_of(left, right, operator, num_partitions)
     bounds = bounds_of(left, right, keys, within, left_time, right_time)
-    for name, after in zip((LEFT, RIGHT), bounds.expires_after_us, strict=True):
-        if after is None:
-            refuse_or_warn(name, operator, how)
+    kept = [name for name, after in zip((LEFT, RIGHT), bounds.expires_after_us, strict=True) if after is None]
+    if kept:
+        refuse_or_warn(kept, operator, how)
 
     others = other_fields(left, right, keys)
     if how in (SEMI, ANTI):

@@ -133,18 +133,20 @@ def check_columns(left: DataFrame, right: DataFrame, keys: list[str], how: str) 
         )
 
 
-def refuse_or_warn(side: str, operator: str, how: str) -> None:
-    """Refuse a join whose rows without a match would never come; warn of a side that keeps all rows."""
-    needed = {LEFT: (LEFT_OUTER, FULL, SEMI, ANTI), RIGHT: (RIGHT_OUTER, FULL)}[side]
-    bound = {LEFT: "upper", RIGHT: "lower"}[side]
-    if how in needed:
-        raise InvalidOperatorError(
-            f"how={how!r} needs to know when a row of the {side} side can find no match any more: put withWatermark on "
-            f'both sides, and give within= with its {bound} bound, such as within=("0 seconds", "1 hour"); or put the '
-            "watermark on a key column, such as a window."
-        )
+def refuse_or_warn(sides: Sequence[str], operator: str, how: str) -> None:
+    """Refuse a join whose rows without a match would never come; warn of the sides that keep all rows."""
+    needed = {LEFT: (LEFT_OUTER, FULL, SEMI, ANTI), RIGHT: (RIGHT_OUTER, FULL)}
+    bounds = {LEFT: "upper", RIGHT: "lower"}
+    for side in sides:
+        if how in needed[side]:
+            raise InvalidOperatorError(
+                f"how={how!r} needs to know when a row of the {side} side can find no match any more: put "
+                f"withWatermark on both sides, and give within= with its {bounds[side]} bound, such as "
+                'within=("0 seconds", "1 hour"); or put the watermark on a key column, such as a window.'
+            )
+    whose = f"the {sides[0]} side" if len(sides) == 1 else "both sides"
     warnings.warn(
-        f"join {operator!r} keeps all rows of the {side} side for good, so that its state grows without end. Put "
+        f"join {operator!r} keeps all rows of {whose} for good, so that its state grows without end. Put "
         'withWatermark on both sides and give within= with both bounds, such as within=("0 seconds", "1 hour").',
         stacklevel=3,
     )

@@ -17,6 +17,8 @@ DRIVER_ID = "driver"
 EXECUTOR_SECONDS = 60.0
 """A session waits at its start at most this many seconds for the executors that it has asked for."""
 EXECUTOR_POLL_SECONDS = 0.2
+SILENT_SECONDS = 10.0
+"""After this many seconds a session says what it waits for, and who holds the CPUs."""
 
 
 def executor_cores(spark: SparkSession) -> dict[str, int]:
@@ -44,16 +46,63 @@ def executor_cores(spark: SparkSession) -> dict[str, int]:
 def await_executors(spark: SparkSession, count: int) -> None:
     """Wait until ``count`` executors are there; go on without them after ``EXECUTOR_SECONDS``."""
     store = spark.sparkContext._jsc.sc().statusStore()
-    deadline = time.monotonic() + EXECUTOR_SECONDS
+    began = time.monotonic()
+    deadline = began + EXECUTOR_SECONDS
+    is_told = False
     while True:
         active = store.executorList(True)
         there = sum(active.apply(i).id() != DRIVER_ID for i in range(active.size()))
         if there >= count:
             return
+        if not is_told and time.monotonic() - began > SILENT_SECONDS:
+            log.warning("Of %d executors, %d are there. %s", count, there, cpus_in_words())
+            is_told = True
         if time.monotonic() > deadline:
             log.warning("Of %d executors, %d are there; hosts follow the others when they come", count, there)
             return
         time.sleep(EXECUTOR_POLL_SECONDS)
+
+
+def cpus_in_words() -> str:
+    """Return how many CPUs the Ray cluster has and who holds them, in words for whoever waits for executors."""
+    import ray
+
+    total, free = (found.get("CPU", 0.0) for found in (ray.cluster_resources(), ray.available_resources()))
+    holders = _actors_with_cpus()
+    others = total - free - sum(cpus for cpus, _ in holders)
+    told = [f"{cpus:g} by {who}" for cpus, who in sorted(holders, reverse=True)[:MOST_HOLDERS]]
+    if len(holders) > MOST_HOLDERS:
+        told.append(f"{sum(c for c, _ in sorted(holders, reverse=True)[MOST_HOLDERS:]):g} by further actors")
+    if others > 0:
+        told.append(f"{others:g} by tasks and placement groups")
+    held = f" Held are {', '.join(told)}." if told else ""
+    return (
+        f"The Ray cluster has {total:g} CPUs, of which {free:g} are free.{held} Executors come when enough CPUs are "
+        "free: end what holds them, add a node, or ask for fewer executors or cores."
+    )
+
+
+MOST_HOLDERS = 5
+"""The most actors that are named."""
+
+
+def _actors_with_cpus() -> list[tuple[float, str]]:
+    """Return the CPUs that each living actor holds, and its class, name and job."""
+    import ray
+    from ray.core.generated.gcs_pb2 import ActorTableData
+
+    accessor = ray._private.state.state._connect_and_get_accessor()
+    entrypoints = {job["JobID"]: job.get("Entrypoint", "") for job in ray._private.state.jobs()}
+    found = []
+    for serialized in accessor.get_actor_table(None, None):
+        actor = ActorTableData.FromString(serialized)
+        cpus = actor.required_resources.get("CPU", 0.0)
+        if cpus > 0 and actor.state == ActorTableData.ALIVE:
+            job = actor.job_id.hex()
+            program = entrypoints.get(job)
+            name = f" {actor.name!r}" if actor.name else ""
+            found.append((cpus, f"actor {actor.class_name}{name} of job {job}{f' ({program})' if program else ''}"))
+    return found
 
 
 def machine_of(host_port: str) -> str:

@@ -17,6 +17,7 @@ import ray
 
 from backends.background_loop import BackgroundLoop
 from spark_bridge.session.cluster.executors import DRIVER_ID, address_of, machine_of, own_address
+from spark_bridge.session.shutdown import Shutdown
 from spark_bridge.transport.silent_hosts import silent_places
 
 if TYPE_CHECKING:
@@ -41,8 +42,9 @@ class LostExecutors:
     loss, and start another one themselves.
     """
 
-    def __init__(self, spark: SparkSession, *, by_raydp: bool) -> None:
+    def __init__(self, spark: SparkSession, shutdown: Shutdown, *, by_raydp: bool) -> None:
         self._spark = spark
+        self._shutdown = shutdown
         self._by_raydp = by_raydp
         self._failed: dict[str, int] = {}
         self._loop = BackgroundLoop(
@@ -51,7 +53,7 @@ class LostExecutors:
             name="statestore-executors",
             what="look after the executors: Spark waits minutes for those whose machine is gone",
             remedy="Look at the log of the driver.",
-            is_ending=lambda: spark.sparkContext._jsc is None,
+            is_ending=lambda: shutdown.is_ending,
         )
         if not spark.sparkContext._jsc.sc().isLocal():
             self._loop.start()
@@ -62,6 +64,8 @@ class LostExecutors:
 
     def look(self) -> None:
         """Give up executors that do not answer, and ask for others."""
+        if self._shutdown.is_ending:
+            return
         all_executors = executor_places(self._spark)
         executors = {i: place for i, place in all_executors.items() if place is not None}
         silent = silent_places(set(executors.values()), refusals=False) if executors else set()

@@ -14,6 +14,7 @@ import ray
 from backends.background_loop import BackgroundLoop
 from spark_bridge.session.hosts.host_placement import is_dead
 from spark_bridge.session.queries.query_refusal import end_with
+from spark_bridge.session.shutdown import Shutdown, spark_is_over
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -32,10 +33,11 @@ MASTER_DIED = (
 class SparkMasterWatch:
     """Looks whether the RayDP master of the application ``app_name`` lives; ends the queries of ``spark`` otherwise."""
 
-    def __init__(self, spark: SparkSession, app_name: str) -> None:
+    def __init__(self, spark: SparkSession, app_name: str, shutdown: Shutdown) -> None:
         from raydp.spark.ray_cluster_master import RAYDP_SPARK_MASTER_SUFFIX
 
         self._spark = spark
+        self._shutdown = shutdown
         self._master = ray.get_actor(app_name + RAYDP_SPARK_MASTER_SUFFIX)
         self._is_dead = False
         self._loop = BackgroundLoop(
@@ -45,7 +47,7 @@ class SparkMasterWatch:
             what="look after RayDP's master: queries are not ended if it dies",
             remedy="Look at the log of the driver; if batches stand still, start the program again.",
             most_seconds=10 * MASTER_LOOK_SECONDS,
-            is_ending=lambda: spark.sparkContext._jsc is None,
+            is_ending=lambda: shutdown.is_ending,
         ).start()
 
     def close(self) -> None:
@@ -54,7 +56,7 @@ class SparkMasterWatch:
 
     def look(self) -> None:
         """End the queries if the master has died: again and again, since the program may start further ones."""
-        if self._spark.sparkContext._jsc is None:
+        if self._shutdown.is_ending or spark_is_over(self._spark):
             self._loop.close()  # the program has stopped Spark, and RayDP the master
         elif self._is_dead:
             self._end_queries()

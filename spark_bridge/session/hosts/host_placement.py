@@ -25,6 +25,7 @@ from backends.background_loop import BackgroundLoop
 from spark_bridge.host_actor.actor import host_id_of, start_host
 from spark_bridge.host_actor.session_options import SessionOptions
 from spark_bridge.session.hosts.placement import place_hosts
+from spark_bridge.session.shutdown import Shutdown
 
 log = logging.getLogger(__name__)
 
@@ -72,6 +73,7 @@ class HostPlacement:
         executors: Callable[[], Mapping[str, int]],
         drained: Callable[[], Collection[str]],
         report: Callable[[Sequence[str], Sequence[str]], Collection[str]],
+        shutdown: Shutdown,
     ) -> None:
         self.hosts: tuple[StandingHost, ...] = ()
         self._options = options
@@ -83,6 +85,7 @@ class HostPlacement:
         self._executors = executors
         self._drained = drained
         self._report = report
+        self._shutdown = shutdown
         self._surplus_since: dict[str, float] = {}
         self._looking = threading.Lock()
         self._ending: list[threading.Thread] = []
@@ -95,6 +98,7 @@ class HostPlacement:
             name="statestore-placement",
             what="look after the hosts: those that are lost with their machine are not replaced",
             remedy="See whether Ray ('ray status') and the coordinator answer, and look at the log of the driver.",
+            is_ending=lambda: shutdown.is_ending,
         )
 
     def begin(self) -> None:
@@ -123,6 +127,8 @@ class HostPlacement:
 
     def look(self) -> None:
         """Let go of hosts that are gone for good, start those that are missing, and end those that may end."""
+        if self._shutdown.is_over:
+            return
         with self._looking:
             nodes = {str(n["NodeID"]): str(n["NodeManagerAddress"]) for n in ray.nodes() if n["Alive"]}
             self._let_go(nodes)
@@ -192,7 +198,8 @@ class HostPlacement:
         for host in gone:
             if host.node_id in nodes:
                 self._not_before[host.node_id] = time.monotonic() + START_AGAIN_SECONDS
-            log.warning("Host %s is gone for good with node %s", host.host_id, host.node_id)
+            level = self._shutdown.log_level
+            log.log(level, "Host %s is gone for good with node %s", host.host_id, host.node_id)
             # Should Ray still wait for its node: nobody must start it any more.
             ray.kill(host.actor, no_restart=True)
         self.hosts = tuple(host for host in self.hosts if host not in gone)

@@ -23,6 +23,7 @@ from spark_bridge.exceptions import EnvironmentProblemError, SparkBridgeError
 from spark_bridge.host_actor.actor import host_files_dir
 from spark_bridge.host_actor.session_options import SessionOptions
 from spark_bridge.session.hosts.host_placement import HostPlacement
+from spark_bridge.session.shutdown import Shutdown
 
 log = logging.getLogger(__name__)
 
@@ -39,8 +40,9 @@ class StateCluster:
     there is of a release that speaks other messages.
     """
 
-    def __init__(self, options: SessionOptions, executors: Callable[[], Mapping[str, int]]) -> None:
+    def __init__(self, options: SessionOptions, executors: Callable[[], Mapping[str, int]], shutdown: Shutdown) -> None:
         self.options = options
+        self.shutdown = shutdown
         self.session_id = options.session_id
         self.conf = options.conf
         self.stopping: set[str] = set()
@@ -64,8 +66,9 @@ class StateCluster:
             what="tell the coordinator which background loops of the driver fail",
             remedy="See whether the coordinator runs and can be reached from the driver ('statestore status').",
             most_seconds=REPORT_SECONDS,
+            is_ending=lambda: shutdown.is_ending,
         )
-        self.placement = HostPlacement(options, self.token, executors, drained, self._report_placement)
+        self.placement = HostPlacement(options, self.token, executors, drained, self._report_placement, shutdown)
         try:
             self.placement.begin()
             self._reporting.start()
@@ -82,7 +85,7 @@ class StateCluster:
         try:
             return self.leases.place_session(self.session_id, tuple(problems), tuple(leaving)).released
         except (CoordinatorError, StateStoreError, SparkBridgeError) as error:
-            log.warning("The coordinator was not told where the hosts stand: %s", error)
+            log.log(self.shutdown.log_level, "The coordinator was not told where the hosts stand: %s", error)
             return ()
 
     def _report_failing_loops(self) -> None:
@@ -110,7 +113,8 @@ class StateCluster:
             try:
                 said.append(ray.get(answer))
             except RayError as error:
-                log.warning("State store host %d does not answer now: %s", answers.index(answer), error)
+                host = answers.index(answer)
+                log.log(self.shutdown.log_level, "State store host %d does not answer now: %s", host, error)
         return said
 
     @staticmethod

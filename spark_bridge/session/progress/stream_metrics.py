@@ -16,6 +16,7 @@ from coordinator_actor.messages import InputPace
 from coordinator_actor.metrics import OPERATOR_FIGURES, MetricSink
 from spark_bridge.exceptions import SparkBridgeError
 from spark_bridge.session.progress.operator_progress import StateOperatorProgress
+from spark_bridge.session.shutdown import Shutdown
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +44,7 @@ class StreamMetrics:
         self,
         sink: MetricSink,
         progress_of: Callable[[str], Sequence[StateOperatorProgress]],
+        shutdown: Shutdown,
         seconds: float = STREAM_METRICS_SECONDS,
     ) -> None:
         self._sink = sink
@@ -57,6 +59,7 @@ class StreamMetrics:
             name="statestore-stream-metrics",
             what="publish the figures of the driver's operators",
             remedy="Look at the log of the driver.",
+            is_ending=lambda: shutdown.is_ending,
         ).start()
 
     def add(self, run_id: str, title: str) -> None:

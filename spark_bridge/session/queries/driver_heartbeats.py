@@ -12,6 +12,7 @@ from collections.abc import Callable, Container
 from backends.background_loop import BackgroundLoop
 from coordinator_actor.coordinator_port import CoordinatorPort
 from coordinator_actor.messages import InputPace, QueryRegistration
+from spark_bridge.session.shutdown import Shutdown
 
 DRIVER_HEARTBEAT_SECONDS = 1.0
 REMEDY = "See whether the coordinator runs and can be reached from the driver ('statestore status')."
@@ -30,11 +31,13 @@ class DriverHeartbeats:
         leases: CoordinatorPort,
         coordinator: CoordinatorPort,
         stopping: Container[str],
+        shutdown: Shutdown,
         interval: float = DRIVER_HEARTBEAT_SECONDS,
     ) -> None:
         self._leases = leases
         self._coordinator = coordinator
         self._stopping_runs = stopping
+        self._shutdown = shutdown
         self._interval = interval
         self._lock = threading.Lock()
         self._beats: dict[str, BackgroundLoop] = {}
@@ -45,6 +48,7 @@ class DriverHeartbeats:
             what="renew the leases of the driver's runs: the coordinator gives them up after driver_timeout",
             remedy=REMEDY,
             most_seconds=2 * interval,
+            is_ending=lambda: shutdown.is_ending,
         ).start()
 
     def add(
@@ -66,6 +70,7 @@ class DriverHeartbeats:
             "committed without a message stays unknown",
             remedy=REMEDY,
             most_seconds=2 * self._interval,
+            is_ending=lambda: self._shutdown.is_ending,
         )
         with self._lock:
             if self._renewing.is_closed or run_id in self._beats:

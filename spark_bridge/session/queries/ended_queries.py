@@ -20,6 +20,7 @@ from coordinator_actor.coordinator_port import CoordinatorPort
 from coordinator_actor.handlers.registries.run_registry import LONGEST_FAILURE
 from coordinator_actor.messages import QueryRegistration
 from spark_bridge.session.queries.driver_heartbeats import DRIVER_HEARTBEAT_SECONDS
+from spark_bridge.session.shutdown import Shutdown
 
 log = logging.getLogger(__name__)
 
@@ -68,6 +69,7 @@ class EndedQueries:
         leases: CoordinatorPort,
         coordinator: CoordinatorPort,
         keep_serving: float | None,
+        shutdown: Shutdown,
         *,
         interval: float = DRIVER_HEARTBEAT_SECONDS,
         clock: Callable[[], float] = time.monotonic,
@@ -76,6 +78,7 @@ class EndedQueries:
         self._leases = leases
         self._coordinator = coordinator
         self._keep_serving = keep_serving
+        self._shutdown = shutdown
         self._clock = clock
         self._max_ended = max_ended
         self._lock = threading.Lock()
@@ -88,6 +91,7 @@ class EndedQueries:
             what="renew the leases of ended queries: hosts stop answering from them when their leases are over",
             remedy="See whether the coordinator runs and can be reached from this process ('statestore status').",
             most_seconds=2 * interval,
+            is_ending=lambda: shutdown.is_ending,
         )
         self._is_begun = False
 
@@ -134,7 +138,7 @@ class EndedQueries:
             try:
                 self._leases.deactivate_instances(ended.registration.run_id)
             except Exception:  # noqa: BLE001 - the other runs must not suffer; it is tried again
-                self._warn(ended)
+                self._not_reported(ended)
             else:
                 self._drop(ended)
         for run_id, ended in serving.items():
@@ -150,11 +154,12 @@ class EndedQueries:
         try:
             self._tell(ended)
         except Exception:  # noqa: BLE001 - the next renewal of the leases tells it again
-            self._warn(ended)
+            self._not_reported(ended)
 
-    def _warn(self, ended: _Ended) -> None:
-        if not self._loop.is_closed:
-            log.warning("The end of run %s was not reported", ended.registration.run_id, exc_info=True)
+    def _not_reported(self, ended: _Ended) -> None:
+        run_id = ended.registration.run_id
+        level = logging.INFO if self._loop.is_closed else self._shutdown.log_level
+        log.log(level, "The end of run %s was not reported", run_id, exc_info=True)
 
     def _tell(self, ended: _Ended) -> None:
         registration = ended.registration

@@ -78,11 +78,12 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
         self._lock = threading.Lock()
         self._stopping = threading.Event()
         self._in_java: Any = None
-        self._heartbeats = DriverHeartbeats(cluster.leases, cluster.coordinator, cluster.stopping)
-        self._ended = EndedQueries(cluster.leases, cluster.coordinator, cluster.options.keep_serving)
+        self._heartbeats = DriverHeartbeats(cluster.leases, cluster.coordinator, cluster.stopping, cluster.shutdown)
+        keep_serving = cluster.options.keep_serving
+        self._ended = EndedQueries(cluster.leases, cluster.coordinator, keep_serving, cluster.shutdown)
         sink = RayMetrics({"namespace": cluster.options.namespace})
         self._traces = BatchTraces()
-        self._metrics = StreamMetrics(sink, lambda run_id: newest_progress(cluster, run_id))
+        self._metrics = StreamMetrics(sink, lambda run_id: newest_progress(cluster, run_id), cluster.shutdown)
 
     def onQueryStarted(self, event: QueryStartedEvent) -> None:
         """Register a query that has stateful operators, and set the properties of its tasks."""
@@ -281,7 +282,7 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
                     )
             except (CoordinatorError, StateStoreError, SparkBridgeError) as error:
                 # The first task of the next batch completes the version all the same.
-                log.warning("Batch %d of run %s was not reported: %s", batch_id, run_id, error)
+                log.log(self._level(), "Batch %d of run %s was not reported: %s", batch_id, run_id, error)
 
     def onQueryIdle(self, event: Any) -> None:
         """Do nothing: an idle query has no new version."""
@@ -300,7 +301,11 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
                 self._ended.ended(known, failure_text(event.exception))
             except (CoordinatorError, StateStoreError, SparkBridgeError) as error:
                 # The lease of the run ends by itself.
-                log.warning("The end of run %s was not reported: %s", run_id, error)
+                log.log(self._level(), "The end of run %s was not reported: %s", run_id, error)
+
+    def _level(self) -> int:
+        """Return the level for what the coordinator was not told: Spark tells of a query's end behind ``stop()``."""
+        return logging.INFO if self._stopping.is_set() else self._cluster.shutdown.log_level
 
     def close(self) -> None:
         """Stop the heartbeats."""

@@ -90,7 +90,7 @@ def _unchanged(versions: StateVersions, version: int, name: str, spec: Any) -> N
     reading = versions.reading(name, version)
     if spec is not None:
         try:
-            evolved(reading.schema, OperatorSchema.from_json(spec.schema))
+            evolved(reading.schema, OperatorSchema.from_json(spec.schema), spec.kind)
         except IncompatibleSchemaError as error:
             raise InvalidStateStoreArgument(
                 f"The program cannot go on from operator {name!r} as it is stored: {error} Rewrite it as well."

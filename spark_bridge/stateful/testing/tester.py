@@ -23,7 +23,7 @@ from backends.encoding.operator_schema import OperatorSchema
 from coordinator_actor.messages import BatchTimes, OperatorFigures
 from spark_bridge.exceptions import ProcessorTesterError
 from spark_bridge.state_format.layouts import LIST, MAP, VALUE
-from spark_bridge.stateful.stateful_processor import ExpiredTimerInfo
+from spark_bridge.stateful.stateful_processor import ExpiredTimerInfo, call_problem
 from spark_bridge.stateful.tasks.processor_output import detached
 from spark_bridge.stateful.tasks.processor_state import ProcessorState
 from spark_bridge.stateful.testing.tester_errors import TesterAssertionError, TesterTimeError, TesterValueError
@@ -98,6 +98,8 @@ class ProcessorTester:
             )
         if self._time_mode == EVENT_TIME and eventTimeExtractor is None:
             raise TesterValueError("[ARGUMENT_REQUIRED] eventTimeExtractor is missing: timeMode='EventTime' needs it.")
+        if (problem := call_problem(processor, has_timers=self._time_mode != NONE)) is not None:
+            raise TesterAssertionError(problem)
         if initialStateRow is not None and initialStatePandas is not None:
             raise TesterAssertionError("Give initialStateRow or initialStatePandas, not both.")
         self._times = BatchTimes()
@@ -114,7 +116,9 @@ class ProcessorTester:
         self._state = ProcessorState(processor, _KEYS, self._time_mode, None)
         processor.init(self._state.handle)
         self._schema = OperatorSchema(self._state.declare(), tuple(_KEYS.names))
-        self.handle = TesterHandle(self._begin, self._timers, self._declared, self._forget)
+        self.handle = TesterHandle(
+            self._begin, self._timers, self._declared, self._clear, self._forget, self._set_watermark
+        )
         initial = initialStateRow if initialStateRow is not None else initialStatePandas
         for key, state in initial or ():
             with self._batch(key) as columns:
@@ -152,8 +156,7 @@ class ProcessorTester:
 
         Raises ``ProcessorTesterError`` if the watermark would not move forward, or in another time mode.
         """
-        self._check_advance(EVENT_TIME, "The watermark", self._times.watermark_ms, currentWatermarkMs)
-        self._times = BatchTimes(watermark_ms=currentWatermarkMs, late_watermark_ms=currentWatermarkMs)
+        self._set_watermark(currentWatermarkMs)
         return self._handle_timers()
 
     def updateValueState(self, stateName: str, key: Any, value: tuple[Any, ...]) -> None:
@@ -193,10 +196,8 @@ class ProcessorTester:
 
     def deleteState(self, stateName: str, key: Any) -> None:
         """Remove a key's value, list or map; raises ``ProcessorTesterError`` if there is no such state variable."""
-        if stateName not in self._state.states:
-            raise _unknown("state variable", stateName, self._state)
         with self._batch(key):
-            self._state.states[stateName].clear()
+            self._clear(stateName)
 
     def _handle_rows(self, key: Any, rows: Iterator[Any]) -> list[Any]:
         with self._batch(key) as columns:
@@ -301,6 +302,18 @@ class ProcessorTester:
         if self._open is None:
             raise ProcessorTesterError("There is no current key between calls: call handle.setGroupingKey(key) first.")
         return self._state.handle
+
+    def _clear(self, name: str) -> None:
+        """Remove what the current key has in a state variable."""
+        if name not in self._state.states:
+            raise _unknown("state variable", name, self._state)
+        if self._open is None:
+            raise ProcessorTesterError("There is no current key between calls: call handle.setGroupingKey(key) first.")
+        self._state.states[name].clear()
+
+    def _set_watermark(self, watermark_ms: int) -> None:
+        self._check_advance(EVENT_TIME, "The watermark", self._times.watermark_ms, watermark_ms)
+        self._times = BatchTimes(watermark_ms=watermark_ms, late_watermark_ms=watermark_ms)
 
     def _forget(self, name: str) -> None:
         self._commit()

@@ -33,16 +33,27 @@ class TesterHandle:
         select: Callable[[Any], object],
         timers: Callable[[], StatefulProcessorHandle],
         declared: VariableFinder,
+        clear: Callable[[str], None],
         forget: Callable[[str], None],
+        set_watermark: Callable[[int], None],
     ) -> None:
         self._select = select
         self._timers = timers
         self._declared = declared
+        self._clear = clear
         self._forget = forget
+        self._set_watermark = set_watermark
+        self.grouping_key: Any = None
+        """The key that ``setGroupingKey`` has made the current one last; None before."""
 
     def setGroupingKey(self, key: Any) -> None:
         """Make a key the current one until the tester's next call."""
         self._select(key)
+        self.grouping_key = key
+
+    def setWatermark(self, watermarkMs: int) -> None:
+        """Move the watermark to ``watermarkMs`` (since 1970) without firing timers: the next call fires them."""
+        self._set_watermark(watermarkMs)
 
     def getValueState(self, stateName: str, schema: StructType | str, ttlDurationMs: int | None = None) -> ValueState:
         """Return a value that ``init`` has declared."""
@@ -73,6 +84,10 @@ class TesterHandle:
     def listTimers(self) -> Iterator[int]:
         """Yield the timers of the current key, ascending."""
         return self._timers().listTimers()
+
+    def deleteState(self, stateName: str) -> None:
+        """Remove the current key's value, list or map."""
+        self._clear(stateName)
 
     def deleteIfExists(self, stateName: str) -> None:
         """Delete a state variable with the values of all keys; the processor cannot use it any more."""

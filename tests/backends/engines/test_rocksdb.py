@@ -1,5 +1,7 @@
 """What is RocksDB's own: the local directory that is used again."""
 
+import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -172,3 +174,16 @@ def test_the_copy_of_a_database_keeps_the_file_of_its_id_so_that_nobody_waits_fo
     assert again.get_one(b"k") == b"1" and again.state == LocalState(1, "head")
     again.close()
     assert (tmp_path / "second" / rocksdb.IDENTITY).stat().st_ino == written.st_ino
+
+
+def test_a_local_directory_that_an_error_says_to_remove_is_loaded_anew(location, tmp_path, ends_midway):
+    with open_provider(location, local_dir=tmp_path / "local") as provider:
+        commit(provider, 0, a="1", b="1", c="1", d="1")
+        ends_midway(OSError("Input/output error"))
+        with pytest.raises(LocalStateDamagedError, match="loaded anew from the checkpoint location") as damaged:
+            commit(provider, 1, a="2", b="2", c="2", d="2", e="2")
+    directory = re.search(r"RocksDB could not \w+ in (\S+): .*remove the directory", str(damaged.value))
+    assert directory is not None
+    shutil.rmtree(directory[1])
+    with open_provider(location, local_dir=tmp_path / "local") as again:
+        assert content(again.get_store(2)) == dict.fromkeys("abcde", "2")

@@ -182,6 +182,11 @@ def test_backends_are_not_mixed_up(provider_class, open_provider, location):
     said = f"written by the provider '{provider.backend}'"
     with other(StateStoreId(location, "op", 0), SOON) as wrong, pytest.raises(InvalidStateStoreArgument, match=said):
         wrong.get_store(3)
+    provider.close()
+    with provider_class(StateStoreId(location, "op", 0), SOON) as chosen:
+        assert content(chosen.get_store(3)) == {"a": "2"}
+    with other(StateStoreId(f"{location}-2", "op", 0), SOON) as new:
+        assert commit(new, 0, a="1") == 1
 
 
 def test_without_a_snapshot_another_backend_goes_on(provider_class, provider, location):

@@ -13,6 +13,7 @@ from backends import StateStoreId
 from backends.exceptions import (
     ConcurrentCommitError,
     InvalidStateStoreArgument,
+    MissingFileError,
     StoreClosedError,
     VersionNotFoundError,
 )
@@ -254,3 +255,17 @@ def test_a_local_directory_is_cleared_of_what_a_killed_process_left(location, tm
     (copy / "left").write_bytes(b"behind")
     with open_provider(local_dir=tmp_path / "local"):
         assert [d.name for d in (tmp_path / "local").iterdir()] == ["current"]
+
+
+def test_the_newest_manifest_that_was_removed_is_restored_from_a_copy(location, open_provider):
+    with open_provider() as provider:
+        for version in range(3):
+            commit(provider, version, a=str(version))
+        newest = max(Path(location).rglob("manifests/*.json"))
+        copy = newest.read_bytes()
+        newest.unlink()
+        with pytest.raises(MissingFileError, match=r"Restore it from a copy") as missing:
+            provider.latest_version()
+        Path(str(missing.value).partition(" does not exist")[0]).write_bytes(copy)
+        assert provider.latest_version() == 3
+        assert content(provider.get_store(3)) == {"a": "2"}

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import shutil
 import threading
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
+from backends.encoding.sorted_pairs import SortedPairs
 from backends.exceptions import MissingFileError, StorageError
 from backends.formats.changelog import read_changelog
 from backends.storage.checkpoint_storage import CheckpointStorage
@@ -22,10 +25,22 @@ from coordinator_actor.exceptions import CheckpointPlaceError
 from coordinator_actor.messages import QueryRegistration
 from coordinator_actor.reading.stored_versions import find_state
 from coordinator_actor.surgery.forgetting import ForgetRequest, forget_in_storage
+from coordinator_actor.surgery.forgotten_keys import ForgottenKeys
 from spark_bridge.cli.main import app
 from tests.command_line import CliRunner
 from tests.coordinator_actor.coordinator_world import World
-from tests.simulation.forgetting import keys_of
+
+
+class NobodysKeys:
+    """``ForgottenKeys`` that no row belongs to: all files are exchanged, and all rows stay."""
+
+    num_keys = 1
+
+    def partitions(self, num_partitions: int) -> frozenset[int]:
+        return frozenset(range(num_partitions))
+
+    def without(self, family: str, pairs: SortedPairs) -> SortedPairs:
+        return pairs
 
 
 class Elsewhere(World):
@@ -97,7 +112,7 @@ def test_a_copied_checkpoint_is_refused_and_the_original_goes_on(world: Elsewher
     assert refusal is not None
     for words in (f"belongs to the checkpoint at {world.root}/ck", f"checkpoint move {copy}", f"fork {copy}"):
         assert words in refusal
-    assert f"--state-location {world.base}'" in refusal
+    assert f"--state-location {world.base}\n" in refusal
     assert world.files("base") == before
     world.batch(c, "run2", 2)  # nobody has retired it
     assert world.start(world.coordinator(), "run4", "copy") is not None, "on another cluster"
@@ -209,7 +224,10 @@ def test_a_fork_has_all_changelogs_those_in_groups_too(world: Elsewhere) -> None
 
 
 def test_a_fork_has_the_files_that_were_exchanged(world: Elsewhere) -> None:
-    forget_in_storage(find_state(str(world.root / "ck"), world.base), ForgetRequest("op", keys_of))
+    forget_in_storage(
+        find_state(str(world.root / "ck"), world.base),
+        ForgetRequest("op", lambda schema, groups: cast(ForgottenKeys, NobodysKeys())),
+    )
     forked = fork_checkpoint(world.copy(), world.base)
     log = ManifestLog(CheckpointStorage.open(forked.state_location), "test")
     log.refresh()
@@ -294,3 +312,91 @@ def test_the_commands(world: Elsewhere) -> None:
     shutil.move(world.root / "ck", world.root / "moved")
     assert run("move", str(world.root / "moved"))[0] == 0
     assert world.start(world.coordinator(), "run3", "moved") is None
+
+
+@pytest.mark.parametrize("verb", ["move", "fork"])
+def test_the_command_that_a_refusal_prints_lets_the_checkpoint_go_on(world: Elsewhere, verb: str) -> None:
+    copy = "its copy"  # a name that a shell must be given in quotes
+    if verb == "move":
+        shutil.move(world.root / "ck", world.root / copy)
+    else:
+        world.copy(target=copy)
+    refusal = world.start(world.coordinator(), "run2", copy)
+    printed = re.search(rf"^  statestore (checkpoint {verb} .+)$", refusal or "", re.MULTILINE)
+    assert printed is not None, refusal
+    result = CliRunner().invoke(app, shlex.split(printed[1]))
+    assert result.exit_code == 0, result.output
+    c = world.coordinator()
+    assert world.start(c, "run3", copy) is None
+    world.batch(c, "run3", 2, copy)
+    assert c.batch_committed("run3", 2)
+
+
+def test_a_checkpoint_that_was_left_at_its_old_place_is_removed_or_its_copy_is_forked(world: Elsewhere) -> None:
+    copy = world.copy()
+    with pytest.raises(CheckpointPlaceError, match=r"Stop the query and remove that directory, or give the copy") as at:
+        move_checkpoint(copy, world.base)
+    left = re.match(r"(\S+) still has", str(at.value))
+    assert left is not None
+    second = world.copy(target="second")
+    assert fork_checkpoint(second, world.base).is_new
+    shutil.rmtree(left[1])
+    assert move_checkpoint(copy, world.base).is_new
+    c = world.coordinator()
+    assert world.start(c, "run2", "copy") is None and world.start(c, "run3", "second") is None
+
+
+def test_a_copy_that_is_not_complete_is_copied_again(world: Elsewhere) -> None:
+    copy = world.copy()
+    (world.root / "copy/offsets/1").unlink()
+    with pytest.raises(CheckpointPlaceError, match=r"Copy the checkpoint again"):
+        fork_checkpoint(copy, world.base)
+    shutil.rmtree(copy)
+    assert world.copy() == copy and fork_checkpoint(copy, world.base).is_new
+    assert world.start(world.coordinator(), "run2", "copy") is None
+
+
+@pytest.mark.parametrize("removes", [True, False])
+def test_a_state_of_an_earlier_fork_is_removed_or_the_checkpoint_copied_to_another_place(
+    world: Elsewhere, removes: bool
+) -> None:
+    fork_checkpoint(world.copy(), world.base)
+    assert world.start(world.coordinator(), "run2", "copy") is None
+    shutil.rmtree(world.root / "copy")
+    copy = world.copy()
+    with pytest.raises(CheckpointPlaceError) as refused:
+        fork_checkpoint(copy, world.base)
+    state = re.search(
+        r"has gone on with the state at (\S+)\. If that is not needed any more, remove it", str(refused.value)
+    )
+    assert state is not None
+    if removes:
+        shutil.rmtree(state[1])
+    else:
+        shutil.rmtree(copy)
+        copy = world.copy(target="another")
+    assert fork_checkpoint(copy, world.base).is_new
+    assert world.start(world.coordinator(), "run3", Path(copy).name) is None
+
+
+def test_the_directory_that_a_missing_state_asks_for_is_that_of_the_session(world: Elsewhere) -> None:
+    moved = str(world.root / "moved")
+    shutil.move(world.root / "ck", moved)
+    with pytest.raises(MissingFileError, match=r"Give the directory of spark\.statestore\.location"):
+        move_checkpoint(moved, str(world.root / "nowhere"))
+    assert move_checkpoint(moved, world.base).is_new
+
+
+def test_a_state_that_is_moved_out_of_its_checkpoint_goes_on(tmp_path: Path) -> None:
+    """As a session with ``spark.statestore.location`` is told to, where a checkpoint holds state of its own."""
+    world = Elsewhere(tmp_path)
+    inside = {"state_location": f"{tmp_path}/ck/statestore"}
+    c = world.coordinator()
+    assert world.start(c, "run1", **inside) is None
+    world.batch(c, "run1", 0)
+    Path(world.base).mkdir()
+    shutil.move(inside["state_location"], f"{world.base}/q")
+    c = world.coordinator()
+    assert world.start(c, "run2") is None
+    world.batch(c, "run2", 1)
+    assert c.batch_committed("run2", 1)

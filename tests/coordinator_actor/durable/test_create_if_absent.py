@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from backends import FileStateStoreProvider, StateStoreConf, StateStoreId
@@ -30,6 +31,8 @@ def test_a_query_on_storage_that_overwrites_is_refused_before_anything_is_writte
         assert f"{registration.state_location} overwrites files" in refusal and "If-None-Match" in refusal
     assert [p.name for p in Path(registration.state_location).iterdir()] == [CREATE_PROBE]
     assert c.describe()["queries"] == []
+    elsewhere = msgspec.structs.replace(registration, state_location=str(world.root / "disk/q"))
+    assert world.coordinator().register_query(elsewhere).refusal is None, "on a store that honors the condition"
 
 
 def test_a_location_is_tried_out_once(world: World) -> None:

@@ -15,8 +15,10 @@ from backends.encoding.schema import StateSchema
 from backends.formats.manifest import Manifest, OperatorEntry, PartitionEntry
 from backends.storage.file_ref import FileRef
 from coordinator_actor.checkpoints.checkpoint_id import CheckpointIDCounter
+from coordinator_actor.coordinator import Coordinator
 from coordinator_actor.durable.manifests import ManifestLog
 from coordinator_actor.durable.spark_commits import SparkCommits
+from coordinator_actor.exceptions import LineageError
 from coordinator_actor.messages import OperatorSpec
 from coordinator_actor.query import compatibility
 from coordinator_actor.query.compatibility import evolved_operators
@@ -196,3 +198,38 @@ def test_a_restarted_coordinator_gives_the_run_the_same_schemas(stream: Callable
     assert head is not None and log.schema(head.operators["op"].schema_id) == expected.to_json()
     start("third", program())
     assert granted() == expected.to_json()
+
+
+@pytest.mark.parametrize("remedy", ["Restore the old declaration", "put a state variable of another name in its place"])
+def test_what_a_refused_declaration_is_told_to_change_lets_it_go_on(query: Query, remedy: str) -> None:
+    query.go_on(program(value("a")))
+    refusal = refusal_of(query.run(program(value("a", TEXTS))))
+    assert refusal is not None and remedy in refusal
+    query.go_on(program(value("a") if remedy.startswith("Restore") else value("another", TEXTS)))
+
+
+def test_a_run_beside_which_another_program_has_committed_is_started_again_as_it_is_told(tmp_path: Path) -> None:
+    world = World(tmp_path)
+
+    def start(run_id: str, declared: OperatorSchema) -> tuple[Coordinator, int]:
+        c = world.coordinator()
+        spec = OperatorSpec("op", 2, declared.to_json())
+        answer = c.register_query(world.registration(run_id, operators=(spec,)))
+        assert answer.refusal is None, answer.refusal
+        return c, answer.completed_version
+
+    older, _ = start("run1", program(value("a")))
+    world.plan_spark(0)
+    world.run_batch(older, 0)
+    world.plan_spark(1)
+    for partition in range(2):
+        world.stage(world.open(older, 1, partition), partition, 1, "t")
+    newer, _ = start("run2", program(value("a", WIDER)))
+    world.commit_spark(1)  # by the older driver, which has not heard of the newer one
+    with pytest.raises(LineageError, match=r"another schema of operator 'op'\. Start the query again"):
+        newer.batch_committed("run2", 1)
+    again, completed = start("run3", program(value("a", WIDER)))
+    assert completed == 2
+    world.plan_spark(2)
+    world.run_batch(again, 2, run="run3")
+    assert again.batch_committed("run3", 2)

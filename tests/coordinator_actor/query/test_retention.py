@@ -255,7 +255,7 @@ def test_the_version_needed_is_that_of_the_batch_that_spark_begins_with(
     assert world.coordinator().register_query(world.registration("run3")).completed_version == version
 
 
-def test_more_removed_from_sparks_logs_than_is_kept_is_refused(world: World) -> None:
+def test_more_removed_from_sparks_logs_than_is_kept_is_refused_until_it_is_restored(world: World) -> None:
     c = begin(world)
     for end in (2, 5, 8, 11):
         run_batches(world, c, end - 2, end)
@@ -263,6 +263,7 @@ def test_more_removed_from_sparks_logs_than_is_kept_is_refused(world: World) -> 
             upload(world, c, p)
         maintain(world, c)
     run_batches(world, c, 12, 12)
+    whole = {path: path.read_text() for name in ("offsets", "commits") for path in (world.root / "ck" / name).iterdir()}
     for directory in ("offsets", "commits"):
         for file in (world.root / "ck" / directory).iterdir():
             if int(file.name) > 3:
@@ -274,3 +275,7 @@ def test_more_removed_from_sparks_logs_than_is_kept_is_refused(world: World) -> 
             file.unlink()
     refusal = world.coordinator().register_query(world.registration("run2")).refusal
     assert refusal is not None and "needs state version 0" in refusal
+    for path, text in whole.items():  # "Restore them"
+        path.write_text(text)
+    answer = world.coordinator().register_query(world.registration("run2"))
+    assert (answer.refusal, answer.completed_version) == (None, 13)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pyarrow as pa
 import pytest
 
@@ -24,6 +27,7 @@ from backends.storage.checkpoint_storage import CheckpointStorage
 from coordinator_actor.reading import partition_reader
 from coordinator_actor.reading.partition_reader import changes, opened_partition
 from coordinator_actor.reading.stored_versions import Piece, Reading, StateVersions, find_state
+from coordinator_actor.reading.verification import verify_version
 from coordinator_actor.savepoints.restore import restore_into_checkpoint
 from tests.coordinator_actor.savepoints.savepoint_streams import KEYS, VALUES, Rows, Stream, run_and_clean
 
@@ -281,6 +285,86 @@ def test_damage_is_named_and_never_read(stream):
     with pytest.raises(DamagedFileError, match=path.name):
         rows_of(look(s).reading("op"))
     assert rows_of(look(s).reading("op", 2)) == s.at[2]
+
+
+@pytest.mark.parametrize("harm", ["missing", "cut", "changed"])
+def test_each_file_that_an_error_names_is_restored_from_a_copy_and_all_is_well(stream, tmp_path, harm):
+    s = stream(0, min_versions_to_retain=3)
+    run_and_clean(s, 0, 3)
+    for host in s.hosts.values():
+        host.maintenance.upload_snapshots(list(host.held.all()))
+    s.heartbeat()
+    run_and_clean(s, 3, 5)
+    s.close()
+    state = s.world.root / "ck/statestore"
+    copy = shutil.copytree(state, tmp_path / "copy")
+    named = 0
+
+    def check() -> None:
+        """Start the query again, and read all versions."""
+        shutil.rmtree(state)
+        shutil.copytree(tmp_path / "harmed", state)
+        refusal = s.coordinator().register_query(msgspec.structs.replace(s.registration, run_id="again")).refusal
+        assert refusal is None, refusal
+        versions = look(s)
+        for version in versions.readable:
+            assert rows_of(versions.reading("op", version)) == s.at[version]
+
+    def named_by_verification() -> str:
+        shutil.rmtree(state)
+        shutil.copytree(tmp_path / "harmed", state)
+        try:
+            versions = StateVersions.look(find_state(location(s)), passes_over_damage=True)
+            return str(verify_version(versions).damages)
+        except StateStoreError as error:
+            return str(error)
+
+    for file in sorted(path.relative_to(copy) for path in copy.rglob("*") if path.is_file()):
+        content = (copy / file).read_bytes()
+        shutil.rmtree(tmp_path / "harmed", ignore_errors=True)
+        shutil.copytree(copy, tmp_path / "harmed")
+        harmed = tmp_path / "harmed" / file
+        if harm == "missing":
+            harmed.unlink()
+        elif harm == "cut":
+            harmed.write_bytes(content[:-1])
+        else:
+            middle = len(content) // 2
+            harmed.write_bytes(content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :])
+        try:
+            check()
+        except (DamagedFileError, MissingFileError) as error:
+            before = re.search(r"a file before (\S+) by its name", str(error))
+            if before is None:
+                assert str(file) in str(error), error
+            else:  # only its id is known: it is the file that the copy has there, and the checkpoint has not
+                names = [path.name for path in (copy / "manifests").iterdir() if path.name < Path(before[1]).name]
+                assert [name for name in names if not (state / "manifests" / name).exists()] == [file.name]
+            assert re.search(r"Restore (it|them) from a copy", str(error)), error
+            assert (before[0] if before is not None else file.name) in named_by_verification(), file
+            shutil.copy(copy / file, harmed)
+            check()
+            named += 1
+    assert named > 4
+
+
+@pytest.mark.parametrize("remedy", ["Name one of them with version=", "start the query"])
+def test_a_committed_version_without_a_manifest_is_recovered_or_an_older_one_is_named(stream, remedy):
+    s = stream(3)
+    max((s.world.root / "ck/statestore/manifests").iterdir()).unlink()  # the coordinator died before it wrote it
+    with pytest.raises(VersionNotFoundError) as refused:
+        look(s).reading("op")
+    said = str(refused.value)
+    named = re.search(
+        r"the versions 0 to (\d+)\. Name one of them with version=, or start the query: it recovers", said
+    )
+    assert named is not None, said
+    if remedy == "start the query":
+        answer = s.coordinator().register_query(msgspec.structs.replace(s.registration, run_id="again"))
+        assert (answer.refusal, answer.completed_version) == (None, 3)
+        assert rows_of(look(s).reading("op")) == s.at[3]
+    else:
+        assert rows_of(look(s).reading("op", int(named[1]))) == s.at[2]
 
 
 # -- where it is -------------------------------------------------------------------------------

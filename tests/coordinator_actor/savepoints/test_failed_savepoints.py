@@ -74,7 +74,7 @@ def test_there_must_be_a_batch(stream):
 
 def test_a_query_must_be_named_that_runs_and_no_other(stream):
     s = stream()
-    with pytest.raises(UnknownQueryError, match=r"'nobody'.*name \(q\)"):
+    with pytest.raises(UnknownQueryError, match=r"'nobody'.*name \(q, run run1\)"):
         s.c.trigger_savepoint("r1", "nobody")
     elsewhere = str(s.world.root / "other")
     other = s.world.registration("run9", query_id="q9", state_location=elsewhere, checkpoint_location=elsewhere)

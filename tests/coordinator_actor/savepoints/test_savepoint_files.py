@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -321,6 +322,10 @@ def test_deletion_begins_with_the_metadata_file(made: Savepoint) -> None:
     with pytest.raises(OSError, match="dead"):
         remove_stored_savepoint(str(made.path), open_storage=Dying.open)
     assert not (made.path / "_metadata.json").exists() and (made.path / "operators").exists()
+    with pytest.raises(SavepointError, match=r"was deleted in part; remove such a directory by hand") as left:
+        remove_stored_savepoint(str(made.path), open_storage=storage)
+    shutil.rmtree(str(left.value).partition(" is no savepoint")[0])
+    assert read_stored_savepoints(str(made.path.parent), open_storage=storage) == []
 
 
 def test_a_damaged_or_newer_metadata_file_is_named(made: Savepoint, tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 import uuid
 from pathlib import Path
 from typing import Any
@@ -40,6 +42,9 @@ def registration(target: Path, query_id: str, **changes: Any) -> QueryRegistrati
         key_groups=G,
     )
     return msgspec.structs.replace(given, **changes)
+
+
+SPECS = (OperatorSpec("op", 2, INTS.to_json()), OperatorSpec("none", 2, INTS.to_json()))
 
 
 def coordinator() -> Coordinator:
@@ -135,8 +140,34 @@ def test_a_restore_that_died_is_refused_wherever_it_died(made: Savepoint, tmp_pa
         # What Spark does then: it gives the query an id, for there is no metadata file.
         answer = coordinator().register_query(registration(target, "made by Spark"))
         assert answer.refusal is not None and "belongs to query" in answer.refusal, paths[left]
-        with pytest.raises(SavepointError, match="left by a call that failed"):
+        with pytest.raises(SavepointError, match="Choose another, or remove it if it was left by a call that failed"):
             run(target, 1000)
+        shutil.rmtree(target)
+        again = registration(target, run(target, 1000).query_id, operators=SPECS)
+        assert coordinator().register_query(again).refusal is None, paths[left]
+
+
+def test_what_a_failed_restore_left_where_the_state_is_elsewhere_is_removed(made: Savepoint, tmp_path: Path) -> None:
+    target, base = tmp_path / "new", str(tmp_path / "base")
+    restore_into_checkpoint(str(made.path), str(tmp_path / "whole"), state_location=f"{base}-2", open_storage=storage)
+    writes = len(tree(tmp_path / "whole")) + len(tree(tmp_path / "base-2"))
+    for left in range(1, writes):
+        Dying.left, Dying.paths = left, []
+        with pytest.raises(OSError, match="dead"):
+            restore_into_checkpoint(
+                str(made.path), str(target), state_location=base, threads=1, open_storage=Dying.open
+            )
+        with pytest.raises(SavepointError, match="Choose another, or remove it") as refused:
+            restore(made, target, state_location=base)
+        in_the_way = re.search(r"in (\S+) there is (.+) already\. Choose", str(refused.value))
+        assert in_the_way is not None
+        for name in in_the_way[2].split(", "):
+            held = Path(in_the_way[1]) / name
+            shutil.rmtree(held) if held.is_dir() else held.unlink()
+        restored = restore(made, target, state_location=base)
+        there = registration(target, restored.query_id, state_location=f"{base}/{restored.query_id}")
+        assert coordinator().register_query(there).refusal is None
+        shutil.rmtree(target)
 
 
 def test_state_can_be_kept_elsewhere(made: Savepoint, tmp_path: Path) -> None:

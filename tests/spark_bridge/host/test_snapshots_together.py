@@ -12,9 +12,11 @@ import pyarrow as pa
 import pytest
 
 from backends.exceptions import StorageError
+from backends.partition.snapshot_uploads import SnapshotUploads, store_snapshots
 from backends.storage.checkpoint_storage import CheckpointStorage
 from backends.storage.file_ref import FileRef
 from coordinator_actor.messages import OperatorSpec
+from coordinator_actor.query.files.files_in_use import BUSY_SECONDS
 from spark_bridge.host import maintenance
 from tests.coordinator_actor.coordinator_world import SCHEMA, World
 from tests.coordinator_actor.coordinators import run_of
@@ -40,7 +42,15 @@ class Query:
     def start(self, run: str, incarnation: str) -> None:
         self.run = run
         self.coordinator = self.world.coordinator(0)
-        self.host = make_host(self.world, self.coordinator, 0, self.root, incarnation, maintenance_threads=self.threads)
+        self.host = make_host(
+            self.world,
+            self.coordinator,
+            0,
+            self.root,
+            incarnation,
+            clock=lambda: self.world.now,
+            maintenance_threads=self.threads,
+        )
         registration = self.world.registration(
             run, operators=self.operators, min_versions_to_retain=KEEP, maintenance_interval=10.0
         )
@@ -234,3 +244,53 @@ def test_a_snapshot_that_fails_is_tried_again_and_spoils_no_other(
     assert [i.snapshot_version for i in query.host.held.all()] == [3 * (i is not broken) for i in query.host.held.all()]
     query.snapshots()
     assert broken.snapshot_version == 3
+
+
+def test_an_upload_is_believed_to_go_on_for_as_long_as_its_host_says_so(
+    query: Query, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else keys could be forgotten beside a slow upload, which would bring their rows back."""
+    query.batch()
+    run, seen = run_of(query.coordinator, "run1"), []
+
+    def slow(prepared: Any) -> Any:
+        for _ in range(4):
+            query.world.now += BUSY_SECONDS / 2
+            query.host.maintenance.do_maintenance()
+            seen.append(run.files_in_use.is_uploading(query.world.now))
+        return store_snapshots(prepared)
+
+    monkeypatch.setattr(maintenance, "store_snapshots", slow)
+    query.snapshots()
+    assert seen == [True] * 4 and not run.files_in_use.is_uploading(query.world.now)
+    assert query.groups() == [1]
+
+
+def test_an_upload_that_the_coordinator_has_taken_for_dead_stores_nothing(
+    query: Query, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    query.batch()
+    prepare = SnapshotUploads.prepare
+
+    def stalling(self: Any, *args: Any) -> Any:
+        query.world.now += BUSY_SECONDS + 1 if not query.groups() else 0.0
+        return prepare(self, *args)
+
+    monkeypatch.setattr(SnapshotUploads, "prepare", stalling)
+    query.snapshots()
+    assert query.groups() == []
+    monkeypatch.undo()
+    query.snapshots()
+    assert query.groups() == [1]
+
+
+def test_an_upload_that_fails_is_over_at_once(query: Query, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever forgets keys would wait for it for a quarter of an hour."""
+    query.batch()
+
+    def failing(prepared: Any) -> Any:
+        raise StorageError("the bucket is gone")
+
+    monkeypatch.setattr(maintenance, "store_snapshots", failing)
+    query.snapshots()
+    assert not run_of(query.coordinator, "run1").files_in_use.is_uploading(query.world.now)

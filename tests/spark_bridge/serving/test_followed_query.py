@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 from backends.conf import StateStoreConf
 from backends.encoding.key_groups import key_groups
 from backends.encoding.keys import encode_keys
+from backends.exceptions import VersionNotFoundError
 from backends.formats.changelog import Changes
 from backends.formats.manifest import ChangelogRef
 from backends.partition.loading import Loading
@@ -29,6 +31,7 @@ from spark_bridge.queryable.reads.host_reads import HostReads
 from spark_bridge.serving.followed_query import FollowedQuery
 from spark_bridge.state_data.stored_query import query_in_storage
 from spark_bridge.state_surgery.forget_keys import forget_keys
+from spark_bridge.transport.protocol import TaskIdentity
 from tests.patience import PATIENCE
 from tests.spark_bridge.queryable.client_world import KEYS, Cluster, G, served
 from tests.spark_bridge.state_surgery.heard_port import Port
@@ -57,7 +60,7 @@ class Follower:
 
     def look_up(self) -> QueryRegistration:
         versions = StateVersions.look(find_state(str(self.query.root / "ck")))
-        return query_in_storage(versions, versions.resolve(None), "followed", "serving")
+        return query_in_storage(versions, versions.resolve(None), "followed", "serving", is_followed=True)
 
     def serve(self, registration: QueryRegistration) -> None:
         assert self.c.serve_ended(registration).refusal is None
@@ -119,6 +122,36 @@ def test_a_version_that_is_prepared_and_not_committed_is_not_seen(query: Cluster
     assert follower.version() == 1
 
 
+def test_changes_that_are_named_after_sparks_commit_are_taken_up(query: Cluster, follower: Follower) -> None:
+    """``foreachBatch`` has run some tasks again: the manifest with their changes follows Spark's commit."""
+
+    def names(at: At | None = None) -> set[str]:
+        answer = follower.reads.scan(ScanRequest("run1", "totals", at=at or At("completed")))
+        assert answer.version == 2
+        return {row["name"] for batch in answer.batches for row in batch.to_pylist()}
+
+    rows, run_task, stage = dict.fromkeys(range(USERS), (2, "first")), query._run_task, [1]
+
+    def in_stage(p: int, batch: int, changes: Changes) -> None:
+        task = TaskIdentity("run1", "totals", p, batch, uuid.uuid4().hex[:6], uuid.uuid4().hex, stage[0])
+        if stage[0] == 1 or p == 0:  # some tasks run again
+            (host,) = [h.host for h in query.hosts if h.host.open(task).redirect is None]
+            host.commit(task, changes, {})
+
+    query._run_task = in_stage  # type: ignore[method-assign]
+    query.batch(rows, committed=False)
+    stage[0] = 2
+    query.batch(dict.fromkeys(range(USERS), (2, "again")), complete=False)
+    follower.look()
+    assert names() == {"first"}, "all that storage tells yet"
+    query._run_task = run_task  # type: ignore[method-assign]
+    query.complete()
+    follower.look()
+    assert names() == {"first", "again"}
+    follower.look()
+    assert names() == {"first", "again"}
+
+
 def test_what_is_loaded_is_gone_on_with(query: Cluster, follower: Follower, monkeypatch: pytest.MonkeyPatch) -> None:
     assert follower.version() == 1
     read: list[int] = []
@@ -160,6 +193,23 @@ def test_a_query_that_is_started_again_is_followed_on(query: Cluster, follower: 
     batch(query)
     follower.look()
     assert follower.version() == 3
+
+
+def test_a_run_with_other_partitions_is_followed_from_its_first_version_on(query: Cluster, follower: Follower) -> None:
+    """Until then the last version is its predecessor's, and answered with those partitions."""
+    assert follower.version() == 1
+    query.partitions //= 2
+    query.start("run2")
+    for _ in range(2):
+        with pytest.raises(VersionNotFoundError, match="wait for its first batch"):
+            follower.look()
+        assert follower.c.locate("totals").run_id == "run1" and follower.version() == 1
+    for version in (2, 3):
+        batch(query)
+        follower.look()
+        assert follower.version() == version
+        location = follower.c.locate("totals")
+        assert (location.run_id, location.operator.num_partitions) == ("run2", query.partitions)
 
 
 def test_a_query_that_runs_here_is_not_followed(query: Cluster) -> None:

@@ -9,10 +9,13 @@ from typing import Any
 import pytest
 
 from backends.exceptions import InvalidStateStoreArgument, MissingFileError
+from coordinator_actor.reading.stored_versions import StateVersions, find_state
 from coordinator_actor.savepoints.savepoint_format import METADATA_FILE
 from spark_bridge import serve_state
 from spark_bridge.serving import serve
+from spark_bridge.state_data.stored_query import query_in_storage
 from tests.spark_bridge.queryable.client_world import Cluster
+from tests.spark_bridge.state_data.format_fixtures import Stored
 
 
 @pytest.fixture(autouse=True)
@@ -59,3 +62,7 @@ def test_savepoints(tmp_path: Path) -> None:
         serve_state(str(tmp_path / "savepoint"), follow=True)
     with pytest.raises(InvalidStateStoreArgument, match=r"memory://.* is a savepoint.*scratch="):
         serve._restored("memory:///savepoint", None, None, {}, ExitStack())
+    scratch = str(tmp_path / "scratch")
+    assert serve._restored(Stored("file").savepoint, ["totals"], scratch, {}, ExitStack()) == scratch
+    versions = StateVersions.look(find_state(scratch))
+    assert [o.name for o in query_in_storage(versions, versions.completed).operators] == ["totals"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from pyspark.sql import DataFrame
 
 from backends.formats.sealed import seal, unseal
 from coordinator_actor.durable.manifests import QueryFile
-from spark_bridge import aggregate, attach, init_spark
+from spark_bridge import aggregate, attach, init_spark, state_table
 from spark_bridge import functions as S
 from spark_bridge.exceptions import InvalidOperatorError, SessionError
 from spark_bridge.session.current import current_cluster
@@ -115,7 +116,11 @@ def test_async_progress_tracking(stream: Stream, spark: Any) -> None:
         stream,
         asyncProgressTrackingEnabled="true",
     )
-    assert "async" in message.lower()
+    named = re.search(r"""remove \.option\("(\w+)", "true"\)""", message)
+    assert named is not None and named[1] == "asyncProgressTrackingEnabled"
+    query = start(aggregate(stream.read(), by="k", operator="o", n=S.count()), stream)
+    query.processAllAvailable()
+    query.stop()
 
 
 @pytest.mark.spark42
@@ -145,11 +150,55 @@ def test_a_setting_that_cannot_be(stream: Stream, spark: Any, setting: str, valu
     assert value in message and remedy in message
 
 
-def test_local_files_on_a_cluster_of_several_machines(stream: Stream, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_local_files_on_a_cluster_of_several_machines(
+    stream: Stream, spark: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stream.add([(1, 1.0)])
     monkeypatch.setattr(current_cluster(), "machines", lambda: ["10.0.0.1", "10.0.0.2"])
     message = refusal(aggregate(stream.read(), by="k", operator="o", n=S.count()), stream)
-    assert "2 machines" in message and "sharedFileSystem" in message
+    assert "2 machines" in message
+    named = re.search(r"if all machines share that directory, set (\S+)=true\.", message)
+    assert named is not None
+    spark.conf.set(named[1], "true")
+    try:
+        query = start(aggregate(stream.read(), by="k", operator="o", n=S.count()), stream)
+        query.processAllAvailable()
+        query.stop()
+    finally:
+        spark.conf.unset(named[1])
+
+
+@pytest.mark.spark42
+@pytest.mark.parametrize("remedy", ["Unset", "move the state there"])
+def test_a_checkpoint_with_state_of_its_own_is_not_begun_elsewhere(
+    stream: Stream, spark: Any, tmp_path: Path, remedy: str
+) -> None:
+    def go_on() -> None:
+        stream.add([(1, 1.0)])
+        query = start(aggregate(stream.read(), by="k", operator="o", num_partitions=2, n=S.count()), stream)
+        query.processAllAvailable()
+        query.stop()
+
+    go_on()
+    spark.conf.set("spark.statestore.location", str(tmp_path / "base"))
+    try:
+        stream.add([(1, 1.0)])
+        message = refusal(aggregate(stream.read(), by="k", operator="o", num_partitions=2, n=S.count()), stream)
+        printed = re.search(
+            r"\((\S+)\), but (\S+) says that it is at (\S+): .*Unset \2, or move the state there", message
+        )
+        assert printed is not None, message
+        if remedy == "Unset":
+            spark.conf.unset(printed[2])
+        else:
+            target = Path(printed[3].removeprefix("file:"))
+            target.parent.mkdir(exist_ok=True)
+            Path(printed[1].removeprefix("file:")).rename(target)
+        go_on()
+        rows = state_table(stream.checkpoint, "o", state_location=str(tmp_path / "base")).to_pylist()
+        assert [row["n"] for row in rows] == [3]
+    finally:
+        spark.conf.unset("spark.statestore.location")
 
 
 def test_a_checkpoint_made_otherwise_is_refused_and_left_alone(make_stream: Callable[..., Stream]) -> None:

@@ -100,9 +100,21 @@ def test_a_query_that_goes_back_behind_what_was_read_is_said_to(flow: Flow) -> N
         (Path(flow.location) / name).unlink()
     with pytest.raises(VersionNotFoundError, match="went back to version 3, but changes up to version 5 have been"):
         reader.latestOffset({"version": 5}, reader.getDefaultReadLimit())
+    check_new_stream(flow, 3)
 
 
 def test_versions_that_are_gone_are_said_to_be(flow: Flow) -> None:
     reader = stream(flow)
     with pytest.raises(VersionNotFoundError, match=r"after version 3 up to version 9 are no longer kept"):
         reader.partitions({"version": 3}, {"version": 9})
+    check_new_stream(flow, 5)
+
+
+def check_new_stream(flow: Flow, version: int) -> None:
+    """Follow "Start this stream with a new checkpoint": it begins with the state that there is."""
+    reader = stream(flow)
+    begin = reader.initialOffset()
+    end = reader.latestOffset(begin, reader.getDefaultReadLimit())
+    assert end == {"version": version}
+    found = {row["user"]: row["after"]["n"] for row in rows(reader, begin["version"], end["version"])}
+    assert found == {user: version for user, _ in USERS}

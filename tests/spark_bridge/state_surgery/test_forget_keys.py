@@ -13,12 +13,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
 
+from backends.encoding.keys import decode_keys
 from backends.encoding.operator_schema import OperatorSchema
 from backends.encoding.schema import StateSchema
 from backends.exceptions import InvalidStateStoreArgument, MissingFileError, VersionNotFoundError
 from backends.storage.checkpoint_storage import CheckpointStorage
 from coordinator_actor.durable.audit_log import AuditLog
 from coordinator_actor.exceptions import FencedError
+from coordinator_actor.reading import partition_reader
 from coordinator_actor.reading.stored_files import stored_files
 from coordinator_actor.reading.stored_versions import StateVersions, find_state
 from coordinator_actor.surgery.forgetting import ForgetRequest, forget_in_storage
@@ -282,6 +284,34 @@ def test_of_two_that_forget_at_once_one_is_fenced_off_and_may_do_it_again(clicks
     stream.check()
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_read_that_was_planned_before_an_exchange_looks_again(clicks, backend):
+    """The version stays readable: a reader that meets a removed file finds the one that replaces it."""
+    stream = clicks(backend)
+    stream.run(3)
+    stream.snapshots()
+    stream.run(3)
+    stream.flow.stop()
+    place, gone = find_state(stream.flow.location), stream.names[0]
+    planned = StateVersions.look(place)
+    changes = [
+        partition_reader.changes(place, piece, ["total"])
+        for piece in planned.reading_of_changes("op", planned.readable[0]).pieces
+    ]
+    begun = [next(one, None) for one in changes]
+    forget_keys(stream.flow.location, "op", [(gone, 0), (gone, 1)])
+    stream.expect_forgotten([gone])
+    found = []
+    for piece in planned.reading("op").pieces:
+        with partition_reader.opened_partition(place, piece) as state:
+            found += [batch.column(0) for batch in partition_reader.scan_family(state, "total")]
+    schema = planned.schema(planned.entry("op", planned.completed)).families["total"]
+    keys = [key for column in found for key in decode_keys(column, schema.key).to_pylist()]
+    assert {key["user"] for key in keys} == {user for user, _ in stream.flow.at[planned.completed]["total"]}
+    rest = [version for one in changes for version, _ in one]
+    assert rest and all(version > first[0] for first in begun if first for version in rest[:1])
+
+
 def test_all_windows_of_a_key_go(tmp_path):
     state = StateSchema(BY_WINDOW, AGGREGATOR.state_schema)
     schema = OperatorSchema.of_rows(state, ("k", "window"))
@@ -336,5 +366,11 @@ def test_places_without_state_and_queries_that_do_not_run_here_are_refused(tmp_p
     with pytest.raises(SessionError, match="give the checkpoint location"):
         forget_keys("some query", "op", [("a", 0)])
     stream = clicks("file")
-    with pytest.raises(VersionNotFoundError):
+    with pytest.raises(VersionNotFoundError, match=r"Start the query, and wait for its first batch"):
         forget_keys(stream.flow.location, "op", [("a", 0)])
+    stream.run(2)
+    stream.flow.stop()
+    gone = stream.keys[0]
+    forget_keys(stream.flow.location, "op", [gone])  # the location, as the error of a query by its name says
+    users = state_table(stream.flow.location, "op", "total").select(["user", "shard"]).to_pylist()
+    assert users and dict(zip(("user", "shard"), gone, strict=True)) not in users

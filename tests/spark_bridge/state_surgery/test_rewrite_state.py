@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
@@ -22,7 +26,7 @@ from backends.exceptions import (
 from backends.storage.checkpoint_storage import CheckpointStorage
 from coordinator_actor.durable.audit_log import AuditLog
 from coordinator_actor.exceptions import SavepointError
-from coordinator_actor.messages import OperatorSpec
+from coordinator_actor.messages import OperatorSpec, QueryRegistration
 from coordinator_actor.reading.verification import verify_version
 from coordinator_actor.savepoints.new_checkpoint import NewCheckpoint
 from spark_bridge.state_data.state_tables import state_table
@@ -34,6 +38,7 @@ from spark_bridge.state_surgery.rewrite_state import rewrite_state
 from spark_bridge.state_surgery.stages import first_stage, second_stage
 from spark_bridge.state_surgery.stages.given_rows import conformed
 from spark_bridge.state_surgery.stages.new_state import NewStateReport, new_query_id
+from tests.coordinator_actor.coordinator_world import World
 from tests.effort import effort, only_thorough
 from tests.spark_bridge.state_data.format_fixtures import Stored, copied
 from tests.spark_bridge.state_flows import Flow
@@ -486,3 +491,54 @@ def test_numbers_are_not_rounded_and_times_are_there(old: str, tmp_path: Path) -
     assert exact["x"].to_pylist()[:2] == [0.5, None]
     with pytest.raises(InvalidStateStoreArgument, match="values would be rounded"):
         conformed(pa.table({"user": [1], "x": [0.1]}), pairs, "rows")
+
+
+def test_the_call_that_a_refused_schema_prints_makes_a_checkpoint_that_the_program_goes_on_from(
+    old: str, tmp_path: Path
+) -> None:
+    def registration(checkpoint: str) -> QueryRegistration:
+        query = json.loads(Path(checkpoint, "statestore/query.json").read_bytes().partition(b"\n")[0])
+        return QueryRegistration(
+            query_id=query["query_id"],
+            run_id="again",
+            name=None,
+            session_id="s",
+            checkpoint_location=checkpoint,
+            state_location=f"{checkpoint}/statestore",
+            operators=tuple(program),
+            key_groups=query["key_groups"],
+        )
+
+    def function(batch: pa.RecordBatch) -> pa.RecordBatch:
+        column = batch.schema.get_field_index("n.count.count")
+        return batch.set_column(column, "n.count.count", batch.column(column).cast(pa.float64()))
+
+    checkpoint = copied(old, tmp_path / "ck")
+    (stored,) = (spec for spec in program_of(checkpoint) if spec.name == "totals")
+    n = '"name":"n.count.count","nullable":true,"type":"{}"'
+    changed = stored.schema.replace(n.format("long"), n.format("double"))
+    assert changed != stored.schema
+    program = program_of(checkpoint, totals=msgspec.structs.replace(stored, schema=changed))
+    refusal = World(tmp_path).coordinator().register_query(registration(checkpoint)).refusal
+    printed = re.search(r"rewrite_state\(.*?, program=dataframe\)", refusal or "")
+    assert printed is not None, refusal
+    names = {
+        "rewrite_state": partial(rewrite_state, workers=OwnWorkers()),
+        "function": function,
+        "dataframe": program,
+    }
+    report = eval(printed[0], names)
+    answer = World(tmp_path).coordinator().register_query(registration(report.checkpoint_location))
+    assert (answer.refusal, answer.completed_version) == (None, versions_of(old).completed)
+    assert [row["n.count.count"] for row in rows(report.checkpoint_location, "totals")] == [
+        float(row["n.count.count"]) for row in rows(old, "totals")
+    ]
+
+
+def test_state_without_a_batch_is_rewritten_as_the_error_says(tmp_path: Path) -> None:
+    old = str(tmp_path / "old")
+    rewritten(Stored("file").checkpoint, "totals", same, Path(old), state_only=True)
+    with pytest.raises(InvalidStateStoreArgument, match=r"give state_only=True for a new query"):
+        rewritten(old, "totals", same, tmp_path / "new")
+    assert rewritten(old, "totals", same, tmp_path / "new", state_only=True).version == 0
+    assert rows(str(tmp_path / "new"), "totals") == rows(old, "totals")

@@ -239,6 +239,8 @@ def test_a_holder_that_dies_holds_nobody_up_for_long_and_changes_nothing(cluster
     with pytest.raises(LapsedHoldError, match="has lapsed"):
         cluster.c.adopt_rewritten("run1", holder.hold, holder.epoch, written_record(cluster))
     assert cluster.client().get("totals", 1)["n"] == 5
+    forget(cluster)  # "ask again when that is done"
+    check_forgotten(cluster)
 
 
 def test_storage_that_hangs_holds_nobody_up_for_long(cluster, monkeypatch):
@@ -570,5 +572,8 @@ def test_a_query_that_ends_meanwhile_forgets_as_one_that_does_not_run(cluster, m
 def test_a_query_that_stops_with_a_savepoint_is_left_alone(cluster):
     worked(cluster)
     cluster.c.trigger_savepoint("request", "name", str(cluster.root / "savepoints"), stop=True)
-    with pytest.raises(InvalidRequestError, match="stops with a savepoint"):
+    with pytest.raises(InvalidRequestError, match=r"Do it after the stop, with the checkpoint location"):
         forget(cluster)
+    cluster.c.deactivate_instances("run1")
+    forget_keys(ck(cluster), "totals", [1], coordinator=Port(cluster))
+    assert files_with(f"{ck(cluster)}/statestore", SECRET) == []

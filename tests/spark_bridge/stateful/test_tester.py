@@ -284,6 +284,16 @@ def test_what_has_expired_is_removed_by_any_batch_and_not_by_the_first_alone() -
     assert stored() == of_one
 
 
+def test_names_of_parameters_that_a_query_cannot_call_are_refused() -> None:
+    class OtherNames(Visits):
+        def handleExpiredTimer(self, key: Any, timers: Any, info: Any) -> Iterator[Any]:  # type: ignore[override]
+            return iter(())
+
+    with pytest.raises(ProcessorTesterError, match=r"handleExpiredTimer\(self, key, timerValues, expiredTimerInfo\)"):
+        ProcessorTester(OtherNames(), timeMode="ProcessingTime")
+    ProcessorTester(OtherNames())  # no timer will fire
+
+
 def test_keys_of_several_columns_and_of_given_types() -> None:
     tester = ProcessorTester(Visits(), keySchema="user STRING, n BIGINT, at TIMESTAMP, is_new BOOLEAN, id BINARY")
     moment = dt.datetime(2024, 1, 1, 12)
@@ -351,6 +361,45 @@ def test_what_is_changed_between_calls_is_kept_with_the_next_call() -> None:
     processor.count.update((5,))
     assert tester.peekValueState("count", "bob") is None
     assert tester.peekValueState("count", "ann") == (5,)
+
+
+@pytest.mark.parametrize("tester_class", TESTERS)
+def test_the_handle_knows_its_key_removes_state_and_moves_the_watermark(tester_class: Any) -> None:
+    processor = Visits(goodbye_after_ms=10)
+    tester = tester_class(processor, timeMode="EventTime", eventTimeExtractor=lambda row: 5_000)
+    tester.test("ann", rows("a"))
+    assert tester.peekValueState("count", "ann") == (1,)
+    tester.handle.setGroupingKey("ann")
+    assert tester.handle.grouping_key == "ann"
+    tester.handle.deleteState("count")
+    with pytest.raises((ProcessorTesterError, PySparkAssertionError)):
+        tester.handle.deleteState("nothing")
+    assert tester.peekValueState("count", "ann") is None and tester.peekListState("last", "ann") == [("a",)]
+    tester.handle.setWatermark(5)
+    tester.handle.setGroupingKey("ann")
+    assert list(tester.handle.listTimers()) == [10], "no timer has fired"
+    assert len(tester.setWatermark(20)) == 1
+
+
+def test_what_differs_from_the_tester_of_pyspark() -> None:
+    """Each of these is in the page of differences."""
+    processor = Visits()
+    tester = ProcessorTester(processor)
+    tester.test("ann", rows("a"))
+    tester.handle.setGroupingKey("ann")
+    assert isinstance(processor.pages.getValue(("a",)), Row) and processor.pages.getValue(("a",)) == (1,)
+    processor.pages.removeKey(("a",))
+    assert not processor.pages.exists()
+    with pytest.raises(ProcessorTesterError, match="has no hash: give keySchema="):
+        tester.test(["ann"], rows("a"))
+    with pytest.raises(ProcessorTesterError, match="no current key"):
+        ProcessorTester(Visits()).handle.deleteState("count")
+
+    class Silent(Visits):
+        def handleInputRows(self, key: Any, rows: Iterator[Any], timerValues: Any) -> Any:
+            return None
+
+    assert ProcessorTester(Silent()).test("ann", rows("a")) == []
 
 
 def test_a_call_that_fails_changes_nothing() -> None:

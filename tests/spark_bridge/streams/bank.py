@@ -4,11 +4,12 @@ killed.
     python -m tests.spark_bridge.streams.bank --answers 100000 --seed 7
     python -m tests.spark_bridge.streams.bank --answers 100000 --seed 7 --pause 2    fewer blows, more versions
 
-Each micro-batch moves money between accounts of all partitions, so that an answer whose partitions are not at one
-version has another
-sum, or, if it has the sum, balances that there never were. Every answer is compared with the balances of all versions
-that
-there have been, and a teller must never see an older version than it has seen.
+Each micro-batch moves money between accounts of all partitions. So an answer that mixes versions has another sum, or
+balances that there never were. A teller compares every answer with the balances of all versions, and must never see an
+older version than it has seen.
+
+Tellers also record each answer with its times. After the run, ``check_history`` compares the whole history with Spark's
+commits and the sink's rows: each answer is linearizable at the completed versions, and sink and state agree.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import signal
 import subprocess
 import sys
 import time
+from bisect import bisect_right
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -38,6 +40,8 @@ TRANSFERS = 25
 TELLERS = effort(2, 4)
 PAUSE = 0.3
 """Seconds between two blows."""
+CLOCK_SECONDS = 0.05
+"""By so much the times of files may be behind the clock: the kernel takes them from its last tick."""
 
 
 @dataclass
@@ -78,8 +82,13 @@ class Teller:
         self._known: dict[tuple[int, ...], int] = {}
         self._read = 0
         self._random = random.Random(seed)
+        self._records: list[str] = []
         self.answers = 0
         self.seen = 0
+
+    def record(self, asked: float, **answer: int | None) -> None:
+        """Note an answer for ``check_history``: a version, or an account and its balance."""
+        self._records.append(json.dumps({"asked": asked, "answered": time.time(), **answer}) + "\n")
 
     def check(self, balances: dict[int, int]) -> None:
         """Raise unless these are the balances of one version, and not of an older one than has been seen."""
@@ -101,13 +110,23 @@ class Teller:
 
     def report(self) -> None:
         """Say how many answers there were; it is read meanwhile, and so appears as a whole."""
+        with (self._directory / f"records-{self._seed}.jsonl").open("a") as file:
+            file.writelines(self._records)
+        self._records.clear()
         draft = self._directory / f"draft-{self._seed}"
         draft.write_text(f"{self.answers} {self.seen}")
         draft.replace(self._directory / f"answers-{self._seed}")
 
     def ask(self, client: Any) -> None:
         """One answer."""
-        if self._random.random() < 0.9:
+        way, asked = self._random.random(), time.time()
+        if way < 0.2:
+            account = self._random.randrange(ACCOUNTS)
+            row = client.get(OPERATOR, account, timeout=PATIENCE)
+            self.record(asked, account=account, balance=None if row is None else row["balance"])
+            self.answers += 1
+            return
+        if way < 0.9:
             accounts = list(range(ACCOUNTS))
             self._random.shuffle(accounts)
             found = client.get_many(OPERATOR, accounts, timeout=PATIENCE)
@@ -118,6 +137,7 @@ class Teller:
                 rows = [row for batch in scan for row in batch.to_pylist()]
             assert len({row["account"] for row in rows}) == len(rows), "an account came twice"
             self.check({row["account"]: row["balance"] for row in rows})
+        self.record(asked, version=self.seen)
 
 
 def teller(directory: Path, seed: int) -> None:
@@ -162,6 +182,54 @@ def answers_so_far(directory: Path) -> tuple[int, int]:
     """How many answers all tellers have had, and the newest version that any has seen."""
     found = [tuple(map(int, p.read_text().split())) for p in directory.glob("answers-*")]
     return sum(f[0] for f in found), max((f[1] for f in found), default=0)
+
+
+def write_sink(directory: Path, batch: Any, number: int) -> None:
+    """Keep the rows that a micro-batch has emitted; a batch that runs again writes its file again."""
+    rows = {row["account"]: row["balance"] for row in batch.collect()}
+    draft = directory / f"draft-sink-{number}"
+    draft.write_text(json.dumps(rows))
+    draft.replace(directory / f"sink-{number}.json")
+
+
+def commit_times(checkpoint: str) -> dict[int, float]:
+    """Return when Spark has committed each batch that is still in ``commits/``: a rename sets a file's change time."""
+    commits = [p for p in Path(checkpoint, "commits").iterdir() if p.name.isdecimal()]
+    return {int(p.name): p.stat().st_ctime for p in commits}
+
+
+def check_history(directory: Path, committed: dict[int, float]) -> int:
+    """Raise ``AssertionError`` unless all answers are linearizable at completed versions, and sink and state agree.
+
+    A version is completed when Spark commits its batch. An answer is no older than the newest version that was
+    completed before the client asked, and no newer than the newest one when it was answered. What one client sees never
+    goes back. Returns the number of answers.
+    """
+    balances = [[0] * ACCOUNTS, *map(json.loads, (directory / "history.jsonl").read_text().splitlines())]
+    times = [committed[batch] for batch in sorted(committed)]
+    assert sorted(committed) == list(range(len(times))) and times == sorted(times)
+    num_answers = 0
+    for path in directory.glob("records-*.jsonl"):
+        seen = 0
+        for line in path.read_text().splitlines():
+            record = json.loads(line)
+            oldest = bisect_right(times, record["asked"] - CLOCK_SECONDS)
+            newest = bisect_right(times, record["answered"] + CLOCK_SECONDS)
+            possible = range(max(oldest, seen), newest + 1)
+            if "version" in record:
+                fitting = [v for v in possible if v == record["version"]]
+            else:
+                balance = record["balance"] or 0
+                fitting = [v for v in possible if balances[v][record["account"]] == balance]
+            assert fitting, f"{line}: completed were {oldest} to {newest}, and {seen} was seen before"
+            seen, num_answers = fitting[0], num_answers + 1
+    for batch in committed:
+        emitted = json.loads((directory / f"sink-{batch}.json").read_text())
+        before, after = balances[batch], balances[batch + 1]
+        assert {int(a): b for a, b in emitted.items()}.items() <= dict(enumerate(after)).items(), batch
+        changed = {a for a in range(ACCOUNTS) if before[a] != after[a]}
+        assert changed <= {int(a) for a in emitted}, f"the sink lacks accounts of batch {batch}"
+    return num_answers
 
 
 class Chaos:
@@ -222,11 +290,13 @@ def run_bank(
 
     def start() -> Any:
         balances = aggregate(stream.read(), by="account", operator=OPERATOR, balance=S.sum("amount"))
-        return balances.writeStream.option("checkpointLocation", stream.checkpoint).format("noop").start()
+        writer = balances.writeStream.option("checkpointLocation", stream.checkpoint)
+        return writer.foreachBatch(lambda batch, number: write_sink(directory, batch, number)).start()
 
     stream.add(bank.next_batch())
     query = start()
     query.processAllAvailable()
+    committed: dict[int, float] = {}
     end = time.monotonic() + HANG
     address = ray.get_runtime_context().gcs_address
     with tellers(directory, [seed * 100 + i for i in range(TELLERS)], address) as processes:
@@ -244,6 +314,7 @@ def run_bank(
             assert lasting < seconds + HANG, f"only {answered} answers and version {newest} after {lasting:.0f} s"
             assert query.exception() is None, query.exception()
             stream.add(bank.next_batch())
+            committed |= commit_times(stream.checkpoint)
             time.sleep(chaos.random.uniform(0.05, 0.5))
             if time.monotonic() < next_blow or lasting > seconds:
                 continue
@@ -258,8 +329,10 @@ def run_bank(
         (directory / "stop").touch()
         verdicts = [p.communicate(timeout=HANG)[1] for p in processes]
     query.stop()
+    committed |= commit_times(stream.checkpoint)
     for process, verdict in zip(processes, verdicts, strict=True):
         assert process.returncode == 0, verdict[-3000:]
+    assert check_history(directory, committed) > 0
     total, newest = answers_so_far(directory)
     return total, chaos.done, newest
 

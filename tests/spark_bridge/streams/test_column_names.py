@@ -137,6 +137,8 @@ def test_every_operator(awkward: Stream) -> None:
     window = S.window(TIME, "1 minute").alias("at.window")
     by_window = aggregate(timed, by=["user.id", window], operator="windows", **of_window)
     assert [(row[0], row[2]) for row in rows_of(by_window, awkward, "windows")] == [("a", 30), ("b", 30)]
+    closing = aggregate(timed, by=["user.id", window], operator="closing", output_mode="append", **of_window)
+    assert closing.columns == ["user.id", "at.window", "n.n"], "the window has the watermark of its column"
     session = S.session_window(TIME, "1 minute").alias("at.session")
     by_session = aggregate(timed, by=["USER.ID", session], operator="sessions", **of_session)
     assert [(row[0], row[2]) for row in rows_of(by_session, awkward, "sessions")] == [("A", 3), ("B", 3)]

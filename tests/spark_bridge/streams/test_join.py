@@ -330,10 +330,13 @@ def test_wrong_use_of_asof_is_refused_with_the_remedy(sides: Sides) -> None:
 
 def test_a_join_that_keeps_all_rows_warns(sides: Sides) -> None:
     left, right = sides.read("inner")
-    with pytest.warns(UserWarning, match="keeps all rows of the left side for good"):
-        join(left, right, on="k", operator="grows")
-    with pytest.warns(UserWarning) as warned:
-        join(left, right, on="k", within=(None, "1 hour"), operator="grows")
-    (ours,) = [w for w in warned if "keeps all rows" in str(w.message)]
-    assert "of the right side for good" in str(ours.message)
-    assert ours.filename == __file__
+    for within, whose in (
+        (None, "both sides"),
+        ((None, "1 hour"), "the right side"),
+        (("1 hour", None), "the left side"),
+    ):
+        with pytest.warns(UserWarning) as warned:
+            join(left, right, on="k", within=within, operator="grows")
+        (ours,) = [w for w in warned if "keeps all rows" in str(w.message)]
+        assert f"keeps all rows of {whose} for good" in str(ours.message)
+        assert ours.filename == __file__

@@ -60,6 +60,18 @@ class Broken(Counts):
         raise OSError("no such host")
 
 
+class OtherNames(Counts):
+    """As Spark, tasks call ``handleExpiredTimer`` by name."""
+
+    def handleExpiredTimer(self, key: Any, timers: Any, info: Any) -> Any:  # type: ignore[override]
+        return iter(())
+
+
+class TooFew(Counts):
+    def handleInputRows(self, key: Any, rows: Any) -> Any:  # type: ignore[override]
+        return iter(())
+
+
 @arrow_processor("n long")
 def nothing(batch: ArrowBatch) -> pa.Table | None:
     return None
@@ -88,6 +100,11 @@ def typed(make_stream: Callable[..., Stream]) -> Stream:
         ({"processor": nothing}, "transform_with_state_in_arrow"),
         ({"processor": Timed()}, r"(?i)ttl.*processing"),
         ({"processor": Twice()}, "'count'"),
+        (
+            {"processor": OtherNames(), "time_mode": "processingTime"},
+            r"OtherNames\.handleExpiredTimer\(key.*declare .*\(self, key, timerValues, expiredTimerInfo\)",
+        ),
+        ({"processor": TooFew()}, r"TooFew\.handleInputRows\(key.*too many positional arguments.*by position"),
         ({"processor": Locked()}, r"Locked cannot be pickled.*init\(\)"),
         ({"output_schema": ""}, "no fields"),
         ({"output_schema": "k lonng"}, "lonng"),

@@ -17,6 +17,7 @@ from backends.exceptions import StorageError
 from backends.partition.load_watch import LoadProgress
 from coordinator_actor.coordinator import Coordinator
 from spark_bridge.exceptions import HostUnavailableError
+from spark_bridge.host.held.instance import InstanceKey
 from spark_bridge.host.loading.kept_partitions import LOADED_FILES_SECONDS
 from spark_bridge.host.loading.shared_loads import ABANDONED_SECONDS, SharedLoads
 from spark_bridge.host_actor.flight_server import HostFlightServer
@@ -81,8 +82,12 @@ class Loads:
         made.open()
         return made
 
+    @property
+    def key(self) -> InstanceKey:
+        return str(self.world.root / "ck/statestore"), "op", 0
+
     def progress(self) -> LoadProgress:
-        return self.host.loading.progress(("q", "op", 0))
+        return self.host.loading.progress(self.key)
 
     def let_through(self, files: int) -> None:
         """Let so many files through, and wait until the load has used them."""
@@ -259,7 +264,7 @@ def test_a_load_of_a_run_that_is_replaced_ends(loads: Loads) -> None:
 
 
 def of_run(loads: Loads) -> str | None:
-    watched = loads.host.loads._watches.get(("q", "op", 0))
+    watched = loads.host.loads._watches.get(loads.key)
     return None if watched is None else watched[0].registration.run_id
 
 

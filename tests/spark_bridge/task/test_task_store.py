@@ -361,6 +361,7 @@ def test_rows_that_were_shuffled_by_other_key_groups_are_refused(
         PartitionMismatchError, match=r"shuffled by 512 key groups.*query has 1024.*No state was touched"
     ):
         store(served, 0, key_groups=512)
+    store(served, 0)  # "Make the DataFrame again": its rows are shuffled by the key groups of now
 
 
 def test_a_row_tells_its_partition() -> None:

@@ -135,7 +135,7 @@ def test_a_call_to_a_host_that_takes_long_is_not_given_up(server: Server, cable:
 
 def test_only_hosts_of_calls_that_wait_for_long_are_probed(monkeypatch: pytest.MonkeyPatch) -> None:
     hosts = SilentHosts()
-    monkeypatch.setattr(silent_hosts, "CALL_WATCH_SECONDS", 1e6)  # the test looks itself
+    monkeypatch.setattr(silent_hosts, "CALL_WATCH_SECONDS", HANG)  # the test looks by itself
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.setblocking(False)
         with hosts.watched(("127.0.0.1", listener.getsockname()[1])) as call:
@@ -158,7 +158,7 @@ def test_one_probe_without_an_answer_gives_nobody_up(monkeypatch: pytest.MonkeyP
     given_up: list[tuple[str, int]] = []
     monkeypatch.setattr(silent_hosts, "shut_down_connections", given_up.append)
     hosts = SilentHosts()
-    monkeypatch.setattr(silent_hosts, "CALL_WATCH_SECONDS", 1e6)  # the test looks itself
+    monkeypatch.setattr(silent_hosts, "CALL_WATCH_SECONDS", HANG)  # the test looks by itself
     with socket.create_server(("127.0.0.1", 0)) as listener:
         place = listener.getsockname()
     with hosts.watched(place) as call:

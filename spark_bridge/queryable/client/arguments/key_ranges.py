@@ -30,7 +30,14 @@ def key_range(
     if codec.is_in_order:
         of_prefix: ScanBounds = (None, None) if prefix is None else range_of_prefix(codec, prefix)
         given = (None if start is None else bound(codec, start), None if end is None else bound(codec, end))
-        return intersection(of_prefix, given), []
+        first, behind = intersection(of_prefix, given)
+        if first is not None and behind is not None and behind < first:
+            bounds = {"prefix": prefix, "start": start, "end": end}
+            named = ", ".join(f"{name}={value!r}" for name, value in bounds.items() if value is not None)
+            raise RequestError(
+                f"No key of {codec.owner} can be within {named}: the end of these bounds lies below their start."
+            )
+        return (first, behind), []
     conditions: list[tuple[Any, ...]] = []
     if prefix is not None:
         conditions += _equal(codec, first_columns(codec, prefix))

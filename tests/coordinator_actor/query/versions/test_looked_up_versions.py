@@ -255,6 +255,7 @@ def test_a_pin_goes_with_its_record(world: World, c: Coordinator) -> None:
     for name in records(world):
         (world.root / "ck/statestore/lookups" / name).unlink()
     assert go_on(world, c, 2) > 1
+    assert go_on(world, c, 8) > 8, "retention goes on where no record is left"
 
 
 def test_ended_queries_are_looked_up_and_those_that_are_over_are_not(world: World, c: Coordinator) -> None:

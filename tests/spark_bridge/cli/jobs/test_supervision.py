@@ -171,11 +171,13 @@ def test_a_run_that_goes_on_already_is_watched_and_not_started_again() -> None:
 
 
 def test_another_command_under_the_same_name_is_refused_before_anything_changes() -> None:
-    cluster = PlayedCluster([])
+    cluster = PlayedCluster([WELL])
     cluster.submit(2, "python other.py")
-    with pytest.raises(NotOursError, match=r"'python other.py', not 'python clicks.py'.*ray job stop clicks-2"):
+    with pytest.raises(NotOursError, match=r"'python other.py', not 'python clicks.py'.*\(ray job stop clicks-2\)"):
         Played(cluster).supervise()
     assert cluster.submitted == [2]
+    cluster.stop(2)  # as the error says
+    assert Played(cluster).supervise() == ENDED_WELL and cluster.submitted == [2, 3]
 
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])

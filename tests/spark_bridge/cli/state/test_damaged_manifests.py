@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from click.testing import Result
 
@@ -17,8 +19,10 @@ from spark_bridge.cli.main import app
 from spark_bridge.cli.output import DAMAGED
 from spark_bridge.overview.from_storage import overview_of_checkpoint
 from spark_bridge.state_data.checkpoint_client import CheckpointClient
+from spark_bridge.state_surgery.rewrite_state import rewrite_state
 from tests.command_line import CliRunner
 from tests.coordinator_actor.savepoints.savepoint_streams import Stream
+from tests.spark_bridge.state_surgery.own_workers import OwnWorkers
 
 NEWEST = 7
 
@@ -158,7 +162,7 @@ def test_verify_goes_on_and_names_both_kinds_of_damage(s: Stream) -> None:
     found = verified()
     assert [file.name in d["path"] for d in found["damages"]] == [True] and not found["is_sound"] and not found["lost"]
     assert found["version"] == NEWEST and found["files"] > 4
-    assert "Other versions need what is damaged" in run("verify", where(s), code=1).stdout
+    assert "Other versions or the query's start need what is damaged" in run("verify", where(s), code=1).stdout
     changelog = next((s.world.root / "ck/statestore/operators/op/2/1").rglob("6-*.changelog"))
     changelog.write_bytes(changelog.read_bytes()[:-1])
     found = verified()
@@ -205,3 +209,27 @@ def test_what_a_version_that_is_not_known_has_changed_is_left_out_of_no_answer(s
     assert versions.reading_of_changes("op", 3, 6).version == 6
     with pytest.raises(VersionNotFoundError, match=file.name):
         versions.reading_of_changes("op", 1, 3)
+
+
+def test_the_remedies_of_a_damaged_manifest_make_a_query_that_starts(s: Stream, tmp_path: Path) -> None:
+    file, sound = manifest_of(s, 2), manifest_of(s, 2).read_bytes()
+    damage(s, 2)
+    (fault,) = json.loads(run("status", "--json", "--checkpoint", where(s), code=1).stdout)["faults"]
+    assert (
+        fault["remedy"].startswith("Put the file back from a copy") and "rewrite_state(version=...)" in fault["remedy"]
+    )
+    with pytest.raises(DamagedFileError, match=file.name):
+        s.coordinator().register_query(s.registration)
+    readable = re.search(r"The versions 0 to 1 and 3 to (\d+) of the state can be read", fault["what"])
+    assert readable is not None
+    version, new = int(readable[1]), str(tmp_path / "new")
+    report = rewrite_state(where(s), "op", lambda batch: batch, new, version=version, workers=OwnWorkers())
+    again = msgspec.structs.replace(
+        s.registration, query_id=report.query_id, checkpoint_location=new, state_location=f"{new}/statestore"
+    )
+    answer = s.coordinator().register_query(again)
+    assert (answer.refusal, answer.completed_version) == (None, version)
+    rows = CheckpointClient.open(new).scan("op").to_pylist()
+    assert {row["k"]: row["n"] for row in rows} == s.at[version]
+    file.write_bytes(sound)
+    assert s.coordinator().register_query(s.registration).refusal is None

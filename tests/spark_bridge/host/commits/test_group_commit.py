@@ -560,3 +560,31 @@ def test_a_damaged_part_of_a_group_spoils_no_other_partition(query: Query) -> No
     with pytest.raises(DamagedFileError, match=f"{group.name}.* is damaged"):
         while query.host.open(task(1, 2, "run2")).loading is not None:
             pass
+
+
+def test_members_do_not_wait_for_a_first_member_whose_wait_has_failed(
+    made: Callable[..., Committing], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = made(FOR_EVER)
+    host.open(1, 2, 3)
+    let_go, wait = threading.Event(), GroupCommits._wait
+
+    def failing(self: GroupCommits, batch: Any, group: Any, *, is_local: bool) -> None:
+        self._changed.wait_for(let_go.is_set, PATIENCE)
+        raise MemoryError("no room for the first member")
+
+    monkeypatch.setattr(GroupCommits, "_wait", failing)
+    commits = [host.commit(1)]
+    host.wait_for_members(1)
+    commits.append(host.commit(2))
+    host.wait_for_members(2)
+    with host.groups._changed:
+        let_go.set()
+        host.groups._changed.notify_all()
+    for commit in commits:
+        with pytest.raises(MemoryError, match="no room"):
+            commit.result(PATIENCE)
+    monkeypatch.setattr(GroupCommits, "_wait", wait)
+    assert host.storage.paths == []
+    host.commit(3).result(PATIENCE)  # alone: nobody else is awaited
+    assert len(host.storage.paths) == 1

@@ -343,6 +343,14 @@ def test_start_is_included_and_end_is_not() -> None:
     assert intersection((b"a", None), (b"b", b"c")) == (b"b", b"c")
 
 
+def test_bounds_that_exclude_each_other_are_named_as_they_were_given() -> None:
+    with pytest.raises(RequestError, match=r"within start=\('b', 1\), end='a': the end .* below their start"):
+        key_range(TWO, None, None, ("b", 1), "a")
+    with pytest.raises(RequestError, match=r"within prefix=\('b',\), end='a':"):
+        key_range(TWO, None, ("b",), None, "a")
+    assert within(TWO, [("a", 1)], start="a", end="a") == []
+
+
 def test_bounds_where_the_window_is_stored_first_become_conditions() -> None:
     assert key_range(WINDOWED, "window", 42, None, None) == ((None, None), [("user", "=", 42)])
     assert key_range(WINDOWED, "window", (None,), None, None) == ((None, None), [("user", "is null")])

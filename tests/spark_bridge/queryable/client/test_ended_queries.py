@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from backends.encoding.operator_schema import OperatorSchema
-from coordinator_actor.exceptions import RetiredRunError
+from coordinator_actor.exceptions import RetiredRunError, UnknownQueryError
 from coordinator_actor.messages import OpenBatch, QueryRegistration
 from spark_bridge.exceptions import QueryEndedError, StateVersionError, WrongOperatorError
 from spark_bridge.queryable.client.calls import watch as watching
@@ -224,6 +225,10 @@ def test_a_copy_of_a_checkpoint_runs_while_the_original_is_served(tmp_path, has_
             assert client.get("totals", 1, query="run2") == {"n": 2, "name": "copy"}
             assert client.get("totals", 3, query="run2") == {"n": 1, "name": "copy"}
         if not has_ended:
+            with pytest.raises(UnknownQueryError, match=r"\(q, run run1\).*\(q, run run2\).*or the run id") as refused:
+                cluster.c.trigger_savepoint("one", "q", str(tmp_path / "savepoints"))
+            (run,) = re.findall("run (run2)", str(refused.value))
+            cluster.c.trigger_savepoint("one", run, str(tmp_path / "savepoints"))
             rows = client.sql('select c.n as new, o.n as old from run1.totals o join run2.totals c using ("user")')
             assert sorted(rows.fetchall()) == [(1, 1), (2, 1)]
         cluster.c.deactivate_instances("run2")

@@ -22,6 +22,7 @@ from coordinator_actor.on_ray.cluster_store import ClusterStore
 from spark_bridge.host_actor.session_options import SessionOptions
 from spark_bridge.session.hosts import host_placement
 from spark_bridge.session.hosts.state_cluster import StateCluster
+from spark_bridge.session.shutdown import Shutdown
 from tests.scratch import SCRATCH
 from tests.spark_bridge.conftest import wait_until
 
@@ -90,7 +91,7 @@ def come_to_stand(cluster: StateCluster, wanted: dict[str, int]) -> None:
 def test_hosts_stand_beside_executors_and_the_coordinator_on_the_head(nodes: Callable[[str], Any]) -> None:
     two, three = nodes("127.0.0.2"), nodes("127.0.0.3")
     executors = {"127.0.0.2": 2, "127.0.0.3": 1}
-    cluster = StateCluster(SessionOptions(num_hosts=None), lambda: executors)
+    cluster = StateCluster(SessionOptions(num_hosts=None), lambda: executors, Shutdown())
     try:
         come_to_stand(cluster, {two.node_id: 2, three.node_id: 1})
         assert node_of(get_or_create_coordinator()) == ray.get_runtime_context().get_node_id(), "the head's"
@@ -121,7 +122,7 @@ def test_hosts_follow_executors_that_go_drained_nodes_and_scaling(
     monkeypatch.setattr(host_placement, "SURPLUS_SECONDS", 0.0)
     two, four = nodes("127.0.0.2"), nodes("127.0.0.4")
     executors = {"127.0.0.2": 2, "127.0.0.4": 1}
-    cluster = StateCluster(SessionOptions(num_hosts=None), lambda: executors)
+    cluster = StateCluster(SessionOptions(num_hosts=None), lambda: executors, Shutdown())
 
     try:
         come_to_stand(cluster, {two.node_id: 2, four.node_id: 1})

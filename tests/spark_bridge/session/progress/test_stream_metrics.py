@@ -12,6 +12,7 @@ from coordinator_actor.messages import InputPace
 from spark_bridge.exceptions import HostUnavailableError
 from spark_bridge.session.progress.operator_progress import StateOperatorProgress
 from spark_bridge.session.progress.stream_metrics import StreamMetrics
+from spark_bridge.session.shutdown import Shutdown
 from tests.metric_sink import KeptMetrics
 from tests.spark_bridge.queryable.memory_reads import eventually
 
@@ -30,7 +31,7 @@ def metrics(sink: KeptMetrics) -> Iterator[StreamMetrics]:
             raise HostUnavailableError("no host answers")
         return [PROGRESS]
 
-    made = StreamMetrics(sink, progress_of)
+    made = StreamMetrics(sink, progress_of, Shutdown())
     yield made
     made.close()
 
@@ -93,7 +94,7 @@ def test_the_thread_outlives_whatever_a_look_raises(sink: KeptMetrics) -> None:
             raise failures.pop()
         return [PROGRESS]
 
-    metrics = StreamMetrics(sink, progress_of, seconds=0.01)
+    metrics = StreamMetrics(sink, progress_of, Shutdown(), seconds=0.01)
     metrics.add("run1", "totals")
     eventually(lambda: bool(sink.of("statestore_largest_partition_keys")))
     metrics.close()

@@ -16,6 +16,7 @@ from coordinator_actor.coordinator_port import CoordinatorPort
 from coordinator_actor.messages import HostReport, QueryRegistration
 from spark_bridge.session.queries.driver_heartbeats import DriverHeartbeats
 from spark_bridge.session.queries.spark_status import is_at_work
+from spark_bridge.session.shutdown import Shutdown
 from tests.coordinator_actor.coordinator_world import World
 from tests.coordinator_actor.coordinators import acknowledge
 from tests.coordinator_actor.hanging_storage import HangingStorage
@@ -65,7 +66,7 @@ def port(world: World, storage: HangingStorage) -> Port:
 
 @pytest.fixture
 def heartbeats(port: Port) -> Iterator[DriverHeartbeats]:
-    made = DriverHeartbeats(port, port, set(), interval=0.005)
+    made = DriverHeartbeats(port, port, set(), Shutdown(), interval=0.005)
     yield made
     made.close()
 

@@ -16,6 +16,7 @@ from coordinator_actor.exceptions import HostUnavailableError, QueryEndedError, 
 from coordinator_actor.handlers.registries.run_registry import LONGEST_FAILURE
 from coordinator_actor.messages import HostReport, QueryRegistration
 from spark_bridge.session.queries.ended_queries import EndedQueries, failure_text
+from spark_bridge.session.shutdown import Shutdown
 from tests.coordinator_actor.coordinator_world import World
 from tests.coordinator_actor.coordinators import acknowledge
 from tests.coordinator_actor.hanging_storage import HangingStorage
@@ -63,7 +64,9 @@ def queries(world: World, port: Port) -> Iterator[Callable[..., EndedQueries]]:
 
     def make(keep_serving: float | None = None, **arguments: Any) -> EndedQueries:
         # The test renews the leases itself.
-        made.append(EndedQueries(port, port, keep_serving, interval=1e6, clock=lambda: world.now, **arguments))
+        made.append(
+            EndedQueries(port, port, keep_serving, Shutdown(), interval=1e6, clock=lambda: world.now, **arguments)
+        )
         return made[-1]
 
     yield make
@@ -260,7 +263,7 @@ def test_leases_are_renewed_after_any_error(
                 renewed.release()
             return port.call(method, *args, **kwargs)
 
-    ended = EndedQueries(Leases(world, HangingStorage(world.storage)), port, None, interval=0.001)
+    ended = EndedQueries(Leases(world, HangingStorage(world.storage)), port, None, Shutdown(), interval=0.001)
     try:
         ended.ended(run_of(world, port, 1))
         assert renewed.acquire(timeout=PATIENCE), "the loop has ended"

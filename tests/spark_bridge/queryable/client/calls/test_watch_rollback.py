@@ -59,6 +59,11 @@ def test_what_was_made_anew_behind_what_was_given_is_never_mixed_in(cluster: Clu
         client._access.moved(("totals", None), RetiredRunError("of the test"))
     with pytest.raises(StateVersionError, match=r"rolled back.*version 6.*made anew by run run2.*Read the state anew"):
         next(changes)
+    there = client.get("totals", 1)  # "Read the state anew and watch from there."
+    assert there is not None and there["n"] == 70
+    again = client.watch("totals", from_version=7)
+    cluster.batch({1: (80, "b")})
+    assert count(next(again)) == 80
 
 
 def test_who_had_not_seen_what_was_undone_goes_on(cluster: Cluster) -> None:

@@ -1,0 +1,475 @@
+"""Those who work on a query from outside of it, with the real code: they stand still, are cut off and die, as all do.
+
+Each piece of work is a process of its own. An error of it must have an excuse in what has gone wrong meanwhile.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, cast
+
+import pyarrow as pa
+from msgspec.structs import replace
+
+from backends.exceptions import LocalDiskFullError, MissingFileError, StorageError, VersionNotFoundError
+from backends.storage.checkpoint_storage import OpenStorage
+from coordinator_actor.durable.lookup_records import LookupRecords
+from coordinator_actor.exceptions import (
+    FencedError,
+    HostUnavailableError,
+    InvalidRequestError,
+    LapsedHoldError,
+    QueryBusyError,
+    RetiredRunError,
+    SavepointFailedError,
+    UnknownHostError,
+    UnknownQueryError,
+    UnknownRunError,
+)
+from coordinator_actor.messages import QueryRegistration
+from coordinator_actor.reading.stored_versions import StatePlace, StateVersions
+from coordinator_actor.savepoints.restore import restore_into_checkpoint
+from coordinator_actor.surgery import forgetting
+from spark_bridge.exceptions import StateVersionError
+from spark_bridge.lookups.looked_up_state import Batch, in_storage, recorded_in_storage
+from spark_bridge.queryable.protocol.messages import At
+from spark_bridge.queryable.routing.router import StateRouter
+from spark_bridge.serving.followed_query import FollowedQuery
+from spark_bridge.state_data.stored_query import query_in_storage
+from spark_bridge.state_surgery.forget_keys import forget_keys
+from tests.simulation import model
+from tests.simulation.cluster import Cluster, Session
+from tests.simulation.last_checks import check_kept, check_restored
+from tests.simulation.network import KNOWN_ERRORS, UnreachableError
+from tests.simulation.readers import ANSWER_SECONDS, SimulatedConnections
+from tests.simulation.scheduler import Killed, Process, Task, Violation
+from tests.simulation.sometimes import sometimes
+from tests.simulation.stream import Stream
+
+if TYPE_CHECKING:
+    from tests.simulation.world import World
+
+OTHERS = (
+    FencedError,
+    InvalidRequestError,
+    LapsedHoldError,
+    QueryBusyError,
+    RetiredRunError,
+    UnknownQueryError,
+    UnknownRunError,
+)
+"""Another run has begun, another coordinator knows nothing of the query yet, somebody else holds it."""
+LONG = 40.0
+"""Virtual seconds for which an outsider stands still at most, or is cut off."""
+
+
+class Outsider:
+    """Somebody who does a piece of work again and again, in a process each time. A subclass says what in ``work``."""
+
+    name = "an outsider"
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._task: Task | None = None
+        self._is_last = False
+        self.always_stalls = False
+        """Nothing happens to the process but that it stands still in the middle of its work."""
+
+    def begin(self) -> None:
+        """Go on until nothing goes wrong any more."""
+        self._task = self._world.scheduler.spawn(self._world.outside, self._run, self.name)
+
+    def _run(self) -> None:
+        s = self._world.scheduler
+        while self._world.healed_at is None:
+            s.sleep(s.random.random() * 10 * self._world.slowness)
+            self.once(is_troubled=True)
+
+    def finish(self) -> None:
+        """In a healthy world, all goes well at the first attempt."""
+        assert self._task is not None
+        self._world.scheduler.join(self._task)
+        # The last attempt may have claimed the state in storage: the query starts again.
+        self._world.scheduler.sleep(LONG)
+        self._is_last = True
+        self.once(is_troubled=False)
+
+    def once(self, *, is_troubled: bool) -> None:
+        """Do one piece of work; ``is_troubled``: something may happen to the process that does it."""
+        s = self._world.scheduler
+        process = s.process(self.name)
+        task = s.spawn(process, lambda: self._judged(process), self.name)
+        task.on_end = lambda ended: None
+        if is_troubled:
+            self._trouble(process)
+        s.join(task)
+        s.kill(process)
+        if isinstance(task.error, Killed):
+            self.died()
+        elif task.error is not None:
+            s.fail(task.error)
+
+    def go_on(self) -> None:
+        """Do what there is to do for as long as the query runs, in a healthy world."""
+
+    def work(self, process: Process) -> None:
+        """Do the work."""
+        raise NotImplementedError
+
+    def died(self) -> None:
+        """Take note that the process has died."""
+
+    def is_excused(self, error: BaseException, process: Process) -> bool:
+        """Return whether what goes wrong in this world explains an error."""
+        return isinstance(error, UnreachableError | HostUnavailableError) or (
+            isinstance(error, StorageError | LocalDiskFullError) and "simulated" in str(error)
+        )
+
+    def _trouble(self, process: Process) -> None:
+        s = self._world.scheduler
+        r = s.random
+        when, what = r.random() * r.choice((0.5, 5.0)), r.random()
+        if self.always_stalls:
+            return
+        if what < 0.15:
+            s.at(when, lambda: s.kill(process))
+        elif what < 0.4:
+            seconds = r.choice((3.0, LONG / 2, LONG))
+            s.at(when, lambda: self._stall(process, seconds))
+        elif what < 0.5:
+
+            def sever() -> None:
+                process.severed_until = s.now + r.random() * LONG
+                process.memory["is_troubled"] = True
+
+            s.at(when, sever)
+
+    def _stall(self, process: Process, seconds: float) -> None:
+        if process.is_alive:
+            process.memory["is_troubled"] = True
+            self.stalls(process, seconds)
+            self._world.scheduler.pause(process, seconds)
+
+    def stalls(self, process: Process, seconds: float) -> None:
+        """Take note that the process stands still."""
+
+    def _judged(self, process: Process) -> None:
+        begun = process.memory["begun"] = self._world.scheduler.now
+        try:
+            self.work(process)
+        except (UnreachableError, *KNOWN_ERRORS) as error:
+            self._world.scheduler.log(self.name, "failed:", type(error).__name__, str(error))
+            if not self.is_excused(error, process):
+                raise Violation(
+                    f"{self.name}, begun at {begun:.1f} s, failed, and nothing excuses that: "
+                    f"{type(error).__name__}: {error}"
+                ) from error
+
+
+class Forgetter(Outsider):
+    """Has keys of a stream forgotten: of the one that runs, or in storage while its user has stopped it."""
+
+    name = "a forgetter"
+
+    def work(self, process: Process) -> None:
+        """Have some keys forgotten, and look whether they are."""
+        world = self._world
+        r, stream = world.scheduler.random, world.streams[0]
+        operator = r.choice(stream.model.operators)
+        keys = sorted(r.sample(model.KEYS, r.randint(1, 3)))
+        process.memory["forgets"] = frozenset((operator, key) for key in keys)
+        in_storage = world.healed_at is None and r.random() < 0.25
+        if in_storage:
+            self._stop_query()
+        forget_keys(
+            stream.checkpoint if in_storage else stream.name,
+            operator,
+            [model.ID_OF[key] for key in keys],
+            progress=self._say,
+            coordinator=world.sessions[-1].cluster.port(),
+        )
+        if in_storage:
+            sometimes("keys of a stopped query are forgotten")
+        if process.memory.get("unanswered"):
+            sometimes("nobody answers for an exchange, and its outcome is found in storage")
+        self._check(stream, process)
+
+    def _stop_query(self) -> None:
+        """Stop the query, or kill its driver; its user may start it again before its keys are forgotten."""
+        s = self._world.scheduler
+        self._world.troubles.unload_all()
+        if s.random.random() < 0.5:
+            s.kill(self._world.sessions[-1].driver)
+        s.sleep(s.random.random() * 10)
+
+    def _say(self, step: str) -> None:
+        self._world.scheduler.log("FORGET", step)
+        process = self._world.scheduler.current.process
+        # Most files are written, and the hold of the batches begins.
+        if self.always_stalls and not self._is_last and step.startswith("waits for batch"):
+            self._stall(process, 0.0 if "is_troubled" in process.memory else LONG)
+        if step.startswith("starts again"):
+            sometimes("a forgetter begins again, for the query has gone on")
+
+    def _check(self, stream: Stream, process: Process) -> None:
+        """The caller is told that nothing is left of the keys."""
+        world, held = self._world, stream.model
+        counting = [path for path in process.memory.get("records", ()) if path in held.exchanges]
+        if not counting:
+            raise Violation("Keys are reported as forgotten, and no manifest that counts names the exchange.")
+        files = world.disk.all_files(stream.state)
+        held.reported(counting[-1], world.scheduler.now, lambda path: world.disk.born[stream.state, path], files)
+        held.check_openable(files)
+        check_kept(world, stream)
+
+    def finish(self) -> None:
+        """In a healthy world, once the hold of one that has died is over, keys are forgotten at the first attempt."""
+        self._world.scheduler.sleep(forgetting.HOLD_SECONDS)
+        super().finish()
+
+    def died(self) -> None:
+        """A forgetter has died."""
+        sometimes("a forgetter dies")
+
+    def stalls(self, process: Process, seconds: float) -> None:
+        """A forgetter stands still."""
+        if seconds == LONG:
+            sometimes("a forgetter stands still for longer than its hold lasts")
+
+    def is_excused(self, error: BaseException, process: Process) -> bool:
+        """Return whether what goes wrong in this world explains an error."""
+        if super().is_excused(error, process):
+            return True
+        if self._is_last:
+            return False
+        if isinstance(error, OTHERS):
+            return True
+        if isinstance(error, VersionNotFoundError):
+            return True
+        return isinstance(error, MissingFileError) and self._is_troubled(process)
+
+    def _is_troubled(self, process: Process) -> bool:
+        return bool(process.memory.get("is_troubled")) or self._world.troubles.last_at >= process.memory["begun"] - LONG
+
+
+class Saver(Outsider):
+    """Takes a savepoint of a stream, restores it to a new checkpoint, and looks at what is there."""
+
+    name = "a saver"
+
+    def work(self, process: Process) -> None:
+        """Take a savepoint, and restore it."""
+        world = self._world
+        s, stream = world.scheduler, world.streams[0]
+        port = world.sessions[-1].cluster.port()
+        request = f"savepoint {s.random.getrandbits(32):08x}"
+        status = port.trigger_savepoint(request, stream.name, "sim://saved")
+        while status.path is None and status.failure is None:
+            s.sleep(0.2)
+            status = port.savepoint_status(request)
+            if not status.known:
+                raise SavepointFailedError("The coordinator does not know of the savepoint any more.")
+        if status.path is None:
+            raise SavepointFailedError(f"The savepoint failed: {status.failure}")
+        sometimes("a savepoint is taken")
+        location = f"sim://restored-{s.random.getrandbits(32):08x}"
+        try:
+            restored = restore_into_checkpoint(
+                status.path,
+                location,
+                num_partitions=s.random.choice((None, 1, 2)),
+                scratch=world.root / "restored",
+                clock=lambda: s.now,
+                new_query_id=lambda: f"restored-{s.random.getrandbits(32):08x}",
+                open_storage=world.disk.open,  # type: ignore[arg-type]
+            )
+            check_restored(world, stream, location, restored.version)
+            sometimes("a savepoint is restored")
+        finally:
+            for place in (status.path, location, f"{location}/statestore"):
+                world.disk.files.pop(place, None)
+
+    def died(self) -> None:
+        """A saver has died."""
+        sometimes("a saver dies")
+
+    def is_excused(self, error: BaseException, process: Process) -> bool:
+        """Return whether what goes wrong in this world explains an error."""
+        if super().is_excused(error, process):
+            return True
+        # A savepoint does not outlive its coordinator, nor the owner of a partition: the user asks again.
+        return not self._is_last and isinstance(error, (*OTHERS, SavepointFailedError))
+
+
+class StorageReader(Outsider):
+    """A batch of another query, which looks the stream up in storage, several times as if it was run again.
+
+    All attempts of a batch must be given one version, and the same values.
+    """
+
+    name = "a reader of storage"
+
+    def __init__(self, world: World) -> None:
+        super().__init__(world)
+        self._batch = 0
+        self._is_troubled = False
+        self._first: tuple[int, list[bytes | None]] | None = None
+
+    def work(self, process: Process) -> None:
+        """Look up in one attempt of a batch."""
+        world = self._world
+        s, stream = world.scheduler, world.streams[0]
+        if self._is_last or s.random.random() < 0.4:
+            self._batch, self._first, self._is_troubled = self._batch + 1, None, False
+        batch, operator = self._batch, stream.model.operators[0]
+        place = StatePlace(stream.checkpoint, stream.state)
+        record = recorded_in_storage(place, Batch("reading", batch))
+        if self._first is None:
+            sometimes("a version is recorded by a reader of storage")
+        elif record.version != self._first[0]:
+            raise Violation(f"Batch {batch} has looked up version {self._first[0]}, and then {record.version}.")
+        found = in_storage(place, operator, None, None, record)
+        given = found.values(pa.array(model.KEYS, pa.binary())).to_pylist()
+        if self._first is None:
+            self._first = record.version, given
+        elif any(
+            new != old and not (new is None and stream.model.is_forgotten(operator, key))
+            for key, old, new in zip(model.KEYS, self._first[1], given, strict=True)
+        ):
+            raise Violation(f"Version {record.version} was looked up as {self._first[1]}, and then as {given}.")
+        else:
+            sometimes("a version is looked up again in storage")
+
+    def go_on(self) -> None:
+        """Go on to the next batch: what the last ones have looked up is kept."""
+        self.once(is_troubled=False)
+
+    def stalls(self, process: Process, seconds: float) -> None:
+        """Between its look and its record, a batch may stand still for so long that the version is gone."""
+        self._is_troubled = True
+
+    def is_excused(self, error: BaseException, process: Process) -> bool:
+        """Return whether what goes wrong in this world explains an error."""
+        if super().is_excused(error, process):
+            return True
+        if isinstance(error, MissingFileError):
+            return "there is no state" in str(error)
+        if not isinstance(error, VersionNotFoundError | StateVersionError):
+            return False
+        world = self._world
+        path = LookupRecords.path("reading", self._batch)
+        record = world.disk.directory(world.streams[0].state, path)
+        if path in record and (self._is_troubled or world.has_gone_back or self._first is None):
+            # What the error says is to be done: the batch looks up anew.
+            if path in str(error):
+                sometimes("the record of a version that is gone is removed, as its error says")
+            del record[path]
+            self._first = None
+            return True
+        return path not in record  # there is no version yet, or none that Spark's commits name
+
+
+class Follower(Outsider):
+    """Serves the stream from its storage, in a cluster of its own, and follows it (``serve_state(follow=True)``)."""
+
+    name = "a follower"
+
+    def __init__(self, world: World) -> None:
+        super().__init__(world)
+        connections: Any = SimulatedConnections(world)
+        self._router = StateRouter(connections, clock=lambda: world.scheduler.now, sleep=world.scheduler.sleep)
+        self._seen: dict[str, int] = {}
+
+    def begin(self) -> None:
+        """Start a coordinator and hosts."""
+        self._cluster = Cluster(self._world, "followers")
+        self._session = Session(self._world, self._cluster, len("followers"))
+        super().begin()
+
+    def finish(self) -> None:
+        """Begin when all of the cluster goes on again."""
+        self._world.scheduler.sleep(2 * LONG)
+        super().finish()
+
+    def work(self, process: Process) -> None:
+        """Serve and follow for a while, and read what is served."""
+        world = self._world
+        s, stream, port = world.scheduler, world.streams[0], self._cluster.port()
+        place, open_storage = StatePlace(stream.checkpoint, stream.state), cast(OpenStorage, world.disk.open)
+
+        def look_up() -> QueryRegistration:
+            versions = StateVersions.look(place, open_storage=open_storage)
+            found = query_in_storage(
+                versions,
+                versions.resolve(None),
+                "served",
+                self._session.session_id,
+                is_followed=True,
+                open_storage=open_storage,
+            )
+            return replace(found, operators=tuple(replace(o, kind="aggregate") for o in found.operators))
+
+        def serve(registration: QueryRegistration) -> None:
+            refusal = port.serve_ended(registration).refusal
+            if refusal is not None:
+                raise RetiredRunError(refusal)
+
+        registration = look_up()
+        serve(registration)
+        followed = FollowedQuery(registration, port, look_up, serve, 1.0)
+        followed.start()
+        until, since, answers = s.now + (60.0 if self._is_last else 20.0), stream.committed.get(stream.newest_run, 0), 0
+        while s.now < until:
+            s.sleep(0.5)
+            run_id = followed.registration.run_id
+            try:
+                if run_id in port.renew_leases([run_id]):
+                    serve(followed.registration)
+                answers += self._read(stream, run_id, since if self._is_last and s.now > until - 10.0 else 0)
+            except (UnreachableError, *KNOWN_ERRORS) as error:
+                s.log("the follower did not answer:", type(error).__name__, str(error))
+            if not self._is_last and s.random.random() < 0.02:
+                self._trouble_cluster()
+        followed.close()
+        if self._is_last and not answers:
+            raise Violation("A follower of a healthy query has answered nothing for 60 s.")
+
+    def _read(self, stream: Stream, run_id: str, least: int) -> int:
+        s, operator = self._world.scheduler, stream.model.operators[0]
+        was_newest, now = stream.is_newest(run_id), s.now
+        location = self._cluster.port().locate(operator, run_id)
+        keys = pa.array(model.KEYS, pa.binary())
+        version, values = self._router.lookup(location, "default", keys, At(), now + ANSWER_SECONDS)
+        if version < self._seen.get(run_id, 0):
+            raise Violation(f"The follower has answered version {self._seen[run_id]} of {run_id}, and now {version}.")
+        if version < least and was_newest:
+            raise Violation(f"The follower answers version {version}, and {least} was completed 10 s ago.")
+        self._seen[run_id] = version
+        is_newest = was_newest and stream.is_newest(run_id)
+        # Keys may be shown that were forgotten until the follower has taken that up.
+        contents = values.to_pylist()
+        stream.model.check_answer(version, operator, list(model.KEYS), contents, is_newest, 0.0, by_follower=True)
+        sometimes("a follower answers")
+        if len(self._seen) > 1:
+            sometimes("a follower goes on to another run")
+        return 1
+
+    def _trouble_cluster(self) -> None:
+        s = self._world.scheduler
+        processes = [h.process for h in self._session.hosts if h.process is not None and h.process.is_alive]
+        processes += [self._cluster.coordinator] if self._cluster.coordinator is not None else []
+        if processes:
+            sometimes("a process of a follower dies or stands still")
+            process = s.random.choice(processes)
+            s.kill(process) if s.random.random() < 0.5 else s.pause(process, LONG)
+
+    def is_excused(self, error: BaseException, process: Process) -> bool:
+        """Return whether what goes wrong in this world explains an error."""
+        if super().is_excused(error, process):
+            return True
+        # There is no state yet, or retention, which knows of no follower, has removed a version meanwhile.
+        return not self._is_last and isinstance(
+            error, (*OTHERS, VersionNotFoundError, MissingFileError, UnknownHostError)
+        )
+
+
+ALL_OUTSIDERS: tuple[type[Outsider], ...] = (Forgetter, Saver, StorageReader, Follower)

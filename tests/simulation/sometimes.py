@@ -1,0 +1,73 @@
+"""What a search must have come to at least once: a rule is worth little where nothing ever puts it to the test.
+
+After the "sometimes" assertions of FoundationDB and Antithesis. Whoever sees that something has come about calls
+``sometimes`` with its name. A search prints how often each came about, and fails if one of them never did.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from tests.simulation import scheduler as scheduling
+
+MUST_BE_REACHED: Mapping[str, tuple[str, ...]] = {
+    "forgetting": (
+        "files are exchanged",
+        "files are exchanged after retention has removed others",
+        "nobody answers for an exchange, and its outcome is found in storage",
+        "an exchange is asked for again that was made already",
+        "a forgetter begins again, for the query has gone on",
+        "a forgetter stands still for longer than its hold lasts",
+        "a forgetter dies",
+        "keys of a stopped query are forgotten",
+        "a key that was forgotten is written again",
+        "a late write brings rows of forgotten keys back, which count for nothing",
+    ),
+    "moves": (
+        "a host that was to go is released",
+        "a host dies while partitions are to move to it",
+    ),
+    "recovery": (
+        "a host begins with the files of its predecessor",
+        "a coordinator meets a fence",
+        "Spark commits a batch that no manifest names",
+        "a version that was prepared is made again by another run",
+        "an engine finds its disk full",
+        "a file is there again after it was deleted",
+    ),
+    "savepoints": (
+        "a savepoint is taken",
+        "a savepoint is restored",
+        "a saver dies",
+    ),
+    "followers": (
+        "a follower answers",
+        "a follower goes on to another run",
+        "a process of a follower dies or stands still",
+    ),
+    "lookups": (
+        "a version is recorded by a reader of storage",
+        "a version is looked up again in storage",
+        "the record of a version that is gone is removed, as its error says",
+    ),
+}
+"""By the kind of run, what it must reach."""
+_NAMES = frozenset(name for names in MUST_BE_REACHED.values() for name in names)
+
+
+def sometimes(name: str) -> None:
+    """Take note that something has come about that a search must reach."""
+    if name not in _NAMES:
+        raise KeyError(f"{name!r} is not declared in MUST_BE_REACHED.")
+    scheduling.active.reached[name] += 1
+
+
+def told(reached: Mapping[str, int]) -> Iterator[str]:
+    """Give a line for each of them with its count."""
+    for kind, names in MUST_BE_REACHED.items():
+        yield from (f"{reached.get(name, 0):>8}  {kind}: {name}" for name in names)
+
+
+def never_reached(reached: Mapping[str, int]) -> list[str]:
+    """Return those that never came about."""
+    return sorted(name for name in _NAMES if not reached.get(name))

@@ -1,0 +1,128 @@
+"""Programs that end without ``stop_spark``: of an error of their own, or of a signal while they wait."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.patience import HANG
+from tests.scratch import SCRATCH
+from tests.spark_bridge.conftest import driver_environment
+
+pytestmark = pytest.mark.spark
+
+PROGRAM = """
+import threading
+import pandas as pd
+from spark_bridge import aggregate, functions as S, init_spark
+from spark_bridge.session.cluster import lost_executors, spark_master
+from spark_bridge.session.hosts import host_placement
+from spark_bridge.session.queries import driver_heartbeats, listener
+
+lost_executors.EXECUTOR_LOOK_SECONDS = host_placement.PLACEMENT_LOOK_SECONDS = 0.02
+spark_master.MASTER_LOOK_SECONDS = 0.02
+looks = threading.Semaphore(0)
+look = host_placement.HostPlacement.look
+
+def counted(placement):
+    try:
+        look(placement)
+    finally:
+        looks.release()
+
+host_placement.HostPlacement.look = counted
+settings = {"spark.log.level": "OFF", "spark.ui.enabled": "false", "spark.sql.shuffle.partitions": "1"}
+spark = init_spark("ends", num_executors=1, executor_cores=1, executor_memory="512m", configs=settings)
+pd.DataFrame({"k": [1, 2]}).to_parquet("clicks.parquet")
+clicks = spark.readStream.schema("k long").option("pathGlobFilter", "*.parquet").parquet(".")
+counts = aggregate(clicks, by="k", operator="counts", n=S.count())
+query = counts.writeStream.format("noop").option("checkpointLocation", "ck").start()
+query.processAllAvailable()
+STOPS
+raise RuntimeError("the program's own error")
+"""
+STOPS = {
+    "dies": "",
+    "stops Spark first": "spark.stop()\nfor _ in range(20):\n    assert looks.acquire(timeout=60)",
+}
+
+
+@pytest.fixture
+def directory() -> Iterator[Path]:
+    made = Path(tempfile.mkdtemp(prefix="rs-", dir=SCRATCH))  # short, for Ray's sockets
+    yield made
+    shutil.rmtree(made, ignore_errors=True)
+
+
+@pytest.mark.spark42
+@pytest.mark.parametrize("how", STOPS)
+def test_a_program_that_dies_shows_its_own_error_alone(how: str, directory: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM.replace("STOPS", STOPS[how])],
+        cwd=directory,
+        env={**driver_environment(directory), "RAY_TMPDIR": str(directory), "PYTHONPATH": str(Path.cwd())},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=HANG,
+    )
+    assert done.returncode == 1, done.stderr
+    assert done.stderr.count("Traceback (most recent call last)") == 1, done.stderr
+    assert "RuntimeError: the program's own error" in done.stderr
+    for ours in ("looked after", "not reported", "not renewed", "not taken", "not published", "gone for good"):
+        assert ours not in done.stderr, done.stderr
+
+
+HOLDS_THE_CPU = """
+import ray
+address = ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False).address_info["gcs_address"]
+
+@ray.remote(num_cpus=1)
+class Trainer:
+    def ping(self):
+        return 1
+
+trainer = Trainer.options(name="model").remote()
+ray.get(trainer.ping.remote())
+print(address, flush=True)
+input()
+"""
+WAITS = """
+from spark_bridge import init_spark
+from spark_bridge.session.cluster import executors
+
+executors.SILENT_SECONDS, executors.EXECUTOR_SECONDS = 0.0, 3600.0
+init_spark("waits", num_executors=1, executor_cores=1, executor_memory="512m", configs={"spark.ui.enabled": "false"})
+"""
+
+
+@pytest.mark.spark42
+def test_a_session_that_waits_for_cpus_says_who_holds_them_and_ends_at_the_first_signal(directory: Path) -> None:
+    environment = {**driver_environment(directory), "RAY_TMPDIR": str(directory), "PYTHONPATH": str(Path.cwd())}
+    environment["RAY_AUTH_MODE"] = "disabled"  # one process makes the token of a cluster, and the other has none
+    options: dict[str, Any] = {"cwd": directory, "stdin": subprocess.PIPE, "text": True}
+    holder = [sys.executable, "-c", HOLDS_THE_CPU]
+    with subprocess.Popen(holder, env=environment, stdout=subprocess.PIPE, **options) as held:
+        assert held.stdout is not None
+        there = {**environment, "RAY_ADDRESS": next(line.strip() for line in held.stdout if ":" in line)}
+        with subprocess.Popen([sys.executable, "-c", WAITS], env=there, stderr=subprocess.PIPE, **options) as waiting:
+            assert waiting.stderr is not None
+            lines = []
+            for line in waiting.stderr:
+                lines.append(line)
+                if "executors" in line:
+                    break
+            held_by = "has 1 CPUs, of which 0 are free. Held are 1 by actor Trainer 'model' of job "
+            assert "Of 1 executors, 0 are there." in lines[-1] and held_by in lines[-1], "".join(lines)
+            waiting.send_signal(signal.SIGTERM)
+            waiting.communicate(timeout=HANG)
+            assert waiting.returncode != 0
+        held.communicate("\n", timeout=HANG)
