@@ -27,7 +27,7 @@ from backends.storage.checkpoint_storage import CheckpointStorage
 from coordinator_actor.messages import BatchTimes, OperatorFigures, OperatorSpec, QueryRegistration
 from coordinator_actor.savepoints.partition_builder import STORE, build_partition
 from spark_bridge.exceptions import PartitionMismatchError, other_key_groups
-from spark_bridge.operators.map_in_arrow import Routing, map_in_arrow
+from spark_bridge.operators.map_in_arrow import KeyRouting, map_in_arrow
 from spark_bridge.task.staged_changes import StagedChanges
 from spark_bridge.task.state_task import Logic, end_rows, partitions_of
 from spark_bridge.task.step_timer import StepTimer
@@ -46,7 +46,7 @@ class InitialState:
     """The rows of a batch DataFrame, how they are routed (as the operator's own), and the logic that makes state."""
 
     rows: DataFrame
-    routing: Routing
+    routing: KeyRouting
     logic: Logic
 
 

@@ -23,7 +23,7 @@ RunOnBatches: TypeAlias = Callable[[Iterator[pa.RecordBatch]], Iterator[pa.Recor
 
 
 @dataclass(frozen=True)
-class Routing:
+class KeyRouting:
     """Sends each row to the partition that owns the key group of the row's key; ``keys`` are in stored order.
 
     The rows carry neither key group nor partition: a task computes both from the keys, once for each key.
@@ -35,7 +35,7 @@ class Routing:
 
 
 def map_in_arrow(
-    df: DataFrame, run: RunOnBatches, name: str, schema: T.StructType | str, routing: Routing | None = None
+    df: DataFrame, run: RunOnBatches, name: str, schema: T.StructType | str, routing: KeyRouting | None = None
 ) -> DataFrame:
     """Return the rows that ``run`` makes of each partition; Spark's plan shows the function as ``name``.
 

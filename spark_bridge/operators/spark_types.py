@@ -61,7 +61,7 @@ def other_case(wanted: Sequence[str], names: Sequence[str]) -> str:
     )
 
 
-def quoted(name: str) -> str:
+def column_literal(name: str) -> str:
     """Return a column name as code gives it to Spark's ``col`` and ``withWatermark``: in quotes, as Spark resolves it.
 
     Spark takes a dot outside backticks for a field of a struct.

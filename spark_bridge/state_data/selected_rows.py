@@ -17,7 +17,7 @@ from spark_bridge.queryable.client.arguments.conditions import WhereCondition, c
 from spark_bridge.queryable.client.arguments.key_ranges import first_key_after
 from spark_bridge.queryable.protocol.messages import Comparison
 from spark_bridge.queryable.reads.rows.partition_scans import KeyBounds, pairs_of
-from spark_bridge.queryable.reads.rows.row_selection import RowSelection, fitting, scalar_of
+from spark_bridge.queryable.reads.rows.row_selection import RowSelection, normalized_condition, scalar_of
 from spark_bridge.queryable.reads.versions.answer_version import PartitionView
 from spark_bridge.state_data.state_sources import StateSource
 from spark_bridge.state_format.partition_rows import partition_rows
@@ -81,7 +81,7 @@ def selected(
     conditions = comparisons(where, types)
     wanted = output.names if columns is None else list(columns)
     selection = RowSelection.of(source.rows, wanted, conditions)
-    conditions = [fitting(c, types[c.column]) for c in conditions]
+    conditions = [normalized_condition(c, types[c.column]) for c in conditions]
     groups = _groups(source, conditions)
     bounds = key_bounds(source.rows, conditions)
     if bounds is None:  # no key is in an empty range

@@ -18,7 +18,7 @@ from spark_bridge.exceptions import InvalidOperatorError
 from spark_bridge.operators.conf import frame_limits, key_group_count, partition_count
 from spark_bridge.operators.declared_operators import declare
 from spark_bridge.operators.initial_state import InitialState
-from spark_bridge.operators.map_in_arrow import Routing, map_in_arrow
+from spark_bridge.operators.map_in_arrow import KeyRouting, map_in_arrow
 from spark_bridge.operators.spark_types import arrow_type
 from spark_bridge.operators.ticks import with_ticks
 from spark_bridge.stateful.arrow_processor import ArrowStatefulProcessor
@@ -177,7 +177,7 @@ def _transformed(
     partitions = partition_count(df, num_partitions, key_groups)
     schema = _declared(declaring, given)
     spec = OperatorSpec(given.operator, partitions, schema.to_json(), kind=KIND, uses_time=True)
-    routing = Routing(tuple(keys), partitions, key_groups)
+    routing = KeyRouting(tuple(keys), partitions, key_groups)
     state = None
     if initial is not None and given.initial_rows is not None:
         state = InitialState(given.initial_rows, routing, initial)

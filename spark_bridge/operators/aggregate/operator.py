@@ -25,7 +25,7 @@ from spark_bridge.operators.aggregate.session_task import SessionLogic
 from spark_bridge.operators.conf import key_group_count, partition_count
 from spark_bridge.operators.declared_operators import check_operator_name, declare
 from spark_bridge.operators.key_columns import check_keys
-from spark_bridge.operators.map_in_arrow import Routing, columns_by_name, map_in_arrow
+from spark_bridge.operators.map_in_arrow import KeyRouting, columns_by_name, map_in_arrow
 from spark_bridge.operators.spark_types import arrow_type, spark_struct
 from spark_bridge.operators.ticks import with_ticks
 from spark_bridge.operators.watermark_columns import (
@@ -116,7 +116,7 @@ def aggregate(
     output = T.StructType(
         [*(rows.schema[k] for k in keys.emitted), *spark_struct(pa.schema(aggregator.result_fields)).fields]
     )
-    routing = Routing(stored, partitions, key_groups)
+    routing = KeyRouting(stored, partitions, key_groups)
     return map_in_arrow(prepared, task.run, declare(spec, aggregator=aggregator), output, routing)
 
 

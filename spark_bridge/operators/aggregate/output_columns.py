@@ -14,7 +14,7 @@ from spark_bridge.aggregates.outputs import Output, UserAggregate
 from spark_bridge.aggregates.user_aggregate import GROUP_ID
 from spark_bridge.exceptions import InvalidOperatorError
 from spark_bridge.functions import AggregateFunction, UserFunctions
-from spark_bridge.operators.spark_types import NUMERIC, arrow_type, column_type, is_ordered, quoted
+from spark_bridge.operators.spark_types import NUMERIC, arrow_type, column_literal, column_type, is_ordered
 
 OF_NUMBERS = ("sum", "mean", "stddev_samp", "stddev_pop", "var_samp", "var_pop")
 WITH_ORDER = ("first", "last")
@@ -63,7 +63,7 @@ def _check_input(function: AggregateFunction, kind: T.DataType, where: str) -> N
         if function.name in OF_NUMBERS and isinstance(kind, T.StringType):
             # Spark casts, and counts text that is no number as null, or fails at it in ANSI mode: that is for the user
             # to choose.
-            cast = f'.withColumn({column!r}, F.col({quoted(column)}).cast("double"))'
+            cast = f'.withColumn({column!r}, F.col({column_literal(column)}).cast("double"))'
             remedy = f" Say what is meant: {cast} is what Spark does."
         raise InvalidOperatorError(
             f"{where}column {column!r} has type {kind.simpleString()}, which {function.name} does not take.{remedy}"

@@ -14,7 +14,7 @@ from spark_bridge.operators.conf import key_group_count, partition_count
 from spark_bridge.operators.declared_operators import check_operator_name, declare
 from spark_bridge.operators.deduplicate.deduplicate_task import DeduplicateLogic
 from spark_bridge.operators.key_columns import check_keys
-from spark_bridge.operators.map_in_arrow import Routing, map_in_arrow
+from spark_bridge.operators.map_in_arrow import KeyRouting, map_in_arrow
 from spark_bridge.operators.spark_types import arrow_type, is_ordered
 from spark_bridge.operators.watermark_columns import event_time_of, watermark_lag_ms
 from spark_bridge.operators.windows import microseconds
@@ -85,4 +85,4 @@ def deduplicate(
     logic = DeduplicateLogic(schema, tuple(df.columns), compared, event_time, key_time, within_us)
     lag_ms = watermark_lag_ms(df.schema, event_time)
     task = StateTask(operator, partitions, key_groups, tuple(stored), logic, uses_time, lag_ms)
-    return map_in_arrow(df, task.run, declare(spec), df.schema, Routing(stored, partitions, key_groups))
+    return map_in_arrow(df, task.run, declare(spec), df.schema, KeyRouting(stored, partitions, key_groups))

@@ -31,8 +31,8 @@ from spark_bridge.operators.join.sides import (
     slot_name,
 )
 from spark_bridge.operators.key_columns import check_keys
-from spark_bridge.operators.map_in_arrow import Routing, columns_by_name, map_in_arrow
-from spark_bridge.operators.spark_types import arrow_type, column_type, quoted
+from spark_bridge.operators.map_in_arrow import KeyRouting, columns_by_name, map_in_arrow
+from spark_bridge.operators.spark_types import arrow_type, column_literal, column_type
 from spark_bridge.operators.ticks import with_ticks
 from spark_bridge.operators.watermark_columns import event_time_of, watermark_columns, watermark_lag_ms
 from spark_bridge.operators.windows import microseconds
@@ -78,7 +78,7 @@ def joined_stream(
         both = with_ticks(both)
     n, groups, lag_ms = placing.partitions, placing.key_groups, lag_of(left, right, logic.bounds)
     task = StateTask(placing.operator, n, groups, tuple(keys), logic, uses_time, lag_ms)
-    return map_in_arrow(both, task.run, declare(spec), given, Routing(keys, n, groups))
+    return map_in_arrow(both, task.run, declare(spec), given, KeyRouting(keys, n, groups))
 
 
 # -- what is refused ---------------------------------------------------------------------------
@@ -219,7 +219,7 @@ def _event_time(df: DataFrame, side: str, given: str | None) -> EventTime | None
     if given not in watermark_columns(df.schema):
         raise InvalidOperatorError(
             f"{side}_time={given!r} has no watermark, so that no row would ever leave the state: put "
-            f'{side}.withWatermark({quoted(given)}, "10 minutes") on it.'
+            f'{side}.withWatermark({column_literal(given)}, "10 minutes") on it.'
         )
     return event_time_of(df.schema, [given])
 

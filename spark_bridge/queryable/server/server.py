@@ -39,7 +39,7 @@ closed.
 SHUTDOWN_SECONDS = 10.0
 ACCEPT_SECONDS = 1.0
 ACCEPT_AGAIN_SECONDS = 0.1
-REMEDY = "Look at the limits of that process (ulimit -a) and at its log."
+LIMITS_REMEDY = "Look at the limits of that process (ulimit -a) and at its log."
 """The accepting thread waits this many seconds at a time: so it sees the end also where closing the listener does not
 wake it.
 """
@@ -183,7 +183,7 @@ class KvStateServer:
                 if not running.stopping.wait(ACCEPT_AGAIN_SECONDS):
                     log.warning("A connection to %s could not be accepted: %s", self.server_address, error)
                     what = f"accept connections of query clients at {self.server_address}"
-                    failing_loops.failed(self, what, REMEDY, error)
+                    failing_loops.failed(self, what, LIMITS_REMEDY, error)
             else:
                 failing_loops.recovered(self)
         failing_loops.recovered(self)

@@ -17,7 +17,7 @@ DRIVER_ID = "driver"
 EXECUTOR_SECONDS = 60.0
 """A session waits at its start at most this many seconds for the executors that it has asked for."""
 EXECUTOR_POLL_SECONDS = 0.2
-SILENT_SECONDS = 10.0
+WAIT_NOTICE_SECONDS = 10.0
 """After this many seconds a session says what it waits for, and who holds the CPUs."""
 
 
@@ -54,7 +54,7 @@ def await_executors(spark: SparkSession, count: int) -> None:
         there = sum(active.apply(i).id() != DRIVER_ID for i in range(active.size()))
         if there >= count:
             return
-        if not is_told and time.monotonic() - began > SILENT_SECONDS:
+        if not is_told and time.monotonic() - began > WAIT_NOTICE_SECONDS:
             log.warning("Of %d executors, %d are there. %s", count, there, cpus_in_words())
             is_told = True
         if time.monotonic() > deadline:

@@ -15,7 +15,7 @@ from coordinator_actor.messages import InputPace, QueryRegistration
 from spark_bridge.session.shutdown import Shutdown
 
 DRIVER_HEARTBEAT_SECONDS = 1.0
-REMEDY = "See whether the coordinator runs and can be reached from the driver ('statestore status')."
+HEARTBEAT_REMEDY = "See whether the coordinator runs and can be reached from the driver ('statestore status')."
 
 
 class DriverHeartbeats:
@@ -46,7 +46,7 @@ class DriverHeartbeats:
             interval,
             name="statestore-driver",
             what="renew the leases of the driver's runs: the coordinator gives them up after driver_timeout",
-            remedy=REMEDY,
+            remedy=HEARTBEAT_REMEDY,
             most_seconds=2 * interval,
             is_ending=lambda: shutdown.is_ending,
         ).start()
@@ -68,7 +68,7 @@ class DriverHeartbeats:
             name=f"statestore-driver-{run_id[:8]}",
             what=f"send the heartbeat of query {registration.name or registration.query_id}: a version that Spark has "
             "committed without a message stays unknown",
-            remedy=REMEDY,
+            remedy=HEARTBEAT_REMEDY,
             most_seconds=2 * self._interval,
             is_ending=lambda: self._shutdown.is_ending,
         )

@@ -17,7 +17,7 @@ from spark_bridge.ui.requests import PageCall
 MOST_FAULTS = 20
 QUERIES_AT_ONCE = 100
 BUDGET = "host_memory"
-LOOKUPS = ("lookup", "get")
+LOOKUP_VERBS = ("lookup", "get")
 
 
 def overview(call: PageCall) -> Response:
@@ -79,7 +79,7 @@ def _lookup_latency(hosts: Sequence[HostOverview]) -> _Latency | None:
         for host in hosts
         for verbs in host.requests.values()
         for verb, figures in verbs.items()
-        if verb in LOOKUPS and figures.get("requests") and figures.get("p99_ms") is not None
+        if verb in LOOKUP_VERBS and figures.get("requests") and figures.get("p99_ms") is not None
     ]
     return _Latency(max(known)[1], max(known)[0]) if known else None
 

@@ -99,7 +99,7 @@ WAITS = """
 from spark_bridge import init_spark
 from spark_bridge.session.cluster import executors
 
-executors.SILENT_SECONDS, executors.EXECUTOR_SECONDS = 0.0, 3600.0
+executors.WAIT_NOTICE_SECONDS, executors.EXECUTOR_SECONDS = 0.0, 3600.0
 init_spark("waits", num_executors=1, executor_cores=1, executor_memory="512m", configs={"spark.ui.enabled": "false"})
 """
 

@@ -104,7 +104,7 @@ def _place(output: pa.Schema, name: str) -> int:
 def _predicate(output: pa.Schema, comparison: Comparison) -> RowPredicate:
     place = _place(output, comparison.column)
     kind = output.field(place).type
-    comparison = fitting(comparison, kind)
+    comparison = normalized_condition(comparison, kind)
     if comparison.comparison in ("is null", "is not null"):
         if comparison.values:
             raise RequestError(
@@ -139,7 +139,7 @@ def _float_predicate(place: int, operator: str, value: float) -> RowPredicate:
     return lambda batch: compare(batch.column(place), value)
 
 
-def fitting(comparison: Comparison, kind: pa.DataType) -> Comparison:
+def normalized_condition(comparison: Comparison, kind: pa.DataType) -> Comparison:
     """Return a condition that the same rows meet, whose values a column of the type can have.
 
     As in Spark, 42.5 and 2**70 are greater or less than each long, and equal to none. Other types' conditions are as
