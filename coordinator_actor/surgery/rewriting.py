@@ -151,22 +151,24 @@ class Rewriting:
     def _affected(self, versions: StateVersions) -> dict[Segment, frozenset[int]]:
         """Return the partitions of each layout that are rewritten, the earliest layout first.
 
-        The heads of an earlier layout name a partition that was made of it, whatever keys the partition has. What an
-        earlier call has rewritten stays on the list, though that layout may have left the chain: the changelogs since
-        must name the new heads as their bases.
+        The heads of an earlier layout name a partition that was made of it, whatever keys the partition has. A layout
+        may be on the chain twice, and has the same partitions both times. No later call adds or omits any, though the
+        layouts below may have left the chain: what was written since names the new heads as its bases.
         """
-        affected: dict[Segment, frozenset[int]] = {}
-        below: tuple[int, frozenset[int]] | None = None
-        for segment in reversed(chains.segments(versions.chain, self._operator)):
-            n = segment.layout.num_partitions
-            own = self._partitions(n)
-            if below is not None:
-                own |= {p for p in range(n) if self._has_source(versions.key_groups, n, p, *below)}
-            own |= self._rewritten.get(segment.layout, frozenset())
-            self._rewritten[segment.layout] = own
-            affected[segment] = own
-            below = n, own
-        return affected
+        segments = list(reversed(chains.segments(versions.chain, self._operator)))
+        while True:
+            before = dict(self._rewritten)
+            affected: dict[Segment, frozenset[int]] = {}
+            below: tuple[int, frozenset[int]] | None = None
+            for segment in segments:
+                n = segment.layout.num_partitions
+                own = self._partitions(n) | self._rewritten.get(segment.layout, frozenset())
+                if below is not None:
+                    own |= {p for p in range(n) if self._has_source(versions.key_groups, n, p, *below)}
+                self._rewritten[segment.layout] = affected[segment] = own
+                below = n, own
+            if self._rewritten == before:
+                return affected
 
     @staticmethod
     def _has_source(num_groups: int, n: int, partition: int, below: int, affected: frozenset[int]) -> bool:
