@@ -35,7 +35,8 @@ class EpochFile(Struct, frozen=True):
     """``epochs/<epoch>.json``: a coordinator has claimed an epoch for a run.
 
     ``layouts`` and ``schema_ids`` (by operator) are those with which the run keeps its operators. ``earlier_runs`` are
-    the last ``REMEMBERED_RUNS`` runs before it; None in claims of releases that did not write them.
+    the last ``REMEMBERED_RUNS`` runs before it; None in claims of releases that did not write them. ``ends_run``: a
+    process that is no coordinator has taken the state over under the name of its last run, which may claim it no more.
     """
 
     epoch: int
@@ -44,6 +45,11 @@ class EpochFile(Struct, frozen=True):
     layouts: tuple[Layout, ...] = ()
     schema_ids: dict[str, str] = field(default_factory=dict)
     earlier_runs: tuple[str, ...] | None = None
+    ends_run: bool = False
+
+    def ends(self, run_id: str) -> bool:
+        """Return whether this claim keeps a run from going on."""
+        return self.ends_run and self.run_id == run_id
 
 
 def epoch_path(epoch: int) -> str:
@@ -76,12 +82,18 @@ class Epochs:
         self._coordinator_id = coordinator_id
 
     def claim(
-        self, run_id: str, layouts: Iterable[Layout] = (), schema_ids: Mapping[str, str] | None = None
+        self,
+        run_id: str,
+        layouts: Iterable[Layout] = (),
+        schema_ids: Mapping[str, str] | None = None,
+        *,
+        ends_run: bool = False,
     ) -> list[str]:
         """Claim the next epoch for a run, and close all lower ones: none of them gets another manifest.
 
         Return the paths of all manifests, as far as their epochs did not go on meanwhile. Raises ``FencedError`` if a
-        higher epoch is claimed: this process may have stood still while others claimed, and removed old claims.
+        higher epoch is claimed: this process may have stood still while others claimed, and removed old claims. Another
+        reason is that the newest claim ends the run.
         """
         taken: set[int] = set()  # epochs that a stale listing may leave out
         while True:
@@ -90,9 +102,13 @@ class Epochs:
             earlier = sorted({*numbers, *taken})
             if taken:
                 before = self._read(earlier[-1])
+            if before is not None and before.ends(run_id) and not ends_run:
+                raise self.fenced(epoch_path(before.epoch))
             epoch = max(earlier, default=0) + 1
             runs = self._runs_until(before, run_id)
-            claim = EpochFile(epoch, self._coordinator_id, run_id, tuple(layouts), dict(schema_ids or {}), runs)
+            claim = EpochFile(
+                epoch, self._coordinator_id, run_id, tuple(layouts), dict(schema_ids or {}), runs, ends_run
+            )
             try:
                 self._files.create(epoch_path(epoch), claim)
             except FileExistsInStorageError:

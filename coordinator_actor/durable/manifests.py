@@ -80,9 +80,16 @@ class ManifestLog:
         """Return the epoch that this coordinator has claimed, 0 before the first claim."""
         return self.epochs.current
 
-    def claim(self, run_id: str, layouts: Iterable[Layout] = (), schema_ids: Mapping[str, str] | None = None) -> None:
+    def claim(
+        self,
+        run_id: str,
+        layouts: Iterable[Layout] = (),
+        schema_ids: Mapping[str, str] | None = None,
+        *,
+        ends_run: bool = False,
+    ) -> None:
         """Claim the next epoch, then read all manifests: in this order nothing acknowledged can be missed."""
-        there = self.epochs.claim(run_id, layouts, schema_ids)
+        there = self.epochs.claim(run_id, layouts, schema_ids, ends_run=ends_run)
         self._sequence = 0
         # If the newest is gone by now, another coordinator has claimed the state since: this one writes nothing more.
         self._read(there)

@@ -83,6 +83,12 @@ class Queries:
         was_known = look.newest is not None and look.newest.run_id == registration.run_id
         if manifests.epochs.is_superseded(look.newest, registration.run_id):
             return RegisteredQuery(f"Run {registration.run_id} has been replaced by a newer one.", 0, 0)
+        if look.newest is not None and look.newest.ends(registration.run_id):
+            ended = (
+                f"{look.newest.coordinator_id} has rewritten files in the state of run {registration.run_id} while no "
+                "coordinator knew of the run. Start the query again."
+            )
+            return RegisteredQuery(ended, 0, 0)
         if look.query is None and (look.newest is not None or manifests.manifests):
             # It is written before the first epoch, and says of how many key groups the keys are.
             raise MissingFileError(

@@ -82,10 +82,10 @@ class ForgetRequest:
 def forget_in_storage(place: StatePlace, request: ForgetRequest) -> ForgottenReport:
     """Forget keys in the state of a query that does not run.
 
-    If the query runs all the same, in another cluster, this call fences it off: its next commit raises ``FencedError``.
-    Spark may still commit the batch of a prepared version, so that version stays and is rewritten as well.
-    Raises ``VersionNotFoundError`` if the newest version can only be recovered by starting the query, and what reading
-    and writing raise.
+    If the query runs all the same, in another cluster, this call fences it off: its next commit raises ``FencedError``,
+    and the query must be started again. Spark may still commit the batch of a prepared version, so that version stays
+    and is rewritten as well. Raises ``VersionNotFoundError`` if the newest version can only be recovered by starting
+    the query, and what reading and writing raise.
     """
     work = _Work(place, request)
     work.look()
@@ -94,8 +94,9 @@ def forget_in_storage(place: StatePlace, request: ForgetRequest) -> ForgottenRep
     if newest is None:
         manifests.claim(f"{FORGET_KEYS}-{uuid.uuid4().hex}")
     else:
-        # Under the name of the last run, so that clients keep reading its state.
-        manifests.claim(newest.run_id, newest.layouts, newest.schema_ids)
+        # Under the name of the last run, so that clients keep reading its state. If it runs all the same, it may not
+        # go on at a coordinator that was restarted: changelogs of its batch are about to go.
+        manifests.claim(newest.run_id, newest.layouts, newest.schema_ids, ends_run=True)
     # From here on no coordinator can prepare another version.
     versions = work.look()
     path, listed = work.write(versions, manifests)

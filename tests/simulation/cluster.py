@@ -47,7 +47,7 @@ class Cluster:
         process = self.coordinator = s.process(f"coordinator of {self.name} at {s.now:.1f}")
         process.clock_offset = self.world.clock_offset
         clock = self.world.clock_of(process)
-        conf = CoordinatorConf(host_timeout=10.0, driver_timeout=30.0)
+        conf = CoordinatorConf(host_timeout=10.0, driver_timeout=self.world.constants.driver_timeout)
         queries = QueryThreads()
         # Nothing is called before the constructor has ended.
         coordinator = process.memory["coordinator"] = Coordinator(
@@ -182,9 +182,10 @@ class HostSlot:
         conf = StateStoreConf(
             provider=engine.FirstProvider.backend,
             compression="none",
-            deltas_per_snapshot=3,
+            deltas_per_snapshot=world.constants.deltas_per_snapshot,
             load_threads=2,
             upload_threads=2,
+            commit_linger=world.constants.commit_linger,
         )
         made = Host(
             info,

@@ -146,9 +146,9 @@ def _verify_one(
     state.destroy()
 
 
-def check_restored(world: World, stream: Stream, location: str, version: int) -> None:
-    """A checkpoint that was made of a savepoint of a version has that version's content."""
-    state = f"{location}/statestore"
+def check_restored(world: World, stream: Stream, location: str, version: int, state: str | None = None) -> None:
+    """A checkpoint that was made of another's version has that version's content; ``state``: where it is elsewhere."""
+    state = state or f"{location}/statestore"
     place, open_storage = StatePlace(location, state), world.disk.copy(location, state).open
     versions = StateVersions.look(place, open_storage=open_storage)  # type: ignore[arg-type]
     plans = [plan for plan in stream.model.committed if plan.batch == version - 1]

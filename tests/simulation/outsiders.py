@@ -13,7 +13,11 @@ from msgspec.structs import replace
 from backends.exceptions import LocalDiskFullError, MissingFileError, StorageError, VersionNotFoundError
 from backends.storage.checkpoint_storage import OpenStorage
 from coordinator_actor.durable.lookup_records import LookupRecords
+from coordinator_actor.durable.manifests import ManifestLog
+from coordinator_actor.durable.moved_checkpoints import fork_checkpoint
+from coordinator_actor.durable.spark_commits import METADATA, SparkCommits
 from coordinator_actor.exceptions import (
+    CheckpointPlaceError,
     FencedError,
     HostUnavailableError,
     InvalidRequestError,
@@ -298,6 +302,76 @@ class Saver(Outsider):
             return True
         # A savepoint does not outlive its coordinator, nor the owner of a partition: the user asks again.
         return not self._is_last and isinstance(error, (*OTHERS, SavepointFailedError))
+
+
+class Forker(Outsider):
+    """Copies the checkpoint of a stream while its query stands, and gives the copy a state of its own.
+
+    The state lies in the checkpoint here, and is forked as if it lay elsewhere. An attempt goes on where one has died.
+    """
+
+    name = "a forker"
+
+    def __init__(self, world: World) -> None:
+        super().__init__(world)
+        self._copy: str | None = None
+        self._version, self._is_named = 0, False
+        self._copied_at: set[str] = set()
+
+    def work(self, process: Process) -> None:
+        """Copy Spark's files as a user does, and fork."""
+        world = self._world
+        s, stream, base = world.scheduler, world.streams[0], "sim://forked"
+
+        def open_storage(location: str, options: Any = None) -> Any:
+            return world.disk.open(stream.state if location == f"{base}/{stream.name}" else location, options)
+
+        if self._copy is None:
+            self._copied_at = self._state_files()
+            self._copy = f"sim://copy-{s.random.getrandbits(32):08x}"
+            for top, files in world.disk.copy(stream.checkpoint).files.get(stream.checkpoint, {}).items():
+                if top in (METADATA, "offsets", "commits"):
+                    world.disk.files.setdefault(self._copy, {})[top] = dict(files)
+            open_copy = world.disk.copy(self._copy, stream.state).open
+            self._version = SparkCommits(open_copy(self._copy)).next_batch()  # type: ignore[arg-type]
+            log = ManifestLog(open_copy(stream.state), "reader")  # type: ignore[arg-type]
+            log.refresh()
+            # A version without a manifest is recovered when the query of the fork starts.
+            self._is_named = self._version in log.chain()
+        else:
+            sometimes("a fork goes on where one has died")
+        copy = self._copy
+        try:
+            forked = fork_checkpoint(copy, base, open_storage=open_storage)
+        except (CheckpointPlaceError, MissingFileError):
+            self._copy = None  # the error says that the checkpoint is to be copied again
+            raise
+        if self._is_named:
+            check_restored(world, stream, copy, self._version, forked.state_location)
+            sometimes("a checkpoint is forked")
+        self._copy = None
+        for place in (copy, forked.state_location):
+            world.disk.files.pop(place, None)
+
+    def finish(self) -> None:
+        """In a healthy world a query that makes few batches is forked."""
+        self._copy, pace, self._world.pace = None, self._world.pace, 60.0
+        super().finish()
+        self._world.pace = pace
+
+    def is_excused(self, error: BaseException, process: Process) -> bool:
+        """Return whether what goes wrong in this world explains an error."""
+        if super().is_excused(error, process):
+            return True
+        if isinstance(error, MissingFileError):
+            return "there is no state" in str(error)
+        if not isinstance(error, CheckpointPlaceError):
+            return False
+        # Its first batch is not committed, or the query has gone on since the copy was made.
+        return self._version == 0 or self._copied_at != self._state_files()
+
+    def _state_files(self) -> set[str]:
+        return set(self._world.disk.all_files(self._world.streams[0].state))
 
 
 class StorageReader(Outsider):

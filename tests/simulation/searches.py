@@ -8,8 +8,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from tests.simulation.outsiders import ALL_OUTSIDERS, Forgetter
-from tests.simulation.world import Result, World, is_calm, run
+from tests.simulation.outsiders import ALL_OUTSIDERS, Forgetter, Forker
+from tests.simulation.world import Constants, Result, World, is_calm, run
 
 STEPS = 4000
 """So many of each seed: a whole run that finds nothing costs most."""
@@ -72,6 +72,20 @@ def with_all_outsiders(world: World) -> None:
     world.streams[0].most_seconds = None
 
 
+def in_which_checkpoints_are_forked(world: World) -> None:
+    """Have checkpoints forked all the time, between batches that take long."""
+    world.is_calm, world.outsiders, world.pace = False, [Forker(world)], 20.0
+    world.streams[0].most_seconds = None
+
+
+def with_drawn_constants(world: World) -> None:
+    """Have holds, leases, waits and groups of other lengths and sizes than the product has, and few versions kept."""
+    draw = random.Random(world.seed)
+    world.constants = Constants.drawn(draw)
+    world.streams[0].keep = draw.randint(1, 3)
+    with_all_outsiders(world)
+
+
 WORLDS: dict[str, Prepare] = {
     prepare.__name__.replace("_", "-"): prepare
     for prepare in (
@@ -83,6 +97,8 @@ WORLDS: dict[str, Prepare] = {
         in_which_keys_are_forgotten,
         in_which_forgetters_stall,
         with_all_outsiders,
+        in_which_checkpoints_are_forked,
+        with_drawn_constants,
     )
 }
 """By name, what may be done to a world before anything happens in it."""

@@ -40,6 +40,10 @@ MUST_BE_REACHED: Mapping[str, tuple[str, ...]] = {
         "a savepoint is restored",
         "a saver dies",
     ),
+    "forks": (
+        "a checkpoint is forked",
+        "a fork goes on where one has died",
+    ),
     "followers": (
         "a follower answers",
         "a follower goes on to another run",

@@ -165,6 +165,10 @@ class SimulatedStorage:
             raise FileExistsInStorageError(f"{self.full_location(path)} exists already and is never overwritten.")
         return FileRef(path, len(data), digest(data))
 
+    def replace(self, path: str, data: bytes) -> None:
+        """Store a file, whatever is there."""
+        self._call("replace", path, lambda: self._disk.directory(self.location, path).update({path: data}))
+
     def put_unique(self, path: str, data: bytes) -> FileRef:
         """Write a new file, under a name that nothing else uses."""
         return self.put_new(path, data)

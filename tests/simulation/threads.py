@@ -13,7 +13,7 @@ import threading
 import types
 import uuid as real_uuid
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -432,7 +432,7 @@ def _sleep(seconds: float) -> None:
 class _Uuid:
     """``uuid`` with ids of the run's own random numbers."""
 
-    UUID = real_uuid.UUID
+    UUID, NAMESPACE_URL, uuid5 = real_uuid.UUID, real_uuid.NAMESPACE_URL, staticmethod(real_uuid.uuid5)
 
     @staticmethod
     def uuid4() -> real_uuid.UUID:
@@ -499,10 +499,11 @@ def modules_under_test() -> list[types.ModuleType]:
 
 
 @contextmanager
-def installed(replacements: dict[tuple[str, str], Any]) -> Iterator[None]:
+def installed(replacements: Mapping[tuple[str, str], Any]) -> Iterator[Callable[[Mapping[tuple[str, str], Any]], None]]:
     """While a run lasts, the modules under test use simulated threads, clocks and ids, and these replacements besides.
 
-    ``replacements`` has objects by module and name. Everything is as before afterwards.
+    ``replacements`` has objects by module and name. The function that is given takes more of them. Everything is as
+    before afterwards.
     """
     import concurrent.futures as futures
     import time
@@ -523,6 +524,10 @@ def installed(replacements: dict[tuple[str, str], Any]) -> Iterator[None]:
         undo.append((target, name, target.__dict__[name]))
         setattr(target, name, value)
 
+    def replace(objects: Mapping[tuple[str, str], Any]) -> None:
+        for (module_name, name), value in objects.items():
+            put(sys.modules[module_name], name, value)
+
     try:
         for module in modules_under_test():
             for name, value in list(vars(module).items()):
@@ -538,9 +543,8 @@ def installed(replacements: dict[tuple[str, str], Any]) -> Iterator[None]:
                     }
                     if locks:
                         put(value, "__init__", _with_locks(value.__init__, locks))
-        for (module_name, name), value in replacements.items():
-            put(sys.modules[module_name], name, value)
-        yield
+        replace(replacements)
+        yield replace
     finally:
         for target, name, value in reversed(undo):
             setattr(target, name, value)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import random
 import shutil
 import tempfile
 import traceback
@@ -26,8 +27,9 @@ from coordinator_actor.durable.spark_commits import METADATA
 from coordinator_actor.exceptions import IncompleteBatchError, InvalidRequestError
 from coordinator_actor.messages import Acknowledged
 from coordinator_actor.reading.stored_versions import StateVersions, find_state
-from coordinator_actor.surgery.forgetting import ForgetRequest
+from coordinator_actor.surgery.forgetting import HOLD_SECONDS, ForgetRequest
 from spark_bridge.exceptions import PartitionMismatchError
+from spark_bridge.host.commits.group_commit import COMMIT_GROUP_BYTES, LARGE_BYTES
 from spark_bridge.host.maintenance import INLINE_FILES_BYTES
 from spark_bridge.state_data.stored_reads import StoredReads
 from tests.simulation import engine, threads
@@ -57,6 +59,38 @@ SETTLED_AFTER = 90.0
 def is_calm(seed: int) -> bool:
     """Return whether all that goes wrong in this seed's world is that the storage of one of two queries hangs."""
     return seed % 10 == 9
+
+
+@dataclass(frozen=True)
+class Constants:
+    """Settings and limits of the product that a world may have drawn anew."""
+
+    hold_seconds: float = HOLD_SECONDS
+    driver_timeout: float = 30.0
+    commit_linger: float = 0.4
+    deltas_per_snapshot: int = 3
+    group_bytes: int = COMMIT_GROUP_BYTES
+    large_bytes: int = LARGE_BYTES
+
+    @staticmethod
+    def drawn(draw: random.Random) -> Constants:
+        """Draw each of them; a changelog of the simulation has some hundred bytes."""
+        return Constants(
+            hold_seconds=draw.choice((5.0, 10.0, HOLD_SECONDS)),
+            driver_timeout=draw.choice((12.0, 30.0, 60.0)),
+            commit_linger=draw.choice((0.0, 0.05, 0.4, 1.0)),
+            deltas_per_snapshot=draw.choice((1, 2, 3, 8)),
+            group_bytes=draw.choice((1, 1000, COMMIT_GROUP_BYTES)),
+            large_bytes=draw.choice((300, LARGE_BYTES)),
+        )
+
+    def replacements(self) -> dict[tuple[str, str], Any]:
+        """Return those that no argument sets, by module and name."""
+        return {
+            ("coordinator_actor.surgery.forgetting", "HOLD_SECONDS"): self.hold_seconds,
+            ("spark_bridge.host.commits.group_commit", "COMMIT_GROUP_BYTES"): self.group_bytes,
+            ("spark_bridge.host.commits.group_commit", "LARGE_BYTES"): self.large_bytes,
+        }
 
 
 @dataclass(frozen=True)
@@ -95,7 +129,8 @@ class World:
         self.scheduler = s = Scheduler(seed, traced=traced)
         scheduling.active = s
         r = s.random
-        self.root = root
+        self.seed, self.root = seed, root
+        self.constants = Constants()
         self.faults = Faults(
             storage_error=r.choice((0.0, 0.002, 0.02)),
             storage_slow=r.choice((0.0, 0.01)),
@@ -374,10 +409,11 @@ def run(
         ),
     }
     try:
-        with _quiet(), threads.installed(replacements):
+        with _quiet(), threads.installed(replacements) as replace:
             world = World(seed, root, traced=traced)
             worlds.append(world)
             prepare(world)
+            replace(world.constants.replacements())
             from spark_bridge.task import endpoints
             from spark_bridge.task import task_store as task_client
 

@@ -223,6 +223,20 @@ def test_a_fork_has_all_changelogs_those_in_groups_too(world: Elsewhere) -> None
         assert f"/{meta.partition}/default/{meta.version}-" in file.path
 
 
+def test_a_run_does_not_go_on_once_files_were_exchanged_without_its_coordinator(world: Elsewhere) -> None:
+    """Changelogs of its batch may be gone by then whose tasks Spark does not run again."""
+    forget_in_storage(
+        find_state(str(world.root / "ck"), world.base),
+        ForgetRequest("op", lambda schema, groups: cast(ForgottenKeys, NobodysKeys())),
+    )
+    c = world.coordinator()
+    refusal = world.start(c, "run1")
+    assert refusal is not None and "forget_keys" in refusal and refusal.endswith("Start the query again.")
+    assert world.start(c, "run2") is None
+    world.batch(c, "run2", 2)
+    assert c.batch_committed("run2", 2)
+
+
 def test_a_fork_has_the_files_that_were_exchanged(world: Elsewhere) -> None:
     forget_in_storage(
         find_state(str(world.root / "ck"), world.base),

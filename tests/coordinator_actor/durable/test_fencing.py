@@ -231,3 +231,17 @@ def test_a_reader_whose_newest_manifest_goes_before_it_is_read_lists_again(store
     else:
         with pytest.raises(MissingFileError, match=r"gone before it was read.*Try again"):
             reader.refresh()
+
+
+@pytest.mark.parametrize("has_looked", [False, True], ids=["claims after", "has looked before"])
+def test_a_run_that_was_ended_from_outside_claims_nothing_more(stored: Stored, has_looked: bool) -> None:
+    """``has_looked``: its restarted coordinator has read the newest claim before that of the other process came."""
+    stored.log("coordinator").claim("run1")
+    restarted = stored.log("restarted")
+    if has_looked:
+        restarted.epochs.newest()
+    stored.log("forget_keys").claim("run1", ends_run=True)
+    with pytest.raises(FencedError, match=r"epochs/0*2\.json"):
+        restarted.claim("run1")
+    stored.log("forget_keys").claim("run1", ends_run=True)
+    stored.log("restarted").claim("run2")
