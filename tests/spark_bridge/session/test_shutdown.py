@@ -104,7 +104,6 @@ init_spark("waits", num_executors=1, executor_cores=1, executor_memory="512m", c
 """
 
 
-@pytest.mark.spark42
 def test_a_session_that_waits_for_cpus_says_who_holds_them_and_ends_at_the_first_signal(directory: Path) -> None:
     environment = {**driver_environment(directory), "RAY_TMPDIR": str(directory), "PYTHONPATH": str(Path.cwd())}
     environment["RAY_AUTH_MODE"] = "disabled"  # one process makes the token of a cluster, and the other has none
