@@ -82,7 +82,7 @@ class Network:
     ) -> None:
         s, faults = scheduling.active, self.faults
         # A forgetter asks for an exchange once, so at the common rate a search would rarely lose that one message.
-        lost = faults.message_lost * (20 if name == "adopt_rewritten" else 1)
+        lost = faults.message_lost * (50 if name == "adopt_rewritten" else 1)
 
         def arrive() -> None:
             if target is None or not target.is_alive or (through_ray and target.is_cut_off):
@@ -157,7 +157,6 @@ class SimulatedPort(CoordinatorPort):
                 return self._network.call(target, method, carry_out, self._timeout, through_ray=True)
             except UnreachableError as error:
                 if s.now > deadline:
-                    caller["unanswered"] = caller.get("unanswered") or method == "adopt_rewritten"
                     raise HostUnavailableError(f"The coordinator did not answer {method}: {error}") from error
                 s.sleep(0.1)
 

@@ -193,8 +193,6 @@ class Forgetter(Outsider):
         )
         if in_storage:
             sometimes("keys of a stopped query are forgotten")
-        if process.memory.get("unanswered"):
-            sometimes("nobody answers for an exchange, and its outcome is found in storage")
         self._check(stream, process)
 
     def _stop_query(self) -> None:

@@ -14,7 +14,6 @@ MUST_BE_REACHED: Mapping[str, tuple[str, ...]] = {
     "forgetting": (
         "files are exchanged",
         "files are exchanged after retention has removed others",
-        "nobody answers for an exchange, and its outcome is found in storage",
         "an exchange is asked for again that was made already",
         "a forgetter begins again, for the query has gone on",
         "a forgetter stands still for longer than its hold lasts",

@@ -60,14 +60,20 @@ class Troubles:
         return [h for x in self._world.sessions for h in x.hosts if h.process is not None and h.process.is_alive]
 
     def kill_host(self) -> None:
-        if hosts := self._hosts():
-            host = self._world.scheduler.random.choice(hosts)
-            coordinator = host.session.cluster.coordinator
-            made = None if coordinator is None else coordinator.memory.get("coordinator")
-            runs = () if made is None else made.registries.runs.by_id.values()
-            if any(host.host_id in run.assignment.planned.values() for run in runs):
-                sometimes("a host dies while partitions are to move to it")
-            self._world.scheduler.kill(host.process)
+        """A host dies; one to which partitions are to move, if there is such a host."""
+        hosts = self._hosts()
+        targets = [host for host in hosts if self._is_target(host)]
+        if targets:
+            sometimes("a host dies while partitions are to move to it")
+        if hosts:
+            self._world.scheduler.kill(self._world.scheduler.random.choice(targets or hosts).process)
+
+    @staticmethod
+    def _is_target(host: Any) -> bool:
+        coordinator = host.session.cluster.coordinator
+        made = None if coordinator is None else coordinator.memory.get("coordinator")
+        runs = () if made is None else made.registries.runs.by_id.values()
+        return any(host.host_id in run.assignment.planned.values() for run in runs)
 
     def scale(self) -> None:
         """Executors come or go, and hosts with them."""
