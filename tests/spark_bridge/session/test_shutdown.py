@@ -62,7 +62,6 @@ def directory() -> Iterator[Path]:
     shutil.rmtree(made, ignore_errors=True)
 
 
-@pytest.mark.spark42
 @pytest.mark.parametrize("how", STOPS)
 def test_a_program_that_dies_shows_its_own_error_alone(how: str, directory: Path) -> None:
     done = subprocess.run(
