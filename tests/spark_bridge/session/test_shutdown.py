@@ -62,6 +62,7 @@ def directory() -> Iterator[Path]:
     shutil.rmtree(made, ignore_errors=True)
 
 
+@pytest.mark.spark42
 @pytest.mark.parametrize("how", STOPS)
 def test_a_program_that_dies_shows_its_own_error_alone(how: str, directory: Path) -> None:
     done = subprocess.run(
@@ -103,6 +104,7 @@ init_spark("waits", num_executors=1, executor_cores=1, executor_memory="512m", c
 """
 
 
+@pytest.mark.spark42
 def test_a_session_that_waits_for_cpus_says_who_holds_them_and_ends_at_the_first_signal(directory: Path) -> None:
     environment = {**driver_environment(directory), "RAY_TMPDIR": str(directory), "PYTHONPATH": str(Path.cwd())}
     environment["RAY_AUTH_MODE"] = "disabled"  # one process makes the token of a cluster, and the other has none
