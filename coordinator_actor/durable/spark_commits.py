@@ -110,7 +110,7 @@ class SparkCommits:
         return PlannedSources(len(lines) if version == b"v1" else None, numbered, rates)
 
     def _is_rate(self, place: int) -> bool:
-        """Return whether a source notes the time at which it began, as a ``rate`` source does when it is made."""
+        """Return whether a source records its start time, as a ``rate`` source does."""
         try:
             version, begun_ms = self._storage.get(f"sources/{place}/0").split(b"\n")
         except (MissingFileError, ValueError):

@@ -29,7 +29,7 @@ class Shutdown:
         atexit.register(self.begin)
 
     def begin(self) -> None:
-        """Take note that the session ends now."""
+        """Record that the session ends now."""
         self._has_begun.set()
         atexit.unregister(self.begin)
 

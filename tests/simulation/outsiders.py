@@ -1,6 +1,6 @@
 """Those who work on a query from outside of it, with the real code: they stand still, are cut off and die, as all do.
 
-Each piece of work is a process of its own. An error of it must have an excuse in what has gone wrong meanwhile.
+Each piece of work is a process of its own. Its errors need an excuse: something that went wrong during the work.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class Outsider:
         raise NotImplementedError
 
     def died(self) -> None:
-        """Take note that the process has died."""
+        """Record that the process has died."""
 
     def is_excused(self, error: BaseException, process: Process) -> bool:
         """Return whether what goes wrong in this world explains an error."""
@@ -154,7 +154,7 @@ class Outsider:
             self._world.scheduler.pause(process, seconds)
 
     def stalls(self, process: Process, seconds: float) -> None:
-        """Take note that the process stands still."""
+        """Record that the process stands still."""
 
     def _judged(self, process: Process) -> None:
         begun = process.memory["begun"] = self._world.scheduler.now
