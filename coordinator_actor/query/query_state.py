@@ -278,6 +278,10 @@ class QueryState:
 
         ``durations`` are in seconds. ``stages`` are Spark's stage ids, where they are known.
         """
+        if version - 1 == self._begun_before:
+            # Spark commits the batch once an earlier coordinator and this one have each acknowledged a part of it, and
+            # no manifest of it is written. Whoever has claimed the state since removes changelogs without a manifest.
+            self.manifests.epochs.check()
         is_named = self.batch.acknowledge(version, changes, durations, stages)
         return self.versions.chain[version].id if is_named else None
 

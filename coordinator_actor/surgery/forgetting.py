@@ -30,6 +30,8 @@ from coordinator_actor.durable.rewritten_files import RewrittenFiles, new_path
 from coordinator_actor.durable.spark_commits import SparkCommits
 from coordinator_actor.exceptions import InvalidRequestError, LapsedHoldError, UnknownQueryError
 from coordinator_actor.messages import HeldQuery
+from coordinator_actor.query.versions.query_versions import QueryVersions
+from coordinator_actor.query.versions.recovery import stored_changes
 from coordinator_actor.reading.stored_files import stored_files
 from coordinator_actor.reading.stored_versions import StatePlace, StateVersions
 from coordinator_actor.surgery.forgotten_keys import ForgottenKeys
@@ -252,6 +254,27 @@ class _Holding:
             log.warning("%s goes on in %.0f s: its hold was not ended", self._query, HOLD_SECONDS, exc_info=True)
 
 
+def _require_unfinished(versions: StateVersions) -> None:
+    """Raise ``VersionNotFoundError`` if all tasks of the batch above the completed version have finished.
+
+    Spark may still commit that batch. Its changelogs are in storage, but no manifest names them: two coordinators have
+    acknowledged them, each a part.
+    """
+    batch_id = versions.completed
+    newest = next(iter(versions.log.epochs.runs().values()), None)
+    if newest is None:
+        return
+    known = QueryVersions({layout.operator: layout for layout in newest.layouts}, versions.key_groups)
+    known.load(dict(versions.chain), batch_id)
+    changes = stored_changes(versions.log, known, newest.run_id, batch_id + 1, {})
+    if changes.found and not changes.missing:
+        raise VersionNotFoundError(
+            f"All tasks of batch {batch_id} of {versions.place.checkpoint_location} have written their changes, and "
+            "Spark may still commit it, but no manifest names them yet. Start the query once and wait for a batch: it "
+            "writes the manifest. Then forget the keys again."
+        )
+
+
 class _Work:
     """The steps that are the same whether the query runs or not."""
 
@@ -275,10 +298,13 @@ class _Work:
                 f"There is no state at {self._place.state_location} yet: nothing can be forgotten."
             )
         newest = completed
-        if holds_prepared and max(versions.chain) == completed + 1:
-            commits = SparkCommits(self._request.open_storage(self._place.checkpoint_location, self._place.options))
-            # Without the plan of that batch, the user has removed Spark's last batches: its version is given up.
-            newest += commits.has_begun(completed)
+        commits = SparkCommits(self._request.open_storage(self._place.checkpoint_location, self._place.options))
+        # Without the plan of that batch, the user has removed Spark's last batches: its version is given up.
+        if holds_prepared and commits.has_begun(completed):
+            if max(versions.chain) == completed:
+                _require_unfinished(versions)
+            else:
+                newest += 1
         versions = replace(versions, chain={v: manifest for v, manifest in versions.chain.items() if v <= newest})
         entry = versions.entry(self._request.operator, completed)
         if self._rewriting is None:

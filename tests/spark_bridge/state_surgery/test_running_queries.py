@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from backends.exceptions import StorageError
+from backends.exceptions import StorageError, VersionNotFoundError
 from backends.formats.changelog import Changes
 from backends.storage.checkpoint_storage import CheckpointStorage
 from coordinator_actor.durable.manifests import ManifestLog
@@ -517,6 +517,64 @@ def test_a_version_that_spark_commits_while_a_stopped_query_forgets_is_kept(clus
     cluster.batch({3: (5, OTHER)})
     check_forgotten(cluster)
     assert cluster.client().get("totals", 2)["n"] == 9
+
+
+class TwoCoordinators(Cluster):
+    """The coordinator and the hosts are restarted halfway through a batch: its manifest is never written."""
+
+    restarts = False
+
+    def between_coordinators(self) -> None:
+        """Run before the second coordinator acknowledges anything."""
+
+    def _run_task(self, p: int, batch: int, changes: Changes) -> None:
+        if self.restarts and p == self.partitions // 2:
+            for h in self.hosts:
+                h.close()
+            self.port.c = self.world.coordinator(0)
+            for i in range(len(self.hosts)):
+                self.replace_host(i)
+            self.start(self.run)
+            self.between_coordinators()
+        super()._run_task(p, batch, changes)
+
+
+@pytest.fixture
+def restarting(tmp_path: Path) -> Iterator[TwoCoordinators]:
+    made = TwoCoordinators(tmp_path)
+    made.batch({1: (1, SECRET), 2: (1, OTHER), 3: (1, "c"), 4: (1, "d"), 5: (1, "e")})
+    made.restarts = True
+    yield made
+    made.close()
+
+
+def test_a_finished_batch_that_no_manifest_names_is_recovered_before_keys_are_forgotten(restarting):
+    """Two coordinators have each acknowledged a part of the batch, and Spark is about to commit it."""
+    cluster = restarting
+    batch = cluster.batch({n: (2, OTHER) for n in range(1, 20)}, committed=False)
+    with pytest.raises(VersionNotFoundError, match=f"All tasks of batch {batch} .* Start the query once and wait"):
+        forget_keys(ck(cluster), "totals", [1])
+    cluster.world.commit_spark(batch)
+    cluster.restarts = False
+    cluster.start("run2")
+    cluster.batch({3: (3, OTHER)})
+    assert cluster.client().get("totals", 2)["n"] == 2
+    forget(cluster)
+    check_forgotten(cluster)
+
+
+def test_a_task_of_a_batch_begun_before_the_coordinator_fails_once_keys_are_forgotten(restarting):
+    """The forgetter removes the changelogs of the tasks that the first coordinator has acknowledged."""
+    cluster = restarting
+    # User 3 is in a partition whose task has finished; the other partitions keep their files.
+    cluster.between_coordinators = lambda: forget_keys(ck(cluster), "totals", [3])
+    with pytest.raises(FencedError):
+        cluster.batch({n: (2, OTHER) for n in range(1, 20)}, committed=False)
+    cluster.restarts = False
+    cluster.start("run2")
+    cluster.batch({2: (2, OTHER)})
+    client = cluster.client()
+    assert client.get("totals", 3) is None and client.get("totals", 2)["n"] == 2
 
 
 def test_a_query_that_has_ended_and_is_answered_on_forgets(cluster):
