@@ -50,6 +50,7 @@ class Figures:
             problems = [p for of_session in self._registries.placement_problems.values() for p in of_session]
         return {
             "coordinator_id": self._coordinator_id,
+            "expects_reports": self._registries.expects_reports(),
             "hosts": hosts,
             "queries": [
                 {**_described(run), "failure": self._runs.failure(run.run_id), "seconds_since_driver": round(silent, 3)}

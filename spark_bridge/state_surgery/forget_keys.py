@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from backends.exceptions import MissingFileError
 from backends.storage.checkpoint_storage import CheckpointStorage
+from backends.storage.locations import parse_location
 from coordinator_actor.coordinator_port import CoordinatorPort
-from coordinator_actor.durable.manifests import ManifestLog
 from coordinator_actor.exceptions import RetiredRunError, UnknownQueryError
-from coordinator_actor.messages import RunningOperator
 from coordinator_actor.reading.stored_versions import StatePlace, find_state
 from coordinator_actor.surgery.forgetting import (
+    FORGET_ATTEMPTS,
+    FORGET_POLL_SECONDS,
+    UNKNOWN_QUERY_SECONDS,
     ForgetRequest,
     ForgottenReport,
     await_hosts,
@@ -74,25 +77,46 @@ def forget_keys(
         return forget_in_running(_required(port), query_or_checkpoint, request)
     options = dict(storage_options or {})
     place = find_state(query_or_checkpoint, state_location, options)
-    served = [] if port is None else _served(port, place)
-    if port is not None and any(not o.ended for o in served):
+    served = [] if port is None else _served(port, place, say)
+    for _ in range(FORGET_ATTEMPTS):
+        running = [query for query in served if query["ended_at"] is None]
+        if port is None or not running:
+            break
         try:
-            return forget_in_running(port, served[0].run_id, request)
+            return forget_in_running(port, running[0]["run_id"], request)
         except (RetiredRunError, UnknownQueryError) as error:
-            say(f"the query has ended meanwhile: {error}")
-            served = _served(port, place)
+            say(f"looks whether the query still runs: {error}")
+            served = _served(port, place, say)
     report = forget_in_storage(place, request)
-    for run_id in {o.run_id for o in served}:
+    for query in served:
         assert port is not None
-        port.take_up_versions(run_id)  # an ended query is answered on, from the files as they are now
-        await_hosts(port, run_id, say)
+        port.take_up_versions(query["run_id"])  # hosts still answer from an ended query: now from the new files
+        await_hosts(port, query["run_id"], say)
     return report
 
 
-def _served(port: CoordinatorPort, place: StatePlace) -> list[RunningOperator]:
-    """Return the operators of the query with that state that this cluster runs, or reads on after its end."""
-    file = ManifestLog(CheckpointStorage.open(place.state_location, place.options), "reader").query_file()
-    return [o for o in port.operators() if file is not None and o.query_id == file.query_id]
+def _served(port: CoordinatorPort, place: StatePlace, say: Callable[[str], None]) -> list[dict[str, Any]]:
+    """Return the queries with that state which this cluster runs, or answers from after their end.
+
+    A coordinator that has just started may not have heard from the driver yet. So this waits for the driver: a query
+    that is taken for an ended one is fenced.
+    """
+    deadline: float | None = None
+    while True:
+        described = port.describe()
+        served = [
+            query
+            for query in described["queries"]
+            if query["retired_by"] is None and parse_location(query["state_location"]).text == place.state_location
+        ]
+        if deadline is None:
+            is_young = described["expects_reports"]
+            deadline = time.monotonic() + (UNKNOWN_QUERY_SECONDS if is_young else 0)
+            if is_young:
+                say("waits for the drivers' reports to a coordinator that has just started")
+        if any(query["ended_at"] is None for query in served) or time.monotonic() >= deadline:
+            return served
+        time.sleep(FORGET_POLL_SECONDS)
 
 
 def _is_location(text: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +16,8 @@ import pytest
 from backends.exceptions import StorageError, VersionNotFoundError
 from backends.formats.changelog import Changes
 from backends.storage.checkpoint_storage import CheckpointStorage
+from coordinator_actor.coordinator import Coordinator
+from coordinator_actor.coordinator_conf import CoordinatorConf
 from coordinator_actor.durable.manifests import ManifestLog
 from coordinator_actor.durable.record_files import RecordFiles
 from coordinator_actor.durable.rewritten_files import RewrittenFiles
@@ -597,6 +600,39 @@ def test_a_path_of_a_running_query_means_that_query(cluster):
     cluster.batch({2: (4, OTHER)})  # whose coordinator has not been fenced off
 
 
+def test_a_query_whose_coordinator_has_just_restarted_is_not_taken_for_an_ended_one(cluster):
+    """The driver reports to the new coordinator a moment later."""
+    worked(cluster)
+    port, steps = Port(cluster), []
+
+    def restart() -> None:
+        cluster.port.c = Coordinator(lambda: cluster.world.now, cluster.world.storage, CoordinatorConf())
+        port.after["describe"] = lambda: port.after.update(describe=report)
+
+    def report() -> None:
+        for h in cluster.hosts:
+            h.host.register()
+        cluster.start("run1")
+        cluster.world.now += BUSY_SECONDS + 1  # the new coordinator knows nothing of uploads that have begun before
+
+    port.before["describe"] = restart
+    forget_keys(ck(cluster), "totals", [1], coordinator=port, progress=steps.append)
+    assert "waits for the drivers' reports to a coordinator that has just started" in steps
+    check_forgotten(cluster)
+    cluster.batch({2: (4, OTHER)})  # the query has not been fenced
+    assert cluster.client().get("totals", 2)["n"] == 4
+
+
+def test_a_copy_of_a_running_query_forgets_and_the_original_does_not(cluster):
+    """Both have the query id of the original."""
+    worked(cluster)
+    shutil.copytree(ck(cluster), f"{ck(cluster)}-copy")
+    forget_keys(f"{ck(cluster)}-copy", "totals", [1], coordinator=Port(cluster))
+    assert files_with(f"{ck(cluster)}-copy", SECRET) == [] and files_with(ck(cluster), SECRET)
+    assert cluster.client().get("totals", 1)["n"] == 5
+    cluster.batch({1: (6, SECRET)})
+
+
 def test_a_query_that_runs_in_another_cluster_is_fenced_off_and_can_be_started_again(cluster):
     worked(cluster)
     forget_keys(ck(cluster), "totals", [1])  # by whoever has not joined the cluster
@@ -620,7 +656,7 @@ def test_a_query_that_ends_meanwhile_forgets_as_one_that_does_not_run(cluster, m
 
     port.before[message] = end
     forget_keys(ck(cluster), "totals", [1], coordinator=port, progress=steps.append)
-    assert any(step.startswith("the query has ended meanwhile") for step in steps)
+    assert any(step.startswith("looks whether the query still runs") for step in steps)
     assert files_with(ck(cluster), SECRET) == []
     cluster.start("run2")
     cluster.batch({2: (7, OTHER)})
