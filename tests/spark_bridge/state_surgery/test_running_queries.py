@@ -554,7 +554,7 @@ def restarting(tmp_path: Path) -> Iterator[TwoCoordinators]:
 def test_a_finished_batch_that_no_manifest_names_is_recovered_before_keys_are_forgotten(restarting):
     """Two coordinators have each acknowledged a part of the batch, and Spark is about to commit it."""
     cluster = restarting
-    batch = cluster.batch({n: (2, OTHER) for n in range(1, 20)}, committed=False)
+    batch = cluster.batch(dict.fromkeys(range(1, 20), (2, OTHER)), committed=False)
     with pytest.raises(VersionNotFoundError, match=f"All tasks of batch {batch} .* Start the query once and wait"):
         forget_keys(ck(cluster), "totals", [1])
     cluster.world.commit_spark(batch)
@@ -572,7 +572,7 @@ def test_a_task_of_a_batch_begun_before_the_coordinator_fails_once_keys_are_forg
     # User 3 is in a partition whose task has finished; the other partitions keep their files.
     cluster.between_coordinators = lambda: forget_keys(ck(cluster), "totals", [3])
     with pytest.raises(FencedError):
-        cluster.batch({n: (2, OTHER) for n in range(1, 20)}, committed=False)
+        cluster.batch(dict.fromkeys(range(1, 20), (2, OTHER)), committed=False)
     cluster.restarts = False
     cluster.start("run2")
     cluster.batch({2: (2, OTHER)})
