@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from tests.simulation.outsiders import ALL_OUTSIDERS, Forgetter, Forker
+from tests.simulation.outsiders import ALL_OUTSIDERS, Forgetter, Forker, Rewriter
 from tests.simulation.world import Constants, Result, World, is_calm, run
 
 STEPS = 4000
@@ -78,6 +78,19 @@ def in_which_checkpoints_are_forked(world: World) -> None:
     world.streams[0].most_seconds = None
 
 
+def in_which_state_is_rewritten(world: World) -> None:
+    """Have state rewritten all the time, in half of the worlds while keys are forgotten, and few versions kept.
+
+    In every third world the rewriter stands still between its steps.
+    """
+    world.is_calm, world.outsiders = False, [Rewriter(world)]
+    world.outsiders[0].always_stalls = world.seed % 3 == 0
+    if world.seed % 2:
+        world.outsiders.append(Forgetter(world))
+    world.streams[0].most_seconds = None
+    world.streams[0].keep = min(2, world.streams[0].keep)
+
+
 def with_drawn_constants(world: World) -> None:
     """Have holds, leases, waits and groups of other lengths and sizes than the product has, and few versions kept."""
     draw = random.Random(world.seed)
@@ -98,6 +111,7 @@ WORLDS: dict[str, Prepare] = {
         in_which_forgetters_stall,
         with_all_outsiders,
         in_which_checkpoints_are_forked,
+        in_which_state_is_rewritten,
         with_drawn_constants,
     )
 }
