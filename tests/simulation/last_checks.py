@@ -15,7 +15,6 @@ from coordinator_actor.coordinator import Coordinator
 from coordinator_actor.durable.fencing import FENCE
 from coordinator_actor.durable.spark_commits import METADATA
 from coordinator_actor.messages import HostInfo, HostReport
-from coordinator_actor.query.files.files_in_use import BUSY_SECONDS
 from coordinator_actor.reading.partition_reader import opened_partition
 from coordinator_actor.reading.stored_versions import StatePlace, StateVersions
 from tests.simulation import model
@@ -47,18 +46,18 @@ def finish(world: World) -> None:
     session = world.sessions[-1]
     pace = world.pace, world.slowness
     for outsider in world.outsiders:
-        # It may have to wait for BUSY_SECONDS. Steps cost, virtual seconds do not.
+        # It may have to wait for the lease of a load. Steps cost, virtual seconds do not.
         world.pace, world.slowness = 60.0, 4.0
         outsider.finish()
     world.pace, world.slowness = pace
     # A coordinator that was restarted removes nothing before loads of its predecessor's time are surely over.
-    patience = s.now + BUSY_SECONDS + PATIENCE
+    patience = s.now + world.constants.busy_seconds + PATIENCE
     for stream in world.streams:
         while (litter := _litter(world, stream)) is not None:
             # What is waited for is that time passes: steps cost, virtual seconds do not.
             world.pace, world.slowness = 60.0, 4.0
             if s.now > patience:
-                raise Violation(f"After {BUSY_SECONDS + PATIENCE:.0f} s without faults: {litter}")
+                raise Violation(f"After {world.constants.busy_seconds + PATIENCE:.0f} s without faults: {litter}")
             for outsider in world.outsiders:
                 outsider.go_on()
             s.sleep(5.0)
