@@ -35,11 +35,14 @@ from coordinator_actor.query.query_state import QueryState
 from coordinator_actor.query.retention import remove_garbage
 from coordinator_actor.query.versions.looked_up_versions import LookedUpVersions
 from coordinator_actor.query.versions.query_versions import QueryVersions
+from coordinator_actor.reading.stored_versions import Piece, StateVersions
+from coordinator_actor.savepoints.new_checkpoint import NewCheckpoint
 from coordinator_actor.surgery.forgotten_keys import ForgottenKeys
 from coordinator_actor.surgery.rewriting import Rewriting
 from spark_bridge.host.held.instance import Instance
 from spark_bridge.host.host import Host
 from spark_bridge.queryable.routing.monotonic_reads import SeenVersions
+from spark_bridge.state_data.state_sources import StateSource
 from tests.simulation.storage import SimulatedStorage
 
 
@@ -270,6 +273,29 @@ def old_files_stay(monkeypatch: pytest.MonkeyPatch) -> None:
 def untold_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RewritingHold, "exchanged", lambda self, now: None)
     monkeypatch.setattr(RewritingHold, "is_clean", lambda self, host_id: True)
+
+
+def newest_of_each_partition(monkeypatch: pytest.MonkeyPatch) -> None:
+    batches: Callable[..., Any] = StateSource.batches
+
+    def newest(self: StateSource, piece: Piece) -> Any:
+        place, operator = self.reading.place, self.reading.operator
+        now = StateVersions.look(place, open_storage=self.open_storage).reading(operator).pieces
+        return batches(self, next((held for held in now if held.directory == piece.directory), piece))
+
+    monkeypatch.setattr(StateSource, "batches", newest)
+
+
+def early_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
+    finish: Callable[..., None] = NewCheckpoint.finish
+    write_schemas: Callable[..., None] = NewCheckpoint.write_schemas
+
+    def early(self: NewCheckpoint, schemas: Any) -> None:
+        finish(self)
+        write_schemas(self, schemas)
+
+    monkeypatch.setattr(NewCheckpoint, "write_schemas", early)
+    monkeypatch.setattr(NewCheckpoint, "finish", lambda self: None)
 
 
 def blind_follower(monkeypatch: pytest.MonkeyPatch) -> None:

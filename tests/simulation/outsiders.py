@@ -499,8 +499,9 @@ class Rewriter(Outsider):
         if self._is_last:
             return False
         if isinstance(error, SavepointError) and is_spark:
-            # Spark has removed the offsets of its batch since, or its user has.
-            return version is not None and self._is_gone(f"offsets/{max(version - 2, 0)}")
+            # Spark has removed the offsets of its batch since, or its user has removed the batch.
+            needed = () if version is None else (f"offsets/{max(version - 2, 0)}", f"commits/{version - 1}")
+            return any(path not in self._world.disk.directory(stream.checkpoint, path) for path in needed)
         if isinstance(error, VersionNotFoundError | MissingFileError):
             head = stream.model.head()
             is_gone = head is None or version is None or head.oldest > version or self._world.has_gone_back
@@ -508,9 +509,6 @@ class Rewriter(Outsider):
                 sometimes("a rewriter stands still until its version is gone")
             return is_gone
         return False
-
-    def _is_gone(self, path: str) -> bool:
-        return path not in self._world.disk.directory(self._world.streams[0].checkpoint, path)
 
 
 class StorageReader(Outsider):

@@ -23,6 +23,7 @@ import pytest
 from tests.simulation.faults_of_coordinators import (
     blind_follower,
     early_follower,
+    early_metadata,
     exchange_without_hold,
     first_attempt_stays,
     forgotten_changelog,
@@ -35,6 +36,7 @@ from tests.simulation.faults_of_coordinators import (
     last_speaker,
     late_fences,
     leapt_fences,
+    newest_of_each_partition,
     no_claim,
     no_fencing,
     no_floor,
@@ -76,6 +78,7 @@ from tests.simulation.searches import (
     in_which_hosts_come_and_go,
     in_which_keys_are_forgotten,
     in_which_plans_run_again,
+    in_which_state_is_rewritten,
     on_failing_storage,
     restless_in_two_clusters,
 )
@@ -365,6 +368,22 @@ FAULTS: Sequence[PlantedFault] = (
         FORGETFUL,
         None,
         prepare=in_which_keys_are_forgotten,
+    ),
+    PlantedFault(
+        "newest-of-each-partition",
+        "A rewrite reads each partition at the version that is the newest when it comes to it.",
+        newest_of_each_partition,
+        range(400, 440),
+        None,
+        prepare=in_which_state_is_rewritten,
+    ),
+    PlantedFault(
+        "early-metadata",
+        "A rewrite makes its location a checkpoint before it has written the state.",
+        early_metadata,
+        range(400, 440),
+        None,
+        prepare=in_which_state_is_rewritten,
     ),
     PlantedFault(
         "early-follower",
