@@ -24,6 +24,7 @@ from coordinator_actor.checkpoints.checkpoint_id import CheckpointIDCounter
 from coordinator_actor.durable.fencing import EPOCHS, FENCE, MANIFESTS, Epochs
 from coordinator_actor.durable.lookup_records import LookupRecords
 from coordinator_actor.durable.manifests import ManifestLog, manifest_path
+from coordinator_actor.durable.rewritten_files import RewrittenFiles
 from coordinator_actor.durable.spark_commits import SparkCommits
 from coordinator_actor.handlers.queries import Queries
 from coordinator_actor.handlers.registries.host_registry import HostRegistry
@@ -31,6 +32,7 @@ from coordinator_actor.handlers.rewritings import Rewritings
 from coordinator_actor.messages import Acknowledged
 from coordinator_actor.query.batch.rewriting_hold import Hold, RewritingHold
 from coordinator_actor.query.batch.running_batch import RunningBatch
+from coordinator_actor.query.files.known_files import KnownFiles
 from coordinator_actor.query.query_state import QueryState
 from coordinator_actor.query.retention import remove_garbage
 from coordinator_actor.query.versions.looked_up_versions import LookedUpVersions
@@ -273,6 +275,33 @@ def old_files_stay(monkeypatch: pytest.MonkeyPatch) -> None:
 def untold_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RewritingHold, "exchanged", lambda self, now: None)
     monkeypatch.setattr(RewritingHold, "is_clean", lambda self, host_id: True)
+
+
+def returned_files_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    record: Callable[..., RewrittenFiles] = ManifestLog.record
+
+    def trusting(self: Any, path: str) -> RewrittenFiles:
+        held, location, disk = record(self, path), self.storage.location, self.storage._disk
+        made = disk.born[location, path]
+        new = {
+            old: ref
+            for old, ref in held.changelogs.items()
+            if old not in disk.directory(location, old) or disk.born[location, old] <= made
+        }
+        return msgspec.structs.replace(held, changelogs=new)
+
+    monkeypatch.setattr(ManifestLog, "record", trusting)
+
+
+def returned_files_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    look: Callable[..., None] = KnownFiles.look
+
+    def blind(self: KnownFiles, storage: Any, completed: int) -> None:
+        known = self.paths
+        look(self, storage, completed)
+        self.paths = known
+
+    monkeypatch.setattr(KnownFiles, "look", blind)
 
 
 def newest_of_each_partition(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -96,6 +96,9 @@ def _litter(world: World, stream: Stream) -> str | None:
     # Snapshots share their .sst files with later ones.
     logs = [p for p in files if p.startswith(("operators/", f"{GROUPS_DIRECTORY}/")) and not p.endswith(".sst")]
     old = [p for p in logs if version_in(p) < head.oldest - 4 * stream.keep]
+    returned = [p for p in old if stream.model.has_forgotten_rows(files[p])]
+    if returned:
+        return f"Files of versions long not kept have rows of forgotten keys: {returned[:5]}."
     if len(old) > 3 * stream.num_partitions * len(stream.model.operators) or num_manifests > 6 * stream.keep + 40:
         return f"{num_manifests} manifests, and {len(old)} files of versions long not kept: {old[:5]}."
     return None

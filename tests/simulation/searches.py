@@ -57,6 +57,15 @@ def in_which_keys_are_forgotten(world: World) -> None:
     world.streams[0].most_seconds = None
 
 
+def in_which_writes_come_late(world: World) -> None:
+    """Have writes carried out once more after their answer, or long after their sender has given up.
+
+    Keys are forgotten meanwhile: what comes late has rows of them.
+    """
+    in_which_keys_are_forgotten(world)
+    world.faults.late_write = 0.3
+
+
 def in_which_forgetters_stall(world: World) -> None:
     """Have those who forget keys stand still in the middle of it, while few versions are retained."""
     in_which_keys_are_forgotten(world)
@@ -108,6 +117,7 @@ WORLDS: dict[str, Prepare] = {
         in_which_plans_run_again,
         in_which_hosts_come_and_go,
         in_which_keys_are_forgotten,
+        in_which_writes_come_late,
         in_which_forgetters_stall,
         with_all_outsiders,
         in_which_checkpoints_are_forked,
