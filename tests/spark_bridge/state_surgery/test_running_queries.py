@@ -14,6 +14,7 @@ import pytest
 
 from backends.exceptions import StorageError
 from backends.formats.changelog import Changes
+from backends.formats.manifest import Manifest
 from backends.storage.checkpoint_storage import CheckpointStorage
 from coordinator_actor.durable.manifests import ManifestLog
 from coordinator_actor.durable.record_files import RecordFiles
@@ -222,6 +223,29 @@ def test_an_answer_that_is_lost_is_looked_up(cluster):
         forget_keys("name", "totals", [2], coordinator=port)
     assert cluster.client().get("totals", 2)["n"] == 6, "nothing was changed"
     cluster.batch({3: (4, OTHER)})
+
+
+def test_a_run_whose_exchange_storage_has_not_answered_is_registered_again(cluster, monkeypatch):
+    """Storage writes the manifest of the exchange, and its answer is lost: the coordinator cannot tell what counts."""
+    worked(cluster)
+    port, real, lost = Port(cluster), RecordFiles.create, []
+
+    def create(self: RecordFiles, path: str, record: Any) -> None:
+        real(self, path, record)
+        if isinstance(record, Manifest) and record.rewritten and not lost:
+            lost.append(path)
+            port.before["hold_query"] = lambda: cluster.start("run1")  # as its driver does at the next heartbeat
+            raise StorageError("the answer is lost")
+
+    monkeypatch.setattr(RecordFiles, "create", create)
+    forget(cluster, port)
+    assert lost
+    check_forgotten(cluster)
+    cluster.batch({1: (9, OTHER), 2: (7, OTHER)})
+    assert cluster.client().get("totals", 1)["n"] == 9
+    assert files_with(ck(cluster), SECRET) == []
+    table = state_table(ck(cluster), "totals", version=1)  # what the exchange has replaced is still replaced
+    assert 1 not in table["user"].to_pylist()
 
 
 def test_a_holder_that_dies_holds_nobody_up_for_long_and_changes_nothing(cluster):
