@@ -230,11 +230,18 @@ def test_a_run_whose_exchange_storage_has_not_answered_is_registered_again(clust
     worked(cluster)
     port, real, lost = Port(cluster), RecordFiles.create, []
 
+    def registered_again() -> None:
+        """Hosts and the driver hear of it at their next heartbeats."""
+        for h in cluster.hosts:
+            h.host.heartbeat()
+        assert not cluster.c.driver_heartbeat("run1")
+        cluster.start("run1")
+
     def create(self: RecordFiles, path: str, record: Any) -> None:
         real(self, path, record)
         if isinstance(record, Manifest) and record.rewritten and not lost:
             lost.append(path)
-            port.before["hold_query"] = lambda: cluster.start("run1")  # as its driver does at the next heartbeat
+            port.before["hold_query"] = registered_again
             raise StorageError("the answer is lost")
 
     monkeypatch.setattr(RecordFiles, "create", create)
