@@ -93,8 +93,8 @@ class Rewritings:
         # removes the old files, which this run would go on with. A new claim of the state settles what counts.
         self._runs.forget(run, "nobody knows whether its files were exchanged")
         raise StorageError(
-            f"Storage did not say whether the files of run {run_id} were exchanged. Its driver registers the run again: "
-            "that settles it. Forget the keys again if the files were not exchanged."
+            f"Storage did not say whether the files of run {run_id} were exchanged. The next heartbeat of its driver "
+            "registers the run again, which settles that. Forget the keys again if the files were not exchanged."
         )
 
     @staticmethod
