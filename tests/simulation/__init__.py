@@ -71,8 +71,8 @@ Bugs that it found (how each is mended stands behind it):
 - Keys were forgotten under a hold that had lapsed: retention had removed the new files, and no version could be loaded.
   A hold has an identity, and the files are looked at before they count.
 - Storage wrote the manifest of an exchange, and its answer was lost: the program that forgot keys found the manifest
-  and removed the old files, while the coordinator went on with them. Such a run is registered again (seed 109297095).
-- Spark removed a commit that nothing needs between the check and the copy, and a rewrite failed (seed 3002).
+  and removed the old files, while the coordinator went on with them. Such a run is registered again.
+- Spark removed a commit that nothing needs between the check and the copy, and a rewrite failed.
 - The user removed the last record of a query's lookups: each maintenance of the looked-up query raised ``TypeError``,
   and retention stopped. A query without pins is forgotten.
 """

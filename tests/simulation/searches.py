@@ -90,10 +90,10 @@ def in_which_checkpoints_are_forked(world: World) -> None:
 def in_which_state_is_rewritten(world: World) -> None:
     """Have state rewritten all the time, in half of the worlds while keys are forgotten, and few versions kept.
 
-    In every third world the rewriter stands still between its steps.
+    One of three rewriters stands still between its steps, and the others die, too.
     """
-    world.is_calm, world.outsiders = False, [Rewriter(world)]
-    world.outsiders[0].always_stalls = world.seed % 3 == 0
+    world.is_calm, world.outsiders = False, [Rewriter(world), Rewriter(world), Rewriter(world)]
+    world.outsiders[0].always_stalls = True
     if world.seed % 2:
         world.outsiders.append(Forgetter(world))
     world.streams[0].most_seconds = None
