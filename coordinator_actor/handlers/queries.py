@@ -331,6 +331,4 @@ class Queries:
         for run in gone:
             # Not for good: a machine may have slept, and the driver (only the driver) may bring the run back.
             log.warning("The driver of run %s has not been heard of; the run is forgotten", run.run_id)
-            self._runs.remove(run.run_id)
-            self._runs.end(run, LEASE_OVER)
-            self._runs.remember_over(run.run_id, LEASE_OVER)
+            self._runs.forget(run, LEASE_OVER)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 
+from backends.exceptions import StorageError
 from coordinator_actor.exceptions import InvalidRequestError, LapsedHoldError, UnknownHostError
 from coordinator_actor.handlers.completion import catch_up
 from coordinator_actor.handlers.owners import assigned
@@ -81,8 +82,20 @@ class Rewritings:
                 )
             with suppress(UnknownHostError):  # no host is there that would have to be told
                 assigned(self._registries, run)
-            run.adopt_rewritten(path, record)
-            run.rewriting.exchanged(now)
+            try:
+                run.adopt_rewritten(path, record)
+            except StorageError:
+                run.lifetime.end()
+            else:
+                run.rewriting.exchanged(now)
+                return
+        # The manifest may be there, or may come late: then the exchange counts, and the program that has asked for it
+        # removes the old files, which this run would go on with. A new claim of the state settles what counts.
+        self._runs.forget(run, "nobody knows whether its files were exchanged")
+        raise StorageError(
+            f"Storage did not say whether the files of run {run_id} were exchanged. The next heartbeat of its driver "
+            "registers the run again, which settles that. Forget the keys again if the files were not exchanged."
+        )
 
     @staticmethod
     def _lapsed(run: QueryState) -> LapsedHoldError:

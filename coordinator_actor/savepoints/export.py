@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -227,7 +227,13 @@ def copy_spark_files(
 
     Raises ``SavepointError`` if the batch is not committed, or if the sources keep changing; ``StorageError``.
     """
-    copied = [_copy(spark_storage, target_storage, path, below) for path in spark_log_files(spark_storage, batch_id)]
+    copied = []
+    for path in spark_log_files(spark_storage, batch_id):
+        try:
+            copied.append(_copy(spark_storage, target_storage, path, below))
+        except MissingFileError as error:  # Spark has gone on since, and has removed the file
+            if path in _needed_logs(batch_id):
+                raise _no_logs(spark_storage, batch_id, [path]) from error
     return copied + _copy_sources(spark_storage, target_storage, below)
 
 
@@ -236,17 +242,24 @@ def spark_log_files(storage: CheckpointStorage, batch_id: int) -> list[str]:
 
     Raises ``SavepointError`` if the batch is not committed, or if Spark does not keep its offsets any more.
     """
-    needed = [f"offsets/{b}" for b in (batch_id - 1, batch_id) if b >= 0] + [f"commits/{batch_id}"]
+    needed = _needed_logs(batch_id)
     absent = [path for path in needed if not storage.exists(path)]
     if absent:
-        raise SavepointError(
-            f"Nothing can go on after batch {batch_id} of {storage.location}: {', '.join(absent)} does not "
-            "exist "
-            "there. Only a batch that Spark has committed, and keeps the offsets of, can be gone on from."
-        )
+        raise _no_logs(storage, batch_id, absent)
     # Spark does not read it to go on, and a user may have removed it.
     before = f"commits/{batch_id - 1}"
     return [*needed, before] if batch_id > 0 and storage.exists(before) else needed
+
+
+def _needed_logs(batch_id: int) -> list[str]:
+    return [f"offsets/{b}" for b in (batch_id - 1, batch_id) if b >= 0] + [f"commits/{batch_id}"]
+
+
+def _no_logs(storage: CheckpointStorage, batch_id: int, absent: Sequence[str]) -> SavepointError:
+    return SavepointError(
+        f"Nothing can go on after batch {batch_id} of {storage.location}: {', '.join(absent)} does not exist there. "
+        "Only a batch that Spark has committed, and keeps the offsets of, can be gone on from."
+    )
 
 
 def _copy_sources(spark: CheckpointStorage, target: CheckpointStorage, below: str) -> list[FileRef]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from backends.exceptions import InvalidStateStoreArgument
-from backends.storage.checkpoint_storage import CheckpointStorage
+from backends.storage.checkpoint_storage import CheckpointStorage, OpenStorage
 from coordinator_actor.reading.stored_versions import StateVersions, find_state
 from coordinator_actor.savepoints.new_checkpoint import NewCheckpoint
 from coordinator_actor.savepoints.savepoint_format import METADATA_FILE
@@ -49,6 +49,7 @@ def rewrite_state(
     progress: Callable[[str], None] | None = None,
     workers: Workers | None = None,
     clock: Callable[[], float] = time.time,
+    open_storage: OpenStorage = CheckpointStorage.open,
 ) -> NewStateReport:
     """Make a new checkpoint from which a query goes on, with other rows in some operators.
 
@@ -90,14 +91,14 @@ def rewrite_state(
     """
     say = progress or log.info
     options = session_options(storage_options)
-    old = CheckpointStorage.open(checkpoint_location, options)
+    old = open_storage(checkpoint_location, options)
     if old.exists(METADATA_FILE):
         raise InvalidStateStoreArgument(
             f"{checkpoint_location} is a savepoint: restore_savepoint makes a checkpoint of it, which can be rewritten."
         )
     base = state_location or session_state_location()
-    place = find_state(checkpoint_location, base, options)
-    versions = StateVersions.look(place, passes_over_damage=True)
+    place = find_state(checkpoint_location, base, options, open_storage=open_storage)
+    versions = StateVersions.look(place, passes_over_damage=True, open_storage=open_storage)
     for what in versions.damages.values():
         log.warning("Only versions that this does not concern can be rewritten: %s", what)
     at = versions.resolve(version)
@@ -106,7 +107,7 @@ def rewrite_state(
             f"No batch of {checkpoint_location} is committed yet, so there is nothing to go on after: give "
             "state_only=True for a new query that begins with the rewritten state."
         )
-    rewritten = rewritten_operators(versions, at, operator, function)
+    rewritten = rewritten_operators(versions, at, operator, function, open_storage)
     new = NewCheckpoint.at(
         new_checkpoint_location,
         base,
@@ -115,6 +116,7 @@ def rewrite_state(
         key_groups=versions.key_groups,
         version=0 if state_only else at,
         how="rewritten",
+        open_storage=open_storage,
     )
     new.check_place(old, "checkpoint")
     run = workers or RayWorkers(ray_remote_args, concurrency)
@@ -128,6 +130,7 @@ def rewrite_state(
         num_partitions=num_partitions,
         backend=backend,
         sample=lambda one, variable: run.columns_of(one.first_rows(variable), say),
+        open_storage=open_storage,
     )
     say(f"rewriting {', '.join(map(repr, rewritten))} of {place.checkpoint_location} at version {at}")
     state = NewState(
@@ -140,5 +143,6 @@ def rewrite_state(
         details={"checkpoint": place.checkpoint_location, "version": str(at)},
         reference=reference,
         spark_files=None if state_only else old,
+        open_storage=open_storage,
     )
     return state.write(run, say, dry_run=dry_run, clock=clock)

@@ -6,8 +6,8 @@ time, threads and locks, the network between processes (Ray calls and Flight ali
 driver, its executors and their tasks. The engine below a partition is RocksDB in one world of three, and otherwise one
 in memory that outlives its process. Query clients are the real router and the real reads of hosts, over the simulated
 network (``readers.py``). Programs outside the stream run the real code as well (``outsiders.py``): they forget keys,
-take and restore savepoints, look up in storage, and follow the query. One seeded scheduler decides what happens next,
-so a seed always gives the same run.
+take and restore savepoints, rewrite state, look up in storage, and follow the query. One seeded scheduler decides what
+happens next, so a seed gives the same run again, but for the real RocksDB: its own threads may make another course.
 
 What goes wrong, in a mixture that the seed chooses: messages come late, out of order, twice or never; hosts are slow to
 register; storage is slow and fails, with or without having done what it was asked, now or later, and listings take
@@ -70,6 +70,9 @@ Bugs that it found (how each is mended stands behind it):
   the changes were answered as taken, with no manifest. They are refused now (seed 3034).
 - Keys were forgotten under a hold that had lapsed: retention had removed the new files, and no version could be loaded.
   A hold has an identity, and the files are looked at before they count.
+- Storage wrote the manifest of an exchange, and its answer was lost: the program that forgot keys found the manifest
+  and removed the old files, while the coordinator went on with them. Such a run is registered again.
+- Spark removed a commit that nothing needs between the check and the copy, and a rewrite failed.
 - The user removed the last record of a query's lookups: each maintenance of the looked-up query raised ``TypeError``,
   and retention stopped. A query without pins is forgotten.
 """

@@ -27,9 +27,6 @@ from tests.simulation.sometimes import sometimes
 if TYPE_CHECKING:
     from tests.simulation.world import World
 
-RECOVERY_TIMEOUT = 20.0
-HEARTBEAT_SECONDS = 0.5
-
 
 class Cluster:
     """One Ray cluster (or namespace) with its coordinator."""
@@ -47,7 +44,10 @@ class Cluster:
         process = self.coordinator = s.process(f"coordinator of {self.name} at {s.now:.1f}")
         process.clock_offset = self.world.clock_offset
         clock = self.world.clock_of(process)
-        conf = CoordinatorConf(host_timeout=10.0, driver_timeout=self.world.constants.driver_timeout)
+        held = self.world.constants
+        conf = CoordinatorConf(
+            host_timeout=held.host_timeout, driver_timeout=held.driver_timeout, report_timeout=held.report_timeout
+        )
         queries = QueryThreads()
         # Nothing is called before the constructor has ended.
         coordinator = process.memory["coordinator"] = Coordinator(
@@ -100,7 +100,7 @@ class Cluster:
 
     def port(self) -> SimulatedPort:
         """A way to the coordinator."""
-        return SimulatedPort(self.world.network, lambda: self.coordinator, RECOVERY_TIMEOUT)
+        return SimulatedPort(self.world.network, lambda: self.coordinator, self.world.constants.recovery_timeout)
 
 
 class HostSlot:
@@ -183,8 +183,8 @@ class HostSlot:
             provider=engine.FirstProvider.backend,
             compression="none",
             deltas_per_snapshot=world.constants.deltas_per_snapshot,
-            load_threads=2,
-            upload_threads=2,
+            load_threads=world.constants.threads,
+            upload_threads=world.constants.threads,
             commit_linger=world.constants.commit_linger,
         )
         made = Host(
@@ -196,7 +196,7 @@ class HostSlot:
             clock=world.clock_of(process),
         )
         process.memory["host"] = made
-        process.memory["reads"] = HostReads(made)
+        process.memory["reads"] = HostReads(made, wait_seconds=world.constants.answer_wait_seconds)
         world.addresses[info.address] = world.addresses[info.query_address] = process
         try:
             made.register()
@@ -205,7 +205,7 @@ class HostSlot:
             s.kill(process)
         process.memory["is_ready"] = True
         s.spawn(process, lambda: self._every(process, 1.0, made.maintenance.do_maintenance), "maintenance")
-        self._every(process, HEARTBEAT_SECONDS, lambda: self._beat(process, made))
+        self._every(process, world.constants.heartbeat_seconds, lambda: self._beat(process, made))
 
     def _beat(self, process: Process, host: Host) -> None:
         try:

@@ -24,7 +24,7 @@ from spark_bridge.task.task_store import TaskStore
 from spark_bridge.transport.protocol import CommitCommand, GetCommand, OpenReply, TaskIdentity
 from tests.simulation import model
 from tests.simulation import scheduler as scheduling
-from tests.simulation.cluster import RECOVERY_TIMEOUT, Session
+from tests.simulation.cluster import Session
 from tests.simulation.model import Plan
 from tests.simulation.network import KNOWN_ERRORS, UnreachableError
 from tests.simulation.scheduler import Killed, Task, Violation
@@ -55,7 +55,7 @@ class HostClient:
                 process,
                 name,
                 lambda: work(process.memory["host"]),  # type: ignore[union-attr]
-                RECOVERY_TIMEOUT,
+                self._world.constants.recovery_timeout,
                 through_ray=False,
             )
         except UnreachableError as error:
@@ -125,7 +125,7 @@ class Query:
             ),
             key_groups=model.KEY_GROUPS,
             min_versions_to_retain=stream.keep,
-            maintenance_interval=2.0,
+            maintenance_interval=self.world.constants.maintenance_interval,
         )
 
     def run(self) -> None:
@@ -350,7 +350,8 @@ class Query:
         attempt = f"t{world.attempts}"
         self.stream.model.plan_of_attempt[attempt] = plan
         task = TaskIdentity(self.run_id, operator, partition, plan.batch, attempt, f"i{world.attempts}", self._stage)
-        endpoints = Endpoints(tuple(self.session.addresses()), "token", self.session.session_id, RECOVERY_TIMEOUT)
+        patience = world.constants.recovery_timeout
+        endpoints = Endpoints(tuple(self.session.addresses()), "token", self.session.session_id, patience)
         made = s.spawn(
             self.session.executor(),
             lambda: self._work(task, endpoints, plan),

@@ -24,6 +24,7 @@ from coordinator_actor.checkpoints.checkpoint_id import CheckpointIDCounter
 from coordinator_actor.durable.fencing import EPOCHS, FENCE, MANIFESTS, Epochs
 from coordinator_actor.durable.lookup_records import LookupRecords
 from coordinator_actor.durable.manifests import ManifestLog, manifest_path
+from coordinator_actor.durable.rewritten_files import RewrittenFiles
 from coordinator_actor.durable.spark_commits import SparkCommits
 from coordinator_actor.handlers.queries import Queries
 from coordinator_actor.handlers.registries.host_registry import HostRegistry
@@ -31,15 +32,19 @@ from coordinator_actor.handlers.rewritings import Rewritings
 from coordinator_actor.messages import Acknowledged
 from coordinator_actor.query.batch.rewriting_hold import Hold, RewritingHold
 from coordinator_actor.query.batch.running_batch import RunningBatch
+from coordinator_actor.query.files.known_files import KnownFiles
 from coordinator_actor.query.query_state import QueryState
 from coordinator_actor.query.retention import remove_garbage
 from coordinator_actor.query.versions.looked_up_versions import LookedUpVersions
 from coordinator_actor.query.versions.query_versions import QueryVersions
+from coordinator_actor.reading.stored_versions import Piece, StateVersions
+from coordinator_actor.savepoints.new_checkpoint import NewCheckpoint
 from coordinator_actor.surgery.forgotten_keys import ForgottenKeys
 from coordinator_actor.surgery.rewriting import Rewriting
 from spark_bridge.host.held.instance import Instance
 from spark_bridge.host.host import Host
 from spark_bridge.queryable.routing.monotonic_reads import SeenVersions
+from spark_bridge.state_data.state_sources import StateSource
 from tests.simulation.storage import SimulatedStorage
 
 
@@ -270,6 +275,56 @@ def old_files_stay(monkeypatch: pytest.MonkeyPatch) -> None:
 def untold_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RewritingHold, "exchanged", lambda self, now: None)
     monkeypatch.setattr(RewritingHold, "is_clean", lambda self, host_id: True)
+
+
+def returned_files_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    record: Callable[..., RewrittenFiles] = ManifestLog.record
+
+    def trusting(self: Any, path: str) -> RewrittenFiles:
+        held, location, disk = record(self, path), self.storage.location, self.storage._disk
+        made = disk.born[location, path]
+        new = {
+            old: ref
+            for old, ref in held.changelogs.items()
+            if old not in disk.directory(location, old) or disk.born[location, old] <= made
+        }
+        return msgspec.structs.replace(held, changelogs=new)
+
+    monkeypatch.setattr(ManifestLog, "record", trusting)
+
+
+def returned_files_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    look: Callable[..., None] = KnownFiles.look
+
+    def blind(self: KnownFiles, storage: Any, completed: int) -> None:
+        known = self.paths
+        look(self, storage, completed)
+        self.paths = known
+
+    monkeypatch.setattr(KnownFiles, "look", blind)
+
+
+def newest_of_each_partition(monkeypatch: pytest.MonkeyPatch) -> None:
+    batches: Callable[..., Any] = StateSource.batches
+
+    def newest(self: StateSource, piece: Piece) -> Any:
+        place, operator = self.reading.place, self.reading.operator
+        now = StateVersions.look(place, open_storage=self.open_storage).reading(operator).pieces
+        return batches(self, next((held for held in now if held.directory == piece.directory), piece))
+
+    monkeypatch.setattr(StateSource, "batches", newest)
+
+
+def early_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
+    finish: Callable[..., None] = NewCheckpoint.finish
+    write_schemas: Callable[..., None] = NewCheckpoint.write_schemas
+
+    def early(self: NewCheckpoint, schemas: Any) -> None:
+        finish(self)
+        write_schemas(self, schemas)
+
+    monkeypatch.setattr(NewCheckpoint, "write_schemas", early)
+    monkeypatch.setattr(NewCheckpoint, "finish", lambda self: None)
 
 
 def blind_follower(monkeypatch: pytest.MonkeyPatch) -> None:

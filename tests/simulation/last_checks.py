@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any
+
+from msgspec.structs import replace
 
 from backends.conf import StateStoreConf
 from backends.formats.changelog_group import GROUPS_DIRECTORY
@@ -10,8 +13,8 @@ from backends.formats.file_names import partition_directory, version_in
 from backends.partition.partition_state import open_partition
 from coordinator_actor.coordinator import Coordinator
 from coordinator_actor.durable.fencing import FENCE
+from coordinator_actor.durable.spark_commits import METADATA
 from coordinator_actor.messages import HostInfo, HostReport
-from coordinator_actor.query.files.files_in_use import BUSY_SECONDS
 from coordinator_actor.reading.partition_reader import opened_partition
 from coordinator_actor.reading.stored_versions import StatePlace, StateVersions
 from tests.simulation import model
@@ -43,18 +46,18 @@ def finish(world: World) -> None:
     session = world.sessions[-1]
     pace = world.pace, world.slowness
     for outsider in world.outsiders:
-        # It may have to wait for BUSY_SECONDS. Steps cost, virtual seconds do not.
+        # It may have to wait for the lease of a load. Steps cost, virtual seconds do not.
         world.pace, world.slowness = 60.0, 4.0
         outsider.finish()
     world.pace, world.slowness = pace
     # A coordinator that was restarted removes nothing before loads of its predecessor's time are surely over.
-    patience = s.now + BUSY_SECONDS + PATIENCE
+    patience = s.now + world.constants.busy_seconds + PATIENCE
     for stream in world.streams:
         while (litter := _litter(world, stream)) is not None:
             # What is waited for is that time passes: steps cost, virtual seconds do not.
             world.pace, world.slowness = 60.0, 4.0
             if s.now > patience:
-                raise Violation(f"After {BUSY_SECONDS + PATIENCE:.0f} s without faults: {litter}")
+                raise Violation(f"After {world.constants.busy_seconds + PATIENCE:.0f} s without faults: {litter}")
             for outsider in world.outsiders:
                 outsider.go_on()
             s.sleep(5.0)
@@ -93,6 +96,9 @@ def _litter(world: World, stream: Stream) -> str | None:
     # Snapshots share their .sst files with later ones.
     logs = [p for p in files if p.startswith(("operators/", f"{GROUPS_DIRECTORY}/")) and not p.endswith(".sst")]
     old = [p for p in logs if version_in(p) < head.oldest - 4 * stream.keep]
+    returned = [p for p in old if stream.model.has_forgotten_rows(files[p])]
+    if returned:
+        return f"Files of versions long not kept have rows of forgotten keys: {returned[:5]}."
     if len(old) > 3 * stream.num_partitions * len(stream.model.operators) or num_manifests > 6 * stream.keep + 40:
         return f"{num_manifests} manifests, and {len(old)} files of versions long not kept: {old[:5]}."
     return None
@@ -152,16 +158,43 @@ def check_restored(world: World, stream: Stream, location: str, version: int, st
     place, open_storage = StatePlace(location, state), world.disk.copy(location, state).open
     versions = StateVersions.look(place, open_storage=open_storage)  # type: ignore[arg-type]
     plans = [plan for plan in stream.model.committed if plan.batch == version - 1]
+    offsets = world.disk.directory(location, "offsets").get(f"offsets/{version - 1}")
+    if offsets is not None and not world.has_gone_back:
+        # The state and Spark's offsets are those of one batch.
+        plans = [plan for plan in plans if plan.token == offsets.decode()]
+    found: dict[tuple[str, bytes], bytes | None] = {}
     for operator in stream.model.operators:
-        found: dict[bytes, bytes | None] = {}
         for piece in versions.reading(operator, version).pieces:
             n = versions.entry(operator, version).num_partitions
             keys = [k for k in model.KEYS if model.partition_of(k, n) == piece.partition]
             with opened_partition(place, piece, open_storage=open_storage) as opened:  # type: ignore[arg-type]
-                found.update(zip(keys, opened.reads.get_many(model.to_array(keys)).to_pylist(), strict=True))
-        values = {key: model.value_in(content) for key, content in found.items()}
-        if not any(all(plan.may_be((operator, k), value, 0.0) for k, value in values.items()) for plan in plans):
-            raise Violation(f"Version {version} of {operator} was saved as {values}, which it never was.")
+                contents = opened.reads.get_many(model.to_array(keys)).to_pylist()
+                found.update({(operator, k): model.value_in(c) for k, c in zip(keys, contents, strict=True)})
+    if not any(all(plan.may_be(key, value, 0.0) for key, value in found.items()) for plan in plans):
+        raise Violation(f"Version {version} was saved as {found}, which it never was.")
+
+
+def refusal_of_start(world: World, stream: Stream, location: str) -> str | None:
+    """Return why a query is refused that starts from a new checkpoint; None if it starts.
+
+    Without ``metadata`` Spark gives the query an id of its own.
+    """
+    disk = world.disk.copy(location, f"{location}/statestore")
+    metadata = disk.directory(location, METADATA).get(METADATA)
+    query_id = "an id of Spark's own" if metadata is None else json.loads(metadata)["id"]
+    disk.directory(location, METADATA)[METADATA] = json.dumps({"id": query_id}).encode()
+    session = world.sessions[-1]
+    open_storage: Any = disk.open
+    coordinator = Coordinator(lambda: world.scheduler.now, open_storage)
+    coordinator.register_host(HostInfo("v", "v", "grpc://v", "node", session.session_id), HostReport())
+    run_id = f"run of {location}"
+    stream.layout_of_run[run_id] = (stream.num_partitions, stream.backend)
+    asked = Query(session, stream, run_id).registration
+    del stream.layout_of_run[run_id]
+    answer = coordinator.register_query(
+        replace(asked, query_id=query_id, checkpoint_location=location, state_location=f"{location}/statestore")
+    )
+    return answer.refusal
 
 
 def check_kept(world: World, stream: Stream) -> None:

@@ -395,8 +395,11 @@ class Model:
                     exchange.values -= set(plan.values.values())
             keys = [k for k in plan.keys if partition_of(k, n) == partition]
             kept = [k for k in keys if (operator, k) not in plan.forgotten]
-            if held != {k: stored(plan.values.get((operator, k)), entry.attempt) for k in kept}:
-                raise Violation(f"The changelog of {name} does not hold what batch {plan.token} makes: {held}.")
+            expected = {k: stored(plan.values.get((operator, k)), entry.attempt) for k in kept}
+            if held != expected:
+                raise Violation(
+                    f"The changelog of {name} holds {held}, and should hold what batch {plan.token} makes: {expected}."
+                )
             whose.update(((operator, k), entry.attempt) for k in keys)
         if len(plans) != 1:
             raise Violation(f"Manifest {manifest.id} mixes batches that were planned differently: {sorted(plans)}.")

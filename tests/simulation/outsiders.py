@@ -10,7 +10,13 @@ from typing import TYPE_CHECKING, Any, cast
 import pyarrow as pa
 from msgspec.structs import replace
 
-from backends.exceptions import LocalDiskFullError, MissingFileError, StorageError, VersionNotFoundError
+from backends.exceptions import (
+    InvalidStateStoreArgument,
+    LocalDiskFullError,
+    MissingFileError,
+    StorageError,
+    VersionNotFoundError,
+)
 from backends.storage.checkpoint_storage import OpenStorage
 from coordinator_actor.durable.lookup_records import LookupRecords
 from coordinator_actor.durable.manifests import ManifestLog
@@ -24,6 +30,7 @@ from coordinator_actor.exceptions import (
     LapsedHoldError,
     QueryBusyError,
     RetiredRunError,
+    SavepointError,
     SavepointFailedError,
     UnknownHostError,
     UnknownQueryError,
@@ -40,14 +47,16 @@ from spark_bridge.queryable.routing.router import StateRouter
 from spark_bridge.serving.followed_query import FollowedQuery
 from spark_bridge.state_data.stored_query import query_in_storage
 from spark_bridge.state_surgery.forget_keys import forget_keys
+from spark_bridge.state_surgery.rewrite_state import rewrite_state
 from tests.simulation import model
 from tests.simulation.cluster import Cluster, Session
-from tests.simulation.last_checks import check_kept, check_restored
+from tests.simulation.last_checks import check_kept, check_restored, refusal_of_start
 from tests.simulation.network import KNOWN_ERRORS, UnreachableError
 from tests.simulation.readers import ANSWER_SECONDS, SimulatedConnections
 from tests.simulation.scheduler import Killed, Process, Task, Violation
 from tests.simulation.sometimes import sometimes
 from tests.simulation.stream import Stream
+from tests.spark_bridge.state_surgery.own_workers import OwnWorkers
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
@@ -370,6 +379,144 @@ class Forker(Outsider):
 
     def _state_files(self) -> set[str]:
         return set(self._world.disk.all_files(self._world.streams[0].state))
+
+
+class Rewriter(Outsider):
+    """Rewrites the state of a stream into a new checkpoint while the query runs.
+
+    After a failure or a death, the next attempt takes the same location. If that attempt is refused, the user removes
+    what is there, as the error says.
+    """
+
+    name = "a rewriter"
+
+    def __init__(self, world: World) -> None:
+        super().__init__(world)
+        self._location: str | None = None
+        self._version = 0
+        self._is_again = False
+
+    def work(self, process: Process) -> None:
+        """Rewrite some operators, and compare the new checkpoint with the version that it was made of."""
+        world, stream = self._world, self._world.streams[0]
+        s, r, self._is_again = world.scheduler, world.scheduler.random, self._location is not None
+        if self._location is None:
+            self._location = f"sim://rewritten-{r.getrandbits(32):08x}"
+        location = self._location
+        was_left = bool(self._files())
+        operators = stream.model.operators
+        names = list(operators) if r.random() < 0.5 else [r.choice(operators)]
+        report = rewrite_state(
+            stream.checkpoint,
+            names,
+            lambda rows: rows,
+            location,
+            num_partitions=r.choice((None, 1, 2)),
+            dry_run=r.random() < 0.1,
+            progress=self._say,
+            workers=OwnWorkers(),
+            clock=lambda: s.now,
+            open_storage=cast(OpenStorage, world.disk.open),
+        )
+        if report.dry_run:
+            if not self._is_again and self._files():
+                raise Violation(f"A dry run has written {self._files()[:5]}.")
+            return
+        if was_left:
+            raise Violation(f"A rewrite was written to {location}, where files of an earlier one were.")
+        self._check()
+        sometimes("a rewrite is finished")
+        self._remove()
+
+    def _say(self, step: str) -> None:
+        s = self._world.scheduler
+        s.log("REWRITE", step)
+        if step.startswith("rewriting"):
+            self._version = s.current.process.memory["version"] = int(step.rsplit(" ", 1)[-1])
+        if self.always_stalls and not self._is_last and s.random.random() < 0.3:
+            self._stall(s.current.process, LONG)
+
+    def _files(self) -> list[str]:
+        assert self._location is not None
+        places = (self._location, f"{self._location}/statestore")
+        return [path for place in places for path in self._world.disk.all_files(place)]
+
+    def _check(self) -> None:
+        """A checkpoint that is finished has the rows of one completed version, and a query starts from it."""
+        assert self._location is not None
+        check_restored(self._world, self._world.streams[0], self._location, self._version)
+        if (refusal := refusal_of_start(self._world, self._world.streams[0], self._location)) is not None:
+            raise Violation(f"No query starts from the rewritten checkpoint: {refusal}")
+
+    def _check_left(self) -> None:
+        """What an attempt has left that was cut short is either whole or refused: nobody opens a part of the state."""
+        assert self._location is not None
+        if METADATA in self._world.disk.directory(self._location, METADATA):
+            self._check()  # only the answer was lost
+        # A late write may bring back a file that no manifest names: a new query begins beside it, with no state.
+        elif any(not path.startswith(("operators/", "groups/", "schemas/", "audit/")) for path in self._files()) and (
+            refusal_of_start(self._world, self._world.streams[0], self._location) is None
+        ):
+            raise Violation(f"A query starts from what a rewrite has left at {self._location}: {self._files()}.")
+
+    def _remove(self) -> None:
+        """Remove the checkpoint, as its user does: late writes may follow, so its name is not used again."""
+        for place in (self._location, f"{self._location}/statestore"):
+            self._world.disk.files.pop(cast(str, place), None)
+        self._location = None
+
+    def died(self) -> None:
+        """A rewriter has died: the next attempt comes upon what it has left."""
+        sometimes("a rewriter dies")
+        if self._location is not None:
+            self._check_left()
+
+    def finish(self) -> None:
+        """In a healthy world a query that makes few batches is rewritten, at a new location."""
+        assert self._task is not None
+        self._world.scheduler.join(self._task)
+        if self._location is not None:
+            self._remove()
+        pace, self._world.pace = self._world.pace, 60.0
+        super().finish()
+        self._world.pace = pace
+
+    def is_excused(self, error: BaseException, process: Process) -> bool:
+        """Return whether what goes wrong in this world explains an error."""
+        self._check_left()
+        faults, is_spark = self._world.faults, "Nothing can go on" in str(error)
+        may_fail = faults.storage_error or faults.late_write or self._world.healed_at is not None
+        if self._files() and not self._is_again and not may_fail:
+            raise Violation(f"A rewrite has failed without a fault of storage, and has left {self._files()[:5]}.")
+        if isinstance(error, SavepointError) and not is_spark and self._is_again:
+            sometimes("a rewrite is refused where one was cut short")
+            self._remove()
+            return True
+        if super().is_excused(error, process):
+            return True
+        stream, version = self._world.streams[0], process.memory.get("version")
+        if isinstance(error, MissingFileError) and "there is no state" in str(error):
+            return True
+        if isinstance(error, InvalidStateStoreArgument) and "No batch of" in str(error):
+            return True
+        if self._is_last:
+            return False
+        if isinstance(error, SavepointError) and is_spark:
+            # Spark has removed the offsets of its batch since, or its user has removed the batch.
+            needed = () if version is None else (f"offsets/{max(version - 2, 0)}", f"commits/{version - 1}")
+            is_gone = any(path not in self._world.disk.directory(stream.checkpoint, path) for path in needed)
+            return is_gone and self._note_gone(process)
+        if isinstance(error, VersionNotFoundError | MissingFileError):
+            head = stream.model.head()
+            is_gone = head is None or version is None or head.oldest > version or self._world.has_gone_back
+            return is_gone and self._note_gone(process)
+        return False
+
+    def _note_gone(self, process: Process) -> bool:
+        """Record that the version was removed while the process stood still, if it did. Return True: an excuse."""
+        if process.memory.get("version") is not None and process.memory.get("is_troubled"):
+            sometimes("a rewriter stands still until its version is gone")
+        return True
 
 
 class StorageReader(Outsider):

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from tests.simulation.outsiders import ALL_OUTSIDERS, Forgetter, Forker
+from tests.simulation.outsiders import ALL_OUTSIDERS, Forgetter, Forker, Rewriter
 from tests.simulation.world import Constants, Result, World, is_calm, run
 
 STEPS = 4000
@@ -57,6 +57,15 @@ def in_which_keys_are_forgotten(world: World) -> None:
     world.streams[0].most_seconds = None
 
 
+def in_which_writes_come_late(world: World) -> None:
+    """Have writes carried out once more after their answer, or long after their sender has given up.
+
+    Keys are forgotten meanwhile: what comes late has rows of them.
+    """
+    in_which_keys_are_forgotten(world)
+    world.faults.late_write = 0.3
+
+
 def in_which_forgetters_stall(world: World) -> None:
     """Have those who forget keys stand still in the middle of it, while few versions are retained."""
     in_which_keys_are_forgotten(world)
@@ -78,6 +87,19 @@ def in_which_checkpoints_are_forked(world: World) -> None:
     world.streams[0].most_seconds = None
 
 
+def in_which_state_is_rewritten(world: World) -> None:
+    """Have state rewritten all the time, in half of the worlds while keys are forgotten, and few versions kept.
+
+    One of three rewriters stands still between its steps, and the others die, too.
+    """
+    world.is_calm, world.outsiders = False, [Rewriter(world), Rewriter(world), Rewriter(world)]
+    world.outsiders[0].always_stalls = True
+    if world.seed % 2:
+        world.outsiders.append(Forgetter(world))
+    world.streams[0].most_seconds = None
+    world.streams[0].keep = min(2, world.streams[0].keep)
+
+
 def with_drawn_constants(world: World) -> None:
     """Have holds, leases, waits and groups of other lengths and sizes than the product has, and few versions kept."""
     draw = random.Random(world.seed)
@@ -95,9 +117,11 @@ WORLDS: dict[str, Prepare] = {
         in_which_plans_run_again,
         in_which_hosts_come_and_go,
         in_which_keys_are_forgotten,
+        in_which_writes_come_late,
         in_which_forgetters_stall,
         with_all_outsiders,
         in_which_checkpoints_are_forked,
+        in_which_state_is_rewritten,
         with_drawn_constants,
     )
 }

@@ -43,6 +43,12 @@ MUST_BE_REACHED: Mapping[str, tuple[str, ...]] = {
         "a checkpoint is forked",
         "a fork goes on where one has died",
     ),
+    "rewrites": (
+        "a rewrite is finished",
+        "a rewrite is refused where one was cut short",
+        "a rewriter dies",
+        "a rewriter stands still until its version is gone",
+    ),
     "followers": (
         "a follower answers",
         "a follower goes on to another run",

@@ -79,7 +79,7 @@ class Disk:
     def copy(self, *locations: str) -> Disk:
         """What is at some locations now, to be looked through while the world goes on."""
         held = {at: {top: dict(files) for top, files in self.files.get(at, {}).items()} for at in locations}
-        return Disk(Faults(), held, is_still=True)
+        return Disk(Faults(), held, self.born, is_still=True)
 
     def all_files(self, location: str) -> dict[str, bytes]:
         """Everything below a location."""

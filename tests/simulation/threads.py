@@ -475,7 +475,7 @@ MODULES = (
     "spark_bridge.lookups.looked_up_state",
     "spark_bridge.serving.followed_query",
     "spark_bridge.state_data.stored_reads",
-    "spark_bridge.state_surgery.forget_keys",
+    "spark_bridge.state_surgery.",
 )
 """The modules under test, and beginnings of their names."""
 REAL = (

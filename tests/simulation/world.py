@@ -12,7 +12,7 @@ import types
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,16 +21,26 @@ from backends.encoding.operator_schema import OperatorSchema
 from backends.exceptions import DamagedFileError, MissingFileError
 from backends.formats.changelog_group import GROUPS_DIRECTORY
 from backends.formats.sealed import unseal
+from coordinator_actor.coordinator_conf import CoordinatorConf
 from coordinator_actor.durable.fencing import FENCE
 from coordinator_actor.durable.rewritten_files import REWRITTEN, RewrittenFiles
 from coordinator_actor.durable.spark_commits import METADATA
 from coordinator_actor.exceptions import IncompleteBatchError, InvalidRequestError
 from coordinator_actor.messages import Acknowledged
+from coordinator_actor.query.batch.rewriting_hold import TOLD_SECONDS
+from coordinator_actor.query.files.files_in_use import BUSY_SECONDS
 from coordinator_actor.reading.stored_versions import StateVersions, find_state
 from coordinator_actor.surgery.forgetting import HOLD_SECONDS, ForgetRequest
 from spark_bridge.exceptions import PartitionMismatchError
 from spark_bridge.host.commits.group_commit import COMMIT_GROUP_BYTES, LARGE_BYTES
-from spark_bridge.host.maintenance import INLINE_FILES_BYTES
+from spark_bridge.host.coordination.grants import GRANT_SECONDS
+from spark_bridge.host.loading.hand_overs import WANTED_SECONDS
+from spark_bridge.host.loading.partition_loading import SHARED_LOAD_SECONDS
+from spark_bridge.host.loading.shared_loads import ABANDONED_SECONDS, TASK_ANSWER_SECONDS, SharedLoads
+from spark_bridge.host.maintenance import INLINE_FILES_BYTES, TOGETHER_SECONDS
+from spark_bridge.queryable.reads.operators.operator_directory import DIRECTORY_SECONDS
+from spark_bridge.queryable.reads.versions.answer_version import MAX_WAIT_SECONDS
+from spark_bridge.queryable.reads.versions.completion_wait import ASK_COORDINATOR_SECONDS
 from spark_bridge.state_data.stored_reads import StoredReads
 from tests.simulation import engine, threads
 from tests.simulation import scheduler as scheduling
@@ -71,11 +81,34 @@ class Constants:
     deltas_per_snapshot: int = 3
     group_bytes: int = COMMIT_GROUP_BYTES
     large_bytes: int = LARGE_BYTES
+    heartbeat_seconds: float = 0.5
+    host_timeout: float = 10.0
+    report_timeout: float = CoordinatorConf.report_timeout
+    recovery_timeout: float = 20.0
+    maintenance_interval: float = 2.0
+    threads: int = 2
+    """Of loads, and of uploads."""
+    busy_seconds: float = BUSY_SECONDS
+    """The lease of a load or an upload."""
+    told_seconds: float = TOLD_SECONDS
+    grant_seconds: float = GRANT_SECONDS
+    directory_seconds: float = DIRECTORY_SECONDS
+    """The age up to which a host answers where a partition is: what it says may be wrong by then."""
+    shared_load_seconds: float = SHARED_LOAD_SECONDS
+    task_answer_seconds: float = TASK_ANSWER_SECONDS
+    abandoned_seconds: float = ABANDONED_SECONDS
+    wanted_seconds: float = WANTED_SECONDS
+    answer_wait_seconds: float = MAX_WAIT_SECONDS
+    ask_coordinator_seconds: float = ASK_COORDINATOR_SECONDS
+    together_seconds: float = TOGETHER_SECONDS
 
     @staticmethod
     def drawn(draw: random.Random) -> Constants:
-        """Draw each of them; a changelog of the simulation has some hundred bytes."""
-        return Constants(
+        """Draw each of them; a changelog of the simulation has some hundred bytes.
+
+        A lease lasts for three renewals at least, and hosts are told of an exchange for longer than a lease of theirs.
+        """
+        first = Constants(
             hold_seconds=draw.choice((5.0, 10.0, HOLD_SECONDS)),
             driver_timeout=draw.choice((12.0, 30.0, 60.0)),
             commit_linger=draw.choice((0.0, 0.05, 0.4, 1.0)),
@@ -83,11 +116,48 @@ class Constants:
             group_bytes=draw.choice((1, 1000, COMMIT_GROUP_BYTES)),
             large_bytes=draw.choice((300, LARGE_BYTES)),
         )
+        host_timeout = draw.choice((3.0, 10.0, 25.0))
+        return replace(
+            first,
+            host_timeout=host_timeout,
+            heartbeat_seconds=draw.choice((0.2, 0.5, host_timeout / 4)),
+            report_timeout=draw.choice((2.0, 5.0, 10.0)),
+            recovery_timeout=draw.choice((10.0, 20.0, 60.0)),
+            maintenance_interval=draw.choice((0.5, 2.0, 10.0)),
+            threads=draw.choice((1, 2, 4)),
+            busy_seconds=draw.choice((30.0, 120.0, BUSY_SECONDS)),
+            told_seconds=draw.choice((1.5 * host_timeout, TOLD_SECONDS)),
+            grant_seconds=draw.choice((0.0, 1.0, 5.0)),
+            directory_seconds=draw.choice((0.0, 0.5, 5.0)),
+            shared_load_seconds=draw.choice((0.5, 10.0)),
+            task_answer_seconds=draw.choice((0.1, 2.0, 10.0)),
+            abandoned_seconds=draw.choice((15.0, 60.0)),
+            wanted_seconds=draw.choice((2.0, 10.0)),
+            answer_wait_seconds=draw.choice((0.2, 2.0, 10.0)),
+            ask_coordinator_seconds=draw.choice((0.1, 1.0, 5.0)),
+            together_seconds=draw.choice((0.5, 10.0)),
+        )
 
     def replacements(self) -> dict[tuple[str, str], Any]:
         """Return those that no argument sets, by module and name."""
         return {
             ("coordinator_actor.surgery.forgetting", "HOLD_SECONDS"): self.hold_seconds,
+            ("coordinator_actor.surgery.forgetting", "HOLD_RENEW_SECONDS"): self.hold_seconds / 4,
+            ("coordinator_actor.query.files.files_in_use", "BUSY_SECONDS"): self.busy_seconds,
+            ("spark_bridge.host.loading.file_lease", "FILES_RENEW_SECONDS"): self.busy_seconds / 3,
+            ("coordinator_actor.query.batch.rewriting_hold", "TOLD_SECONDS"): self.told_seconds,
+            ("spark_bridge.host.coordination.grants", "GRANT_SECONDS"): self.grant_seconds,
+            ("spark_bridge.host.coordination.prepared_versions", "GRANT_SECONDS"): self.grant_seconds,
+            ("spark_bridge.queryable.reads.operators.operator_directory", "DIRECTORY_SECONDS"): self.directory_seconds,
+            ("spark_bridge.queryable.reads.versions.completion_wait", "ASK_COORDINATOR_SECONDS"): (
+                self.ask_coordinator_seconds
+            ),
+            ("spark_bridge.host.loading.partition_loading", "SHARED_LOAD_SECONDS"): self.shared_load_seconds,
+            ("spark_bridge.host.loading.hand_overs", "WANTED_SECONDS"): self.wanted_seconds,
+            ("spark_bridge.host.maintenance", "TOGETHER_SECONDS"): self.together_seconds,
+            ("spark_bridge.host.host", "SharedLoads"): partial(
+                SharedLoads, answer_seconds=self.task_answer_seconds, abandoned_seconds=self.abandoned_seconds
+            ),
             ("spark_bridge.host.commits.group_commit", "COMMIT_GROUP_BYTES"): self.group_bytes,
             ("spark_bridge.host.commits.group_commit", "LARGE_BYTES"): self.large_bytes,
         }
@@ -409,11 +479,11 @@ def run(
         ),
     }
     try:
-        with _quiet(), threads.installed(replacements) as replace:
+        with _quiet(), threads.installed(replacements) as install:
             world = World(seed, root, traced=traced)
             worlds.append(world)
             prepare(world)
-            replace(world.constants.replacements())
+            install(world.constants.replacements())
             from spark_bridge.task import endpoints
             from spark_bridge.task import task_store as task_client
 

@@ -204,6 +204,12 @@ class RunRegistry:
         with self._lock:
             self.by_id.pop(run_id, None)
 
+    def forget(self, run: QueryState, why: str) -> None:
+        """Forget a registered run until its driver registers it again. Not to be called under the lock."""
+        self.remove(run.run_id)
+        self.end(run, why)
+        self.remember_over(run.run_id, LEASE_OVER)
+
     def add_stopped(self, run: QueryState) -> None:
         """Register the last run on a state, whose query has ended, to be read on. Earlier ones are replaced, and end.
 

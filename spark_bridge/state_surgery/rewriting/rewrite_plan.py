@@ -8,6 +8,7 @@ from typing import Any
 
 from backends.encoding.operator_schema import OperatorSchema, evolved
 from backends.exceptions import IncompatibleSchemaError, InvalidStateStoreArgument
+from backends.storage.checkpoint_storage import OpenStorage
 from coordinator_actor.reading.stored_versions import StateVersions
 from spark_bridge.state_surgery.programs import Combining, Program, combining, declared, schema_to_write, targets_of
 from spark_bridge.state_surgery.rewriting.inferred_operators import Fresh, Sample, inferred_operators
@@ -36,6 +37,7 @@ def planned_rewrite(
     num_partitions: int | Mapping[str, int] | None,
     backend: str | None,
     sample: Sample,
+    open_storage: OpenStorage,
 ) -> RewritePlan:
     """Return the plan. ``sample`` gives the columns that a variable's function makes, by target, for its first rows.
 
@@ -65,7 +67,9 @@ def planned_rewrite(
                 copied = {v.identity for v in held.variables} if held else set()
                 variables = tuple(v for v in schema.in_use if v.identity not in copied)
                 fresh[name] = Fresh(schema, variables, spec.num_partitions, spec.backend)
-    operators = [_unchanged(versions, version, name, None if specs is None else specs[name].spec) for name in kept]
+    operators = [
+        _unchanged(versions, version, name, None if specs is None else specs[name].spec, open_storage) for name in kept
+    ]
     names = [(name, v.name) for name, one in fresh.items() for v in one.variables]
     combines = combining(combine, names, {})
     for name, one in fresh.items():
@@ -85,7 +89,7 @@ def planned_rewrite(
     return RewritePlan(tuple(operators), jobs)
 
 
-def _unchanged(versions: StateVersions, version: int, name: str, spec: Any) -> NewOperator:
+def _unchanged(versions: StateVersions, version: int, name: str, spec: Any, open_storage: OpenStorage) -> NewOperator:
     """Return an operator that stays as it is, in its layout: a start of the query changes that."""
     reading = versions.reading(name, version)
     if spec is not None:
@@ -97,5 +101,5 @@ def _unchanged(versions: StateVersions, version: int, name: str, spec: Any) -> N
             ) from error
     entry = versions.entry(name, version)
     families = tuple(f for v in reading.schema.variables if not v.deleted for f in v.families)
-    copied = CopiedState(reading.place, in_order(reading.pieces), families)
+    copied = CopiedState(reading.place, in_order(reading.pieces), families, open_storage)
     return NewOperator(name, reading.num_partitions, entry.backend, reading.schema, (), copied)

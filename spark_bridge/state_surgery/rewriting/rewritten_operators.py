@@ -13,6 +13,7 @@ from backends.encoding.operator_schema import TIMERS, OperatorSchema, StateVaria
 from backends.exceptions import InvalidStateStoreArgument
 from backends.formats.manifest import Lineage
 from backends.ids import DEFAULT_FAMILY
+from backends.storage.checkpoint_storage import OpenStorage
 from coordinator_actor.reading.stored_versions import Piece, Reading, StateVersions
 from spark_bridge.state_data.packed_pieces import packed_pieces, unpacked_piece
 from spark_bridge.state_data.state_sources import StateSource
@@ -52,6 +53,7 @@ class RewrittenOperator:
 
     reading: Reading
     functions: Mapping[str, Function | None]
+    open_storage: OpenStorage
 
     @property
     def copied(self) -> tuple[StateVariable, ...]:
@@ -68,7 +70,9 @@ class RewrittenOperator:
     def copied_state(self) -> CopiedState | None:
         """Return the column families that stay as they are; None if there are none."""
         families = tuple(name for v in self.copied for name in v.families)
-        return CopiedState(self.reading.place, in_order(self.reading.pieces), families) if families else None
+        if not families:
+            return None
+        return CopiedState(self.reading.place, in_order(self.reading.pieces), families, self.open_storage)
 
     def rows(self, variable: str) -> VariableRows:
         """Return how the rows of a variable are read."""
@@ -93,7 +97,7 @@ class RewrittenOperator:
         rows = self.rows(name)
         routing = Routing((self.reading.operator, name), function, targets, self.reading.key_groups)
         columns = tuple(PairsOfRows(rows).columns.names)
-        source = StateSource(replace(self.reading, pieces=()), rows)
+        source = StateSource(replace(self.reading, pieces=()), rows, self.open_storage)
         for packed in packed_pieces(pieces):
             yield ReadJob(PartitionRows(source, packed, columns), routing)
 
@@ -114,7 +118,11 @@ def in_order(pieces: Sequence[Piece]) -> tuple[Piece, ...]:
 
 
 def rewritten_operators(
-    versions: StateVersions, version: int, operator: str | Sequence[str], function: Functions
+    versions: StateVersions,
+    version: int,
+    operator: str | Sequence[str],
+    function: Functions,
+    open_storage: OpenStorage,
 ) -> dict[str, RewrittenOperator]:
     """Return the operators that are rewritten, by name.
 
@@ -139,7 +147,7 @@ def rewritten_operators(
     found = {}
     for name in names:
         reading = versions.reading(name, version)
-        found[name] = RewrittenOperator(reading, _functions(reading, of_operator[name]))
+        found[name] = RewrittenOperator(reading, _functions(reading, of_operator[name]), open_storage)
     return found
 
 

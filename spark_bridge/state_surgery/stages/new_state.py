@@ -16,7 +16,7 @@ from backends.encoding.operator_schema import OperatorSchema
 from backends.engines.backend import backend_of
 from backends.exceptions import InvalidStateStoreArgument
 from backends.formats.manifest import OperatorEntry
-from backends.storage.checkpoint_storage import CheckpointStorage
+from backends.storage.checkpoint_storage import CheckpointStorage, OpenStorage
 from coordinator_actor.durable.audit_log import AuditLog, AuditRecord, caller
 from coordinator_actor.reading.stored_versions import StatePlace
 from coordinator_actor.savepoints.export import copy_spark_files, spark_log_files
@@ -88,6 +88,7 @@ class NewState:
     details: Mapping[str, str]
     reference: str | None = None
     spark_files: CheckpointStorage | None = None
+    open_storage: OpenStorage = CheckpointStorage.open
 
     def write(
         self,
@@ -157,6 +158,7 @@ class NewState:
                 self.new.key_groups,
                 operator.targets,
                 operator.copied,
+                self.open_storage,
             )
             for p in range(n)
         ]

@@ -21,7 +21,7 @@ from backends.encoding.sorted_pairs import SortedPairs, as_binary
 from backends.exceptions import InvalidStateStoreArgument
 from backends.formats.changelog import ChangelogMeta
 from backends.formats.partition_entries import PartitionEntry
-from backends.storage.checkpoint_storage import CheckpointStorage
+from backends.storage.checkpoint_storage import CheckpointStorage, OpenStorage
 from coordinator_actor.reading.partition_reader import opened_partition
 from coordinator_actor.reading.stored_versions import Piece, StatePlace
 from coordinator_actor.savepoints.partition_builder import build_partition
@@ -46,6 +46,7 @@ class CopiedState:
     place: StatePlace
     pieces: tuple[Piece, ...]
     families: tuple[str, ...]
+    open_storage: OpenStorage = CheckpointStorage.open
 
     def pairs(self, first: int, end: int, num_groups: int) -> Iterator[tuple[str, SortedPairs]]:
         """Yield the pairs of key groups ``first`` (included) to ``end`` (not included)."""
@@ -55,7 +56,7 @@ class CopiedState:
             begins, behind = partition_range(piece.partition, len(self.pieces), num_groups)
             if behind <= first or end <= begins:
                 continue
-            with opened_partition(self.place, piece) as state:
+            with opened_partition(self.place, piece, open_storage=self.open_storage) as state:
                 for family in self.families:
                     if family in state.reads.column_families():
                         for batch in state.reads.scan(None, lower, upper, family):
@@ -74,6 +75,7 @@ class NewPartition:
     num_groups: int
     targets: tuple[Target, ...]
     copied: CopiedState | None = None
+    open_storage: OpenStorage = CheckpointStorage.open
 
     def build(self, runs: Mapping[OperatorVariable, Sequence[PackedRows]]) -> BuiltPartition:
         """Write the partition. Raises ``InvalidStateStoreArgument`` for keys that come twice, ``StorageError``."""
@@ -82,7 +84,7 @@ class NewPartition:
         if self.place is None:
             total, entry = sum(len(of_family) for _, of_family in pairs), None
         else:
-            storage = CheckpointStorage.open(self.place.state_location, dict(self.place.options))
+            storage = self.open_storage(self.place.state_location, dict(self.place.options))
             entry, total = build_partition(storage, self.meta, self.families, pairs, self.conf, is_distinct=True)
         return BuiltPartition(self.meta.operator, self.meta.partition, entry, counts, total)
 

@@ -238,6 +238,36 @@ def test_what_spark_needs_must_be_there(tmp_path: Path) -> None:
         copy_spark_files(storage(root), storage(tmp_path / "sp"), 5)
 
 
+class Purged(CheckpointStorage):
+    """Spark removes ``gone`` between the check and the copy: its query goes on meanwhile."""
+
+    root: Path
+    gone: str
+
+    def get(self, path: str) -> bytes:
+        if path == self.gone:
+            (self.root / path).unlink()
+        return super().get(path)
+
+
+@pytest.mark.parametrize(
+    ("gone", "is_needed"), [("commits/3", False), ("offsets/3", True), ("offsets/4", True), ("commits/4", True)]
+)
+def test_a_log_that_spark_removes_meanwhile_is_missed_only_if_it_is_needed(
+    tmp_path: Path, gone: str, is_needed: bool
+) -> None:
+    root = spark_checkpoint(tmp_path / "old")
+    spark = Purged.open(str(root))
+    assert isinstance(spark, Purged)
+    spark.root, spark.gone = root, gone
+    if is_needed:
+        with pytest.raises(SavepointError, match=f"after batch 4 .* {gone} does not exist there. Only a batch"):
+            copy_spark_files(spark, storage(tmp_path / "sp"), BATCH)
+        return
+    copies = {ref.path for ref in copy_spark_files(spark, storage(tmp_path / "sp"), BATCH)}
+    assert f"spark/{gone}" not in copies and len(copies) == 5
+
+
 class Compacting(CheckpointStorage):
     """Sources of which files are replaced by a compacted one while they are copied."""
 

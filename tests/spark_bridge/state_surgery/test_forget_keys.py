@@ -12,6 +12,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
+from msgspec import structs
 
 from backends.encoding.keys import decode_keys
 from backends.encoding.operator_schema import OperatorSchema
@@ -20,6 +21,8 @@ from backends.exceptions import InvalidStateStoreArgument, MissingFileError, Ver
 from backends.storage.checkpoint_storage import CheckpointStorage
 from coordinator_actor.durable.audit_log import AuditLog
 from coordinator_actor.exceptions import FencedError
+from coordinator_actor.query.files import known_files
+from coordinator_actor.query.files.files_in_use import BUSY_SECONDS
 from coordinator_actor.reading import partition_reader
 from coordinator_actor.reading.stored_files import stored_files
 from coordinator_actor.reading.stored_versions import StateVersions, find_state
@@ -157,6 +160,53 @@ def test_no_version_and_no_byte_has_a_forgotten_key_and_the_query_goes_on(clicks
             of.pop((stays[0], 0), None)
     stream.again("run3", 3, BACKENDS[1 - BACKENDS.index(backend)])
     stream.run(1)
+    stream.check()
+
+
+def test_files_that_late_writes_bring_back_count_for_nothing_and_are_removed(clicks):
+    stream = clicks("rocksdb")
+    stream.run(11)
+    stream.snapshots()
+    stream.run(1)
+    stream.flow.stop()
+    root, gone = Path(stream.flow.location), stream.names[:2]
+    keys = [(name, shard) for name in gone for shard in (0, 1)]
+
+    def files_with_keys() -> list[str]:
+        return sorted({path for name in gone for path in files_with(stream.flow.location, name)})
+
+    def arrive_late() -> None:
+        for path, data in removed.items():
+            (root / path).parent.mkdir(parents=True, exist_ok=True)
+            (root / path).write_bytes(data)
+        assert files_with_keys() == sorted(removed)
+
+    removed = {path: (root / path).read_bytes() for path in files_with_keys()}
+    kinds = {path.rpartition(".")[2] for path in removed}
+    assert kinds & {"changelog", "changelogs"} and kinds & {"sst", "snapshot", "snapshots"}
+    forget_keys(stream.flow.location, "op", keys)
+    stream.expect_forgotten(gone)
+
+    arrive_late()
+    stream.check(all_versions=True)
+    there = StateVersions.look(find_state(stream.flow.location))
+    assert not [f.path for f in stored_files(there) if f.kept_by and f"statestore/{f.path}" in removed]
+    forget_keys(stream.flow.location, "op", keys)
+    assert files_with_keys() == [], "forgetting the keys again removes what came late"
+
+    stream.again("run2", 2, "rocksdb")
+    run = stream.flow.c.registries.runs.by_id["run2"]
+    run.registration = structs.replace(run.registration, min_versions_to_retain=1, maintenance_interval=0.0)
+    stream.flow.world.now += BUSY_SECONDS  # loads of the first run may have lasted until now
+    stream.flow.host.heartbeat()
+    stream.flow.c.maintain()
+    assert not run.files.paths & {path.removeprefix("statestore/") for path in removed}
+    arrive_late()
+    for _ in range(2 * known_files.LISTED_EVERY):
+        stream.flow.batch({(stream.names[2], shard): random_operation(stream.rng) for shard in (0, 1)})
+        stream.snapshots()
+        stream.flow.c.maintain()
+    assert files_with_keys() == [], "retention removes what came late with its version"
     stream.check()
 
 

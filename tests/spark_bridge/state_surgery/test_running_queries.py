@@ -15,6 +15,7 @@ import pytest
 
 from backends.exceptions import StorageError, VersionNotFoundError
 from backends.formats.changelog import Changes
+from backends.formats.manifest import Manifest
 from backends.storage.checkpoint_storage import CheckpointStorage
 from coordinator_actor.coordinator import Coordinator
 from coordinator_actor.coordinator_conf import CoordinatorConf
@@ -225,6 +226,36 @@ def test_an_answer_that_is_lost_is_looked_up(cluster):
         forget_keys("name", "totals", [2], coordinator=port)
     assert cluster.client().get("totals", 2)["n"] == 6, "nothing was changed"
     cluster.batch({3: (4, OTHER)})
+
+
+def test_a_run_whose_exchange_storage_has_not_answered_is_registered_again(cluster, monkeypatch):
+    """Storage writes the manifest of the exchange, and its answer is lost: the coordinator cannot tell what counts."""
+    worked(cluster)
+    port, real, lost = Port(cluster), RecordFiles.create, []
+
+    def registered_again() -> None:
+        """Hosts and the driver hear of it at their next heartbeats."""
+        for h in cluster.hosts:
+            h.host.heartbeat()
+        assert not cluster.c.driver_heartbeat("run1")
+        cluster.start("run1")
+
+    def create(self: RecordFiles, path: str, record: Any) -> None:
+        real(self, path, record)
+        if isinstance(record, Manifest) and record.rewritten and not lost:
+            lost.append(path)
+            port.before["hold_query"] = registered_again
+            raise StorageError("the answer is lost")
+
+    monkeypatch.setattr(RecordFiles, "create", create)
+    forget(cluster, port)
+    assert lost
+    check_forgotten(cluster)
+    cluster.batch({1: (9, OTHER), 2: (7, OTHER)})
+    assert cluster.client().get("totals", 1)["n"] == 9
+    assert files_with(ck(cluster), SECRET) == []
+    table = state_table(ck(cluster), "totals", version=1)  # what the exchange has replaced is still replaced
+    assert 1 not in table["user"].to_pylist()
 
 
 def test_a_holder_that_dies_holds_nobody_up_for_long_and_changes_nothing(cluster):
