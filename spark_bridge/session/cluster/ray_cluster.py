@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import socket
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from py4j.protocol import Py4JError
 
 from coordinator_actor.coordinator_conf import NAMESPACE
 from spark_bridge.exceptions import EnvironmentProblemError
+
+if TYPE_CHECKING:
+    from ray.util.placement_group import PlacementGroup
 
 log = logging.getLogger(__name__)
 
@@ -76,6 +83,41 @@ def running_ray() -> str | None:
             return address
     except (OSError, ValueError):
         return None
+
+
+def stop_raydp_at_exit() -> None:
+    """Put ``stop_raydp`` in the place of RayDP's own exit handler.
+
+    RayDP's handler fails in a program that has called ``ray.shutdown()``: it sends a message to its master.
+    """
+    from raydp import context
+
+    atexit.unregister(context.stop_spark)
+    atexit.unregister(stop_raydp)
+    atexit.register(stop_raydp)
+
+
+def stop_raydp(group: PlacementGroup | None = None) -> None:
+    """End the Spark session that RayDP has started, and remove its placement group.
+
+    RayDP's actors and the group are gone already if the program has left Ray.
+    """
+    import ray
+    from raydp import context
+
+    if ray.is_initialized():
+        try:
+            context.stop_spark()
+        finally:
+            if group is not None:
+                ray.util.remove_placement_group(group)
+        return
+    with context._spark_context_lock:
+        left, context._global_spark_context = context._global_spark_context, None
+        if left is not None and left._spark_session is not None:
+            with suppress(Py4JError, OSError):  # Spark's JVM has been in the cluster too, and may have ended with it
+                left._spark_session.stop()
+        context._reset_pyspark_singletons()
 
 
 def stop_ray() -> None:

@@ -134,13 +134,17 @@ class StateCluster:
         return described
 
     def stop(self) -> None:
-        """Stop this session's hosts, and the coordinator if no other session uses it."""
+        """Stop this session's hosts, and the coordinator if no other session uses it.
+
+        A program that has called ``ray.shutdown()`` reaches neither: Ray has ended the hosts, and the coordinator
+        forgets the session once its lease is over.
+        """
         self._reporting.close()
-        others = self.coordinator.unregister_session(self.session_id)
+        is_alone = not self.shutdown.is_over and not self.coordinator.unregister_session(self.session_id)
         self.coordinator.close()
         self.leases.close()
         self.placement.close()
-        if not others:
+        if is_alone:
             ray.kill(ray.get_actor(self.options.coordinator_name, namespace=self.options.namespace), no_restart=True)
 
 
