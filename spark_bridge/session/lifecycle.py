@@ -16,7 +16,13 @@ from spark_bridge.host_actor.session_options import DEFAULT_RECOVERY_TIMEOUT, Se
 from spark_bridge.queryable.server.limits.request_limits import RequestLimits
 from spark_bridge.session.cluster.executors import await_executors, executor_cores, placement_group_of
 from spark_bridge.session.cluster.java import ensure_java
-from spark_bridge.session.cluster.ray_cluster import join_or_start_ray, stop_ray, stop_raydp, stop_raydp_at_exit
+from spark_bridge.session.cluster.ray_cluster import (
+    join_or_start_ray,
+    keep_ray_stopped,
+    stop_ray,
+    stop_raydp,
+    stop_raydp_at_exit,
+)
 from spark_bridge.session.cluster.ray_on_spark import require_cores
 from spark_bridge.session.current import (
     Session,
@@ -230,6 +236,8 @@ def _join(
     lost_executors = LostExecutors(spark, shutdown, by_raydp=raydp_app is not None)
     master = SparkMasterWatch(spark, raydp_app, shutdown) if raydp_app is not None else None
 
+    let_ray_start = keep_ray_stopped()
+
     def stop() -> None:
         lost_executors.close()
         try:
@@ -243,6 +251,7 @@ def _join(
             cluster.stop()
         finally:
             shutdown.begin()
+            let_ray_start()
             if raydp_app is not None:
                 stop_raydp(group)
             if started_ray:

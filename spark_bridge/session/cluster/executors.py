@@ -115,7 +115,7 @@ def cpus_in_words() -> str:
     return (
         f"The Ray cluster has {total:g} CPUs, of which {free:g} are free.{held} Of {memory} of memory, {free_memory} "
         "are free. Executors come when enough CPUs and memory are free: end what holds them, add a node, or ask for "
-        "fewer executors, cores or less executor_memory."
+        "fewer executors, fewer cores or less executor_memory."
     )
 
 

@@ -6,6 +6,7 @@ import atexit
 import logging
 import os
 import socket
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
 
 log = logging.getLogger(__name__)
+
+RAY_CONNECT_SECONDS = 5.0
+"""The time that the head of a Ray cluster has to take a connection."""
 
 
 def join_or_start_ray(address: str | None, cpus: int) -> bool:
@@ -40,10 +44,11 @@ def join_or_start_ray(address: str | None, cpus: int) -> bool:
     if named:
         if named.startswith("ray://"):
             raise _outside(repr(named))
+        check_listens(named)
         try:
             ray.init(address=named, **quiet)
         except ConnectionError as error:
-            raise EnvironmentProblemError(f"No Ray cluster answers at {named!r}: {error}") from error
+            raise _silent(named, error) from error
         return False
     running = running_ray()
     if running is not None:
@@ -58,6 +63,25 @@ def join_or_start_ray(address: str | None, cpus: int) -> bool:
     num_cpus = max(cpus, os.cpu_count() or 1)
     ray.init(address="local", num_cpus=num_cpus, include_dashboard=None, _system_config=system_config(), **quiet)
     return True
+
+
+def check_listens(address: str) -> None:
+    """Raise ``EnvironmentProblemError`` where nobody listens: Ray itself tries for minutes to connect."""
+    host, _, port = address.rpartition(":")
+    if "/" in host or not port.isdigit():
+        return  # "auto", "local" and "ray://host:port" are Ray's own words
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), RAY_CONNECT_SECONDS).close()
+    except (OSError, OverflowError) as error:
+        raise _silent(address, error) from error
+
+
+def _silent(address: str, error: Exception) -> EnvironmentProblemError:
+    return EnvironmentProblemError(
+        f"No Ray cluster answers at {address} ({error}); give the address of its head, such as 10.0.0.1:6379, with "
+        "--address, ray_address= or RAY_ADDRESS. 'ray status' on the head shows whether it runs; 'ray start --head' "
+        "starts it."
+    )
 
 
 def _outside(address: str) -> EnvironmentProblemError:
@@ -83,6 +107,23 @@ def running_ray() -> str | None:
             return address
     except (OSError, ValueError):
         return None
+
+
+def keep_ray_stopped() -> Callable[[], None]:
+    """Keep Ray's interface from starting a cluster in this process; return what lets it do so again.
+
+    A program may call ``ray.shutdown()`` at any moment. Whatever thread of the session asks Ray next, or is about to,
+    would start a cluster of its own. It gets a ``RayError`` instead. ``ray.init()`` works as ever.
+    """
+    from ray._private import auto_init_hook
+
+    before = auto_init_hook.enable_auto_connect
+    auto_init_hook.enable_auto_connect = False
+
+    def undo() -> None:
+        auto_init_hook.enable_auto_connect = before
+
+    return undo
 
 
 def stop_raydp_at_exit() -> None:

@@ -14,7 +14,7 @@ from ray.exceptions import RayError
 from backends.background_loop import BackgroundLoop, failing_loops
 from backends.exceptions import StateStoreError
 from coordinator_actor.coordinator_port import CoordinatorPort
-from coordinator_actor.exceptions import CoordinatorError
+from coordinator_actor.exceptions import CoordinatorError, HostUnavailableError
 from coordinator_actor.on_ray.actor import get_or_create_coordinator
 from coordinator_actor.on_ray.cluster_store import ClusterStore
 from coordinator_actor.on_ray.ray_port import RayCoordinatorPort
@@ -125,8 +125,11 @@ class StateCluster:
     def batch_committed(self, run_id: str, batch_id: int) -> None:
         """Report that Spark has committed a batch: its version is completed, and the hosts may apply it."""
         if self.coordinator.batch_committed(run_id, batch_id, by_driver=True):
-            for host in self.hosts:
-                host.on_progress.remote()
+            try:
+                for host in self.hosts:
+                    host.on_progress.remote()
+            except RayError as error:
+                raise HostUnavailableError(f"The hosts were not told of batch {batch_id}: {error}") from error
 
     def describe_hosts(self) -> list[dict[str, Any]]:
         """Return the description of each host."""
