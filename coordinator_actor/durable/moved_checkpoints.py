@@ -65,7 +65,7 @@ def move_checkpoint(
         if left:
             raise CheckpointPlaceError(
                 f"{old.location} still has {', '.join(left)}, so that {opened.checkpoint.location} is a copy, or the "
-                "query still runs there. Stop the query and remove that directory, or give the copy a state of its own:"
+                "query still runs there. Stop the query and remove that directory, or give the copy its own state:"
                 f"\n  {checkpoint_command('fork', checkpoint_location, state_location, options or {})}"
                 f"{values_in_words(options or {})}"
             )

@@ -38,8 +38,8 @@ VERIFY_THREADS = 8
 class Damage:
     """A file that is not as it was written. ``path`` is below the state location; ``version`` is the file's own.
 
-    Of what lies in one object with others, ``path`` is the object's. A manifest is of no single operator, a schema of
-    no single partition.
+    For a file that shares an object with others, ``path`` is the object's. A manifest has no operator, a schema no
+    partition.
     """
 
     path: str
@@ -115,7 +115,7 @@ def verify_version(
     """Read all files from which a version (None: the last completed one) can be loaded, each once.
 
     Manifests that ``versions`` was to pass over are named among the damages, and so are schemas. A program that
-    declares the operators as before goes on without the files of their schemas.
+    declares the same operators runs without the files of their schemas.
 
     ``reads_rows`` also loads every partition, as a host would, and reads all its pairs. ``progress`` hears how many
     files of how many are read; descriptors of snapshots name more while they are read. Memory grows with the number of

@@ -35,8 +35,8 @@ class Instance:
     ``commit_lock`` is held by the thread that commits, completes, loads or destroys ``state``. It also guards
     changes of ``acknowledged``, which reports copy without it, and of ``keys_at``, which is replaced as a whole. The
     lock of ``HeldPartitions`` guards ``invocations``, ``invocations_of``, ``opened_at``, ``commits`` and
-    ``dropped_elements``. Whoever loads the partition writes ``epoch`` and ``loaded_at``. Loading and the upload of a
-    snapshot write ``snapshot_version`` and ``rescaled_at``, each as a whole and without a lock.
+    ``dropped_elements``. The thread that loads the partition writes ``epoch`` and ``loaded_at``. Loading and the upload
+    of a snapshot write ``snapshot_version`` and ``rescaled_at``, each as a whole and without a lock.
     """
 
     registration: QueryRegistration

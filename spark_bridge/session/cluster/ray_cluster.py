@@ -66,7 +66,7 @@ def join_or_start_ray(address: str | None, cpus: int) -> bool:
 
 
 def check_listens(address: str) -> None:
-    """Raise ``EnvironmentProblemError`` where nobody listens: Ray itself tries for minutes to connect."""
+    """Raise ``EnvironmentProblemError`` if nothing listens at ``address``. Ray itself tries for minutes."""
     host, _, port = address.rpartition(":")
     if "/" in host or not port.isdigit():
         return  # "auto", "local" and "ray://host:port" are Ray's own words
@@ -112,8 +112,8 @@ def running_ray() -> str | None:
 def keep_ray_stopped() -> Callable[[], None]:
     """Keep Ray's interface from starting a cluster in this process; return what lets it do so again.
 
-    A program may call ``ray.shutdown()`` at any moment. Whatever thread of the session asks Ray next, or is about to,
-    would start a cluster of its own. It gets a ``RayError`` instead. ``ray.init()`` works as ever.
+    A program may call ``ray.shutdown()`` at any moment. A thread of the session that uses Ray after that
+    would start a new cluster. It gets a ``RayError`` instead. ``ray.init()`` still works.
     """
     from ray._private import auto_init_hook
 
