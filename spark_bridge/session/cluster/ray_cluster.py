@@ -113,7 +113,8 @@ def keep_ray_stopped() -> Callable[[], None]:
     """Keep Ray's interface from starting a cluster in this process; return what lets it do so again.
 
     A program may call ``ray.shutdown()`` at any moment. A thread of the session that uses Ray after that
-    would start a new cluster. It gets a ``RayError`` instead. ``ray.init()`` still works.
+    would start a new cluster. It gets an error instead: ``RayError``, or ``AttributeError`` from the handle of an
+    actor. ``ray.init()`` still works.
     """
     from ray._private import auto_init_hook
 

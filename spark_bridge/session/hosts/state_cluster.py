@@ -128,8 +128,12 @@ class StateCluster:
             try:
                 for host in self.hosts:
                     host.on_progress.remote()
-            except RayError as error:
-                raise HostUnavailableError(f"The hosts were not told of batch {batch_id}: {error}") from error
+            except (RayError, AttributeError) as error:
+                if not self.shutdown.is_over:  # Ray raises either once the program has called ray.shutdown()
+                    raise
+                raise HostUnavailableError(
+                    f"The hosts did not get batch {batch_id}: Ray has been shut down."
+                ) from error
 
     def describe_hosts(self) -> list[dict[str, Any]]:
         """Return the description of each host."""

@@ -61,7 +61,7 @@ from spark_bridge.session.current import current_cluster
 ray.shutdown()
 try:
     host.on_progress.remote()  # as a thread of the session may do at any moment
-except ray.exceptions.RayError:
+except (ray.exceptions.RayError, AttributeError):
     spark_bridge.stop_spark()
 """,
 }
