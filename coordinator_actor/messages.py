@@ -76,6 +76,12 @@ DUPLICATES = "numDroppedDuplicateRows"
 """Spark's name for the figure of ``deduplicate``, in ``OperatorFigures.custom``."""
 
 
+DROPPED_ELEMENTS = "numDroppedElements"
+"""The figure of elements that the limits of ``collect_list`` and ``collect_set`` have dropped. Only operators with such
+limits have it in ``OperatorFigures.custom``.
+"""
+
+
 class CommitFigures(Struct, frozen=True):
     """Counts and times of a task and its commit, for the history of checkpoints.
 

@@ -356,9 +356,34 @@ def struct_array(children: list[pa.Array], n: int, mask: Mask | None, data_type:
     return pa.Array.from_buffers(data_type, n, [validity(mask)], children=children)
 
 
+def aligned_binary(array: pa.BinaryArray) -> pa.BinaryArray:
+    """Return a binary array with its offsets at a multiple of 4 bytes; copy them only if they are elsewhere.
+
+    Arrow Flight leaves buffers wherever gRPC has put them. Arrow's query engine (``group_by``, ``join``, scans by
+    DuckDB) warns about such buffers, or refuses them.
+    """
+    mask, bounds, content = array.buffers()
+    if bounds is None or bounds.address % 4 == 0:
+        return array
+    copied = pa.py_buffer(bounds.to_pybytes())
+    return pa.Array.from_buffers(array.type, len(array), [mask, copied, content], offset=array.offset)
+
+
+def aligned_batch(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """Return a batch of binary columns as ``aligned_binary`` does its columns."""
+    return pa.RecordBatch.from_arrays([aligned_binary(column) for column in batch.columns], schema=batch.schema)
+
+
 def _buffer(values: npt.NDArray[Any]) -> pa.Buffer:
+    """Return the values as a buffer that is aligned to the width of a value."""
     contiguous = np.ascontiguousarray(values)
-    return pa.py_buffer(contiguous.view(np.uint8) if contiguous.size else b"")
+    if not contiguous.size:
+        return pa.py_buffer(b"")
+    buffer = pa.py_buffer(contiguous.view(np.uint8))
+    # numpy takes the field of a single record for contiguous. Its values lie where the record has them.
+    if buffer.address % min(contiguous.itemsize, 8):
+        return pa.py_buffer(contiguous.copy().view(np.uint8))
+    return buffer
 
 
 def _one_line(schema: object) -> str:

@@ -7,6 +7,8 @@ its checkpoint is: the newest record counts.
 from __future__ import annotations
 
 import os
+import shlex
+from collections.abc import Mapping
 
 from msgspec import Struct
 
@@ -48,6 +50,27 @@ class CheckpointPlaces:
         except FileExistsInStorageError:
             return self._files.read(path, CheckpointPlace)
         return place
+
+
+def checkpoint_command(verb: str, checkpoint_location: str, state_base: str, options: Mapping[str, str]) -> str:
+    """Return ``statestore checkpoint <verb>`` for a checkpoint, as a user runs it.
+
+    Options of the storage have "..." in the place of their values, which may be secrets.
+    """
+    words = ["statestore", "checkpoint", verb, checkpoint_location, "--state-location", state_base]
+    for name in sorted(options):
+        words += ["--storage-option", f"{name}=..."]
+    return shlex.join(words)
+
+
+def values_in_words(options: Mapping[str, str]) -> str:
+    """Return what to do about the values that ``checkpoint_command`` leaves out; empty if there are none."""
+    if not options:
+        return ""
+    return (
+        "\nPut the values of your program in the place of '...'. Leave secrets to the environment, such as "
+        "AWS_SECRET_ACCESS_KEY."
+    )
 
 
 def is_inside(state_location: str, checkpoint_location: str) -> bool:

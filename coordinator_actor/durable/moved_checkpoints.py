@@ -19,6 +19,7 @@ from backends.exceptions import FileExistsInStorageError, MissingFileError
 from backends.formats.changelog_group import GROUPS_DIRECTORY
 from backends.storage.checkpoint_storage import CheckpointStorage, OpenStorage
 from coordinator_actor.durable.audit_log import AUDIT
+from coordinator_actor.durable.checkpoint_place import checkpoint_command, values_in_words
 from coordinator_actor.durable.checkpoint_records import HISTORY
 from coordinator_actor.durable.fencing import EPOCHS, MANIFESTS, epoch_path
 from coordinator_actor.durable.manifests import QUERY_FILE, ManifestLog, QueryFile
@@ -64,8 +65,9 @@ def move_checkpoint(
         if left:
             raise CheckpointPlaceError(
                 f"{old.location} still has {', '.join(left)}, so that {opened.checkpoint.location} is a copy, or the "
-                "query still runs there. Stop the query and remove that directory, or give the copy a state of its own "
-                "with 'statestore checkpoint fork'."
+                "query still runs there. Stop the query and remove that directory, or give the copy its own state:"
+                f"\n  {checkpoint_command('fork', checkpoint_location, state_location, options or {})}"
+                f"{values_in_words(options or {})}"
             )
     head = opened.log.head()
     if head is not None and head.version > 0 and not SparkCommits(opened.checkpoint).has_begun(head.version - 1):

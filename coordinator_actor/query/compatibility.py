@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterable
 
 import msgspec
@@ -13,7 +12,7 @@ from backends.encoding.schema_evolution import columns_in_words
 from backends.exceptions import IncompatibleSchemaError
 from backends.formats.manifest import Manifest
 from backends.ids import DEFAULT_FAMILY
-from coordinator_actor.durable.checkpoint_place import CheckpointPlace, is_inside
+from coordinator_actor.durable.checkpoint_place import CheckpointPlace, checkpoint_command, is_inside, values_in_words
 from coordinator_actor.durable.manifests import QueryFile
 from coordinator_actor.messages import OperatorSpec
 from coordinator_actor.query.query_state import QueryState
@@ -73,13 +72,14 @@ def place_refusal(run: QueryState, place: CheckpointPlace | None) -> str | None:
     if place is None or is_inside(state, here) or place.is_at(here):
         return None
     base = state.rstrip("/").rpartition("/")[0]
-    command = shlex.join((here, "--state-location", base))
+    options = registration.storage_options
     return (
         f"The state at {state} belongs to the checkpoint at {place.checkpoint_location}, and this one is at {here}: "
         "two checkpoints must not share a state. If the checkpoint was moved, run\n"
-        f"  statestore checkpoint move {command}\n"
+        f"  {checkpoint_command('move', here, base, options)}\n"
         "If this is a copy that is to have a state of its own, run\n"
-        f"  statestore checkpoint fork {command}"
+        f"  {checkpoint_command('fork', here, base, options)}"
+        f"{values_in_words(options)}"
     )
 
 

@@ -273,7 +273,7 @@ class StateVersions:
         """
         at = self.resolve(version)
         entry = self.entry(operator, at)
-        pieces = tuple(self._pieces(operator, entry, at))
+        pieces = tuple(self.pieces(operator, entry, at))
         return Reading(self.place, operator, at, self.schema(entry), pieces, self.key_groups, entry.num_partitions)
 
     def reading_of_changes(self, operator: str, from_version: int, to_version: int | None = None) -> Reading:
@@ -297,11 +297,12 @@ class StateVersions:
             if segment.last > start:
                 held = self.chain[segment.last].operators[operator]
                 since = max(start, segment.first - 1)
-                pieces += (structs.replace(p, since=since) for p in self._pieces(operator, held, segment.last))
+                pieces += (structs.replace(p, since=since) for p in self.pieces(operator, held, segment.last))
         schema = self.schema(entry)
         return Reading(self.place, operator, end, schema, tuple(pieces), self.key_groups, entry.num_partitions)
 
-    def _pieces(self, operator: str, entry: OperatorEntry, version: int) -> Iterator[Piece]:
+    def pieces(self, operator: str, entry: OperatorEntry, version: int) -> Iterator[Piece]:
+        """Give the partitions of an operator at a version, whose entry this is."""
         layout: Layout = chains.layout_of(operator, entry)
         for p in range(layout.num_partitions):
             lineage = chains.lineage(self.chain, version, layout, p, self.key_groups)

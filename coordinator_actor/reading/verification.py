@@ -17,7 +17,7 @@ from backends.formats import snapshot
 from backends.formats.changelog import read_changelog
 from backends.formats.changelog_group import GROUPS_DIRECTORY, read_index
 from backends.formats.file_names import version_in
-from backends.formats.manifest import ChangelogRef, Lineage, SnapshotRef
+from backends.formats.manifest import ChangelogRef, Lineage, OperatorEntry, SnapshotRef
 from backends.formats.snapshot_descriptor import SnapshotDescriptor
 from backends.storage.checkpoint_storage import CheckpointStorage, OpenStorage
 from backends.storage.file_ref import FileRef
@@ -25,6 +25,7 @@ from coordinator_actor.durable.audit_log import AUDIT
 from coordinator_actor.durable.checkpoint_place import CHECKPOINTS
 from coordinator_actor.durable.checkpoint_records import HISTORY
 from coordinator_actor.durable.fencing import EPOCHS
+from coordinator_actor.durable.manifests import schema_path
 from coordinator_actor.durable.record_files import RecordFiles, numbered_path
 from coordinator_actor.reading.partition_reader import opened_partition
 from coordinator_actor.reading.stored_versions import Piece, StateVersions
@@ -37,7 +38,8 @@ VERIFY_THREADS = 8
 class Damage:
     """A file that is not as it was written. ``path`` is below the state location; ``version`` is the file's own.
 
-    Of what lies in one object with others, ``path`` is the object's. A manifest is of no single partition.
+    For a file that shares an object with others, ``path`` is the object's. A manifest has no operator, a schema no
+    partition.
     """
 
     path: str
@@ -112,7 +114,8 @@ def verify_version(
 ) -> Verification:
     """Read all files from which a version (None: the last completed one) can be loaded, each once.
 
-    Manifests that ``versions`` was to pass over are named among the damages.
+    Manifests that ``versions`` was to pass over are named among the damages, and so are schemas. A program that
+    declares the same operators runs without the files of their schemas.
 
     ``reads_rows`` also loads every partition, as a host would, and reads all its pairs. ``progress`` hears how many
     files of how many are read; descriptors of snapshots name more while they are read. Memory grows with the number of
@@ -120,13 +123,14 @@ def verify_version(
     """
     at = versions.resolve(version)
     storage = open_storage(versions.place.state_location, versions.place.options)
+    operators = versions.operators(at) if versions.chain else {}
     pieces = {
         (operator, piece.partition): piece
-        for operator in (versions.operators(at) if versions.chain else {})
-        for piece in versions.reading(operator, at).pieces
+        for operator, entry in operators.items()
+        for piece in versions.pieces(operator, entry, at)
     }
     files = {f.path: f for (operator, p), piece in pieces.items() for f in _files(versions, operator, p, piece.lineage)}
-    damages: dict[str, Damage] = {}
+    damages = _damaged_schemas(versions, operators)
     nbytes = 0
     parts: dict[str, _Part] = {}
 
@@ -175,6 +179,18 @@ def verify_version(
 def damages_of_manifests(versions: StateVersions) -> tuple[Damage, ...]:
     """Return the damages of the manifests that were passed over."""
     return tuple(Damage(path, None, None, None, what) for path, what in versions.damages.items())
+
+
+def _damaged_schemas(versions: StateVersions, operators: Mapping[str, OperatorEntry]) -> dict[str, Damage]:
+    """Return the damages of the schemas of operators, by path."""
+    damages = {}
+    for operator, entry in operators.items():
+        try:
+            versions.schema(entry)
+        except (DamagedFileError, MissingFileError) as error:
+            path = schema_path(entry.schema_id)
+            damages[path] = Damage(path, operator, None, None, str(error))
+    return damages
 
 
 def _damaged_records(storage: CheckpointStorage) -> list[Damage]:

@@ -18,6 +18,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from backends.encoding.given_values import python_rows
+from coordinator_actor.messages import DROPPED_ELEMENTS
 from spark_bridge.aggregates.bounded_lists import ListTooLarge, counts_dropped
 from spark_bridge.aggregates.column_order import plain
 from spark_bridge.aggregates.computation import Computation, OutputState
@@ -29,8 +30,6 @@ from spark_bridge.aggregates.state_columns import StateColumn, outputs_of, split
 from spark_bridge.aggregates.user_aggregate import user_result
 from spark_bridge.exceptions import SparkBridgeError
 
-DROPPED_ELEMENTS = "numDroppedElements"
-"""The figure of elements that the limits of ``collect_list`` and ``collect_set`` have dropped."""
 GroupIds: TypeAlias = pa.Array | npt.NDArray[Any]
 """The group of each row, 0 to m - 1: integers, as Arrow or numpy array."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -11,8 +10,6 @@ from spark_bridge.exceptions import EnvironmentProblemError
 
 if TYPE_CHECKING:
     from coordinator_actor.on_ray.ray_port import RayCoordinatorPort
-
-RAY_CONNECT_SECONDS = 5.0
 
 
 @contextmanager
@@ -23,8 +20,10 @@ def joined_ray(address: str | None, namespace: str) -> Iterator[None]:
     """
     import ray
 
+    from spark_bridge.session.cluster.ray_cluster import check_listens
+
     if address is not None:
-        _check_listens(address)
+        check_listens(address)
     try:
         ray.init(address=address or "auto", namespace=namespace, log_to_driver=False, logging_level="ERROR")
     except (ConnectionError, ValueError) as error:
@@ -63,17 +62,3 @@ def reachable_coordinator(
             yield None
             return
         yield RayCoordinatorPort(namespace, coordinator, timeout)
-
-
-def _check_listens(address: str) -> None:
-    """Raise ``EnvironmentProblemError`` where nobody listens: Ray itself tries for minutes to connect."""
-    host, _, port = address.rpartition(":")
-    if "/" in host or not port.isdigit():
-        return  # "auto", "local" and "ray://host:port" are Ray's own words
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), RAY_CONNECT_SECONDS).close()
-    except (OSError, OverflowError) as error:
-        raise EnvironmentProblemError(
-            f"No Ray cluster answers at {address} ({error}); give the address of its head, such as 10.0.0.1:6379, with "
-            "--address or RAY_ADDRESS. 'ray status' on the head shows whether it runs."
-        ) from error

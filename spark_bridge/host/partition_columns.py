@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-INSTANCE_COLUMNS = ("run_id", "operator", "partition", "version", "keys", "memory_bytes", "snapshot_version")
+INSTANCE_COLUMNS = (
+    "run_id",
+    "operator",
+    "partition",
+    "version",
+    "keys",
+    "memory_bytes",
+    "snapshot_version",
+    "dropped_elements",
+)
 
 
 def in_columns(described: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,6 +16,7 @@ import pyarrow as pa
 from pyarrow import flight
 
 from backends.decoders import json_decoder
+from backends.encoding.columns import aligned_binary
 from backends.encoding.keys import KeyRange
 from backends.encoding.sorted_pairs import PAIRS_SCHEMA, to_bytes_list
 from backends.exceptions import StateStoreError
@@ -179,7 +180,7 @@ class HostFlightServer(flight.FlightServerBase):  # type: ignore[misc]
                         command.operator,
                         command.partition,
                         command.version,
-                        chunk.data.column(0),
+                        aligned_binary(chunk.data.column(0)),
                         command.column_family,
                     )
                 batch = pa.record_batch([values], schema=VALUES_SCHEMA)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from backends.encoding.columns import aligned_batch
 from backends.encoding.sorted_pairs import SortedPairs
 from backends.formats.changelog import Changes
 from backends.host_memory import REQUESTS, HostMemory
@@ -28,7 +29,7 @@ def received_changes(reader: Any, task: TaskIdentity, memory: HostMemory) -> Cha
         is_complete = chunk.data is None and metadata == END_OF_CHANGES
         if chunk.data is not None:
             family = DEFAULT_FAMILY if metadata is None else metadata.decode(errors="replace")
-            received.setdefault(check_name("a column family", family), []).append(chunk.data)
+            received.setdefault(check_name("a column family", family), []).append(aligned_batch(chunk.data))
             nbytes += chunk.data.nbytes
             memory.resize(held, nbytes)
     if not is_complete:

@@ -220,6 +220,7 @@ def _operator(name: str, num_partitions: int, held: Sequence[Partition], query: 
         newest[one.partition] = one
     partitions = tuple(newest.get(p, Partition(name, p)) for p in range(num_partitions))
     keys = [p.keys for p in partitions if p.keys is not None]
+    dropped = [p.dropped_elements for p in partitions if p.dropped_elements is not None]
     middle = median(keys) if keys else 0
     schema = query.get("schemas", {}).get(name)
     variables = () if schema is None else _variables(schema)
@@ -237,6 +238,7 @@ def _operator(name: str, num_partitions: int, held: Sequence[Partition], query: 
         partitions=partitions,
         variables=variables,
         schemas=tuple(used),
+        dropped_elements=sum(dropped) if dropped else None,
     )
 
 
@@ -246,7 +248,7 @@ def _partitions(host: Description) -> Iterator[tuple[str, Partition]]:
     names = tuple(columns["steps"])
     steps = zip(*columns["steps"].values(), strict=True) if names else repeat(())
     each = zip(*(columns[name] for name in (*INSTANCE_COLUMNS, "rows")), strict=True)
-    for (run_id, operator, partition, version, keys, memory_bytes, snapshot, rows), ms in zip(
+    for (run_id, operator, partition, version, keys, memory_bytes, snapshot, dropped, rows), ms in zip(
         each, steps, strict=False
     ):
         yield (
@@ -262,6 +264,7 @@ def _partitions(host: Description) -> Iterator[tuple[str, Partition]]:
                 snapshot_lag=None if snapshot is None else max(0, version - snapshot),
                 commit_ms={name: value for name, value in zip(names, ms, strict=False) if value is not None},
                 rows=rows,
+                dropped_elements=dropped,
             ),
         )
 

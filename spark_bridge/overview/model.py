@@ -88,6 +88,8 @@ class Partition(Struct, frozen=True, gc=False):
     ``version`` is that of the host, or the last completed one in storage. ``snapshot_version`` is that of the newest
     snapshot, 0 for none, and ``snapshot_lag`` the versions that it is behind. ``changelog_bytes`` are those of the
     changelogs after it. ``commit_ms`` are the steps of the last commit, and ``rows`` its input rows.
+    ``dropped_elements`` counts those that limits of lists have dropped since the host has loaded the partition; None if
+    no list has a limit.
     """
 
     operator: str
@@ -101,6 +103,7 @@ class Partition(Struct, frozen=True, gc=False):
     changelog_bytes: int | None = None
     commit_ms: dict[str, float] = {}
     rows: int | None = None
+    dropped_elements: int | None = None
 
     @property
     def work_ms(self) -> float | None:
@@ -142,7 +145,8 @@ class SchemaUse:
 class Operator:
     """One operator of a query. ``skew`` is the keys of the largest partition over those of the median one, at least 1.
 
-    ``schemas`` are those of the versions that storage has, the oldest first.
+    ``schemas`` are those of the versions that storage has, the oldest first. ``dropped_elements`` is the sum over the
+    partitions.
     """
 
     name: str
@@ -155,6 +159,7 @@ class Operator:
     partitions: tuple[Partition, ...] = ()
     variables: tuple[Variable, ...] = ()
     schemas: tuple[SchemaUse, ...] = ()
+    dropped_elements: int | None = None
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,15 @@ from coordinator_actor.coordinator_conf import COORDINATOR_NAME, NAMESPACE, Coor
 from spark_bridge.exceptions import EnvironmentProblemError
 from spark_bridge.host_actor.session_options import DEFAULT_RECOVERY_TIMEOUT, SessionOptions, require_num_hosts
 from spark_bridge.queryable.server.limits.request_limits import RequestLimits
-from spark_bridge.session.cluster.executors import await_executors, executor_cores
+from spark_bridge.session.cluster.executors import await_executors, executor_cores, placement_group_of
 from spark_bridge.session.cluster.java import ensure_java
-from spark_bridge.session.cluster.ray_cluster import join_or_start_ray, stop_ray
+from spark_bridge.session.cluster.ray_cluster import (
+    join_or_start_ray,
+    keep_ray_stopped,
+    stop_ray,
+    stop_raydp,
+    stop_raydp_at_exit,
+)
 from spark_bridge.session.cluster.ray_on_spark import require_cores
 from spark_bridge.session.current import (
     Session,
@@ -29,6 +35,7 @@ from spark_bridge.transport.tls import TlsConf
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
+    from ray.util.placement_group import PlacementGroup
 
 LOG_LEVEL = "spark.log.level"
 PAIRS = {"1.6": "3.5", "1.7": "4.2"}
@@ -99,7 +106,13 @@ def init_spark(
     started_ray = join_or_start_ray(ray_address, num_executors * executor_cores)
     import raydp
 
+    stop_raydp_at_exit()
+    group: PlacementGroup | None = None
     try:
+        strategy = raydp_options.pop("placement_group_strategy", None)
+        if strategy is not None:
+            group = placement_group_of(strategy, num_executors, executor_cores, executor_memory)
+            raydp_options |= {"placement_group": group, "placement_group_bundle_indexes": None}
         spark = raydp.init_spark(
             app_name,
             num_executors,
@@ -111,9 +124,9 @@ def init_spark(
         if configs is not None and LOG_LEVEL in configs:
             _set_log_level(spark, configs[LOG_LEVEL])
         await_executors(spark, num_executors)
-        _join(spark, options, raydp_app=app_name, started_ray=started_ray)
+        _join(spark, options, raydp_app=app_name, started_ray=started_ray, group=group)
     except BaseException:
-        raydp.stop_spark()
+        stop_raydp(group)
         if started_ray:
             stop_ray()
         raise
@@ -187,10 +200,18 @@ def stop_spark() -> None:
         session.stop()
 
 
-def _join(spark: SparkSession, options: SessionOptions, *, raydp_app: str | None, started_ray: bool) -> None:
+def _join(
+    spark: SparkSession,
+    options: SessionOptions,
+    *,
+    raydp_app: str | None,
+    started_ray: bool,
+    group: PlacementGroup | None = None,
+) -> None:
     """Start the state cluster of a Spark session and make the session this process's.
 
-    ``raydp_app`` is the name of the application that ``init_spark`` has started by RayDP.
+    ``raydp_app`` is the name of the application that ``init_spark`` has started by RayDP, and ``group`` the placement
+    group that it has made for the executors.
     """
     from spark_bridge.session.cluster.lost_executors import LostExecutors
     from spark_bridge.session.cluster.spark_master import SparkMasterWatch
@@ -215,6 +236,8 @@ def _join(spark: SparkSession, options: SessionOptions, *, raydp_app: str | None
     lost_executors = LostExecutors(spark, shutdown, by_raydp=raydp_app is not None)
     master = SparkMasterWatch(spark, raydp_app, shutdown) if raydp_app is not None else None
 
+    let_ray_start = keep_ray_stopped()
+
     def stop() -> None:
         lost_executors.close()
         try:
@@ -228,10 +251,9 @@ def _join(spark: SparkSession, options: SessionOptions, *, raydp_app: str | None
             cluster.stop()
         finally:
             shutdown.begin()
+            let_ray_start()
             if raydp_app is not None:
-                import raydp
-
-                raydp.stop_spark()
+                stop_raydp(group)
             if started_ray:
                 stop_ray()
 

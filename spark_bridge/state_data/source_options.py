@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import pyarrow as pa
@@ -186,10 +187,32 @@ def source_of(options: SourceOptions) -> AnySource:
     ``InvalidStateStoreArgument`` with the names of Spark's conditions.
     """
     options.refuse(OF_STREAMS, "A table")
-    try:
+    with _explained(options):
         return _changes_of(options) if options.is_changes else _rows_of(options)
+
+
+@contextmanager
+def _explained(options: SourceOptions) -> Iterator[None]:
+    """Put the names of Spark's conditions before errors about versions, operators and state variables."""
+    try:
+        yield
     except VersionNotFoundError as error:
         raise VersionNotFoundError(f"[{UNAVAILABLE}] {error}") from error
+    except InvalidStateStoreArgument as error:
+        if str(error).startswith("["):
+            raise
+        versions = StateVersions.look(options.place)
+        operators = versions.operators(versions.resolve(options.version))
+        if options.operator not in operators:
+            raise invalid("operator", str(error)) from error
+        there = [variable.name for variable in versions.schema(operators[options.operator]).in_use]
+        if options.state is None:
+            raise InvalidStateStoreArgument(
+                f"[{REQUIRED}] 'stateVarName' must be specified: operator {options.operator!r} has the state variables "
+                f"{', '.join(map(repr, there))}."
+            ) from error
+        name = "readRegisteredTimers" if options.state == TIMERS else "stateVarName"
+        raise invalid(name, str(error)) from error
 
 
 def _rows_of(options: SourceOptions) -> StateSource:
@@ -225,11 +248,11 @@ def _changes_of(options: SourceOptions) -> ChangesSource:
 def source_schema(options: SourceOptions) -> pa.Schema:
     """Return the columns of a table or a stream: of rows, or with ``readChangeFeed`` of changes."""
     if options.is_changes:
-        newest = StateVersions.look(options.place).resolve(None)
-        source = changes_source(
-            options.place, options.operator, options.state, newest, newest, raw=options.state_columns
-        )
-        return source.schema
+        with _explained(options):
+            newest = StateVersions.look(options.place).resolve(None)
+            return changes_source(
+                options.place, options.operator, options.state, newest, newest, raw=options.state_columns
+            ).schema
     return source_of(options).schema
 
 

@@ -11,6 +11,7 @@ import pyarrow as pa
 from pyarrow import flight
 
 from backends.decoders import json_decoder
+from backends.encoding.columns import aligned_batch, aligned_binary
 from backends.encoding.keys import KeyRange
 from backends.tracing import spans
 from coordinator_actor.messages import Acknowledged, OperatorLocation
@@ -158,7 +159,7 @@ class HostClient:
             raise _error_of(error) from None
         except pa.ArrowException as error:
             raise HostUnavailableError(f"{self.address}: {error}") from None
-        values = [chunk.data.column(0) for chunk in chunks if chunk.data is not None]
+        values = [aligned_binary(chunk.data.column(0)) for chunk in chunks if chunk.data is not None]
         metadata = chunks[0].app_metadata if chunks else None
         column = values[0] if len(values) == 1 else pa.chunked_array(values, pa.binary()).combine_chunks()
         return column, None if metadata is None else metadata.to_pybytes()
@@ -184,7 +185,7 @@ class HostClient:
                         for chunk in reader:
                             call.pause()
                             if chunk.data is not None and chunk.data.num_rows:
-                                yield chunk.data
+                                yield aligned_batch(chunk.data)
                             call.go_on()
                     except GeneratorExit:
                         # Else closing the writer would read the rest of the answer.

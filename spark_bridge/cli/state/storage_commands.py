@@ -130,7 +130,7 @@ def _unreadable(what: str, damages: list[Any], as_json: bool) -> typer.Exit:
 
 def _verified_view(found: Verification) -> RenderableType:
     lines: list[Any] = [
-        Text(d.what if d.operator is None else f"{d.operator}/{d.partition}, version {d.version}: {d.what}", "red")
+        Text(d.what if d.partition is None else f"{d.operator}/{d.partition}, version {d.version}: {d.what}", "red")
         for d in found.damages
     ]
     read = f"Read {number(found.files)} files of version {found.version}, {size(found.nbytes)}"

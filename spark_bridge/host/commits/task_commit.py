@@ -19,6 +19,7 @@ from backends.storage.sending.request_counts import COUNTED_LOCATIONS, used_sinc
 from backends.tracing import spans
 from coordinator_actor.exceptions import CoordinatorError
 from coordinator_actor.messages import (
+    DROPPED_ELEMENTS,
     DUPLICATES,
     MOST_STEPS,
     Acknowledge,
@@ -117,6 +118,7 @@ class TaskCommits:
             "acknowledge_ms": (done - durable) * 1e3,
         }
         with self._held.lock:
+            _count_dropped(instance, version, figures or OperatorFigures())
             earlier = {v: c for v, c in instance.commits.items() if version - REMEMBERED_COMMITS < v < version}
             instance.commits = {**earlier, version: (milliseconds, figures or OperatorFigures())}
         return answer
@@ -140,6 +142,16 @@ class TaskCommits:
             dict(list(steps.items())[-MOST_STEPS:]),
             int(figures.custom.get(DUPLICATES, 0)),
         )
+
+
+def _count_dropped(instance: Instance, version: int, figures: OperatorFigures) -> None:
+    """Count the elements that the limits of lists have dropped: of the attempts at a version, those of the last."""
+    dropped = figures.custom.get(DROPPED_ELEMENTS)
+    if dropped is None:
+        return
+    _, earlier = instance.commits.get(version, ({}, OperatorFigures()))
+    counted = (instance.dropped_elements or 0) - earlier.custom.get(DROPPED_ELEMENTS, 0)
+    instance.dropped_elements = int(counted + dropped)
 
 
 def _acknowledgement(

@@ -34,9 +34,9 @@ class Instance:
 
     ``commit_lock`` is held by the thread that commits, completes, loads or destroys ``state``. It also guards
     changes of ``acknowledged``, which reports copy without it, and of ``keys_at``, which is replaced as a whole. The
-    lock of ``HeldPartitions`` guards ``invocations``, ``invocations_of``, ``opened_at`` and ``commits``. Whoever loads
-    the partition writes ``epoch`` and ``loaded_at``. Loading and the upload of a snapshot write ``snapshot_version``
-    and ``rescaled_at``, each as a whole and without a lock.
+    lock of ``HeldPartitions`` guards ``invocations``, ``invocations_of``, ``opened_at``, ``commits`` and
+    ``dropped_elements``. The thread that loads the partition writes ``epoch`` and ``loaded_at``. Loading and the upload
+    of a snapshot write ``snapshot_version`` and ``rescaled_at``, each as a whole and without a lock.
     """
 
     registration: QueryRegistration
@@ -57,6 +57,8 @@ class Instance:
     """By version, the accepted commits that are not completed yet: a coordinator that starts anew must hear of them."""
     commits: dict[int, tuple[dict[str, float], OperatorFigures]] = field(default_factory=dict)
     """By version, milliseconds by step and the operator's figures, of the last ``REMEMBERED_COMMITS`` commits."""
+    dropped_elements: int | None = None
+    """The elements that limits of lists have dropped since the partition was loaded; None if no list has a limit."""
     keys_at: dict[int, int | None] = field(default_factory=dict)
     """By version, the number of keys, None if they are not counted, of the last ``REMEMBERED_COMMITS`` versions."""
     snapshot_version: int = 0
@@ -119,6 +121,7 @@ class Instance:
             "version": self.state.version,
             "snapshot_version": self.snapshot_version,
             **self.size(),
+            "dropped_elements": self.dropped_elements,
             "last_commit": {"version": max(commits), **commits[max(commits)][0]} if commits else {},
             "commits": {v: {"ms": ms, **keys.get(v, {}), **to_builtins(f)} for v, (ms, f) in commits.items()},
         }

@@ -123,9 +123,7 @@ def check_columns(left: DataFrame, right: DataFrame, keys: list[str], how: str) 
             )
     if how in (SEMI, ANTI):
         return
-    of_left = {c.casefold(): c for c in left.columns if c not in keys}
-    both = [c for c in right.columns if c not in keys and c.casefold() in of_left]
-    both += [c for c in right.columns if c not in keys and c.casefold() in {k.casefold() for k in keys}]
+    both = [c for c in right.columns if c not in keys and c in left.columns]
     if both:
         raise InvalidOperatorError(
             f"Both sides have columns named {', '.join(both)} that are no keys: rename them on one side "

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
+    from ray.util.placement_group import PlacementGroup
 
 log = logging.getLogger(__name__)
 
@@ -63,11 +64,46 @@ def await_executors(spark: SparkSession, count: int) -> None:
         time.sleep(EXECUTOR_POLL_SECONDS)
 
 
+def placement_group_of(strategy: str, count: int, cores: int, memory: str | int) -> PlacementGroup:
+    """Reserve Ray's resources for ``count`` executors, as RayDP does for ``placement_group_strategy=``.
+
+    Waits as long as it takes, like RayDP, and says after ``WAIT_NOTICE_SECONDS`` what it waits for. Raises
+    ``ValueError`` for a strategy that Ray does not have.
+    """
+    import ray
+    from raydp.utils import parse_memory_size
+
+    nbytes = parse_memory_size(memory) if isinstance(memory, str) else memory
+    group = ray.util.placement_group([{"CPU": cores, "memory": nbytes}] * count, strategy=strategy)
+    try:
+        if not group.wait(WAIT_NOTICE_SECONDS):
+            log.warning(
+                "The placement group of %d executors (%s, each with %d CPUs and %s of memory) is not there. %s",
+                count,
+                strategy,
+                cores,
+                mib(nbytes),
+                cpus_in_words(),
+            )
+            ray.get(group.ready())
+    except BaseException:
+        ray.util.remove_placement_group(group)
+        raise
+    return group
+
+
+def mib(nbytes: float) -> str:
+    """Return a number of bytes in MiB."""
+    return f"{nbytes / (1 << 20):.0f} MiB"
+
+
 def cpus_in_words() -> str:
     """Return how many CPUs the Ray cluster has and who holds them, in words for whoever waits for executors."""
     import ray
 
-    total, free = (found.get("CPU", 0.0) for found in (ray.cluster_resources(), ray.available_resources()))
+    resources, available = ray.cluster_resources(), ray.available_resources()
+    total, free = (found.get("CPU", 0.0) for found in (resources, available))
+    memory, free_memory = (mib(found.get("memory", 0.0)) for found in (resources, available))
     holders = _actors_with_cpus()
     others = total - free - sum(cpus for cpus, _ in holders)
     told = [f"{cpus:g} by {who}" for cpus, who in sorted(holders, reverse=True)[:MOST_HOLDERS]]
@@ -77,8 +113,9 @@ def cpus_in_words() -> str:
         told.append(f"{others:g} by tasks and placement groups")
     held = f" Held are {', '.join(told)}." if told else ""
     return (
-        f"The Ray cluster has {total:g} CPUs, of which {free:g} are free.{held} Executors come when enough CPUs are "
-        "free: end what holds them, add a node, or ask for fewer executors or cores."
+        f"The Ray cluster has {total:g} CPUs, of which {free:g} are free.{held} Of {memory} of memory, {free_memory} "
+        "are free. Executors come when enough CPUs and memory are free: end what holds them, add a node, or ask for "
+        "fewer executors, fewer cores or less executor_memory."
     )
 
 

@@ -115,7 +115,8 @@ class HostPlacement:
         self._loop.close(timeout=None)
         for ending in self._ending:
             ending.join()
-        end_hosts(self.hosts)
+        if not self._shutdown.is_over:
+            end_hosts(self.hosts)
         self.hosts = ()
 
     def scale(self, num_hosts: int | None) -> None:

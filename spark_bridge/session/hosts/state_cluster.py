@@ -14,7 +14,7 @@ from ray.exceptions import RayError
 from backends.background_loop import BackgroundLoop, failing_loops
 from backends.exceptions import StateStoreError
 from coordinator_actor.coordinator_port import CoordinatorPort
-from coordinator_actor.exceptions import CoordinatorError
+from coordinator_actor.exceptions import CoordinatorError, HostUnavailableError
 from coordinator_actor.on_ray.actor import get_or_create_coordinator
 from coordinator_actor.on_ray.cluster_store import ClusterStore
 from coordinator_actor.on_ray.ray_port import RayCoordinatorPort
@@ -125,8 +125,15 @@ class StateCluster:
     def batch_committed(self, run_id: str, batch_id: int) -> None:
         """Report that Spark has committed a batch: its version is completed, and the hosts may apply it."""
         if self.coordinator.batch_committed(run_id, batch_id, by_driver=True):
-            for host in self.hosts:
-                host.on_progress.remote()
+            try:
+                for host in self.hosts:
+                    host.on_progress.remote()
+            except (RayError, AttributeError) as error:
+                if not self.shutdown.is_over:  # Ray raises either once the program has called ray.shutdown()
+                    raise
+                raise HostUnavailableError(
+                    f"The hosts did not get batch {batch_id}: Ray has been shut down."
+                ) from error
 
     def describe_hosts(self) -> list[dict[str, Any]]:
         """Return the description of each host."""
@@ -134,13 +141,17 @@ class StateCluster:
         return described
 
     def stop(self) -> None:
-        """Stop this session's hosts, and the coordinator if no other session uses it."""
+        """Stop this session's hosts, and the coordinator if no other session uses it.
+
+        A program that has called ``ray.shutdown()`` reaches neither: Ray has ended the hosts, and the coordinator
+        forgets the session once its lease is over.
+        """
         self._reporting.close()
-        others = self.coordinator.unregister_session(self.session_id)
+        is_alone = not self.shutdown.is_over and not self.coordinator.unregister_session(self.session_id)
         self.coordinator.close()
         self.leases.close()
         self.placement.close()
-        if not others:
+        if is_alone:
             ray.kill(ray.get_actor(self.options.coordinator_name, namespace=self.options.namespace), no_restart=True)
 
 

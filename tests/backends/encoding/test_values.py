@@ -24,6 +24,20 @@ def test_values_come_back(batch):
     assert comparable(again.to_pylist()) == comparable(batch.to_pylist()[1:] + batch.to_pylist())
 
 
+@pytest.mark.parametrize("n", [1, 2])
+def test_decoded_rows_are_aligned_for_arrows_query_engine(n, capfd):
+    """The fields of one stored row lie at odd places. ``group_by`` printed "An input buffer was poorly aligned"."""
+    kinds = {"flag": pa.bool_(), "n": pa.int64(), "x": pa.float64(), "day": pa.date32(), "cost": pa.decimal128(20, 2)}
+    rows = pa.table({name: pa.array([0] * n, pa.int64()).cast(pa.int32()).cast(kind) for name, kind in kinds.items()})
+    texts = rows.append_column("text", [["some text"] * n]).append_column("list", [[[1, 2, 3]] * n])
+    for table in (rows, texts):
+        (batch,) = table.combine_chunks().to_batches()
+        decoded = pa.Table.from_batches([decode_values(encode_values(batch), batch.schema)])
+        assert decoded.equals(table)
+        decoded.group_by("flag").aggregate([(name, "count") for name in decoded.column_names])
+    assert "aligned" not in capfd.readouterr().err
+
+
 def test_nulls_of_more_columns_than_a_byte_has_bits_come_back():
     width = 20
     columns = [pa.array([None if row == i else row for row in range(width)], pa.int32()) for i in range(width)]

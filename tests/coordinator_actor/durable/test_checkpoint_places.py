@@ -335,10 +335,16 @@ def test_the_command_that_a_refusal_prints_lets_the_checkpoint_go_on(world: Else
         shutil.move(world.root / "ck", world.root / copy)
     else:
         world.copy(target=copy)
-    refusal = world.start(world.coordinator(), "run2", copy)
+    options = {"aws_secret_access_key": "hunter2", "aws_region": "eu-central-1"}
+    refusal = world.start(world.coordinator(), "run2", copy, storage_options=options)
     printed = re.search(rf"^  statestore (checkpoint {verb} .+)$", refusal or "", re.MULTILINE)
-    assert printed is not None, refusal
-    result = CliRunner().invoke(app, shlex.split(printed[1]))
+    assert printed is not None and refusal is not None and "hunter2" not in refusal, refusal
+    assert "Put the values of your program in the place of '...'" in refusal
+    command = printed[1]
+    for name, value in options.items():
+        assert command.count(f"--storage-option {name}=...") == 1
+        command = command.replace(f"{name}=...", f"{name}={value}")
+    result = CliRunner().invoke(app, shlex.split(command))
     assert result.exit_code == 0, result.output
     c = world.coordinator()
     assert world.start(c, "run3", copy) is None
@@ -349,11 +355,13 @@ def test_the_command_that_a_refusal_prints_lets_the_checkpoint_go_on(world: Else
 def test_a_checkpoint_that_was_left_at_its_old_place_is_removed_or_its_copy_is_forked(world: Elsewhere) -> None:
     copy = world.copy()
     with pytest.raises(CheckpointPlaceError, match=r"Stop the query and remove that directory, or give the copy") as at:
-        move_checkpoint(copy, world.base)
+        move_checkpoint(copy, world.base, {"aws_region": "eu-central-1"})
     left = re.match(r"(\S+) still has", str(at.value))
-    assert left is not None
+    printed = re.search(r"^  statestore (checkpoint fork .+) --storage-option aws_region=...$", str(at.value), re.M)
+    assert left is not None and printed is not None
     second = world.copy(target="second")
-    assert fork_checkpoint(second, world.base).is_new
+    result = CliRunner().invoke(app, shlex.split(printed[1].replace(copy, second)))
+    assert result.exit_code == 0, result.output
     shutil.rmtree(left[1])
     assert move_checkpoint(copy, world.base).is_new
     c = world.coordinator()

@@ -117,6 +117,24 @@ def test_each_damaged_file_is_named_and_loading_agrees(
     assert outcomes == {True, False}
 
 
+@pytest.mark.parametrize("how", ["flipped", "removed"])
+def test_a_damaged_schema_hides_no_other_damage(
+    damaged: Callable[[str, str], Path], checkpoint: Path, how: str
+) -> None:
+    entry = versions_at(checkpoint).operators(VERSION)["op"]
+    schema = f"schemas/{entry.schema_id}.json"
+    root = damaged(schema, how)
+    alone = verified(root)
+    assert [(d.path, d.operator, d.partition) for d in alone.damages] == [(schema, "op", None)]
+    assert schema in alone.damages[0].what and alone.lost == () and not alone.is_sound
+    changelogs = [p for p in needed(checkpoint) if p.endswith(".changelog")]
+    for path in changelogs:
+        (root / "ck/statestore" / path).unlink()
+    found = verified(root, reads_rows=True)
+    assert {d.path for d in found.damages} >= {schema, *changelogs}
+    assert found.lost == ("op/0", "op/1")
+
+
 def test_two_damaged_files_of_a_partition(checkpoint: Path, tmp_path: Path) -> None:
     if any((checkpoint / "ck").rglob("*.sst")):
         return  # the other backend shows it

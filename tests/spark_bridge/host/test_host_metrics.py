@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 
 from backends.storage.sending.request_counts import RequestCounts
-from coordinator_actor.messages import OperatorSpec
+from coordinator_actor.messages import DROPPED_ELEMENTS, OperatorFigures, OperatorSpec
+from spark_bridge.host.partition_columns import in_columns
 from spark_bridge.host_actor.host_metrics import MOST_PARTITIONS, HostMetrics
+from spark_bridge.overview.from_cluster import overview_of_cluster
 from spark_bridge.queryable.server.limits.request_statistics import RequestStatistics
 from tests.coordinator_actor.coordinator_world import SCHEMA, World
 from tests.metric_sink import KeptMetrics
-from tests.spark_bridge.host.host_steps import make_host, plan_spark, run_task
+from tests.spark_bridge.host.host_steps import ch, make_host, plan_spark, reg, run_task, task
 
 NAMES = {"run1": "totals"}
 
@@ -59,6 +61,31 @@ def test_a_real_host_says_what_it_holds_and_has_done(tmp_path: Path, sink: KeptM
     assert sink.get("statestore_commits_total") == 2
     assert sink.get("statestore_memory_limit_bytes") == host.memory.limit
     assert set(sink.of("statestore_keys")) == {("op", "0", "totals"), ("op", "1", "totals")}
+    host.close()
+
+
+def test_elements_that_limits_have_dropped_are_counted_by_the_last_attempt_at_each_batch(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    coordinator = world.coordinator(0)
+    host = make_host(world, coordinator, 0, tmp_path, "a")
+    assert coordinator.register_query(reg(world)).refusal is None
+    told = []
+    for batch, attempts in enumerate((((3,), (5,)), ((2,),), ((0,),))):
+        plan_spark(world, batch)
+        for number, (dropped,) in enumerate(attempts):
+            for p in range(2):
+                of = task(batch, p, attempt=f"{batch}-{number}-{p}")
+                host.open(of)
+                figures = OperatorFigures(custom={DROPPED_ELEMENTS: float(dropped)} if p == 0 else {})
+                host.commit(of, ch(b"x"), {}, figures)
+        world.commit_spark(batch)
+        coordinator.batch_committed("run1", batch)
+        columns = in_columns(host.describe())["partitions"]
+        told.append(dict(zip(columns["partition"], columns["dropped_elements"], strict=True)))
+    assert told == [{0: 5, 1: None}, {0: 7, 1: None}, {0: 7, 1: None}]
+    coordinator_says = {**coordinator.describe(), "namespace": "n"}
+    (query,) = overview_of_cluster(coordinator_says, [in_columns(host.describe())], now_ms=0).queries
+    assert query.operators[0].dropped_elements == 7
     host.close()
 
 

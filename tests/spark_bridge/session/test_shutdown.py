@@ -52,6 +52,18 @@ raise RuntimeError("the program's own error")
 STOPS = {
     "dies": "",
     "stops Spark first": "spark.stop()\nfor _ in range(20):\n    assert looks.acquire(timeout=60)",
+    "leaves Ray first": "import ray\nray.shutdown()",
+    "leaves Ray and stops": """
+import ray, spark_bridge
+from spark_bridge.session.current import current_cluster
+
+(host,) = current_cluster().hosts
+ray.shutdown()
+try:
+    host.on_progress.remote()  # as a thread of the session may do at any moment
+except (ray.exceptions.RayError, AttributeError):
+    spark_bridge.stop_spark()
+""",
 }
 
 
@@ -77,6 +89,7 @@ def test_a_program_that_dies_shows_its_own_error_alone(how: str, directory: Path
     assert done.returncode == 1, done.stderr
     assert done.stderr.count("Traceback (most recent call last)") == 1, done.stderr
     assert "RuntimeError: the program's own error" in done.stderr
+    assert "Started a local Ray instance" not in done.stderr, "Ray's interface or RayDP's exit handler starts it again"
     for ours in ("looked after", "not reported", "not renewed", "not taken", "not published", "gone for good"):
         assert ours not in done.stderr, done.stderr
 
@@ -100,12 +113,25 @@ from spark_bridge import init_spark
 from spark_bridge.session.cluster import executors
 
 executors.WAIT_NOTICE_SECONDS, executors.EXECUTOR_SECONDS = 0.0, 3600.0
-init_spark("waits", num_executors=1, executor_cores=1, executor_memory="512m", configs={"spark.ui.enabled": "false"})
+settings = {"spark.ui.enabled": "false"}
+init_spark("waits", num_executors=1, executor_cores=1, executor_memory="512m", configs=settings, OPTIONS)
 """
+WAITS_FOR = {
+    "executors": ("", "Of 1 executors, 0 are there."),
+    "a placement group": (
+        'placement_group_strategy="PACK"',
+        "The placement group of 1 executors (PACK, each with 1 CPUs and 512 MiB of memory) is not there.",
+    ),
+}
 
 
 @pytest.mark.spark42
-def test_a_session_that_waits_for_cpus_says_who_holds_them_and_ends_at_the_first_signal(directory: Path) -> None:
+@pytest.mark.parametrize("what", WAITS_FOR)
+def test_a_session_that_waits_for_cpus_says_who_holds_them_and_ends_at_the_first_signal(
+    what: str, directory: Path
+) -> None:
+    options_of_session, notice = WAITS_FOR[what]
+    program = WAITS.replace("OPTIONS", options_of_session)
     environment = {**driver_environment(directory), "RAY_TMPDIR": str(directory), "PYTHONPATH": str(Path.cwd())}
     environment["RAY_AUTH_MODE"] = "disabled"  # one process makes the token of a cluster, and the other has none
     options: dict[str, Any] = {"cwd": directory, "stdin": subprocess.PIPE, "text": True}
@@ -113,15 +139,15 @@ def test_a_session_that_waits_for_cpus_says_who_holds_them_and_ends_at_the_first
     with subprocess.Popen(holder, env=environment, stdout=subprocess.PIPE, **options) as held:
         assert held.stdout is not None
         there = {**environment, "RAY_ADDRESS": next(line.strip() for line in held.stdout if ":" in line)}
-        with subprocess.Popen([sys.executable, "-c", WAITS], env=there, stderr=subprocess.PIPE, **options) as waiting:
+        with subprocess.Popen([sys.executable, "-c", program], env=there, stderr=subprocess.PIPE, **options) as waiting:
             assert waiting.stderr is not None
             lines = []
             for line in waiting.stderr:
                 lines.append(line)
-                if "executors" in line:
+                if notice in line:
                     break
             held_by = "has 1 CPUs, of which 0 are free. Held are 1 by actor Trainer 'model' of job "
-            assert "Of 1 executors, 0 are there." in lines[-1] and held_by in lines[-1], "".join(lines)
+            assert notice in lines[-1] and held_by in lines[-1], "".join(lines)
             waiting.send_signal(signal.SIGTERM)
             waiting.communicate(timeout=HANG)
             assert waiting.returncode != 0

@@ -10,7 +10,7 @@ import pytest
 
 from backends.exceptions import InvalidStateStoreArgument, VersionNotFoundError
 from coordinator_actor.reading.stored_versions import StateVersions, find_state
-from spark_bridge.state_data.source_options import SourceOptions, source_of
+from spark_bridge.state_data.source_options import SourceOptions, source_of, source_schema
 from spark_bridge.state_data.state_tables import state_changes_table, state_table
 from tests.spark_bridge.state_flows import Flow
 
@@ -74,6 +74,12 @@ def test_state_is_made_of_a_snapshot_of_that_batch_or_an_earlier_one(flow: Flow)
         ({"startingVersion": "latest"}, "A table has no option 'startingVersion'"),
         ({"readRegisteredTimers": True}, f"{CONFLICT} The options 'stateVarName', 'readRegisteredTimers'"),
         ({"snapshotStartBatchId": "-1"}, r"^\[STDS_INVALID_OPTION_VALUE.IS_NEGATIVE\].*'snapshotStartBatchId'"),
+        ({"stateVarName": "totals"}, f"{INVALID}'stateVarName': There is no state variable 'totals'; there are "),
+        (
+            {"stateVarName": "totals", "readChangeFeed": True, "changeStartBatchId": 1},
+            f"{INVALID}'stateVarName': There is no state variable 'totals'; there are ",
+        ),
+        ({"operator": "ops"}, f"{INVALID}'operator': There is no operator 'ops' .* there are 'op'"),
         ({"batchId": "x"}, f"{INVALID}'batchId': it is 'x'"),
         ({"flattenCollectionTypes": "maybe"}, f"{INVALID}'flattenCollectionTypes': .* true or false"),
         (
@@ -98,6 +104,17 @@ def test_state_is_made_of_a_snapshot_of_that_batch_or_an_earlier_one(flow: Flow)
 def test_what_cannot_be_is_named_as_spark_names_it(flow: Flow, options: dict[str, Any], says: str) -> None:
     with pytest.raises(InvalidStateStoreArgument, match=says):
         table(flow, **options)
+
+
+def test_a_state_variable_must_be_named_where_there_are_several(flow: Flow) -> None:
+    for options in ({}, {"readChangeFeed": "true", "changeStartBatchId": "1"}):
+        given = {"path": flow.location, "operator": "op", **options}
+        says = (
+            r"^\[STDS_REQUIRED_OPTION_UNSPECIFIED\] 'stateVarName' must be specified: .* the state variables .*'total'"
+        )
+        for asked in (source_of, source_schema):
+            with pytest.raises(InvalidStateStoreArgument, match=says):
+                asked(SourceOptions.of(given))
 
 
 def test_batches_that_are_not_there_are_named_as_spark_names_them(flow: Flow) -> None:

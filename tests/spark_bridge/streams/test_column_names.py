@@ -164,13 +164,17 @@ def test_joins(awkward: Stream, make_stream: Callable[..., Stream]) -> None:
     other.add([("a", "A", 7, START), ("b", "B", 8, START)])
     on = ["user.id", "USER.ID"]
     left = awkward.read().withWatermark(f"`{TIME}`", "1 second")
-    right = other.read().toDF(*on, "o.v", "right.time").withWatermark("`right.time`", "1 second")
-    joined = join(left, right, on=on, operator="joined", within=("0 seconds", "1 minute"))
-    assert joined.columns == [*on, "two words", *VALUES, TIME, "o.v", "right.time"]
-    found = [(row[0], row[3], row[4], row[7]) for row in rows_of(joined, awkward, "joined")]
-    assert found == [("a", 1, 10, 7), ("a", 2, 20, 7), ("b", 3, 30, 8)]
-    nearest = join_asof(left, right, on=on, operator="nearest", tolerance="1 minute")
-    assert nearest.columns == joined.columns
+    for of_right in (["o.v", "right.time"], ["V`a`", "AT.time"]):  # the second ones differ from the left's only in case
+        right = other.read().toDF(*on, *of_right).withWatermark(f"`{of_right[1]}`", "1 second")
+        joined = join(left, right, on=on, operator="joined", within=("0 seconds", "1 minute"))
+        assert joined.columns == [*on, "two words", *VALUES, TIME, *of_right]
+        found = [(row[0], row[3], row[4], row[7]) for row in rows_of(joined, awkward, f"joined {of_right[0]}")]
+        assert found == [("a", 1, 10, 7), ("a", 2, 20, 7), ("b", 3, 30, 8)]
+        nearest = join_asof(left, right, on=on, operator="nearest", tolerance="1 minute")
+        assert nearest.columns == joined.columns
+    of_key = other.read().toDF("user.id", "two WORDS", "w", "t").withWatermark("t", "1 second")
+    by_key = join(left, of_key, on="user.id", operator="by_key", within=("0 seconds", "1 minute"))
+    assert by_key.columns == ["user.id", "USER.ID", "two words", *VALUES, TIME, "two WORDS", "w", "t"]
 
 
 def test_state_by_every_entry_point(awkward: Stream, spark: SparkSession, tmp_path: Path) -> None:

@@ -24,7 +24,9 @@ from coordinator_actor.coordinator import Coordinator
 from coordinator_actor.exceptions import BatchHeldError, QueryBusyError
 from coordinator_actor.messages import DUPLICATES, BatchTimes, OperatorFigures
 from spark_bridge.exceptions import HostUnavailableError, NotOwnerError, PartitionMismatchError
+from spark_bridge.host_actor import received_changes
 from spark_bridge.host_actor.flight_server import HostFlightServer
+from spark_bridge.host_actor.received_changes import changes_of
 from spark_bridge.task import task_store as task_client
 from spark_bridge.task.endpoints import Endpoints
 from spark_bridge.task.staged_changes import StagedChanges
@@ -123,6 +125,34 @@ def test_what_a_task_sees_and_commits(world: World, served: list[Served], tmp_pa
     assert found == [keys[4].as_py(), keys[5].as_py(), keys[0].as_py()]
     assert sum(b.num_rows for b in again.scan([(b"", None)], "a", limit=10)) == 10
     assert list(again.scan([(b"", None)], "unknown")) == []
+
+
+def test_what_comes_from_a_host_is_aligned(
+    world: World, served: list[Served], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """gRPC puts buffers anywhere, and Arrow's query engine warns about them, or refuses them."""
+    start(world, served, tmp_path)
+    committed: list[pa.RecordBatch] = []
+
+    def kept(batches: list[pa.RecordBatch]) -> Any:
+        committed.extend(batches)
+        return changes_of(batches)
+
+    monkeypatch.setattr(received_changes, "changes_of", kept)
+    for batch, n in enumerate((1, 2, 3, 300, 5000)):  # the places depend on the lengths
+        write_offsets(world, batch, 7, 1000)
+        made, keys = store(served, batch), keys_of(n)
+        values = made.get_many(keys, "a")
+        assert len(values) == n
+        made.stage(keys, keys, "a")
+        made.commit(OperatorFigures())
+        store(served, batch, 1).commit(OperatorFigures())
+        world.commit_spark(batch)
+        write_offsets(world, batch + 1, 8, 2000)
+        scanned = [column for b in store(served, batch + 1).scan([(b"", None)], "a") for column in b.columns]
+        arrays = [values, *scanned, *(column for b in committed for column in b.columns)]
+        assert len(arrays) > 2
+        assert all(array.buffers()[1].address % 4 == 0 for array in arrays), n
 
 
 def calls_of(served: Served, monkeypatch: pytest.MonkeyPatch) -> list[str]:

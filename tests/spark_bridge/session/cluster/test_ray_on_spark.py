@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from types import SimpleNamespace
+
 import pytest
 
 from spark_bridge.exceptions import EnvironmentProblemError
@@ -36,11 +39,33 @@ def test_a_stream_needs_a_core_beside_rays_workers(use: CoreUse, more: int, task
     problem = too_few_cores(use, more, task_cpus)
     assert (problem is not None) == refused
     if problem:
+        # "Give Ray fewer workers or fewer CPUs each, or Spark more executors."
+        assert too_few_cores(CoreUse(use.all, 0 if more else use.all - task_cpus), 0, task_cpus) is None
+        assert too_few_cores(CoreUse(use.all + task_cpus, use.of_ray), more, task_cpus) is None
         assert f"take {use.of_ray + more} of the {use.all} cores" in problem and "wait for ever" in problem
 
 
 def test_no_program_ray_on_the_path_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(AUTH_MODE, "disabled")
     monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(EnvironmentProblemError, match=r"'ray' is not on the PATH \(/nowhere\)"):
+    with pytest.raises(EnvironmentProblemError, match=r"'ray' is not on the PATH \(/nowhere\)") as told:
         ray_on_spark.setup_ray_on_spark(object(), 1)  # type: ignore[arg-type]
+    named = re.search(r"Put the directory of the environment there, probably (\S+), on", str(told.value))
+    assert named is not None
+    monkeypatch.setenv("PATH", named[1])
+    started: list[dict[str, object]] = []
+    monkeypatch.setattr("ray.util.spark.setup_ray_cluster", lambda **options: started.append(options))
+    monkeypatch.setattr(ray_on_spark, "core_use", lambda spark: CoreUse(2, 0))
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    spark = SimpleNamespace(sparkContext=Context())
+    assert ray_on_spark.setup_ray_on_spark(spark, 1) == "10.0.0.1:6379"  # type: ignore[arg-type]
+    assert started[0]["max_worker_nodes"] == 1
+
+
+class Context:
+    """A Spark context on a cluster."""
+
+    _jsc = SimpleNamespace(sc=lambda: SimpleNamespace(isLocal=lambda: False))
+
+    def getConf(self) -> dict[str, str]:
+        return {}
