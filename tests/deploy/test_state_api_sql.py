@@ -182,7 +182,7 @@ IN_ONE_CALL = [
 def test_values_of_one_call_end_the_statement_and_not_this_process(cluster: Cluster, statement: str) -> None:
     with TestClient(app_of(cluster, sql_memory_bytes=128 << 20, sql_seconds=PATIENCE), headers=BEARER) as http:
         http.post("/v1/sql", json={"sql": "select 1"})
-        Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
+        Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM, the peak
         before = memory_of_this_process("VmRSS")
         answer = http.post("/v1/sql", json={"sql": statement})
         assert (answer.status_code, answer.json()["error"]) == (413, "RequestLimitError")

@@ -86,7 +86,7 @@ class ProcessStatement:
         self.versions: dict[str, int] = {}
         """The version read, by query id."""
         self.failure: Exception | None = None
-        """The first error on this side. It is raised in place of what the process reports."""
+        """The first error in this process. It has precedence over an error that the child reports."""
         try:
             self._request = json.dumps(
                 {
@@ -340,7 +340,7 @@ def _taken_process() -> _Process:
 def _give_back(process: _Process, *, is_reusable: bool) -> None:
     """Keep a process for the next statement. Another takes the place of one that cannot be used again.
 
-    The new one starts beside other work, so that the next statement need not wait for that.
+    It starts now, so that the next statement does not wait for the start.
     """
     if not (is_reusable and process.is_reusable):
         process.kill()

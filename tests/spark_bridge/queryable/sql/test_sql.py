@@ -341,7 +341,7 @@ def test_a_database_is_used_again_only_when_its_statement_is_gone() -> None:
     assert third.fetchall() == second.fetchall() == [(1,), (2,)]
 
 
-# -- in a process of its own -----------------------------------------------------------------------
+# -- in a child process ------------------------------------------------------------------------------
 
 
 def rows_of(client: Any, statement: str, **given: Any) -> list[dict[str, Any]]:
@@ -427,7 +427,7 @@ def test_processes_end_with_the_program_also_if_that_is_killed(tmp_path: Path) -
 
 
 def is_there(pid: int) -> bool:
-    """Whether a process exists, and is no zombie."""
+    """Whether a process runs; a zombie does not."""
     state = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True, check=False).stdout
     return bool(state.strip()) and not state.startswith("Z")
 
