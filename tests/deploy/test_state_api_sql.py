@@ -25,6 +25,7 @@ from deploy.state_http.bodies import ARROW, CSV, JSON, LINES
 from deploy.state_http.limits import HttpLimits
 from spark_bridge.queryable.client.event_loop.async_client import AsyncQueryableStateClient
 from spark_bridge.queryable.sql import statement_process
+from tests.deploy.http_state import raw
 from tests.deploy.memory_client import TOKEN, Tokens
 from tests.patience import PATIENCE
 from tests.spark_bridge.queryable.client_world import Cluster
@@ -202,6 +203,28 @@ def test_the_remedy_of_a_statement_beyond_its_memory_works(cluster: Cluster) -> 
         assert less.json()["rows"] == [{"n": 3_000_000}]
     with TestClient(app_of(cluster, sql_memory_bytes=2 << 30, sql_seconds=PATIENCE), headers=BEARER) as http:
         assert http.post("/v1/sql", json={"sql": statement}).json()["rows"] == [{"n": 300_000_000}]
+
+
+def test_the_remedies_of_other_limits_of_statements_work(cluster: Cluster) -> None:
+    with TestClient(app_of(cluster, max_sql_rows=10, sql_seconds=PATIENCE), headers=BEARER) as http:
+
+        def ask(**body: Any) -> httpx.Response:
+            return http.post("/v1/sql", json=body)
+
+        assert "more than the 10 rows" in ask(sql="from totals", limit=11).json()["detail"]
+        pieces, ended = raw(http.app, "POST", "/v1/sql", b'{"sql": "from totals"}')
+        assert not ended and b"ask for fewer, or say limit" in b"".join(pieces)
+        for remedied in ({"sql": "from totals", "limit": 10}, {"sql": "from totals limit 10"}):
+            assert len(ask(**remedied).json()["rows"]) == 10
+        assert "One statement that reads" in ask(sql="select 1; select 2").json()["detail"]
+        assert ask(sql="select 1 as a").json()["rows"] == [{"a": 1}]
+        assert "application/json" in http.post("/v1/sql", json={"sql": "select 1"}, headers={"Accept": "a/b"}).text
+    slow = f"{ENDLESS} where a.range in (select n from totals)"
+    with TestClient(app_of(cluster, sql_seconds=3.0), headers=BEARER) as http:
+        ask(sql="select 1")
+        assert "by conditions on the key columns" in ask(sql=slow).json()["detail"]
+        answered = {"sql": 'select count(*) n from totals where "user" = 7'}
+        eventually(lambda: http.post("/v1/sql", json=answered).status_code == 200)
 
 
 def test_statements_at_once_do_not_end_each_other(cluster: Cluster) -> None:
