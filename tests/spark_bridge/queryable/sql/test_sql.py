@@ -402,6 +402,7 @@ def test_processes_end_with_the_program_also_if_that_is_killed(tmp_path: Path) -
     program = (
         "import sys, threading\n"
         "from spark_bridge.queryable.sql.statement_process import ProcessStatement\n"
+        "from tests.spark_bridge.queryable.memory_reads import eventually\n"
         "from tests.spark_bridge.queryable.sql.memory_state import memory\n"
         "idle = ProcessStatement(memory(), 'select 1')\n"
         "list(idle.record_batches()[1])\n"
@@ -409,6 +410,7 @@ def test_processes_end_with_the_program_also_if_that_is_killed(tmp_path: Path) -
         "busy = ProcessStatement(memory(), 'select sum(range) from range(1000000000000)')\n"
         "idle.close()\n"
         "threading.Thread(target=busy.record_batches, daemon=True).start()\n"
+        "eventually(lambda: busy._is_sent)\n"
         "print(first, busy._process.popen.pid, flush=True)\n"
         "sys.stdin.read()\n"
     )
