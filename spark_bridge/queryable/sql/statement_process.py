@@ -219,9 +219,8 @@ class _Process:
         ours, theirs = socket.socketpair()
         self._scans, their_scans = socket.socketpair()
         with theirs, their_scans:
-            command = (
-                f"from {__name__} import run_statements; run_statements({theirs.fileno()}, {their_scans.fileno()})"
-            )
+            arguments = (theirs.fileno(), their_scans.fileno(), str(self._directory))
+            command = f"from {__name__} import run_statements; run_statements{arguments!r}"
             self.popen = subprocess.Popen(
                 [sys.executable, "-c", command],
                 stdin=subprocess.DEVNULL,
@@ -377,14 +376,17 @@ def end_idle_processes() -> None:
 # -- the process of a statement --------------------------------------------------------------------
 
 
-def run_statements(statements_fd: int, scans_fd: int) -> None:
-    """Run one statement after the other until the parent process goes away."""
+def run_statements(statements_fd: int, scans_fd: int, directory: str) -> None:
+    """Run one statement after the other until the parent process goes away.
+
+    ``directory`` is that of this process, for temporary files; it goes with the process.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
     with contextlib.suppress(OSError):
         # Where memory runs out, Linux is to end this process rather than its parent.
         Path("/proc/self/oom_score_adj").write_text("1000")
     scans = socket.socket(fileno=scans_fd)
-    threading.Thread(target=_exit_with_parent, args=(scans,), daemon=True).start()
+    threading.Thread(target=_exit_with_parent, args=(scans, directory), daemon=True).start()
     with contextlib.suppress(SparkBridgeError):  # the statement says that DuckDB is not installed
         import_duckdb().connect(":memory:", config={"threads": 1}).sql("select 1").to_arrow_table()
     grown = _memory("VmRSS") + MOST_GROWTH_BYTES
@@ -404,10 +406,10 @@ def run_statements(statements_fd: int, scans_fd: int) -> None:
     os._exit(0)
 
 
-def _exit_with_parent(scans: socket.socket) -> None:
+def _exit_with_parent(scans: socket.socket, directory: str) -> None:
     with contextlib.suppress(ConnectionError):
         scans.recv(1)  # the parent sends nothing: this returns at its end
-    shutil.rmtree(os.environ["TMPDIR"], ignore_errors=True)
+    shutil.rmtree(directory, ignore_errors=True)
     os._exit(1)
 
 
