@@ -83,6 +83,7 @@ class Statements:
                 version=request.version,
                 timeout=self._limits.timeout,
                 limits=self._of_one,
+                in_own_process=True,
             )
             try:
                 await self._within(rows, deadline)

@@ -37,6 +37,25 @@ def test_a_large_answer_of_a_lookup_is_refused(memory: MemoryClient) -> None:
     assert (answer.status_code, answer.json()["error"]) == (413, "RequestLimitError")
 
 
+def test_the_remedies_of_limits_work(memory: MemoryClient) -> None:
+    limits = HttpLimits(max_lookup_bytes=500, max_keys=50, max_rows=1500)
+    with TestClient(create_app(connected(memory), Tokens(), limits), headers=BEARER) as http:
+
+        def ask(path: str, **body: Any) -> httpx.Response:
+            return http.post(f"/v1/operators/users/{path}", json=body)
+
+        assert "50" in ask("lookup", keys=list(range(51))).json()["detail"]
+        assert "Ask for fewer" in ask("lookup", keys=list(range(50))).json()["detail"]
+        assert ask("lookup", keys=[1]).status_code == 200
+        assert "1500 rows that a scan may give" in ask("scan", limit=1501).json()["detail"]
+        assert len(ask("scan", limit=1500).text.splitlines()) == 1500
+    app = create_app(connected(memory), Tokens(), limits)
+    pieces, _ = raw(app, "POST", "/v1/operators/users/scan", b"{}")
+    assert "or say limit" in json.loads(b"".join(pieces).splitlines()[-1])["problem"]["detail"]
+    pieces, ended = raw(app, "POST", "/v1/operators/users/scan", b'{"limit": 1500}')
+    assert ended and len(b"".join(pieces).splitlines()) == 1500
+
+
 def test_a_body_that_does_not_come_is_not_waited_for(memory: MemoryClient) -> None:
     app = create_app(connected(memory), Tokens(), HttpLimits(body_seconds=0.2))
 

@@ -5,8 +5,14 @@ from __future__ import annotations
 import asyncio
 import csv
 import io
+import os
+import signal
+import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -18,6 +24,8 @@ from deploy.state_http.app import create_app
 from deploy.state_http.bodies import ARROW, CSV, JSON, LINES
 from deploy.state_http.limits import HttpLimits
 from spark_bridge.queryable.client.event_loop.async_client import AsyncQueryableStateClient
+from spark_bridge.queryable.sql import statement_process
+from tests.deploy.http_state import raw
 from tests.deploy.memory_client import TOKEN, Tokens
 from tests.patience import PATIENCE
 from tests.spark_bridge.queryable.client_world import Cluster
@@ -145,7 +153,8 @@ def test_a_statement_ends_after_its_time(cluster: Cluster) -> None:
         answer = http.post("/v1/sql", json={"sql": ENDLESS})
         assert (answer.status_code, answer.json()["error"]) == (504, "QueryTimeoutError")
         eventually(lambda: not working())
-        assert http.post("/v1/sql", json={"sql": "select 1 as a"}).json()["rows"] == [{"a": 1}]
+        # Another process starts, which may take longer than a statement may: then some statements end first.
+        eventually(lambda: http.post("/v1/sql", json={"sql": "select 1 as a"}).status_code == 200)
 
 
 def test_a_statement_beyond_its_memory_is_413_and_others_go_on(cluster: Cluster) -> None:
@@ -158,6 +167,98 @@ def test_a_statement_beyond_its_memory_is_413_and_others_go_on(cluster: Cluster)
             assert "64 MiB" in answer.json()["detail"] and "sql_memory_bytes" in answer.json()["detail"]
         told = http.post("/v1/sql", json={"sql": "select count(*) n from totals"})
         assert told.json()["rows"] == [{"n": USERS}]
+
+
+IN_ONE_CALL = [
+    "SELECT length(repeat('x', 1000000000))",
+    "SELECT length(repeat('x', 4000000000))",
+    "SELECT list_sum(range(1000000000))",
+    "SELECT md5(repeat('x', 900000000)) FROM totals LIMIT 1",
+]
+"""Statements of gigabytes that DuckDB's own limit does not stop."""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux limits the memory of a process")
+@pytest.mark.parametrize("statement", IN_ONE_CALL)
+def test_values_of_one_call_end_the_statement_and_not_this_process(cluster: Cluster, statement: str) -> None:
+    with TestClient(app_of(cluster, sql_memory_bytes=128 << 20, sql_seconds=PATIENCE), headers=BEARER) as http:
+        http.post("/v1/sql", json={"sql": "select 1"})
+        Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM, the peak
+        before = memory_of_this_process("VmRSS")
+        answer = http.post("/v1/sql", json={"sql": statement})
+        assert (answer.status_code, answer.json()["error"]) == (413, "RequestLimitError")
+        assert "64 MiB" in answer.json()["detail"] and "sql_memory_bytes" in answer.json()["detail"]
+        assert memory_of_this_process("VmHWM") - before < 64 << 20
+        told = http.post("/v1/sql", json={"sql": "select count(*) n from totals"})
+        assert told.json()["rows"] == [{"n": USERS}]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux limits the memory of a process")
+def test_the_remedy_of_a_statement_beyond_its_memory_works(cluster: Cluster) -> None:
+    statement = "SELECT length(repeat('x', 300000000)) n"
+    with TestClient(app_of(cluster, sql_memory_bytes=128 << 20, sql_seconds=PATIENCE), headers=BEARER) as http:
+        answer = http.post("/v1/sql", json={"sql": statement})
+        assert answer.status_code == 413 and "have the limit raised: " in answer.json()["detail"]
+        less = http.post("/v1/sql", json={"sql": statement.replace("300000000", "3000000")})
+        assert less.json()["rows"] == [{"n": 3_000_000}]
+    with TestClient(app_of(cluster, sql_memory_bytes=2 << 30, sql_seconds=PATIENCE), headers=BEARER) as http:
+        assert http.post("/v1/sql", json={"sql": statement}).json()["rows"] == [{"n": 300_000_000}]
+
+
+def test_the_remedies_of_other_limits_of_statements_work(cluster: Cluster) -> None:
+    with TestClient(app_of(cluster, max_sql_rows=10, sql_seconds=PATIENCE), headers=BEARER) as http:
+
+        def ask(**body: Any) -> httpx.Response:
+            return http.post("/v1/sql", json=body)
+
+        assert "more than the 10 rows" in ask(sql="from totals", limit=11).json()["detail"]
+        pieces, ended = raw(http.app, "POST", "/v1/sql", b'{"sql": "from totals"}')
+        assert not ended and b"ask for fewer, or say limit" in b"".join(pieces)
+        for remedied in ({"sql": "from totals", "limit": 10}, {"sql": "from totals limit 10"}):
+            assert len(ask(**remedied).json()["rows"]) == 10
+        assert "One statement that reads" in ask(sql="select 1; select 2").json()["detail"]
+        assert ask(sql="select 1 as a").json()["rows"] == [{"a": 1}]
+        assert "application/json" in http.post("/v1/sql", json={"sql": "select 1"}, headers={"Accept": "a/b"}).text
+    slow = f"{ENDLESS} where a.range in (select n from totals)"
+    with TestClient(app_of(cluster, sql_seconds=3.0), headers=BEARER) as http:
+        ask(sql="select 1")
+        assert "by conditions on the key columns" in ask(sql=slow).json()["detail"]
+        answered = {"sql": 'select count(*) n from totals where "user" = 7'}
+        eventually(lambda: http.post("/v1/sql", json=answered).status_code == 200)
+
+
+def test_statements_at_once_do_not_end_each_other(cluster: Cluster) -> None:
+    wrong, right = "SELECT list_sum(range(1000000000))", "select count(*) n from totals"
+    limits = {"sql_memory_bytes": 512 << 20, "sql_seconds": PATIENCE, "max_sql": 4}
+    with serving(app_of(cluster, **limits)) as address, ThreadPoolExecutor(4) as pool:
+
+        def answered(statement: str) -> int:
+            asked = {"sql": statement}
+            return httpx.post(f"{address}/v1/sql", json=asked, headers=BEARER, timeout=PATIENCE).status_code
+
+        assert list(pool.map(answered, [wrong, right] * 4)) == [413, 200] * 4
+
+
+def test_a_process_that_is_killed_is_told_and_the_next_statement_works(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[Any] = []
+    take = statement_process._taken_process
+    monkeypatch.setattr(statement_process, "_taken_process", lambda: taken.append(take()) or taken[-1])
+    limits = {"sql_seconds": 10 * PATIENCE, "max_sql": 1}
+    with serving(app_of(cluster, **limits)) as address, ThreadPoolExecutor(1) as pool:
+        ask = partial(httpx.post, f"{address}/v1/sql", headers=BEARER, timeout=PATIENCE)
+        asked = pool.submit(ask, json={"sql": ENDLESS})
+        eventually(lambda: taken)
+        os.kill(taken[0].popen.pid, signal.SIGKILL)
+        answer = asked.result(PATIENCE)
+        assert (answer.status_code, answer.json()["error"]) == (413, "RequestLimitError")
+        assert "SIGKILL" in answer.json()["detail"] and "1,024 MiB" in answer.json()["detail"]
+        assert ask(json={"sql": "select 1 as a"}).json()["rows"] == [{"a": 1}]
+
+
+def memory_of_this_process(kind: str) -> int:
+    return int(Path("/proc/self/status").read_text().partition(f"{kind}:")[2].split()[0]) << 10
 
 
 def test_a_caller_who_leaves_ends_the_statement_also_before_the_first_row(cluster: Cluster) -> None:

@@ -177,7 +177,7 @@ def _empty_database(duckdb: Any, limits: SqlLimits) -> Any:
             "memory_limit": f"{limits.memory_bytes}B",
             "threads": str(limits.threads),
             # A statement may read files in its directory, so no two databases share one.
-            "temp_directory": str(_spilled() / uuid.uuid4().hex) if limits.temp_bytes else "",
+            "temp_directory": str(spill_directory() / uuid.uuid4().hex) if limits.temp_bytes else "",
         },
     )
     # Among the options of ``connect`` DuckDB 2.0 does not take it into account.
@@ -188,7 +188,7 @@ def _empty_database(duckdb: Any, limits: SqlLimits) -> Any:
 
 
 @cache
-def _spilled() -> Path:
+def spill_directory() -> Path:
     """Return the directory of this process for temporary files, which no other user can read."""
     directory = Path(tempfile.mkdtemp(prefix="statestore-sql-"))
     atexit.register(shutil.rmtree, directory, ignore_errors=True)

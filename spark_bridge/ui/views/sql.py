@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
 import pyarrow as pa
 from starlette.responses import Response
 
 from backends.exceptions import StateStoreError
-from spark_bridge.exceptions import RequestError, SparkBridgeError
-from spark_bridge.queryable.sql.duckdb_connections import SqlLimits, import_duckdb, is_out_of_memory
-from spark_bridge.queryable.sql.relation import StateRelation
+from spark_bridge.exceptions import RequestError, RequestLimitError, SparkBridgeError
+from spark_bridge.queryable.sql.duckdb_connections import SqlLimits
+from spark_bridge.queryable.sql.statement_process import ProcessStatement
 from spark_bridge.ui.lookups import PAGE_READ_SECONDS, Found, found_in
 from spark_bridge.ui.requests import PageCall
 from spark_bridge.ui.system import tables_of
@@ -22,6 +22,8 @@ MOST_SQL_ROWS = 1_000
 SQL_SECONDS = 30.0
 MOST_STATEMENTS = 4
 PAGE_BATCH_ROWS = 1_024
+MOST_ANSWER_BYTES = 64 << 20
+"""The page keeps an answer in memory."""
 _running = threading.BoundedSemaphore(MOST_STATEMENTS)
 """At most this many statements run at once in this process."""
 PAGE_SQL = SqlLimits(memory_bytes=1024 << 20, threads=2, temp_bytes=0)
@@ -57,40 +59,41 @@ def sql_csv(call: PageCall) -> Response:
 
 
 @contextmanager
-def _answered(call: PageCall) -> Iterator[StateRelation]:
+def _answered(call: PageCall) -> Iterator[ProcessStatement]:
     """Give the answer of the statement, which ends after ``SQL_SECONDS``. Raises ``RequestError`` for wrong SQL."""
-    duckdb = import_duckdb()
     if not _running.acquire(timeout=SQL_SECONDS):
         raise RequestError(f"{MOST_STATEMENTS} statements are running, which is the limit; try again later.")
-    limits = (call.sql_limits or PAGE_SQL).share_of(MOST_STATEMENTS)
     try:
-        answer = call.system.client().sql(
+        answer = ProcessStatement(
+            call.system.client(),
             call.form["statement"],
             timeout=PAGE_READ_SECONDS,
-            limits=limits,
+            limits=(call.sql_limits or PAGE_SQL).share_of(MOST_STATEMENTS),
         )
-        interrupting = threading.Timer(SQL_SECONDS, answer.interrupt)
-        interrupting.start()
-        try:
-            yield answer
-        finally:
-            interrupting.cancel()
-    except duckdb.InterruptException as error:
-        raise RequestError(f"The statement was not done after {SQL_SECONDS:.0f} s, which is the limit.") from error
-    except (duckdb.Error, pa.ArrowException, MemoryError) as error:
-        if is_out_of_memory(error):
-            raise limits.exceeded(error) from error
-        raise RequestError(str(error)) from error
+        too_long = RequestError(f"The statement was not done after {SQL_SECONDS:.0f} s, which is the limit.")
+        ending = threading.Timer(SQL_SECONDS, answer.end, [too_long])
+        ending.start()
+        with closing(answer):
+            try:
+                yield answer
+            finally:
+                ending.cancel()
     finally:
         _running.release()
 
 
-def _first(answer: StateRelation, most: int) -> pa.Table:
-    reader = answer.to_arrow_reader(PAGE_BATCH_ROWS)
-    batches, given = [], 0
-    for batch in reader:
+def _first(answer: ProcessStatement, most: int) -> pa.Table:
+    schema, rows = answer.record_batches(PAGE_BATCH_ROWS)
+    batches, given, size = [], 0, 0
+    for batch in rows:
         batches.append(batch.slice(0, most - given))
         given += batch.num_rows
+        size += batches[-1].nbytes
+        if size > MOST_ANSWER_BYTES:
+            raise RequestLimitError(
+                f"The first {min(given, most)} rows of the answer have more than {MOST_ANSWER_BYTES >> 20} MiB. Ask "
+                "for fewer columns or parts of the values, or ask the HTTP application (POST /v1/sql), which streams."
+            )
         if given >= most:
             break
-    return pa.Table.from_batches(batches, reader.schema)
+    return pa.Table.from_batches(batches, schema)

@@ -161,9 +161,10 @@ def test_a_statement_that_cannot_be_is_refused(statement: str, why: str, page: T
 
 
 def test_a_statement_without_an_end_is_ended(page: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("spark_bridge.ui.views.sql.SQL_SECONDS", 0.2)
     endless = "select sum(a.range * b.range) from range(1000000) a, range(1000000) b"
-    answer = run(page, endless)
+    with monkeypatch.context() as changed:
+        changed.setattr("spark_bridge.ui.views.sql.SQL_SECONDS", 0.2)
+        answer = run(page, endless)
     assert answer.status_code == 400 and "was not done after" in answer.text
     assert run(page, "select 1").status_code == 200
 
@@ -175,6 +176,13 @@ def test_a_statement_beyond_its_memory_says_so(page: TestClient, monkeypatch: py
         answer = run(page, large, path)
         assert answer.status_code == 400 and "64 MiB" in answer.text and "--sql-memory" in answer.text
     assert run(page, "select 1").status_code == 200
+
+
+def test_an_answer_that_is_too_large_for_a_page_is_refused(page: TestClient) -> None:
+    for path in ("/sql", "/sql.csv"):
+        answer = run(page, "select repeat('x', 100000) x from range(1000)", path)
+        assert answer.status_code == 400 and "more than 64 MiB" in answer.text
+        assert run(page, "select repeat('x', 1000) x from range(1000)", path).status_code == 200
 
 
 @pytest.mark.parametrize("text", HOSTILE)

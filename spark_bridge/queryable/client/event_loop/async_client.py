@@ -187,10 +187,19 @@ class AsyncQueryableStateClient:
         version: int | None = None,
         timeout: float | None = None,
         limits: SqlLimits | None = None,
+        in_own_process: bool = False,
     ) -> AsyncSqlRows:
-        """Return the rows of ``QueryableStateClient.sql`` as they come. An awaited statement has begun."""
+        """Return the rows of ``QueryableStateClient.sql`` as they come. An awaited statement has begun.
+
+        ``in_own_process`` runs the statement in a child process whose memory the operating system limits, so that
+        statements of other people cannot take the memory of this process. Their parameters are JSON values.
+        """
         given = {"query_params": query_params, "version": version, "timeout": timeout, "limits": limits}
-        return AsyncSqlRows(lambda: self._client.sql(query, **given))
+        if not in_own_process:
+            return AsyncSqlRows(lambda: self._client.sql(query, **given))
+        from spark_bridge.queryable.sql.statement_process import ProcessStatement
+
+        return AsyncSqlRows(lambda: ProcessStatement(self._client, query, **given))
 
     async def _run(self, call: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._pool, partial(call, *args, **kwargs))

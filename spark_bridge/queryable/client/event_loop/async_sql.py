@@ -14,6 +14,7 @@ from spark_bridge.queryable.client.event_loop.async_results import BlockingCalls
 
 if TYPE_CHECKING:
     from spark_bridge.queryable.sql.relation import StateRelation
+    from spark_bridge.queryable.sql.statement_process import ProcessStatement
 
 SQL_BATCH_ROWS = 8_192
 INTERRUPT_SECONDS = 0.1
@@ -23,9 +24,9 @@ INTERRUPT_SECONDS = 0.1
 class AsyncSqlRows(AsyncIterator[pa.RecordBatch]):
     """The rows of a statement. It begins when it is awaited, or with the first batch; ``aclose`` interrupts it."""
 
-    def __init__(self, begin: Callable[[], StateRelation]) -> None:
+    def __init__(self, begin: Callable[[], StateRelation | ProcessStatement]) -> None:
         self._begin = begin
-        self._relation: StateRelation | None = None
+        self._relation: StateRelation | ProcessStatement | None = None
         self._opened: tuple[pa.Schema, Iterator[pa.RecordBatch]] | None = None
         self._is_closed = False
         self._calls = BlockingCalls("statestore-sql")

@@ -148,6 +148,25 @@ def test_a_client_with_tls_is_told_that_hosts_have_none(files: Files) -> None:
         ask_query(address, TlsConf(files.ca))
 
 
+def test_the_remedies_of_connections_work(files: Files) -> None:
+    by_ip, by_name = TlsConf(files.ca, **files.by_ip), TlsConf(files.ca, **files.by_name)
+    mutual = dataclasses.replace(by_ip, client_auth=True)
+    right = TlsConf(files.ca)
+    cases: list[tuple[TlsConf | None, TlsConf | None, str, TlsConf | None]] = [
+        (by_ip, None, "give tls= to connect", right),
+        (None, right, r"Do the hosts use TLS\?", None),
+        (by_ip, TlsConf(files.other_ca), r"is it signed by an authority in ca=", right),
+        (by_name, right, "what server_name= says", dataclasses.replace(right, server_name="hosts.example")),
+        (mutual, right, "needs a certificate= and key= signed by an authority", TlsConf(files.ca, **files.client)),
+        (mutual, TlsConf(files.ca, **files.foreign), "an authority that the host knows", mutual),
+    ]
+    for server, client, message, remedied in cases:
+        with query_server(server) as address:
+            with pytest.raises(TlsError, match=message):
+                ask_query(address, client)
+            assert ask_query(address, remedied)
+
+
 def test_flight_with_tls_needs_to_be_told_whom_to_trust() -> None:
     with pytest.raises(TlsError, match="which certificates to trust"):
         HostClient("grpc+tls://127.0.0.1:1", SECRET)
@@ -232,6 +251,26 @@ def test_files_that_do_not_fit_are_named(files: Files, tmp_path: Path) -> None:
             getattr(TlsConf(str(tmp_path / "none.pem")), made)()
     with pytest.raises(TlsError, match="needs a certificate"):
         TlsConf(files.ca).flight_server_arguments()
+
+
+def test_the_remedies_of_files_work(files: Files, tmp_path: Path) -> None:
+    with pytest.raises(TlsError, match="give TlsConf certificate= and key="):
+        TlsConf(files.ca).check()
+    with pytest.raises(TlsError, match="has no key=: certificate= and key= belong together"):
+        TlsConf(files.ca, certificate=files.by_ip["certificate"])
+    with pytest.raises(TlsError, match="are no certificate and its private key"):
+        TlsConf(files.ca, files.by_ip["certificate"], files.client["key"]).check()
+    with pytest.raises(TlsError, match=f"signed by an authority in {files.other_ca}"):
+        TlsConf(files.other_ca, **files.by_ip).check()
+    TlsConf(files.ca, certificate=files.by_ip["certificate"], key=files.by_ip["key"]).check()
+    missing = TlsConf(str(tmp_path / "ca.pem"), **files.by_ip)
+    with pytest.raises(TlsError, match="TLS files must be there on every node"):
+        missing.check()
+    (tmp_path / "ca.pem").write_bytes(b"")
+    with pytest.raises(TlsError, match="has no certificates of authorities"):
+        missing.check()
+    (tmp_path / "ca.pem").write_bytes(Path(files.ca).read_bytes())
+    missing.check()
 
 
 def _long_ago() -> Any:

@@ -5,10 +5,14 @@ does what it is asked.
 from __future__ import annotations
 
 import gc
+import os
+import subprocess
 import sys
 import tempfile
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,10 +30,12 @@ from spark_bridge.exceptions import (
     RequestLimitError,
     UnknownOperatorError,
 )
-from spark_bridge.queryable.sql import duckdb_connections
+from spark_bridge.queryable.sql import duckdb_connections, statement_process
 from spark_bridge.queryable.sql.duckdb_connections import SqlLimits
 from spark_bridge.queryable.sql.sql import sql
+from spark_bridge.queryable.sql.statement_process import ProcessStatement
 from tests.patience import PATIENCE
+from tests.spark_bridge.queryable.memory_reads import eventually
 from tests.spark_bridge.queryable.sql.memory_state import (
     FLIGHTS,
     Memory,
@@ -292,7 +298,7 @@ def test_temporary_files_are_private_bounded_and_gone_afterwards(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    duckdb_connections._spilled.cache_clear()
+    duckdb_connections.spill_directory.cache_clear()
     seen: set[int] = set()
     ended = threading.Event()
 
@@ -314,7 +320,7 @@ def test_temporary_files_are_private_bounded_and_gone_afterwards(
     finally:
         ended.set()
         watching.join()
-        duckdb_connections._spilled.cache_clear()
+        duckdb_connections.spill_directory.cache_clear()
         duckdb_connections._idle.clear()
     assert seen == {0o700}
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
@@ -333,6 +339,108 @@ def test_a_database_is_used_again_only_when_its_statement_is_gone() -> None:
     third = sql(client, "select a.user from a order by 1", limits=SMALL)
     assert third._database is not None and third._database._database is made
     assert third.fetchall() == second.fetchall() == [(1,), (2,)]
+
+
+# -- in a child process ------------------------------------------------------------------------------
+
+
+def rows_of(client: Any, statement: str, **given: Any) -> list[dict[str, Any]]:
+    with closing(ProcessStatement(client, statement, **given)) as answer:
+        schema, batches = answer.record_batches()
+        return pa.Table.from_batches(batches, schema).to_pylist()
+
+
+@pytest.mark.parametrize("fail_after", [None, 0, 3])
+def test_a_scan_that_fails_is_an_error_and_no_shorter_answer(fail_after: int | None) -> None:
+    client = memory(failure=QueryTimeoutError("no answer within 30 s"), fail_after=fail_after)
+    for statement in ("select sum(n) from users", "from users"):
+        with pytest.raises(QueryTimeoutError, match="no answer within 30 s"):
+            rows_of(client, statement)
+    client.failure = None
+    assert rows_of(client, "select count(*) n from users") == [{"n": 100}]
+
+
+def test_values_of_all_types_and_parameters_reach_a_process_and_come_back() -> None:
+    rows = rows_of(memory(), "select * from aircraft order by flights")
+    assert repr(rows) == repr(FLIGHTS.sort_by("flights").to_pylist())  # NaN equals nothing
+    sent = {"a": [{"b": "é"}, None], "n": 2**62}
+    assert rows_of(memory(), "select $n n, $a[1].b b", query_params=sent) == [{"n": 2**62, "b": "é"}]
+    assert rows_of(memory(), "select 'x'::enum('x', 'y') e from users limit 2") == [{"e": "x"}] * 2
+    with pytest.raises(RequestError, match="JSON values"):
+        rows_of(memory(), "select ?", query_params=[b"bytes"])
+
+
+def test_a_process_reads_one_version_of_each_query() -> None:
+    client = two_versions()
+    with closing(ProcessStatement(client, "select x.n from a x join a y using (user) join b using (user)")) as answer:
+        list(answer.record_batches()[1])
+        assert answer.versions == {"q1": 4}
+    assert {asked.version for asked in client.scans} == {None, 4} or {asked.version for asked in client.scans} == {4}
+
+
+def test_a_process_is_used_again_and_another_one_after_it_was_ended() -> None:
+    statement_process.end_idle_processes()
+    pids = []
+    for statement in ("select 1", "select nothing", "select 2", "select sum(range) from range(1000000000000)"):
+        answer = ProcessStatement(memory(), statement)
+        pids.append(answer._process.popen.pid)
+        with closing(answer), ThreadPoolExecutor(1) as pool:
+            asked = pool.submit(lambda answer=answer: list(answer.record_batches()[1]))
+            if "range" in statement:
+                eventually(lambda answer=answer: answer._is_sent)
+                answer.end(QueryTimeoutError("too long"))
+                with pytest.raises(QueryTimeoutError, match="too long"):
+                    asked.result(PATIENCE)
+            asked.exception(PATIENCE)
+    assert len(set(pids)) == 1
+    eventually(lambda: not is_there(pids[0]))
+    assert rows_of(memory(), "select 3 as n") == [{"n": 3}]
+    assert len(statement_process._idle) == 1
+
+
+def test_processes_end_with_the_program_also_if_that_is_killed(tmp_path: Path) -> None:
+    program = (
+        "import sys, threading\n"
+        "from spark_bridge.queryable.sql.statement_process import ProcessStatement\n"
+        "from tests.spark_bridge.queryable.memory_reads import eventually\n"
+        "from tests.spark_bridge.queryable.sql.memory_state import memory\n"
+        "idle = ProcessStatement(memory(), 'select 1')\n"
+        "list(idle.record_batches()[1])\n"
+        "first = idle._process.popen.pid\n"
+        "busy = ProcessStatement(memory(), 'select sum(range) from range(1000000000000)')\n"
+        "idle.close()\n"
+        "threading.Thread(target=busy.record_batches, daemon=True).start()\n"
+        "eventually(lambda: busy._is_sent)\n"
+        "print(first, busy._process.popen.pid, flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    for is_killed in (True, False):
+        environment = {**os.environ, "TMPDIR": str(tmp_path)}
+        with subprocess.Popen(
+            [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True
+        ) as parent:
+            assert parent.stdout is not None
+            pids = [int(pid) for pid in parent.stdout.readline().split()]
+            assert len(pids) == 2 and all(map(is_there, pids))
+            if is_killed:
+                parent.kill()
+        eventually(lambda pids=pids: not any(map(is_there, pids)))
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+def is_there(pid: int) -> bool:
+    """Whether a process runs; a zombie does not."""
+    state = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True, check=False).stdout
+    return bool(state.strip()) and not state.startswith("Z")
+
+
+def test_a_row_that_is_too_large_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    large = SqlLimits(memory_bytes=1 << 30, threads=1, temp_bytes=0)
+    with pytest.raises(RequestLimitError, match=r"A row of the answer has 76 MiB; at most 64 MiB"):
+        rows_of(memory(), "select repeat('x', 80000000) as x", limits=large)
+    with closing(ProcessStatement(memory(), "select repeat('x', 1000000) x from range(20)", limits=large)) as answer:
+        sizes = [batch.nbytes for batch in answer.record_batches()[1]]
+    assert sum(sizes) > 20_000_000 and max(sizes) <= statement_process.PIECE_BYTES
 
 
 @pytest.mark.parametrize("wrong", [{"memory_bytes": 1000}, {"threads": 0}, {"temp_bytes": -1}, {"threads": 1.5}])

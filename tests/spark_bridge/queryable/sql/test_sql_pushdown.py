@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import datetime
+from collections.abc import Callable
+from contextlib import closing
 from decimal import Decimal
 from typing import Any
 
@@ -24,12 +26,32 @@ from spark_bridge.queryable.sql.expressions import (
 )
 from spark_bridge.queryable.sql.pushdown import ScanPushdown, as_json, push_down
 from spark_bridge.queryable.sql.sql import sql
+from spark_bridge.queryable.sql.statement_process import ProcessStatement
 from tests.effort import examples
+from tests.spark_bridge.queryable.memory_reads import eventually
 from tests.spark_bridge.queryable.sql.memory_state import (
     FLIGHTS,
     UTC,
+    Memory,
     memory,
 )
+
+Ask = Callable[[Memory, str], list[tuple[Any, ...]]]
+
+
+@pytest.fixture(params=["in this process", "in its own process"])
+def ask(request: pytest.FixtureRequest) -> Ask:
+    """Run a statement, and return its rows."""
+    if request.param == "in this process":
+        return lambda client, statement: sql(client, statement).fetchall()
+
+    def asked(client: Memory, statement: str) -> list[tuple[Any, ...]]:
+        with closing(ProcessStatement(client, statement)) as answer:
+            schema, batches = answer.record_batches()
+            table = pa.Table.from_batches(batches, schema)
+        return list(zip(*(column.to_pylist() for column in table.columns), strict=True))
+
+    return asked
 
 
 def test_an_expression_can_be_taken_apart() -> None:
@@ -121,22 +143,24 @@ def test_conditions_may_begin_with_the_value() -> None:
         ("legs = [3, null]", []),
     ],
 )
-def test_conditions_reach_the_hosts_and_rows_are_as_without_them(condition: str, where: list[Comparison]) -> None:
+def test_conditions_reach_the_hosts_and_rows_are_as_without_them(
+    condition: str, where: list[Comparison], ask: Ask
+) -> None:
     client = memory()
-    found = sql(client, f"select tail, leg from aircraft where {condition} order by all").fetchall()
+    found = ask(client, f"select tail, leg from aircraft where {condition} order by all")
     with duckdb.connect() as plain:
         plain.execute("set TimeZone = 'UTC'")
         plain.register("aircraft", FLIGHTS)
         wanted = plain.sql(f"select tail, leg from aircraft where {condition} order by all").fetchall()
     assert found == wanted
-    assert all(a.rows is not None and a.rows.closed for a in client.asked)
+    eventually(lambda: all(a.rows is not None and a.rows.closed for a in client.asked))
     if not duckdb.__version__.startswith("1."):  # that of Python 3.10 gives others away
         assert [c for a in client.scans for c in a.where] == where
 
 
-def test_only_the_columns_that_are_needed_are_fetched() -> None:
+def test_only_the_columns_that_are_needed_are_fetched(ask: Ask) -> None:
     client = memory()
-    sql(client, "select carrier, avg(flights) from aircraft where leg = 2 group by carrier").fetchall()
+    ask(client, "select carrier, avg(flights) from aircraft where leg = 2 group by carrier")
     assert [set(a.columns or ()) for a in client.scans] == [{"carrier", "flights", "leg"}]
 
 
@@ -151,9 +175,9 @@ def test_only_the_columns_that_are_needed_are_fetched() -> None:
         ),
     ],
 )
-def test_keys_are_looked_up(condition: str, keys: list[dict[str, Any]]) -> None:
+def test_keys_are_looked_up(condition: str, keys: list[dict[str, Any]], ask: Ask) -> None:
     client = memory()
-    found = sql(client, f"select flights from aircraft where {condition} order by 1").fetchall()
+    found = ask(client, f"select flights from aircraft where {condition} order by 1")
     with duckdb.connect() as plain:
         plain.register("aircraft", FLIGHTS)
         assert found == plain.sql(f"select flights from aircraft where {condition} order by 1").fetchall()
@@ -172,9 +196,9 @@ def test_keys_are_looked_up(condition: str, keys: list[dict[str, Any]]) -> None:
         ("user <= 9223372036854775807", (None, None, None)),
     ],
 )
-def test_ranges_of_keys_bound_the_scan(condition: str, bounds: object) -> None:
+def test_ranges_of_keys_bound_the_scan(condition: str, bounds: object, ask: Ask) -> None:
     client = memory()
-    found = sql(client, f"select user, n from users where {condition} order by 1").fetchall()
+    found = ask(client, f"select user, n from users where {condition} order by 1")
     table = client.states["q1", "users", "default"].versions[7]
     assert found == [
         r
@@ -185,11 +209,11 @@ def test_ranges_of_keys_bound_the_scan(condition: str, bounds: object) -> None:
     assert (asked.prefix, asked.start, asked.end) == bounds if bounds != "keys" else asked.keys == [{"user": 3}]
 
 
-def test_leading_columns_of_the_key_bound_the_scan() -> None:
+def test_leading_columns_of_the_key_bound_the_scan(ask: Ask) -> None:
     client = memory()
-    assert len(sql(client, "from aircraft where tail = 'N1'").fetchall()) == 2
-    assert len(sql(client, "from aircraft where tail = 'N1' and leg > 1").fetchall()) == 1
-    assert len(sql(client, "from aircraft where tail = 'N1' and leg >= 1 and leg < 2").fetchall()) == 1
+    assert len(ask(client, "from aircraft where tail = 'N1'")) == 2
+    assert len(ask(client, "from aircraft where tail = 'N1' and leg > 1")) == 1
+    assert len(ask(client, "from aircraft where tail = 'N1' and leg >= 1 and leg < 2")) == 1
     assert [(a.prefix, a.start, a.end) for a in client.scans] == [
         (("N1",), None, None),
         (("N1",), None, None),
