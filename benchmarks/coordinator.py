@@ -44,8 +44,8 @@ from backends.formats.local_state import LocalState
 from backends.formats.manifest import SnapshotRef
 from backends.formats.sealed import seal
 from backends.formats.snapshot import SnapshotDescriptor
-from backends.storage.checkpoint_storage import CheckpointStorage, digest
-from backends.storage.file_ref import FileRef
+from backends.storage.checkpoint_storage import CheckpointStorage
+from backends.storage.file_ref import FileRef, digest
 from coordinator_actor.coordinator import Coordinator
 from coordinator_actor.messages import (
     Acknowledge,

@@ -18,8 +18,8 @@ from msgspec import Struct
 from backends.exceptions import DamagedFileError, InvalidStateStoreArgument
 from backends.formats.changelog import ChangelogMeta
 from backends.formats.sealed import seal, unseal
-from backends.storage.checkpoint_storage import CheckpointStorage, digest
-from backends.storage.file_ref import FileRef
+from backends.storage.checkpoint_storage import CheckpointStorage
+from backends.storage.file_ref import FileRef, digest
 
 GROUPS_DIRECTORY = "groups"
 """The directory of groups below the state location."""

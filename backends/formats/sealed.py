@@ -13,7 +13,7 @@ import msgspec
 from backends.decoders import convert, json_decoder
 from backends.exceptions import DamagedFileError
 from backends.formats.partition_entries import PartitionEntries, StoredEntries
-from backends.storage.checkpoint_storage import digest
+from backends.storage.file_ref import digest
 
 T = TypeVar("T")
 

@@ -21,8 +21,8 @@ from backends.formats.local_state import LocalState
 from backends.formats.manifest import SnapshotRef
 from backends.formats.sealed import seal, unseal
 from backends.formats.snapshot_descriptor import SnapshotDescriptor, SnapshotFile
-from backends.storage.checkpoint_storage import CheckpointStorage, digest, file_digest
-from backends.storage.file_ref import FileRef
+from backends.storage.checkpoint_storage import CheckpointStorage
+from backends.storage.file_ref import FileRef, digest, file_digest
 from backends.tracing.spans import Pool
 
 _INLINE_BYTES = 64 << 10

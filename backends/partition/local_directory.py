@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from backends.exceptions import ConcurrentCommitError
-from backends.storage.checkpoint_storage import digest
+from backends.storage.file_ref import digest
 
 _KEPT = "kept-"
 

@@ -20,7 +20,7 @@ from backends.exceptions import (
     InvalidStateStoreArgument,
     MissingFileError,
 )
-from backends.storage.file_ref import FileRef
+from backends.storage.file_ref import FileRef, digest, file_digest
 from backends.storage.local_files import LocalFiles
 from backends.storage.locations import Location, parse_location
 from backends.storage.object_files import MOST_FILES_AT_ONCE, PART_BYTES, ObjectFiles
@@ -31,23 +31,6 @@ from backends.storage.sending.request_counts import RequestCounts
 from backends.storage.sending.sender import RequestSender
 from backends.storage.sending.traffic import BucketTraffic, buckets_of_process
 from backends.storage.shared_objects import SharedObjects
-
-_CHUNK_BYTES = 4 << 20
-
-
-def digest(data: bytes) -> str:
-    """Return the digest that ``FileRef`` carries: xxh3-128, hex."""
-    return xxhash.xxh3_128_hexdigest(data)
-
-
-def file_digest(path: Path) -> str:
-    """Return the digest of a local file's content."""
-    hashed = xxhash.xxh3_128()
-    with path.open("rb", buffering=0) as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            hashed.update(chunk)
-    return hashed.hexdigest()
-
 
 OpenStorage: TypeAlias = "Callable[[str, Mapping[str, str]], CheckpointStorage]"
 """Opens the storage at a location with its options, as ``CheckpointStorage.open`` does."""

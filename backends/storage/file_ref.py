@@ -1,10 +1,14 @@
-"""The reference to a file of the state: path, size and digest."""
+"""The reference to a file of the state: path, size and digest; and digests."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 
+import xxhash
 from msgspec import Struct
+
+_CHUNK_BYTES = 4 << 20
 
 
 class FileRef(Struct, frozen=True, omit_defaults=True):
@@ -29,3 +33,17 @@ class FileRef(Struct, frozen=True, omit_defaults=True):
         """Return whether all bytes are there, by the sizes of all stored objects; an object that was cut has not."""
         size = sizes.get(self.stored_in, -1)
         return size == self.size if self.within is None else size >= self.offset + self.size
+
+
+def digest(data: bytes) -> str:
+    """Return the digest that ``FileRef`` carries: xxh3-128, hex."""
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+def file_digest(path: Path) -> str:
+    """Return the digest of a local file's content."""
+    hashed = xxhash.xxh3_128()
+    with path.open("rb", buffering=0) as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            hashed.update(chunk)
+    return hashed.hexdigest()

@@ -25,8 +25,8 @@ from backends.encoding.schema import StateSchema
 from backends.encoding.schema_evolution import nullable
 from backends.encoding.sorted_pairs import as_binary, is_strictly_sorted
 from backends.exceptions import DamagedFileError, FileExistsInStorageError, MissingFileError, StoreClosedError
-from backends.storage.checkpoint_storage import CheckpointStorage, digest, file_digest
-from backends.storage.file_ref import FileRef
+from backends.storage.checkpoint_storage import CheckpointStorage
+from backends.storage.file_ref import FileRef, digest, file_digest
 from backends.tracing.spans import Pool
 from coordinator_actor.exceptions import SavepointError
 from coordinator_actor.messages import ExportedFile

@@ -9,8 +9,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from backends.exceptions import DamagedFileError, MissingFileError
-from backends.storage.checkpoint_storage import CheckpointStorage, OpenStorage, file_digest
-from backends.storage.file_ref import FileRef
+from backends.storage.checkpoint_storage import CheckpointStorage, OpenStorage
+from backends.storage.file_ref import FileRef, file_digest
 from backends.tracing.spans import Pool
 from coordinator_actor.exceptions import SavepointError
 from coordinator_actor.savepoints.savepoint_format import (

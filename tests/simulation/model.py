@@ -27,7 +27,7 @@ from backends.formats.manifest import Lineage, Manifest, PartitionEntry, Snapsho
 from backends.formats.manifest_chain import Layout, layout_of
 from backends.formats.sealed import unseal
 from backends.formats.snapshot import SnapshotDescriptor
-from backends.storage.checkpoint_storage import digest
+from backends.storage.file_ref import digest
 from coordinator_actor.durable.manifests import manifest_path
 from coordinator_actor.durable.rewritten_files import RewrittenFiles
 from coordinator_actor.messages import Acknowledge

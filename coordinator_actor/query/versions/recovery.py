@@ -14,8 +14,7 @@ from backends.formats.changelog_group import GROUPS_DIRECTORY, SUFFIX, read_inde
 from backends.formats.file_names import version_in
 from backends.formats.manifest import PartitionEntry
 from backends.formats.manifest_chain import Layout
-from backends.storage.checkpoint_storage import digest
-from backends.storage.file_ref import FileRef
+from backends.storage.file_ref import FileRef, digest
 from backends.tracing.spans import Pool
 from coordinator_actor.checkpoints.tasks import TaskKey, named_tasks
 from coordinator_actor.durable.manifests import ManifestLog

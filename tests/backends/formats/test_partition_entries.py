@@ -126,7 +126,7 @@ def test_columns_that_do_not_fit_together_are_damage(column):
 
 
 def seal_digest(content: bytes) -> bytes:
-    from backends.storage.checkpoint_storage import digest
+    from backends.storage.file_ref import digest
 
     return digest(content).encode() + b"\n"
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from backends.storage.checkpoint_storage import CheckpointStorage, digest
-from backends.storage.file_ref import FileRef
+from backends.storage.checkpoint_storage import CheckpointStorage
+from backends.storage.file_ref import FileRef, digest
 from backends.storage.sending.traffic import BucketTraffic
 from tests.backends.storage.s3_faults import Fault, FaultProxy, S3Server
 

@@ -13,8 +13,8 @@ from backends.conf import StateStoreConf
 from backends.exceptions import DamagedFileError, StorageError
 from backends.host_memory import LAST_READS, STAGED, HostMemory
 from backends.storage import shared_objects
-from backends.storage.checkpoint_storage import CheckpointStorage, digest
-from backends.storage.file_ref import FileRef
+from backends.storage.checkpoint_storage import CheckpointStorage
+from backends.storage.file_ref import FileRef, digest
 from backends.storage.sending.request_counts import RequestCounts
 from backends.storage.shared_objects import ALONE, SharedObjects
 from tests.patience import PATIENCE

@@ -22,8 +22,8 @@ from backends.exceptions import (
     StorageError,
     UnsupportedLocationError,
 )
-from backends.storage.checkpoint_storage import CheckpointStorage, digest
-from backends.storage.file_ref import FileRef
+from backends.storage.checkpoint_storage import CheckpointStorage
+from backends.storage.file_ref import FileRef, digest
 from backends.storage.locations import parse_location, store_options
 from backends.storage.sending.traffic import BucketTraffic
 from tests.patience import PATIENCE

@@ -18,7 +18,7 @@ from backends.formats.changelog import read_changelog, write_changelog
 from backends.formats.changelog_group import GroupMember, group_path, write_group
 from backends.formats.manifest import Manifest, OperatorEntry
 from backends.formats.sealed import seal, unseal
-from backends.storage.checkpoint_storage import digest
+from backends.storage.file_ref import digest
 from coordinator_actor.reading.partition_reader import opened_partition
 from coordinator_actor.reading.stored_files import stored_files
 from coordinator_actor.reading.stored_versions import StatePlace, StateVersions

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from backends.exceptions import FileExistsInStorageError
-from backends.storage.checkpoint_storage import CheckpointStorage, digest
-from backends.storage.file_ref import FileRef
+from backends.storage.checkpoint_storage import CheckpointStorage
+from backends.storage.file_ref import FileRef, digest
 from backends.storage.sending.hedges import (
     FEWEST,
     HEDGED_BYTES,
