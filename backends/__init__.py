@@ -9,12 +9,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from backends.conf import StateStoreConf
-    from backends.ids import StateStoreId, StateStoreProviderId
-    from backends.metrics import StateStoreMetrics
+    from backends.conf import StateStoreConf, StateStoreId, StateStoreProviderId
     from backends.providers.file import FileStateStoreProvider
     from backends.providers.rocksdb import RocksDBStateStoreProvider
-    from backends.store import StateStore, StateStoreProvider
+    from backends.store import StateStore, StateStoreMetrics, StateStoreProvider
 
 __all__ = [
     "FileStateStoreProvider",
@@ -32,10 +30,10 @@ _HOMES = {
     "RocksDBStateStoreProvider": "backends.providers.rocksdb",
     "StateStore": "backends.store",
     "StateStoreConf": "backends.conf",
-    "StateStoreId": "backends.ids",
-    "StateStoreMetrics": "backends.metrics",
+    "StateStoreId": "backends.conf",
+    "StateStoreMetrics": "backends.store",
     "StateStoreProvider": "backends.store",
-    "StateStoreProviderId": "backends.ids",
+    "StateStoreProviderId": "backends.conf",
 }
 
 

@@ -18,10 +18,12 @@ for each when memory is short:
 from __future__ import annotations
 
 import threading
+from bisect import bisect_left
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
 from weakref import ref
 
 from backends.conf import StateStoreConf
@@ -325,3 +327,74 @@ def host_memory(conf: StateStoreConf) -> HostMemory:
         if limits not in _budgets:
             _budgets[limits] = HostMemory(conf)
         return _budgets[limits]
+
+
+# A dict that remembers a bounded number of entries.
+
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+class BoundedDict(dict[K, V]):
+    """Keep ``limit`` entries, and forget the oldest ones.
+
+    Setting a key again keeps its place, so that readers without a lock never miss it. Has no lock of its own.
+    Only ``d[key] = value`` and ``setdefault`` are bounded. Raises ``ValueError`` for a limit below 1.
+    """
+
+    def __init__(self, limit: int) -> None:
+        super().__init__()
+        if limit < 1:
+            raise ValueError(f"limit={limit} must be at least 1.")
+        self._limit = limit
+
+    def __setitem__(self, key: K, value: V) -> None:
+        super().__setitem__(key, value)
+        if len(self) > self._limit:
+            del self[next(iter(self))]
+
+    def setdefault(self, key: K, default: V) -> V:
+        """Return the entry of ``key``; set ``default`` first where there is none."""
+        if key not in self:
+            self[key] = default
+        return self[key]
+
+
+# Counts of durations by buckets with fixed bounds, as Prometheus's histograms have them.
+
+
+@dataclass(frozen=True)
+class HistogramBuckets:
+    """The counts of a histogram. ``cumulative`` has for each of ``bounds`` the values that were not above the bound.
+
+    ``count`` are all values, ``total`` is their sum. Those of several processes add up, for their bounds are the same.
+    """
+
+    bounds: tuple[float, ...]
+    cumulative: tuple[int, ...]
+    count: int
+    total: float
+
+
+class BucketCounts:
+    """Counts values since the process began. Not safe from several threads."""
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._total = 0.0
+
+    def add(self, value: float, times: int = 1) -> None:
+        """Count a value ``times`` times."""
+        self._counts[bisect_left(self._bounds, value)] += times
+        self._total += value * times
+
+    def read(self) -> HistogramBuckets:
+        """Return the counts as they are now."""
+        cumulative: list[int] = []
+        seen = 0
+        for count in self._counts[:-1]:
+            seen += count
+            cumulative.append(seen)
+        return HistogramBuckets(self._bounds, tuple(cumulative), seen + self._counts[-1], self._total)

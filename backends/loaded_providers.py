@@ -14,9 +14,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Generic, Protocol, TypeVar
 
 from backends.background_loop import BackgroundLoop
-from backends.conf import StateStoreConf
+from backends.conf import StateStoreConf, StateStoreProviderId
 from backends.exceptions import InvalidStateStoreArgument
-from backends.ids import StateStoreProviderId
 
 Store = TypeVar("Store")
 Store_co = TypeVar("Store_co", covariant=True)

@@ -4,19 +4,33 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from backends.conf import StateStoreConf
+from backends.conf import DEFAULT_FAMILY, StateStoreConf, StateStoreId, StateStoreProviderId
 from backends.exceptions import InvalidStateStoreArgument
-from backends.ids import DEFAULT_FAMILY, StateStoreId, StateStoreProviderId
 from backends.loaded_providers import LoadedProviders
-from backends.metrics import StateStoreMetrics
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+# The figures of one store (Spark: ``StateStoreMetrics``).
+
+
+@dataclass(frozen=True)
+class StateStoreMetrics:
+    """The number of keys of all column families, and the bytes of memory that this store alone holds.
+
+    ``custom`` has the provider's own figures. Their names end in their unit (``_ms``, ``_bytes``), or they are counts.
+    """
+
+    num_keys: int
+    memory_bytes: int
+    custom: dict[str, float] = field(default_factory=dict)
+
 
 CHANGE_FEED_SCHEMA = pa.schema(
     [

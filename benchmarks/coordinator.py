@@ -39,13 +39,10 @@ from rich.table import Table
 
 from backends import StateStoreId, StateStoreProviderId
 from backends.encoding.schema import StateSchema
-from backends.formats.file_names import changelog_path
-from backends.formats.local_state import LocalState
-from backends.formats.manifest import SnapshotRef
-from backends.formats.sealed import seal
+from backends.formats.manifest import LocalState, SnapshotRef, changelog_path, seal
 from backends.formats.snapshot import SnapshotDescriptor
 from backends.storage.checkpoint_storage import CheckpointStorage
-from backends.storage.file_ref import FileRef, digest
+from backends.storage.locations import FileRef, digest
 from coordinator_actor.coordinator import Coordinator
 from coordinator_actor.messages import (
     Acknowledge,
@@ -116,7 +113,7 @@ class InActor:
     def __init__(self, namespace: str) -> None:
         import ray
 
-        from coordinator_actor.on_ray.actor import get_or_create_coordinator
+        from coordinator_actor.actor import get_or_create_coordinator
 
         self._get, self._kill = ray.get, ray.kill
         self._actor = get_or_create_coordinator(namespace)

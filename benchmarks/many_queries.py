@@ -218,7 +218,7 @@ def empty_actor() -> Callable[[], Any]:
     """Start an actor that does nothing; return a call of it that waits for the answer."""
     import ray
 
-    from coordinator_actor.process.priority import take_ordinary_priority
+    from coordinator_actor.process import take_ordinary_priority
 
     class Empty:
         """An empty actor."""

@@ -44,16 +44,15 @@ from ray_cluster import own_ray
 from rich.console import Console
 from rich.table import Table
 
-from backends.storage.sending.request_counts import RequestCounts
-from coordinator_actor.on_ray.ray_metrics import RayMetrics
-from coordinator_actor.query_metrics import QueryMetrics
-from coordinator_actor.threads.lease_watch import LEASE_WATCH_SECONDS
-from spark_bridge.host_actor.host_metrics import HOST_METRICS_SECONDS as HOST_SECONDS
-from spark_bridge.host_actor.host_metrics import HostMetrics
-from spark_bridge.queryable.server.limits.request_statistics import RequestStatistics
-from spark_bridge.session.progress.operator_progress import StateOperatorProgress
-from spark_bridge.session.progress.stream_metrics import STREAM_METRICS_SECONDS as DRIVER_SECONDS
-from spark_bridge.session.progress.stream_metrics import StreamMetrics
+from backends.storage.requests import RequestCounts
+from coordinator_actor.actor import RayMetrics
+from coordinator_actor.metrics import QueryMetrics
+from coordinator_actor.threads import LEASE_WATCH_SECONDS
+from spark_bridge.host_actor import HOST_METRICS_SECONDS as HOST_SECONDS
+from spark_bridge.host_actor import HostMetrics
+from spark_bridge.queryable.server.limits import RequestStatistics
+from spark_bridge.session.progress import STREAM_METRICS_SECONDS as DRIVER_SECONDS
+from spark_bridge.session.progress import StateOperatorProgress, StreamMetrics
 
 BATCHES = 5
 """Batches of a turn; the least number behind which all is published once."""
@@ -244,7 +243,7 @@ def _published() -> float:
 def _in_processes(of_host: Callable[..., Any], of_coordinator: Callable[..., Any], *args: Any) -> list[Any]:
     import ray
 
-    from spark_bridge.session.current import current_cluster
+    from spark_bridge.session.state_cluster import current_cluster
 
     cluster = current_cluster()
     coordinator = ray.get_actor(cluster.options.coordinator_name, namespace=cluster.options.namespace)

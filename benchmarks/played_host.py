@@ -22,8 +22,8 @@ import numpy as np
 import pyarrow as pa
 
 from backends.conf import StateStoreConf
+from backends.decoders import keep_pandas_out
 from backends.formats.changelog import Changes
-from backends.without_pandas import keep_pandas_out
 from coordinator_actor.coordinator_port import CoordinatorPort
 from coordinator_actor.messages import HostInfo
 from spark_bridge.host.host import Host
@@ -187,7 +187,7 @@ def _serve(
     directory: Path,
     conf: StateStoreConf,
 ) -> None:
-    # As a host's actor does (``spark_bridge/host_actor/actor.py``).
+    # As a host's actor does (``spark_bridge/host_actor.py``).
     keep_pandas_out()
     sys.setswitchinterval(SWITCH_SECONDS)
     host = HostHere(info, PortThroughDoor(door, key), directory, conf)

@@ -32,12 +32,11 @@ from typing import Any, TypeVar
 from coordinator import SCHEMA, PlayedHost, acknowledged, console, directory
 from rich.table import Table
 
-from backends.formats.changelog_group import GROUPS_DIRECTORY
-from backends.formats.local_state import LocalState
-from backends.formats.manifest import SnapshotRef
+from backends.formats.changelog import GROUPS_DIRECTORY
+from backends.formats.manifest import LocalState, SnapshotRef
 from backends.formats.snapshot import PreparedSnapshot, store_together
 from backends.storage.checkpoint_storage import CheckpointStorage
-from backends.storage.file_ref import FileRef
+from backends.storage.locations import FileRef
 from coordinator_actor.coordinator import Coordinator
 from coordinator_actor.coordinator_conf import CoordinatorConf
 from coordinator_actor.messages import (
@@ -48,8 +47,8 @@ from coordinator_actor.messages import (
     QueryRegistration,
     SnapshotUploaded,
 )
-from coordinator_actor.query.files import files_in_use
-from coordinator_actor.threads.query_threads import QueryThreads
+from coordinator_actor.run import holds
+from coordinator_actor.threads import QueryThreads
 
 T = TypeVar("T")
 SESSION = "session"
@@ -227,7 +226,7 @@ def main() -> None:
     parser.add_argument("--busy", type=float, default=20.0, help="seconds in which a new coordinator removes nothing")
     parser.add_argument("--hang", action="store_true", help="removals of the first query never end")
     options = parser.parse_args()
-    files_in_use.BUSY_SECONDS = options.busy
+    holds.BUSY_SECONDS = options.busy
     with directory() as root:
         infos = [
             HostInfo(f"host-{i}", uuid.uuid4().hex, f"grpc://10.0.0.1:{i}", f"node-{i}", SESSION)

@@ -3,7 +3,7 @@
     python benchmarks/sorted_map.py                    a million keys, 100,000 of them read or changed
     python benchmarks/sorted_map.py --size 100000 --touched 10000 --rounds 9
 
-- ``SortedMap``: sorted Arrow runs (``backends.engines.sorted_map``). The old version is shared, not copied.
+- ``SortedMap``: sorted Arrow runs (``backends.engines.sorted_map_engine``). The old version is shared, not copied.
 - dict and sorted keys: a ``dict``, and a list of its keys that is sorted when a scan needs it. The old version stays
   readable by what the changes replaced: undone on a read, so that reading the old version is two look-ups.
 - ``SortedDict`` of sortedcontainers, if it can be imported; the old version in the same way.
@@ -37,7 +37,7 @@ from rich.console import Console
 from rich.table import Table
 
 from backends.encoding.sorted_pairs import SortedPairs, to_bytes_list
-from backends.engines.sorted_map import SortedMap
+from backends.engines.sorted_map_engine import SortedMap
 
 try:
     from sortedcontainers import SortedDict

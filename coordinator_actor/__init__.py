@@ -9,12 +9,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from coordinator_actor.actor import StateStoreCoordinator
     from coordinator_actor.checkpoints.checkpoint_coordinator import CheckpointCoordinator
-    from coordinator_actor.checkpoints.checkpoint_id import CheckpointIDCounter
     from coordinator_actor.checkpoints.checkpoint_stats import CheckpointStatsTracker
-    from coordinator_actor.location_oracle import KvStateLocationOracle
-    from coordinator_actor.on_ray.actor import StateStoreCoordinator
-    from coordinator_actor.on_ray.reference import StateStoreCoordinatorRef
+    from coordinator_actor.checkpoints.pending_checkpoint import CheckpointIDCounter
+    from coordinator_actor.messages import KvStateLocationOracle
+    from coordinator_actor.reference import StateStoreCoordinatorRef
     from coordinator_actor.savepoints.savepoint_coordinator import SavepointCoordinator
 
 __all__ = [
@@ -29,12 +29,12 @@ __all__ = [
 
 _HOMES = {
     "CheckpointCoordinator": "coordinator_actor.checkpoints.checkpoint_coordinator",
-    "CheckpointIDCounter": "coordinator_actor.checkpoints.checkpoint_id",
+    "CheckpointIDCounter": "coordinator_actor.checkpoints.pending_checkpoint",
     "CheckpointStatsTracker": "coordinator_actor.checkpoints.checkpoint_stats",
-    "KvStateLocationOracle": "coordinator_actor.location_oracle",
+    "KvStateLocationOracle": "coordinator_actor.messages",
     "SavepointCoordinator": "coordinator_actor.savepoints.savepoint_coordinator",
-    "StateStoreCoordinator": "coordinator_actor.on_ray.actor",
-    "StateStoreCoordinatorRef": "coordinator_actor.on_ray.reference",
+    "StateStoreCoordinator": "coordinator_actor.actor",
+    "StateStoreCoordinatorRef": "coordinator_actor.reference",
 }
 
 

@@ -23,7 +23,7 @@ from msgspec.structs import replace
 
 from backends.decoders import json_decoder
 from coordinator_actor.exceptions import InvalidRequestError, InvalidTokenError
-from coordinator_actor.wire_version import WIRE_VERSION
+from coordinator_actor.messages import WIRE_VERSION
 
 TOKEN_PREFIX = "ssr1"
 ADMIN_PREFIX = "ssa1"

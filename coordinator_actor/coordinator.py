@@ -15,29 +15,24 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
+from backends import spans
 from backends.exceptions import StorageError
 from backends.storage.checkpoint_storage import OpenStorage
-from backends.tracing import spans
 from coordinator_actor.access_tokens import AccessTokens, MemoryTokenStore
-from coordinator_actor.arguments import Arguments
 from coordinator_actor.coordinator_conf import CoordinatorConf
-from coordinator_actor.coordinator_port import MESSAGES, CoordinatorPort
+from coordinator_actor.coordinator_port import MESSAGES, Arguments, CoordinatorPort
 from coordinator_actor.exceptions import CoordinatorError
-from coordinator_actor.handlers.batches import Batches
-from coordinator_actor.handlers.figures import Figures
-from coordinator_actor.handlers.hosts import Hosts
-from coordinator_actor.handlers.instances import Instances
-from coordinator_actor.handlers.locations import Locations
-from coordinator_actor.handlers.lookups import Lookups
+from coordinator_actor.handlers.batches import Batches, Lookups
+from coordinator_actor.handlers.hosts import Hosts, Instances
+from coordinator_actor.handlers.locations import Figures, Locations
 from coordinator_actor.handlers.owners import plan_moves
 from coordinator_actor.handlers.queries import Queries
-from coordinator_actor.handlers.registries.registries import Registries
-from coordinator_actor.handlers.rewritings import Rewritings
-from coordinator_actor.handlers.savepoints import Savepoints
-from coordinator_actor.query.query_state import QueryState
-from coordinator_actor.query.retention import loaded_bytes, remove_garbage, tidy_records
-from coordinator_actor.savepoints.run_savepoints import InBackground, RunSavepoints
-from coordinator_actor.threads.query_threads import Apart, in_place
+from coordinator_actor.handlers.registries import Registries
+from coordinator_actor.handlers.rewritings import Rewritings, Savepoints
+from coordinator_actor.run.retention import loaded_bytes, remove_garbage, tidy_records
+from coordinator_actor.run.state import QueryState
+from coordinator_actor.savepoints.savepoint_coordinator import InBackground, RunSavepoints
+from coordinator_actor.threads import Apart, in_place
 
 log = logging.getLogger(__name__)
 

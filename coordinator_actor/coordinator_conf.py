@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from backends.tracing.set_up import checked_setting, setting_of_environment
-from coordinator_actor.checkpoints.snapshot_lag import SnapshotLagConf
-from coordinator_actor.process.log_lines import checked_format, format_of_environment
+from backends.tracing import checked_setting, setting_of_environment
+from coordinator_actor.checkpoints.checkpoint_stats import SnapshotLagConf
+from coordinator_actor.process import checked_format, format_of_environment
 
 NAMESPACE = "statestore"
 COORDINATOR_NAME = "StateStoreCoordinator"
@@ -33,7 +33,7 @@ class CoordinatorConf:
     --resources='{"coordinator": 1}'``), and name it here (``{"coordinator": 0.001}``).
 
     ``log_format`` is that of the coordinator's log, "text" or "json", by default what ``STATESTORE_LOG_FORMAT`` says in
-    the driver's environment, else text. ``tracing`` says where its spans go (``backends.tracing.set_up``), by default
+    the driver's environment, else text. ``tracing`` says where its spans go (``backends.tracing``), by default
     what ``STATESTORE_TRACING`` says there, else nowhere.
     """
 

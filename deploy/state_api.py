@@ -22,10 +22,9 @@ from ray import serve
 from ray.serve import Application
 
 from coordinator_actor.coordinator_conf import COORDINATOR_NAME, NAMESPACE
-from deploy.state_http.app import create_app
-from deploy.state_http.limits import HttpLimits
-from deploy.state_http.overview import add_overview
-from spark_bridge.queryable.server.tokens.coordinator_tokens import CoordinatorTokens
+from deploy.state_http.access import HttpLimits
+from deploy.state_http.app import add_overview, create_app
+from spark_bridge.queryable.server.tokens import CoordinatorTokens
 from spark_bridge.transport.tls import TlsConf
 
 COORDINATOR_SECONDS = 10.0
@@ -62,12 +61,11 @@ class Settings(BaseModel):
 
 def build_http(settings: Settings) -> FastAPI:
     """Return the application that a replica runs, with a client of this Ray cluster."""
-    from coordinator_actor.on_ray.ray_port import RayCoordinatorPort
+    from coordinator_actor.reference import RayCoordinatorPort
     from spark_bridge import AsyncQueryableStateClient, QueryableStateClient
-    from spark_bridge.overview.from_cluster import KnownCheckpoints
+    from spark_bridge.overview.from_cluster import KnownCheckpoints, cluster_overview
     from spark_bridge.overview.model import Overview
-    from spark_bridge.overview.on_ray import cluster_overview
-    from spark_bridge.queryable.sql.duckdb_connections import SqlLimits
+    from spark_bridge.queryable.sql.sql import SqlLimits
     from spark_bridge.ui.app import create_ui
     from spark_bridge.ui.live import LiveSystem
 

@@ -33,8 +33,8 @@ class DefaultSource(DataSource):  # type: ignore[misc]
 
     def schema(self) -> StructType:
         """Return the columns: of rows, or of changes."""
+        from spark_bridge.state_data.frames import spark_schema
         from spark_bridge.state_data.source_options import source_schema
-        from spark_bridge.state_data.spark_frames import spark_schema
 
         return spark_schema(source_schema(self._options()))
 
@@ -46,6 +46,6 @@ class DefaultSource(DataSource):  # type: ignore[misc]
 
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:
         """Return the reader of a stream of changes."""
-        from spark_bridge.state_data.change_stream import ChangeStreamReader
+        from spark_bridge.state_data.state_reader import ChangeStreamReader
 
         return ChangeStreamReader(self._options(), schema)

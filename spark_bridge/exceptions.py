@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from backends import exceptions as backend_errors
 from coordinator_actor import exceptions as coordinator_errors
 
 # Errors that the coordinator, or its port, raises, too: each has one class.
@@ -137,3 +138,21 @@ class IllegalStateValueError(StatefulProcessorError, ValueError, TypeError):
 
 class ProcessorTesterError(SparkBridgeError, ValueError):
     """A ``ProcessorTester`` was used wrongly: time that goes backwards, a key of other types, an unknown variable."""
+
+
+# Errors cross the network as class name and message; here they become again the errors that they were.
+
+
+def rebuilt_error(name: str, message: str, unknown: type[Exception] = SparkBridgeError) -> Exception:
+    """Return the error of that class name: of ``spark_bridge``, ``coordinator_actor`` or ``backends``.
+
+    A name that none of them has becomes an error of the class ``unknown`` whose message names it.
+    """
+    for errors in (globals(), vars(coordinator_errors), vars(backend_errors)):
+        kind = errors.get(name)
+        if isinstance(kind, type) and issubclass(kind, Exception):
+            # Not by its constructor, which may take other arguments than a message.
+            rebuilt = kind.__new__(kind)
+            rebuilt.args = (message,)
+            return rebuilt
+    return unknown(f"{name}: {message}")

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from spark_bridge.aggregates.distinct_sketch import MAX_PRECISION, MIN_PRECISION, precision_of
+from spark_bridge.aggregates.lists_and_sketches import MAX_PRECISION, MIN_PRECISION, precision_of
 from spark_bridge.exceptions import InvalidOperatorError
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from backends.storage.sending.sender import RequestSender
-from backends.tracing.spans import Pool
+from backends.spans import Pool
+from backends.storage.requests import RequestSender
 
 
 class CriticalPath:

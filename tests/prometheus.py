@@ -19,7 +19,7 @@ import pytest
 import ray
 import yaml
 
-from spark_bridge.grafana.panels import DASHBOARD_ROWS
+from spark_bridge.grafana import DASHBOARD_ROWS
 from tests.patience import PATIENCE
 
 needs_prometheus = pytest.mark.skipif(

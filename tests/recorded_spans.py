@@ -11,8 +11,8 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.sdk.trace.sampling import Sampler
 
-from backends.tracing import spans
-from backends.tracing.open_telemetry import OpenTelemetryTracer
+from backends import spans
+from backends.open_telemetry import OpenTelemetryTracer
 
 
 @dataclass

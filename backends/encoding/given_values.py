@@ -9,7 +9,7 @@ from __future__ import annotations
 import datetime as dt
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from decimal import Decimal
 from functools import lru_cache
 from typing import Any
@@ -17,6 +17,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+
+from backends.encoding.columns import list_array, list_parts, null_mask, struct_array
 
 _INT64_DIGITS = 19
 _GREATEST_FLOAT = float(np.finfo(np.float32).max)
@@ -361,3 +363,49 @@ def is_string(kind: pa.DataType) -> bool:
     types = pa.types
     is_text = types.is_string(kind) or types.is_large_string(kind) or str(kind) in ("string_view", "binary_view")
     return bool(is_text or types.is_binary(kind) or types.is_large_binary(kind) or types.is_fixed_size_binary(kind))
+
+
+# Rows of an earlier schema in the columns of a later one.
+
+
+def converted(
+    columns: Sequence[pa.Array], earlier: pa.Schema, later: pa.Schema, n: int, zeros: Collection[str] = ()
+) -> list[pa.Array]:
+    """Return columns of the schema ``earlier``, ``n`` rows, as columns of ``later``.
+
+    A column that ``earlier`` lacks is null, or zero if it is one of ``zeros``: 0, an empty list, no bytes. ``later``
+    must be able to follow on ``earlier``: ``schema_evolution`` finds nothing wrong.
+    """
+    there = dict(zip(earlier.names, columns, strict=True))
+    return [_converted(there.get(field.name), field, n, zeros) for field in later]
+
+
+def _converted(array: pa.Array | None, field: pa.Field, n: int, zeros: Collection[str]) -> pa.Array:
+    kind = field.type
+    if array is None:
+        return pa.repeat(_zero(kind), n) if field.name in zeros else pa.nulls(n, kind)
+    if array.type.equals(kind):
+        return array
+    if pa.types.is_struct(kind):
+        there = {f.name: array.field(i) for i, f in enumerate(array.type)}
+        children = [_converted(there.get(f.name), f, n, zeros) for f in kind]
+        return struct_array(children, n, null_mask(array), kind)
+    if pa.types.is_list(kind):
+        elements, offsets = list_parts(array)
+        children = _converted(elements, kind.value_field, len(elements), zeros)
+        return list_array(children, offsets, null_mask(array), kind)
+    if pa.types.is_map(kind):
+        entries, offsets = list_parts(array)
+        as_struct = pa.field("entries", pa.struct([kind.key_field, kind.item_field]))
+        return list_array(_converted(entries, as_struct, len(entries), zeros), offsets, null_mask(array), kind)
+    # Not safe in Arrow's sense: a long that no double is equal to becomes the nearest one, as in Avro.
+    return array.cast(kind, safe=False)
+
+
+def _zero(kind: pa.DataType) -> pa.Scalar:
+    value: object = 0
+    if pa.types.is_list(kind):
+        value = []
+    elif pa.types.is_binary(kind):
+        value = b""
+    return pa.scalar(value, kind)

@@ -42,13 +42,13 @@ from backends.encoding.columns import (
     list_array,
     list_parts,
     normalized_column,
+    normalized_type,
     null_mask,
     rows_as_binary,
     struct_array,
 )
 from backends.encoding.key_groups import MAX_KEY_GROUPS
 from backends.encoding.sorted_pairs import as_binary
-from backends.encoding.spark_types import normalized_type
 from backends.exceptions import InvalidStateStoreArgument, UnsupportedTypeError
 
 KEY_GROUP_BYTES = 2

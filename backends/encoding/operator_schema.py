@@ -15,10 +15,9 @@ from functools import lru_cache
 
 import pyarrow as pa
 
-from backends.encoding.schema import StateSchema
-from backends.encoding.schema_evolution import columns_in_words, evolved_outputs, evolved_schema
+from backends.conf import DEFAULT_FAMILY
+from backends.encoding.schema import StateSchema, columns_in_words, evolved_outputs, evolved_schema
 from backends.exceptions import IncompatibleSchemaError, InvalidStateStoreArgument
-from backends.ids import DEFAULT_FAMILY
 
 TIMERS = "timers"
 """The kind, and the name, of the variable that has the timers of a processor."""

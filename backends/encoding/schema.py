@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import pyarrow as pa
 
-from backends.encoding.spark_types import arrow_fields, spark_struct_json
+from backends.encoding.columns import arrow_fields, spark_struct_json, to_spark_type
 from backends.encoding.values import decode_values, encode_values
-from backends.exceptions import InvalidStateStoreArgument, UnsupportedTypeError
+from backends.exceptions import IncompatibleSchemaError, InvalidStateStoreArgument, UnsupportedTypeError
 
 _NEEDED = (
     "A state schema needs 'key' and 'value', each a struct with 'fields', and may have a 'history' of such structs."
@@ -30,7 +31,7 @@ class StateSchema:
     """The columns of the keys and values of one column family. Types are normalised on construction.
 
     ``history`` are the schemas that values were written with before, the oldest first: a stored row has the number of
-    its schema in ``[*history, value]``. ``backends.encoding.schema_evolution`` says which schema may follow on which.
+    its schema in ``[*history, value]``. ``backends.encoding.schema`` says which schema may follow on which.
     ``zeros`` names the columns that begin with zero, not with null, in rows of earlier schemas: 0, an empty list, no
     bytes. They are state columns of aggregates, whose state of no rows is not null.
 
@@ -114,3 +115,194 @@ def _refuse_map(name: str, data_type: pa.DataType) -> None:
     for i in range(data_type.num_fields):
         child = data_type.field(i)
         _refuse_map(f"{name}.{child.name}", child.type)
+
+
+# The rules by which the schema of stored values may change.
+#
+# They are those of Spark's Avro encoding of state (``StateSchemaCompatibilityChecker``): fields are matched by name,
+# may be added, removed and reordered, and numbers may get wider. Every earlier schema must be readable, not only the
+# last one, for rows of any of them may still be stored. Two more changes lose nothing and are allowed: decimals with
+# more digits, and strings as binary.
+
+
+_WIDENING = (pa.int8(), pa.int16(), pa.int32(), pa.int64(), pa.float32(), pa.float64())
+"""Each of these types can be read as any type after it, as in Avro."""
+
+
+def evolved_schema(stored: StateSchema, declared: StateSchema) -> StateSchema:
+    """Return the schema to go on with: the declared columns, and the stored history with the stored values' schema
+    added.
+
+    The history of ``declared`` is ignored. Raises ``IncompatibleSchemaError``.
+    """
+    key = _same_key(stored, declared)
+    if declared.value.equals(stored.value):
+        return StateSchema(key, stored.value, stored.history)
+    for earlier in (*stored.history, stored.value):
+        problem = evolution_problem(earlier, declared.value)
+        if problem is not None:
+            raise IncompatibleSchemaError(
+                f"[STATE_STORE_INVALID_VALUE_SCHEMA_EVOLUTION] Schema evolution is not possible: {problem}. "
+                f"Stored: {columns_in_words(earlier)}. Program: {columns_in_words(declared.value)}."
+            )
+    if len(stored.history) == MAX_HISTORY:
+        raise IncompatibleSchemaError(
+            f"[STATE_STORE_VALUE_SCHEMA_EVOLUTION_THRESHOLD_EXCEEDED] The schema has changed {MAX_HISTORY} times, "
+            f"which is as often as it can. Stored: {columns_in_words(stored.value)}. "
+            f"Program: {columns_in_words(declared.value)}."
+        )
+    return StateSchema(key, declared.value, (*stored.history, stored.value))
+
+
+def evolved_outputs(stored: StateSchema, declared: StateSchema) -> StateSchema:
+    """Return the schema of an aggregate after the program has added, removed or reordered outputs.
+
+    State columns are named ``<output>.<function>.<part>``. An added output begins with the state of no rows, also if an
+    earlier schema had the output: its old state is out of date. Raises ``IncompatibleSchemaError`` for an
+    output that means something else now.
+    """
+    if _other_columns(stored.value) != _other_columns(declared.value):
+        raise IncompatibleSchemaError("other columns than those of outputs differ")
+    there, here = _state_columns(stored.value), _state_columns(declared.value)
+    functions = dict(map(_output_of, there))
+    for output, function in map(_output_of, here):
+        if functions.get(output, function) != function:
+            raise IncompatibleSchemaError(
+                f"output {output!r} was {functions[output]} and is {function}: give the new one another name"
+            )
+    for name in there.keys() & here.keys():
+        if not there[name].equals(here[name]):
+            raise IncompatibleSchemaError(
+                f"state column {name!r} was {_type(there[name])} and is {_type(here[name])}: the input of output "
+                f"{_output_of(name)[0]!r} has another type now"
+            )
+    if len(stored.history) == MAX_HISTORY:
+        raise IncompatibleSchemaError(f"the outputs have changed {MAX_HISTORY} times, which is as often as they can")
+    back = here.keys() - there.keys()
+    history = tuple(_without_names(earlier, back) for earlier in stored.history)
+    return StateSchema(stored.key, declared.value, (*history, stored.value), declared.zeros)
+
+
+def _output_of(state_column: str) -> tuple[str, str]:
+    output, function, _ = state_column.rsplit(".", 2)
+    return output, function
+
+
+def _state_columns(schema: Iterable[pa.Field]) -> dict[str, pa.DataType]:
+    """Return the types of an aggregate's state columns by name. Sessions keep them in an array of structs."""
+    columns: dict[str, pa.DataType] = {}
+    for field in schema:
+        if field.name.count(".") >= 2:
+            columns[field.name] = field.type
+        elif pa.types.is_list(field.type) and pa.types.is_struct(field.type.value_type):
+            columns |= _state_columns(field.type.value_type)
+    return columns
+
+
+def _other_columns(schema: Iterable[pa.Field]) -> list[object]:
+    columns: list[object] = []
+    for field in schema:
+        if field.name.count(".") >= 2:
+            continue
+        if pa.types.is_list(field.type) and pa.types.is_struct(field.type.value_type):
+            columns.append((field.name, _other_columns(field.type.value_type)))
+        else:
+            columns.append((field.name, field.type))
+    return columns
+
+
+def _without_names(schema: pa.Schema, names: Collection[str]) -> pa.Schema:
+    """Rename columns of an earlier schema, so that the later column of the same name does not read them."""
+
+    def renamed(field: pa.Field) -> pa.Field:
+        if field.name in names:
+            return field.with_name(f"{field.name}.-removed")
+        if field.name.count(".") < 2 and pa.types.is_list(field.type) and pa.types.is_struct(field.type.value_type):
+            element = field.type.value_field
+            return field.with_type(pa.list_(element.with_type(pa.struct(map(renamed, element.type)))))
+        return field
+
+    return pa.schema(map(renamed, schema))
+
+
+def _same_key(stored: StateSchema, declared: StateSchema) -> pa.Schema:
+    """Return the key's columns, nullable where either schema says so: stored keys do not tell."""
+    there, here = ([(f.name, nullable(f.type)) for f in schema.key] for schema in (stored, declared))
+    if there != here:
+        raise IncompatibleSchemaError(
+            "[STATE_STORE_KEY_SCHEMA_NOT_COMPATIBLE] The columns of a key cannot change. Stored: "
+            f"{columns_in_words(stored.key)}. Program: {columns_in_words(declared.key)}."
+        )
+    return stored.key if stored.key.equals(declared.key) else pa.schema([pa.field(*column) for column in here])
+
+
+def evolution_problem(earlier: pa.Schema, later: pa.Schema) -> str | None:
+    """Return why rows of ``earlier`` cannot be read as rows of ``later``; None if they can.
+
+    Both schemas are normalised, as those of a ``StateSchema``.
+    """
+    return next(_problems("", list(earlier), list(later)), None)
+
+
+def _problems(prefix: str, earlier: Sequence[pa.Field], later: Sequence[pa.Field]) -> Iterator[str]:
+    there = {f.name: f for f in earlier}
+    for field in later:
+        name = prefix + field.name
+        before = there.get(field.name)
+        if before is not None:
+            yield from _field_problems(name, before, field)
+        elif not field.nullable:
+            yield f"field {name!r} is new and not null; stored rows have none, so it must be nullable"
+
+
+def _field_problems(name: str, before: pa.Field, field: pa.Field) -> Iterator[str]:
+    if before.nullable and not field.nullable:
+        yield f"field {name!r} was nullable, so that nulls may be stored, and is not any more"
+    was, is_now = before.type, field.type
+    if pa.types.is_struct(was) and pa.types.is_struct(is_now):
+        yield from _problems(f"{name}.", list(was), list(is_now))
+    elif pa.types.is_list(was) and pa.types.is_list(is_now):
+        yield from _field_problems(f"{name}.element", was.value_field, is_now.value_field)
+    elif pa.types.is_map(was) and pa.types.is_map(is_now):
+        if not was.key_type.equals(is_now.key_type):
+            there, here = _type(was.key_type), _type(is_now.key_type)
+            yield f"the keys of map {name!r} were {there} and are {here}: they cannot change"
+        yield from _field_problems(f"{name}.value", was.item_field, is_now.item_field)
+    elif not (was.equals(is_now) or _is_wider(was, is_now)):
+        yield f"field {name!r} was {_type(was)}, which cannot be read as {_type(is_now)}"
+
+
+def _is_wider(was: pa.DataType, is_now: pa.DataType) -> bool:
+    if was in _WIDENING and is_now in _WIDENING:
+        return _WIDENING.index(was) < _WIDENING.index(is_now)
+    if pa.types.is_decimal128(was) and pa.types.is_decimal128(is_now):
+        return bool(was.scale == is_now.scale and was.precision < is_now.precision)
+    return bool(pa.types.is_string(was) and pa.types.is_binary(is_now))
+
+
+def nullable(kind: pa.DataType) -> pa.DataType:
+    """Return the type with everything in it nullable, at every depth."""
+    if pa.types.is_struct(kind):
+        return pa.struct([pa.field(f.name, nullable(f.type)) for f in kind])
+    if pa.types.is_map(kind):
+        return pa.map_(nullable(kind.key_type), pa.field("value", nullable(kind.item_type)))
+    if pa.types.is_list(kind):
+        return pa.list_(pa.field("element", nullable(kind.value_type)))
+    return kind
+
+
+def columns_in_words(schema: pa.Schema) -> str:
+    """Return the columns of a schema, for messages."""
+    columns = (f"{f.name} {_type(f.type)}{'' if f.nullable else ' not null'}" for f in schema)
+    return f"({', '.join(columns)})"
+
+
+def _type(kind: pa.DataType) -> str:
+    """Return a type as Spark writes it in short."""
+    if pa.types.is_struct(kind):
+        return f"struct<{', '.join(f'{f.name}: {_type(f.type)}' for f in kind)}>"
+    if pa.types.is_map(kind):
+        return f"map<{_type(kind.key_type)}, {_type(kind.item_type)}>"
+    if pa.types.is_list(kind):
+        return f"array<{_type(kind.value_type)}>"
+    return str(to_spark_type("", kind))

@@ -6,17 +6,26 @@ shared. A new backend is an engine and a provider class that names the engine; s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import errno
+import shutil
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
 import pyarrow as pa
 
-from backends.conf import StateStoreConf
+from backends.conf import DEFAULT_FAMILY, StateStoreConf
 from backends.encoding.keys import KeyRange
-from backends.encoding.sorted_pairs import SortedPairs
+from backends.encoding.sorted_pairs import SortedPairs, merged_scan
+from backends.engines.sorted_map_engine import SortedMap, SortedMapScan
+from backends.exceptions import InvalidStateStoreArgument, LocalDiskFullError
 from backends.formats.changelog import Changes
-from backends.formats.local_state import LocalState
+from backends.formats.manifest import LocalState
+from backends.host_memory import Claim, host_memory
 
 
 class StateEngine(Protocol):
@@ -97,3 +106,358 @@ class StateEngine(Protocol):
 
     def close(self) -> None:
         """Release everything; scans under way end with ``StoreClosedError``. Local files stay."""
+
+
+# The engine that a configuration names. Hosts and readers need the engine only, and no provider.
+
+
+@dataclass(frozen=True)
+class BackendEngine:
+    """The name of a backend, as snapshots record it, and its engine.
+
+    ``opens_slowly``: to open the engine for writing takes so long that a host does so only once it has something to
+    write (``DeferredEngine``).
+    """
+
+    name: str
+    engine: type[StateEngine]
+    opens_slowly: bool
+
+
+def backend_of(conf: StateStoreConf) -> BackendEngine:
+    """Return the name and the engine of the provider that ``conf`` names.
+
+    Raises ``InvalidStateStoreArgument`` if the provider has no engine.
+    """
+    found = conf.provider_class()
+    name, engine = getattr(found, "backend", None), getattr(found, "engine", None)
+    if not isinstance(name, str) or not isinstance(engine, type):
+        raise InvalidStateStoreArgument(
+            f"provider={conf.provider!r} names {found.__name__}, which is no LocalStateStoreProvider: a host needs its "
+            "engine."
+        )
+    return BackendEngine(name, engine, bool(getattr(found, "opens_slowly", False)))
+
+
+# Recognises, by the errors that files and engines raise, that the disk of the local copies is full.
+
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_SAID = ("No space left on device", "Disk quota exceeded")
+"""What the system says; engines hand on the text alone."""
+
+
+def is_full_disk(error: BaseException | None) -> bool:
+    """Return whether an error says that a disk is full, itself or as what has caused it."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in _FULL:
+            return True
+        if any(said in str(error) for said in _SAID):
+            return True
+        error = error.__cause__
+    return False
+
+
+def disk_full(path: Path, error: BaseException) -> LocalDiskFullError:
+    """Return the error for a full disk, on which ``path`` is or was to be."""
+    there = next(p for p in (path, *path.absolute().parents) if p.exists())
+    usage, mib = shutil.disk_usage(there), 1 << 20
+    return LocalDiskFullError(
+        f"The disk of {path} is full: {usage.free / mib:.1f} of {usage.total / mib:.1f} MiB are free ({error}). Make "
+        "room there, or keep local copies on a larger disk: those of a host are in Ray's session directory (ray start "
+        "--temp-dir)."
+    )
+
+
+@contextmanager
+def writing_to(path: Path) -> Iterator[None]:
+    """Raise ``LocalDiskFullError`` where the block finds the disk of ``path`` full."""
+    try:
+        yield
+    except LocalDiskFullError:
+        raise
+    except Exception as error:
+        if is_full_disk(error):
+            raise disk_full(path, error) from error
+        raise
+
+
+# Engines that keep changes in memory, over the backend's own engine, which has the pairs of a snapshot.
+#
+# A copy that is made to be read once: a database that replays changelogs sorts each changelog by itself, for one read
+# a moment later. Here the first read sorts all changelogs together.
+#
+# A partition of a host that was just loaded: to open a database for writing takes twenty times as long as the rest of
+# a small load. So that waits until there is something worth writing.
+
+
+BUFFERED_CHANGES_BYTES = 128 << 20
+"""More changes of a copy than that go into the engine below."""
+UNWRITTEN_BYTES = 256 << 10
+"""More changes of a host's partition than that do: they are merged by all reads, and leave less memory for batches."""
+
+
+@dataclass(frozen=True)
+class _Held:
+    """The changes over the engine below. Never changed: a reader keeps to what it began with.
+
+    ``is_over_pairs``: whether the engine below may have pairs. If not, keys that are removed need not be remembered.
+    """
+
+    is_over_pairs: bool
+    unmerged: tuple[Changes, ...] = ()
+    maps: Mapping[str, SortedMap] = field(default_factory=dict)
+    nbytes: int = 0
+    claims: tuple[Claim, ...] = ()
+
+    @property
+    def families(self) -> frozenset[str]:
+        """The column families of the changes."""
+        return frozenset(self.maps).union(*(changes.families for changes in self.unmerged))
+
+    def with_more(self, changes: Changes, claim: Claim) -> _Held:
+        """Return these changes and those on top of them."""
+        nbytes = self.nbytes + changes.nbytes
+        return replace(self, unmerged=(*self.unmerged, changes), nbytes=nbytes, claims=(*self.claims, claim))
+
+    def of(self, family: str) -> SortedMap:
+        """Return the changes of a family, of which none is unmerged."""
+        return self.maps.get(family) or SortedMap(keeps_removed=self.is_over_pairs)
+
+    def merged(self) -> _Held:
+        """Return the same changes, of which none is unmerged."""
+        families = {family for changes in self.unmerged for family in changes.families}
+        return replace(self, unmerged=(), maps={**self.maps, **{family: self._merged(family) for family in families}})
+
+    def _merged(self, family: str) -> SortedMap:
+        parts = [changes.families[family] for changes in self.unmerged if family in changes.families]
+        together = SortedPairs.last_wins(
+            pa.concat_arrays([part.keys for part in parts]), pa.concat_arrays([part.values for part in parts])
+        )
+        return self.of(family).with_changes(together)
+
+
+class BufferedEngine:
+    """The engine of the backend that ``conf`` names, with changes over it; see ``StateEngine``.
+
+    Of changes, only those of keys from ``start`` (included) to ``end`` (not included) are held: others are not read.
+    Where ``host_memory`` has no room for more changes of copies, they go into the engine below.
+
+    A reader takes what is held first, and reads below then: changes that go below meanwhile show in both.
+    """
+
+    def __init__(self, path: Path, conf: StateStoreConf, start: bytes | None = None, end: bytes | None = None) -> None:
+        self._below: StateEngine = backend_of(conf).engine(path, conf)
+        self._memory = host_memory(conf)
+        self._range = (start, end)
+        self._changing = threading.Lock()
+        """Held for moments: a reader that merges, and a write, each put other changes in the place of those held."""
+        self._scans: weakref.WeakSet[SortedMapScan] = weakref.WeakSet()
+        self._begin_with(self._below.state)
+
+    def _begin_with(self, state: LocalState) -> None:
+        with self._changing:
+            self._held = _Held(is_over_pairs=state != LocalState())
+        self.state = state
+
+    @property
+    def _most_bytes(self) -> int:
+        """More changes than that are not held."""
+        return BUFFERED_CHANGES_BYTES
+
+    @property
+    def column_families(self) -> frozenset[str]:
+        """The names of the column families."""
+        return self._held.families | self._below.column_families
+
+    def get_many(
+        self, keys: pa.BinaryArray, column_family: str = DEFAULT_FAMILY, *, keep: bool = True
+    ) -> pa.BinaryArray:
+        """Return the values in the order of ``keys``; null where a key has none."""
+        changes = self._changes(column_family)
+        return changes.get_many(keys, self._below.get_many(keys, column_family, keep=keep))
+
+    def get_one(self, key: bytes, column_family: str = DEFAULT_FAMILY) -> bytes | None:
+        """Return the value of one key; None if the key has none."""
+        for run in reversed(self._changes(column_family).runs):
+            is_there, value = run.get(key)
+            if is_there:
+                return value
+        return self._below.get_one(key, column_family)
+
+    def scan(
+        self, start: bytes | None, end: bytes | None, column_family: str = DEFAULT_FAMILY
+    ) -> Iterator[pa.RecordBatch]:
+        """Return the pairs of a range in key order, as they are now."""
+        changes = self._changes(column_family)
+        below = self._below.scan(start, end, column_family)
+        if not changes.runs:
+            return below
+        is_over = changes.keeps_removed
+        scan = SortedMapScan(merged_scan(below, changes.between(start, end)) if is_over else changes.scan(start, end))
+        self._scans.add(scan)
+        return scan
+
+    def scan_ranges(self, ranges: Sequence[KeyRange], column_family: str = DEFAULT_FAMILY) -> Iterator[pa.RecordBatch]:
+        """Return the pairs of ascending ranges, one after the other, as they are now."""
+        changes = self._changes(column_family)
+        below = self._below.scan_ranges(ranges, column_family)
+        if not changes.runs:
+            return below
+        scan = SortedMapScan(merged_scan(below, changes.between(None, None).within(ranges)))
+        self._scans.add(scan)
+        return scan
+
+    def _changes(self, column_family: str) -> SortedMap:
+        """Return the changes of a family, merged."""
+        held = self._held
+        if held.unmerged:
+            with self._changing:
+                held = self._held = self._held.merged()
+        return held.of(column_family)
+
+    def prepare(self, changes: Changes) -> Callable[[LocalState], None]:
+        """Return a function that holds the changes."""
+        return lambda state: self._hold(changes, state)
+
+    def _hold(self, changes: Changes, state: LocalState) -> None:
+        new = Changes({family: self._of_range(pairs) for family, pairs in changes.families.items()})
+        if self._held.nbytes + new.nbytes > self._most_bytes:
+            self._write_below()
+        claim = self._memory.claim_copy(new.nbytes) if new.nbytes <= self._most_bytes else None
+        if claim is None:
+            self._write_below()
+            self._write(new, state)
+            return
+        with self._changing:
+            self._held = self._held.with_more(new, claim)
+        self.state = state
+
+    def _of_range(self, pairs: SortedPairs) -> SortedPairs:
+        if self._range == (None, None):
+            return pairs
+        cut = pairs.between(*self._range)
+        return cut if len(cut) == len(pairs) else cut.compact()  # a slice would hold the whole changelog
+
+    def _write_below(self) -> None:
+        """Have the engine below hold all."""
+        if not self._held.families and self.state == self._below.state:
+            return
+        self._changes(DEFAULT_FAMILY)
+        self._write(Changes({f: held.between(None, None) for f, held in self._held.maps.items()}), self.state)
+
+    def _write(self, changes: Changes, state: LocalState) -> None:
+        """Have the engine below hold changes, after which nothing is held any more."""
+        with self._damage_noted():
+            self._below.prepare(changes)(state)
+        self._begin_with(state)
+
+    @contextmanager
+    def _damage_noted(self) -> Iterator[None]:
+        """If the block fails and leaves the engine below at no version, be at none, too: only a load helps then."""
+        before = self._below.state
+        try:
+            yield
+        except BaseException:
+            if self._below.state != before:
+                self._begin_with(self._below.state)
+            raise
+
+    def load_sorted(self, parts: Iterable[tuple[str, SortedPairs]], unfinished: LocalState) -> None:
+        """Take pairs into the engine below."""
+        try:
+            self._below.load_sorted(parts, unfinished)
+        finally:
+            self._begin_with(self._below.state)
+
+    def capture(self, directory: Path) -> Callable[[], None]:
+        """Begin a snapshot by the engine below."""
+        self._write_below()
+        with self._damage_noted():  # the first to open for writing finds what is damaged
+            return self._below.capture(directory)
+
+    def restore(self, directory: Path) -> None:
+        """Replace everything by the files of a snapshot."""
+        try:
+            self._below.restore(directory)
+        finally:
+            self._begin_with(self._below.state)
+
+    def num_keys(self) -> int:
+        """Return the number of keys; an estimate if keys are not counted."""
+        if self.state.num_keys is not None:
+            return self.state.num_keys
+        held = self._held
+        unmerged = sum(len(pairs) for changes in held.unmerged for pairs in changes.families.values())
+        return self._below.num_keys() + unmerged + sum(len(run) for of in held.maps.values() for run in of.runs)
+
+    def memory_bytes(self) -> int:
+        """Return the bytes of memory of the engine below and of the changes."""
+        return self._below.memory_bytes() + self._held.nbytes
+
+    def num_files(self) -> int:
+        """Return the number of local files of the engine below."""
+        return self._below.num_files()
+
+    def clear(self) -> None:
+        """Start over, empty."""
+        self._below.clear()
+        self._begin_with(LocalState())
+
+    def close(self) -> None:
+        """Release everything; scans under way end with an error."""
+        self._below.close()
+        for scan in list(self._scans):
+            scan.close()
+        self._begin_with(LocalState())
+
+
+class DeferredEngine(BufferedEngine):
+    """The engine of a host's partition: until the first snapshot, or ``UNWRITTEN_BYTES``, changes stay in memory.
+
+    From then on, everything goes into the engine below. If the process ends before, what is held is in changelogs, as
+    what a database has not written to its files. Where ``host_memory`` has no room, nothing is held.
+    """
+
+    def __init__(self, path: Path, conf: StateStoreConf) -> None:
+        super().__init__(path, conf)
+
+    def _begin_with(self, state: LocalState) -> None:
+        super()._begin_with(state)
+        # Over no version nothing may be held: the engine below refuses changes, or is to get what makes a version.
+        self._is_written = state.is_unfinished
+
+    @property
+    def _most_bytes(self) -> int:
+        return -1 if self._is_written else UNWRITTEN_BYTES
+
+    def prepare(self, changes: Changes) -> Callable[[LocalState], None]:
+        """Return a function that holds the changes, or that writes them."""
+        if not self._is_written:
+            return super().prepare(changes)
+        write = self._below.prepare(changes)
+        return lambda state: self._apply(changes, write, state)
+
+    def _apply(self, changes: Changes, write: Callable[[LocalState], None], state: LocalState) -> None:
+        if not self._is_written:  # it has been loaded anew since, and holds changes
+            self._hold(changes, state)
+            return
+        try:
+            write(state)
+        finally:
+            self.state = self._below.state
+
+    def _write(self, changes: Changes, state: LocalState) -> None:
+        super()._write(changes, state)
+        self._is_written = True
+
+    def load_sorted(self, parts: Iterable[tuple[str, SortedPairs]], unfinished: LocalState) -> None:
+        """Take pairs into the engine below, which is written from now on: what leads to its version, too."""
+        super().load_sorted(parts, unfinished)
+        self._is_written = True
+
+    def capture(self, directory: Path) -> Callable[[], None]:
+        """Begin a snapshot by the engine below, which is written from now on."""
+        captured = super().capture(directory)
+        self._is_written = True
+        return captured

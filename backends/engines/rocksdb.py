@@ -29,26 +29,29 @@ from rocksdict import (
 )
 
 from backends import fault_points
-from backends.conf import StateStoreConf
+from backends.conf import DEFAULT_FAMILY, StateStoreConf
 from backends.decoders import json_decoder
-from backends.encoding.key_order import key_order
 from backends.encoding.keys import KeyRange
-from backends.encoding.sorted_pairs import SortedPairs, is_strictly_sorted, to_bytes_list
-from backends.engines.file_scans import FLUSH_DIRECTORIES, FileScans
-from backends.engines.full_disk import disk_full, is_full_disk
-from backends.engines.key_hashes import KeyHashes, hash_keys
-from backends.engines.rocksdb_options import database_options, own_bytes, shared_memory
-from backends.engines.rocksdb_properties import estimated_keys, write_buffer_bytes
-from backends.engines.rocksdb_scan import RocksDBRangesScan, RocksDBScan
+from backends.encoding.sorted_pairs import SortedPairs, is_strictly_sorted, key_order, to_bytes_list
+from backends.engines.cached_rows import KeyHashes, hash_keys
+from backends.engines.engine import disk_full, is_full_disk
+from backends.engines.rocksdb_files import (
+    FLUSH_DIRECTORIES,
+    FileScans,
+    database_options,
+    estimated_keys,
+    own_bytes,
+    shared_memory,
+    write_batches,
+    write_buffer_bytes,
+)
+from backends.engines.rocksdb_scan import RocksDBRangesScan, RocksDBScan, write_sorted_files
 from backends.engines.row_cache import RowCache
-from backends.engines.sorted_files import write_sorted_files
-from backends.engines.table_scan import TableScan
-from backends.engines.write_batches import write_batches
+from backends.engines.sst_reader import TableScan
 from backends.exceptions import ConcurrentCommitError, LocalStateDamagedError, StateStoreError, StoreClosedError
 from backends.formats.changelog import Changes
-from backends.formats.local_state import LocalState
+from backends.formats.manifest import LocalState
 from backends.host_memory import DATABASES, Claim, host_memory
-from backends.ids import DEFAULT_FAMILY
 
 log = logging.getLogger(__name__)
 

@@ -25,10 +25,18 @@ import numpy as np
 import pyarrow as pa
 
 from backends.encoding.columns import MAX_BYTES, content_bytes, even_rows
-from backends.engines.cache_table import ABSENT, ROW, Ints
-from backends.engines.cached_even_rows import EvenRows, Widths, common_widths, widths_of
-from backends.engines.cached_varying_rows import VaryingRows
-from backends.engines.key_hashes import KeyHashes, hash_keys
+from backends.engines.cached_rows import (
+    ABSENT,
+    ROW,
+    EvenRows,
+    Ints,
+    KeyHashes,
+    VaryingRows,
+    Widths,
+    common_widths,
+    hash_keys,
+    widths_of,
+)
 
 CACHE_STEP_ROWS = 1 << 13
 """Keys that are looked up at once: so few that their temporary arrays stay in a processor's cache."""

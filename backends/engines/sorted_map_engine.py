@@ -7,21 +7,226 @@ Nothing is kept on local disk: a restart loads the last snapshot and the changel
 from __future__ import annotations
 
 import weakref
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pyarrow as pa
 
-from backends.conf import StateStoreConf
+from backends.conf import DEFAULT_FAMILY, StateStoreConf
 from backends.decoders import json_decoder
 from backends.encoding.keys import KeyRange
-from backends.encoding.sorted_pairs import PAIRS_SCHEMA, SortedPairs
-from backends.engines.sorted_map import SortedMap
+from backends.encoding.sorted_pairs import PAIRS_SCHEMA, SortedPairs, is_strictly_sorted, key_order, merged_scan
 from backends.exceptions import DamagedFileError, StoreClosedError
 from backends.formats.changelog import Changes
-from backends.formats.local_state import LocalState
-from backends.ids import DEFAULT_FAMILY
+from backends.formats.manifest import LocalState
+
+# An immutable sorted map of bytes to bytes that shares structure with the maps it was made from.
+#
+# A log-structured merge tree in memory: sorted runs in Arrow arrays, the older and larger ones below. A change adds a
+# run and merges it with the runs that are not much larger, so that the cost of a change follows its size. The old map
+# keeps its own list of runs and stays as it was. A run is cut into chunks of disjoint key ranges; a merge makes only
+# those chunks anew that it touches.
+#
+# ``benchmarks/sorted_map.py`` compares it with a dict with sorted keys and with ``SortedDict``.
+
+
+MAP_CHUNK_ROWS = 1 << 16
+MAP_CHUNK_BYTES = 16 << 20
+MAP_SCAN_ROWS = 1 << 14
+_GROWTH = 4
+
+
+@dataclass(frozen=True)
+class Run:
+    """Sorted chunks, none of them empty; chunk i has the keys from ``firsts[i]`` up to ``firsts[i + 1]``."""
+
+    chunks: tuple[SortedPairs, ...]
+    firsts: tuple[bytes, ...]
+
+    @classmethod
+    def of(cls, pairs: SortedPairs) -> Run:
+        """Cut pairs into chunks."""
+        return cls._of_chunks(_cut(pairs))
+
+    @classmethod
+    def _of_chunks(cls, chunks: list[SortedPairs]) -> Run:
+        return cls(tuple(chunks), tuple(c.keys[0].as_py() for c in chunks))
+
+    def __len__(self) -> int:
+        return sum(len(c) for c in self.chunks)
+
+    def _spans(self, keys: pa.BinaryArray) -> Iterator[tuple[SortedPairs, int, int]]:
+        """Return each chunk with the range of the sorted ``keys`` that belong to it."""
+        asked = SortedPairs(keys, keys)
+        starts = [0, *(asked.lower_bound(first) for first in self.firsts[1:]), len(keys)]
+        yield from zip(self.chunks, starts, starts[1:], strict=False)
+
+    def overlay(self, keys: pa.BinaryArray, below: pa.BinaryArray) -> pa.BinaryArray:
+        """Return the values of sorted ``keys``: this run's over ``below``, the values in the older runs."""
+        parts = [
+            chunk.overlay(keys.slice(start, end - start), below.slice(start, end - start))
+            for chunk, start, end in self._spans(keys)
+            if end > start
+        ]
+        return parts[0] if len(parts) == 1 else pa.concat_arrays(parts)
+
+    def get(self, key: bytes) -> tuple[bool, bytes | None]:
+        """Return whether a key is in this run, and its value (None: removed)."""
+        at = bisect_right(self.firsts, key) - 1
+        return self.chunks[at].get(key) if at >= 0 else (False, None)
+
+    def under(self, newer: Run, *, is_lowest: bool) -> Run:
+        """Return both runs as one. Removed keys are dropped for good if no run lies below."""
+        chunks: list[SortedPairs] = []
+        changes = newer.pairs()
+        for chunk, start, end in self._spans(changes.keys):
+            if start == end:
+                chunks.append(chunk)
+                continue
+            merged = chunk.under(changes.slice(start, end - start))
+            chunks.extend(_cut(merged.present() if is_lowest else merged))
+        return Run._of_chunks(_joined(chunks))
+
+    def pairs(self) -> SortedPairs:
+        """Return all pairs of the run."""
+        return _concatenated(self.chunks)
+
+    def between(self, start: bytes | None, end: bytes | None) -> Iterator[SortedPairs]:
+        """Return the chunks of a range."""
+        first = 0 if start is None else max(0, bisect_right(self.firsts, start) - 1)
+        for chunk, begins in zip(self.chunks[first:], self.firsts[first:], strict=True):
+            if end is not None and begins >= end:
+                return
+            cut = chunk.between(start, end)
+            if len(cut):
+                yield cut
+
+
+def _concatenated(chunks: Sequence[SortedPairs]) -> SortedPairs:
+    if len(chunks) == 1:
+        return chunks[0]
+    return SortedPairs(pa.concat_arrays([c.keys for c in chunks]), pa.concat_arrays([c.values for c in chunks]))
+
+
+def _cut(pairs: SortedPairs) -> list[SortedPairs]:
+    if not len(pairs):
+        return []
+    per_chunk = max(1, min(MAP_CHUNK_ROWS, MAP_CHUNK_BYTES * len(pairs) // max(1, pairs.nbytes)))
+    if len(pairs) <= 2 * per_chunk:
+        return [pairs]
+    bounds = np.linspace(0, len(pairs), len(pairs) // per_chunk + 1).astype(int).tolist()
+    # Copied, so that a chunk does not keep all of what it was cut from.
+    return [pairs.slice(a, b - a).compact() for a, b in pairwise(bounds)]
+
+
+def _joined(chunks: list[SortedPairs]) -> list[SortedPairs]:
+    """Return the chunks with small neighbours joined, which removals have left."""
+    joined: list[SortedPairs] = []
+    for following in chunks:
+        chunk = following
+        if (
+            joined
+            and len(joined[-1]) + len(chunk) <= MAP_CHUNK_ROWS // 4
+            and joined[-1].nbytes + chunk.nbytes <= MAP_CHUNK_BYTES // 4
+        ):
+            chunk = _concatenated((joined.pop(), chunk))
+        joined.append(chunk)
+    return joined
+
+
+@dataclass(frozen=True)
+class SortedMap:
+    """The map; ``runs`` from the oldest to the newest. A null value in a newer run means a removed key.
+
+    With ``keeps_removed`` the oldest run has removed keys as well: the map is what changes about other pairs.
+    """
+
+    runs: tuple[Run, ...] = ()
+    keeps_removed: bool = False
+
+    @classmethod
+    def of_sorted(cls, parts: list[SortedPairs]) -> SortedMap:
+        """Make a map of parts that ascend, and have no null values."""
+        run = Run._of_chunks([chunk for part in parts for chunk in _cut(part)])
+        return cls((run,) if run.chunks else ())
+
+    def with_changes(self, changes: SortedPairs) -> SortedMap:
+        """Return a new map; null values remove keys."""
+        runs = list(self.runs)
+        if not runs and not self.keeps_removed:
+            changes = changes.present()
+        run = Run.of(changes)
+        if not run.chunks:
+            return self
+        while runs and len(runs[-1]) < _GROWTH * len(run):
+            below = runs.pop()
+            run = below.under(run, is_lowest=not runs and not self.keeps_removed)
+            if not run.chunks:
+                return replace(self, runs=tuple(runs))
+        return replace(self, runs=(*runs, run))
+
+    def get_many(self, keys: pa.BinaryArray, below: pa.BinaryArray | None = None) -> pa.BinaryArray:
+        """Return the values in the order of ``keys``; sorted keys are faster.
+
+        A key that no run has gets its value of ``below``, null by default.
+        """
+        values = pa.nulls(len(keys), pa.binary()) if below is None else below
+        if not self.runs or not len(keys):
+            return values
+        order = None if is_strictly_sorted(keys) else np.asarray(key_order(keys))
+        if order is not None:
+            keys, values = keys.take(pa.array(order)), values.take(pa.array(order))
+        for run in self.runs:
+            values = run.overlay(keys, values)
+        if order is None:
+            return values
+        back = np.empty(len(order), np.int64)
+        back[order] = np.arange(len(order))
+        return values.take(pa.array(back))
+
+    def get(self, key: bytes) -> bytes | None:
+        """Return the value of one key; None if the key has none."""
+        for run in reversed(self.runs):
+            is_there, value = run.get(key)
+            if is_there:
+                return value
+        return None
+
+    def scan(self, start: bytes | None, end: bytes | None) -> Iterator[pa.RecordBatch]:
+        """Return the pairs of a range, in key order."""
+        if not self.runs:
+            return iter(())
+        batches: Iterator[pa.RecordBatch] = (
+            pa.RecordBatch.from_arrays([part.keys, part.values], schema=PAIRS_SCHEMA)
+            for chunk in self.runs[0].between(start, end)
+            for part in (chunk.slice(at, MAP_SCAN_ROWS) for at in range(0, len(chunk), MAP_SCAN_ROWS))
+        )
+        return merged_scan(batches, replace(self, runs=self.runs[1:]).between(start, end))
+
+    def between(self, start: bytes | None, end: bytes | None) -> SortedPairs:
+        """Return the pairs of a range; those of removed keys, too, that some run has."""
+        pairs = SortedPairs.empty()
+        for run in reversed(self.runs):
+            cut = tuple(run.between(start, end))
+            if cut:
+                pairs = _concatenated(cut).under(pairs)
+        return pairs
+
+    def flat(self) -> Iterator[SortedPairs]:
+        """Return all pairs, a part at a time."""
+        for batch in self.scan(None, None):
+            yield SortedPairs(batch.column(0), batch.column(1))
+
+    @property
+    def nbytes(self) -> int:
+        """The memory of all runs."""
+        return sum(chunk.nbytes for run in self.runs for chunk in run.chunks)
+
 
 _FEW_ROWS = 64
 """At most this many keys are got faster one by one."""

@@ -7,13 +7,181 @@ V is the one that is found by walking the parents of the newest manifest of the 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import MappingProxyType
+from typing import Any, TypeVar
 
-from msgspec import Struct, field
+import msgspec
+from msgspec import Struct, field, structs
 
-from backends.formats.partition_entries import PartitionEntries, PartitionEntry, SnapshotRef
-from backends.storage.file_ref import FileRef
+from backends.decoders import convert, json_decoder
+from backends.exceptions import DamagedFileError
+from backends.storage.locations import FileRef, digest
+
+# The contribution of each partition to a version, kept in columns.
+#
+# A manifest of 10,000 partitions, and the hundred before it that a coordinator remembers, would be millions of small
+# objects. So the entries of one operator are columns, in memory and in the file. The directories of the changelogs
+# differ in the partition's number only, and are written once.
+
+
+class SnapshotRef(Struct, frozen=True):
+    """A snapshot of one partition at ``version``, whose last changelog is ``head``. ``file`` is its descriptor."""
+
+    version: int
+    head: str
+    file: FileRef
+
+
+class PartitionEntry(Struct, frozen=True):
+    """The contribution of one partition to a version: the accepted attempt and its changelog.
+
+    ``snapshots`` are those that became known since the parent manifest, of this version or earlier ones.
+    """
+
+    attempt: str
+    changelog: FileRef
+    snapshots: tuple[SnapshotRef, ...] = ()
+
+
+class StoredEntries(Struct, frozen=True):
+    """The columns as they are written. ``directory`` has ``*`` in the place of the partition's number.
+
+    ``partition`` is None if the partitions are 0, 1, 2 and so on. ``groups`` are the objects that hold changelogs of
+    several partitions, ``group`` the number of the one that has a partition's (-1: the changelog is a file of its own),
+    and ``offset`` where in it, in bytes. None: all changelogs are files of their own, as before there were groups.
+    """
+
+    directory: str
+    attempt: list[str]
+    changelog: list[str]
+    size: list[int]
+    digest: list[str]
+    partition: list[int] | None = None
+    snapshots: dict[int, tuple[SnapshotRef, ...]] = {}
+    groups: list[str] = []
+    group: list[int] | None = None
+    offset: list[int] | None = None
+
+
+class PartitionEntries(Mapping[int, PartitionEntry]):
+    """The entries of one operator's partitions, in the order of their numbers; never changed."""
+
+    __slots__ = ("_rows", "stored")
+
+    def __init__(self, stored: StoredEntries) -> None:
+        """Take over the columns; raises ``ValueError`` if they differ in length or name a group that is not there."""
+        numbers = range(len(stored.attempt)) if stored.partition is None else stored.partition
+        lengths = {len(c) for c in (stored.attempt, stored.changelog, stored.size, stored.digest, numbers)}
+        if stored.group is not None or stored.offset is not None:
+            lengths |= {len(c or ()) for c in (stored.group, stored.offset)}
+        if len(lengths) > 1:
+            raise ValueError(f"the columns of the partitions differ in length: {sorted(lengths)}")
+        if any(not -1 <= group < len(stored.groups) for group in stored.group or ()):
+            raise ValueError(f"there are {len(stored.groups)} groups of changelogs, and others are named")
+        self.stored = stored
+        self._rows: Mapping[int, int] | range = (
+            numbers if isinstance(numbers, range) else {p: row for row, p in enumerate(numbers)}
+        )
+
+    @classmethod
+    def of(cls, entries: Mapping[int, PartitionEntry]) -> PartitionEntries:
+        """Make columns of single entries, whose changelogs lie in directories that differ in the partition's number
+        only.
+
+        Raises ``ValueError`` for other directories.
+        """
+        if isinstance(entries, PartitionEntries):
+            return entries
+        numbers = sorted(entries)
+        rows = [entries[p] for p in numbers]
+        directory = _template(numbers[0], rows[0].changelog.path) if rows else ""
+        names = []
+        for p, row in zip(numbers, rows, strict=True):
+            parent, _, name = row.changelog.path.rpartition("/")
+            if parent != directory.replace("*", str(p)):
+                raise ValueError(f"{row.changelog.path} does not lie in {directory}, as the others do")
+            names.append(name)
+        groups: dict[str, int] = {}
+        for row in rows:
+            if row.changelog.within is not None:
+                groups.setdefault(row.changelog.within, len(groups))
+        return cls(
+            StoredEntries(
+                directory,
+                [e.attempt for e in rows],
+                names,
+                [e.changelog.size for e in rows],
+                [e.changelog.digest for e in rows],
+                None if numbers == list(range(len(numbers))) else numbers,
+                {p: e.snapshots for p, e in zip(numbers, rows, strict=True) if e.snapshots},
+                list(groups),
+                [-1 if e.changelog.within is None else groups[e.changelog.within] for e in rows] if groups else None,
+                [e.changelog.offset for e in rows] if groups else None,
+            )
+        )
+
+    def __getitem__(self, partition: int) -> PartitionEntry:
+        file_path, row, stored = self.head(partition), self._rows[partition], self.stored
+        offset = 0 if stored.offset is None else stored.offset[row]
+        file = FileRef(file_path, stored.size[row], stored.digest[row], self._group(row), offset)
+        return PartitionEntry(stored.attempt[row], file, self.snapshots.get(partition, ()))
+
+    def head(self, partition: int) -> str:
+        """Return the name of a partition's changelog; raises ``KeyError``."""
+        if partition not in self._rows:
+            raise KeyError(partition)
+        return f"{self.stored.directory.replace('*', str(partition))}/{self.stored.changelog[self._rows[partition]]}"
+
+    def stored_in(self, partition: int) -> str:
+        """Return the path of the object that holds a partition's changelog; raises ``KeyError``."""
+        return self._group(self._rows[partition]) or self.head(partition)
+
+    def _group(self, row: int) -> str | None:
+        stored = self.stored
+        return None if stored.group is None or stored.group[row] < 0 else stored.groups[stored.group[row]]
+
+    @property
+    def snapshots(self) -> Mapping[int, tuple[SnapshotRef, ...]]:
+        """The snapshots of the partitions that have any."""
+        return self.stored.snapshots
+
+    def with_snapshots(self, found: Mapping[int, tuple[SnapshotRef, ...]]) -> PartitionEntries:
+        """Return the same entries with more snapshots."""
+        snapshots = {
+            p: (*self.snapshots.get(p, ()), *found.get(p, ())) for p in self if p in self.snapshots or found.get(p)
+        }
+        return PartitionEntries(structs.replace(self.stored, snapshots=snapshots))
+
+    def __contains__(self, partition: object) -> bool:
+        return partition in self._rows
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, PartitionEntries) and self.stored == other.stored
+
+    def __hash__(self) -> int:
+        raise TypeError("PartitionEntries cannot be hashed")
+
+    def __repr__(self) -> str:
+        return f"PartitionEntries({len(self)} partitions in {self.stored.directory})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return PartitionEntries, (self.stored,)
+
+
+def _template(partition: int, path: str) -> str:
+    """Return the directory of a changelog with ``*`` for the partition's number: ``operators/op/4/*/default``."""
+    parts = path.split("/")[:-1]
+    if len(parts) < 2 or parts[-2] != str(partition) or "*" in path:
+        raise ValueError(f"{path} is no changelog of partition {partition}")
+    return "/".join((*parts[:-2], "*", parts[-1]))
+
 
 __all__ = [
     "STATE_FORMAT_VERSION",
@@ -157,3 +325,137 @@ class Lineage(Struct, frozen=True):
     def is_empty(self) -> bool:
         """Whether this is the lineage of the empty version 0."""
         return self.version == 0 and self.head is None
+
+
+# JSON records that carry their own digest, by which damage is found.
+#
+# Manifests and the like are found by listing, so no ``FileRef`` has their digest. Such a file is one line of JSON,
+# and one line with the xxh3-128 of the first line.
+
+
+T = TypeVar("T")
+
+
+def seal(record: msgspec.Struct) -> bytes:
+    """Return the bytes of a file: a record and its digest."""
+    content = msgspec.json.encode(record, enc_hook=_encode)
+    return content + b"\n" + digest(content).encode() + b"\n"
+
+
+def unseal(data: bytes, kind: type[T], name: str) -> T:
+    """Read what ``seal`` wrote; ``name`` is the file's, for messages. Raises ``DamagedFileError``."""
+    content, _, written = data.rstrip(b"\n").rpartition(b"\n")
+    if digest(content).encode() != written or not data.endswith(b"\n"):
+        raise DamagedFileError(
+            f"{name} is damaged: its content has the digest {digest(content)}, written was "
+            f"{written[:40].decode(errors='replace')!r}. Restore it from a copy."
+        )
+    try:
+        return json_decoder(kind, _decode).decode(content)
+    except msgspec.MsgspecError as error:
+        raise DamagedFileError(f"{name} is no {kind.__name__} that this release can read: {error}") from error
+
+
+def _encode(value: object) -> object:
+    if isinstance(value, PartitionEntries):
+        return value.stored
+    raise NotImplementedError(f"A {type(value).__name__} cannot be written")
+
+
+def _decode(kind: type[Any], value: Any) -> Any:
+    if kind is PartitionEntries:
+        return PartitionEntries(convert(value, StoredEntries, str_keys=True))
+    raise NotImplementedError(f"A {kind.__name__} cannot be read")
+
+
+# Paths of a partition's files below the state location, and the parts of their names.
+
+
+def partition_directory(operator: str, num_partitions: int, partition: int, store: str = "default") -> str:
+    """Return the directory of a partition's files in the layout of ``num_partitions``."""
+    return f"operators/{operator}/{num_partitions}/{partition}/{store}"
+
+
+def changelog_path(operator: str, n: int, p: int, store: str, version: int, unique: str) -> str:
+    """Return where a changelog lies below the state location. ``unique`` differs for every file ever written."""
+    return f"{partition_directory(operator, n, p, store)}/{changelog_name(version, unique)}"
+
+
+def changelog_name(version: int, unique: str) -> str:
+    """Return a changelog's file name in its partition's directory."""
+    return f"{version}-{unique}.changelog"
+
+
+def version_in(path: str) -> int:
+    """Return the version that a file's name begins with, ``<version>-<unique>.<kind>``; -1 if it is no such name."""
+    version, dash, _ = path.rsplit("/", 1)[-1].partition("-")
+    return int(version) if dash and version.isdecimal() else -1
+
+
+# The mark that says which version an engine holds, and that a write has not ended.
+
+
+_UNFINISHED = ", unfinished"
+
+
+class LocalState(msgspec.Struct, frozen=True):
+    """The state in an engine: a version, the path of the changelog that made the version, and the number of keys.
+
+    ``head`` None is the empty version 0. ``num_keys`` None: the keys are not counted.
+    """
+
+    version: int = 0
+    head: str | None = None
+    num_keys: int | None = 0
+
+    @classmethod
+    def unfinished(cls, head: str | None) -> LocalState:
+        """Return the mark of a write to ``head`` that has not ended. No lineage has such a version."""
+        return cls(0, f"{head}{_UNFINISHED}", None)
+
+    @property
+    def is_unfinished(self) -> bool:
+        """Whether this is the mark of a write that has not ended."""
+        return self.head is not None and self.head.endswith(_UNFINISHED)
+
+
+# The descriptor of a snapshot: which files it consists of, and where they are.
+
+
+class SnapshotFile(Struct, frozen=True):
+    """One file of a snapshot: its name in the backend, and where its content is. The descriptor holds small ones
+    itself.
+    """
+
+    name: str
+    file: FileRef | None = None
+    content: bytes | None = None
+
+
+class SnapshotDescriptor(Struct, frozen=True):
+    """The descriptor of a snapshot, ``<version>-<unique>.snapshot`` in the partition's directory."""
+
+    path: str
+    backend: str
+    state: LocalState
+    files: tuple[SnapshotFile, ...]
+    format_version: int = field(default=STATE_FORMAT_VERSION)
+
+    @property
+    def paths(self) -> frozenset[str]:
+        """The paths of the objects to which the snapshot refers."""
+        return frozenset(f.file.stored_in for f in self.files if f.file is not None)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the files to which the snapshot refers."""
+        return sum(f.file.size for f in self.files if f.file is not None)
+
+    def is_complete(self, sizes: Mapping[str, int]) -> bool:
+        """Return whether all files of the snapshot are there, in full size. ``sizes`` are those of all stored files."""
+        return all(f.file.is_in(sizes) for f in self.files if f.file is not None)
+
+    @property
+    def without_content(self) -> SnapshotDescriptor:
+        """The same with only the files that are in storage: what it takes to know which objects are needed."""
+        return structs.replace(self, files=tuple(f for f in self.files if f.file is not None))

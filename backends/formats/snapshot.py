@@ -16,14 +16,11 @@ from typing import NamedTuple, Protocol
 
 from backends import fault_points
 from backends.exceptions import DamagedFileError, InvalidStateStoreArgument, StoreClosedError
-from backends.formats.changelog_group import GROUPS_DIRECTORY
-from backends.formats.local_state import LocalState
-from backends.formats.manifest import SnapshotRef
-from backends.formats.sealed import seal, unseal
-from backends.formats.snapshot_descriptor import SnapshotDescriptor, SnapshotFile
+from backends.formats.changelog import GROUPS_DIRECTORY
+from backends.formats.manifest import LocalState, SnapshotDescriptor, SnapshotFile, SnapshotRef, seal, unseal
+from backends.spans import Pool
 from backends.storage.checkpoint_storage import CheckpointStorage
-from backends.storage.file_ref import FileRef, digest, file_digest
-from backends.tracing.spans import Pool
+from backends.storage.locations import FileRef, digest, file_digest
 
 _INLINE_BYTES = 64 << 10
 _TOGETHER_BYTES = 256 << 10

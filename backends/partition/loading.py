@@ -7,15 +7,20 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
+from types import TracebackType
+
+import pyarrow as pa
 
 from backends import fault_points
-from backends.engines.backend import backend_of
-from backends.engines.buffered_engine import BufferedEngine
-from backends.engines.engine import StateEngine
+from backends.conf import StateStoreConf
+from backends.encoding.sorted_pairs import SortedPairs
+from backends.engines.engine import BufferedEngine, StateEngine, backend_of
 from backends.exceptions import (
     DamagedFileError,
     LoadEndedError,
@@ -23,17 +28,224 @@ from backends.exceptions import (
     LocalStateDamagedError,
     MissingFileError,
     StorageError,
+    StoreClosedError,
+    VersionNotFoundError,
 )
 from backends.formats import snapshot
-from backends.formats.changelog import Changes, read_changelog
-from backends.formats.local_state import LocalState
-from backends.formats.manifest import ChangelogRef, Lineage, Rescaled, SnapshotRef, SourcePartition
-from backends.partition import rescaling
-from backends.partition.before_images import replaced_pairs, state_after
-from backends.partition.changelog_reads import ChangelogReads
-from backends.partition.context import PartitionContext
+from backends.formats.changelog import ChangelogMeta, Changes, read_changelog
+from backends.formats.manifest import ChangelogRef, Lineage, LocalState, Rescaled, SnapshotRef, SourcePartition
+from backends.host_memory import BEFORE_IMAGES, HostMemory
+from backends.partition.held_versions import HeldVersions, RecentReads
+from backends.partition.layers import BeforeImage, Delta, PartitionContext, Scratch
 from backends.partition.load_watch import LoadWatch
-from backends.partition.local_directory import Scratch
+from backends.spans import Pool
+from backends.storage.checkpoint_storage import CheckpointStorage
+
+# Rescaling: a partition takes over its range of keys from the partitions of an earlier layout.
+#
+# The layout of an operator changes when its query comes back with another number of partitions or another backend.
+# ``formats/manifest_chain.py`` says which partitions have the range; ``loading.py`` calls this.
+
+
+def take_over(
+    rescaled: Rescaled,
+    engine: StateEngine,
+    loaded: Callable[[SourcePartition], AbstractContextManager[StateEngine]],
+    step: Callable[[], None],
+    *,
+    counts_keys: bool,
+) -> None:
+    """Write the keys from ``rescaled.start`` to ``end`` of all sources to an engine that is empty.
+
+    ``loaded`` opens an engine that holds a source. ``step`` is called after each batch of rows. The column families
+    are those of all sources.
+    """
+    # A process that dies meanwhile leaves a state that no lineage knows.
+    unfinished = LocalState.unfinished(rescaled.head)
+    families: set[str] = set()
+    num_keys = 0
+
+    def taken_over() -> Iterator[tuple[str, SortedPairs]]:
+        nonlocal num_keys
+        for source in rescaled.sources:
+            with loaded(source) as held:
+                for family in sorted(held.column_families):
+                    families.add(family)
+                    for batch in held.scan(rescaled.start, rescaled.end, family):
+                        pairs = SortedPairs(batch.column("key"), batch.column("value"))
+                        num_keys += len(pairs)
+                        yield family, pairs
+                        step()
+                        fault_points.reached("load:rescaling")
+
+    engine.load_sorted(taken_over(), unfinished)
+    made = LocalState(rescaled.version, rescaled.head, num_keys if counts_keys else None)
+    engine.prepare(Changes({family: SortedPairs.empty() for family in families}))(made)
+
+
+# The changelogs of a load, read ahead: some at once, and the first small ones while a snapshot is still fetched.
+
+
+AHEAD_BYTES = 1 << 20
+"""At most this many bytes of changelogs are read before they can be applied: a host loads dozens of partitions at once.
+"""
+
+
+class ChangelogReads:
+    """Reads changelogs in their order by ``threads`` threads. A context manager, at whose end no read goes on.
+
+    At most twice as many changelogs as threads are in memory, and ``AHEAD_BYTES`` before the first one is asked for.
+    What another load of the process reads for all needs no thread here.
+    """
+
+    def __init__(self, storage: CheckpointStorage, changelogs: Sequence[ChangelogRef], threads: int) -> None:
+        self._storage = storage
+        self._left = deque(changelogs)
+        self._window = 2 * threads
+        self._under_way: deque[tuple[ChangelogRef, Callable[[], bytes]]] = deque()
+        self._threads = threads
+        self._pool: Pool | None = None
+        nbytes = 0
+        while self._left and len(self._under_way) < self._window:
+            nbytes += self._left[0].file.size
+            if nbytes > AHEAD_BYTES:
+                break
+            self._begin_next()
+
+    def __enter__(self) -> ChangelogReads:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+
+    def __iter__(self) -> Iterator[tuple[ChangelogRef, bytes]]:
+        """Return each changelog with its content. Raises what ``CheckpointStorage.read`` raises."""
+        while self._left or self._under_way:
+            while self._left and len(self._under_way) < self._window:
+                self._begin_next()
+            ref, read = self._under_way.popleft()
+            yield ref, read()
+
+    def _begin_next(self) -> None:
+        ref = self._left.popleft()
+        self._under_way.append((ref, self._begun(ref)))
+
+    def _begun(self, ref: ChangelogRef) -> Callable[[], bytes]:
+        """Begin to read a changelog; return the function that waits for its content."""
+        if self._storage.is_being_shared(ref.file):
+            return partial(self._storage.read, ref.file)  # another load reads it, or has: a thread would only wait
+        if self._pool is None:
+            self._pool = Pool(self._threads, thread_name_prefix="statestore-load")
+        return self._pool.submit(self._storage.read, ref.file).result
+
+
+# Before-images: the pairs that changes replace, by which older versions are read and keys are counted.
+#
+# A bulk look-up of old values costs time, so they are taken from what the stream has just read where possible, and
+# looked up only if keys are counted or a reader of an older version asks for it.
+
+
+class BeforeImages:
+    """Finds the before-images of the changes of one partition. Its own lock guards the number of pins."""
+
+    def __init__(
+        self,
+        engine: StateEngine,
+        conf: StateStoreConf,
+        versions: HeldVersions,
+        recent_reads: RecentReads,
+        memory: HostMemory,
+    ) -> None:
+        self._engine = engine
+        self._counts_keys = conf.track_total_number_of_rows
+        self._versions = versions
+        self._recent_reads = recent_reads
+        self._memory = memory
+        self._pins = 0
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def pinned(self) -> Iterator[None]:
+        """Within the block, look before-images up even if nothing else needs them."""
+        with self._lock:
+            self._pins += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._pins -= 1
+
+    def _are_looked_up(self) -> bool:
+        """Return whether before-images are worth looking up. Those at hand are kept in any case."""
+        return self._counts_keys or bool(self._pins)
+
+    def when_staged(self, meta: ChangelogMeta, changes: Changes) -> BeforeImage | None:
+        """Return the before-images if they can be told while the changelog is written; None for later, or for never.
+
+        What the task has read is forgotten: its commit has come, and another attempt reads by itself.
+        """
+        if self._versions.is_loading:
+            return None  # a background thread may not wait long
+        try:
+            with self._versions.reading(meta.version - 1, meta.base) as view:
+                known: dict[str, SortedPairs] = {}
+                unknown: dict[str, SortedPairs] = {}
+                for family, pairs in changes.families.items():
+                    values = self._recent_reads.values(meta.base, family, pairs.keys)
+                    self._recent_reads.forget(family)
+                    if not len(pairs):
+                        known[family] = pairs
+                    elif values is not None:
+                        known[family] = SortedPairs(pairs.keys, values)
+                    else:
+                        unknown[family] = pairs
+                # With a layer over it, the engine does not show the version below.
+                if unknown and (view.layers or not self._are_looked_up()):
+                    return None
+                found = Changes({**known, **replaced_pairs(self._engine, Changes(unknown)).families})
+                # The keys are those of the changes, and counted with them.
+                nbytes = sum(pairs.values.nbytes for pairs in found.families.values())
+                return BeforeImage(found, self._memory.note(BEFORE_IMAGES, nbytes))
+        except (VersionNotFoundError, StoreClosedError):
+            return None  # the version below is being loaded, was rolled back, or is past already
+
+    def when_applied(self, delta: Delta) -> Changes | None:
+        """Return the before-images of changes that are applied next; None if nothing needs them."""
+        before = delta.before.result()
+        if before is not None:
+            return before.changes
+        return replaced_pairs(self._engine, delta.changes) if self._are_looked_up() else None
+
+    def state_after(self, delta: Delta, before: Changes | None) -> LocalState:
+        """Return the state of the engine after ``delta`` is applied; the keys are counted if ``before`` is known."""
+        counted = before if self._counts_keys else None
+        return state_after(self._engine.state, delta.meta.version, delta.file.path, delta.changes, counted)
+
+
+def replaced_pairs(engine: StateEngine, changes: Changes) -> Changes:
+    """Return the pairs that ``changes`` replace in the engine: null where there is none."""
+    if engine.state.num_keys == 0:
+        return Changes({n: SortedPairs(p.keys, pa.nulls(len(p), pa.binary())) for n, p in changes.families.items()})
+    # Keys that are written and had not been read are mostly new ones, as those of a list's elements.
+    get = partial(engine.get_many, keep=False)
+    return Changes({n: SortedPairs(p.keys, get(p.keys, n)) for n, p in changes.families.items()})
+
+
+def state_after(below: LocalState, version: int, head: str, changes: Changes, before: Changes | None) -> LocalState:
+    """Return the state of an engine after ``changes`` made ``version`` on top of ``below``.
+
+    Its keys are counted if those of ``below`` are, and the before-images are given.
+    """
+    if before is None or below.num_keys is None:
+        return LocalState(version, head, None)
+    growth = sum(
+        before.families[name].values.null_count - pairs.values.null_count for name, pairs in changes.families.items()
+    )
+    return LocalState(version, head, below.num_keys + growth)
+
 
 log = logging.getLogger(__name__)
 
@@ -162,7 +374,7 @@ class Loading:
         self.version, self.head = unfinished.version, unfinished.head
         counts_keys = self._context.conf.track_total_number_of_rows
         loaded = partial(self._loaded, start=rescaled.start, end=rescaled.end)
-        rescaling.take_over(rescaled, self._engine, loaded, self._watch.step, counts_keys=counts_keys)
+        take_over(rescaled, self._engine, loaded, self._watch.step, counts_keys=counts_keys)
         self.version, self.head = rescaled.version, rescaled.head
 
     @contextmanager

@@ -14,15 +14,72 @@ from typing import Protocol
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from backends.encoding import lists
-from backends.encoding.merged_scan import merged_scan
-from backends.encoding.sorted_pairs import PAIRS_SCHEMA, SortedPairs, as_binary
+from backends.conf import DEFAULT_FAMILY, StateStoreId, check_name
+from backends.encoding import values as lists
+from backends.encoding.sorted_pairs import PAIRS_SCHEMA, SortedPairs, as_binary, merged_scan
 from backends.exceptions import InvalidStateStoreArgument, StoreClosedError
-from backends.formats.changelog import Changes
-from backends.ids import DEFAULT_FAMILY, StateStoreId, check_name
-from backends.metrics import StateStoreMetrics
-from backends.providers.write_buffer import WriteBuffer
-from backends.store import StateStore
+from backends.formats.changelog import Changes, read_changelog
+from backends.formats.manifest import Lineage
+from backends.storage.checkpoint_storage import CheckpointStorage
+from backends.store import CHANGE_FEED_SCHEMA, StateStore, StateStoreMetrics
+
+# Uncommitted changes of one column family.
+
+
+_LONGEST_DICT = 1 << 16
+
+
+class WriteBuffer:
+    """Uncommitted changes of one column family: single changes in a dict, over bulk changes in sorted runs.
+
+    Runs grow geometrically, as in a log-structured merge tree, so that a look-up visits only a few.
+    """
+
+    def __init__(self) -> None:
+        self._singles: dict[bytes, bytes | None] = {}
+        self._runs: list[SortedPairs] = []
+
+    def put(self, key: bytes, value: bytes | None) -> None:
+        """Set one value; None removes the key."""
+        self._singles[key] = value
+        if len(self._singles) >= _LONGEST_DICT:
+            self._flush()
+
+    def put_many(self, keys: pa.BinaryArray, values: pa.BinaryArray) -> None:
+        """Set many values; null removes a key. Of equal keys the last one counts."""
+        self._flush()
+        self._push(SortedPairs.last_wins(keys, values))
+
+    def _flush(self) -> None:
+        if self._singles:
+            run = SortedPairs.from_dict(self._singles)
+            self._singles = {}
+            self._push(run)
+
+    def _push(self, run: SortedPairs) -> None:
+        while self._runs and len(self._runs[-1]) < 2 * len(run):
+            run = self._runs.pop().under(run)
+        if len(run):
+            self._runs.append(run)
+
+    def get(self, key: bytes) -> tuple[bool, bytes | None]:
+        """Return whether a key was changed, and its new value (None: removed)."""
+        if key in self._singles:
+            return True, self._singles[key]
+        for run in reversed(self._runs):
+            found, value = run.get(key)
+            if found:
+                return True, value
+        return False, None
+
+    def merged(self) -> SortedPairs:
+        """Return all changes; the buffer holds them as one run afterwards."""
+        self._flush()
+        merged = SortedPairs.empty()
+        for run in reversed(self._runs):  # the small ones first
+            merged = run.under(merged)
+        self._runs = [merged] if len(merged) else []
+        return merged
 
 
 class VersionReader(Protocol):
@@ -385,3 +442,40 @@ def _list_batch(batch: pa.RecordBatch) -> pa.RecordBatch:
 def _pairs(batches: Iterator[pa.RecordBatch]) -> Iterator[tuple[bytes, bytes]]:
     for batch in batches:
         yield from zip(batch.column(0).to_pylist(), batch.column(1).to_pylist(), strict=True)
+
+
+# The changes between two versions (Spark: the change feed of its state data source).
+
+
+def read(storage: CheckpointStorage, base: VersionReader, lineage: Lineage) -> Iterator[pa.RecordBatch]:
+    """Return a batch per version and column family, from the version after ``base`` to that of ``lineage``.
+
+    The batches are of ``CHANGE_FEED_SCHEMA``. ``base`` is closed at the end.
+    """
+    try:
+        families = base.column_families()
+        since: dict[str, SortedPairs] = {}
+        for ref in lineage.changelogs:
+            if ref.version <= base.version:
+                continue
+            _, changes = read_changelog(storage.read(ref.file), storage.full_location(ref.file.path))
+            for family, pairs in sorted(changes.families.items()):
+                if not len(pairs):
+                    continue
+                seen = since.get(family, SortedPairs.empty())
+                there = base.get_many(pairs.keys, family) if family in families else pa.nulls(len(pairs), pa.binary())
+                before = seen.overlay(pairs.keys, there)
+                keys = lists.user_keys_of_lists(pairs.keys) if lists.is_list(family) else pairs.keys
+                since[family] = seen.under(pairs)
+                yield pa.RecordBatch.from_arrays(
+                    [
+                        pa.repeat(pa.scalar(ref.version, pa.int64()), len(pairs)),
+                        pa.repeat(pa.scalar(lists.user_name(family), pa.string()), len(pairs)),
+                        keys,
+                        before,
+                        pairs.values,
+                    ],
+                    schema=CHANGE_FEED_SCHEMA,
+                )
+    finally:
+        base.close()

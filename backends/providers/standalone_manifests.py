@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from msgspec.structs import replace
 
 from backends import fault_points
+from backends.conf import StateStoreId
 from backends.exceptions import (
     ConcurrentCommitError,
     DamagedFileError,
@@ -21,15 +22,19 @@ from backends.exceptions import (
     MissingFileError,
     VersionNotFoundError,
 )
-from backends.formats import manifest_chain as chain
-from backends.formats import retention_rules
-from backends.formats.file_names import version_in
-from backends.formats.manifest import Lineage, Manifest, OperatorEntry, PartitionEntry, SnapshotRef
-from backends.formats.sealed import seal, unseal
-from backends.ids import StateStoreId
-from backends.storage.checkpoint_storage import CheckpointStorage
-from backends.storage.create_if_absent import CreateIfAbsentProofs
-from backends.storage.file_ref import FileRef
+from backends.formats import manifest_chain
+from backends.formats.manifest import (
+    Lineage,
+    Manifest,
+    OperatorEntry,
+    PartitionEntry,
+    SnapshotRef,
+    seal,
+    unseal,
+    version_in,
+)
+from backends.storage.checkpoint_storage import CheckpointStorage, CreateIfAbsentProofs
+from backends.storage.locations import FileRef
 
 _DIGITS = 20
 _PROOFS = CreateIfAbsentProofs()
@@ -48,7 +53,7 @@ class StandaloneManifests:
         self._id = store_id
         self._clock = clock
         # A standalone store has no layout, and each snapshot says which backend made it.
-        self._layout = chain.Layout(store_id.operator_id, 0, "")
+        self._layout = manifest_chain.Layout(store_id.operator_id, 0, "")
         self._partition = store_id.partition_id
         self.directory = f"standalone/{store_id.operator_id}/{store_id.partition_id}/{store_id.store_name}"
         """The directory of changelogs, snapshots and manifests below the state location."""
@@ -69,7 +74,9 @@ class StandaloneManifests:
                     "newest manifest: it was removed. Restore it from a copy."
                 )
             head = self._manifest(newest) if newest else None
-            self._chain = chain.walk(head, self._manifest, lambda i: self._storage.full_location(self._path(i)))
+            self._chain = manifest_chain.walk(
+                head, self._manifest, lambda i: self._storage.full_location(self._path(i))
+            )
             self._head = head
             self._known = {m.id: m for m in self._chain.values()}
 
@@ -117,7 +124,9 @@ class StandaloneManifests:
         """Return the files that lead to a version; raises ``VersionNotFoundError``."""
         with self._lock:
             self._require(version)
-            return chain.lineage(self._chain, version, self._layout, self._partition) if version else Lineage(0)
+            return (
+                manifest_chain.lineage(self._chain, version, self._layout, self._partition) if version else Lineage(0)
+            )
 
     def _require(self, version: int) -> None:
         oldest, latest = self.oldest_version(), self.latest_version()
@@ -168,7 +177,7 @@ class StandaloneManifests:
         reused: SnapshotRef | None,
         target: Callable[[int], int],
         is_sound: Callable[[SnapshotRef], bool],
-    ) -> retention_rules.Retention:
+    ) -> manifest_chain.Retention:
         """Name a new snapshot in a manifest, and give up the versions below ``target(latest version)``.
 
         ``reused`` is the snapshot whose files the new one shares: if ``reused`` is no longer kept, the new one does not
@@ -178,7 +187,7 @@ class StandaloneManifests:
             while True:
                 self.refresh()
                 if self._head is None:
-                    return retention_rules.Retention(0, 1)
+                    return manifest_chain.Retention(0, 1)
                 held = self._entry(self._chain, self._head.version)
                 assert held is not None
                 entry = held
@@ -186,7 +195,7 @@ class StandaloneManifests:
                     entry = replace(held, snapshots=(*held.snapshots, snapshot))
                 manifest = self._next(self._head.version, entry, parent=self._head.parent)
                 new_chain = {**self._chain, manifest.version: manifest}
-                kept = retention_rules.retain(
+                kept = manifest_chain.retain(
                     new_chain, [self._layout.operator], target(self._head.version), self._head.oldest, is_sound
                 )
                 if entry is held and kept.oldest == self._head.oldest:
@@ -211,17 +220,17 @@ class StandaloneManifests:
         with self._lock:
             return self._snapshots(self._chain)
 
-    def _snapshots(self, versions: chain.Chain, manifests: Iterable[Manifest] = ()) -> list[SnapshotRef]:
-        held = chain.segments(versions, self._layout.operator)
-        return chain.snapshots(versions, held[0], manifests).get(self._partition, []) if held else []
+    def _snapshots(self, versions: manifest_chain.Chain, manifests: Iterable[Manifest] = ()) -> list[SnapshotRef]:
+        held = manifest_chain.segments(versions, self._layout.operator)
+        return manifest_chain.snapshots(versions, held[0], manifests).get(self._partition, []) if held else []
 
-    def _entry(self, versions: chain.Chain, version: int) -> PartitionEntry | None:
-        return chain.entry(versions, version, self._layout.operator, self._partition)
+    def _entry(self, versions: manifest_chain.Chain, version: int) -> PartitionEntry | None:
+        return manifest_chain.entry(versions, version, self._layout.operator, self._partition)
 
     def head_at(self, version: int) -> str | None:
         """Return the changelog that made a version; None for the empty version 0, and for an unknown version."""
         with self._lock:
-            return chain.head_of(self._chain, version, self._layout, self._partition)
+            return manifest_chain.head_of(self._chain, version, self._layout, self._partition)
 
     def check_head(self, version: int, expected_head: str | None) -> None:
         """Raise ``ConcurrentCommitError`` if the newest known commit is another one than ``expected_head``."""
@@ -267,7 +276,7 @@ class StandaloneManifests:
         self._head = manifest
         return True
 
-    def garbage(self, kept: retention_rules.Retention, files_of: Callable[[SnapshotRef], frozenset[str]]) -> list[str]:
+    def garbage(self, kept: manifest_chain.Retention, files_of: Callable[[SnapshotRef], frozenset[str]]) -> list[str]:
         """Return the files to which nothing kept refers; see ``retention_rules.garbage``.
 
         No commit may be under way in this process.
@@ -276,9 +285,7 @@ class StandaloneManifests:
             manifests = f"{self.directory}/manifests/"
             listed = [p for p, _ in self._storage.list(self.directory)] + self._storage.unfinished(self.directory)
             files = [p for p in listed if not p.startswith(manifests)]
-            found = retention_rules.garbage(
-                files, retention_rules.needed_files(self._chain, kept, files_of), kept.oldest
-            )
+            found = manifest_chain.garbage(files, manifest_chain.needed_files(self._chain, kept, files_of), kept.oldest)
             for path in listed:
                 number = path.removeprefix(manifests).partition(".")[0]
                 if path.startswith(manifests) and number.isdecimal() and int(number) < self._newest:

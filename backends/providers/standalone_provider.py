@@ -21,7 +21,7 @@ from typing import ClassVar, TypeVar
 import pyarrow as pa
 
 from backends import fault_points
-from backends.conf import StateStoreConf
+from backends.conf import StateStoreConf, StateStoreId
 from backends.engines.engine import StateEngine
 from backends.exceptions import (
     ConcurrentCommitError,
@@ -33,17 +33,14 @@ from backends.exceptions import (
 )
 from backends.formats import snapshot
 from backends.formats.changelog import ChangelogMeta, Changes
-from backends.formats.manifest import Lineage, SnapshotRef
-from backends.formats.retention_rules import Retention
-from backends.formats.snapshot_descriptor import SnapshotDescriptor
-from backends.ids import StateStoreId
-from backends.metrics import StateStoreMetrics
+from backends.formats.manifest import Lineage, SnapshotDescriptor, SnapshotRef
+from backends.formats.manifest_chain import Retention
 from backends.partition.partition_state import PartitionState
-from backends.providers import change_feed
+from backends.providers import overlay
 from backends.providers.overlay import OverlayStateStore
 from backends.providers.standalone_manifests import StandaloneManifests
 from backends.storage.checkpoint_storage import CheckpointStorage
-from backends.store import StateStore, StateStoreProvider
+from backends.store import StateStore, StateStoreMetrics, StateStoreProvider
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -197,7 +194,7 @@ class LocalStateStoreProvider(StateStoreProvider):
                 )
             reader = self._reader(base, stays=True)
             reader.keeps = from_version  # and the changelogs after it
-        return change_feed.read(self._storage, reader, lineage)
+        return overlay.read(self._storage, reader, lineage)
 
     def _reader(self, lineage: Lineage, *, stays: bool) -> _VersionReader:
         pins = ExitStack()

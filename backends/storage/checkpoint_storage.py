@@ -6,6 +6,8 @@ and digest checked.
 
 from __future__ import annotations
 
+import secrets
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -19,18 +21,14 @@ from backends.exceptions import (
     FileExistsInStorageError,
     InvalidStateStoreArgument,
     MissingFileError,
+    UnsupportedLocationError,
 )
-from backends.storage.file_ref import FileRef, digest, file_digest
+from backends.host_memory import BoundedDict
+from backends.storage.failures import HEDGED_BYTES, check_bucket, first_line
 from backends.storage.local_files import LocalFiles
-from backends.storage.locations import Location, parse_location
-from backends.storage.object_files import MOST_FILES_AT_ONCE, PART_BYTES, ObjectFiles
-from backends.storage.object_stores import ObjectStores
-from backends.storage.sending.failures import check_bucket, first_line
-from backends.storage.sending.hedges import HEDGED_BYTES
-from backends.storage.sending.request_counts import RequestCounts
-from backends.storage.sending.sender import RequestSender
-from backends.storage.sending.traffic import BucketTraffic, buckets_of_process
-from backends.storage.shared_objects import SharedObjects
+from backends.storage.locations import FileRef, Location, digest, file_digest, parse_location
+from backends.storage.object_files import MOST_FILES_AT_ONCE, PART_BYTES, ObjectFiles, ObjectStores, SharedObjects
+from backends.storage.requests import BucketTraffic, RequestCounts, RequestSender, buckets_of_process
 
 OpenStorage: TypeAlias = "Callable[[str, Mapping[str, str]], CheckpointStorage]"
 """Opens the storage at a location with its options, as ``CheckpointStorage.open`` does."""
@@ -459,3 +457,59 @@ class CheckpointStorage:
 
 def _nothing() -> None:
     """Do nothing when a read is made a second time."""
+
+
+# Proves that a storage honours create-if-absent, on which the fencing of writers depends.
+#
+# Of two coordinators that claim one epoch, or two that write one manifest, exactly one may succeed. Some stores that
+# speak S3 ignore ``If-None-Match`` and overwrite. Nobody would notice before state is lost. So the condition is tried
+# out before the first write that counts.
+
+
+CREATE_PROBE = "create-if-absent"
+"""The file that is tried to be overwritten. It stays: whoever tries later needs one write."""
+PROBED_LOCATIONS = 10_000
+
+
+class CreateIfAbsentProofs:
+    """The locations that were tried out. Thread-safe; nothing is locked while the storage is asked.
+
+    A proof takes two small writes at a new location, one at any other, and none when it is remembered here.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._proven: BoundedDict[str, None] = BoundedDict(PROBED_LOCATIONS)
+
+    def require(self, storage: CheckpointStorage) -> None:
+        """Raise ``UnsupportedLocationError``, which names the store, unless a file that exists is left as it is.
+
+        A local disk needs no proof: ``local_files`` links names, which the operating system does only once. Raises
+        ``StorageError`` if the storage cannot be asked.
+        """
+        if storage.is_local:
+            return
+        location = storage.location
+        with self._lock:
+            if location in self._proven:
+                return
+        # At the second write the file exists, whoever has made it. The contents differ: a write whose answer was lost
+        # must not be taken for another one.
+        if _creates(storage) and _creates(storage):
+            raise UnsupportedLocationError(
+                f"{storage.store_name} overwrites files that it was asked to create only if they are absent "
+                f"({CREATE_PROBE} was created twice; S3 calls that If-None-Match: *). Two coordinators could overwrite "
+                "each other's epochs and manifests there. Put the state on a store that honours the condition: AWS S3, "
+                "MinIO, Google Cloud Storage, Azure or a disk."
+            )
+        with self._lock:
+            self._proven[location] = None
+
+
+def _creates(storage: CheckpointStorage) -> bool:
+    """Return whether the storage says that it has created the file."""
+    try:
+        storage.put_new(CREATE_PROBE, secrets.token_bytes(16))
+    except FileExistsInStorageError:
+        return False
+    return True

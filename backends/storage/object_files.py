@@ -5,18 +5,145 @@ Errors are obstore's own. A call is one request, unless it says otherwise; ``sen
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import obstore
 from obstore.exceptions import BaseError
+from obstore.store import AzureStore, GCSStore, LocalStore, MemoryStore, S3Store
 
-from backends.storage.object_stores import ObjectStores
-from backends.storage.sending.failures import is_out_of_range
+from backends.exceptions import MissingFileError, StorageError
+from backends.storage.failures import is_out_of_range
+from backends.storage.locations import Location, store_options
 
 if TYPE_CHECKING:
     from obstore import GetOptions
+    from obstore.store import ClientConfig, ObjectStore, RetryConfig, S3Config, S3Credential, S3CredentialProvider
+
+# obstore's store for a location: which kind, with which options and credentials.
+
+
+_MEMORY_STORES: dict[str, MemoryStore] = {}
+_MEMORY_LOCK = threading.Lock()
+# Retries are ours: obstore's know no clock that a test can turn, share no pace, and repeat no create.
+_NO_RETRIES: RetryConfig = {"max_retries": 0}
+# A part is tried again soon; the whole file is, if that does not help.
+_RETRIES_OF_PARTS: RetryConfig = {
+    "max_retries": 4,
+    "backoff": {"init_backoff": timedelta(seconds=0.1), "max_backoff": timedelta(seconds=2), "base": 2},
+    "retry_timeout": timedelta(seconds=60),
+}
+
+
+class ObjectStores:
+    """obstore's stores of one location. Making one asks nobody. Many threads may share one.
+
+    ``plain`` repeats nothing: that is the work of ``sending/sender.py``. ``in_parts`` is for large files that go up in
+    parts, and repeats each part by itself. Raises obstore's errors, and ``ValueError``, for a wrong option.
+    """
+
+    def __init__(self, location: Location, options: Mapping[str, str]) -> None:
+        self._location = location
+        self._options = options
+        self.plain = _make_store(location, options)
+        self._in_parts: ObjectStore | None = None
+
+    @property
+    def in_parts(self) -> ObjectStore:
+        """Return the store for large files."""
+        if self._in_parts is None:
+            self._in_parts = _make_store(self._location, self._options, _RETRIES_OF_PARTS)
+        return self._in_parts
+
+    @property
+    def endpoint(self) -> str | None:
+        """Return the endpoint of the service, if one was given."""
+        config: Mapping[str, object] = getattr(self.plain, "config", None) or {}
+        endpoint = config.get("endpoint")
+        return None if endpoint is None else str(endpoint)
+
+    @property
+    def bucket(self) -> str:
+        """Return the bucket with the service that has it: what is asked for fewer requests."""
+        return f"{self._location.kind}://{self._location.container} {self.endpoint or ''}".strip()
+
+    def renew(self) -> None:
+        """Ask for credentials again with the next requests: those that stores have fetched go with the stores."""
+        self.plain, self._in_parts = _make_store(self._location, self._options), None
+
+
+def _make_store(location: Location, options: Mapping[str, str], retries: RetryConfig = _NO_RETRIES) -> ObjectStore:
+    """Make the store of a location, rooted at its bucket, container or '/'. Stores in memory are shared by name."""
+    if location.kind == "local":
+        return LocalStore()
+    if location.kind == "memory":
+        with _MEMORY_LOCK:
+            return _MEMORY_STORES.setdefault(location.container, MemoryStore())
+    mapped = store_options(location, options)
+    client = cast("ClientConfig", mapped.client)
+    if location.kind == "s3":
+        return S3Store(
+            location.container,
+            config=cast("S3Config", _above_environment(mapped.config)),
+            client_options=client,
+            retry_config=retries,
+            credential_provider=_tokenless_credentials(mapped.config),
+        )
+    if location.kind == "gs":
+        gcs: GCSStore = GCSStore.from_url(
+            f"gs://{location.container}",
+            config=mapped.config,  # type: ignore[arg-type]
+            client_options=client,
+            retry_config=retries,
+        )
+        return gcs
+    azure: AzureStore = AzureStore.from_url(
+        f"abfss://{location.container}",
+        config=mapped.config,  # type: ignore[arg-type]
+        client_options=client,
+        retry_config=retries,
+    )
+    return azure
+
+
+def _above_environment(config: Mapping[str, str | bool]) -> dict[str, str | bool]:
+    """Return obstore's configuration with the options above the ``AWS_*`` variables of the environment.
+
+    obstore adds what the variables say, even if the options say otherwise.
+    """
+    own: dict[str, str | bool] = {"conditional_put": "etag", **config}
+    if "access_key_id" in config:
+        own.setdefault("skip_signature", False)
+    if "endpoint" in config and "AWS_ENDPOINT_URL_S3" in os.environ:
+        own.setdefault("aws_endpoint_url_s3", config["endpoint"])
+    return own
+
+
+def _tokenless_credentials(config: Mapping[str, str | bool]) -> S3CredentialProvider | None:
+    """Return the given keys without a token, if the environment has a token; None otherwise.
+
+    obstore would send the token, which belongs to other keys.
+    """
+    key, secret = config.get("access_key_id"), config.get("secret_access_key")
+    has_token = not config.keys().isdisjoint(("session_token", "aws_session_token", "token"))
+    if not key or not secret or has_token or "AWS_SESSION_TOKEN" not in os.environ:
+        return None
+    credential: S3Credential = {
+        "access_key_id": str(key),
+        "secret_access_key": str(secret),
+        "token": None,
+        "expires_at": None,
+    }
+    return lambda: credential
+
 
 MOST_FILES_AT_ONCE = 1000
 """S3 removes at most this many files with one request, and lists at most this many on one page."""
@@ -103,3 +230,114 @@ class ObjectFiles:
         found = obstore.list(self._stores.plain, prefix=key or None, offset=offset).collect()
         self._note_more("list", len(found) // MOST_FILES_AT_ONCE)  # further pages
         return sorted((str(meta["path"]).removeprefix(self._prefix), int(meta["size"])) for meta in found)
+
+
+# Reads objects that many loads of a process need at about the same time: each object once, for all loads.
+#
+# When a query starts, a host loads dozens of partitions, whose changelogs and small snapshots lie in the same few
+# objects. A request for each part of each partition takes longer than the bytes do.
+
+
+ALONE = 2
+"""The first readers of an object, this many, read their parts alone: one load asks once or twice.
+
+Where more loads are under way, the first one reads for all: they are most likely those of a host that starts anew.
+"""
+OBJECT_BYTES = 4 << 20
+"""At most this many bytes of an object are read for all. The parts after them are read alone."""
+MOST_OBJECTS = 64
+MOST_BYTES = 16 << 20
+"""What is kept of all objects; what was used longest ago goes first."""
+
+
+class SharedObjects:
+    """The beginnings of objects that were read of late. Thread-safe: ``_lock`` guards the tables, not the requests.
+
+    ``_asked`` counts the readers of each object, ``_held`` has what was read for all or is being read. Both are bounded
+    by ``MOST_OBJECTS``, the bytes by ``MOST_BYTES`` besides what is being read. ``_loads`` counts the loads under way.
+    ``spare(nbytes, drop)`` counts bytes in the memory of the process, as ``HostMemory.spare`` does, and returns None
+    where there is no room for them.
+    """
+
+    def __init__(self, spare: Callable[[int, Callable[[], None]], object | None]) -> None:
+        self._lock = threading.Lock()
+        self._spare = spare
+        self._asked: OrderedDict[str, int] = OrderedDict()
+        self._held: OrderedDict[str, Future[bytes]] = OrderedDict()
+        self._claims: dict[str, object] = {}
+        self._loads = 0
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """Count a load for as long as the block lasts."""
+        with self._lock:
+            self._loads += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._loads -= 1
+
+    def has(self, name: str, end: int) -> bool:
+        """Return whether an object is held up to ``end``, or is being read for all."""
+        with self._lock:
+            return end <= OBJECT_BYTES and name in self._held
+
+    def part(
+        self, name: str, offset: int, size: int, read: Callable[[int], bytes], *, is_new_reader: bool = True
+    ) -> bytes | None:
+        """Return a part of an object, unchecked; None if the caller has to read it alone.
+
+        ``read`` reads a given number of bytes from the object's beginning. The first one who needs them for all reads
+        them, and the others wait. What fails for one, others are not told: they read alone.
+        """
+        if offset + size > OBJECT_BYTES:
+            return None
+        with self._lock:
+            asked = self._asked.pop(name, 0) + is_new_reader
+            self._asked[name] = asked
+            if len(self._asked) > MOST_OBJECTS:
+                self._asked.popitem(last=False)
+            future = self._held.get(name)
+            if future is None and asked <= ALONE and self._loads <= ALONE:
+                return None
+            reads = future is None
+            if future is None:
+                future = self._held[name] = Future()
+            self._held.move_to_end(name)
+        if reads:
+            self._read(name, future, read)
+        whole = future.result()
+        return whole[offset : offset + size] if offset + size <= len(whole) else None
+
+    def _read(self, name: str, future: Future[bytes], read: Callable[[int], bytes]) -> None:
+        found = b""
+        try:
+            found = read(OBJECT_BYTES)
+        except (StorageError, MissingFileError):
+            pass  # whoever reads alone now is told
+        finally:
+            claim = self._spare(len(found), partial(self._forget, name)) if found else None
+            with self._lock:
+                if claim is None:
+                    self._held.pop(name, None)
+                elif name in self._held:  # it may have been dropped again by now
+                    self._claims[name] = claim
+                future.set_result(found)
+                self._shrink()
+
+    def _forget(self, name: str) -> None:
+        """Keep an object no longer. Those who wait for it still get it."""
+        with self._lock:
+            self._held.pop(name, None)
+            self._claims.pop(name, None)
+
+    def _shrink(self) -> None:
+        done = [(name, len(held.result())) for name, held in self._held.items() if held.done()]
+        nbytes = sum(size for _, size in done)
+        for name, size in done:
+            if nbytes <= MOST_BYTES and len(self._held) <= MOST_OBJECTS:
+                return
+            del self._held[name]
+            self._claims.pop(name, None)
+            nbytes -= size

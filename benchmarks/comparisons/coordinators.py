@@ -63,7 +63,7 @@ def _messages(size: Size, steps: Steps) -> dict[int, dict[str, list[list[float]]
     import coordinator
     import ray
 
-    from coordinator_actor.process.priority import take_ordinary_priority
+    from coordinator_actor.process import take_ordinary_priority
 
     class Empty:
         """An empty actor, for Ray's own part of a call."""

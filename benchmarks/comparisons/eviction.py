@@ -27,9 +27,9 @@ class Buffered:
         import pyarrow as pa
 
         from backends import FileStateStoreProvider, RocksDBStateStoreProvider, StateStoreConf, StateStoreId
-        from spark_bridge.operators.join.join_task import join_logic
-        from spark_bridge.operators.join.sides import Bounds
-        from spark_bridge.task.watermark import EventTime
+        from spark_bridge.operators.join_sides import Bounds
+        from spark_bridge.operators.join_task import join_logic
+        from spark_bridge.task.state_task import EventTime
 
         kind = pa.timestamp("us", "UTC")
         key = pa.schema([("k", pa.int64())])
@@ -51,8 +51,8 @@ class Buffered:
         import pyarrow as pa
 
         from coordinator_actor.messages import BatchTimes
-        from spark_bridge.operators.join.sides import LEFT_ROW, SIDE, slot_name
-        from spark_bridge.task.step_timer import StepTimer
+        from spark_bridge.operators.join_sides import LEFT_ROW, SIDE, slot_name
+        from spark_bridge.task.executor import StepTimer
 
         numbers = np.arange(self.held, self.held + new)
         keys = (numbers.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)).view(np.int64)
@@ -76,7 +76,7 @@ class Buffered:
 
 def _as_hosts(provider: Any, schema: Any, times: Any) -> Any:
     """Return the state of a batch, whose ranges are scanned as hosts scan them."""
-    from spark_bridge.task.local_state_access import LocalStateAccess
+    from spark_bridge.task.task_store import LocalStateAccess
 
     class Store(LocalStateAccess):
         def scan(self, ranges: Any, column_family: str = "default", limit: int | None = None) -> Any:

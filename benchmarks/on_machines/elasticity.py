@@ -74,7 +74,7 @@ def measured(shape: Shape, settle: int) -> dict[str, Any]:
 def process_time(lab: Lab) -> float:
     """Return how long a process takes on machine 0 that imports what a host does."""
     began = time.perf_counter()
-    lab.run(0, [sys.executable, "-c", "import spark_bridge.host_actor.actor"], ray_environment())
+    lab.run(0, [sys.executable, "-c", "import spark_bridge.host_actor"], ray_environment())
     return time.perf_counter() - began
 
 

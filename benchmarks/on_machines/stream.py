@@ -20,9 +20,8 @@ from pyspark.sql.functions import col
 from benchmarks.on_machines.expected import STEP
 from spark_bridge import aggregate, init_spark
 from spark_bridge import functions as S
-from spark_bridge.session.cluster.executors import executor_cores
-from spark_bridge.session.cluster.lost_executors import executor_places
-from spark_bridge.session.current import current_cluster
+from spark_bridge.session.executors import executor_cores, executor_places
+from spark_bridge.session.state_cluster import current_cluster
 
 log = logging.getLogger(__name__)
 
@@ -97,7 +96,7 @@ def obey(spark: Any, words: list[str]) -> None:
     """Carry out a command."""
     import ray
 
-    from coordinator_actor.on_ray.cluster_store import ClusterStore
+    from coordinator_actor.actor import ClusterStore
 
     scala, jvm = spark.sparkContext._jsc.sc(), spark.sparkContext._jvm
     match words:

@@ -12,21 +12,267 @@ Differences from Flink, and the reasons:
 from __future__ import annotations
 
 import logging
+import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from coordinator_actor.checkpoints.acknowledgements import AcknowledgeCheckpoint, DeclineCheckpoint, Received
-from coordinator_actor.checkpoints.checkpoint_id import CheckpointIDCounter
 from coordinator_actor.checkpoints.checkpoint_stats import CheckpointStatsTracker
-from coordinator_actor.checkpoints.completed_checkpoint import CompletedCheckpoint
-from coordinator_actor.checkpoints.pending_checkpoint import CancelReason, PendingCheckpoint
-from coordinator_actor.checkpoints.pending_checkpoints import Completing, PendingCheckpoints
-from coordinator_actor.checkpoints.tasks import TaskKey, Tasks
-from coordinator_actor.exceptions import CheckpointNotTriggeredError, InvalidRequestError
+from coordinator_actor.checkpoints.pending_checkpoint import (
+    AcknowledgeCheckpoint,
+    CancelReason,
+    CheckpointIDCounter,
+    CompletedCheckpoint,
+    DeclineCheckpoint,
+    PendingCheckpoint,
+    Received,
+    TaskKey,
+    Tasks,
+)
+from coordinator_actor.exceptions import (
+    CheckpointCoordinatorShutdownError,
+    CheckpointNotTriggeredError,
+    InvalidRequestError,
+)
+
+# The pending checkpoints of one job: what has become of each, without any call to the outside.
+
 
 log = logging.getLogger(__name__)
+
+RECENT_IDS = 16
+"""The number of finished checkpoints that are remembered, to tell late messages from wrong ones (as in Flink)."""
+Verdict = tuple[CancelReason, str]
+"""The reason to give a checkpoint up."""
+
+
+class Completing(NamedTuple):
+    """A checkpoint that its caller completes now, and tells of the outcome."""
+
+    pending: PendingCheckpoint
+    completed: CompletedCheckpoint
+
+
+@dataclass
+class _Attempt:
+    """One pending checkpoint, with what nobody else needs to know.
+
+    ``completing`` is the id of the thread that completes the checkpoint. ``verdict`` is the reason to give the
+    checkpoint up if that completion fails. Without a verdict the checkpoint goes on waiting.
+    """
+
+    pending: PendingCheckpoint
+    completing: int | None = None
+    verdict: Verdict | None = None
+
+
+class PendingCheckpoints:
+    """The pending checkpoints of one job over a fixed set of tasks, and the ids of those that ended lately.
+
+    Thread-safe. ``_lock`` guards all here. It is held for moments, except to wait for the end of a completion.
+    """
+
+    def __init__(
+        self,
+        job_id: str,
+        tasks: Tasks,
+        id_counter: CheckpointIDCounter,
+        stats: CheckpointStatsTracker,
+        clock: Callable[[], float],
+    ) -> None:
+        self._job_id = job_id
+        self._tasks = tasks
+        self._id_counter = id_counter
+        self._stats = stats
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._completion_ended = threading.Condition(self._lock)
+        self._attempts: dict[int, _Attempt] = {}  # in the order of their trigger
+        self._recent: deque[int] = deque(maxlen=RECENT_IDS)
+        self._shutdown = False
+
+    def __len__(self) -> int:
+        """Return the number of pending checkpoints."""
+        return len(self._attempts)
+
+    def by_id(self) -> dict[int, PendingCheckpoint]:
+        """Return the pending checkpoints, in the order of their trigger."""
+        with self._lock:
+            return {i: a.pending for i, a in self._attempts.items()}
+
+    def trigger(
+        self,
+        checkpoint_id: int | None,
+        timestamp: float | None,
+        states: Mapping[TaskKey, Any],
+        properties: Mapping[str, Any] | None,
+    ) -> tuple[PendingCheckpoint, Completing | None]:
+        """Add a checkpoint; if ``states`` are those of all tasks, the caller completes the checkpoint.
+
+        Raises ``CheckpointCoordinatorShutdownError``, and ``InvalidRequestError`` for an id that was used before.
+        """
+        with self._lock:
+            now = self._clock()
+            if self._shutdown:
+                raise CheckpointCoordinatorShutdownError(f"The checkpoint coordinator of {self._job_id} is shut down.")
+            # Under the lock, so that of two checkpoints the later one gets the higher id.
+            taken = self._id_counter.get_and_increment() if checkpoint_id is None else checkpoint_id
+            if taken in self._attempts or taken in self._recent:
+                raise InvalidRequestError(f"Checkpoint {taken} of {self._job_id} was triggered before: take a new id.")
+            stamp = now if timestamp is None else timestamp
+            pending = PendingCheckpoint(self._job_id, taken, stamp, self._tasks, started=now, properties=properties)
+            for task, state in states.items():
+                pending.acknowledge(task, state, at=now)
+            attempt = self._attempts[taken] = _Attempt(pending)
+            self._stats.on_triggered(pending)
+            if not pending.is_fully_acknowledged:
+                return pending, None
+            attempt.verdict = (CancelReason.FAILED, "it could not be completed")
+            return pending, _begin_completion(attempt, now)
+
+    def acknowledge(self, message: AcknowledgeCheckpoint) -> Received | Completing:
+        """Take an acknowledgement. With the last one, the caller completes the checkpoint.
+
+        Waits for a completion that is under way. Raises ``InvalidRequestError`` for another job or an unknown task.
+        """
+        with self._lock:
+            attempt = self._attempt(message, "acknowledge")
+            if attempt is None:
+                return self._late(message)
+            now = self._clock()
+            pending = attempt.pending
+            pending.acknowledge(message.task, message.state, message.size, message.duration, at=now)
+            return _begin_completion(attempt, now) if pending.is_fully_acknowledged else Received.PENDING
+
+    def decline(self, message: DeclineCheckpoint) -> Received | PendingCheckpoint:
+        """Give the checkpoint of a message up, and return the checkpoint. Waits and raises as ``acknowledge``."""
+        with self._lock:
+            attempt = self._attempt(message, "decline")
+            if attempt is None:
+                return self._late(message)
+            attempt.pending.check_task(message.task)
+            operator, partition = message.task
+            return self._end(attempt, CancelReason.DECLINED, f"declined by {operator}/{partition}: {message.reason}")
+
+    def _attempt(self, message: AcknowledgeCheckpoint | DeclineCheckpoint, verb: str) -> _Attempt | None:
+        """Return the pending checkpoint of a message. Waits for a completion that is under way."""
+        if self._shutdown:
+            return None
+        if message.job_id != self._job_id:
+            raise InvalidRequestError(
+                f"{message.task[0]}/{message.task[1]} wants to {verb} checkpoint {message.checkpoint_id} of "
+                f"{message.job_id}, but this is the coordinator of {self._job_id}."
+            )
+        while True:
+            attempt = self._attempts.get(message.checkpoint_id)
+            if attempt is None or self._shutdown:
+                return None
+            if attempt.completing is None:
+                return attempt
+            if attempt.completing == threading.get_ident():
+                raise InvalidRequestError(f"Checkpoint {message.checkpoint_id} is being completed by its own callback.")
+            self._completion_ended.wait()
+
+    def _late(self, message: AcknowledgeCheckpoint | DeclineCheckpoint) -> Received:
+        """Answer a message that has no pending checkpoint."""
+        if self._shutdown or message.checkpoint_id not in self._recent:
+            return Received.UNKNOWN
+        log.debug("A message of %s for checkpoint %d came after its end", message.task, message.checkpoint_id)
+        return Received.LATE
+
+    # ---- the end of checkpoints
+
+    def succeeded(self, completing: Completing, *, subsumes: bool) -> list[PendingCheckpoint]:
+        """Take note of a completion; return the checkpoints with lower ids, which are given up if ``subsumes``."""
+        pending, completed = completing
+        with self._lock:
+            pending.completed = completed
+            self._remove(self._attempts[pending.id])
+            older = [a for i, a in self._attempts.items() if subsumes and i < completed.id]
+            why = f"checkpoint {completed.id}, a later one, is completed"
+            subsumed = self._end_all(older, CancelReason.SUBSUMED, why)
+            self._stats.on_completed(completed, pending.figures())
+            self._completion_ended.notify_all()
+        return subsumed
+
+    def failed(self, completing: Completing, verdict: Verdict | None) -> bool:
+        """Take note of a completion that failed; return whether the checkpoint is given up.
+
+        It is if somebody wanted that meanwhile, or by ``verdict``. If not, it waits for another acknowledgement.
+        """
+        with self._lock:
+            attempt = self._attempts[completing.pending.id]
+            attempt.completing = None
+            verdict = attempt.verdict or verdict
+            if verdict is not None:
+                self._end(attempt, *verdict)
+            self._completion_ended.notify_all()
+        return verdict is not None
+
+    def cancel(self, checkpoint_id: int, reason: CancelReason, why: str) -> PendingCheckpoint | None:
+        """Give a checkpoint up, and return it. Return None if there is none of that id, or if it is being completed."""
+        with self._lock:
+            attempt = self._attempts.get(checkpoint_id)
+            if attempt is None or attempt.completing is not None:
+                return None
+            return self._end(attempt, reason, why)
+
+    def cancel_all(self, reason: CancelReason, why: str) -> list[PendingCheckpoint]:
+        """Give all checkpoints up, and return them. One that is being completed goes if its completion fails."""
+        with self._lock:
+            return self._end_all(list(self._attempts.values()), reason, why)
+
+    def cancel_older(self, timeout: float) -> list[PendingCheckpoint]:
+        """Give those up that were triggered ``timeout`` seconds ago or earlier, as ``cancel_all`` does."""
+        with self._lock:
+            now = self._clock()
+            overdue = [a for a in self._attempts.values() if now - a.pending.started >= timeout]
+            return self._end_all(overdue, CancelReason.EXPIRED, f"not complete within {timeout} s")
+
+    def shut_down(self) -> list[PendingCheckpoint] | None:
+        """Give all up as ``cancel_all`` does, and take no more messages; None if that was done before."""
+        with self._lock:
+            if self._shutdown:
+                return None
+            self._shutdown = True
+            ended = self._end_all(list(self._attempts.values()), CancelReason.SHUTDOWN, "the coordinator was shut down")
+            self._completion_ended.notify_all()
+            return ended
+
+    @property
+    def is_shut_down(self) -> bool:
+        """Return whether no more messages are taken."""
+        return self._shutdown
+
+    def _end_all(self, attempts: Collection[_Attempt], reason: CancelReason, why: str) -> list[PendingCheckpoint]:
+        """Give up checkpoints. One that is being completed is given up only if its completion fails."""
+        ended = []
+        for attempt in attempts:
+            if attempt.completing is None:
+                ended.append(self._end(attempt, reason, why))
+            elif attempt.verdict is None:
+                attempt.verdict = (reason, why)
+        return ended
+
+    def _end(self, attempt: _Attempt, reason: CancelReason, why: str) -> PendingCheckpoint:
+        pending = attempt.pending
+        if reason is CancelReason.EXPIRED:
+            why = f"{why}: {pending.describe_missing()}"
+        pending.cancelled = (reason, why)
+        self._remove(attempt)
+        self._stats.on_failed(pending.id, f"{reason.value}: {why}")
+        return pending
+
+    def _remove(self, attempt: _Attempt) -> None:
+        del self._attempts[attempt.pending.id]
+        self._recent.append(attempt.pending.id)
+
+
+def _begin_completion(attempt: _Attempt, now: float) -> Completing:
+    attempt.completing = threading.get_ident()
+    return Completing(attempt.pending, attempt.pending.to_completed(now))
 
 
 @dataclass(frozen=True)

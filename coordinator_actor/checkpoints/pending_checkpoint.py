@@ -2,15 +2,83 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
+from msgspec import Struct
+from numpy.typing import NDArray
 
-from coordinator_actor.checkpoints.completed_checkpoint import CompletedCheckpoint
-from coordinator_actor.checkpoints.tasks import TaskFigures, TaskKey, Tasks, named_tasks
 from coordinator_actor.exceptions import InvalidRequestError
+
+# The tasks that a checkpoint waits for: one task per partition of each operator.
+
+
+TaskKey: TypeAlias = tuple[str, int]
+"""(operator, partition)"""
+
+
+class Tasks:
+    """The tasks that every checkpoint of one coordinator waits for. All its checkpoints share this object.
+
+    ``index`` is the place of each task in ``keys``. ``parallelism`` is the number of partitions per operator.
+    """
+
+    def __init__(self, tasks: Iterable[TaskKey]) -> None:
+        self.keys = tuple(tasks)
+        self.index: dict[TaskKey, int] = {key: i for i, key in enumerate(self.keys)}
+        if len(self.index) != len(self.keys):
+            raise InvalidRequestError(
+                f"{len(self.keys) - len(self.index)} of the {len(self.keys)} tasks are named twice."
+            )
+        self.parallelism: dict[str, int] = {}
+        for operator, partition in self.keys:
+            self.parallelism[operator] = max(self.parallelism.get(operator, 0), partition + 1)
+
+
+@dataclass(frozen=True, eq=False)
+class TaskFigures:
+    """Reports of the tasks of one completed checkpoint, in the order of ``tasks.keys``.
+
+    ``durations`` are in seconds, ``sizes`` in bytes. ``first`` and ``last`` are the times, by the coordinator's clock,
+    of the first and the last acknowledgement.
+    """
+
+    tasks: Tasks
+    durations: NDArray[np.float32]
+    sizes: NDArray[np.int64]
+    first: float
+    last: float
+
+
+def named_tasks(tasks: Iterable[TaskKey]) -> str:
+    """Return the names of the first eight tasks, for messages."""
+    names = [f"{operator}/{partition}" for operator, partition in tasks]
+    return ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
+
+
+# A checkpoint that every task has acknowledged (Flink: ``CompletedCheckpoint``).
+
+
+@dataclass(frozen=True)
+class CompletedCheckpoint:
+    """A checkpoint that every task has acknowledged.
+
+    ``timestamp`` was given when the checkpoint was triggered. ``duration`` is in seconds, from the trigger to the last
+    acknowledgement. ``size`` is the number of bytes of all tasks. ``states`` has the tasks that reported a state.
+    ``properties`` are those of the pending checkpoint.
+    """
+
+    id: int
+    timestamp: float
+    duration: float
+    states: dict[TaskKey, Any]
+    size: int = 0
+    job_id: str = ""
+    properties: dict[str, Any] = field(default_factory=dict)
 
 
 class CancelReason(Enum):
@@ -158,3 +226,85 @@ class PendingCheckpoint:
                 f"and partition counts are {self._tasks.parallelism}."
             )
         return place
+
+
+# The messages of a task about a checkpoint: it acknowledges or declines the checkpoint.
+
+
+class AcknowledgeCheckpoint(Struct, frozen=True):
+    """A task has made its state for a checkpoint durable.
+
+    ``state`` says where the state is. ``size`` is in bytes, ``duration`` in seconds.
+    """
+
+    job_id: str
+    task: TaskKey
+    checkpoint_id: int
+    state: Any = None
+    size: int = 0
+    duration: float = 0.0
+
+
+class DeclineCheckpoint(Struct, frozen=True):
+    """A task cannot take part in a checkpoint. ``reason`` says why."""
+
+    job_id: str
+    task: TaskKey
+    checkpoint_id: int
+    reason: str = "no reason given"
+
+
+class Received(Enum):
+    """The outcome of a message. All but ``UNKNOWN`` are true."""
+
+    PENDING = "pending"  # taken; other tasks have not acknowledged yet
+    COMPLETED = "completed"  # taken as the last one: the checkpoint is completed
+    ABORTED = "aborted"  # taken: the checkpoint is given up, since a task declined it or it could not be stored
+    LATE = "late"  # the checkpoint is over already: the message has changed nothing
+    UNKNOWN = "unknown"  # no such checkpoint is remembered, or the coordinator is shut down
+
+    def __bool__(self) -> bool:
+        return self is not Received.UNKNOWN
+
+
+# The counter that numbers a query's checkpoints and savepoints (Flink: ``CheckpointIDCounter``).
+
+
+class CheckpointIDCounter:
+    """Ascending ids, shared by the checkpoints and savepoints of a query. Safe to use from many threads.
+
+    The counter lives in memory. Its maker passes the first id above all ids in storage, so that ids ascend for good.
+    """
+
+    def __init__(self, first: int = 1) -> None:
+        if first < 0:
+            raise InvalidRequestError(f"The first checkpoint id is {first}; it must be 0 or more.")
+        self._next = first
+        self._lock = threading.Lock()
+
+    def get_and_increment(self) -> int:
+        """Take the next id."""
+        with self._lock:
+            taken = self._next
+            self._next += 1
+            return taken
+
+    def get(self) -> int:
+        """Return the id that will be taken next, without taking it."""
+        with self._lock:
+            return self._next
+
+    def set_count(self, count: int) -> None:
+        """Take ``count`` next. Raises ``InvalidRequestError`` if that would give an id out twice."""
+        with self._lock:
+            if count < self._next:
+                raise InvalidRequestError(
+                    f"The checkpoint id counter stands at {self._next} and cannot be set back to {count}: "
+                    "ids may have been given out already. Set it to that or more."
+                )
+            self._next = count
+
+    def ensure_above(self, checkpoint_id: int) -> None:
+        """Never give out ``checkpoint_id`` or less from now on."""
+        with self._lock:
+            self._next = max(self._next, checkpoint_id + 1)

@@ -2,26 +2,253 @@
 
 from __future__ import annotations
 
+import logging
+import os
+import shlex
+import uuid
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import lru_cache
+from itertools import groupby
 
 import msgspec
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from backends.encoding.operator_schema import OperatorSchema
 from backends.exceptions import DamagedFileError, FileExistsInStorageError, MissingFileError, StateStoreError
 from backends.formats import manifest_chain as chain
-from backends.formats.manifest import STATE_FORMAT_VERSION, Manifest
+from backends.formats.manifest import (
+    STATE_FORMAT_VERSION,
+    Manifest,
+    OperatorEntry,
+    PartitionEntries,
+    PartitionEntry,
+    SnapshotRef,
+    seal,
+    unseal,
+)
 from backends.formats.manifest_chain import Layout
-from backends.formats.sealed import seal, unseal
 from backends.storage.checkpoint_storage import CheckpointStorage
-from coordinator_actor.checkpoints.checkpoint_id import CheckpointIDCounter
-from coordinator_actor.durable.checkpoint_place import CheckpointPlaces
-from coordinator_actor.durable.fencing import FENCE, MANIFESTS, Epochs, place_in, place_path
-from coordinator_actor.durable.manifest_folds import ManifestFolds
-from coordinator_actor.durable.record_files import RecordFiles, numbered_path, numbers_of
-from coordinator_actor.durable.rewritten_files import REWRITTEN, RewrittenFiles, still_named, version_of
-from coordinator_actor.durable.savepoint_records import SavepointRecords
+from backends.storage.locations import FileRef, parse_location
+from coordinator_actor.checkpoints.pending_checkpoint import CheckpointIDCounter
+from coordinator_actor.durable.fencing import (
+    FENCE,
+    MANIFESTS,
+    Epochs,
+    RecordFiles,
+    numbered_path,
+    numbers_of,
+    place_in,
+    place_path,
+)
+from coordinator_actor.durable.records import SavepointRecords
+
+# ``folds/<epoch>-<sequence>.json``: copies of many successive manifests in one object, for readers that begin.
+#
+# A query keeps a manifest for each of the last hundred versions and more. A fold has ``FOLDED`` of them in one
+# object, so that a coordinator that takes the query up makes a few requests only. The manifests themselves stay, and
+# are the truth: a fold that is missing or damaged costs requests only.
+
+
+log = logging.getLogger(__name__)
+
+FOLDS = "folds"
+FOLDED = 16
+"""A fold has this many manifests: of a hundred versions there are seven folds, and fewer than 16 manifests more."""
+
+
+class FoldFile(Struct, frozen=True):
+    """The content of a fold: manifests by ascending id."""
+
+    manifests: tuple[Manifest, ...]
+
+
+class ManifestFolds:
+    """The folds of one query, as one process sees and extends them. ``_ids`` has the manifests of each, by its path."""
+
+    def __init__(self, files: RecordFiles) -> None:
+        self._files = files
+        self._ids: dict[str, tuple[int, ...]] = {}
+
+    def read(self) -> list[Manifest]:
+        """Return the manifests of all folds that are not known yet, as far as they can be read."""
+        paths = [path for path, _ in self._files.storage.list(f"{FOLDS}/") if path not in self._ids]
+        try:
+            found = self._files.read_all(paths, FoldFile)
+        except DamagedFileError as error:
+            log.warning("Manifests are read one by one: %s", error)
+            return []
+        for fold in found:
+            self._note(fold)
+        return [manifest for fold in found for manifest in fold.manifests]
+
+    def due(self, chain: Mapping[int, Manifest]) -> list[FoldFile]:
+        """Return the folds to be written: of manifests of completed versions that are in no fold yet, by version."""
+        folded = {manifest_id for ids in self._ids.values() for manifest_id in ids}
+        left = [chain[v] for v in sorted(chain) if chain[v].id not in folded and chain[v].sequence]
+        whole = len(left) - len(left) % FOLDED
+        return [FoldFile(tuple(left[first : first + FOLDED])) for first in range(0, whole, FOLDED)]
+
+    def write(self, folds: Iterable[FoldFile]) -> None:
+        """Write folds durably."""
+        for fold in folds:
+            try:
+                self._files.create(_path(fold), fold)
+            except FileExistsInStorageError:
+                log.info("%s was written by another coordinator", _path(fold))
+            self._note(fold)
+
+    def forget(self, kept: Collection[int]) -> list[str]:
+        """Forget the folds that have none of these manifests. Return their paths."""
+        gone = [path for path, ids in self._ids.items() if not any(i in kept for i in ids)]
+        for path in gone:
+            del self._ids[path]
+        return gone
+
+    def _note(self, fold: FoldFile) -> None:
+        self._ids[_path(fold)] = tuple(manifest.id for manifest in fold.manifests)
+
+
+def _path(fold: FoldFile) -> str:
+    newest = fold.manifests[-1]
+    return place_path(newest.epoch, newest.sequence).replace(MANIFESTS, FOLDS, 1)
+
+
+# ``rewritten/<version>-<unique>.json``: files of versions that were written anew, because their content must go.
+#
+# A manifest is never changed. So where the files that it names must go, as when keys are forgotten, a record says
+# which files stand in their place. A record counts from the manifest on that names it: that manifest is written under
+# the fencing of all manifests, so that no coordinator that has been replaced can exchange files. Each later manifest
+# names the record again, until no manifest of a version that the record is about is kept.
+
+
+REWRITTEN = "rewritten"
+
+
+class RewrittenFiles(Struct, frozen=True):
+    """The files that stand in the place of others, by the paths of these: changelogs, and descriptors of snapshots.
+
+    They are of versions up to ``version``. Grows with the changed partitions and the versions that are kept.
+    """
+
+    version: int
+    changelogs: dict[str, FileRef]
+    snapshots: dict[str, SnapshotRef]
+
+    def of(self, manifest: Manifest) -> Manifest:
+        """Return a manifest with the files that count. A manifest that names them already stays as it is."""
+        if manifest.version > self.version:
+            return manifest
+        operators = {name: self._operator(entry) for name, entry in manifest.operators.items()}
+        if all(entry is manifest.operators[name] for name, entry in operators.items()):
+            return manifest
+        return structs.replace(manifest, operators=operators)
+
+    def _operator(self, entry: OperatorEntry) -> OperatorEntry:
+        held = entry.partitions
+        is_changed = any(held.head(p) in self.changelogs for p in held) or any(
+            ref.file.path in self.snapshots for refs in held.snapshots.values() for ref in refs
+        )
+        if not is_changed:
+            return entry
+        return structs.replace(entry, partitions=PartitionEntries.of({p: self._partition(held[p]) for p in held}))
+
+    def _partition(self, entry: PartitionEntry) -> PartitionEntry:
+        return PartitionEntry(
+            entry.attempt,
+            self.changelogs.get(entry.changelog.path, entry.changelog),
+            tuple(self.snapshots.get(ref.file.path, ref) for ref in entry.snapshots),
+        )
+
+
+def new_path(version: int) -> str:
+    """Return a new path for a record about versions up to ``version``."""
+    return f"{REWRITTEN}/{version}-{uuid.uuid4().hex}.json"
+
+
+def version_of(path: str) -> int:
+    """Return the highest version that a record is about."""
+    return int(path.rpartition("/")[2].partition("-")[0])
+
+
+def still_named(paths: Iterable[str], chain_from: int) -> tuple[str, ...]:
+    """Return those of some records that are about versions from ``chain_from`` on, whose manifests are kept."""
+    return tuple(path for path in dict.fromkeys(paths) if version_of(path) >= chain_from)
+
+
+# The record of the checkpoint that a state belongs to, for state that is not in the checkpoint itself.
+#
+# Such a state is found by the query id, which a copy of a checkpoint shares with the original. So the state says
+# where its checkpoint is: the newest record counts.
+
+
+CHECKPOINTS = "checkpoints"
+
+
+class CheckpointPlace(Struct, frozen=True):
+    """``checkpoints/<number>.json``: the state belongs to the checkpoint at that location, from this record on."""
+
+    number: int
+    checkpoint_location: str
+
+    def is_at(self, checkpoint_location: str) -> bool:
+        """Return whether that location is this place, whatever it is called: a link leads to the same place."""
+        return _canonical(self.checkpoint_location) == _canonical(checkpoint_location)
+
+
+class CheckpointPlaces:
+    """The records of one state."""
+
+    def __init__(self, files: RecordFiles) -> None:
+        self._files = files
+
+    def newest(self) -> CheckpointPlace | None:
+        """Return the record that counts, None for a state that does not say where its checkpoint is."""
+        numbers = self._files.numbers(CHECKPOINTS)
+        return self._files.read(numbered_path(CHECKPOINTS, numbers[-1]), CheckpointPlace) if numbers else None
+
+    def record(self, checkpoint_location: str, previous: CheckpointPlace | None) -> CheckpointPlace:
+        """Write the record that follows ``previous``; return it, or the one that somebody else has written first."""
+        place = CheckpointPlace(1 if previous is None else previous.number + 1, checkpoint_location)
+        path = numbered_path(CHECKPOINTS, place.number)
+        try:
+            self._files.create(path, place)
+        except FileExistsInStorageError:
+            return self._files.read(path, CheckpointPlace)
+        return place
+
+
+def checkpoint_command(verb: str, checkpoint_location: str, state_base: str, options: Mapping[str, str]) -> str:
+    """Return ``statestore checkpoint <verb>`` for a checkpoint, as a user runs it.
+
+    Options of the storage have "..." in the place of their values, which may be secrets.
+    """
+    words = ["statestore", "checkpoint", verb, checkpoint_location, "--state-location", state_base]
+    for name in sorted(options):
+        words += ["--storage-option", f"{name}=..."]
+    return shlex.join(words)
+
+
+def values_in_words(options: Mapping[str, str]) -> str:
+    """Return what to do about the values that ``checkpoint_command`` leaves out; empty if there are none."""
+    if not options:
+        return ""
+    return (
+        "\nPut the values of your program in the place of '...'. Leave secrets to the environment, such as "
+        "AWS_SECRET_ACCESS_KEY."
+    )
+
+
+def is_inside(state_location: str, checkpoint_location: str) -> bool:
+    """Return whether the state lies in the checkpoint, so that both are copied and moved together."""
+    if state_location.startswith(f"{checkpoint_location.rstrip('/')}/"):
+        return True  # as it is by default
+    return _canonical(state_location).startswith(f"{_canonical(checkpoint_location)}/")
+
+
+def _canonical(location: str) -> str:
+    parsed = parse_location(location)
+    return os.path.realpath(parsed.prefix) if parsed.kind == "local" else parsed.text
+
 
 QUERY_FILE = "query.json"
 FEW = 4
@@ -309,3 +536,19 @@ def _is_older(path: str, head: Manifest) -> bool:
     if place is not None:
         return place < (head.epoch, head.sequence)
     return bool(head.sequence) or numbers_of([path]) < [head.id]
+
+
+# The schemas with which the versions of an operator were written.
+
+
+def schema_history(chain: Mapping[int, Manifest], operator: str) -> list[tuple[str, int, int]]:
+    """Return the schema id, the first and the last version of each stretch of one schema, the oldest first.
+
+    ``chain`` has a manifest per version, as many as are retained.
+    """
+    written = [(v, chain[v].operators[operator].schema_id) for v in sorted(chain) if operator in chain[v].operators]
+    found = []
+    for schema_id, of_schema in groupby(written, key=lambda one: one[1]):
+        versions = [version for version, _ in of_schema]
+        found.append((schema_id, versions[0], versions[-1]))
+    return found

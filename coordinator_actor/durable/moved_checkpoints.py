@@ -16,14 +16,18 @@ import msgspec
 from msgspec import Struct
 
 from backends.exceptions import FileExistsInStorageError, MissingFileError
-from backends.formats.changelog_group import GROUPS_DIRECTORY
+from backends.formats.changelog import GROUPS_DIRECTORY
 from backends.storage.checkpoint_storage import CheckpointStorage, OpenStorage
-from coordinator_actor.durable.audit_log import AUDIT
-from coordinator_actor.durable.checkpoint_place import checkpoint_command, values_in_words
-from coordinator_actor.durable.checkpoint_records import HISTORY
 from coordinator_actor.durable.fencing import EPOCHS, MANIFESTS, epoch_path
-from coordinator_actor.durable.manifests import QUERY_FILE, ManifestLog, QueryFile
-from coordinator_actor.durable.rewritten_files import REWRITTEN
+from coordinator_actor.durable.manifests import (
+    QUERY_FILE,
+    REWRITTEN,
+    ManifestLog,
+    QueryFile,
+    checkpoint_command,
+    values_in_words,
+)
+from coordinator_actor.durable.records import AUDIT, HISTORY
 from coordinator_actor.durable.spark_commits import METADATA, SparkCommits, query_id_of, write_query_id
 from coordinator_actor.exceptions import CheckpointPlaceError
 

@@ -10,8 +10,8 @@ from msgspec import Struct
 
 from backends.decoders import json_decoder
 from backends.exceptions import DamagedFileError, MissingFileError
+from backends.spans import Pool
 from backends.storage.checkpoint_storage import CheckpointStorage
-from backends.tracing.spans import Pool
 from coordinator_actor.messages import BatchTimes
 
 METADATA = "metadata"

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
+from backends import spans
 from backends.exceptions import StateStoreError, VersionNotFoundError
 from backends.formats.manifest import Lineage, PartitionEntry
-from backends.tracing import spans, trace_ids
-from coordinator_actor.checkpoints.tasks import TaskKey
+from coordinator_actor.checkpoints.pending_checkpoint import TaskKey
 from coordinator_actor.exceptions import (
     BatchHeldError,
     CoordinatorError,
@@ -20,22 +20,79 @@ from coordinator_actor.exceptions import (
     StaleOwnerError,
     UnknownRunError,
 )
-from coordinator_actor.handlers.completion import advance
+from coordinator_actor.handlers.locations import Locations
 from coordinator_actor.handlers.owners import assigned
-from coordinator_actor.handlers.registries.registries import Registries
+from coordinator_actor.handlers.registries import Registries, RunRegistry
 from coordinator_actor.messages import (
     Acknowledge,
     Acknowledged,
     BatchGrant,
     Completed,
+    LookedUp,
     OpenBatch,
     OpenGrant,
     Refused,
     SnapshotUploaded,
 )
-from coordinator_actor.query.files.files_in_use import UPLOAD
-from coordinator_actor.query.owners.current_assignment import Assignment
-from coordinator_actor.query.query_state import QueryState
+from coordinator_actor.run.holds import UPLOAD
+from coordinator_actor.run.owners import Assignment
+from coordinator_actor.run.state import QueryState
+
+# Completes the versions whose batches Spark has committed. The lock of the run is held in all calls.
+
+
+def catch_up(runs: RunRegistry, run: QueryState) -> None:
+    """Complete the prepared version if Spark has committed its batch, even if nobody has said so yet.
+
+    Raises ``FencedError`` if another coordinator has taken over.
+    """
+    completed, chain = run.versions.completed, run.versions.chain
+    following = chain.get(completed + 1)
+    if following is not None and following.run_id == run.run_id and run.spark_logs.has(completed):
+        _require_own(run)
+        _complete(runs, run, completed + 1)
+
+
+def advance(runs: RunRegistry, run: QueryState, batch_id: int, *, is_own: bool = False) -> None:
+    """Complete version ``batch_id``, as Spark's commits say. Raises ``StaleBatchError`` or ``InvalidRequestError``.
+
+    ``is_own``: the run's driver or a task of its next batch says so. Else the commit was only seen, and it may be that
+    of a run in another cluster which has replaced this one: raises ``FencedError`` if there is such a run.
+    """
+    completed = run.versions.completed
+    if batch_id == completed:
+        return
+    if batch_id < completed:
+        raise StaleBatchError(
+            f"Batch {batch_id} of run {run.run_id} is committed already; version {completed} is completed."
+        )
+    if batch_id != completed + 1:
+        raise InvalidRequestError(
+            f"Version {batch_id} of run {run.run_id} cannot be completed: version {completed} is the last completed "
+            "one."
+        )
+    if not run.spark_logs.has(batch_id - 1):
+        raise InvalidRequestError(
+            f"Version {batch_id} of run {run.run_id} cannot be completed: Spark's commits/{batch_id - 1} does not "
+            "exist in "
+            f"{run.registration.checkpoint_location}, or no longer."
+        )
+    if not is_own:
+        _require_own(run)
+    _complete(runs, run, batch_id)
+
+
+def _require_own(run: QueryState) -> None:
+    """Raise ``FencedError`` unless a commit that was seen is surely this run's: others claim an epoch before theirs."""
+    run.manifests.epochs.check()
+
+
+def _complete(runs: RunRegistry, run: QueryState, version: int) -> None:
+    with spans.span("coordinator.complete", spans.batch(run.run_id, version)):
+        run.complete(version)
+    savepoints = runs.savepoints_of(run.run_id)
+    if savepoints is not None:
+        savepoints.on_completed()
 
 
 class Batches:
@@ -47,7 +104,7 @@ class Batches:
 
     def open_batch(self, request: OpenBatch) -> BatchGrant:
         """See ``CoordinatorPort``."""
-        trace = trace_ids.batch(request.run_id, request.batch_id + 1)
+        trace = spans.batch(request.run_id, request.batch_id + 1)
         with spans.span("coordinator.open_batch", trace, host=request.host_id):
             return self._open_batch(request)
 
@@ -180,7 +237,7 @@ class Batches:
     ) -> tuple[Acknowledged | Refused, ...]:
         """See ``CoordinatorPort``."""
         # All of one version: those of an older one are refused.
-        trace = trace_ids.batch(run_id, max((m.version for m in messages), default=0))
+        trace = spans.batch(run_id, max((m.version for m in messages), default=0))
         with spans.span("coordinator.acknowledge", trace, host=host_id, num_partitions=len(messages)):
             return self._acknowledge_many(run_id, host_id, incarnation, messages)
 
@@ -290,3 +347,26 @@ def _checked(run: QueryState, message: Acknowledge, assignment: Assignment) -> A
     if not batch.is_taken(message.version, task, PartitionEntry(message.attempt, message.file)):
         return None
     return Acknowledged(message.version, prepared.id if batch.is_named(task) else None)
+
+
+# Lookups of one query in the state of another: the version that a batch reads, and where it is.
+
+
+class Lookups:
+    """Answers the tasks of queries that look up."""
+
+    def __init__(self, registries: Registries, locations: Locations) -> None:
+        self._registries = registries
+        self._locations = locations
+
+    def look_up(self, operator: str, query: str, by: str, batch_id: int) -> LookedUp:
+        """See ``CoordinatorPort``."""
+        location = self._locations.locate(operator, query)
+        run = self._registries.runs.get(location.run_id)
+        run.lifetime.require_served()
+        try:
+            record = run.looked_up.resolve(by, batch_id, self._registries.clock(), run.lock)
+        except VersionNotFoundError:
+            run.manifests.epochs.check()  # one that has been replaced does not know the versions of its successor
+            raise
+        return LookedUp(location, record.version, record.at_ms)

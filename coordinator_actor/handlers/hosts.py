@@ -12,14 +12,15 @@ from functools import partial
 from typing import Any
 
 from backends.background_loop import FailingLoop
+from backends.conf import StateStoreProviderId
 from backends.exceptions import StorageError
 from backends.formats.manifest import PartitionEntry
 from coordinator_actor.access_tokens import AccessTokens
-from coordinator_actor.checkpoints.tasks import TaskKey
+from coordinator_actor.checkpoints.pending_checkpoint import TaskKey
 from coordinator_actor.exceptions import CoordinatorError, QueryBusyError, ReplacedHostError
 from coordinator_actor.handlers.owners import assigned, gives, needed_by, warm_up
 from coordinator_actor.handlers.queries import Queries
-from coordinator_actor.handlers.registries.registries import Registries
+from coordinator_actor.handlers.registries import Registries
 from coordinator_actor.messages import (
     Completed,
     HandOver,
@@ -30,8 +31,8 @@ from coordinator_actor.messages import (
     SavepointOrder,
     SessionPlacement,
 )
-from coordinator_actor.query.query_state import QueryState
-from coordinator_actor.threads.query_threads import Apart
+from coordinator_actor.run.state import QueryState
+from coordinator_actor.threads import Apart
 
 log = logging.getLogger(__name__)
 
@@ -283,3 +284,40 @@ def _take_report(run: QueryState, report: HostReport, now: float) -> None:
             run.acknowledge(message.version, {task: entry}, stages=stages)
             if is_news:
                 run.history.acknowledged(message.version, [message], now)
+
+
+# Spark's messages about active state store instances (Spark: ``StateStoreCoordinator``).
+
+
+class Instances:
+    """Reports and verifies which executor has which instance."""
+
+    def __init__(self, registries: Registries) -> None:
+        self._lock = registries.lock
+        self._instances = registries.instances
+
+    def report_active_instance(
+        self,
+        provider_id: StateStoreProviderId,
+        host: str,
+        executor_id: str,
+        other_provider_ids: Sequence[StateStoreProviderId] = (),
+    ) -> list[StateStoreProviderId]:
+        """See ``CoordinatorPort``."""
+        with self._lock:
+            return self._instances.report(provider_id, host, executor_id, other_provider_ids)
+
+    def verify_if_instance_active(self, provider_id: StateStoreProviderId, executor_id: str) -> bool:
+        """See ``CoordinatorPort``."""
+        with self._lock:
+            return self._instances.verify(provider_id, executor_id)
+
+    def get_location(self, provider_id: StateStoreProviderId) -> str | None:
+        """See ``CoordinatorPort``."""
+        with self._lock:
+            return self._instances.location(provider_id)
+
+    def get_locations(self, provider_ids: Sequence[StateStoreProviderId]) -> list[str | None]:
+        """See ``CoordinatorPort``."""
+        with self._lock:
+            return self._instances.locations(provider_ids)

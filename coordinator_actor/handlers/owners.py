@@ -15,15 +15,14 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 
-from backends.ids import StateStoreId, StateStoreProviderId
-from backends.tracing import spans, trace_ids
-from coordinator_actor.checkpoints.tasks import TaskKey
+from backends import spans
+from backends.conf import StateStoreId, StateStoreProviderId
+from coordinator_actor.checkpoints.pending_checkpoint import TaskKey
 from coordinator_actor.exceptions import UnknownHostError
-from coordinator_actor.handlers.registries.registries import Registries
+from coordinator_actor.handlers.registries import Registries
 from coordinator_actor.messages import HostInfo, WarmUp
-from coordinator_actor.query.owners.current_assignment import Assignment, NewOwners
-from coordinator_actor.query.owners.partition_owners import assign
-from coordinator_actor.query.query_state import QueryState
+from coordinator_actor.run.owners import Assignment, NewOwners, assign
+from coordinator_actor.run.state import QueryState
 
 WARM_VERSIONS = 10
 """A copy that is at most this many versions behind is warm: their changelogs are read when the new owner opens the
@@ -57,7 +56,7 @@ def assigned(
 def _trace(run: QueryState, began: int, before: Assignment | None, after: Assignment) -> None:
     """Make the span of a new assignment, in the trace of the batch that goes on, or comes next."""
     moved = 0 if before is None else sum(before.find(*task) != after.find(*task) for task in run.tasks())
-    trace = trace_ids.batch(run.run_id, run.versions.completed + 1)
+    trace = spans.batch(run.run_id, run.versions.completed + 1)
     planned = len(run.assignment.planned)
     spans.finished("coordinator.assign", trace, began, moved=moved, planned=planned, num_hosts=len(after.hosts))
 

@@ -8,24 +8,22 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
+from backends import spans
 from backends.exceptions import MissingFileError, StorageError, UnsupportedLocationError
 from backends.formats.manifest import PartitionEntry
-from backends.storage.checkpoint_storage import OpenStorage
-from backends.storage.create_if_absent import CreateIfAbsentProofs
-from backends.tracing import spans, trace_ids
+from backends.storage.checkpoint_storage import CreateIfAbsentProofs, OpenStorage
 from coordinator_actor.coordinator_conf import CoordinatorConf
 from coordinator_actor.durable.manifests import QUERY_FILE, ManifestLog, QueryFile
 from coordinator_actor.durable.spark_commits import SparkCommits
 from coordinator_actor.exceptions import CoordinatorError, FencedError, InvalidRequestError, UnknownHostError
-from coordinator_actor.handlers.completion import advance, catch_up
+from coordinator_actor.handlers.batches import advance, catch_up
 from coordinator_actor.handlers.owners import assigned
-from coordinator_actor.handlers.registries.registries import Registries
-from coordinator_actor.handlers.registries.run_registry import LEASE_OVER, STOPPED
+from coordinator_actor.handlers.registries import LEASE_OVER, STOPPED, Registries
 from coordinator_actor.messages import InputPace, QueryRegistration, RegisteredQuery
-from coordinator_actor.query.compatibility import bound_elsewhere, evolved_operators, refusal_of
-from coordinator_actor.query.query_state import QueryState
-from coordinator_actor.query.versions.first_look import first_look
-from coordinator_actor.savepoints.run_savepoints import InBackground, RunSavepoints
+from coordinator_actor.run.compatibility import bound_elsewhere, evolved_operators, refusal_of
+from coordinator_actor.run.recovery import first_look
+from coordinator_actor.run.state import QueryState
+from coordinator_actor.savepoints.savepoint_coordinator import InBackground, RunSavepoints
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +63,7 @@ class Queries:
             if known is not None:
                 known.lifetime.seen(self._registries.clock())
                 return RegisteredQuery(None, known.manifests.epoch, known.versions.completed)
-            trace = trace_ids.run(registration.run_id)
+            trace = spans.run(registration.run_id)
             with spans.span("coordinator.register", trace, query_id=registration.query_id) as span:
                 answer = self._register(registration, initial)
                 span.note(version=answer.completed_version, epoch=answer.epoch, refused=answer.refusal is not None)
@@ -231,7 +229,7 @@ class Queries:
         with registering:
             run = self._runs.find(registration.run_id)
             if run is None:
-                with spans.span("coordinator.take_up_ended", trace_ids.run(registration.run_id)):
+                with spans.span("coordinator.take_up_ended", spans.run(registration.run_id)):
                     return self._take_up_ended(registration)
             if not run.lifetime.is_served:
                 self.deactivate_instances(run.run_id)

@@ -14,20 +14,14 @@ from msgspec import Struct
 
 from backends.exceptions import DamagedFileError, MissingFileError, StateStoreError
 from backends.formats import snapshot
-from backends.formats.changelog import read_changelog
-from backends.formats.changelog_group import GROUPS_DIRECTORY, read_index
-from backends.formats.file_names import version_in
-from backends.formats.manifest import ChangelogRef, Lineage, OperatorEntry, SnapshotRef
-from backends.formats.snapshot_descriptor import SnapshotDescriptor
+from backends.formats.changelog import GROUPS_DIRECTORY, read_changelog, read_index
+from backends.formats.manifest import ChangelogRef, Lineage, OperatorEntry, SnapshotDescriptor, SnapshotRef, version_in
 from backends.storage.checkpoint_storage import CheckpointStorage, OpenStorage
-from backends.storage.file_ref import FileRef
-from coordinator_actor.durable.audit_log import AUDIT
-from coordinator_actor.durable.checkpoint_place import CHECKPOINTS
-from coordinator_actor.durable.checkpoint_records import HISTORY
-from coordinator_actor.durable.fencing import EPOCHS
-from coordinator_actor.durable.manifests import schema_path
-from coordinator_actor.durable.record_files import RecordFiles, numbered_path
-from coordinator_actor.reading.partition_reader import opened_partition
+from backends.storage.locations import FileRef
+from coordinator_actor.durable.fencing import EPOCHS, RecordFiles, numbered_path
+from coordinator_actor.durable.manifests import CHECKPOINTS, schema_path
+from coordinator_actor.durable.records import AUDIT, HISTORY
+from coordinator_actor.reading.stored_files import opened_partition
 from coordinator_actor.reading.stored_versions import Piece, StateVersions
 
 VERIFY_THREADS = 8

@@ -21,13 +21,12 @@ import pyarrow.parquet as pq
 
 from backends.encoding.columns import binary_content, gather_fixed
 from backends.encoding.keys import KEY_GROUP_BYTES, decode_keys
-from backends.encoding.schema import StateSchema
-from backends.encoding.schema_evolution import nullable
+from backends.encoding.schema import StateSchema, nullable
 from backends.encoding.sorted_pairs import as_binary, is_strictly_sorted
 from backends.exceptions import DamagedFileError, FileExistsInStorageError, MissingFileError, StoreClosedError
+from backends.spans import Pool
 from backends.storage.checkpoint_storage import CheckpointStorage
-from backends.storage.file_ref import FileRef, digest, file_digest
-from backends.tracing.spans import Pool
+from backends.storage.locations import FileRef, digest, file_digest
 from coordinator_actor.exceptions import SavepointError
 from coordinator_actor.messages import ExportedFile
 from coordinator_actor.savepoints.savepoint_format import KEY_GROUP_COLUMN, column_names, file_path

@@ -7,24 +7,46 @@ to the user who asked for it.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any
 
-from backends.tracing import spans, trace_ids
+from backends import spans
+from backends.encoding.operator_schema import OperatorSchema
+from backends.exceptions import StorageError
+from backends.storage.checkpoint_storage import CheckpointStorage, OpenStorage
 from coordinator_actor.checkpoints.checkpoint_coordinator import CheckpointCoordinator, CheckpointHooks
-from coordinator_actor.checkpoints.checkpoint_id import CheckpointIDCounter
-from coordinator_actor.checkpoints.completed_checkpoint import CompletedCheckpoint
-from coordinator_actor.checkpoints.pending_checkpoint import CancelReason, PendingCheckpoint
-from coordinator_actor.checkpoints.tasks import TaskKey
+from coordinator_actor.checkpoints.pending_checkpoint import (
+    AcknowledgeCheckpoint,
+    CancelReason,
+    CheckpointIDCounter,
+    CompletedCheckpoint,
+    DeclineCheckpoint,
+    PendingCheckpoint,
+    TaskKey,
+)
+from coordinator_actor.durable.records import SavepointRecord
 from coordinator_actor.exceptions import (
     CheckpointCoordinatorShutdownError,
     CoordinatorError,
+    InvalidRequestError,
     SavepointDeclinedError,
     SavepointExpiredError,
     SavepointFailedError,
+)
+from coordinator_actor.messages import OperatorSpec, Refused, SavepointExported, SavepointOrder, SavepointStatus
+from coordinator_actor.run.owners import Assignment
+from coordinator_actor.run.state import QueryState
+from coordinator_actor.savepoints.export import copy_spark_files
+from coordinator_actor.savepoints.savepoint_format import (
+    SavepointMetadata,
+    SavepointOperator,
+    SavepointVariable,
+    write_metadata,
 )
 
 _ERRORS: dict[CancelReason, type[CoordinatorError]] = {
@@ -145,7 +167,277 @@ class SavepointCoordinator(CheckpointCoordinator):
     def _on_done(self, checkpoint_id: int, began: int, future: Future[str]) -> None:
         error = None if future.cancelled() else future.exception()
         failure = "CancelledError" if future.cancelled() else None if error is None else spans.error_name(error)
-        trace = trace_ids.savepoint(self.job_id, checkpoint_id)
+        trace = spans.savepoint(self.job_id, checkpoint_id)
         spans.finished(trace.kind, trace, began, is_root=True, failure=failure)
         if future.cancelled():
             self.cancel_checkpoint(checkpoint_id, "cancelled by its requester")
+
+
+# The savepoints of one run: orders to hosts, the copy of Spark's own files, and the metadata at the end.
+#
+# The stream goes on meanwhile. A savepoint is of one completed version, and retention keeps this version until the
+# savepoint is done. With ``stop`` the tasks of the next batch are held, so that no sink sees a batch after the
+# savepoint; they go on if the savepoint fails. A savepoint does not outlive its coordinator: the user asks again.
+
+
+log = logging.getLogger(__name__)
+
+SPARKS_FILES: TaskKey = ("Spark's own files", 0)
+"""The files that the coordinator copies: one more task that every savepoint waits for."""
+
+InBackground = Callable[[Callable[[], None]], None]
+
+
+@dataclass
+class _Savepoint:
+    """A savepoint that was asked for, of ``version``. It has ``begun`` when that version is completed.
+
+    With ``stop`` the query is held after that version.
+    """
+
+    version: int
+    location: str
+    stop: bool
+    begun: bool = False
+
+
+def status_of(request: Future[str]) -> SavepointStatus:
+    """Return the status of a requested savepoint."""
+    if not request.done():
+        return SavepointStatus(known=True)
+    error = request.exception()
+    if error is None:
+        return SavepointStatus(known=True, path=request.result())
+    cause = f" ({type(error.__cause__).__name__}: {error.__cause__})" if error.__cause__ is not None else ""
+    return SavepointStatus(known=True, failure=Refused(type(error).__name__, f"{error}{cause}"))
+
+
+class RunSavepoints:
+    """The savepoints of one run.
+
+    The lock of the run guards everything here. It must be held in every call but ``pending``, ``exported`` and
+    ``shutdown``. ``requests`` are the future paths, by request id; as others read them without that lock, they are only
+    ever replaced as a whole.
+    """
+
+    def __init__(
+        self,
+        run: QueryState,
+        open_storage: OpenStorage,
+        in_background: InBackground,
+        clock: Callable[[], float],
+        timeout: float,
+    ) -> None:
+        self._run = run
+        self._open_storage = open_storage
+        self._in_background = in_background
+        self._clock = clock
+        self._held: dict[int, _Savepoint] = {}
+        self.requests: Mapping[str, Future[str]] = {}
+        self._stopping: Future[str] | None = None
+        self._stopping_id: int | None = None
+        self.coordinator = SavepointCoordinator(
+            run.run_id,
+            [*run.tasks(), SPARKS_FILES],
+            id_counter=run.counter,
+            store=self._store,
+            trigger=self._trigger,
+            timeout=timeout,
+            clock=clock,
+        )
+
+    def trigger(self, request_id: str, base: str, *, stop: bool) -> None:
+        """Begin a savepoint below the directory ``base``. The same request a second time begins nothing.
+
+        Raises ``InvalidRequestError`` if no batch is committed yet.
+        """
+        if request_id in self.requests:
+            return
+        run = self._run
+        version = run.versions.completed
+        if stop:
+            if self._stopping is not None:
+                raise InvalidRequestError(f"Run {run.run_id} is being stopped with a savepoint already.")
+            # The sink may have seen a batch that has begun: the savepoint is of the version after that batch.
+            begun = run.commits.last_begun()
+            version = max(run.versions.completed, run.batch.highest_opened + 1, 0 if begun is None else begun + 1)
+            held = run.savepoint_hold.batch_id
+            if held is not None and held > run.batch.highest_opened:
+                version = held  # an earlier coordinator has let no batch after this version begin
+        if version == 0:
+            raise InvalidRequestError(
+                f"No batch of query {run.registration.query_id} is committed yet, so there is no state to save; wait "
+                "for one."
+            )
+        if stop:
+            run.savepoint_hold.begin(version)
+        future = self.coordinator.trigger_savepoint(properties={"version": version, "base": base, "stop": stop})
+        self.requests = {**self.requests, request_id: future}
+        if stop:
+            self._stopping = future
+        self.settle()
+
+    def pending(self) -> list[int]:
+        """Return the ids of the savepoints that are being made. Needs no lock."""
+        return list(self.coordinator.get_pending_checkpoints())
+
+    def _trigger(self, pending: PendingCheckpoint) -> None:
+        run, asked = self._run, pending.properties
+        location = f"{asked['base'].rstrip('/')}/savepoint-{run.registration.query_id[:8]}-{pending.id}"
+        now_ms = int(self._clock() * 1000)
+        with spans.span("savepoint.trigger", self._trace(pending.id), version=asked["version"], stop=asked["stop"]):
+            run.manifests.savepoints.create(
+                SavepointRecord(pending.id, asked["version"], location, now_ms, run.run_id, asked["stop"])
+            )
+        self._held[pending.id] = _Savepoint(asked["version"], location, asked["stop"])
+        if asked["stop"]:
+            self._stopping_id = pending.id
+        log.info("Triggering savepoint %d of run %s at version %d", pending.id, run.run_id, asked["version"])
+        self.on_completed()
+
+    def on_completed(self) -> None:
+        """Begin the savepoints that have waited for a version that is completed now."""
+        for checkpoint_id, held in list(self._held.items()):
+            if not held.begun and held.version <= self._run.versions.completed:
+                held.begun = True
+                self._run.versions.pin(checkpoint_id, held.version)
+                self._in_background(lambda c=checkpoint_id, h=held: self._copy_spark_files(c, h))  # type: ignore[misc]
+
+    def _copy_spark_files(self, checkpoint_id: int, held: _Savepoint) -> None:
+        """Copy Spark's files. Runs without the lock of the run, since it takes time."""
+        registration = self._run.registration
+        try:
+            with spans.span("savepoint.spark_files", self._trace(checkpoint_id)):
+                spark = self._open_storage(registration.checkpoint_location, registration.storage_options)
+                files = copy_spark_files(spark, self._storage(held.location), held.version - 1)
+        except Exception as error:  # any error makes the savepoint fail
+            log.warning("Spark's files were not copied for savepoint %d", checkpoint_id, exc_info=True)
+            reason = f"Spark's own files were not copied: {type(error).__name__}: {error}"
+            self.coordinator.receive_decline_message(
+                DeclineCheckpoint(self._run.run_id, SPARKS_FILES, checkpoint_id, reason)
+            )
+            return
+        self._acknowledge(checkpoint_id, SPARKS_FILES, files, sum(f.size for f in files), 0.0)
+
+    def _acknowledge(self, checkpoint_id: int, task: TaskKey, state: Any, size: int, duration: float) -> None:
+        message = AcknowledgeCheckpoint(self._run.run_id, task, checkpoint_id, state, size, duration)
+        self.coordinator.receive_acknowledge_message(message)
+
+    def exported(self, message: SavepointExported) -> None:
+        """Take note that a host has exported a partition, or cannot.
+
+        Without the lock of the run: the last partition writes the metadata.
+        """
+        task = (message.operator, message.partition)
+        if message.failure is not None:
+            self.coordinator.receive_decline_message(
+                DeclineCheckpoint(self._run.run_id, task, message.checkpoint_id, message.failure)
+            )
+            return
+        size = sum(f.size for f in message.files.values())
+        self._acknowledge(message.checkpoint_id, task, message.files, size, message.duration)
+
+    def orders_for(self, host_id: str, assignment: Assignment) -> Iterator[SavepointOrder]:
+        """Yield what a host has yet to export."""
+        run = self._run
+        pending = self.coordinator.get_pending_checkpoints()
+        for checkpoint_id, held in list(self._held.items()):
+            if not held.begun or checkpoint_id not in pending:
+                continue
+            missing = pending[checkpoint_id].not_yet_acknowledged
+            partitions: dict[str, list[int]] = {}
+            for operator, partition in assignment.of_host.get(host_id, ()):
+                if (operator, partition) in missing:
+                    partitions.setdefault(operator, []).append(partition)
+            if partitions:
+                yield SavepointOrder(
+                    run.registration, checkpoint_id, held.version, held.location, partitions, is_held=held.stop
+                )
+
+    def _trace(self, savepoint_id: int) -> spans.Trace:
+        return spans.savepoint(self._run.run_id, savepoint_id)
+
+    def _store(self, completed: CompletedCheckpoint) -> str:
+        with spans.span("savepoint.metadata", self._trace(completed.id)):
+            return self._stored(completed)
+
+    def _stored(self, completed: CompletedCheckpoint) -> str:
+        run, held = self._run, self._held[completed.id]
+        registration = run.registration
+        operators = tuple(_savepoint_operator(spec, completed.states) for spec in registration.operators)
+        write_metadata(
+            self._storage(held.location),
+            SavepointMetadata(
+                checkpoint_id=completed.id,
+                query_id=registration.query_id,
+                query_name=registration.name,
+                version=held.version,
+                batch_id=held.version - 1,
+                created_ms=int(self._clock() * 1000),
+                key_groups=registration.key_groups,
+                checkpoint_location=registration.checkpoint_location,
+                operators=operators,
+                spark_files=tuple(completed.states[SPARKS_FILES]),
+            ),
+        )
+        log.info("Savepoint %d of run %s stored at %s", completed.id, run.run_id, held.location)
+        return held.location
+
+    def _storage(self, location: str) -> CheckpointStorage:
+        return self._open_storage(location, self._run.registration.storage_options)
+
+    def settle(self) -> None:
+        """Give up overdue savepoints, and let go of the versions and holds that are no longer needed."""
+        self.settle_in_memory()
+        if self.holds_in_vain:
+            self._let_go()
+
+    @property
+    def holds_in_vain(self) -> bool:
+        """Return whether the run is held for a savepoint that has failed."""
+        return self._stopping is not None and self._stopping.done() and self._stopping.exception() is not None
+
+    def settle_in_memory(self) -> None:
+        """Give up overdue savepoints, and let go of the versions that are no longer needed. Asks no storage."""
+        self.coordinator.expire()
+        pending = self.coordinator.get_pending_checkpoints()
+        for checkpoint_id in [c for c in self._held if c not in pending]:
+            del self._held[checkpoint_id]
+            self._run.versions.unpin(checkpoint_id)
+
+    def _let_go(self) -> None:
+        """Let the run go on, since the savepoint has failed that the run was to be stopped with.
+
+        The failure is written first, for a later coordinator.
+        """
+        if self._stopping_id is not None:
+            try:
+                self._run.manifests.savepoints.release(self._stopping_id)
+            except StorageError:
+                log.warning(
+                    "Run %s is held until the failure of its savepoint is written down", self._run.run_id, exc_info=True
+                )
+                return
+        self._stopping, self._stopping_id = None, None
+        self._run.savepoint_hold.end()
+
+    def shutdown(self, why: str) -> None:
+        """Make all pending savepoints fail: the run is over."""
+        log.debug("The savepoints of run %s end: %s", self._run.run_id, why)
+        self.coordinator.shutdown()
+
+
+def savepoint_families(schema: str) -> dict[str, str]:
+    """Return the column families that a savepoint has of an operator, with their schemas and all history."""
+    variables = OperatorSchema.from_json(schema).variables
+    return {name: s.to_json() for v in variables if not v.deleted for name, s in v.families.items()}
+
+
+def _savepoint_operator(spec: OperatorSpec, files: Mapping[TaskKey, Any]) -> SavepointOperator:
+    """Return an operator as it was exported: all rows are of the newest schema."""
+    schema, partitions = OperatorSchema.from_json(spec.schema).compacted(), range(spec.num_partitions)
+    variables = tuple(
+        SavepointVariable(name, s.to_json(), tuple(files[(spec.name, p)][name] for p in partitions))
+        for name, s in schema.families.items()
+    )
+    return SavepointOperator(spec.name, spec.kind, spec.backend, len(partitions), variables, schema.to_json())

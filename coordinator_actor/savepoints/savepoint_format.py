@@ -14,17 +14,24 @@ columns as the newest schema has them, sorted by stored key (see ``column_names`
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import os
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from msgspec import Struct
 
-from backends.encoding.column_names import RESERVED_PREFIX, distinct_names
+from backends.conf import check_name
+from backends.encoding.columns import RESERVED_PREFIX, distinct_names
 from backends.encoding.key_groups import check_num_groups
 from backends.encoding.operator_schema import OperatorSchema
 from backends.encoding.schema import StateSchema
-from backends.exceptions import InvalidStateStoreArgument, StateStoreError
-from backends.ids import check_name
-from backends.storage.file_ref import FileRef
+from backends.exceptions import DamagedFileError, InvalidStateStoreArgument, MissingFileError, StateStoreError
+from backends.formats.manifest import seal, unseal
+from backends.spans import Pool
+from backends.storage.checkpoint_storage import CheckpointStorage, OpenStorage
+from backends.storage.locations import FileRef, file_digest
 from coordinator_actor.exceptions import SavepointError
 from coordinator_actor.messages import ExportedFile
 
@@ -196,3 +203,188 @@ def _schema_problems(operator: SavepointOperator, names: Sequence[str]) -> Itera
     for variable in operator.variables:
         if variable.name in families and variable.schema != families[variable.name].to_json():
             yield f"variable {variable.name!r} of operator {operator.name!r} has another schema than the operator says"
+
+
+# The metadata of a savepoint, ``_metadata.json``: the last file to be written, which finishes the savepoint.
+
+
+class _Version(Struct, frozen=True):
+    """The only part of the metadata that every release must understand."""
+
+    format_version: int
+
+
+def write_metadata(storage: CheckpointStorage, metadata: SavepointMetadata) -> FileRef:
+    """Finish a savepoint whose files were written. ``storage`` is that of the savepoint.
+
+    Raises ``SavepointError`` if files are missing or the metadata is not consistent, ``FileExistsInStorageError`` if
+    there is a savepoint already.
+    """
+    check_metadata(metadata)
+    there = dict(storage.list())
+    absent = [file.path for file in metadata.files() if there.get(file.path) != file.size]
+    if absent:
+        raise SavepointError(
+            f"{len(absent)} files of the savepoint at {storage.location} are missing or not of the size they were "
+            "written "
+            f"with: {some_of(absent)}. Somebody else has written there or removed them; take another savepoint."
+        )
+    return storage.put_new(METADATA_FILE, seal(metadata))
+
+
+def read_metadata(storage: CheckpointStorage) -> SavepointMetadata:
+    """Return the metadata of the savepoint that ``storage`` is at.
+
+    Raises ``SavepointError`` if there is none, or if a newer release wrote it; ``DamagedFileError``.
+    """
+    try:
+        data = storage.get(METADATA_FILE)
+    except MissingFileError as error:
+        raise SavepointError(
+            f"{storage.location} is no savepoint: there is no {METADATA_FILE} in it. It is not the directory of a "
+            "savepoint "
+            "(<base>/savepoint-<query>-<checkpoint>), or of one that was never finished, or was deleted in part; "
+            "remove "
+            "such a directory by hand."
+        ) from error
+    name = storage.full_location(METADATA_FILE)
+    found = unseal(data, _Version, name).format_version
+    if found != SAVEPOINT_FORMAT_VERSION:
+        raise SavepointError(
+            f"{name} has the format {found}; this release reads {SAVEPOINT_FORMAT_VERSION}. Use the newer release."
+        )
+    metadata = unseal(data, SavepointMetadata, name)
+    check_metadata(metadata)
+    return metadata
+
+
+def some_of(names: Sequence[str]) -> str:
+    """Return the first names of many, for a message."""
+    return ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
+
+
+# The savepoints in storage: listed, described, verified and deleted by their metadata files.
+
+
+def read_stored_savepoint(
+    path: str, storage_options: Mapping[str, str] | None = None, *, open_storage: OpenStorage = CheckpointStorage.open
+) -> SavepointInfo:
+    """Return the description of a savepoint, from its metadata alone. Raises ``SavepointError`` or
+    ``DamagedFileError``.
+    """
+    storage = open_storage(path, storage_options or {})
+    return SavepointInfo(storage.location, read_metadata(storage))
+
+
+def read_stored_savepoints(
+    base_path: str,
+    storage_options: Mapping[str, str] | None = None,
+    *,
+    open_storage: OpenStorage = CheckpointStorage.open,
+) -> list[SavepointInfo]:
+    """Return the savepoints directly below a directory, the oldest first, without unfinished ones.
+
+    A savepoint with a damaged metadata file is listed with its ``damage``, so that it hides no other savepoint.
+    """
+    storage = open_storage(base_path, storage_options or {})
+    found: list[SavepointInfo] = []
+    for path, _ in storage.list():
+        name, slash, file = path.partition("/")
+        if not slash or file != METADATA_FILE:
+            continue
+        one = open_storage(f"{storage.location.rstrip('/')}/{name}", storage_options or {})
+        try:
+            found.append(SavepointInfo(one.location, read_metadata(one)))
+        except (DamagedFileError, SavepointError) as error:
+            found.append(SavepointInfo(one.location, None, str(error)))
+    return sorted(found, key=lambda info: (info.metadata.created_ms if info.metadata else -1, info.path))
+
+
+def remove_stored_savepoint(
+    path: str, storage_options: Mapping[str, str] | None = None, *, open_storage: OpenStorage = CheckpointStorage.open
+) -> None:
+    """Remove a savepoint: first its metadata file, so that a half-deleted one is no savepoint, then its other files.
+
+    Files that do not belong to the savepoint stay. Raises ``SavepointError`` for a path that is no savepoint.
+    """
+    storage = open_storage(path, storage_options or {})
+    read_metadata(storage)
+    storage.delete(METADATA_FILE)
+    for directory in ("operators", "spark"):
+        storage.delete_all([*(f for f, _ in storage.list(directory)), *storage.unfinished(directory)])
+    if storage.is_local:
+        _remove_empty(Path(storage.location))
+
+
+def _remove_empty(root: Path) -> None:
+    """Remove the directories that a local disk keeps, if they are empty."""
+    for name in ("operators", "spark"):
+        for directory, _, _ in os.walk(root / name, topdown=False):
+            if not any(Path(directory).iterdir()):
+                Path(directory).rmdir()
+    if root.is_dir() and not any(root.iterdir()):
+        root.rmdir()
+
+
+def verify_stored_savepoint(
+    path: str,
+    storage_options: Mapping[str, str] | None = None,
+    *,
+    threads: int = 2,
+    open_storage: OpenStorage = CheckpointStorage.open,
+) -> SavepointInfo:
+    """Read all files of a savepoint and compare them with what was written.
+
+    Raises ``SavepointError``, or ``DamagedFileError`` naming every file that is missing or damaged.
+    """
+    storage = open_storage(path, storage_options or {})
+    metadata = read_metadata(storage)
+    with TemporaryDirectory(prefix="statestore-savepoint-") as scratch:
+        check_files(storage, metadata.files(), Path(scratch), keep=False, threads=threads)
+    return SavepointInfo(storage.location, metadata)
+
+
+def check_files(
+    storage: CheckpointStorage, files: Sequence[FileRef], scratch: Path, *, keep: bool, threads: int
+) -> dict[str, Path]:
+    """Return local copies of files, by path, after comparing each with what was written.
+
+    Files of a local storage are not copied. Others are fetched into ``scratch``, where they stay if ``keep``. Raises
+    ``DamagedFileError`` naming every file that is missing or damaged, ``StorageError``.
+    """
+
+    def check(ref: FileRef) -> Path | str:
+        try:
+            if storage.is_local:
+                return _checked(storage, ref)
+            copy = scratch / uuid.uuid4().hex
+            storage.read_to_file(ref, copy)
+            if not keep:
+                copy.unlink()
+            return copy
+        except (MissingFileError, DamagedFileError) as error:
+            return str(error)
+
+    with Pool(threads, thread_name_prefix="statestore-savepoint") as pool:
+        found = list(pool.map(check, files))
+    damage = [problem for problem in found if isinstance(problem, str)]
+    if damage:
+        raise DamagedFileError(
+            f"{len(damage)} of {len(files)} files of the savepoint at {storage.location} are missing or damaged:\n"
+            + "\n".join(damage)
+        )
+    return {ref.path: path for ref, path in zip(files, found, strict=True) if isinstance(path, Path)}
+
+
+def _checked(storage: CheckpointStorage, ref: FileRef) -> Path:
+    """Return the path of a file of a local storage after comparing it with what was written."""
+    path = Path(storage.full_location(ref.path))
+    if not path.is_file():
+        raise MissingFileError(f"{path} ({ref.size} bytes) does not exist.")
+    size, digest = path.stat().st_size, file_digest(path)
+    if (size, digest) != (ref.size, ref.digest):
+        raise DamagedFileError(
+            f"{path} is damaged: {size} bytes with digest {digest}, written were {ref.size} bytes with digest "
+            f"{ref.digest}."
+        )
+    return path

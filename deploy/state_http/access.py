@@ -5,13 +5,170 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
-from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping
+from contextlib import asynccontextmanager
+from http import HTTPStatus
+from typing import Annotated, Any
 
-from deploy.state_http import problems
-from deploy.state_http.limits import HttpLimits
-from spark_bridge.exceptions import AccessDeniedError, HostUnavailableError
-from spark_bridge.queryable.server.tokens.token_verifier import MAX_TOKEN, TokenVerifier
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import Response
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.exceptions import HTTPException
+
+from spark_bridge.exceptions import (
+    AccessDeniedError,
+    ConnectionClosedError,
+    EnvironmentProblemError,
+    HostUnavailableError,
+    QueryableStateError,
+    QueryEndedError,
+    QueryTimeoutError,
+    RequestError,
+    RequestLimitError,
+    SparkBridgeError,
+    StateVersionError,
+    TooManyRequestsError,
+    UnknownKeyOrNamespaceError,
+    UnknownKvStateIdError,
+    UnknownLocationError,
+    UnknownOperatorError,
+)
+from spark_bridge.queryable.client.async_client import AsyncSqlRows, AsyncStateScan
+from spark_bridge.queryable.client.json_values import json_bytes
+from spark_bridge.queryable.server.tokens import MAX_TOKEN, TokenVerifier
+
+# The limits of the HTTP application: how much a request may ask for, and how many requests run at once.
+
+
+class HttpLimits(BaseModel):
+    """Limits of one replica.
+
+    A request beyond a limit is answered 413 (too large), 429 (too many), 408 (body too slow) or 504 (answer takes too
+    long).
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    max_body_bytes: Annotated[int, Field(gt=0, description="Largest body of a request.")] = 8 << 20
+    body_seconds: Annotated[float, Field(gt=0, description="Within which the body of a request must have come.")] = 30.0
+    max_keys: Annotated[int, Field(gt=0, description="Most keys of one lookup.")] = 100_000
+    max_lookup_bytes: Annotated[int, Field(gt=0, description="Largest answer of one lookup, as Arrow has it.")] = (
+        64 << 20
+    )
+    max_rows: Annotated[int, Field(gt=0, description="Most rows of one scan.")] = 10_000_000
+    scan_seconds: Annotated[float, Field(gt=0, description="Longest time that a scan takes.")] = 300.0
+    timeout: Annotated[
+        float, Field(gt=0, description="How long an answer is waited for while hosts move or restart, in seconds.")
+    ] = 10.0
+    max_requests: Annotated[int, Field(gt=0, description="Requests at once, scans included.")] = 100
+    max_scans: Annotated[int, Field(gt=0, description="Scans at once.")] = 4
+    max_sql_rows: Annotated[int, Field(gt=0, description="Most rows of one SQL statement.")] = 1_000_000
+    sql_seconds: Annotated[float, Field(gt=0, description="Longest time that a SQL statement takes.")] = 60.0
+    max_sql: Annotated[int, Field(gt=0, description="SQL statements at once.")] = 2
+    sql_memory_bytes: Annotated[
+        int, Field(ge=64 << 20, description="Memory of all SQL statements together; each may use its share of max_sql.")
+    ] = 1 << 30
+    sql_threads: Annotated[int, Field(gt=0, description="Threads of one SQL statement.")] = 2
+    sql_temp_bytes: Annotated[
+        int, Field(ge=0, description="Temporary files of all SQL statements together, on the replica's disk.")
+    ] = 0
+    max_watches: Annotated[
+        int, Field(gt=0, description="Watches at once; each counts as a request as long as it is open.")
+    ] = 32
+    heartbeat_seconds: Annotated[
+        float, Field(gt=0, description="After this many seconds without a change a watch sends a sign of life.")
+    ] = 5.0
+
+
+# Errors as ``application/problem+json`` (RFC 9457).
+
+
+log = logging.getLogger(__name__)
+
+MEDIA_TYPE = "application/problem+json"
+RETRY_AFTER_SECONDS = 1
+STATUS: list[tuple[type[SparkBridgeError], int]] = [
+    (UnknownOperatorError, 404),
+    (UnknownKvStateIdError, 404),
+    (QueryEndedError, 409),
+    (StateVersionError, 409),
+    (UnknownKeyOrNamespaceError, 400),
+    (RequestLimitError, 413),
+    (RequestError, 400),
+    (TooManyRequestsError, 429),
+    (QueryTimeoutError, 504),
+    # The hosts refused the application's own token: the caller cannot change that.
+    (AccessDeniedError, 503),
+    (HostUnavailableError, 503),
+    (ConnectionClosedError, 503),
+    (UnknownLocationError, 503),
+    # A package that a route needs is not installed where the application runs.
+    (EnvironmentProblemError, 501),
+]
+"""By error class, the HTTP status; the first class that fits decides."""
+INTERNAL = "The application failed; its log says why."
+
+
+class MissingKeyError(QueryableStateError):
+    """The state has nothing for a key: 404 over HTTP."""
+
+
+def problem(status: int, detail: str, error: str | None = None, **more: Any) -> dict[str, Any]:
+    """Return the body of an error.
+
+    ``error`` names the Python client's error class, so that programs can tell errors apart.
+    """
+    named = {} if error is None else {"error": error}
+    return {
+        "type": "about:blank",
+        "title": HTTPStatus(status).phrase,
+        "status": status,
+        "detail": detail,
+        **named,
+        **more,
+    }
+
+
+def problem_of(error: Exception) -> dict[str, Any]:
+    """Return the body for an error of the client; of an unexpected error the body tells nothing, and the log has it."""
+    if isinstance(error, MissingKeyError):
+        return problem(404, str(error), "MissingKey")
+    for kind, status in STATUS:
+        if isinstance(error, kind):
+            return problem(status, str(error), type(error).__name__)
+    log.error("A request failed", exc_info=error)
+    return problem(500, INTERNAL)
+
+
+def response(body: dict[str, Any], headers: Mapping[str, str] | None = None) -> Response:
+    """Return an HTTP response with the body of an error."""
+    retry = {"Retry-After": str(RETRY_AFTER_SECONDS)} if body["status"] in (429, 503) else {}
+    return Response(json_bytes(body), body["status"], {**retry, **(headers or {})}, MEDIA_TYPE)
+
+
+def add_handlers(app: FastAPI) -> None:
+    """Have the application answer every error as ``application/problem+json``."""
+
+    async def of_client(_: Request, error: Exception) -> Response:
+        return response(problem_of(error))
+
+    async def of_request(_: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        wrong = [{"where": ".".join(map(str, e["loc"])), "what": str(e["msg"])} for e in error.errors()]
+        detail = "; ".join(f"{w['where']}: {w['what']}" for w in wrong)
+        return response(problem(400, detail, "RequestError", errors=wrong))
+
+    async def of_http(_: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        return response(problem(error.status_code, str(error.detail)), error.headers)
+
+    app.add_exception_handler(SparkBridgeError, of_client)
+    app.add_exception_handler(RequestValidationError, of_request)
+    app.add_exception_handler(HTTPException, of_http)
+    app.add_exception_handler(Exception, of_client)
+
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -69,15 +226,15 @@ class Gate:
         try:
             self._verifier.verify(token_of_header(_header(scope, b"authorization")))
         except AccessDeniedError as error:
-            body = problems.problem(401, str(error), type(error).__name__)
+            body = problem(401, str(error), type(error).__name__)
             await _answer(body, scope, receive, send, {"WWW-Authenticate": CHALLENGE})
             return
         except HostUnavailableError as error:
-            await _answer(problems.problem_of(error), scope, receive, send)
+            await _answer(problem_of(error), scope, receive, send)
             return
         if self._requests >= self._limits.max_requests:
             detail = f"{self._requests} requests are being answered, which is the limit; try again later."
-            await _answer(problems.problem(429, detail, "TooManyRequestsError"), scope, receive, send)
+            await _answer(problem(429, detail, "TooManyRequestsError"), scope, receive, send)
             return
         self._requests += 1
         try:
@@ -96,11 +253,11 @@ class Gate:
             detail = f"The body did not come within {seconds:g} s, the limit of a request."
             # The rest of the body, if it comes later, must not be read as another request.
             close = {"Connection": "close"}
-            await _answer(problems.problem(408, detail, "RequestLimitError"), scope, receive, send, close)
+            await _answer(problem(408, detail, "RequestLimitError"), scope, receive, send, close)
             return
         if body is None:
             detail = f"The body is larger than {most} bytes, the limit of a request."
-            await _answer(problems.problem(413, detail, "RequestLimitError"), scope, receive, send)
+            await _answer(problem(413, detail, "RequestLimitError"), scope, receive, send)
             return
         messages = iter([{"type": "http.request", "body": body, "more_body": False}])
 
@@ -138,7 +295,7 @@ async def _answer(
     body: dict[str, Any], scope: Scope, receive: Receive, send: Send, headers: dict[str, str] | None = None
 ) -> None:
     plain = {name.decode(): value.decode() for name, value in API_HEADERS}
-    await problems.response(body, {**plain, **(headers or {})})(scope, receive, send)
+    await response(body, {**plain, **(headers or {})})(scope, receive, send)
 
 
 def _header(scope: Scope, name: bytes) -> str:
@@ -166,3 +323,36 @@ def token_of_header(authorization: str) -> str:
     raise AccessDeniedError(
         "The Authorization header is neither 'Bearer <token>' nor HTTP Basic with the token as the password."
     )
+
+
+# A bounded number of reads at once, each of which ends even if its caller has left.
+
+
+class BoundedReads:
+    """The scans or the statements (``what``) of one replica; at most ``most`` are under way at once."""
+
+    def __init__(self, what: str, most: int) -> None:
+        self._what = what
+        self._most = most
+        self._under_way = 0
+        self._closing: set[asyncio.Task[None]] = set()
+
+    @asynccontextmanager
+    async def slot(self) -> AsyncIterator[None]:
+        """Count a read while it is under way. Raises ``TooManyRequestsError``."""
+        if self._under_way >= self._most:
+            raise TooManyRequestsError(
+                f"{self._under_way} {self._what} are under way, which is the limit; try again later."
+            )
+        self._under_way += 1
+        try:
+            yield
+        finally:
+            self._under_way -= 1
+
+    async def close(self, rows: AsyncStateScan | AsyncSqlRows) -> None:
+        """End a read, even for a caller that has left: that caller's task is cancelled and cannot wait for the end."""
+        closing = asyncio.ensure_future(rows.aclose())
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
+        await asyncio.shield(closing)

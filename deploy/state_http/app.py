@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Annotated, Any
 
+import msgspec
 from fastapi import Depends, FastAPI, Query, Request
 from fastapi.responses import RedirectResponse, Response, StreamingResponse
 from fastapi.security import HTTPBasic, HTTPBearer
 
-from deploy.state_http import models, problems
-from deploy.state_http.access import Gate
-from deploy.state_http.bodies import ARROW, CSV, JSON, LINES, arrow_stream
-from deploy.state_http.limits import HttpLimits
-from deploy.state_http.service import StateService
-from deploy.state_http.statements import Statements, while_there
-from deploy.state_http.watches import EVENT_STREAM, HttpWatches
-from spark_bridge.queryable.client.answers import json_values as values
-from spark_bridge.queryable.client.event_loop.async_client import AsyncQueryableStateClient
-from spark_bridge.queryable.server.tokens.token_verifier import TokenVerifier
+from deploy.state_http import access, models
+from deploy.state_http.access import Gate, HttpLimits
+from deploy.state_http.models import ARROW, CSV, JSON, LINES, arrow_stream
+from deploy.state_http.service import EVENT_STREAM, HttpWatches, Statements, StateService, while_there
+from spark_bridge.overview.model import Overview, to_plain
+from spark_bridge.queryable.client import json_values
+from spark_bridge.queryable.client.async_client import AsyncQueryableStateClient
+from spark_bridge.queryable.client.json_values import json_bytes
+from spark_bridge.queryable.server.tokens import TokenVerifier
 
 VERSION_HEADER = "X-Statestore-Version"
 VERSIONS_HEADER = "X-Statestore-Versions"
@@ -53,7 +54,7 @@ _DOCUMENTED = {
 PROBLEMS: dict[int | str, dict[str, Any]] = {
     status: {
         "description": text,
-        "content": {problems.MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/Problem"}}},
+        "content": {access.MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/Problem"}}},
     }
     for status, text in _DOCUMENTED.items()
 }
@@ -131,7 +132,7 @@ def create_app(
         lifespan=running,
         responses=PROBLEMS,
     )
-    problems.add_handlers(app)
+    access.add_handlers(app)
 
     if page is not None:
         app.mount(PAGE, page)
@@ -191,7 +192,7 @@ def create_app(
         table = await service.lookup(operator, body)
         if _wants_arrow(request):
             return Response(await asyncio.to_thread(arrow_stream, table), media_type=ARROW)
-        rows = await asyncio.to_thread(values.rows_to_json, table)
+        rows = await asyncio.to_thread(json_values.rows_to_json, table)
         return await asyncio.to_thread(_json, {"operator": operator, "rows": rows})
 
     @app.post(
@@ -259,7 +260,7 @@ _QUERY = "Name, query id or run id: which query, where several have an operator 
 
 
 def _json(content: Any) -> Response:
-    return Response(values.json_bytes(content), media_type="application/json")
+    return Response(json_values.json_bytes(content), media_type="application/json")
 
 
 def _wants_arrow(request: Request) -> bool:
@@ -284,5 +285,45 @@ def _describe_problems(app: FastAPI) -> None:
                 for operation in path.values():
                     operation["responses"].pop("422", None)
         return app.openapi_schema or {}
+
+    app.openapi = openapi  # type: ignore[method-assign]
+
+
+# The route ``GET /v1/overview``: the description of the whole system that the command line and the page read.
+
+
+ANSWER_REUSE_SECONDS = 1.0
+"""An answer of coordinator and hosts is given again for this many seconds: however many ask, these are asked once a
+second.
+"""
+
+
+def add_overview(app: FastAPI, ask: Callable[[], Overview], clock: Callable[[], float] = time.monotonic) -> None:
+    """Add the route to the application. ``ask`` asks coordinator and hosts, and blocks meanwhile."""
+    (schema,), components = msgspec.json.schema_components([Overview], ref_template="#/components/schemas/{name}")
+    asking = asyncio.Lock()
+    known: tuple[float, bytes] | None = None
+
+    @app.get(
+        "/v1/overview",
+        response_model=None,  # pydantic takes no msgspec.Struct
+        responses={200: {"content": {"application/json": {"schema": schema}}}},
+        summary="The whole system: queries, operators, partitions, checkpoints, hosts, faults and what to do",
+        dependencies=[Depends(HTTPBearer(auto_error=False)), Depends(HTTPBasic(auto_error=False))],
+    )
+    async def overview() -> Response:
+        nonlocal known
+        async with asking:
+            if known is None or clock() - known[0] >= ANSWER_REUSE_SECONDS:
+                found = await asyncio.to_thread(ask)
+                known = clock(), await asyncio.to_thread(lambda: json_bytes(to_plain(found)))
+            return Response(known[1], media_type="application/json")
+
+    made = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        description = made()
+        description.setdefault("components", {}).setdefault("schemas", {}).update(components)
+        return description
 
     app.openapi = openapi  # type: ignore[method-assign]

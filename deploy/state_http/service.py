@@ -4,28 +4,46 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import pyarrow as pa
+from fastapi import Request
 
-from deploy.state_http.bodies import PIECE_ROWS, ArrowBody, Body, LinesBody
-from deploy.state_http.bounded_reads import BoundedReads
-from deploy.state_http.limits import HttpLimits
-from deploy.state_http.models import LookupRequest, ScanRequest
-from deploy.state_http.problems import MissingKeyError
+from deploy.state_http.access import BoundedReads, HttpLimits, MissingKeyError, problem_of, token_of_header
+from deploy.state_http.models import (
+    ARROW,
+    CSV,
+    JSON,
+    LINES,
+    PIECE_ROWS,
+    ArrowBody,
+    Body,
+    CsvBody,
+    DocumentBody,
+    LinesBody,
+    LookupRequest,
+    ScanRequest,
+    SqlRequest,
+    WatchRequest,
+)
 from spark_bridge.exceptions import (
+    AccessDeniedError,
     QueryTimeoutError,
     RequestError,
     RequestLimitError,
+    StateVersionError,
+    TooManyRequestsError,
     UnknownKvStateIdError,
     UnknownOperatorError,
 )
-from spark_bridge.queryable.client.answers import json_values as values
-from spark_bridge.queryable.client.event_loop.async_client import AsyncQueryableStateClient
-from spark_bridge.queryable.client.event_loop.async_results import AsyncStateScan
+from spark_bridge.queryable.client import json_values
+from spark_bridge.queryable.client.async_client import AsyncQueryableStateClient, AsyncStateScan, AsyncStateWatch
+from spark_bridge.queryable.client.watch import StateChange
+from spark_bridge.queryable.server.tokens import TokenVerifier
+from spark_bridge.queryable.sql.sql import SqlLimits
 
 SHAPE_SECONDS = 30.0
 """The key columns of an operator are not asked for again within this many seconds."""
@@ -47,15 +65,15 @@ class KeyShape:
     def of_text(self, text: str) -> Any:
         """Return the key of a path. Raises ``UnknownKeyOrNamespaceError``."""
         if self.schema.names == [self.window]:
-            return values.window_of_text(text)
-        return values.key_of_text(text, self.plain)
+            return json_values.window_of_text(text)
+        return json_values.key_of_text(text, self.plain)
 
     def of_json(self, keys: Sequence[Any]) -> list[Any]:
         """Return the keys of a lookup: all with the window, or all without. Raises ``UnknownKeyOrNamespaceError``."""
         first = keys[0] if keys else None
         size = len(first) if isinstance(first, list | dict) else 1
         schema = self.schema if size == len(self.schema) else self.plain
-        return [values.key_of_json(key, schema) for key in keys]
+        return [json_values.key_of_json(key, schema) for key in keys]
 
 
 class StateService:
@@ -96,12 +114,12 @@ class StateService:
         client = await self.client()
         shape = await self.shape(operator, named["query"], named["state"])
         key = shape.of_text(text)
-        of_window = None if window is None else values.window_of_text(window)
+        of_window = None if window is None else json_values.window_of_text(window)
         found = await client.get(operator, key, window=of_window, timeout=self.limits.timeout, **named)
         if found is None:
             there = "" if window is None else f" in the window {window}"
             raise MissingKeyError(f"The key {text} has nothing in operator {operator!r}{there}.")
-        return {"operator": operator, "key": values.to_json(key), "value": values.to_json(found)}
+        return {"operator": operator, "key": json_values.to_json(key), "value": json_values.to_json(found)}
 
     async def lookup(self, operator: str, request: LookupRequest) -> pa.Table:
         """See the route."""
@@ -117,7 +135,7 @@ class StateService:
             keys,
             request.query,
             request.state,
-            window=None if request.window is None else values.window_of_text(request.window),
+            window=None if request.window is None else json_values.window_of_text(request.window),
             isolation=request.isolation.value,
             version=request.version,
             timeout=self.limits.timeout,
@@ -150,7 +168,7 @@ class StateService:
             client = await self.client()
             shape = await self.shape(operator, request.query, request.state)
             bounds = [
-                values.bound_of_json(given, shape.plain, name)
+                json_values.bound_of_json(given, shape.plain, name)
                 for name, given in (("prefix", request.prefix), ("start", request.start), ("end", request.end))
             ]
             rows = await client.scan(
@@ -256,3 +274,255 @@ def _condition(column: str, comparison: str, value: Any) -> tuple[Any, ...]:
         wanted = "an array of numbers, strings or booleans" if comparison == "in" else "a number, a string or a boolean"
         raise RequestError(f"where: {column!r} {comparison!r} takes {wanted}, not {value!r}.")
     return (column, comparison, value)
+
+
+# The route of SQL: one statement at a time of a caller, streamed, limited, and ended when the caller leaves.
+
+
+T = TypeVar("T")
+
+BODIES: dict[str, Callable[[pa.Schema, Mapping[str, int]], Body]] = {
+    JSON: DocumentBody,
+    LINES: lambda schema, versions: LinesBody(),
+    CSV: lambda schema, versions: CsvBody(schema),
+    ARROW: lambda schema, versions: ArrowBody(schema),
+}
+"""The formats of answers, by media type."""
+_ANY = {"": JSON, "*/*": JSON, "application/*": JSON, "text/*": CSV}
+
+
+def accepted(accept: str) -> str:
+    """Return the first media type of an ``Accept`` header that there is. Raises ``RequestError`` if there is none."""
+    for part in accept.split(","):
+        name = part.partition(";")[0].strip().lower()
+        found = name if name in BODIES else _ANY.get(name)
+        if found is not None:
+            return found
+    raise RequestError(f"Accept: {accept!r} names no format of an answer; there are {', '.join(BODIES)}.")
+
+
+class Statements:
+    """The statements of one replica."""
+
+    def __init__(self, client: Callable[[], Awaitable[AsyncQueryableStateClient]], limits: HttpLimits) -> None:
+        self._client = client
+        self._limits = limits
+        self._running = BoundedReads("statements", limits.max_sql)
+        self._of_one = SqlLimits(limits.sql_memory_bytes, limits.sql_threads, limits.sql_temp_bytes).share_of(
+            limits.max_sql
+        )
+
+    def begun(self, request: SqlRequest, accept: str) -> tuple[str, AsyncGenerator[Any, None]]:
+        """Return the media type, and a generator of the versions read (by query id) and then of the body's pieces.
+
+        A caller that stops early must close the generator. Raises ``RequestError``, ``RequestLimitError``.
+        """
+        most = self._limits.max_sql_rows
+        if request.limit is not None and request.limit > most:
+            raise RequestLimitError(f"limit={request.limit} is more than the {most} rows that a statement may give.")
+        media_type = accepted(accept)
+        return media_type, self._pieces(request, media_type)
+
+    async def _pieces(self, request: SqlRequest, media_type: str) -> AsyncGenerator[Any, None]:
+        deadline = time.monotonic() + self._limits.sql_seconds
+        async with self._running.slot():
+            client = await self._client()
+            rows = client.sql_rows(
+                request.sql,
+                query_params=request.params,
+                version=request.version,
+                timeout=self._limits.timeout,
+                limits=self._of_one,
+                in_own_process=True,
+            )
+            try:
+                await self._within(rows, deadline)
+                batches = rows.__aiter__()
+                # The versions of all tables are known once rows are there, or the end of them.
+                first = await self._within(_next(batches), deadline)
+                body = BODIES[media_type](rows.schema, rows.versions)
+                yield rows.versions
+                try:
+                    async for piece in self._written(first, batches, request.limit, body, deadline):
+                        yield piece
+                except Exception as error:
+                    # The status has been sent. So the connection is cut; JSON says why before.
+                    yield body.problem(error)
+                    raise
+                yield body.end()
+            finally:
+                await self._running.close(rows)
+
+    async def _written(
+        self,
+        first: pa.RecordBatch | None,
+        batches: AsyncIterator[pa.RecordBatch],
+        limit: int | None,
+        body: Body,
+        deadline: float,
+    ) -> AsyncIterator[bytes]:
+        given, most, batch = 0, self._limits.max_sql_rows, first
+        while batch is not None:
+            if limit is not None:
+                batch = batch.slice(0, limit - given)
+            for at in range(0, batch.num_rows, PIECE_ROWS):
+                part = batch.slice(at, PIECE_ROWS)
+                given += part.num_rows
+                if given > most:
+                    raise RequestLimitError(
+                        f"There are more than the {most} rows that a statement may give; ask for fewer, or say limit."
+                    )
+                yield await asyncio.to_thread(body.rows, part)
+            if given == limit:
+                return
+            batch = await self._within(_next(batches), deadline)
+
+    async def _within(self, what: Awaitable[T], deadline: float) -> T:
+        """Wait for something until the deadline. Raises ``QueryTimeoutError``."""
+        waited = asyncio.ensure_future(what)
+        done, _ = await asyncio.wait([waited], timeout=max(0.0, deadline - time.monotonic()))
+        if not done:
+            waited.cancel()
+            raise QueryTimeoutError(
+                f"The statement was not done after {self._limits.sql_seconds:g} s, which is the limit: ask for less, "
+                "by conditions on the key columns for example."
+            )
+        return waited.result()
+
+
+async def _next(batches: AsyncIterator[pa.RecordBatch]) -> pa.RecordBatch | None:
+    """Return the next batch; None after the last one."""
+    return await anext(batches, None)
+
+
+async def while_there(request: Request, what: Awaitable[T]) -> T | None:
+    """Wait for something as long as the caller of a request is there; None if the caller has left.
+
+    Starlette looks for callers that leave only once an answer has begun, which may take long.
+    """
+    waited = asyncio.ensure_future(what)
+    leaving = asyncio.ensure_future(_left(request))
+    try:
+        await asyncio.wait([waited, leaving], return_when=asyncio.FIRST_COMPLETED)
+        if waited.done():
+            return waited.result()
+        waited.cancel()
+        await asyncio.wait([waited])
+        return None
+    finally:
+        leaving.cancel()
+        if not waited.done():
+            waited.cancel()
+
+
+async def _left(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+# The route of watches: the changes of each version, as server-sent events.
+
+
+EVENT_STREAM = "text/event-stream"
+
+
+class HttpWatches:
+    """The watches of one replica. Each has a thread and a connection."""
+
+    def __init__(self, service: StateService, verifier: TokenVerifier, limits: HttpLimits) -> None:
+        self._service = service
+        self._verifier = verifier
+        self._limits = limits
+        self._open = 0
+
+    async def begun(self, request: WatchRequest, last_event_id: str, authorization: str) -> AsyncIterator[bytes]:
+        """Return the events, without end as long as the query runs and the caller stays.
+
+        ``last_event_id`` is the last version that a caller has, who comes again; it goes before ``from_version``. The
+        token of ``authorization`` is checked with each event. Raises ``RequestError``, ``TooManyRequestsError``,
+        ``StateVersionError`` for a version from which no watch can begin, and the errors of the client.
+        """
+        if self._open >= self._limits.max_watches:
+            raise TooManyRequestsError(f"{self._open} watches are open, which is the limit; try again later.")
+        shape = await self._service.shape(request.operator, request.query, request.state)
+        keys = [shape.of_text(text) for text in request.keys] or None
+        client = await self._service.client()
+        oldest, completed = await self._service.versions(request.operator, request.query)
+        begin = _version(last_event_id) if last_event_id else request.from_version
+        begin = completed if begin is None else begin
+        if begin < oldest:
+            raise StateVersionError(
+                f"Operator {request.operator!r} cannot be watched from version {begin}: the versions {oldest} to "
+                f"{completed} are kept. Read its state anew and watch from there."
+            )
+        changes = client.watch(request.operator, keys, state=request.state, query=request.query, from_version=begin)
+        return self._events(changes, begin, authorization)
+
+    async def _events(self, changes: AsyncStateWatch, begin: int, authorization: str) -> AsyncIterator[bytes]:
+        if self._open >= self._limits.max_watches:
+            raise TooManyRequestsError(f"{self._open} watches are open, which is the limit; try again later.")
+        self._open += 1
+        known = begin
+        waited: asyncio.Future[StateChange] | None = None
+        try:
+            yield _position(known, "watching")
+            while True:
+                if waited is None:
+                    waited = asyncio.ensure_future(changes.__anext__())
+                done, _ = await asyncio.wait([waited], timeout=self._limits.heartbeat_seconds)
+                self._verifier.verify(token_of_header(authorization))
+                if not done:
+                    # The change of the version at the position itself may be on its way here.
+                    known = max(known, (changes.position or 0) - 1)
+                    yield _position(known, "nothing new")
+                    continue
+                try:
+                    change = waited.result()
+                except StopAsyncIteration:
+                    yield _event("end", {"version": changes.position})
+                    return
+                finally:
+                    waited = None
+                for piece in _pieces(change):
+                    yield piece
+                known = change.version
+        except AccessDeniedError as error:
+            yield _event("problem", {**problem_of(error), "status": 401, "title": "Unauthorized"})
+        except Exception as error:  # noqa: BLE001 - the status has been sent, so the caller is told by an event
+            yield _event("problem", problem_of(error))
+        finally:
+            self._open -= 1
+            if waited is not None:
+                waited.cancel()
+            await asyncio.shield(asyncio.ensure_future(changes.aclose()))
+
+
+def _version(last_event_id: str) -> int:
+    if not (last_event_id.isascii() and last_event_id.isdecimal() and len(last_event_id) < 19):
+        raise RequestError(f"Last-Event-ID: {last_event_id!r} must be the id of an event, which is a version.")
+    return int(last_event_id)
+
+
+def _pieces(change: StateChange) -> list[bytes]:
+    """Return the events of a version.
+
+    The last one has the version as its id, so that no caller goes on from the middle of a version.
+    """
+    batch, version = change.batch, change.version
+    pieces = []
+    for at in range(0, batch.num_rows, PIECE_ROWS):
+        rows = json_values.rows_to_json(batch.slice(at, PIECE_ROWS).drop_columns(["version"]))
+        is_last = at + PIECE_ROWS >= batch.num_rows
+        before = f"id: {version}\n".encode() if is_last else b""
+        pieces.append(before + _event("change", {"version": version, "rows": rows, "is_last": is_last}))
+    return pieces
+
+
+def _position(version: int, comment: str) -> bytes:
+    """Return a sign of life, which is no event, but sets the version from which a browser goes on."""
+    return f"id: {version}\n: {comment}\n\n".encode()
+
+
+def _event(name: str, data: object) -> bytes:
+    """Return one event: JSON has no line breaks, so that the data is one line."""
+    return f"event: {name}\ndata: ".encode() + json_values.json_bytes(data) + b"\n\n"

@@ -19,16 +19,66 @@ import pyarrow as pa
 
 from backends.encoding.given_values import python_rows
 from coordinator_actor.messages import DROPPED_ELEMENTS
-from spark_bridge.aggregates.bounded_lists import ListTooLarge, counts_dropped
-from spark_bridge.aggregates.column_order import plain
-from spark_bridge.aggregates.computation import Computation, OutputState
-from spark_bridge.aggregates.computations import computation_of
-from spark_bridge.aggregates.counts_and_sums import SumOverflow
-from spark_bridge.aggregates.groups import Groups
-from spark_bridge.aggregates.outputs import DroppedElements, Output, split_function
-from spark_bridge.aggregates.state_columns import StateColumn, outputs_of, split_state_column
-from spark_bridge.aggregates.user_aggregate import user_result
-from spark_bridge.exceptions import SparkBridgeError
+from spark_bridge.aggregates.builtin_aggregates import (
+    COUNT,
+    COUNT_IF,
+    FIRST,
+    LAST,
+    MAX,
+    MEAN,
+    MIN,
+    MOMENTS,
+    SUM,
+    SumOverflow,
+)
+from spark_bridge.aggregates.computation import (
+    USER,
+    Computation,
+    DroppedElements,
+    Groups,
+    Output,
+    OutputState,
+    StateColumn,
+    outputs_of,
+    split_function,
+    split_state_column,
+    user_result,
+)
+from spark_bridge.aggregates.lists_and_sketches import LISTS, SKETCH, ListTooLarge, counts_dropped
+from spark_bridge.aggregates.row_groups import plain
+from spark_bridge.exceptions import InvalidOperatorError, SparkBridgeError
+
+# The computation of each aggregate function.
+
+
+COMPUTATIONS: dict[str, Computation] = {
+    "count": COUNT,
+    "count_if": COUNT_IF,
+    "sum": SUM,
+    "mean": MEAN,
+    "min": MIN,
+    "max": MAX,
+    "first": FIRST,
+    "last": LAST,
+    "stddev_samp": MOMENTS,
+    "stddev_pop": MOMENTS,
+    "var_samp": MOMENTS,
+    "var_pop": MOMENTS,
+    "collect_list": LISTS,
+    "collect_set": LISTS,
+    "top_k": LISTS,
+    "approx_count_distinct": SKETCH,
+    "merge": USER,
+}
+
+
+def computation_of(function: str) -> Computation:
+    """Return the computation of a function such as ``top_k(10)``; raises ``InvalidOperatorError``."""
+    name = split_function(function)[0]
+    if name not in COMPUTATIONS:
+        raise InvalidOperatorError(f"Unknown aggregate function {function!r}; there are {', '.join(COMPUTATIONS)}.")
+    return COMPUTATIONS[name]
+
 
 GroupIds: TypeAlias = pa.Array | npt.NDArray[Any]
 """The group of each row, 0 to m - 1: integers, as Arrow or numpy array."""

@@ -2,16 +2,110 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TypeAlias
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple, TypeAlias
 
+import numpy as np
 import pyarrow as pa
 
-from backends.encoding.columns import struct_array
-from spark_bridge.aggregates.column_order import plain
-from spark_bridge.aggregates.groups import Groups
-from spark_bridge.aggregates.outputs import Output
+from backends.encoding.columns import Integers, Mask, struct_array
+from spark_bridge.aggregates.row_groups import plain
+from spark_bridge.exceptions import InvalidOperatorError
+
+# Rows in groups: the rows of one key in a batch, or the states that are to be merged into one.
+
+
+class Groups:
+    """Rows in ``num`` groups: ``ids`` has the group of each row, 0 to ``num`` - 1."""
+
+    def __init__(self, ids: Integers, num: int) -> None:
+        self.ids = ids
+        self.num = num
+
+    @cached_property
+    def sizes(self) -> Integers:
+        """Return the number of rows in each group."""
+        return np.bincount(self.ids, minlength=self.num)
+
+    def counts(self, mask: Mask | None) -> Integers:
+        """Return the number of rows in each group for which ``mask`` is not set; the mask marks nulls."""
+        return self.sizes if mask is None else np.bincount(self.ids[~mask], minlength=self.num)
+
+    def where(self, chosen: Mask) -> Groups:
+        """Return the chosen rows in the same groups."""
+        return Groups(self.ids[chosen], self.num)
+
+
+# One output column of an aggregation: which function, of which columns and types.
+
+
+_FUNCTION = re.compile(r"(\w+)(?:\(([\w,]*)\))?")
+
+
+@dataclass(frozen=True)
+class UserAggregate:
+    """A user's own aggregate, as functions on Arrow tables; see ``functions.merge``."""
+
+    state: pa.Schema
+    partial: Callable[[pa.Table], pa.Table]
+    merge: Callable[[pa.Table], pa.Table]
+    finish: Callable[[pa.Table], pa.Array | pa.ChunkedArray] | None = None
+    result_type: pa.DataType | None = None
+
+
+@dataclass
+class DroppedElements:
+    """Counts the elements that the ``limit`` of a list has dropped."""
+
+    num: int = 0
+
+
+@dataclass(frozen=True)
+class Output:
+    """One output column: ``function`` of the input ``column`` (None: of rows), ordered ``by`` where order matters.
+
+    ``function`` has the arguments that its state depends on, as in ``top_k(10)``. ``columns`` are several input
+    columns, which make a struct, instead of ``column``. ``type`` is the type of the input, ``by_type`` that of ``by``.
+
+    With ``max_bytes`` a list keeps all elements, up to that many bytes for each key, whatever limit its function names;
+    without, the elements beyond the limit are counted by ``dropped``.
+    """
+
+    name: str
+    function: str
+    column: str | None
+    by: str | None
+    type: pa.DataType | None
+    by_type: pa.DataType | None = None
+    columns: tuple[str, ...] = ()
+    user: UserAggregate | None = None
+    max_bytes: int | None = None
+    dropped: DroppedElements | None = field(default=None, compare=False)
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Return the columns of the rows that the output reads."""
+        return tuple(c for c in (self.column, *self.columns, self.by) if c is not None)
+
+    @property
+    def input_types(self) -> list[tuple[str, pa.DataType]]:
+        """Return the columns of the rows that the output reads, with their types."""
+        found = [] if self.column is None or self.type is None else [(self.column, self.type)]
+        if self.type is not None and pa.types.is_struct(self.type):
+            found += [(name, self.type.field(name).type) for name in self.columns]
+        return found if self.by is None or self.by_type is None else [*found, (self.by, self.by_type)]
+
+
+def split_function(function: str) -> tuple[str, tuple[str, ...]]:
+    """Return name and arguments of a function such as ``top_k(10)``; raises ``InvalidOperatorError``."""
+    found = _FUNCTION.fullmatch(function)
+    if found is None:
+        raise InvalidOperatorError(f"{function!r} is no aggregate function; it must look like sum, or top_k(10).")
+    return found[1], tuple(found[2].split(",")) if found[2] else ()
+
 
 OutputState: TypeAlias = list[pa.Array]
 """The state columns of one output, one value per group."""
@@ -60,3 +154,164 @@ def order_of(output: Output, rows: pa.RecordBatch) -> pa.Array:
 def _as_type(column: pa.Array, kind: pa.DataType | None) -> pa.Array:
     column = plain(column)
     return column if kind is None or pa.types.is_null(kind) or column.type == kind else column.cast(kind)
+
+
+# The names of an aggregation's state columns: ``<output>.<function>.<part>``, such as ``total.sum.sum``.
+#
+# The names alone say how the state is to be read: a client that has only the schema of the state can compute results.
+
+
+class StateColumn(NamedTuple):
+    """A state column: the output that it belongs to, the output's function with arguments, and the part of the state.
+
+    An output may have dots in its name; functions and parts have none.
+    """
+
+    output: str
+    function: str
+    part: str
+
+    @property
+    def name(self) -> str:
+        """Return the name of the column."""
+        return f"{self.output}.{self.function}.{self.part}"
+
+
+def split_state_column(name: str) -> StateColumn:
+    """Return the parts of the name of a state column; raises ``ValueError`` for any other name."""
+    output, function, part = name.rsplit(".", 2)
+    return StateColumn(output, function, part)
+
+
+def outputs_of(state: pa.Schema) -> list[tuple[str, str, list[pa.Field]]]:
+    """Return name, function and state columns of each output; raises ``ValueError`` for a name of another form."""
+    outputs: dict[tuple[str, str], list[pa.Field]] = {}
+    for column in state:
+        name, function, _ = split_state_column(column.name)
+        outputs.setdefault((name, function), []).append(column)
+    return [(name, function, parts) for (name, function), parts in outputs.items()]
+
+
+# ``merge``: a user's own aggregate. Its functions are run on whole tables, and their answers are checked.
+
+
+GROUP_ID = "group_id"
+"""The column by which the user's functions group: an int64 per row or state."""
+
+
+def user_partial(output: str, user: UserAggregate, groups: Groups, columns: dict[str, pa.Array]) -> list[pa.Array]:
+    """Return the states that the user's ``partial`` makes of the rows; raises ``InvalidOperatorError``."""
+    rows = pa.table({GROUP_ID: groups.ids, **columns})
+    return _states(f"{output}: partial", user.partial(rows), user.state, groups.num)
+
+
+def user_merge(output: str, user: UserAggregate, groups: Groups, states: list[pa.Array]) -> list[pa.Array]:
+    """Return the states that the user's ``merge`` makes of states; raises ``InvalidOperatorError``."""
+    table = pa.Table.from_arrays(
+        [pa.array(groups.ids), *states], schema=pa.schema([pa.field(GROUP_ID, pa.int64()), *user.state])
+    )
+    return _states(f"{output}: merge", user.merge(table), user.state, groups.num)
+
+
+def user_result(output: str, user: UserAggregate, states: list[pa.Array]) -> pa.Array:
+    """Return the results of the user's ``finish``, one per state; raises ``InvalidOperatorError``."""
+    if user.finish is None or user.result_type is None:
+        return states_as_result(states, user.state)
+    result: Any = user.finish(pa.Table.from_arrays(states, schema=user.state))
+    if not isinstance(result, pa.Array | pa.ChunkedArray) or len(result) != len(states[0]):
+        raise InvalidOperatorError(
+            f"{output}: finish answered {_described(result)}; it must give an Arrow array of {len(states[0])} values, "
+            "one for each row of the table it was given."
+        )
+    return _as_arrow_type(f"{output}: finish", result, user.result_type)
+
+
+def states_as_result(states: list[pa.Array], schema: pa.Schema) -> pa.Array:
+    """Return states as results: the one state column, or a struct of several."""
+    if len(states) == 1:
+        return states[0]
+    return struct_array(states, len(states[0]), None, state_result_type(schema))
+
+
+def state_result_type(schema: pa.Schema) -> pa.DataType:
+    """Return the type of ``states_as_result``."""
+    return schema.field(0).type if len(schema) == 1 else pa.struct(list(schema))
+
+
+def _states(what: str, answer: Any, schema: pa.Schema, num: int) -> list[pa.Array]:
+    """Return the state columns of an answer, in the order of the groups; raises ``InvalidOperatorError``."""
+    if not isinstance(answer, pa.Table | pa.RecordBatch):
+        raise InvalidOperatorError(f"{what} answered {_described(answer)}; it must give a pyarrow.Table.")
+    missing = [c for c in (GROUP_ID, *schema.names) if c not in answer.schema.names]
+    if missing:
+        raise InvalidOperatorError(
+            f"{what} answered the columns {', '.join(answer.schema.names)}; it must give {GROUP_ID} and the state "
+            f"columns {', '.join(schema.names)} ({', '.join(missing)} missing)."
+        )
+    order = _order(what, answer.column(GROUP_ID), num)
+    return [_as_arrow_type(f"{what}: {f.name}", answer.column(f.name).take(order), f.type) for f in schema]
+
+
+def _order(what: str, group_ids: pa.Array | pa.ChunkedArray, num: int) -> pa.Array:
+    ids: Integers = np.asarray(group_ids.cast(pa.int64()).fill_null(-1))
+    if len(ids) != num or (np.bincount(ids[(ids >= 0) & (ids < num)], minlength=num) != 1).any():
+        raise InvalidOperatorError(
+            f"{what} answered {len(ids)} rows for {num} groups; it must give one row for each {GROUP_ID} in the table "
+            "that it was given, with the same values of it."
+        )
+    return pa.array(np.argsort(ids))
+
+
+def _as_arrow_type(what: str, column: pa.Array | pa.ChunkedArray, kind: pa.DataType) -> pa.Array:
+    if isinstance(column, pa.ChunkedArray):
+        column = column.combine_chunks()
+        if isinstance(column, pa.ChunkedArray):
+            column = pa.concat_arrays(column.chunks) if column.num_chunks else pa.array([], column.type)
+    if column.type == kind:
+        return column
+    try:
+        return column.cast(kind)
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
+        raise InvalidOperatorError(f"{what} has the type {column.type} where {kind} was declared: {error}") from error
+
+
+def _described(answer: Any) -> str:
+    length = f" of length {len(answer)}" if hasattr(answer, "__len__") else ""
+    return f"a {type(answer).__module__}.{type(answer).__name__}{length}"
+
+
+def _user_rows(output: Output, groups: Groups, rows: pa.RecordBatch) -> OutputState:
+    assert output.user is not None
+    return user_partial(output.name, output.user, groups, {c: plain(rows.column(c)) for c in output.columns})
+
+
+def _user_merge(output: Output, groups: Groups, state: OutputState) -> OutputState:
+    """Merge states. The function sees no state of nulls alone: rows from before the output was added have that."""
+    assert output.user is not None
+    has_state = np.logical_or.reduce([np.asarray(column.is_valid()) for column in state])
+    if has_state.all():
+        return user_merge(output.name, output.user, groups, state)
+    present, ids = np.unique(groups.ids[has_state], return_inverse=True)
+    known = [column.filter(pa.array(has_state)) for column in state]
+    merged = user_merge(output.name, output.user, Groups(ids, len(present)), known) if len(present) else known
+    rows = np.full(groups.num, -1, np.int64)
+    rows[present] = np.arange(len(present))
+    return [column.take(pa.array(rows, mask=rows < 0)) for column in merged]
+
+
+def _user_parts(output: Output) -> list[tuple[str, pa.DataType]]:
+    assert output.user is not None
+    return [(f.name, f.type) for f in output.user.state]
+
+
+def _as_declared(parts: list[pa.Field]) -> pa.Schema:
+    return pa.schema([f.with_name(split_state_column(f.name).part) for f in parts])
+
+
+USER = Computation(
+    parts=_user_parts,
+    of_rows=_user_rows,
+    merge=_user_merge,
+    result_type=lambda _, __, parts: state_result_type(_as_declared(parts)),
+    result=lambda _, __, parts, state: states_as_result(state, _as_declared(parts)),
+)

@@ -11,18 +11,9 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from spark_bridge.cli.cluster import drain as drain_cli
-from spark_bridge.cli.cluster import grafana as grafana_cli
-from spark_bridge.cli.cluster import logs, overview_commands, top
-from spark_bridge.cli.cluster import serve as serve_cli
-from spark_bridge.cli.cluster import token as token_cli
-from spark_bridge.cli.cluster import ui as ui_cli
-from spark_bridge.cli.doctor import command as doctor
-from spark_bridge.cli.jobs import run as run_cli
+from spark_bridge.cli import checkpoint_commands, cluster_commands, doctor, logs, overview, state_commands
+from spark_bridge.cli import jobs as run_cli
 from spark_bridge.cli.output import FAILED
-from spark_bridge.cli.state import change_commands, state_commands, storage_commands, surgery_commands
-from spark_bridge.cli.state import checkpoint as checkpoint_cli
-from spark_bridge.cli.state import savepoint as savepoint_cli
 
 log = logging.getLogger(__name__)
 
@@ -41,32 +32,32 @@ class Backend(str, Enum):
     file = "file"
 
 
-app.add_typer(checkpoint_cli.app)
-app.add_typer(savepoint_cli.app)
-app.add_typer(token_cli.app)
-app.add_typer(grafana_cli.app)
+app.add_typer(checkpoint_commands.checkpoint_app)
+app.add_typer(checkpoint_commands.app)
+app.add_typer(cluster_commands.app)
+app.add_typer(cluster_commands.grafana_app)
 for command in (
-    overview_commands.status,
-    overview_commands.queries,
-    overview_commands.checkpoints,
-    overview_commands.partitions,
-    overview_commands.hosts,
+    overview.status,
+    overview.queries,
+    overview.checkpoints,
+    overview.partitions,
+    overview.hosts,
     state_commands.get,
     state_commands.scan,
     state_commands.sql,
-    change_commands.watch,
-    change_commands.diff,
-    storage_commands.files,
-    storage_commands.verify,
-    surgery_commands.forget,
-    surgery_commands.audit,
-    top.top,
+    state_commands.watch,
+    state_commands.diff,
+    checkpoint_commands.files,
+    checkpoint_commands.verify,
+    checkpoint_commands.forget,
+    checkpoint_commands.audit,
+    overview.top,
     logs.logs,
     doctor.doctor,
-    drain_cli.drain,
+    cluster_commands.drain,
     run_cli.run,
-    serve_cli.serve,
-    ui_cli.ui,
+    cluster_commands.serve,
+    cluster_commands.ui,
 ):
     app.command()(command)
 
@@ -100,7 +91,7 @@ def demo(
     Example: statestore demo --kill-host --batches 20
     """
     from spark_bridge.demo.app import run_demo
-    from spark_bridge.demo.flights import ReplayMismatchError
+    from spark_bridge.demo.events import ReplayMismatchError
 
     if stop_after is not None and checkpoint is None:
         raise typer.BadParameter("--stop-after needs --checkpoint DIR, or there is nothing to go on from")

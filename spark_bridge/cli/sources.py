@@ -8,24 +8,165 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
+import pyarrow as pa
 import typer
 
+from backends.decoders import json_decoder
 from coordinator_actor.coordinator_conf import COORDINATOR_NAME, NAMESPACE
-from spark_bridge.cli.joined_ray import joined_ray
 from spark_bridge.cli.output import DAMAGED, FAILED, complain, errors_explained
-from spark_bridge.cli.storage_options import Option, options_of
-from spark_bridge.cli.tls_options import TlsCa, TlsCertificate, TlsKey, TlsServerName, tls_of
+from spark_bridge.exceptions import EnvironmentProblemError, RequestError, UnknownKeyOrNamespaceError
 from spark_bridge.overview.from_cluster import KnownCheckpoints
 from spark_bridge.overview.from_storage import overview_of_checkpoint
 from spark_bridge.overview.model import Overview
 from spark_bridge.queryable.client.client import QueryableStateClient
-from spark_bridge.queryable.client.cluster.discovery import from_environment
+from spark_bridge.queryable.client.discovery import from_environment
+from spark_bridge.queryable.client.json_values import from_json, key_of_json, key_of_text
 from spark_bridge.transport.tls import TlsConf
+
+if TYPE_CHECKING:
+    from coordinator_actor.reference import RayCoordinatorPort
+
+# Joining a Ray cluster for the time of one ``statestore`` command.
+
+
+@contextmanager
+def joined_ray(address: str | None, namespace: str) -> Iterator[None]:
+    """Join the Ray cluster at ``address`` (None: the one that this machine has on record), and leave it at the end.
+
+    Raises ``EnvironmentProblemError`` if no Ray cluster answers.
+    """
+    import ray
+
+    from spark_bridge.session.ray_cluster import check_listens
+
+    if address is not None:
+        check_listens(address)
+    try:
+        ray.init(address=address or "auto", namespace=namespace, log_to_driver=False, logging_level="ERROR")
+    except (ConnectionError, ValueError) as error:
+        raise EnvironmentProblemError(
+            f"No Ray cluster answers at {address or 'the address that this machine has on record'}; "
+            f"name one with --address or RAY_ADDRESS. Ray says: {error}"
+        ) from error
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+@contextmanager
+def reachable_coordinator(
+    address: str | None, namespace: str, coordinator: str, timeout: float
+) -> Iterator[RayCoordinatorPort | None]:
+    """Give the coordinator of the cluster at ``address``, or of the one on this machine; None if there is none.
+
+    ``timeout`` is in seconds, for one message. Raises ``EnvironmentProblemError`` if no cluster answers at ``address``.
+    """
+    from spark_bridge.session.ray_cluster import running_ray
+
+    known = address or running_ray()
+    if known is None:
+        yield None
+        return
+    import ray
+
+    from coordinator_actor.reference import RayCoordinatorPort
+
+    with joined_ray(known, namespace):
+        try:
+            ray.get_actor(coordinator, namespace=namespace)
+        except ValueError:
+            yield None
+            return
+        yield RayCoordinatorPort(namespace, coordinator, timeout)
+
+
+# Parts that the commands about stored files share: the settings of storage, and errors as messages.
+
+
+T = TypeVar("T")
+
+Option = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--storage-option",
+        help="A storage setting, name=value; spark.hadoop.fs.s3a.* as in Spark. Repeatable. Every user of this machine "
+        "can read it in the process list: leave secrets to the environment (AWS_SECRET_ACCESS_KEY and others).",
+    ),
+]
+
+
+def options_of(given: list[str] | None) -> dict[str, str]:
+    """Return the settings by name; raises ``typer.BadParameter`` for one without a value."""
+    pairs = [one.partition("=") for one in given or ()]
+    for name, equals, _ in pairs:
+        if not equals:
+            raise typer.BadParameter(f"{name!r} has no value; write name=value")
+    return {name: value for name, _, value in pairs}
+
+
+def or_exit(call: Callable[[], T]) -> T:
+    """Return the result of the call; an error of ours is printed, and ends the program with code 2."""
+    with errors_explained():
+        return call()
+
+
+# The options of commands that ask hosts which use TLS.
+
+
+TlsCa = Annotated[
+    str | None,
+    typer.Option(
+        "--tls-ca",
+        metavar="FILE",
+        envvar="STATESTORE_TLS_CA",
+        help="The authorities of the hosts' certificates (PEM), if hosts use TLS.",
+    ),
+]
+TlsCertificate = Annotated[
+    str | None,
+    typer.Option(
+        "--tls-certificate",
+        metavar="FILE",
+        envvar="STATESTORE_TLS_CERTIFICATE",
+        help="The certificate of this process, if hosts ask for one.",
+    ),
+]
+TlsKey = Annotated[
+    str | None,
+    typer.Option("--tls-key", metavar="FILE", envvar="STATESTORE_TLS_KEY", help="The key of that certificate."),
+]
+TlsServerName = Annotated[
+    str | None,
+    typer.Option(
+        "--tls-server-name",
+        metavar="NAME",
+        envvar="STATESTORE_TLS_SERVER_NAME",
+        help="The name in the hosts' certificates, if these do not have their addresses.",
+    ),
+]
+
+
+def tls_of(ca: str | None, certificate: str | None, key: str | None, server_name: str | None) -> TlsConf | None:
+    """Return the settings of the options; None for no TLS.
+
+    Raises ``typer.BadParameter`` for others without the authorities, and ``TlsError`` for a certificate or key alone.
+    """
+    if ca is None:
+        given = {"--tls-certificate": certificate, "--tls-key": key, "--tls-server-name": server_name}
+        if named := [option for option, value in given.items() if value is not None]:
+            raise typer.BadParameter(
+                f"{', '.join(named)} without the authorities of the hosts' certificates: give --tls-ca too."
+            )
+        return None
+    return TlsConf(ca, certificate, key, server_name=server_name)
+
 
 CheckpointOption = Annotated[
     str | None,
@@ -86,7 +227,7 @@ class Source:
             found = overview_of_checkpoint(self.checkpoint, self.state_location, self.options)
             self.damages[:] = [what for query in found.queries for what in query.damages]
             return found
-        from spark_bridge.overview.on_ray import cluster_overview
+        from spark_bridge.overview.from_cluster import cluster_overview
 
         return cluster_overview(self.namespace, self.coordinator, known=self.known)
 
@@ -106,7 +247,7 @@ class Source:
 
     def _opened(self, held: ExitStack) -> QueryableStateClient:
         if self.checkpoint is not None:
-            from spark_bridge.state_data.savepoint_client import client_of_path
+            from spark_bridge.state_data.checkpoint_client import client_of_path
 
             where = (self.checkpoint, self.state_location, self.options)
             return held.enter_context(client_of_path(*where, progress=complain, damaged=self.damages.append))
@@ -180,3 +321,88 @@ def _with(make: Callable[..., Source], command: Callable[..., None]) -> Callable
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {p.name: p.annotation for p in parameters}
     return run
+
+
+# Keys and conditions as people type them on a command line.
+
+
+_CONDITION = re.compile(
+    r"\s*(?P<column>.+?)\s*(?:(?P<null>\bis(?:\s+not)?\s+null)|(?P<operator><=|>=|!=|<>|==?|<|>|\bin\b)\s*(?P<value>.+))",
+    re.IGNORECASE | re.DOTALL,
+)
+
+
+def key_of_words(words: Sequence[str], schema: pa.Schema) -> Any:
+    """Return the key that the words of a command line name.
+
+    It is written as ``column=value`` for each column of the key; or as JSON, an object or an array; or as the values in
+    the order of the columns, one a word, or in one word with commas between (as in CSV). Raises
+    ``UnknownKeyOrNamespaceError``.
+    """
+    named = _by_name(words, schema)
+    if named is not None:
+        return named
+    if len(words) == 1:
+        given = _json(words[0])
+        nested = isinstance(given, dict | list)
+        if nested and not (len(schema) == 1 and pa.types.is_string(schema.types[0]) and isinstance(given, dict)):
+            return key_of_json(given, schema)
+        if given is None and words[0] == "null" and not pa.types.is_string(schema.types[0]):
+            return key_of_json(given, schema)
+        return key_of_text(words[0], schema)
+    if len(words) != len(schema):
+        wanted = ", ".join(f"{f.name}: {f.type}" for f in schema)
+        raise UnknownKeyOrNamespaceError(
+            f"{len(words)} values were given; the key has {len(schema)} columns ({wanted}). Write column=value for "
+            "each, or JSON."
+        )
+    return tuple(_value(word, field) for word, field in zip(words, schema, strict=True))
+
+
+def _by_name(words: Sequence[str], schema: pa.Schema) -> Any:
+    """Return the key if every word is column=value of a column of the key; None if the words are something else."""
+    pairs = [word.partition("=") for word in words]
+    if len(words) != len(schema) or {name for name, _, _ in pairs} != set(schema.names):
+        return None
+    given = {name: value for name, _, value in pairs}
+    made = [_value(given[field.name], field) for field in schema]
+    return made[0] if len(made) == 1 else tuple(made)
+
+
+def _value(text: str, field: pa.Field) -> Any:
+    """Return a value of a column; ``null`` is null, except for text, and what is nested is JSON."""
+    if text == "null" and not pa.types.is_string(field.type):
+        return None
+    given = _json(text) if pa.types.is_nested(field.type) else text
+    return from_json(given, field.type, f"Key column {field.name!r}")
+
+
+def bound_of(text: str | None) -> Any:
+    """Return a bound of a scan as JSON has it, or plain text. None is none."""
+    given = None if text is None else _json(text)
+    return text if given is None else given
+
+
+def condition_of(text: str) -> tuple[Any, ...]:
+    """Return a condition as ``client.scan`` takes it, of text such as ``n > 10``, ``k in ["a", "b"]``, ``v is null``.
+
+    A value is JSON, or plain text. Raises ``RequestError``.
+    """
+    found = _CONDITION.fullmatch(text)
+    if found is None:
+        raise RequestError(f"{text!r} is no condition; write a column, an operator and a value, such as 'n > 10'.")
+    if found["null"]:
+        return found["column"], " ".join(found["null"].lower().split())
+    operator, written = found["operator"].lower(), found["value"].strip()
+    value = _json(written)
+    if operator == "in" and not isinstance(value, list):
+        raise RequestError(f"{text!r}: after 'in' comes a JSON array, such as [1, 2].")
+    return found["column"], operator, written if value is None else value
+
+
+def _json(text: str) -> Any:
+    """Return the value of JSON text; None for text that is none."""
+    try:
+        return json_decoder(Any).decode(text.encode())
+    except ValueError:  # plain text
+        return None

@@ -2,32 +2,195 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import random
 import secrets
 import shutil
 import signal
+import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from types import FrameType
+from types import FrameType, TracebackType
+from typing import Any, Protocol
 
-from rich.console import Console
+import pandas as pd
+import ray
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
 
-from spark_bridge.demo.display import Display, choose_display
+from backends.decoders import json_decoder
+from coordinator_actor.coordinator_conf import NAMESPACE
+from spark_bridge import QueryableStateClient
 from spark_bridge.demo.events import (
+    FLIGHT_KEY,
+    OPERATOR,
     BatchCommitted,
+    DemoEvent,
+    EventPipe,
     Failed,
+    HostKilled,
+    HostsPlaced,
     LookupAnswered,
     LookupOptions,
+    Progress,
     Started,
     StreamOptions,
     Verified,
+    check_replay,
+    find_flights_csv,
 )
-from spark_bridge.demo.flights import check_replay, find_flights_csv
-from spark_bridge.demo.processes import Children
+from spark_bridge.demo.stream import Children, end_with_parent
+
+# The demo's display: one live picture on a terminal, plain lines anywhere else.
+
+
+LOOKUPS_SHOWN = 6
+SECONDS_BETWEEN_LOOKUP_LINES = 2.0
+
+
+class Display(Protocol):
+    """Shows events as they come; a context manager."""
+
+    def __enter__(self) -> Display: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+    def show(self, event: DemoEvent) -> None:
+        """Show one event."""
+
+
+def choose_display(console: Console, batches: int) -> Display:
+    """Return the live picture where it can be drawn, else lines."""
+    return LiveDisplay(console, batches) if console.is_terminal else LineDisplay(console, batches)
+
+
+class LineDisplay:
+    """One line per batch, and a lookup every two seconds."""
+
+    def __init__(self, console: Console, batches: int) -> None:
+        self._console = console
+        self._batches = batches
+        self._next_lookup = 0.0
+
+    def __enter__(self) -> LineDisplay:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        return None
+
+    def show(self, event: DemoEvent) -> None:
+        """Print the event, but of lookups only one every two seconds."""
+        if isinstance(event, BatchCommitted):
+            self._line(describe_batch(event, self._batches))
+        elif isinstance(event, LookupAnswered):
+            if time.monotonic() >= self._next_lookup:
+                self._next_lookup = time.monotonic() + SECONDS_BETWEEN_LOOKUP_LINES
+                self._line("  lookup " + describe_lookup(event))
+        else:
+            line = event_line(event)
+            if line is not None:
+                self._line(line)
+
+    def _line(self, text: str) -> None:
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+class LiveDisplay:
+    """Progress bar, figures of the newest batch, and the newest lookups, drawn in place."""
+
+    def __init__(self, console: Console, batches: int) -> None:
+        self._console = console
+        self._batches = batches
+        self._batch: BatchCommitted | None = None
+        self._step = "starting"
+        self._lookups: deque[LookupAnswered] = deque(maxlen=LOOKUPS_SHOWN)
+        self._live = Live(self._picture(), console=console, refresh_per_second=8, transient=False)
+
+    def __enter__(self) -> LiveDisplay:
+        self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._live.stop()
+
+    def show(self, event: DemoEvent) -> None:
+        """Draw the picture anew; lines that must stay in sight are printed above it."""
+        if isinstance(event, BatchCommitted):
+            self._batch = event
+        elif isinstance(event, LookupAnswered):
+            self._lookups.appendleft(event)
+        elif isinstance(event, Progress):
+            self._step = event.text
+        else:
+            line = event_line(event)
+            if line is not None:
+                self._live.console.print(line, markup=False, highlight=False)
+        self._live.update(self._picture())
+
+    def _picture(self) -> RenderableType:
+        done = self._batch.number if self._batch else 0
+        figures = Text(describe_batch(self._batch, self._batches) if self._batch else f"{self._step} ...")
+        lookups = Table(box=None, padding=(0, 2), title="looked up by another process", title_justify="left")
+        for heading in ("aircraft", "ms", "what the state says"):
+            lookups.add_column(heading, justify="right" if heading == "ms" else "left", no_wrap=True)
+        for lookup in self._lookups:
+            lookups.add_row(lookup.key, f"{lookup.milliseconds:.1f}", lookup.answer or "not seen yet")
+        return Group(ProgressBar(total=self._batches, completed=done, width=60), figures, lookups)
+
+
+def describe_batch(batch: BatchCommitted, batches: int) -> str:
+    """Return the figures of one batch, as far as they are known."""
+    parts = [f"batch {batch.number}/{batches}", f"{batch.rows:,} rows"]
+    parts.append(f"{batch.rows_per_second:,.0f} rows/s")
+    if batch.touched_keys is not None:
+        parts.append(f"{batch.touched_keys:,} aircraft touched")
+    if batch.total_keys is not None:
+        parts.append(f"{batch.total_keys:,} in the state")
+    parts.append(f"checkpoint {batch.checkpoint}")
+    timing = f"{batch.batch_ms:,.0f} ms"
+    if batch.state_ms is not None:
+        timing += f", state {batch.state_ms:,.0f} ms"
+    parts.append(timing)
+    return " | ".join(parts)
+
+
+def describe_lookup(lookup: LookupAnswered) -> str:
+    """Return one lookup as a line."""
+    return f"{lookup.key}: {lookup.answer or 'not seen yet'} ({lookup.milliseconds:.1f} ms)"
+
+
+def event_line(event: DemoEvent) -> str | None:
+    """Return the line for any other event; None for an event without a line."""
+    if isinstance(event, Progress):
+        return f"{event.text} ..."
+    if isinstance(event, Started) and event.done:
+        return f"Going on after batch {event.done}, which an earlier run committed."
+    if isinstance(event, HostsPlaced):
+        return "State hosts by machine: " + ", ".join(f"{at}: {count}" for at, count in event.by_machine.items())
+    if isinstance(event, HostKilled):
+        return f"kill -9 {event.pid}: that was a StateStoreHost, during batch {event.number}."
+    if isinstance(event, Verified):
+        return (
+            f"The state of all {event.keys:,} aircraft ({event.flights:,} flights) is what pandas computes; "
+            f"{event.unknown_keys} unknown ones are not in it. Read back in {event.read_ms:,.0f} ms."
+        )
+    return None
+
 
 SECONDS_BETWEEN_LOOKUPS = 0.25
 WARM_UP_BATCHES = 3
@@ -178,7 +341,7 @@ def _follow(children: Children, display: Display) -> tuple[str | None, Record]:
         elif isinstance(message, LookupAnswered):
             record.lookups_ms.append(message.milliseconds)
         elif isinstance(message, Started):
-            children.start("lookup", "spark_bridge.demo.lookup", _lookup_options(message.ray_address))
+            children.start("lookup", "spark_bridge.demo.app", _lookup_options(message.ray_address))
         elif isinstance(message, Verified):
             verified = True
             children.stop("lookup", patience_s=5.0)
@@ -190,3 +353,61 @@ def _lookup_options(ray_address: str) -> Callable[[int], LookupOptions]:
 
 def _leave(_signum: int, _frame: FrameType | None) -> None:
     raise KeyboardInterrupt
+
+
+# The demo's query client: looks up random aircraft in the running stream's state, one after the other.
+#
+# Run as ``python -m spark_bridge.demo.app <LookupOptions as JSON>`` by ``app``.
+
+
+log = logging.getLogger(__name__)
+
+ANSWER_TIMEOUT_S = 120.0
+"""The demo kills a host, and a slow machine takes long to start another host."""
+
+
+def look_up(options: LookupOptions, events: EventPipe) -> None:
+    """Look up one random aircraft after the other, until this process is ended."""
+    aircraft = pd.read_csv(find_flights_csv(), usecols=[FLIGHT_KEY])[FLIGHT_KEY].dropna().unique().tolist()
+    ray.init(address=options.ray_address, namespace=NAMESPACE, log_to_driver=False)
+    try:
+        with QueryableStateClient.connect(timeout=ANSWER_TIMEOUT_S) as client:
+            while True:
+                key = random.choice(aircraft)
+                started = time.perf_counter()
+                value = client.get(OPERATOR, key)
+                events.send(LookupAnswered(key, describe_value(value), (time.perf_counter() - started) * 1e3))
+                time.sleep(options.pause_s)
+    finally:
+        ray.shutdown()
+
+
+def describe_value(value: dict[str, Any] | None) -> str | None:
+    """Return an aircraft's figures in words; None if the state has none."""
+    if value is None:
+        return None
+    words = [f"{value['flights']} flights"]
+    if value["air_time"] is not None:
+        words.append(f"{value['air_time']:,} min in the air")
+    if value["mean_delay"] is not None:
+        words.append(f"delay {value['mean_delay']:+.1f} min on average, {value['worst_delay']:+d} at worst")
+    words.append(f"last to {value['last_dest']} on {value['last_departure']:%Y-%m-%d %H:%M}")
+    return ", ".join(words)
+
+
+def main() -> None:
+    """Look up as the options on the command line say; report an error to the parent and exit with 1."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    options = json_decoder(LookupOptions).decode(sys.argv[1])
+    events = EventPipe(options.events_fd)
+    end_with_parent()
+    try:
+        look_up(options, events)
+    except Exception as error:
+        log.exception("the demo's lookups failed")
+        events.send(Failed(f"a lookup failed: {type(error).__name__}: {error}"))
+        raise SystemExit(1) from error
+
+
+if __name__ == "__main__":
+    main()

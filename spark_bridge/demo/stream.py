@@ -7,25 +7,39 @@ from __future__ import annotations
 
 import logging
 import os
+import queue
 import signal
+import subprocess
 import sys
 import threading
 import time
-from contextlib import AbstractContextManager, suppress
+import uuid
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
+import msgspec
 import pandas as pd
+import psutil
 import pyarrow as pa
 import ray
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.streaming import StreamingQuery
+from ray.util.placement_group import PlacementGroup
 
 from backends import StateStoreConf
 from backends.decoders import json_decoder
+from coordinator_actor.coordinator_conf import NAMESPACE
 from spark_bridge import QueryableStateClient, aggregate, init_spark, stop_spark
 from spark_bridge import functions as S
 from spark_bridge.demo.events import (
+    FLIGHT_KEY,
+    OPERATOR,
+    SPARK_SCHEMA,
     BatchCommitted,
     DemoError,
     DemoEvent,
@@ -37,26 +51,213 @@ from spark_bridge.demo.events import (
     Started,
     StreamOptions,
     Verified,
-)
-from spark_bridge.demo.expected import FLIGHT_KEY, expected_state, first_difference
-from spark_bridge.demo.flights import (
-    OPERATOR,
-    SPARK_SCHEMA,
     batch_bounds,
+    decode_event,
+    expected_state,
+    first_difference,
     load_flights,
     release_files,
     retract_files,
 )
-from spark_bridge.demo.processes import end_with_parent
-from spark_bridge.demo.ray_for_demo import (
-    EXECUTOR_MEMORY,
-    RayForDemo,
-    hosts_by_machine,
-    machines_of_cluster,
-    own_cluster,
-)
-from spark_bridge.session.cluster.java import ensure_java
-from spark_bridge.session.current import current_cluster
+from spark_bridge.session.ray_cluster import ensure_java, system_config
+from spark_bridge.session.state_cluster import current_cluster
+
+# Child processes that leave no process behind, however they end.
+#
+# Ray and Spark start processes in groups of their own, so a kill of the child's group would miss them. Every
+# descendant inherits a mark in its environment instead, by which it is found.
+
+
+MARK = "STATESTORE_DEMO_MARK"
+Ended = tuple[str, int]
+"""A child's name and exit code, queued after its last event."""
+
+
+class Children:
+    """The demo's child processes: starts them, gathers their events, and ends them and all their descendants."""
+
+    def __init__(self, log_path: Path, environment: Mapping[str, str]) -> None:
+        self.messages: queue.Queue[DemoEvent | Ended] = queue.Queue()
+        self._mark = uuid.uuid4().hex
+        self._environment = {**os.environ, **environment, MARK: self._mark}
+        self._log_path = log_path
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+
+    def start(self, name: str, module: str, options: Callable[[int], msgspec.Struct]) -> None:
+        """Run ``python -m module <options as JSON>``; ``options`` gets the file descriptor for its events."""
+        read_fd, write_fd = os.pipe()
+        try:
+            with self._log_path.open("ab") as log_file:
+                arguments = msgspec.json.encode(options(write_fd)).decode()
+                process = subprocess.Popen(
+                    [sys.executable, "-m", module, arguments],
+                    stdin=subprocess.PIPE,  # its end tells the child that this process is gone
+                    stdout=log_file,
+                    stderr=log_file,
+                    pass_fds=[write_fd],
+                    env=self._environment,
+                    start_new_session=True,  # Ctrl-C reaches this process alone, which ends the children in order
+                )
+        finally:
+            os.close(write_fd)
+        self._processes[name] = process
+        threading.Thread(target=self._read, args=(name, process, read_fd), daemon=True).start()
+
+    def _read(self, name: str, process: subprocess.Popen[bytes], fd: int) -> None:
+        with os.fdopen(fd, "rb") as lines:
+            for line in lines:
+                self.messages.put(decode_event(line))
+        self.messages.put((name, process.wait()))
+
+    def stop(self, name: str, patience_s: float) -> None:
+        """Ask one child to end (SIGTERM), wait for it, and kill it if it does not end."""
+        process = self._processes.get(name)
+        if process is None or process.poll() is not None:
+            return
+        process.terminate()
+        try:
+            process.wait(patience_s)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+    def close(self, patience_s: float = 20.0) -> None:
+        """End all children, the last one first, then every process that carries the mark."""
+        for name in reversed(self._processes):
+            self.stop(name, patience_s)
+        deadline = time.monotonic() + 10.0
+        grace_until = time.monotonic() + 2.0  # Ray's own processes end soon after their driver
+        looks_without_one = 0
+        while looks_without_one < 2:  # one look may miss a process: /proc shows no environment for a moment after exec
+            marked = marked_processes(self._mark)
+            looks_without_one = 0 if marked else looks_without_one + 1
+            if time.monotonic() > deadline and marked:
+                raise RuntimeError(f"these processes do not die: {[process.pid for process in marked]}")
+            if time.monotonic() > grace_until:
+                for process in marked:
+                    kill(process)
+            time.sleep(0.1)
+
+
+def marked_processes(mark: str) -> list[psutil.Process]:
+    """Return all living processes of this user, except this one, whose environment carries ``mark``."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.pid != os.getpid() and process.environ().get(MARK) == mark:
+                found.append(process)
+        except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
+            continue  # it has ended meanwhile, or is another user's
+    return found
+
+
+def kill(process: psutil.Process) -> None:
+    """Send SIGKILL, unless the process has ended meanwhile."""
+    try:
+        process.kill()
+    except psutil.NoSuchProcess:
+        return
+
+
+def end_with_parent() -> None:
+    """End this child process by ``SystemExit`` on SIGTERM, and when its parent ends (at the end of standard input)."""
+
+    def leave(_signum: int, _frame: FrameType | None) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second signal must not disturb the clean-up
+        raise SystemExit(128 + signal.SIGTERM)
+
+    def watch() -> None:
+        # Not through sys.stdin: this thread would still hold its lock when the interpreter shuts down.
+        while os.read(0, 1024):
+            continue
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    signal.signal(signal.SIGTERM, leave)
+    threading.Thread(target=watch, daemon=True).start()
+
+
+# The Ray cluster of the demo: one of its own on this machine, or one that runs on several machines.
+
+
+MIB = 1 << 20
+EXECUTOR_MEMORY = 1 << 30
+ROOM_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True)
+class RayForDemo:
+    """A Ray cluster that is joined: its address, and what ``init_spark`` is told about executors."""
+
+    address: str
+    executors: dict[str, Any] = field(default_factory=lambda: {"num_executors": 2})
+
+
+@contextmanager
+def own_cluster(directory: Path) -> Iterator[RayForDemo]:
+    """Start a cluster for this demo alone, with its files below ``directory``; end the cluster after the demo."""
+    directory.mkdir(parents=True)
+    context = ray.init(
+        address="local",
+        num_cpus=max(2, os.cpu_count() or 1),
+        object_store_memory=256 * MIB,
+        include_dashboard=False,
+        log_to_driver=False,
+        namespace=NAMESPACE,
+        _temp_dir=str(directory),
+        _system_config=system_config(),
+    )
+    try:
+        yield RayForDemo(str(context.address_info["gcs_address"]))
+    finally:
+        ray.shutdown()
+
+
+@contextmanager
+def machines_of_cluster(count: int) -> Iterator[RayForDemo]:
+    """Join the cluster at ``RAY_ADDRESS``, or that of this machine, and take a slot on each of ``count`` machines.
+
+    Raises ``DemoError`` if there is no cluster, or not enough machines have room for an executor within a minute.
+    """
+    try:
+        ray.init(address="auto", log_to_driver=False, namespace=NAMESPACE)
+    except ConnectionError as error:
+        raise DemoError(
+            f"--machines needs a Ray cluster that runs, and none was found: {error} Start Ray on the machines (`ray "
+            "start`), and run the demo on one of them, or with RAY_ADDRESS=<head>:6379"
+        ) from error
+    try:
+        group = _room_on_machines(count)
+        try:
+            configs = {"spark.statestore.sharedFileSystem": "true"}
+            executors = {"num_executors": count, "placement_group": group, "configs": configs}
+            yield RayForDemo(ray.get_runtime_context().gcs_address, executors)
+        finally:
+            ray.util.remove_placement_group(group)
+    finally:
+        ray.shutdown()
+
+
+def _room_on_machines(count: int) -> PlacementGroup:
+    """Return a group with room for an executor on each of ``count`` machines."""
+    there = {n["NodeManagerAddress"]: n["Resources"].get("CPU", 0) for n in ray.nodes() if n["Alive"]}
+    if sum(cpus >= 1 for cpus in there.values()) >= count:
+        bundles: list[dict[str, float]] = [{"CPU": 1, "memory": EXECUTOR_MEMORY}] * count
+        group = ray.util.placement_group(bundles, strategy="STRICT_SPREAD")
+        if group.wait(ROOM_TIMEOUT_S):
+            return group
+        ray.util.remove_placement_group(group)
+    slots = ", ".join(f"{address} ({cpus:g})" for address, cpus in sorted(there.items()))
+    raise DemoError(
+        f"--machines {count} needs {count} machines with a free CPU slot and 1 GiB of Ray's memory each; these are in "
+        f"the cluster, with their slots, taken ones too: {slots}. Name fewer machines, add some, or end what uses them"
+    )
+
+
+def hosts_by_machine() -> dict[str, int]:
+    """Return how many state hosts of this session stand on each machine, by its address."""
+    addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+    return dict(sorted(Counter(addresses[host.node_id] for host in current_cluster().placement.hosts).items()))
+
 
 log = logging.getLogger(__name__)
 

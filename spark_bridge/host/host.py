@@ -14,44 +14,27 @@ from functools import partial
 from pathlib import Path
 
 import backends.providers.rocksdb  # noqa: F401 - most hosts need it, and their first batch would wait for its import
+from backends import spans
 from backends.conf import StateStoreConf
 from backends.exceptions import StoreClosedError
 from backends.formats.changelog import Changes
 from backends.host_memory import host_memory
 from backends.partition.load_watch import LoadProgress
 from backends.storage.checkpoint_storage import OpenStorage
-from backends.tracing import spans, trace_ids
 from coordinator_actor.coordinator_port import CoordinatorPort
-from coordinator_actor.messages import (
-    Acknowledged,
-    HostInfo,
-    OperatorFigures,
-)
+from coordinator_actor.messages import Acknowledged, HostInfo, OperatorFigures
 from spark_bridge.exceptions import PartitionMismatchError
-from spark_bridge.host.commits.group_commit import GroupCommits
-from spark_bridge.host.commits.task_commit import TaskCommits
-from spark_bridge.host.coordination.completed_versions import CompletedVersions
-from spark_bridge.host.coordination.grants import Grants
-from spark_bridge.host.coordination.prepared_versions import PreparedVersions
-from spark_bridge.host.coordination.registration import HostRegistration
-from spark_bridge.host.coordination.run_orders import RunOrders
-from spark_bridge.host.coordination.version_requests import VersionRequests
-from spark_bridge.host.counters import Counters
-from spark_bridge.host.held.held_partitions import HeldPartitions
-from spark_bridge.host.held.instance import spec_of
-from spark_bridge.host.loading.completion import VersionCompletion
-from spark_bridge.host.loading.copy_loading import CopyLoading
-from spark_bridge.host.loading.hand_overs import HandOvers
-from spark_bridge.host.loading.kept_partitions import KeptPartitions
-from spark_bridge.host.loading.loads_under_way import LoadsUnderWay
-from spark_bridge.host.loading.partition_files import PartitionFiles
-from spark_bridge.host.loading.partition_loading import PartitionLoading
-from spark_bridge.host.loading.shared_loads import SharedLoads
-from spark_bridge.host.loading.unloading import PartitionUnloading
+from spark_bridge.host.commits import GroupCommits, TaskCommits
+from spark_bridge.host.exports import SavepointExports, SavepointPartitions
+from spark_bridge.host.held_partitions import Counters, HeldPartitions, spec_of
+from spark_bridge.host.kept_partitions import KeptPartitions, LoadsUnderWay, PartitionUnloading, VersionCompletion
+from spark_bridge.host.loading import CopyLoading, PartitionLoading
 from spark_bridge.host.maintenance import Maintenance
+from spark_bridge.host.partition_files import PartitionFiles
 from spark_bridge.host.reads import PartitionReads
-from spark_bridge.host.savepoints.savepoint_exports import SavepointExports
-from spark_bridge.host.savepoints.savepoint_partitions import SavepointPartitions
+from spark_bridge.host.registration import CompletedVersions, Grants, HostRegistration, RunOrders
+from spark_bridge.host.shared_loads import HandOvers, SharedLoads
+from spark_bridge.host.versions import PreparedVersions, VersionRequests
 from spark_bridge.transport.protocol import OpenReply, TaskIdentity
 
 REVOKED_SECONDS = 60.0
@@ -151,7 +134,7 @@ class Host:
         ``PartitionMismatchError`` if the task opens the partition a second time, and what loading and the coordinator
         raise.
         """
-        trace = trace_ids.batch(task.run_id, task.batch_id + 1)
+        trace = spans.batch(task.run_id, task.batch_id + 1)
         with spans.span("host.open", trace, operator=task.operator, partition=task.partition) as span:
             reply = self._opened(task)
             span.note(redirected=reply.redirect is not None, loading=reply.loading is not None)
@@ -190,7 +173,7 @@ class Host:
         self, task: TaskIdentity, changes: Changes, timings: Mapping[str, float], figures: OperatorFigures | None = None
     ) -> Acknowledged:
         """See ``TaskCommits``."""
-        trace = trace_ids.batch(task.run_id, task.batch_id + 1)
+        trace = spans.batch(task.run_id, task.batch_id + 1)
         with spans.span("host.commit", trace, operator=task.operator, partition=task.partition):
             return self.task_commits.commit(task, changes, timings, figures)
 

@@ -15,24 +15,21 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
 
+from backends import spans
 from backends.conf import StateStoreConf
 from backends.exceptions import StateStoreError, StoreClosedError
 from backends.formats.manifest import Lineage, SnapshotRef
 from backends.formats.snapshot import PreparedSnapshot, StoredSnapshot
 from backends.host_memory import COPIES, WRITE_BUFFERS, HostMemory
 from backends.partition.snapshot_uploads import store_snapshots
-from backends.tracing import spans
 from coordinator_actor.exceptions import BatchHeldError, CoordinatorError, SparkBridgeError
 from coordinator_actor.messages import SnapshotUploaded
-from coordinator_actor.query.files.files_in_use import UPLOAD
-from spark_bridge.host.coordination.registration import HostRegistration
-from spark_bridge.host.coordination.version_requests import VersionRequests
-from spark_bridge.host.counters import Counters
-from spark_bridge.host.held.held_partitions import HeldPartitions
-from spark_bridge.host.held.instance import Instance, InstanceKey
-from spark_bridge.host.loading.file_lease import FileLease
-from spark_bridge.host.loading.kept_partitions import KeptPartitions
-from spark_bridge.host.loading.unloading import PartitionUnloading
+from coordinator_actor.run.holds import UPLOAD
+from spark_bridge.host.held_partitions import Counters, HeldPartitions, Instance, InstanceKey
+from spark_bridge.host.kept_partitions import KeptPartitions, PartitionUnloading
+from spark_bridge.host.partition_files import FileLease
+from spark_bridge.host.registration import HostRegistration
+from spark_bridge.host.versions import VersionRequests
 
 log = logging.getLogger(__name__)
 

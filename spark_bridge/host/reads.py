@@ -7,19 +7,15 @@ from contextlib import suppress
 
 import pyarrow as pa
 
+from backends.conf import DEFAULT_FAMILY
 from backends.encoding.keys import KeyRange
 from backends.exceptions import StoreClosedError, VersionNotFoundError
-from backends.ids import DEFAULT_FAMILY
 from coordinator_actor.messages import Completed, OpenGrant
 from spark_bridge.exceptions import NotOwnerError, not_open
-from spark_bridge.host.coordination.completed_versions import CompletedVersions
-from spark_bridge.host.coordination.grants import Grants
-from spark_bridge.host.coordination.prepared_versions import PreparedVersions
-from spark_bridge.host.coordination.registration import HostRegistration
-from spark_bridge.host.counters import Counters
-from spark_bridge.host.held.held_partitions import HeldPartitions
-from spark_bridge.host.held.instance import Instance
-from spark_bridge.host.loading.partition_loading import PartitionLoading
+from spark_bridge.host.held_partitions import Counters, HeldPartitions, Instance
+from spark_bridge.host.loading import PartitionLoading
+from spark_bridge.host.registration import CompletedVersions, Grants, HostRegistration
+from spark_bridge.host.versions import PreparedVersions
 from spark_bridge.transport.protocol import ScanCommand
 
 LOOK_WAIT_SECONDS = 10.0

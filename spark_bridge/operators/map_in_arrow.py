@@ -6,17 +6,97 @@ name if the DataFrame has another one that differs only in case. So no name of a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+import threading
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, TypeAlias
 
+import msgspec
+import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F
 
-from spark_bridge.operators.partitioning import target_column
+from backends.conf import DEFAULT_FAMILY, StateStoreConf, check_name
+from backends.decoders import msgpack_decoder
+from backends.encoding.key_groups import DEFAULT_KEY_GROUPS, MAX_KEY_GROUPS, partition_range
+from backends.encoding.keys import KeyRange
+from backends.encoding.operator_schema import OperatorSchema
+from backends.encoding.sorted_pairs import SortedPairs
+from backends.exceptions import InvalidStateStoreArgument
+from backends.formats.changelog import ChangelogMeta
+from backends.formats.manifest import PartitionEntry
+from backends.storage.checkpoint_storage import CheckpointStorage
+from coordinator_actor.messages import BatchTimes, OperatorFigures, OperatorSpec, QueryRegistration
+from coordinator_actor.savepoints.new_checkpoint import STORE, build_partition
+from spark_bridge.aggregates.aggregator import Aggregator
+from spark_bridge.exceptions import InvalidOperatorError, PartitionMismatchError, other_key_groups
+from spark_bridge.task.executor import StepTimer
+from spark_bridge.task.state_task import Logic, end_rows, partitions_of
+from spark_bridge.task.task_store import StagedChanges
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame
     from pyspark.sql import types as T
+
+# Sending each row to the state partition that owns the key group of the row's key.
+#
+# Every partition owns one contiguous range of key groups (Flink's key groups on Spark's shuffle). Spark offers only
+# ``repartition(n, expression)``, which places a row at ``pmod(murmur3(expression), n)``. To aim at partition p, an
+# integer is looked up whose hash lands there.
+
+
+SPARK_SEED = 42
+
+
+def target_column(columns: list[str], num_partitions: int, key_groups: int) -> Column:
+    """Return the expression for ``repartition`` that sends keys of key group g to partition ``g * n // G``.
+
+    ``columns`` are those of the key in stored order, by names that SQL takes without quotes.
+    """
+    from pyspark.sql import functions as F
+
+    # SQL's div, which Column does not offer, divides integers without a detour over doubles.
+    hashed = f"xxhash64({', '.join(columns)})"
+    partition = F.expr(f"cast(pmod({hashed}, {key_groups}L) * {num_partitions} div {key_groups} as int)")
+    targets = F.array(*[F.lit(t) for t in partition_targets(num_partitions)])
+    return F.element_at(targets, partition + F.lit(1))
+
+
+@lru_cache(maxsize=64)
+def partition_targets(num_partitions: int) -> tuple[int, ...]:
+    """Return for each partition p the smallest int that Spark's ``repartition(num_partitions, ...)`` sends there."""
+    start, size = 0, max(1024, num_partitions * 8)
+    targets: dict[int, int] = {}
+    while len(targets) < num_partitions:
+        candidates = np.arange(start, start + size, dtype=np.int32)
+        places = np.mod(murmur3_int(candidates).astype(np.int64), num_partitions)
+        found, first = np.unique(places, return_index=True)
+        for place, index in zip(found.tolist(), first.tolist(), strict=True):
+            targets.setdefault(place, int(candidates[index]))
+        start += size
+    return tuple(targets[p] for p in range(num_partitions))
+
+
+def murmur3_int(values: NDArray[np.int32], seed: int = SPARK_SEED) -> NDArray[np.int32]:
+    """Return Spark's ``hash(int)``: Murmur3_x86_32 of the four little-endian bytes of each value."""
+    with np.errstate(over="ignore"):
+        k = values.astype(np.uint32) * np.uint32(0xCC9E2D51)
+        k = (k << np.uint32(15)) | (k >> np.uint32(17))
+        k = k * np.uint32(0x1B873593)
+        h = np.uint32(seed) ^ k
+        h = (h << np.uint32(13)) | (h >> np.uint32(19))
+        h = h * np.uint32(5) + np.uint32(0xE6546B64)
+        h = h ^ np.uint32(4)
+        h = (h ^ (h >> np.uint32(16))) * np.uint32(0x85EBCA6B)
+        h = (h ^ (h >> np.uint32(13))) * np.uint32(0xC2B2AE35)
+        h = h ^ (h >> np.uint32(16))
+    result: NDArray[np.int32] = h.view(np.int32)
+    return result
+
 
 RunOnBatches: TypeAlias = Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]
 """The work on the rows of one partition: Arrow batches in, Arrow batches out."""
@@ -74,3 +154,297 @@ def _positions(df: DataFrame) -> list[str]:
 
 def _position(index: int) -> str:
     return f"column{index}"
+
+
+# The initial state of an operator: version 0 of the state, made by a batch job before the first micro-batch.
+#
+# Spark hands an initial state to the tasks of the first batch. Here it is in the store before the first batch, as if
+# it had been restored from a savepoint, so that the first batch can be repeated like any other.
+
+
+_RESULT = "partition int, entry binary"
+_RESULT_SCHEMA = pa.schema([("partition", pa.int32()), ("entry", pa.binary())])
+InitialEntries: TypeAlias = dict[str, dict[int, PartitionEntry]]
+"""The manifest's entries of version 0, by operator and partition."""
+
+
+@dataclass(frozen=True)
+class InitialState:
+    """The rows of a batch DataFrame, how they are routed (as the operator's own), and the logic that makes state."""
+
+    rows: DataFrame
+    routing: KeyRouting
+    logic: Logic
+
+
+class InitialStateAccess:
+    """The ``StateAccess`` of a partition without state; ``commit`` writes version 0 of the partition."""
+
+    def __init__(
+        self,
+        registration: QueryRegistration,
+        spec: OperatorSpec,
+        partition: int,
+        attempt: str,
+        times: BatchTimes,
+        conf: StateStoreConf,
+    ) -> None:
+        self.batch_id = 0
+        self.times = times
+        self.schema = OperatorSchema.from_json(spec.schema)
+        self.key_groups = partition_range(partition, spec.num_partitions, registration.key_groups)
+        self.num_key_groups = registration.key_groups
+        self.entry: PartitionEntry | None = None
+        self._registration = registration
+        self._conf = replace(conf, provider=spec.backend)
+        # The base is no version's: no reader may take version 0 for changes to an empty state.
+        base = f"initial/{registration.query_id}"
+        run_id = f"initial-{registration.run_id}"
+        self._meta = ChangelogMeta(run_id, spec.name, partition, spec.num_partitions, 0, attempt, base, STORE)
+        self._staged = StagedChanges()
+
+    def get_many(self, keys: pa.BinaryArray, column_family: str = DEFAULT_FAMILY) -> pa.BinaryArray:
+        """Return nulls: there is no state yet."""
+        return pa.nulls(len(keys), pa.binary())
+
+    def scan(
+        self, ranges: Sequence[KeyRange], column_family: str = DEFAULT_FAMILY, limit: int | None = None
+    ) -> Iterator[pa.RecordBatch]:
+        """Return nothing: there is no state yet."""
+        return iter(())
+
+    def stage(self, keys: pa.BinaryArray, values: pa.BinaryArray, column_family: str = DEFAULT_FAMILY) -> None:
+        """Add pairs to the state."""
+        self._staged.add(column_family, keys, values)
+
+    def commit(self, figures: OperatorFigures, timings: dict[str, float] | None = None) -> None:
+        """Write the state durably; it counts from the moment that the manifest of version 0 names it."""
+        location, options = self._registration.state_location, self._registration.storage_options
+        storage = CheckpointStorage.open(location, options, fsync=self._conf.fsync)
+        pairs = ((family, SortedPairs.last_wins(b.column(0), b.column(1))) for family, b in self._staged)
+        families = {DEFAULT_FAMILY, *self.schema.families}
+        self.entry, _ = build_partition(storage, self._meta, sorted(families), pairs, self._conf)
+
+    def close(self) -> None:
+        """Drop what was staged."""
+        self._staged.close()
+
+
+@dataclass(frozen=True)
+class InitialStateTask:
+    """The function of the batch job's tasks: one partition's rows in, the partition's entry for the manifest out."""
+
+    registration: QueryRegistration
+    spec: OperatorSpec
+    keys: tuple[str, ...]
+    logic: Logic
+    times: BatchTimes
+    conf: StateStoreConf
+
+    def run(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        """Make the state of one partition, and yield its entry, unless there are no rows."""
+        from pyspark import TaskContext
+
+        context = TaskContext.get()
+        assert context is not None
+        partition = context.partitionId()
+        attempt = f"{context.taskAttemptId()}-{uuid.uuid4().hex[:8]}"
+        store = InitialStateAccess(self.registration, self.spec, partition, attempt, self.times, self.conf)
+        try:
+            for _ in self.logic.process(self._checked(batches, partition), store, StepTimer()):
+                pass
+        finally:
+            store.close()
+        if store.entry is not None:
+            entry = msgspec.msgpack.encode(store.entry)
+            yield pa.record_batch([pa.array([partition], pa.int32()), pa.array([entry])], schema=_RESULT_SCHEMA)
+
+    def _checked(self, batches: Iterator[pa.RecordBatch], partition: int) -> Iterator[pa.RecordBatch]:
+        for batch in batches:
+            if not batch.num_rows:
+                continue
+            ends, num_key_groups = end_rows(batch), self.registration.key_groups
+            if set(partitions_of(ends, self.keys, num_key_groups, self.spec.num_partitions)) != {partition}:
+                raise PartitionMismatchError(
+                    f"The initial state of operator {self.spec.name!r} came to task {partition} with rows of another "
+                    "partition."
+                )
+            yield batch
+
+
+def make_initial_states(
+    registration: QueryRegistration, states: Mapping[str, InitialState], timestamp_ms: int, conf: StateStoreConf
+) -> InitialEntries:
+    """Run a batch job for each operator with an initial state; return the entries for the manifest of version 0.
+
+    ``timestamp_ms`` (since 1970) is the processing time that processors see. A partition without rows has no entry.
+    Raises ``PartitionMismatchError`` if the initial state was declared with another number of key groups.
+    """
+    entries: InitialEntries = {}
+    for spec in registration.operators:
+        if spec.name in states:
+            initial = states[spec.name]
+            routing = initial.routing
+            if routing.key_groups != registration.key_groups:
+                raise other_key_groups(spec.name, routing.key_groups, registration.key_groups)
+            times = BatchTimes(timestamp_ms=timestamp_ms)
+            task = InitialStateTask(registration, spec, tuple(routing.keys), initial.logic, times, conf)
+            made = map_in_arrow(initial.rows, task.run, "statestore_initial_state", _RESULT, routing).collect()
+            entries[spec.name] = {
+                row["partition"]: msgpack_decoder(PartitionEntry).decode(bytes(row["entry"])) for row in made
+            }
+    return entries
+
+
+# The stateful operators that this driver has declared, and finding them in a query's plan.
+#
+# Spark's plan shows the name of the function after every ``mapInArrow``. Each operator's function has a name of its
+# own, by which the listener finds the declaration.
+
+
+FUNCTION_PREFIX = "statestore_"
+
+
+@dataclass(frozen=True)
+class DeclaredOperator:
+    """An operator of this driver; its initial state, and how its rows are aggregated, if it has and does that."""
+
+    spec: OperatorSpec
+    initial: InitialState | None = None
+    aggregator: Aggregator | None = None
+
+
+_declared: dict[str, DeclaredOperator] = {}
+_lock = threading.Lock()
+"""Guards ``_declared``."""
+
+
+def declare(spec: OperatorSpec, initial: InitialState | None = None, aggregator: Aggregator | None = None) -> str:
+    """Remember an operator, and return the function name under which the plan will show it."""
+    name = f"{FUNCTION_PREFIX}{uuid.uuid4().hex}"
+    with _lock:
+        _declared[name] = DeclaredOperator(spec, initial, aggregator)
+    return name
+
+
+def operators_in_plan(plan: Any) -> list[DeclaredOperator]:
+    """Return the operators of a JVM logical plan, in no particular order, one entry per occurrence."""
+    found = []
+    for node in nodes(plan):
+        if node.nodeName() in ("MapInArrow", "PythonMapInArrow"):
+            name = node.functionExpr().name() if hasattr(node.functionExpr(), "name") else ""
+            if name.startswith(FUNCTION_PREFIX):
+                with _lock:
+                    found.append(_declared[name])
+    return found
+
+
+def nodes(plan: Any) -> Iterator[Any]:
+    """Yield all nodes of a JVM logical plan, the root first."""
+    yield plan
+    children = plan.children().iterator()
+    while children.hasNext():
+        yield from nodes(children.next())
+
+
+def operators_of(df: DataFrame) -> list[OperatorSpec]:
+    """Return the operators that are in a DataFrame's plan."""
+    return [o.spec for o in declared_in(df)]
+
+
+def declared_in(df: DataFrame) -> list[DeclaredOperator]:
+    """Return the declarations of the operators that are in a DataFrame's plan."""
+    return operators_in_plan(df._jdf.queryExecution().analyzed())
+
+
+def check_operator_name(name: str, df: DataFrame) -> None:
+    """Raise ``InvalidOperatorError`` for a name that a directory cannot have, or that is in the DataFrame's plan."""
+    try:
+        check_name("an operator", name)
+    except InvalidStateStoreArgument as error:
+        raise InvalidOperatorError(f"operator={error} It names the state in the checkpoint and in queries.") from error
+    if any(o.name == name for o in operators_of(df)):
+        raise InvalidOperatorError(
+            f"operator={name!r} is used twice in one query; give each stateful operator a name of its own."
+        )
+
+
+def duplicate_names(operators: list[OperatorSpec]) -> list[str]:
+    """Return the names that occur more than once in a plan, for instance on both sides of a union."""
+    names = [o.name for o in operators]
+    return sorted({n for n in names if names.count(n) > 1})
+
+
+# The settings of a Spark session that stateful operators read: key groups, state partitions, the size of frames.
+
+
+KEY_GROUPS_CONF = "spark.statestore.keyGroups"
+"""The number of key groups of a new query, 1 to 65536; a query goes on with the number in its checkpoint only."""
+SHUFFLE_PARTITIONS_CONF = "spark.sql.shuffle.partitions"
+FRAME_ROWS_CONF = "spark.sql.execution.arrow.maxRecordsPerBatch"
+FRAME_BYTES_CONF = "spark.sql.execution.arrow.maxBytesPerBatch"
+"""Since Spark 4.0."""
+NO_LIMIT = (1 << 31) - 1
+"""Stands for no limit of the rows or bytes of a frame, as in Spark."""
+MOST_FRAME_BYTES = NO_LIMIT - 1
+"""The highest value that Spark takes for ``FRAME_BYTES_CONF``."""
+
+
+def configured_key_groups(spark: SparkSession) -> int:
+    """Return the number of key groups that the session asks for, whatever it is."""
+    return int(spark.conf.get(KEY_GROUPS_CONF, str(DEFAULT_KEY_GROUPS)) or DEFAULT_KEY_GROUPS)
+
+
+def key_group_count(df: DataFrame) -> int:
+    """Return the number of key groups that the DataFrame's session asks for; raises ``InvalidOperatorError``."""
+    key_groups = configured_key_groups(df.sparkSession)
+    if not 1 <= key_groups <= MAX_KEY_GROUPS:
+        raise InvalidOperatorError(f"{KEY_GROUPS_CONF}={key_groups} is out of range; it must be 1 to {MAX_KEY_GROUPS}.")
+    return key_groups
+
+
+def partition_count(df: DataFrame, given: int | None, key_groups: int) -> int:
+    """Return the number of state partitions: ``given``, or that of the session's shuffles.
+
+    Raises ``InvalidOperatorError``.
+    """
+    n = given if given is not None else int(df.sparkSession.conf.get(SHUFFLE_PARTITIONS_CONF, "200") or 200)
+    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+        raise InvalidOperatorError(f"num_partitions={given!r} must be a positive integer.")
+    if n > key_groups:
+        raise InvalidOperatorError(
+            f"num_partitions={n} is greater than the number of key groups, {key_groups}; lower it, or start a new "
+            f"checkpoint with a greater {KEY_GROUPS_CONF}."
+        )
+    return n
+
+
+def frame_limits(spark: SparkSession) -> tuple[int, int]:
+    """Return the most rows and the most bytes of a DataFrame for a processor, as the session sets them for Arrow.
+
+    What is zero or less is no limit, as in Spark. Bytes may have a unit, such as ``64MB``.
+    """
+    rows = int(spark.conf.get(FRAME_ROWS_CONF, "10000") or 10_000)
+    # Spark checks the default as well, where it knows the setting: what is no limit must be right as one.
+    text = spark.conf.get(FRAME_BYTES_CONF, str(MOST_FRAME_BYTES)) or MOST_FRAME_BYTES
+    num_bytes = int(spark._jvm.org.apache.spark.network.util.JavaUtils.byteStringAsBytes(str(text)))
+    return _or_no_limit(rows), _or_no_limit(num_bytes)
+
+
+def _or_no_limit(limit: int) -> int:
+    return limit if 0 < limit < MOST_FRAME_BYTES else NO_LIMIT
+
+
+# Micro-batches for quiet streams. Spark runs no batch without new data, so no timer fires and no window closes.
+
+
+def with_ticks(df: DataFrame) -> DataFrame:
+    """Return the same rows and columns, watermark included, from a plan that runs a batch at every trigger.
+
+    Batches come once a second at most. The plan has a rate source beside, which always has new rows, and a filter that
+    drops them all. Spark must not see that the filter drops all rows, or it would leave the source out.
+    """
+    ticks = df.sparkSession.readStream.format("rate").option("rowsPerSecond", 1).option("numPartitions", 1).load()
+    nothing = ticks.where(F.col("value") < 0)
+    # A union takes its columns and their metadata from its first side.
+    return df.union(nothing.select(*[F.lit(None).cast(f.dataType).alias(f.name) for f in df.schema.fields]))

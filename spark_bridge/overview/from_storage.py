@@ -11,11 +11,11 @@ from msgspec import structs
 from backends.encoding.operator_schema import OperatorSchema
 from backends.exceptions import DamagedFileError, MissingFileError
 from backends.formats import manifest_chain as chains
-from backends.formats.checkpoint_size import delta_bytes
+from backends.formats.manifest_chain import delta_bytes
 from backends.storage.checkpoint_storage import CheckpointStorage, OpenStorage
-from coordinator_actor.durable.checkpoint_records import CheckpointRecord, CheckpointRecords
-from coordinator_actor.durable.record_files import RecordFiles
-from coordinator_actor.durable.schema_history import schema_history
+from coordinator_actor.durable.fencing import RecordFiles
+from coordinator_actor.durable.manifests import schema_history
+from coordinator_actor.durable.records import CheckpointRecord, CheckpointRecords
 from coordinator_actor.durable.spark_commits import SparkCommits, query_id_of
 from coordinator_actor.messages import BatchTimes
 from coordinator_actor.reading.stored_versions import StatePlace, StateVersions, find_state, spans
@@ -30,8 +30,8 @@ from spark_bridge.overview.model import (
     Query,
     Savepoint,
     SchemaUse,
+    variables_in_use,
 )
-from spark_bridge.overview.state_variables import variables_in_use
 
 
 def overview_of_checkpoint(

@@ -7,16 +7,136 @@ Python's garbage collection, which holds up all threads, passes them over (``gc=
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from itertools import pairwise
+from statistics import median
 from typing import Any
 
 import msgspec
 from msgspec import Struct
 
-from backends.storage.sending.request_counts import KINDS
-from coordinator_actor.durable.checkpoint_records import StepTime
+from backends.encoding.operator_schema import OperatorSchema
+from backends.storage.requests import KINDS
+from coordinator_actor.durable.records import StepTime
 from coordinator_actor.messages import InputPace
-from spark_bridge.overview.processes import CoordinatorInfo, HostOverview
+from spark_bridge.queryable.reads.operator_plan import variables_summary
+
+# The model of processes: hosts, the coordinator, and the faults of storage that they meet.
+#
+# As in the rest of the model, times are in ms and sizes in bytes.
+
+
+@dataclass(frozen=True)
+class LocationTrouble:
+    """Faults of one location of checkpoint storage, as one process sees them.
+
+    ``failures`` requests have failed within the last minute, the last with ``error``, ``failed_ms`` ago; ``is_over`` if
+    one was answered after that. ``waiting`` requests have had no answer for seconds, the longest for ``waiting_ms``.
+    """
+
+    location: str
+    failures: int = 0
+    error: str = ""
+    failed_ms: int = 0
+    is_over: bool = False
+    waiting: int = 0
+    waiting_ms: int = 0
+
+
+@dataclass(frozen=True)
+class LoopFailures:
+    """A background loop that fails: ``failures`` times in a row, the first ``failing_ms`` ago, the last with ``error``.
+
+    ``process`` names its process, ``what`` the work that waits.
+    """
+
+    process: str
+    what: str
+    failing_ms: int
+    failures: int
+    error: str
+    remedy: str
+
+
+@dataclass(frozen=True)
+class HostOverview:
+    """One StateStoreHost. ``answered``: False if it did not answer in time, and only the coordinator's word is known.
+
+    Without a heartbeat the coordinator does not know the host. ``actor_state`` is what Ray says of its actor, where it
+    has not answered: ALIVE, RESTARTING and so on.
+
+    ``memory`` is in bytes by what holds it, with the budget as ``host_memory``; ``counters`` count since it started.
+    ``row_cache`` has the keys that its row caches were ``asked`` for, and the ``hits`` among them. Ray has started its
+    process again ``restarts`` times, and this one ``up_ms`` ago.
+    """
+
+    host_id: str
+    address: str
+    node_id: str | None = None
+    query_address: str | None = None
+    incarnation: str | None = None
+    pid: int | None = None
+    answered: bool = True
+    heartbeat_ms: int | None = None
+    partitions: int = 0
+    memory: dict[str, int] = field(default_factory=dict)
+    counters: dict[str, int] = field(default_factory=dict)
+    row_cache: dict[str, int] = field(default_factory=dict)
+    storage_requests: dict[str, int] = field(default_factory=dict)
+    requests: dict[str, Any] = field(default_factory=dict)
+    loading: tuple[dict[str, Any], ...] = ()
+    restarts: int = 0
+    up_ms: int | None = None
+    storage_trouble: tuple[LocationTrouble, ...] = ()
+    actor_state: str | None = None
+    failing_loops: tuple[LoopFailures, ...] = ()
+
+    @property
+    def cache_hits(self) -> float | None:
+        """Return the share of keys that row caches had, 0 to 1; None if nothing was asked for."""
+        asked = self.row_cache.get("asked", 0)
+        return self.row_cache.get("hits", 0) / asked if asked else None
+
+    @property
+    def machine(self) -> str:
+        """Return the IP address of its machine."""
+        return self.address.rpartition("//")[2].rpartition(":")[0]
+
+
+@dataclass(frozen=True)
+class LostDriver:
+    """A query whose driver was given up while it ran, last heard of at ``lost_ms``; nobody has started it again."""
+
+    query: str
+    run_id: str
+    checkpoint_location: str
+    lost_ms: int
+    query_id: str = ""
+    state_location: str = ""
+
+
+@dataclass(frozen=True)
+class CoordinatorInfo:
+    """The coordinator of a namespace. ``problems`` say where hosts stand that should stand elsewhere.
+
+    ``restarts`` and ``up_ms`` are those of its process, as of hosts. ``lost`` are the queries that it has given up.
+    ``failing_loops`` has the loops of its process, and those that drivers report.
+    """
+
+    id: str
+    namespace: str
+    node_ip: str | None = None
+    pid: int | None = None
+    storage_requests: dict[str, int] = field(default_factory=dict)
+    problems: tuple[str, ...] = ()
+    restarts: int = 0
+    up_ms: int | None = None
+    storage_trouble: tuple[LocationTrouble, ...] = ()
+    lost: tuple[LostDriver, ...] = ()
+    failing_loops: tuple[LoopFailures, ...] = ()
+
 
 OVERVIEW_FORMAT_VERSION = 1
 """Grows when a field changes its meaning or goes. New fields do not change it."""
@@ -48,7 +168,7 @@ class Fault:
 class Checkpoint(Struct, frozen=True, gc=False):
     """One version, from the history, or from its manifest alone: then only id, times, bytes and partitions are known.
 
-    For the fields see ``coordinator_actor.durable.checkpoint_records.CheckpointRecord``. ``status`` is "completed", or
+    For the fields see ``coordinator_actor.durable.records.CheckpointRecord``. ``status`` is "completed", or
     "prepared" while Spark has not committed the batch. ``is_kept``: the version can still be read.
     """
 
@@ -263,3 +383,187 @@ class Overview:
 def to_plain(described: Any) -> Any:
     """Return any of these as JSON types."""
     return msgspec.to_builtins(described)
+
+
+# Numbers, sizes, times and money for people, on the page and in the terminal. An unknown value is an empty text.
+
+
+def size(nbytes: float | None) -> str:
+    """Return a size in binary units."""
+    if nbytes is None:
+        return ""
+    amount = float(nbytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if amount < 1024:
+            return f"{amount:.0f} {unit}" if unit == "B" else f"{amount:.1f} {unit}"
+        amount /= 1024
+    return f"{amount:.1f} TiB"
+
+
+def number(value: float | None) -> str:
+    """Return a number with thousands apart."""
+    if value is None:
+        return ""
+    return f"{value:,}" if isinstance(value, int) or abs(value) < 10 else f"{value:,.0f}"
+
+
+def rate(value: float | None) -> str:
+    """Return a rate with the digits that say something."""
+    return "" if value is None else f"{value:,.1f}" if value < 100 else f"{value:,.0f}"
+
+
+def dollars(amount: float | None) -> str:
+    """Return an amount of money: what a request costs is a fraction of a cent."""
+    return "" if amount is None else f"${amount:,.2f}" if amount >= 1 else f"${amount:.6f}"
+
+
+def duration(ms: float | None) -> str:
+    """Return a duration in one unit, or in two from a minute on."""
+    if ms is None:
+        return ""
+    if ms < 1000:
+        return f"{ms:.0f} ms" if ms >= 10 or ms == int(ms) else f"{ms:.2g} ms"
+    seconds = ms / 1000
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest} s"
+    hours, minutes = divmod(minutes, 60)
+    if hours < 48:
+        return f"{hours} h {minutes} min"
+    return f"{hours // 24} d {hours % 24} h"
+
+
+def moment(ms: int | None) -> str:
+    """Return a moment in UTC."""
+    if ms is None:
+        return ""
+    try:
+        return datetime.fromtimestamp(ms / 1000, timezone.utc).strftime("%Y-%m-%d %H:%M:%S")
+    except (OverflowError, ValueError, OSError):
+        return f"{ms} ms"
+
+
+# The state variables of an operator, as the overview describes them.
+
+
+def variables_in_use(schema: OperatorSchema) -> tuple[Variable, ...]:
+    """Return the variables that are in use, with the columns that queries see."""
+    return tuple(Variable(**described) for described in variables_summary(schema))
+
+
+# Speed and delay of queries: sums over the last checkpoints of an overview.
+
+
+RECENT_CHECKPOINTS = 20
+"""At most this many of the last checkpoints are looked at."""
+IDLE_MS = 10_000
+STANDING_MS = 60_000
+USUAL_INTERVALS = 3
+"""A query without a batch for so many of its usual intervals, and for ``IDLE_MS`` at least, has no new input; a
+watermark that has not risen for so many, and for ``STANDING_MS`` at least, waits for newer input.
+"""
+
+
+@dataclass(frozen=True)
+class QueryPace:
+    """One query at one moment. Times are in ms; what is not known is None.
+
+    ``rows_per_second`` are the input rows of the last checkpoints over the time from the first to the last of them;
+    ``usual_ms`` is the median duration of these checkpoints, ``interval_ms`` the median time between two.
+    A query that is idle has no new input, and 0 rows a second. ``backlog_rows`` wait in the sources. The watermark has
+    not risen for ``watermark_stands_ms``, where that is long: results that it closes wait for rows of later times.
+    ``freshness_ms`` is the age of the last completed one, or, where none is known to be completed, of the last prepared
+    one. ``watermark_behind_ms`` says how far the watermark is behind now, ``batch_ms`` how long the running batch has
+    run. ``hottest`` is the partition whose last commit took longest, as ``operator/partition``, and ``hottest_ms`` that
+    time.
+    """
+
+    query: str
+    status: str
+    version: int
+    freshness_ms: int | None = None
+    watermark_behind_ms: int | None = None
+    batch_ms: int | None = None
+    usual_ms: float | None = None
+    interval_ms: float | None = None
+    rows_per_second: float | None = None
+    bytes_per_checkpoint: float | None = None
+    keys: int | None = None
+    memory_bytes: int | None = None
+    hottest: str | None = None
+    hottest_ms: float | None = None
+    is_idle: bool = False
+    backlog_rows: int | None = None
+    watermark_stands_ms: int | None = None
+
+
+def pace_of(overview: Overview) -> tuple[QueryPace, ...]:
+    """Return the pace of each query, in the order of the overview."""
+    return tuple(query_pace(query, overview.taken_ms) for query in overview.queries)
+
+
+def query_pace(query: Query, now_ms: int) -> QueryPace:
+    """Return the pace of one query at a moment, in ms since 1970."""
+    recent = [c for c in query.checkpoints[-RECENT_CHECKPOINTS:] if c.completed_ms is not None]
+    moments = [c.completed_ms for c in recent if c.completed_ms is not None]
+    durations = [c.duration_ms for c in recent if c.duration_ms is not None]
+    added = [c.delta_bytes for c in recent if c.delta_bytes is not None]
+    newest = moments[-1] if moments else query.checkpoints[-1].prepared_ms if query.checkpoints else None
+    hottest = _hottest(query.operators)
+    interval = median(b - a for a, b in pairwise(moments)) if len(moments) > 1 else None
+    freshness = _since(newest, now_ms)
+    runs = query.status == RUNNING
+    patience = USUAL_INTERVALS * (interval or 0)
+    is_idle = runs and query.batch_ms is None and freshness is not None and freshness > max(IDLE_MS, patience)
+    stands = _since(query.watermark_rose_ms, now_ms) if runs and query.watermark_ms is not None else None
+    return QueryPace(
+        query.title,
+        query.status,
+        query.completed_version,
+        freshness_ms=freshness,
+        watermark_behind_ms=_since(query.watermark_ms, now_ms),
+        batch_ms=query.batch_ms,
+        usual_ms=median(durations) if durations else None,
+        interval_ms=interval,
+        rows_per_second=0.0 if is_idle else _rate(recent, moments),
+        bytes_per_checkpoint=sum(added) / len(added) if added else None,
+        keys=_sum([o.keys for o in query.operators]),
+        memory_bytes=_sum([o.memory_bytes for o in query.operators]),
+        hottest=None if hottest is None else hottest[1],
+        hottest_ms=None if hottest is None else hottest[0],
+        is_idle=is_idle,
+        backlog_rows=_backlog(query, is_idle),
+        watermark_stands_ms=stands if stands is not None and stands > max(STANDING_MS, patience) else None,
+    )
+
+
+def _backlog(query: Query, is_idle: bool) -> int | None:
+    known = None if query.input is None else query.input.backlog_rows
+    # With rows in its sources Spark would have begun a batch.
+    return known if known is None or not is_idle else 0
+
+
+def _since(moment_ms: int | None, now_ms: int) -> int | None:
+    return None if moment_ms is None else max(0, now_ms - moment_ms)
+
+
+def _rate(recent: Sequence[Checkpoint], moments: Sequence[int]) -> float | None:
+    rows = [c.rows for c in recent[1:] if c.rows is not None]
+    if len(moments) < 2 or moments[-1] <= moments[0] or len(rows) < len(recent) - 1:
+        return None
+    # The rows of the first checkpoint came before the time that is counted.
+    return sum(rows) * 1000 / (moments[-1] - moments[0])
+
+
+def _hottest(operators: Sequence[Operator]) -> tuple[float, str] | None:
+    timed = [
+        (sum(p.commit_ms.values()), f"{o.name}/{p.partition}") for o in operators for p in o.partitions if p.commit_ms
+    ]
+    return max(timed, default=None)
+
+
+def _sum(values: Sequence[int | None]) -> int | None:
+    known = [value for value in values if value is not None]
+    return sum(known) if values and len(known) == len(values) else None

@@ -9,28 +9,22 @@ from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 from backends.conf import StateStoreConf
-from backends.tracing.set_up import set_up
+from backends.tracing import set_up
 from coordinator_actor.coordinator_conf import COORDINATOR_NAME, NAMESPACE, CoordinatorConf
 from spark_bridge.exceptions import EnvironmentProblemError
-from spark_bridge.host_actor.session_options import DEFAULT_RECOVERY_TIMEOUT, SessionOptions, require_num_hosts
-from spark_bridge.queryable.server.limits.request_limits import RequestLimits
-from spark_bridge.session.cluster.executors import await_executors, executor_cores, placement_group_of
-from spark_bridge.session.cluster.java import ensure_java
-from spark_bridge.session.cluster.ray_cluster import (
+from spark_bridge.host_actor import DEFAULT_RECOVERY_TIMEOUT, SessionOptions, require_num_hosts
+from spark_bridge.queryable.server.limits import RequestLimits
+from spark_bridge.session.executors import await_executors, executor_cores, placement_group_of
+from spark_bridge.session.ray_cluster import (
+    ensure_java,
     join_or_start_ray,
     keep_ray_stopped,
+    require_cores,
     stop_ray,
     stop_raydp,
     stop_raydp_at_exit,
 )
-from spark_bridge.session.cluster.ray_on_spark import require_cores
-from spark_bridge.session.current import (
-    Session,
-    begin_session,
-    current_cluster,
-    end_session,
-    require_no_session,
-)
+from spark_bridge.session.state_cluster import Session, begin_session, current_cluster, end_session, require_no_session
 from spark_bridge.transport.tls import TlsConf
 
 if TYPE_CHECKING:
@@ -213,13 +207,12 @@ def _join(
     ``raydp_app`` is the name of the application that ``init_spark`` has started by RayDP, and ``group`` the placement
     group that it has made for the executors.
     """
-    from spark_bridge.session.cluster.lost_executors import LostExecutors
-    from spark_bridge.session.cluster.spark_master import SparkMasterWatch
-    from spark_bridge.session.hosts.state_cluster import StateCluster
-    from spark_bridge.session.queries.listener import StateStoreQueryListener
-    from spark_bridge.session.shutdown import Shutdown, spark_is_over
-    from spark_bridge.session.spark_settings import STATE_LOCATION_CONF, apply_settings, redact
-    from spark_bridge.task import local_properties
+    from spark_bridge.session.executors import LostExecutors
+    from spark_bridge.session.listener import StateStoreQueryListener
+    from spark_bridge.session.ray_cluster import SparkMasterWatch
+    from spark_bridge.session.settings import STATE_LOCATION_CONF, Shutdown, apply_settings, redact, spark_is_over
+    from spark_bridge.session.state_cluster import StateCluster
+    from spark_bridge.task import executor as local_properties
 
     # After Ray's start, whose hook may have set a provider.
     set_up(options.tracing, {"role": "driver", "namespace": options.namespace})
@@ -267,8 +260,8 @@ def _set_log_level(spark: SparkSession, level: str) -> None:
 
 
 def _spark_configs(given: dict[str, str] | None, cores: int) -> dict[str, str]:
-    from spark_bridge.session.cluster.raydp_settings import SHUFFLE, MasterSettings, master_on_head
-    from spark_bridge.session.spark_settings import EXCLUDED_RULES, STATELESS_AQE, excluded_rules
+    from spark_bridge.session.executors import SHUFFLE, MasterSettings, master_on_head
+    from spark_bridge.session.settings import EXCLUDED_RULES, STATELESS_AQE, excluded_rules
 
     ours = {
         **master_on_head(given or {}),

@@ -12,16 +12,16 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from backends.tracing.set_up import set_up, setting_of_environment
+from backends.tracing import set_up, setting_of_environment
 from coordinator_actor.exceptions import CoordinatorError, SavepointFailedError
 from coordinator_actor.messages import OperatorSpec, SavepointStatus
 from coordinator_actor.savepoints import restore as savepoint_restore
-from coordinator_actor.savepoints import savepoint_catalog
+from coordinator_actor.savepoints import savepoint_format
 from coordinator_actor.savepoints.restore import RestoredSavepoint
 from coordinator_actor.savepoints.savepoint_format import SavepointInfo
-from spark_bridge.session.current import current_cluster, current_spark
-from spark_bridge.session.spark_settings import STATE_LOCATION_CONF, storage_settings
-from spark_bridge.transport.error_codec import rebuilt_error
+from spark_bridge.exceptions import rebuilt_error
+from spark_bridge.session.settings import STATE_LOCATION_CONF, storage_settings
+from spark_bridge.session.state_cluster import current_cluster, current_spark
 
 if TYPE_CHECKING:
     from pyspark.sql.streaming import StreamingQuery
@@ -167,7 +167,7 @@ def restore_savepoint(
 
 def list_savepoints(base_path: str, storage_options: Mapping[str, str] | None = None) -> list[SavepointInfo]:
     """Return the savepoints directly below a directory, the oldest first."""
-    return savepoint_catalog.read_stored_savepoints(_absolute(base_path), _options(storage_options))
+    return savepoint_format.read_stored_savepoints(_absolute(base_path), _options(storage_options))
 
 
 def describe_savepoint(
@@ -178,13 +178,13 @@ def describe_savepoint(
     With ``check_files`` every file is read and compared with what was written. Raises ``SavepointError``, and
     ``DamagedFileError`` that names all files that are missing or damaged.
     """
-    describe = savepoint_catalog.verify_stored_savepoint if check_files else savepoint_catalog.read_stored_savepoint
+    describe = savepoint_format.verify_stored_savepoint if check_files else savepoint_format.read_stored_savepoint
     return describe(_absolute(path), _options(storage_options))
 
 
 def delete_savepoint(path: str, storage_options: Mapping[str, str] | None = None) -> None:
     """Remove a savepoint. Raises ``SavepointError`` if there is none at ``path``."""
-    savepoint_catalog.remove_stored_savepoint(_absolute(path), _options(storage_options))
+    savepoint_format.remove_stored_savepoint(_absolute(path), _options(storage_options))
 
 
 def _options(given: Mapping[str, str] | None) -> dict[str, str]:

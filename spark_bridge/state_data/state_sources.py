@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from datetime import datetime
 
+import msgspec
 import pyarrow as pa
 
+from backends.conf import DEFAULT_FAMILY
+from backends.decoders import msgpack_decoder
 from backends.encoding.operator_schema import TIMERS, StateVariable
 from backends.exceptions import InvalidStateStoreArgument
-from backends.ids import DEFAULT_FAMILY
+from backends.formats.changelog import read_changelog
 from backends.storage.checkpoint_storage import CheckpointStorage, OpenStorage
-from coordinator_actor.reading.partition_reader import opened_partition
-from coordinator_actor.reading.stored_versions import Piece, Reading, StatePlace, StateVersions
-from coordinator_actor.reading.version_times import VersionTimes, ms_of
+from coordinator_actor.reading.stored_files import opened_partition
+from coordinator_actor.reading.stored_versions import Piece, Reading, StatePlace, StateVersions, VersionTimes, ms_of
+from spark_bridge.queryable.reads.change_feed import GroupingKeyFilter
 from spark_bridge.state_format.partition_rows import scan_partition
 from spark_bridge.state_format.stored_changes import VariableChanges
 from spark_bridge.state_format.stored_rows import VariableRows
@@ -148,3 +152,73 @@ def _variable(reading: Reading, name: str | None) -> StateVariable:
         f"Operator {reading.operator!r} has the state variables {', '.join(repr(v.name) for v in there) or 'none'}: "
         "name the one to read with state=."
     )
+
+
+# Partitions to be read, packed for the way to another process: a chain of many versions names many files.
+
+
+def packed_pieces(pieces: Sequence[Piece]) -> tuple[bytes, ...]:
+    """Return the bytes of each piece."""
+    return tuple(zlib.compress(msgspec.msgpack.encode(piece)) for piece in pieces)
+
+
+def unpacked_piece(packed: bytes) -> Piece:
+    """Return the piece of ``packed_pieces``."""
+    return msgpack_decoder(Piece).decode(zlib.decompress(packed))
+
+
+def without_pieces(source: AnySource) -> AnySource:
+    """Return a source without its pieces, which go to other processes one by one."""
+    reading = replace(source.reading, pieces=())
+    match source:
+        case StateSource():
+            return replace(source, reading=reading)
+        case ChangesSource():
+            return replace(source, reading=reading)
+        case InsertsSource():
+            return replace(source, reading=reading)
+
+
+# The changes of single versions, in the order of versions: a change feed from storage alone.
+
+
+def changes_by_version(
+    rows: VariableRows, readings: Sequence[Reading], wanted: GroupingKeyFilter | None, open_storage: OpenStorage
+) -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:
+    """Return the columns, and the changes of some grouping keys or of all; each reading is that of one version.
+
+    A partition is loaded only if its changelog has a pair that passes. One changelog is held in memory at a time.
+    """
+    changes = VariableChanges(rows)
+
+    def batches() -> Iterator[pa.RecordBatch]:
+        for reading in readings:
+            for piece in reading.pieces:
+                if not _touches(reading, piece, rows, wanted, open_storage):
+                    continue
+                for batch in changes.changes(reading.place, piece, open_storage):
+                    passing = batch if wanted is None else wanted.of_changes(batch)
+                    if passing.num_rows:
+                        yield passing
+
+    return changes.output, batches()
+
+
+def _touches(
+    reading: Reading, piece: Piece, rows: VariableRows, wanted: GroupingKeyFilter | None, open_storage: OpenStorage
+) -> bool:
+    """Return whether a changelog after ``piece.since`` has pairs of the variable, and perhaps of the keys."""
+    storage = open_storage(reading.place.state_location, reading.place.options)
+    since = piece.lineage.version if piece.since is None else piece.since
+    for ref in piece.lineage.changelogs:
+        if ref.version <= since:
+            continue
+        _, written = read_changelog(storage.read(ref.file), storage.full_location(ref.file.path))
+        for family in rows.families:
+            pairs = written.families.get(family)
+            if pairs is None or not len(pairs):
+                continue
+            passing = None if wanted is None else wanted.of_pairs(family, pairs.keys)
+            if passing is None or passing.true_count:
+                return True
+    return False

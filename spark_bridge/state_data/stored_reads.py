@@ -22,26 +22,70 @@ from backends.encoding.columns import placed
 from backends.exceptions import InvalidStateStoreArgument, VersionNotFoundError
 from backends.storage.checkpoint_storage import CheckpointStorage, OpenStorage
 from coordinator_actor.durable.spark_commits import query_id_of
-from coordinator_actor.messages import HostInfo, OperatorLocation, QueryRegistration, RunningOperator
-from coordinator_actor.reading.partition_reader import opened_partition
+from coordinator_actor.messages import HostInfo, OperatorLocation, OperatorSpec, QueryRegistration, RunningOperator
+from coordinator_actor.reading.stored_files import opened_partition
 from coordinator_actor.reading.stored_versions import Piece, StatePlace, StateVersions
 from spark_bridge.exceptions import RequestError, StateVersionError, UnknownOperatorError
-from spark_bridge.queryable.protocol.messages import At, ChangesRequest, KeyRowsRequest, LookupRequest, ScanRequest
-from spark_bridge.queryable.protocol.state_reads import StateAnswer
-from spark_bridge.queryable.reads.changes.key_filter import GroupingKeyFilter
-from spark_bridge.queryable.reads.operators.operator_plan import OperatorPlan
-from spark_bridge.queryable.reads.operators.operator_summary import operator_summary
-from spark_bridge.queryable.reads.rows.key_reads import FoundPairs, find_pairs, rows_of_keys, values_of
-from spark_bridge.queryable.reads.rows.partition_scans import KeyBounds, pairs_of
-from spark_bridge.queryable.reads.rows.row_selection import RowSelection
-from spark_bridge.queryable.reads.rows.row_stream import gather_batches, limited
-from spark_bridge.queryable.reads.rows.windowed_key_reads import WindowedKeys
-from spark_bridge.queryable.reads.versions.answer_version import PartitionView
-from spark_bridge.state_data.stored_query import query_in_storage
-from spark_bridge.state_data.version_changes import changes_by_version
+from spark_bridge.queryable.protocol import At, ChangesRequest, KeyRowsRequest, LookupRequest, ScanRequest, StateAnswer
+from spark_bridge.queryable.reads.answer_version import PartitionView
+from spark_bridge.queryable.reads.change_feed import GroupingKeyFilter
+from spark_bridge.queryable.reads.key_reads import FoundPairs, WindowedKeys, find_pairs, rows_of_keys, values_of
+from spark_bridge.queryable.reads.operator_plan import OperatorPlan, operator_summary
+from spark_bridge.queryable.reads.scans import KeyBounds, RowSelection, gather_batches, limited, pairs_of
+from spark_bridge.state_data.frames import operator_kind
+from spark_bridge.state_data.state_sources import changes_by_version
+from spark_bridge.state_format.layouts import window_place
 from spark_bridge.state_format.partition_rows import partition_rows
 from spark_bridge.state_format.stored_rows import VariableRows
-from spark_bridge.state_format.windowed_keys import window_place
+
+# The query whose state is in storage, as coordinators, hosts and clients describe queries.
+
+
+def query_in_storage(
+    versions: StateVersions,
+    version: int,
+    name: str | None = None,
+    session_id: str = "",
+    *,
+    is_followed: bool = False,
+    open_storage: OpenStorage = CheckpointStorage.open,
+) -> QueryRegistration:
+    """Return the query with its operators as they are at a version. Its run is the one that has claimed the state last.
+
+    Storage does not say the query's ``name``, nor a session. ``is_followed``: later versions of the run are read, too.
+    Then raises ``VersionNotFoundError`` while the run has made no version with its own partitions and backends: hosts
+    keep the layout with which they begin a run.
+    """
+    place = versions.place
+    specs = []
+    for operator, entry in sorted(versions.operators(version).items()):
+        schema = versions.schema(entry)
+        specs.append(
+            OperatorSpec(operator, entry.num_partitions, schema.to_json(), entry.backend, operator_kind(schema))
+        )
+    query_id = query_id_of(open_storage(place.checkpoint_location, place.options))
+    epoch = versions.log.epochs.newest()
+    if is_followed and epoch is not None:
+        made = {(spec.name, spec.num_partitions, spec.backend) for spec in specs}
+        declared = {(x.operator, x.num_partitions, x.backend) for x in epoch.layouts}
+        if declared and {one for one in made if one[0] in {name for name, *_ in declared}} - declared:
+            raise VersionNotFoundError(
+                f"Run {epoch.run_id} has claimed the state at {place.state_location} with other partitions or "
+                "backends, and has completed no version yet: wait for its first batch."
+            )
+    return QueryRegistration(
+        query_id,
+        query_id if epoch is None else epoch.run_id,
+        name,
+        session_id,
+        place.checkpoint_location,
+        place.state_location,
+        tuple(specs),
+        versions.key_groups,
+        dict(place.options),
+        ended=True,
+    )
+
 
 ADDRESS = "storage"
 """The address under which a router finds these reads in its own process."""

@@ -34,23 +34,71 @@ Clients and hosts import this module: it must not import Spark or pandas, whose 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import pyarrow as pa
 
+from backends.conf import DEFAULT_FAMILY
+from backends.encoding.columns import distinct_names
 from backends.encoding.operator_schema import TIMERS, OperatorSchema, StateVariable
 from backends.encoding.schema import StateSchema
-from backends.ids import DEFAULT_FAMILY
-from spark_bridge.state_format.families import (
-    CHUNKS,
-    CHUNKS_BY_TIME,
-    ENDS_FAMILY,
-    ENTRIES,
-    EXPIRY_FAMILY,
-    TIMERS_BY_EXPIRY,
-    TIMERS_BY_KEY,
-    stored_name,
-)
+
+# The names of the column families that operators keep state in; ``layouts`` has the columns that stand in them.
+#
+# A variable of a processor is in the family of its own name, or of ``stored_name`` where no file can have such a
+# name. Lists, maps and timers are in further families, whose names have a part after that. Clients and hosts import
+# this module: it must not import Spark or pandas, whose import would delay their start.
+
+
+PART_SEPARATOR = ".-"
+"""Begins every part, and stands in no name of a family that is a variable's own, unless ``stored_name`` made it."""
+_ESCAPED = "n.-"
+_PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*")
+_LETTER = re.compile(r"[A-Za-z0-9_]")
+CHUNKS = ".-chunks"
+"""The part of a list that has all elements but the last ones."""
+CHUNKS_BY_TIME = ".-due"
+"""The part of a side of ``join`` that has its chunks by the time at which their first row is due."""
+ENTRIES = ".-entries"
+"""The part of a map that has the entries of large maps."""
+TIMERS_BY_KEY = ".-keys"
+"""The part of the timers that has the timers of each grouping key."""
+TIMERS_BY_EXPIRY = ".-expiry"
+"""The part of the timers that has all timers by the time when they fire."""
+ENDS_FAMILY = "sessions.-ends"
+"""The family of ``aggregate`` with session windows that has the keys by the time at which they are due."""
+EXPIRY_FAMILY = "default.-expiry"
+"""The family of ``deduplicate`` that has the keys by the time at which they expire."""
+
+SWEEP_FAMILY = "ttl.-sweep"
+"""The family that notes, by key group and family, up to which key the sweep of expired values has come.
+
+It is in no schema, for its rows are no state: a key is the key group (2 bytes) and the family's name in UTF-8, a value
+is a stored key. A savepoint leaves them out, and the next sweep begins a key group again.
+"""
+
+
+def stored_name(variable: str) -> str:
+    """Return the name of the main family of a variable: that of the variable, or ASCII that says it.
+
+    The latter is ``n.-`` and the name in UTF-8, where every byte but letters, digits and ``_`` is ``-`` and two
+    hexadecimal digits. No other family is called so: a name with ``.-`` in it is not kept as it is, and after the
+    ``.-`` of a part stands no other ``-``.
+    """
+    if _PLAIN.fullmatch(variable) and PART_SEPARATOR not in variable:
+        return variable
+    return _ESCAPED + "".join(chr(b) if _LETTER.fullmatch(chr(b)) else f"-{b:02x}" for b in variable.encode())
+
+
+def family_of(variable: StateVariable, part: str = "") -> tuple[str, StateSchema]:
+    """Return the name and the schema of a variable's family; ``part`` is ``CHUNKS``, ..., or "" for the main family.
+
+    A variable that was deleted and declared again is in families of other names: only this function finds these names.
+    """
+    family = variable.family(stored_name(variable.name) + part)
+    return family, variable.families[family]
+
 
 VALUE, ROWS, WINDOWS, LIST, MAP = "value", "rows", "windows", "list", "map"
 """The kinds of state that a query client tells apart, with ``SESSIONS`` and ``TIMERS``."""
@@ -218,3 +266,59 @@ def _renamed(field: pa.Field, taken: set[str]) -> pa.Field:
         name += "_key"
     taken.add(name)
     return field.with_name(name)
+
+
+# The names of the columns under which users see stored rows, in state data, scans and answers to queries.
+#
+# Clients and hosts import this module: it must not import Spark or pandas, whose import would delay their start.
+
+
+TTL = "ttl_expiration_ms"
+"""When a row expires, in ms since 1970 (int64)."""
+EXPIRATION = "expiration_timestamp_ms"
+"""When a timer fires, in ms since 1970 (int64)."""
+SESSION_WINDOW = "session_window"
+"""The bounds of a session: a struct of the timestamps ``start`` and ``end``."""
+KEY_GROUP = "key_group"
+"""The key group of a row's key (int32)."""
+PARTITION = "partition_id"
+"""The number of the state partition that has the row (int32)."""
+LIST_VALUE = "list_value"
+"""All elements of a key's list, where there is one row per key."""
+MAP_VALUE = "map_value"
+"""All entries of a key's map, where there is one row per key."""
+
+
+def with_distinct_names(fields: Iterable[pa.Field]) -> pa.Schema:
+    """Return the fields, renamed where a field before has the same name; see ``distinct_names`` for the rule."""
+    given = list(fields)
+    names = distinct_names([field.name for field in given])
+    return pa.schema([field.with_name(name) for field, name in zip(given, names, strict=True)])
+
+
+# Finds the column of a stored key that is the window of a windowed aggregate, for clients and hosts alike.
+#
+# The key group of such a key is computed from all its columns, the window included: the windows of one grouping key
+# are in all partitions. A client that asks ``KeyRows`` for all windows of keys therefore asks every owner. The client
+# gives the keys without the column of the window, under any key group: a host does not look at the key group. Session
+# windows are no part of the key.
+
+
+def window_place(variable: StateVariable) -> int | None:
+    """Return the place of the window in the stored key of an aggregate's rows; None if the key has no window.
+
+    A window is a struct of the timestamps ``start`` and ``end``. Of several such columns, the first one in stored order
+    counts; the others are ordinary columns of the key.
+    """
+    if variable.kind != ROWS or len(variable.families) != 1:
+        return None
+    key = variable.families[DEFAULT_FAMILY].key
+    return next((i for i, field in enumerate(key) if _is_window(field.type)), None)
+
+
+def _is_window(kind: pa.DataType) -> bool:
+    """Return whether values of a type are windows of time."""
+    if not pa.types.is_struct(kind) or kind.num_fields != 2:
+        return False
+    bounds = [kind.field(i) for i in range(2)]
+    return [b.name for b in bounds] == [START, END] and all(pa.types.is_timestamp(b.type) for b in bounds)

@@ -5,21 +5,42 @@ Lists and maps stand in two column families, which are read side by side, a few 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from backends.encoding.columns import (
+    Mask,
+    Offsets,
+    binary_content,
+    binary_values,
+    fixed_dtype,
+    is_list_like,
+    list_array,
+    list_parts,
+    struct_array,
+)
 from backends.encoding.keys import encode_keys
 from backends.encoding.sorted_pairs import SortedPairs, as_binary
 from backends.partition.partition_state import PartitionState
-from coordinator_actor.reading import partition_reader
-from spark_bridge.state_format.family_order import in_step, order_keys, row_order, without_order
-from spark_bridge.state_format.layouts import MAP
-from spark_bridge.state_format.stored_keys import key_groups_of
-from spark_bridge.state_format.stored_rows import DecodedRows, Positions, VariableRows
-from spark_bridge.state_format.user_columns import KEY_GROUP
+from coordinator_actor.reading import stored_files
+from spark_bridge.state_format.layouts import KEY_GROUP, MAP
+from spark_bridge.state_format.stored_rows import (
+    DecodedRows,
+    Positions,
+    VariableRows,
+    in_step,
+    key_groups_of,
+    longs_of_key,
+    order_keys,
+    row_order,
+    with_more,
+    without_order,
+)
 
 DECODE_STEP_ROWS = 1 << 14
 """Pairs that are decoded at once, at most."""
@@ -30,7 +51,7 @@ DECODE_STEP_BYTES = 4 << 20
 def scan_partition(rows: VariableRows, state: PartitionState, partition: int) -> Iterator[pa.RecordBatch]:
     """Yield all rows of a partition that is open at one version, as batches of ``rows.output``."""
     return partition_rows(
-        rows, {family: partition_reader.scan_family(state, family) for family in rows.families}, partition
+        rows, {family: stored_files.scan_family(state, family) for family in rows.families}, partition
     )
 
 
@@ -151,3 +172,146 @@ def _concatenated(batches: Sequence[pa.RecordBatch]) -> pa.RecordBatch:
 
 def _struct(columns: Sequence[pa.Array], schema: pa.Schema) -> pa.StructArray:
     return pa.StructArray.from_arrays(list(columns), fields=list(schema))
+
+
+# Many lists in one Arrow array: picking ranges of elements, dropping expired elements, and sizes in bytes.
+
+
+_BLOCK_ELEMENTS = 4096
+
+
+def flat_ranges(starts: Offsets, counts: Offsets) -> Offsets:
+    """Return the numbers of the ranges, one range after the other: ``counts[i]`` numbers from ``starts[i]`` on."""
+    ends = np.cumsum(counts)
+    total = int(ends[-1]) if len(ends) else 0
+    numbers: Offsets = np.repeat(starts - (ends - counts), counts) + np.arange(total)
+    return numbers
+
+
+def offsets_of(counts: npt.NDArray[Any]) -> Offsets:
+    """Return the n+1 offsets of n lists with these numbers of elements."""
+    offsets = np.zeros(len(counts) + 1, np.int64)
+    np.cumsum(counts, out=offsets[1:])
+    return offsets
+
+
+def pick(elements: pa.Array, starts: Offsets, counts: Offsets, kind: pa.DataType) -> pa.Array:
+    """Return lists of type ``kind``: list i has ``counts[i]`` of the elements, from ``starts[i]`` on."""
+    return list_array(elements.take(pa.array(flat_ranges(starts, counts))), offsets_of(counts), None, kind)
+
+
+def structs(rows: pa.RecordBatch, kind: pa.DataType) -> pa.Array:
+    """Return rows as an array of structs of type ``kind``."""
+    return struct_array(rows.columns, rows.num_rows, None, kind)
+
+
+def rows_of_structs(array: pa.Array) -> pa.RecordBatch:
+    """Return an array of structs, none of them null, as rows."""
+    return pa.RecordBatch.from_arrays(
+        array.flatten(), names=[array.type.field(i).name for i in range(array.type.num_fields)]
+    )
+
+
+def alive_lists(array: pa.Array, alive_of: Callable[[pa.RecordBatch], Mask] | None) -> tuple[pa.Array, Offsets]:
+    """Return the elements (structs) of all lists that are alive, and n+1 offsets; ``alive_of`` None: all are."""
+    elements, offsets = list_parts(array)
+    if alive_of is not None and len(elements):
+        alive = alive_of(rows_of_structs(elements))
+        if not alive.all():
+            elements = elements.filter(pa.array(alive))
+            offsets = offsets_of(alive)[offsets]
+    return elements, offsets
+
+
+def sizes_of(array: pa.Array) -> npt.NDArray[np.int64]:
+    """Return about how many bytes each value takes when stored."""
+    kind = array.type
+    dtype = fixed_dtype(kind)
+    if dtype is not None:
+        return np.full(len(array), dtype.itemsize, np.int64)
+    if pa.types.is_struct(kind):
+        total = np.zeros(len(array), np.int64)
+        for child in array.flatten():
+            total += sizes_of(child)
+        return total
+    if is_list_like(kind):
+        elements, offsets = list_parts(array)
+        ends = offsets_of(sizes_of(elements))
+        sizes: npt.NDArray[np.int64] = ends[offsets[1:]] - ends[offsets[:-1]] + 4
+        return sizes
+    content: npt.NDArray[np.int64] = np.diff(binary_content(binary_values(array))[1]) + 4
+    return content
+
+
+class LazyLists:
+    """Lists whose elements are made into Python values when they are asked for, some thousand at a time.
+
+    ``decode`` makes Python values of elements. Lists that are asked for in order are decoded once.
+    """
+
+    def __init__(self, elements: pa.Array, offsets: Offsets, decode: Callable[[pa.RecordBatch], list[Any]]) -> None:
+        self.elements = elements
+        self.offsets = offsets
+        self._decode = decode
+        self._bounds: list[int] = offsets.tolist()
+        self._first = self._end = 0
+        self._block: list[Any] = []
+
+    def __getitem__(self, i: int) -> list[Any]:
+        """Return the elements of list ``i``, in a new list."""
+        a, b = self._bounds[i], self._bounds[i + 1]
+        if a == b:
+            return []
+        if not self._first <= a <= b <= self._end:
+            behind = int(np.searchsorted(self.offsets, a + _BLOCK_ELEMENTS, "right")) - 1
+            self._first, self._end = a, max(b, self._bounds[behind])
+            self._block = self._decode(rows_of_structs(self.elements.slice(a, self._end - a)))
+        return self._block[a - self._first : b - self._first]
+
+
+# Divides lists and maps by size: small ones stand beside the grouping key, large ones in chunks or entries.
+
+
+TAIL_ELEMENTS = 64
+TAIL_BYTES = 16 << 10
+"""The most elements and bytes (about) of a list beside its key; a chunk has as many bytes."""
+CHUNK_ELEMENTS = 256
+"""The most elements of a chunk."""
+SMALL_ENTRIES = 64
+SMALL_MAP_BYTES = 16 << 10
+"""The most entries and bytes (about) of a small map."""
+
+
+def cut_lists(elements: pa.Array, offsets: Offsets) -> tuple[Offsets, Offsets, Offsets, Offsets]:
+    """Return where each list's tail begins, and the chunks before the tails: their lists, starts and lengths.
+
+    ``offsets`` are the n+1 bounds of the n lists among the ``elements``.
+    """
+    ends = offsets_of(sizes_of(elements))
+    tails = offsets[:-1].copy()
+    is_long = (np.diff(offsets) > TAIL_ELEMENTS) | (ends[offsets[1:]] - ends[offsets[:-1]] > TAIL_BYTES)
+    chunks: list[tuple[int, int, int]] = []
+    for i in np.flatnonzero(is_long).tolist():
+        start, stop = int(offsets[i]), int(offsets[i + 1])
+        while stop - start > TAIL_ELEMENTS or ends[stop] - ends[start] > TAIL_BYTES:
+            by_bytes = int(np.searchsorted(ends, ends[start] + TAIL_BYTES, "right")) - 1
+            end = min(max(by_bytes, start + 1), start + CHUNK_ELEMENTS, stop)
+            chunks.append((i, start, end - start))
+            start = end
+        tails[i] = start
+    columns = np.array(chunks, np.int64).reshape(-1, 3)
+    return tails, columns[:, 0], columns[:, 1], columns[:, 2]
+
+
+def chunk_keys(keys: pa.BinaryArray, numbers: Offsets) -> pa.BinaryArray:
+    """Return the stored keys of chunks of the lists that have the stored keys ``keys``."""
+    return with_more(keys, longs_of_key(numbers))
+
+
+def are_large(entries: pa.Array, offsets: Offsets) -> npt.NDArray[np.bool_]:
+    """Return which maps have too many entries, or bytes, to stand beside their keys; ``offsets`` are their bounds."""
+    ends = offsets_of(sizes_of(entries))
+    large: npt.NDArray[np.bool_] = (np.diff(offsets) > SMALL_ENTRIES) | (
+        ends[offsets[1:]] - ends[offsets[:-1]] > SMALL_MAP_BYTES
+    )
+    return large

@@ -22,20 +22,15 @@ from backends.encoding.keys import encode_keys
 from backends.encoding.operator_schema import TIMERS
 from backends.encoding.sorted_pairs import SortedPairs
 from backends.encoding.values import encode_values
-from spark_bridge.state_format.families import (
-    CHUNKS_BY_TIME,
-    ENDS_FAMILY,
-    EXPIRY_FAMILY,
-    TIMERS_BY_EXPIRY,
-    TIMERS_BY_KEY,
-    family_of,
-)
 from spark_bridge.state_format.layouts import (
+    CHUNKS_BY_TIME,
     ELEMENTS,
     END,
+    ENDS_FAMILY,
     ENTRY_KEY,
     ENTRY_VALUE,
     EXPIRIES,
+    EXPIRY_FAMILY,
     LIST,
     MAP,
     MAP_ENTRIES,
@@ -44,13 +39,14 @@ from spark_bridge.state_format.layouts import (
     SESSIONS,
     START,
     TAIL,
+    TIMERS_BY_EXPIRY,
+    TIMERS_BY_KEY,
     TTL_COLUMN,
+    family_of,
     is_present,
 )
-from spark_bridge.state_format.parts_by_size import are_large, chunk_keys, cut_lists
-from spark_bridge.state_format.ranges import flat_ranges, pick, structs
-from spark_bridge.state_format.stored_keys import by_expiry, columns_of_key, key_groups_of, with_more
-from spark_bridge.state_format.stored_rows import VariableRows
+from spark_bridge.state_format.partition_rows import are_large, chunk_keys, cut_lists, flat_ranges, pick, structs
+from spark_bridge.state_format.stored_rows import VariableRows, by_expiry, columns_of_key, key_groups_of, with_more
 
 
 class FamilyPairs(NamedTuple):

@@ -6,7 +6,7 @@ at a time. ``partition_rows`` reads all rows of a partition, ``stored_changes`` 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -15,37 +15,46 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from backends.encoding.columns import list_parts
-from backends.encoding.keys import decode_keys
+from backends.conf import DEFAULT_FAMILY
+from backends.encoding.columns import (
+    binary_array,
+    binary_content,
+    gather_fixed,
+    gather_ranges,
+    join_columns,
+    list_parts,
+)
+from backends.encoding.keys import KEY_GROUP_BYTES, KeyRange, decode_keys, encode_keys
 from backends.encoding.operator_schema import TIMERS, OperatorSchema, StateVariable
-from backends.encoding.schema import StateSchema
-from backends.encoding.schema_evolution import nullable
-from backends.ids import DEFAULT_FAMILY
+from backends.encoding.schema import StateSchema, nullable
+from backends.encoding.sorted_pairs import SortedPairs
 from spark_bridge.aggregates.aggregator import is_aggregate_state, result_fields, results
-from spark_bridge.state_format.families import CHUNKS, ENDS_FAMILY, ENTRIES, TIMERS_BY_EXPIRY, family_of
 from spark_bridge.state_format.layouts import (
+    CHUNKS,
     ELEMENTS,
     END,
+    ENDS_FAMILY,
+    ENTRIES,
     ENTRY_KEY,
     ENTRY_VALUE,
+    EXPIRATION,
+    KEY_GROUP,
     LIST,
+    LIST_VALUE,
     MAP,
     MAP_ENTRIES,
+    MAP_VALUE,
+    PARTITION,
     PRESENT,
     ROWS,
+    SESSION_WINDOW,
     SESSIONS,
     START,
     TAIL,
-    TTL_COLUMN,
-)
-from spark_bridge.state_format.user_columns import (
-    EXPIRATION,
-    KEY_GROUP,
-    LIST_VALUE,
-    MAP_VALUE,
-    PARTITION,
-    SESSION_WINDOW,
+    TIMERS_BY_EXPIRY,
     TTL,
+    TTL_COLUMN,
+    family_of,
     with_distinct_names,
 )
 
@@ -274,3 +283,187 @@ def _elements(lists: pa.Array) -> tuple[pa.StructArray, Positions]:
     """Return all elements of arrays, and for each element the position of its array."""
     elements, offsets = list_parts(lists)
     return elements, np.repeat(np.arange(len(lists)), np.diff(offsets))
+
+
+# Stored keys made of parts of other keys, without decoding: each column adds its own bytes to a key.
+#
+# ``backends.encoding.keys`` has the encoding of a key: two bytes of the key group, then each column's bytes.
+
+
+INT64_KEY_BYTES = 9
+"""Bytes of an int64 that is not null in a key: a byte that says that there is a value, and eight of the value."""
+_LONG = pa.schema([pa.field("long", pa.int64())])
+
+
+def columns_of_key(rows: pa.RecordBatch) -> pa.BinaryArray:
+    """Return the bytes that these columns add to a key, row by row."""
+    return _sliced(encode_keys(rows, np.zeros(rows.num_rows, np.uint16)), KEY_GROUP_BYTES)
+
+
+def longs_of_key(values: npt.NDArray[np.int64]) -> pa.BinaryArray:
+    """Return the bytes that an int64 column adds to a key, row by row."""
+    return columns_of_key(pa.RecordBatch.from_arrays([pa.array(values, pa.int64())], schema=_LONG))
+
+
+def with_more(keys: pa.BinaryArray, more: pa.BinaryArray) -> pa.BinaryArray:
+    """Return keys with the bytes of further columns after them."""
+    return join_columns([keys, more])
+
+
+def by_expiry(keys: pa.BinaryArray, expiries: npt.NDArray[np.int64]) -> pa.BinaryArray:
+    """Return grouping keys as keys whose first column is an expiry, so that those that expire first stand first."""
+    return join_columns([_sliced(keys, 0, KEY_GROUP_BYTES), longs_of_key(expiries), _sliced(keys, KEY_GROUP_BYTES)])
+
+
+def without_expiry(keys: pa.BinaryArray) -> pa.BinaryArray:
+    """Return the grouping keys that ``by_expiry`` was given."""
+    return join_columns([_sliced(keys, 0, KEY_GROUP_BYTES), _sliced(keys, KEY_GROUP_BYTES + INT64_KEY_BYTES)])
+
+
+def last_longs(keys: pa.BinaryArray) -> npt.NDArray[np.int64]:
+    """Return the int64 that is the last column of each key; none is null."""
+    content, offsets = binary_content(keys)
+    longs: npt.NDArray[np.int64] = (
+        gather_fixed(content, offsets[1:] - 8, np.dtype(">u8")).astype(np.uint64).view(np.int64)
+    )
+    return longs ^ np.iinfo(np.int64).min
+
+
+def without_last_long(keys: pa.BinaryArray) -> pa.BinaryArray:
+    """Return the keys without their last column, an int64."""
+    content, offsets = binary_content(keys)
+    return binary_array(*gather_ranges(content, offsets[:-1], offsets[1:] - INT64_KEY_BYTES))
+
+
+def expired_ranges(key_groups: tuple[int, int], until_ms: int) -> list[KeyRange]:
+    """Return where the keys of ``by_expiry`` lie whose expiry is at most ``until_ms``, a range per key group.
+
+    ``key_groups`` are the first key group and the one after the last.
+    """
+    end = longs_of_key(np.array([min(until_ms + 1, np.iinfo(np.int64).max)]))[0].as_py()
+    groups = [group.to_bytes(KEY_GROUP_BYTES, "big") for group in range(*key_groups)]
+    return [(group, group + end) for group in groups]
+
+
+def group_range(group: int) -> KeyRange:
+    """Return where the keys of one key group lie."""
+    return prefix_range(group.to_bytes(KEY_GROUP_BYTES, "big"))
+
+
+def prefix_range(prefix: bytes) -> KeyRange:
+    """Return where the keys lie that begin with ``prefix``."""
+    kept = prefix.rstrip(b"\xff")
+    return prefix, kept[:-1] + bytes([kept[-1] + 1]) if kept else None
+
+
+def key_groups_of(keys: pa.BinaryArray) -> npt.NDArray[np.int32]:
+    """Return the key groups that stored keys begin with."""
+    content, offsets = binary_content(keys)
+    groups: npt.NDArray[np.int32] = gather_fixed(content, offsets[:-1], np.dtype(">u2")).astype(np.int32)
+    return groups
+
+
+def _sliced(keys: pa.BinaryArray, start: int, stop: int | None = None) -> pa.BinaryArray:
+    """Return the bytes of each key from ``start`` to ``stop``; keys are that long."""
+    content, offsets = binary_content(keys)
+    stops = offsets[1:] if stop is None else offsets[:-1] + stop
+    return binary_array(*gather_ranges(content, offsets[:-1] + start, stops))
+
+
+# The order of rows that stand in two column families, such as a list's chunks and its last elements.
+#
+# The last elements of a list stand under the list's own key, which is the beginning of the keys of its chunks. For
+# the elements to be in their order, such a key gets a byte appended that is greater than what any chunk's key goes on
+# with.
+
+
+_BEHIND_CHUNKS = b"\x02"
+
+
+def order_keys(rows: VariableRows, family: str, keys: pa.BinaryArray) -> pa.BinaryArray:
+    """Return stored keys in a form whose byte order is the order of the rows."""
+    if rows.kind != LIST or family != rows.main:
+        return keys
+    return pc.binary_join_element_wise(keys, _BEHIND_CHUNKS, pa.scalar(b""))
+
+
+def without_order(rows: VariableRows, family: str, ordered: pa.BinaryArray) -> pa.BinaryArray:
+    """Return the stored keys that ``order_keys`` was given."""
+    if rows.kind != LIST or family != rows.main:
+        return ordered
+    return pc.binary_slice(ordered, 0, -1) if len(ordered) else ordered
+
+
+def list_keys(rows: VariableRows, family: str, keys: pa.BinaryArray) -> pa.BinaryArray:
+    """Return the stored keys of the lists whose elements stand under ``keys`` of ``family``."""
+    if family == rows.main or not len(keys):
+        return keys
+    return pc.binary_slice(keys, 0, -INT64_KEY_BYTES)
+
+
+def in_step(streams: Sequence[Iterator[SortedPairs]]) -> Iterator[list[SortedPairs]]:
+    """Read several sorted streams side by side: yield a part of each, whose keys are above all keys yielded before."""
+    held: list[SortedPairs | None] = [next(stream, None) for stream in streams]
+    while True:
+        for i, stream in enumerate(streams):
+            while (pairs := held[i]) is not None and not len(pairs):
+                held[i] = next(stream, None)
+        lasts = [pairs.keys[len(pairs) - 1].as_py() for pairs in held if pairs is not None]
+        if not lasts:
+            return
+        end = min(lasts) + b"\x00"
+        step = []
+        for i, pairs in enumerate(held):
+            if pairs is None:
+                step.append(SortedPairs.empty())
+                continue
+            cut = pairs.lower_bound(end)
+            step.append(pairs.slice(0, cut))
+            held[i] = pairs.slice(cut)
+        yield step
+
+
+def row_order(keys: Sequence[pa.BinaryArray], pairs: Sequence[Positions]) -> Positions:
+    """Return the order of the rows of several parts by the keys of their pairs.
+
+    ``pairs`` are, for each part, the positions of its rows' pairs in that part of ``keys``.
+    """
+    ranks = np.empty(sum(map(len, keys)), np.int64)
+    ranks[np.asarray(pc.sort_indices(pa.concat_arrays(keys)))] = np.arange(len(ranks))
+    begins = np.cumsum([0, *map(len, keys)])[:-1]
+    of_rows = np.concatenate([ranks[at + positions] for at, positions in zip(begins, pairs, strict=True)])
+    return np.argsort(of_rows, kind="stable")
+
+
+# Finds the rows that differ between two moments, and the columns in which differences are shown.
+
+
+CHANGE_TYPE = "change_type"
+BEFORE = "before"
+AFTER = "after"
+INSERT, UPDATE, DELETE = "insert", "update", "delete"
+
+
+def changed_rows(
+    ids: tuple[pa.BinaryArray, pa.BinaryArray], values: tuple[pa.Array, pa.Array]
+) -> tuple[Positions, Positions]:
+    """Return the changed rows by id: the position of each among the old rows and among the new rows, -1 for none.
+
+    Both arguments have an array for the old rows and one for the new: ``ids`` are different for different rows,
+    ``values`` are bytes that are equal where the values of rows are.
+    """
+    (ids_before, ids_after), (values_before, values_after) = ids, values
+    at = np.asarray(pc.fill_null(pc.index_in(ids_after, value_set=ids_before), -1)).astype(np.int64)
+    stays = at >= 0
+    same = np.zeros(len(at), np.bool_)
+    held = pa.array(at[stays])
+    same[stays] = np.asarray(pc.equal(values_before.take(held), values_after.filter(pa.array(stays))))
+    gone = np.ones(len(ids_before), np.bool_)
+    gone[at[stays]] = False
+    lost, changed = np.flatnonzero(gone), np.flatnonzero(~same)
+    of_before = np.concatenate([lost, at[changed]])
+    of_after = np.concatenate([np.full(len(lost), -1), changed])
+    order = np.asarray(
+        pc.sort_indices(pa.concat_arrays([ids_before.take(pa.array(lost)), ids_after.take(pa.array(changed))]))
+    )
+    return of_before[order], of_after[order]

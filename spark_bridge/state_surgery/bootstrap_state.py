@@ -7,45 +7,38 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from backends.conf import DEFAULT_FAMILY
 from backends.encoding.key_groups import DEFAULT_KEY_GROUPS, check_num_groups
 from backends.encoding.operator_schema import TIMERS
 from backends.exceptions import InvalidStateStoreArgument
-from backends.ids import DEFAULT_FAMILY
 from coordinator_actor.savepoints.new_checkpoint import NewCheckpoint
-from spark_bridge.session.current import current_spark
-from spark_bridge.state_format.families import ENDS_FAMILY
-from spark_bridge.state_format.layouts import SESSIONS
-from spark_bridge.state_surgery.aggregate_states import StatesOfRows
-from spark_bridge.state_surgery.programs import (
-    MERGE,
-    Combining,
-    OfProgram,
-    Program,
-    combining,
-    declared,
-    schema_to_write,
-    targets_of,
-    written_by_hand,
-)
-from spark_bridge.state_surgery.row_sources import sources_of
-from spark_bridge.state_surgery.stages.first_stage import (
-    Function,
-    OperatorVariable,
-    ReadJob,
-    Routing,
-    Target,
-    target_name,
-)
-from spark_bridge.state_surgery.stages.new_state import (
+from spark_bridge.session.state_cluster import current_spark
+from spark_bridge.state_format.layouts import ENDS_FAMILY, SESSIONS
+from spark_bridge.state_surgery.new_state import (
     NewOperator,
     NewState,
     NewStateReport,
+    RayWorkers,
+    Workers,
     check_partitions,
     new_query_id,
     session_options,
     session_state_location,
 )
-from spark_bridge.state_surgery.stages.workers import RayWorkers, Workers
+from spark_bridge.state_surgery.programs import (
+    MERGE,
+    Combining,
+    OfProgram,
+    Program,
+    StatesOfRows,
+    combining,
+    declared,
+    schema_to_write,
+    sources_of,
+    targets_of,
+    written_by_hand,
+)
+from spark_bridge.state_surgery.stages import Function, OperatorVariable, ReadJob, Routing, Target, target_name
 
 log = logging.getLogger(__name__)
 
@@ -200,7 +193,7 @@ def _key_groups(given: int | None) -> int:
         spark = current_spark()
         if spark is None:
             return DEFAULT_KEY_GROUPS
-        from spark_bridge.operators.conf import configured_key_groups
+        from spark_bridge.operators.map_in_arrow import configured_key_groups
 
         given = configured_key_groups(spark)
     check_num_groups(given)

@@ -7,13 +7,15 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from backends.exceptions import MissingFileError
+import pyarrow as pa
+
+from backends.encoding.operator_schema import OperatorSchema
+from backends.exceptions import InvalidStateStoreArgument, MissingFileError
 from backends.storage.checkpoint_storage import CheckpointStorage
 from backends.storage.locations import parse_location
 from coordinator_actor.coordinator_port import CoordinatorPort
 from coordinator_actor.exceptions import RetiredRunError, UnknownQueryError
-from coordinator_actor.reading.stored_versions import StatePlace, find_state
-from coordinator_actor.surgery.forgetting import (
+from coordinator_actor.forgetting import (
     FORGET_ATTEMPTS,
     FORGET_POLL_SECONDS,
     UNKNOWN_QUERY_SECONDS,
@@ -23,12 +25,42 @@ from coordinator_actor.surgery.forgetting import (
     forget_in_running,
     forget_in_storage,
 )
+from coordinator_actor.reading.stored_versions import StatePlace, find_state
+from coordinator_actor.rewriting import ForgottenKeys
 from spark_bridge.exceptions import SessionError
-from spark_bridge.session.current import current_cluster
-from spark_bridge.state_surgery.keys_to_forget import keys_to_forget
+from spark_bridge.queryable.client.arguments import KeyCodec, names_in_order
+from spark_bridge.session.state_cluster import current_cluster
+from spark_bridge.state_format.layouts import family_of, window_place
 
 if TYPE_CHECKING:
     from pyspark.sql.streaming import StreamingQuery
+
+# Keys as users give them, as the columns of stored keys by which rows are found in every column family.
+
+
+def keys_to_forget(operator: str, schema: OperatorSchema, num_groups: int, keys: Any) -> ForgottenKeys:
+    """Return the rows of these keys. A window is no part of a key: all windows of a key go.
+
+    ``keys`` may be a function that makes them from the schema of the key's columns, for who has only their texts.
+
+    Raises ``UnknownKeyOrNamespaceError`` for values that cannot be a key, ``InvalidStateStoreArgument`` for no keys,
+    and for an operator whose only key is a window.
+    """
+    variable = schema.in_use[0]
+    stored = family_of(variable)[1].key
+    window = window_place(variable)
+    given = stored if window is None else stored.remove(window)
+    if not len(given):
+        raise InvalidStateStoreArgument(
+            f"Operator {operator!r} has no key but its window, so none of its rows is of somebody: nothing was changed."
+        )
+    codec = KeyCodec(operator, given, names_in_order(given, schema.key_columns), num_groups)
+    columns = codec.columns(keys(codec.schema) if callable(keys) else keys).select(given.names)
+    if not columns.num_rows:
+        raise InvalidStateStoreArgument("keys= is empty: nothing was changed. Give at least one key.")
+    columns = pa.RecordBatch.from_arrays(columns.columns, schema=given.remove_metadata())
+    return ForgottenKeys(columns, schema.families, num_groups, is_whole=window is None)
+
 
 log = logging.getLogger(__name__)
 

@@ -2,20 +2,93 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, Union
 
+import numpy as np
+import pyarrow as pa
+
+from backends.encoding.key_groups import DEFAULT_KEY_GROUPS
 from backends.encoding.operator_schema import OperatorSchema, StateVariable, evolved
 from backends.exceptions import IncompatibleSchemaError, InvalidStateStoreArgument
 from coordinator_actor.messages import OperatorSpec
 from spark_bridge.aggregates.aggregator import Aggregator
+from spark_bridge.aggregates.row_groups import group_rows
+from spark_bridge.state_format.layouts import ALL_ROWS_KEY
 from spark_bridge.state_format.rows_to_pairs import PairsOfRows
 from spark_bridge.state_format.stored_rows import VariableRows
-from spark_bridge.state_surgery.aggregate_states import MergedStates
-from spark_bridge.state_surgery.stages.first_stage import Combine, OperatorVariable, Target
+from spark_bridge.state_surgery.stages import (
+    Combine,
+    OperatorVariable,
+    PackedRows,
+    RowSource,
+    Target,
+    packed,
+    unpacked_rows,
+)
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
+
+# Makes states of an ``aggregate`` from input rows, and merges states, as its tasks do.
+
+
+@dataclass(frozen=True)
+class StatesOfRows:
+    """Makes rows of state of input rows: a row for each key of a batch."""
+
+    aggregator: Aggregator
+    pairs: PairsOfRows
+    owner: str
+
+    def __call__(self, batch: pa.RecordBatch) -> pa.RecordBatch:
+        """Return the state columns. Raises ``InvalidStateStoreArgument`` for missing columns."""
+        keys = _keys(self.pairs)
+        if keys.names == [ALL_ROWS_KEY] and ALL_ROWS_KEY not in batch.schema.names:
+            batch = batch.append_column(ALL_ROWS_KEY, pa.repeat(pa.scalar(True), batch.num_rows))
+        needed = [*keys.names, *self.aggregator.inputs]
+        missing = [name for name in needed if name not in batch.schema.names]
+        if missing:
+            raise InvalidStateStoreArgument(
+                f"The input rows of {self.owner} came without {', '.join(map(repr, missing))}: they need the columns "
+                f"{', '.join(map(repr, dict.fromkeys(needed)))}."
+            )
+        groups = group_rows(batch, keys, DEFAULT_KEY_GROUPS)
+        states = self.aggregator.partial(groups.ids, len(groups.keys), batch)
+        return _rows(self.pairs, groups.columns, states)
+
+
+@dataclass(frozen=True)
+class MergedStates:
+    """Merges rows of state: ``combine`` of an aggregate."""
+
+    aggregator: Aggregator
+    pairs: PairsOfRows
+
+    def __call__(self, table: pa.Table) -> pa.RecordBatch:
+        """Return a row for each key of the table."""
+        batch = table.rename_columns(_stored_names(self.pairs)).combine_chunks().to_batches()[0]
+        groups = group_rows(batch, _keys(self.pairs), DEFAULT_KEY_GROUPS)
+        merged = self.aggregator.merge(groups.ids, len(groups.keys), batch)
+        return _rows(self.pairs, groups.columns, merged)
+
+
+def _keys(pairs: PairsOfRows) -> pa.Schema:
+    return pa.schema([pa.field(f.name, f.type) for f in pairs.rows.key])
+
+
+def _stored_names(pairs: PairsOfRows) -> list[str]:
+    """Return the names of ``pairs.columns`` as the operator knows them, without a suffix that tells them apart."""
+    rows = pairs.rows
+    return [*(rows.key.names[i] for i in rows.key_order), *rows.stored_value.names]
+
+
+def _rows(pairs: PairsOfRows, keys: pa.RecordBatch, states: pa.RecordBatch) -> pa.RecordBatch:
+    columns = dict(zip(keys.schema.names, keys.columns, strict=True))
+    columns |= dict(zip(states.schema.names, states.columns, strict=True))
+    return pa.RecordBatch.from_arrays([columns[name] for name in _stored_names(pairs)], names=pairs.columns.names)
+
 
 MERGE = "merge"
 """As ``combine``: the states of an ``aggregate`` are merged, as those of two tasks are."""
@@ -35,7 +108,7 @@ class OfProgram(NamedTuple):
 def declared(program: Program) -> dict[str, OfProgram]:
     """Return a program's operators by name. Raises ``InvalidStateStoreArgument`` if there are none."""
     if hasattr(program, "_jdf"):
-        from spark_bridge.operators.declared_operators import declared_in
+        from spark_bridge.operators.map_in_arrow import declared_in
 
         found = [OfProgram(one.spec, one.aggregator) for one in declared_in(program)]
     else:
@@ -132,3 +205,96 @@ def _merging(how: str, operator: str, pairs: PairsOfRows, aggregator: Aggregator
             f"{operator!r} give program=, the DataFrame that aggregate(...) returns, or a function as combine=."
         )
     return MergedStates(aggregator, pairs)
+
+
+# Rows that users give, as sources of the first stage: tables, pandas, Ray Datasets and Spark DataFrames.
+
+
+SOURCE_BYTES = 64 << 20
+"""A task of the first stage gets about this many bytes of a table."""
+SOURCE_BATCH_ROWS = 1 << 16
+
+
+@dataclass(frozen=True)
+class GivenRows:
+    """Rows as bytes."""
+
+    parts: tuple[PackedRows, ...]
+
+    def batches(self) -> Iterator[pa.RecordBatch]:
+        """See ``RowSource``."""
+        for part in self.parts:
+            yield from unpacked_rows(part)
+
+
+@dataclass(frozen=True)
+class BlockRows:
+    """Rows of a block of a Ray Dataset, an Arrow table, by its reference."""
+
+    ref: Any
+
+    def batches(self) -> Iterator[pa.RecordBatch]:
+        """See ``RowSource``."""
+        import ray
+
+        yield from ray.get(self.ref).to_batches(max_chunksize=SOURCE_BATCH_ROWS)
+
+
+def sources_of(rows: Any) -> Iterator[RowSource]:
+    """Yield the sources of the rows that a user gave. Raises ``InvalidStateStoreArgument`` for what has no rows."""
+    if isinstance(rows, pa.RecordBatch):
+        rows = pa.Table.from_batches([rows])
+    if isinstance(rows, pa.Table):
+        yield from _of_table(rows)
+    elif isinstance(rows, pa.RecordBatchReader):
+        yield from _together(packed(batch.schema, [batch]) for batch in rows)
+    elif hasattr(rows, "to_arrow_refs"):
+        yield from (BlockRows(ref) for ref in rows.to_arrow_refs())
+    elif hasattr(rows, "_jdf"):
+        if rows.isStreaming:
+            raise InvalidStateStoreArgument(
+                "The rows are a streaming DataFrame: state is made of a batch of rows, as spark.read gives them."
+            )
+        yield from _together(np.frombuffer(row[0], np.uint8) for row in _of_frame(rows))
+    elif type(rows).__module__.partition(".")[0] == "pandas":
+        yield from _of_table(pa.Table.from_pandas(rows, preserve_index=False))
+    else:
+        raise InvalidStateStoreArgument(
+            f"The rows are {type(rows).__name__}: give a pyarrow Table, RecordBatch or RecordBatchReader, a pandas "
+            "DataFrame, a Ray Dataset or a Spark DataFrame."
+        )
+
+
+def _together(parts: Iterable[PackedRows]) -> Iterator[GivenRows]:
+    """Yield sources of ``SOURCE_BYTES`` at least, but for the last one."""
+    held: list[PackedRows] = []
+    size = 0
+    for part in parts:
+        held.append(part)
+        size += len(part)
+        if size >= SOURCE_BYTES:
+            yield GivenRows(tuple(held))
+            held, size = [], 0
+    if held:
+        yield GivenRows(tuple(held))
+
+
+def _of_table(table: pa.Table) -> Iterator[GivenRows]:
+    step = max(1, min(table.num_rows, table.num_rows * SOURCE_BYTES // max(1, table.nbytes)))
+    for first in range(0, max(1, table.num_rows), step):
+        part = table.slice(first, step)
+        yield GivenRows((packed(part.schema, part.to_batches(max_chunksize=SOURCE_BATCH_ROWS)),))
+
+
+def _of_frame(frame: Any) -> Iterator[Any]:
+    """Give the rows of a Spark DataFrame as IPC streams, a partition after the other through the driver."""
+    from spark_bridge.operators.map_in_arrow import map_in_arrow
+
+    def packed(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        for batch in batches:
+            sink = pa.BufferOutputStream()
+            with pa.ipc.new_stream(sink, batch.schema) as writer:
+                writer.write_batch(batch)
+            yield pa.RecordBatch.from_arrays([pa.array([sink.getvalue().to_pybytes()], pa.binary())], names=["rows"])
+
+    return iter(map_in_arrow(frame, packed, "given_rows", "rows binary").toLocalIterator(prefetchPartitions=True))

@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from spark_bridge.aggregates.row_groups import group_rows
-from spark_bridge.task.local_directory import temporary_file
+from spark_bridge.task.executor import temporary_file
 
 KEY_COLUMN = "__statestore_key"
 _IPC = pa.ipc.IpcWriteOptions(compression="lz4")

@@ -1,24 +1,27 @@
 """A state task's way to its partition: find the owner, read, commit, and go on when a host dies.
 
 A PySpark worker does not join Ray. It knows host addresses from Spark's local properties, and looks into the node's Ray
-session directory for newer ones. What a host does with a commit stands in ``spark_bridge.host.commits.task_commit``.
+session directory for newer ones. What a host does with a commit stands in ``spark_bridge.host.commits``.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
+from typing import IO, Protocol, TypeVar
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
+from backends import spans
+from backends.conf import DEFAULT_FAMILY
 from backends.encoding.key_groups import partition_range
 from backends.encoding.keys import KeyRange
 from backends.encoding.operator_schema import OperatorSchema
 from backends.exceptions import HostMemoryBusyError
-from backends.ids import DEFAULT_FAMILY
 from backends.partition.load_watch import LoadProgress
-from backends.tracing import spans
+from backends.providers.standalone_provider import LocalStateStoreProvider
+from backends.store import StateStore
 from coordinator_actor.exceptions import (
     BatchHeldError,
     QueryBusyError,
@@ -28,10 +31,84 @@ from coordinator_actor.exceptions import (
 )
 from coordinator_actor.messages import BatchTimes, OperatorFigures
 from spark_bridge.exceptions import HostUnavailableError, NotOwnerError, other_key_groups
-from spark_bridge.task.endpoints import Endpoints
-from spark_bridge.task.staged_changes import StagedChanges
+from spark_bridge.task.executor import Endpoints, temporary_file
 from spark_bridge.transport.flight_client import HostClient, client_for, forget_client
-from spark_bridge.transport.protocol import CommitCommand, GetCommand, OpenReply, ScanCommand, TaskIdentity
+from spark_bridge.transport.protocol import (
+    COMMIT_SCHEMA,
+    CommitCommand,
+    GetCommand,
+    OpenReply,
+    ScanCommand,
+    TaskIdentity,
+)
+
+# The changes that a task has staged and not committed yet: in memory, and beyond a budget on local disk.
+
+
+BUDGET_BYTES = 64 << 20
+_FAMILY = b"column_family"
+
+
+class StagedChanges:
+    """Batches of changes by column family, in the order in which they were added. Every try to commit reads them all.
+
+    ``budget`` is in bytes.
+    """
+
+    def __init__(self, budget: int = BUDGET_BYTES) -> None:
+        self._budget = budget
+        self._held: list[tuple[str, pa.RecordBatch]] = []
+        self._held_bytes = 0
+        self._spilled_bytes = 0
+        self._file: IO[bytes] | None = None
+        self._writer: pa.RecordBatchStreamWriter | None = None
+
+    def add(self, column_family: str, keys: pa.BinaryArray, values: pa.BinaryArray) -> None:
+        """Add changes; a null value removes its key."""
+        if not len(keys):
+            return
+        batch = pa.RecordBatch.from_arrays([keys, values], schema=COMMIT_SCHEMA)
+        self._held.append((column_family, batch))
+        self._held_bytes += batch.nbytes
+        if self._held_bytes > self._budget:
+            self._spill()
+
+    def _spill(self) -> None:
+        if self._writer is None:
+            self._file = temporary_file()
+            self._writer = pa.ipc.new_stream(self._file, COMMIT_SCHEMA)
+        for family, batch in self._held:
+            self._writer.write_batch(batch, custom_metadata={_FAMILY: family.encode()})
+        self._spilled_bytes += self._held_bytes
+        self._held, self._held_bytes = [], 0
+
+    @property
+    def nbytes(self) -> int:
+        """Return how many bytes all changes have in memory."""
+        return self._spilled_bytes + self._held_bytes
+
+    def __iter__(self) -> Iterator[tuple[str, pa.RecordBatch]]:
+        if self._file is not None:
+            self._file.flush()
+            # The stream's end is not written yet, so the file is read up to its length.
+            end = self._file.tell()
+            self._file.seek(0)
+            try:
+                with pa.ipc.open_stream(self._file) as reader:
+                    while self._file.tell() < end:
+                        read = reader.read_next_batch_with_custom_metadata()
+                        yield read.custom_metadata[_FAMILY].decode(), read.batch
+            finally:
+                self._file.seek(end)
+        yield from self._held
+
+    def close(self) -> None:
+        """Drop all changes, and the file."""
+        self._held = []
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
 
 RETRIABLE = (HostUnavailableError, NotOwnerError, QueryBusyError, StaleOwnerError, UnknownHostError, UnknownRunError)
 """After these errors the task looks for the owner again."""
@@ -298,3 +375,119 @@ def _behind(ranges: Sequence[KeyRange], key: bytes) -> list[KeyRange]:
     """Return the rest of ranges that are read one after the other, after the last key that was read."""
     at = next(i for i, (start, end) in enumerate(ranges) if start <= key and (end is None or key < end))
     return [(key + b"\x00", ranges[at][1]), *ranges[at + 1 :]]
+
+
+# ``StateAccess`` over a provider in this process: for ``ProcessorTester``, which needs no cluster.
+
+
+class LocalStateAccess:
+    """The newest version of a provider, as a task of the next batch sees that version."""
+
+    def __init__(
+        self,
+        provider: LocalStateStoreProvider,
+        schema: OperatorSchema,
+        times: BatchTimes,
+        key_groups: tuple[int, int],
+        num_key_groups: int,
+    ) -> None:
+        self.batch_id = provider.latest_version()
+        self.times = times
+        self.schema = schema
+        self.key_groups = key_groups
+        self.num_key_groups = num_key_groups
+        self.figures: OperatorFigures | None = None
+        self._base = provider.get_read_store(self.batch_id)
+        self._store: StateStore = provider.get_store(self.batch_id)
+        for family in schema.families:
+            if family != DEFAULT_FAMILY:
+                self._store.create_column_family(family)
+        self._known = self._base.column_families
+
+    def get_many(self, keys: pa.BinaryArray, column_family: str = DEFAULT_FAMILY) -> pa.BinaryArray:
+        """Return values at the version opened; see ``StateAccess``."""
+        if column_family not in self._known:
+            return pa.nulls(len(keys), pa.binary())
+        return self._base.get_many(keys, column_family)
+
+    def scan(
+        self, ranges: Sequence[KeyRange], column_family: str = DEFAULT_FAMILY, limit: int | None = None
+    ) -> Iterator[pa.RecordBatch]:
+        """Give pairs of the ranges; see ``StateAccess``."""
+        left = limit
+        for start, end in ranges if column_family in self._known else ():
+            for batch in self._base.scan(start, end, column_family):
+                if left is not None:
+                    batch = batch.slice(0, left)  # noqa: PLW2901 - no more than the limit allows
+                    left -= batch.num_rows
+                if batch.num_rows:
+                    yield batch
+                if left == 0:
+                    return
+
+    def stage(self, keys: pa.BinaryArray, values: pa.BinaryArray, column_family: str = DEFAULT_FAMILY) -> None:
+        """Add changes to the commit; see ``StateAccess``."""
+        if column_family != DEFAULT_FAMILY:
+            self._store.create_column_family(column_family)  # also one that is in no schema, as hosts take them
+        is_kept = pc.is_valid(values)
+        # In the order given: of a key given twice the last change counts.
+        if pc.all(is_kept).as_py():
+            self._store.put_many(keys, values, column_family)
+        elif not pc.any(is_kept).as_py():
+            self._store.remove_many(keys, column_family)
+        else:
+            for i, kept in enumerate(is_kept.to_pylist()):
+                if kept:
+                    self._store.put(keys[i].as_py(), values[i].as_py(), column_family)
+                else:
+                    self._store.remove(keys[i].as_py(), column_family)
+
+    def commit(self, figures: OperatorFigures, timings: dict[str, float] | None = None) -> None:
+        """Make the staged changes the provider's next version."""
+        self._store.commit()
+        self._base.abort()
+        self.figures = figures
+
+
+# ``StateAccess``: how an operator's logic reads and changes the state of its partition in one micro-batch.
+
+
+class StateAccess(Protocol):
+    """One partition's state, opened at version = batch id, and the changes to it that one commit makes."""
+
+    @property
+    def batch_id(self) -> int:
+        """Return the micro-batch, which is the version that is read."""
+
+    @property
+    def times(self) -> BatchTimes:
+        """Return processing time and watermarks of the batch."""
+
+    @property
+    def schema(self) -> OperatorSchema:
+        """Return the operator's schema with its history, as the coordinator has it."""
+
+    @property
+    def key_groups(self) -> tuple[int, int]:
+        """Return the partition's key groups: from the first (included) to the last (not included)."""
+
+    @property
+    def num_key_groups(self) -> int:
+        """Return the number of key groups of all partitions together."""
+
+    def get_many(self, keys: pa.BinaryArray, column_family: str = DEFAULT_FAMILY) -> pa.BinaryArray:
+        """Return values at the version opened, in the order of ``keys``, null where a key has none.
+
+        Sorted keys are fastest. Staged changes are not seen. A family that was never written to is empty.
+        """
+
+    def scan(
+        self, ranges: Sequence[KeyRange], column_family: str = DEFAULT_FAMILY, limit: int | None = None
+    ) -> Iterator[pa.RecordBatch]:
+        """Give pairs (``key``, ``value``) of the ranges at the version opened, range after range, ``limit`` in all."""
+
+    def stage(self, keys: pa.BinaryArray, values: pa.BinaryArray, column_family: str = DEFAULT_FAMILY) -> None:
+        """Add changes to the commit: a null value removes its key; of a key staged several times the last counts."""
+
+    def commit(self, figures: OperatorFigures, timings: dict[str, float] | None = None) -> None:
+        """Make the staged changes the next version, durably, in one commit. Call it once, before giving any output."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import pyarrow as pa
 from msgspec import Struct, field
 
-from backends.ids import DEFAULT_FAMILY
+from backends.conf import DEFAULT_FAMILY
 from backends.partition.load_watch import LoadProgress
 from coordinator_actor.messages import BatchTimes, OperatorFigures
 

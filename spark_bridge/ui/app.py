@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import secrets
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qsl
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
@@ -15,30 +17,123 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from backends.exceptions import StateStoreError
-from backends.storage.sending.prices import STANDARD, Prices
+from backends.storage.requests import STANDARD, Prices
 from coordinator_actor.exceptions import CoordinatorError
 from spark_bridge.exceptions import AccessDeniedError, HostUnavailableError, SparkBridgeError
-from spark_bridge.queryable.server.tokens.token_verifier import Grant, TokenVerifier
-from spark_bridge.queryable.sql.duckdb_connections import SqlLimits
-from spark_bridge.ui import views
-from spark_bridge.ui.overviews import SharedOverview
-from spark_bridge.ui.requests import PageCall, plain_page
-from spark_bridge.ui.sign_in import (
+from spark_bridge.queryable.server.tokens import Grant, TokenVerifier
+from spark_bridge.queryable.sql.sql import SqlLimits
+from spark_bridge.ui import cluster_pages, state_pages
+from spark_bridge.ui.live import PageWatches
+from spark_bridge.ui.requests import (
     SESSION_COOKIE,
     VISIT_COOKIE,
     OwnToken,
+    PageCall,
+    SharedOverview,
+    System,
     form_token,
+    plain_page,
     refusal_of_form,
     token_of_request,
 )
-from spark_bridge.ui.system import System
-from spark_bridge.ui.watching import PageWatches
-from spark_bridge.ui.web import SafeHeaders, form_of
+
+# HTTP for the page: headers that keep browsers in check, and forms of limited size.
+
+
+MOST_FORM_BYTES = 64 << 10
+FORM_SECONDS = 10.0
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; form-action 'self'; "
+    "base-uri 'none'; frame-ancestors 'none'"
+)
+PAGE_HEADERS = {
+    "Content-Security-Policy": POLICY,
+    "X-Content-Type-Options": "nosniff",
+    # With "no-referrer" a browser would send forms with "Origin: null".
+    "Referrer-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Permissions-Policy": "camera=(), geolocation=(), microphone=()",
+}
+
+
+class SafeHeaders:
+    """ASGI middleware that gives every answer the headers that keep browsers in check."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one connection; see ASGI."""
+        if scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008})
+            return
+
+        async def sent(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = [(name.lower().encode(), value.encode()) for name, value in PAGE_HEADERS.items()]
+                named = {name for name, _ in message.get("headers", ())}
+                caching = b"no-cache" if "/static/" in scope["path"] else b"no-store"
+                more = [] if b"cache-control" in named else [(b"cache-control", caching)]
+                message["headers"] = [*message.get("headers", ()), *headers, *more]
+            await send(message)
+
+        await self._app(scope, receive, sent)
+
+
+async def form_of(request: Request) -> Mapping[str, str] | Response:
+    """Return the fields of a form, or the refusal of one that is too large, too slow, or no form."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/x-www-form-urlencoded":
+        return PlainTextResponse("Forms are sent as application/x-www-form-urlencoded.", 415)
+    try:
+        body = await asyncio.wait_for(_body(request), FORM_SECONDS)
+    except asyncio.TimeoutError:
+        return PlainTextResponse("The form did not come in time.", 408, {"Connection": "close"})
+    if body is None:
+        return PlainTextResponse(f"The form is larger than {MOST_FORM_BYTES} bytes.", 413, {"Connection": "close"})
+    try:
+        return dict(parse_qsl(body.decode("ascii"), keep_blank_values=True, max_num_fields=200, errors="replace"))
+    except (UnicodeDecodeError, ValueError):
+        return PlainTextResponse("This is no form.", 400)
+
+
+async def _body(request: Request) -> bytes | None:
+    parts = bytearray()
+    async for part in request.stream():
+        parts += part
+        if len(parts) > MOST_FORM_BYTES:
+            return None
+    return bytes(parts)
+
 
 STATIC = Path(__file__).with_name("static")
+SEEN = {
+    "/": cluster_pages.overview,
+    "/query": cluster_pages.query,
+    "/operator": cluster_pages.operator,
+    "/operator/hottest": state_pages.hottest,
+    "/hosts": cluster_pages.hosts,
+    "/keys": state_pages.keys,
+    "/scan": state_pages.scan,
+    "/scan.csv": state_pages.scan_csv,
+    "/sql": state_pages.sql,
+    "/savepoints": cluster_pages.savepoints_page,
+    "/savepoint": cluster_pages.savepoint_page,
+}
+"""Pages to show, by address."""
+POSTED = {
+    "/sql": state_pages.sql,
+    "/sql.csv": state_pages.sql_csv,
+    "/savepoints": cluster_pages.trigger,
+    "/savepoint": cluster_pages.check,
+}
+"""Forms that are sent, by address."""
+ACTING = (cluster_pages.trigger, cluster_pages.check)
+"""Forms that only administrators may send."""
 MOST_PAGE_REQUESTS = 32
 """At most this many requests are answered at once, watches apart; each may have a thread."""
 SESSION_SECONDS = 12 * 3600
@@ -60,7 +155,7 @@ def create_ui(
     ``verifier`` checks the tokens with which people sign in; ``own`` is the token of the process itself, if its address
     may sign somebody in. ``lifespan`` makes a context manager that is open as long as the application runs by itself.
     ``prices`` are those by which requests to storage are counted in dollars. ``sql_limits`` are those of all SQL
-    statements that run at once, together (default: ``views.sql.PAGE_SQL``).
+    statements that run at once, together (default: ``PAGE_SQL``).
     """
 
     @asynccontextmanager
@@ -76,8 +171,8 @@ def create_ui(
         Route("/signin", page.sign_in, methods=["GET", "POST"]),
         Route("/signout", page.sign_out, methods=["POST"]),
         Route("/watch", page.watch),
-        *(Route(path, page.shown(view)) for path, view in views.SEEN.items()),
-        *(Route(path, page.sent(view), methods=["POST"]) for path, view in views.POSTED.items()),
+        *(Route(path, page.shown(view)) for path, view in SEEN.items()),
+        *(Route(path, page.sent(view), methods=["POST"]) for path, view in POSTED.items()),
     ]
     return SafeHeaders(Starlette(routes=routes, exception_handlers={404: _not_found}, lifespan=running))
 
@@ -130,7 +225,7 @@ class _Page:
             refusal = refusal_of_form(request.headers, _token(request), form.get("form_token", ""))
             if refusal is not None:
                 return PlainTextResponse(refusal, 403)
-            if view in views.ACTING and not grant.admin:
+            if view in ACTING and not grant.admin:
                 return PlainTextResponse("This needs the token of an administrator; yours may only look.", 403)
             return await self._answer(request, grant, view, form)
 

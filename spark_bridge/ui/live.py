@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from typing import Any
 
+import msgspec
+from starlette.concurrency import run_in_threadpool
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
+
+from backends.encoding.given_values import python_rows
+from backends.exceptions import StateStoreError
+from backends.storage.checkpoint_storage import CheckpointStorage, OpenStorage
+from coordinator_actor.exceptions import CoordinatorError
 from coordinator_actor.messages import SavepointStatus
-from coordinator_actor.savepoints import savepoint_catalog
+from coordinator_actor.savepoints import savepoint_format
 from coordinator_actor.savepoints.savepoint_format import SavepointInfo
+from spark_bridge.exceptions import AccessDeniedError, RequestError, SparkBridgeError
+from spark_bridge.overview.from_storage import overview_of_checkpoint
 from spark_bridge.overview.model import Overview, Query
-from spark_bridge.queryable.client.calls.watch import StateChange
+from spark_bridge.queryable.client.async_client import BlockingCalls
 from spark_bridge.queryable.client.client import QueryableStateClient
-from spark_bridge.ui.system import StateTable
+from spark_bridge.queryable.client.watch import StateChange, StateWatch
+from spark_bridge.state_data.checkpoint_client import CheckpointClient
+from spark_bridge.ui.charts import value
+from spark_bridge.ui.lookups import key_of_call, variable_schema
+from spark_bridge.ui.requests import PageCall, StateTable
 
 SAVEPOINTS = "savepoints"
 CHANGES_WAIT_SECONDS = 5.0
@@ -74,11 +89,11 @@ class LiveSystem:
 
     def savepoints(self, query: Query, base: str | None = None) -> list[SavepointInfo]:
         """See ``System``."""
-        return savepoint_catalog.read_stored_savepoints(base or default_directory(query), self._options)
+        return savepoint_format.read_stored_savepoints(base or default_directory(query), self._options)
 
     def describe_savepoint(self, path: str, *, check_files: bool = False) -> SavepointInfo:
         """See ``System``."""
-        describe = savepoint_catalog.verify_stored_savepoint if check_files else savepoint_catalog.read_stored_savepoint
+        describe = savepoint_format.verify_stored_savepoint if check_files else savepoint_format.read_stored_savepoint
         return describe(path, self._options)
 
     def trigger_savepoint(self, request_id: str, query: str, path: str | None) -> None:
@@ -94,3 +109,143 @@ class LiveSystem:
 def default_directory(query: Query) -> str:
     """Return where savepoints of a query go that name no directory."""
     return f"{query.state_location.rstrip('/')}/{SAVEPOINTS}"
+
+
+# The live watch of a key: server-sent events, one for each version that changed it.
+
+
+MOST_WATCHES = 16
+BEAT_SECONDS = 5.0
+"""After this many seconds without a change a line is sent, so that a browser that has left is noticed."""
+MOST_WATCH_ROWS = 50
+"""At most this many changed rows of one version are sent."""
+
+
+class PageWatches:
+    """The watches under way. Each has a thread and a connection."""
+
+    def __init__(self) -> None:
+        self._open = 0
+
+    async def stream(self, call: PageCall, last_event: str, check: Callable[[], object]) -> Response:
+        """Return the changes of the key that the request names, until the browser leaves.
+
+        ``last_event`` is the version that a browser has seen that comes again after a lost connection, or "". ``check``
+        raises ``AccessDeniedError`` once the token is no longer valid. Raises ``RequestError``.
+        """
+        if self._open >= MOST_WATCHES:
+            return PlainTextResponse(f"{self._open} watches are open, which is the limit; close one.", 429)
+        table = call.table()
+        if table is None:
+            raise RequestError("table= must name the state to watch.")
+        key = key_of_call(call, table, await run_in_threadpool(variable_schema, call, table))
+        client = await run_in_threadpool(call.system.client)
+        seen = int(last_event) if last_event.isdecimal() and len(last_event) < 19 else None
+        changes = client.watch(table.operator, [key], state=table.state, query=table.query, from_version=seen)
+        headers = {"X-Accel-Buffering": "no"}
+        return StreamingResponse(self._events(changes, check), media_type="text/event-stream", headers=headers)
+
+    async def _events(self, changes: StateWatch, check: Callable[[], object]) -> AsyncIterator[bytes]:
+        self._open += 1
+        calls, iterator = BlockingCalls("statestore-page-watch"), iter(changes)
+        try:
+            yield b": watching\n\n"
+            while True:
+                try:
+                    change = await asyncio.wait_for(calls.call(lambda: next(iterator, None)), BEAT_SECONDS)
+                except asyncio.TimeoutError:
+                    check()
+                    yield b": nothing new\n\n"
+                    continue
+                if change is None:
+                    return
+                check()
+                yield f"id: {change.version}\n".encode() + _event("change", _told(change))
+        except AccessDeniedError as error:
+            yield _event("problem", {"problem": str(error)})
+        except (CoordinatorError, SparkBridgeError, StateStoreError) as error:
+            yield _event("problem", {"problem": str(error)})
+        finally:
+            changes.close()
+            self._open -= 1
+
+
+def _told(change: StateChange) -> dict[str, object]:
+    rows = python_rows(change.batch.slice(0, MOST_WATCH_ROWS))
+    return {
+        "version": change.version,
+        "rows": [
+            {
+                "change": row["change_type"],
+                "before": value(row.get("before")),
+                "after": value(row.get("after")),
+            }
+            for row in rows
+        ],
+        "more": max(0, change.batch.num_rows - MOST_WATCH_ROWS),
+    }
+
+
+def _event(name: str, data: object) -> bytes:
+    """Return one event: JSON has no line breaks, so that the data is one line."""
+    return f"event: {name}\ndata: ".encode() + msgspec.json.encode(data) + b"\n\n"
+
+
+# A checkpoint in storage as the page shows it, with no cluster at all. The query may run or not.
+
+
+class StoredSystem:
+    """Shows what storage says (a ``System``). Nothing is written or locked."""
+
+    is_live = False
+
+    def __init__(
+        self,
+        checkpoint_location: str,
+        state_location: str | None = None,
+        options: Mapping[str, str] | None = None,
+        *,
+        open_storage: OpenStorage = CheckpointStorage.open,
+    ) -> None:
+        self.place = f"checkpoint {checkpoint_location}"
+        self._location = checkpoint_location
+        self._state_location = state_location
+        self._options = dict(options or {})
+        self._open = open_storage
+        self._client: CheckpointClient | None = None
+        self._opening = threading.Lock()
+
+    def overview(self) -> Overview:
+        """See ``System``."""
+        return overview_of_checkpoint(self._location, self._state_location, self._options, open_storage=self._open)
+
+    def client(self) -> CheckpointClient:
+        """See ``System``. A checkpoint that cannot be opened now is opened by a later call."""
+        with self._opening:
+            if self._client is None:
+                self._client = CheckpointClient.open(
+                    self._location, self._state_location, self._options, open_storage=self._open
+                )
+            return self._client
+
+    def recent_changes(self, table: StateTable, since: int, until: int) -> Iterator[StateChange]:
+        """See ``System``."""
+        return self.client().watch(table.operator, state=table.state, from_version=since).up_to(until)
+
+    def savepoints(self, query: Query, base: str | None = None) -> list[SavepointInfo]:
+        """See ``System``."""
+        base = base or default_directory(query)
+        return savepoint_format.read_stored_savepoints(base, self._options, open_storage=self._open)
+
+    def describe_savepoint(self, path: str, *, check_files: bool = False) -> SavepointInfo:
+        """See ``System``."""
+        describe = savepoint_format.verify_stored_savepoint if check_files else savepoint_format.read_stored_savepoint
+        return describe(path, self._options, open_storage=self._open)
+
+    def trigger_savepoint(self, request_id: str, query: str, path: str | None) -> None:
+        """Raise ``RequestError``: only a running query can be asked."""
+        raise RequestError("A savepoint is made by a running cluster; this page looks at a checkpoint.")
+
+    def savepoint_status(self, request_id: str) -> SavepointStatus:
+        """Return that nothing is known."""
+        return SavepointStatus(known=False)

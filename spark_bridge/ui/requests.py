@@ -2,28 +2,215 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+import hmac
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import urlencode
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
+from starlette.datastructures import Headers
 from starlette.responses import HTMLResponse, Response
 
-from backends.storage.sending.prices import STANDARD, Prices
-from spark_bridge.exceptions import RequestError
-from spark_bridge.overview import formats
-from spark_bridge.overview.model import Fault, Overview, Query
-from spark_bridge.overview.process_faults import COORDINATOR_PROCESS
-from spark_bridge.queryable.server.tokens.token_verifier import Grant
-from spark_bridge.ui.formats import value
-from spark_bridge.ui.sign_in import form_token
-from spark_bridge.ui.system import StateTable, System, reference, tables_of
+from backends.exceptions import StateStoreError
+from backends.storage.requests import STANDARD, Prices
+from coordinator_actor.exceptions import CoordinatorError
+from coordinator_actor.messages import SavepointStatus
+from coordinator_actor.savepoints.savepoint_format import SavepointInfo
+from spark_bridge.exceptions import AccessDeniedError, RequestError, SparkBridgeError
+from spark_bridge.overview import model
+from spark_bridge.overview.faults import COORDINATOR_PROCESS
+from spark_bridge.overview.model import CLUSTER, Fault, Overview, Query
+from spark_bridge.queryable.client.client import QueryableStateClient
+from spark_bridge.queryable.client.watch import StateChange
+from spark_bridge.queryable.server.tokens import MAX_TOKEN, Grant, TokenVerifier
+from spark_bridge.ui.charts import value
 
 if TYPE_CHECKING:
-    from spark_bridge.queryable.sql.duckdb_connections import SqlLimits
-    from spark_bridge.ui.overviews import LastOverview
+    from spark_bridge.queryable.sql.sql import SqlLimits
+
+# Access to the page: tokens in a header or in a cookie, and the tokens of forms.
+
+
+SESSION_COOKIE = "statestore_session"
+VISIT_COOKIE = "statestore_visit"
+"""A random number of a browser, by which the form to sign in is told from one of another site."""
+
+
+class OwnToken:
+    """A token that this process has made for the person who has started it, besides those that ``others`` know.
+
+    It ends with the process. ``code`` may be exchanged for it once, so that an address can sign somebody in and is
+    worth nothing afterwards.
+    """
+
+    def __init__(self, others: TokenVerifier | None, *, admin: bool) -> None:
+        self.token = secrets.token_urlsafe(24)
+        self._others = others
+        self._grant = Grant("this page's own", read_only=True, admin=admin)
+        self._code: str | None = secrets.token_urlsafe(18)
+
+    @property
+    def code(self) -> str | None:
+        """The code, as long as nobody has used it."""
+        return self._code
+
+    def exchanged(self, code: str) -> str | None:
+        """Return the token for the code, once; None for anything else."""
+        if self._code is None or not _equal(code, self._code):
+            return None
+        self._code = None
+        return self.token
+
+    def verify(self, token: str) -> Grant:
+        """See ``TokenVerifier``."""
+        if _equal(token, self.token):
+            return self._grant
+        if self._others is None or not token:
+            raise AccessDeniedError(
+                "The token is unknown here; this page takes the one that was printed when it was started."
+                if token
+                else "No token was given."
+            )
+        return self._others.verify(token)
+
+
+def token_of_request(headers: Headers, cookies: Mapping[str, str]) -> str:
+    """Return the token of a request: that of ``Authorization: Bearer``, else the cookie's; "" if there is none."""
+    scheme, _, given = headers.get("authorization", "").partition(" ")
+    token = given.strip() if scheme.lower() == "bearer" else cookies.get(SESSION_COOKIE, "")
+    return token if len(token) <= MAX_TOKEN else ""
+
+
+def form_token(secret: str) -> str:
+    """Return the token that a form of a page must send back: it follows from a cookie that no other site can read."""
+    return hmac.digest(secret.encode(), b"form of the page", "sha256").hex()
+
+
+def refusal_of_form(headers: Headers, secret: str, given: str) -> str | None:
+    """Return why a form may come from another site; None if it comes from a page of ours.
+
+    Three checks, of which each alone would do in a browser of today: where the browser says the request began
+    (``Sec-Fetch-Site``), the ``Origin``, and the token of the form.
+    """
+    if headers.get("sec-fetch-site", "same-origin") not in ("same-origin", "none"):
+        return "The form was sent by another site."
+    origin = headers.get("origin")
+    if origin is not None and origin.partition("://")[2] != headers.get("host"):
+        return f"The form was sent by {origin[:100]!r}, not by this page."
+    if not secret or not _equal(given, form_token(secret)):
+        return "The form is of an earlier sign-in, or of another site. Load the page again, and send it once more."
+    return None
+
+
+def _equal(one: str, other: str) -> bool:
+    return hmac.compare_digest(one.encode(errors="replace"), other.encode(errors="replace"))
+
+
+# The interface of the page to the system that it shows: a running cluster (``live``) or a checkpoint (``stored``).
+
+
+class System(Protocol):
+    """The data behind the page. All calls block, and may come from several threads."""
+
+    is_live: bool
+    """Whether a cluster is asked, where somebody may act."""
+    place: str
+    """What is looked at, in words: the namespace of a cluster, or the location of a checkpoint."""
+
+    def overview(self) -> Overview:
+        """Return the overview as it is now."""
+
+    def client(self) -> QueryableStateClient:
+        """Return the client, made when it is needed first."""
+
+    def recent_changes(self, table: StateTable, since: int, until: int) -> Iterator[StateChange]:
+        """Give the changes of the completed versions after ``since`` up to ``until``, in any order."""
+
+    def savepoints(self, query: Query, base: str | None = None) -> list[SavepointInfo]:
+        """Return the savepoints below a directory, by default the one beside the state of the query."""
+
+    def describe_savepoint(self, path: str, *, check_files: bool = False) -> SavepointInfo:
+        """Describe a savepoint, and with ``check_files`` read all of its files."""
+
+    def trigger_savepoint(self, request_id: str, query: str, path: str | None) -> None:
+        """Begin a savepoint of a running query."""
+
+    def savepoint_status(self, request_id: str) -> SavepointStatus:
+        """Return how far a savepoint is."""
+
+
+@dataclass(frozen=True)
+class StateTable:
+    """One state variable of an operator of a query, as the page names it. ``id`` names it in addresses.
+
+    ``schema_version`` is the version that tells the columns; None stands for the newest.
+    """
+
+    query: str
+    query_title: str
+    operator: str
+    state: str
+    kind: str
+    key: tuple[str, ...]
+    window: str | None
+    versions: range
+    types: dict[str, str] = field(default_factory=dict, hash=False)
+    schema_version: int | None = None
+
+    @property
+    def id(self) -> str:
+        """Return the name in addresses."""
+        return state_id(self.query, self.operator, self.state)
+
+    @property
+    def title(self) -> str:
+        """Return the name of the table for people."""
+        of = self.operator if self.state == "default" else f"{self.operator}.{self.state}"
+        return f"{of} of {self.query_title}"
+
+
+def reference(query: Query, queries: Iterable[Query]) -> str:
+    """Return how addresses name a query: by its id, which stays, or by its run if several runs have that id."""
+    return query.query_id if sum(q.query_id == query.query_id for q in queries) == 1 else query.run_id
+
+
+def tables_of(overview: Overview) -> list[StateTable]:
+    """Return the state variables of all queries."""
+    return [
+        StateTable(
+            reference(query, overview.queries),
+            query.title,
+            operator.name,
+            variable.name,
+            variable.kind,
+            tuple(name for name in variable.key if name != variable.window),
+            variable.window,
+            _readable(query),
+            {**variable.key, **variable.inner, **variable.value},
+            # Where a manifest is damaged, the newest version may not be there.
+            query.readable[-1][-1] if query.readable else None,
+        )
+        for query in overview.queries
+        for operator in query.operators
+        for variable in operator.variables
+    ]
+
+
+def _readable(query: Query) -> range:
+    first, last = query.readable[-1] if query.readable else (query.oldest_version or 0, query.completed_version)
+    return range(first, last + 1)
+
+
+def state_id(query: str, operator: str, state: str) -> str:
+    """Return how addresses name a state variable: three parts, in which slashes are escaped."""
+    return "/".join(part.replace("%", "%25").replace("/", "%2F") for part in (query, operator, state))
+
 
 MOST_NUMBER = 10**18
 
@@ -150,12 +337,93 @@ def _environment() -> Environment:
         lstrip_blocks=True,
     )
     made.filters.update(
-        bytesize=formats.size,
-        number=formats.number,
-        rate=formats.rate,
-        duration=formats.duration,
-        moment=formats.moment,
-        dollars=formats.dollars,
+        bytesize=model.size,
+        number=model.number,
+        rate=model.rate,
+        duration=model.duration,
+        moment=model.moment,
+        dollars=model.dollars,
         cell=value,
     )
     return made
+
+
+# The overview that requests share: made at most once a second, however many people look.
+
+
+log = logging.getLogger(__name__)
+
+PAGE_FRESH_SECONDS = 1.0
+RECENT_SECONDS = 10.0
+RECENT_WAIT_SECONDS = 0.05
+"""A request waits at most this many seconds for a newer overview if the last one is younger than ``RECENT_SECONDS``:
+pages stay quick where thousands of partitions take longer to be described, and where hosts do not answer.
+"""
+OVERVIEW_WAIT_SECONDS = 1.0
+"""The same if the last overview is older than ``RECENT_SECONDS``, as for the first who looks again."""
+OLD_SECONDS = 30.0
+"""An older overview is shown with a note of its age."""
+
+
+@dataclass(frozen=True)
+class LastOverview:
+    """An overview, and why there is no newer one, if somebody has tried to get one and failed."""
+
+    overview: Overview
+    problem: str | None = None
+
+
+class SharedOverview:
+    """Asks for the overview, in one thread for all requests that come meanwhile.
+
+    An overview that cannot be had leaves the last one, with the reason: then a page still says what was known.
+    """
+
+    def __init__(self, ask: Callable[[], Overview], clock: Callable[[], float] = time.monotonic) -> None:
+        self._ask = ask
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._seen: LastOverview | None = None
+        self._seen_at = 0.0
+        self._asking: threading.Event | None = None
+
+    def get(self) -> LastOverview:
+        """Return the overview, not older than ``PAGE_FRESH_SECONDS`` where it can be had in time.
+
+        That is within ``RECENT_WAIT_SECONDS`` if the last one is younger than ``RECENT_SECONDS``, within
+        ``OVERVIEW_WAIT_SECONDS`` if it is older, and whenever it comes if there is none.
+        """
+        with self._lock:
+            seen = self._seen
+            if seen is not None and self._clock() - self._seen_at < PAGE_FRESH_SECONDS:
+                return seen
+            if self._asking is None:
+                self._asking = threading.Event()
+                threading.Thread(
+                    target=self._refresh, args=(self._asking,), name="statestore-page", daemon=True
+                ).start()
+            asking, age = self._asking, self._clock() - self._seen_at
+        asking.wait(None if seen is None else RECENT_WAIT_SECONDS if age < RECENT_SECONDS else OVERVIEW_WAIT_SECONDS)
+        with self._lock:
+            assert self._seen is not None, "it is set before the event"
+            age = self._clock() - self._seen_at
+            if age > OLD_SECONDS and self._seen.problem is None:
+                return replace(self._seen, problem=f"What is shown is {age:.0f} s old: coordinator and hosts are slow.")
+            return self._seen
+
+    def _refresh(self, done: threading.Event) -> None:
+        made = self._next()
+        with self._lock:
+            self._seen, self._seen_at, self._asking = made, self._clock(), None
+        done.set()
+
+    def _next(self) -> LastOverview:
+        try:
+            return LastOverview(self._ask())
+        except (CoordinatorError, LookupError, SparkBridgeError, StateStoreError) as error:
+            problem = str(error)
+        except Exception as error:
+            log.exception("The overview could not be made")
+            problem = f"The overview could not be made ({type(error).__name__}); the log of this process says why."
+        last = self._seen or LastOverview(Overview(CLUSTER, int(time.time() * 1000)))
+        return replace(last, problem=problem)

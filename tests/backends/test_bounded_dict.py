@@ -1,6 +1,6 @@
 import pytest
 
-from backends.bounded_dict import BoundedDict
+from backends.host_memory import BoundedDict
 
 
 def test_the_oldest_entries_are_forgotten():

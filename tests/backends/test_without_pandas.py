@@ -14,12 +14,12 @@ import sys
 def check(what):
     assert not {"pandas", "pyspark"} & set(sys.modules), f"{what} imports pandas or Spark"
 
-import coordinator_actor.on_ray.actor
+import coordinator_actor.actor
 check("the coordinator")
-import spark_bridge.host_actor.actor
+import spark_bridge.host_actor
 check("a host")
 
-from backends.without_pandas import keep_pandas_out
+from backends.decoders import keep_pandas_out
 keep_pandas_out()
 import pyarrow as pa
 assert pa.array([1, None]).to_pylist() == [1, None] and pa.scalar(b"x").as_py() == b"x"

@@ -18,11 +18,11 @@ from coordinator_actor.messages import BatchTimes
 from spark_bridge import functions as S
 from spark_bridge.aggregates.aggregator import Aggregator
 from spark_bridge.functions import AggregateFunction
-from spark_bridge.operators.aggregate.aggregate_task import AggregateLogic
-from spark_bridge.operators.aggregate.output_columns import output_of
-from spark_bridge.operators.aggregate.session_task import SessionLogic
+from spark_bridge.operators.aggregate import output_of
+from spark_bridge.operators.aggregate_task import AggregateLogic
+from spark_bridge.operators.session_task import SessionLogic
 from spark_bridge.state_format.layouts import session_schema
-from spark_bridge.stateful.values.ddl import struct_of
+from spark_bridge.stateful.ddl import struct_of
 from tests.effort import effort, only_thorough
 from tests.spark_bridge.operators.operator_runs import TS, WINDOW, OperatorRun
 

@@ -17,15 +17,12 @@ from nexmark.generator import AUCTION, BID, NexmarkConf, batches, bids_of, closi
 from backends.encoding.operator_schema import OperatorSchema
 from coordinator_actor.messages import BatchTimes
 from spark_bridge import StatefulProcessor
-from spark_bridge.stateful.tasks.arrow_task import ArrowLogic, Declaring
-from spark_bridge.stateful.tasks.process_task import ProcessLogic
-from spark_bridge.stateful.tasks.processor_state import ProcessorState
-from spark_bridge.stateful.tasks.task_input import TaskInput
-from spark_bridge.stateful.values.ddl import struct_of
-from spark_bridge.stateful.values.row_values import RowCodec
+from spark_bridge.stateful.arrow_task import ArrowLogic, Declaring
+from spark_bridge.stateful.ddl import struct_of
+from spark_bridge.stateful.process_task import ProcessLogic, ProcessorState, TaskInput
+from spark_bridge.stateful.state_values import RowCodec
 from spark_bridge.task.external_sort import Limits
-from spark_bridge.task.state_task import Logic
-from spark_bridge.task.watermark import EventTime
+from spark_bridge.task.state_task import EventTime, Logic
 from tests.effort import effort, only_thorough
 from tests.spark_bridge.operators.operator_runs import OperatorRun
 

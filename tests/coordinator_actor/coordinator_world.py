@@ -13,13 +13,10 @@ import msgspec
 import pyarrow as pa
 
 from backends.encoding.schema import StateSchema
-from backends.formats.changelog import ChangelogMeta, Changes, write_changelog
-from backends.formats.changelog_group import GroupMember, group_path, write_group
-from backends.formats.file_names import changelog_path
-from backends.formats.manifest import Manifest
-from backends.formats.sealed import unseal
+from backends.formats.changelog import ChangelogMeta, Changes, GroupMember, group_path, write_changelog, write_group
+from backends.formats.manifest import Manifest, changelog_path, unseal
 from backends.storage.checkpoint_storage import CheckpointStorage
-from backends.storage.file_ref import FileRef
+from backends.storage.locations import FileRef
 from coordinator_actor.coordinator import Coordinator
 from coordinator_actor.coordinator_conf import CoordinatorConf
 from coordinator_actor.durable.fencing import FENCE

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from coordinator_actor.coordinator import Coordinator
 from coordinator_actor.messages import Acknowledge, Acknowledged, Refused
-from coordinator_actor.query.query_state import QueryState
-from spark_bridge.transport.error_codec import rebuilt_error
+from coordinator_actor.run.state import QueryState
+from spark_bridge.exceptions import rebuilt_error
 
 
 def run_of(coordinator: Coordinator, run_id: str = "run1") -> QueryState:

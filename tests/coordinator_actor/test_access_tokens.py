@@ -15,7 +15,7 @@ from coordinator_actor.access_tokens import AccessTokens, MemoryTokenStore, is_a
 from coordinator_actor.coordinator import Coordinator
 from coordinator_actor.exceptions import InvalidRequestError, InvalidTokenError
 from coordinator_actor.messages import HostInfo, HostReport
-from spark_bridge.queryable.server.tokens.token_verifier import ClusterTokens, Grant
+from spark_bridge.queryable.server.tokens import ClusterTokens, Grant
 from tests.effort import examples
 
 SECRET = "5ec4e7" * 8

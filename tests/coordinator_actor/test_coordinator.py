@@ -29,12 +29,9 @@ from coordinator_actor.exceptions import (
     UnknownOperatorError,
     UnknownRunError,
 )
-from coordinator_actor.messages import (
-    HostReport,
-    OperatorSpec,
-)
-from coordinator_actor.query.owners.partition_owners import assign
-from spark_bridge.transport.error_codec import rebuilt_error
+from coordinator_actor.messages import HostReport, OperatorSpec
+from coordinator_actor.run.owners import assign
+from spark_bridge.exceptions import rebuilt_error
 from tests.coordinator_actor.coordinator_world import SCHEMA, World
 from tests.coordinator_actor.coordinators import acknowledge, run_of
 

@@ -16,8 +16,7 @@ from coordinator_actor.coordinator_port import GROUPS, CoordinatorPort, Group
 from coordinator_actor.exceptions import BatchHeldError, InvalidRequestError, QueryBusyError, UnknownRunError
 from coordinator_actor.handlers import hosts as host_messages
 from coordinator_actor.messages import HostReport, OpenBatch, QueryRegistration
-from coordinator_actor.threads.dispatcher import Dispatcher, query_of
-from coordinator_actor.threads.query_threads import MOST_WAITING, THREADS_PER_QUERY, QueryThreads
+from coordinator_actor.threads import MOST_WAITING, THREADS_PER_QUERY, Dispatcher, QueryThreads, query_of
 from tests.coordinator_actor.coordinator_world import World
 from tests.coordinator_actor.hanging_storage import HangingStorage
 from tests.patience import HANG, PATIENCE

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator_actor.exceptions import InvalidRequestError, UnknownOperatorError
-from coordinator_actor.location_oracle import KvStateLocationOracle, OperatorOwners
-from coordinator_actor.messages import HostInfo
+from coordinator_actor.messages import HostInfo, KvStateLocationOracle, OperatorOwners
 
 HOSTS = tuple(HostInfo(f"h{i}", "a", f"grpc://10.0.0.{i}:1", f"n{i // 2}", "s") for i in range(5))
 

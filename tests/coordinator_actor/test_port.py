@@ -12,24 +12,19 @@ from typing import Any, get_type_hints
 
 import pytest
 
+from backends.conf import StateStoreId, StateStoreProviderId
 from backends.exceptions import InvalidStateStoreArgument
-from backends.ids import StateStoreId, StateStoreProviderId
 from coordinator_actor.access_tokens import AccessTokens
-from coordinator_actor.arguments import Arguments
+from coordinator_actor.actor import StateStoreCoordinator
 from coordinator_actor.coordinator import Coordinator
-from coordinator_actor.coordinator_port import GROUPS, MESSAGES, CoordinatorPort, Group
+from coordinator_actor.coordinator_port import GROUPS, MESSAGES, Arguments, CoordinatorPort, Group
 from coordinator_actor.exceptions import CoordinatorError, InvalidRequestError
-from coordinator_actor.handlers.batches import Batches
-from coordinator_actor.handlers.figures import Figures
-from coordinator_actor.handlers.hosts import Hosts
-from coordinator_actor.handlers.instances import Instances
-from coordinator_actor.handlers.locations import Locations
-from coordinator_actor.handlers.lookups import Lookups
+from coordinator_actor.handlers.batches import Batches, Lookups
+from coordinator_actor.handlers.hosts import Hosts, Instances
+from coordinator_actor.handlers.locations import Figures, Locations
 from coordinator_actor.handlers.queries import Queries
-from coordinator_actor.handlers.rewritings import Rewritings
-from coordinator_actor.handlers.savepoints import Savepoints
+from coordinator_actor.handlers.rewritings import Rewritings, Savepoints
 from coordinator_actor.messages import OpenBatch
-from coordinator_actor.on_ray.actor import StateStoreCoordinator
 from tests.coordinator_actor.coordinator_world import World
 
 HANDLERS = (AccessTokens, Batches, Figures, Hosts, Instances, Locations, Lookups, Queries, Rewritings, Savepoints)

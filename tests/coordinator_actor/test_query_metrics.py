@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from backends.storage.sending.request_counts import RequestCounts
+from backends.storage.requests import RequestCounts
 from coordinator_actor.coordinator import Coordinator
 from coordinator_actor.messages import CommitFigures
-from coordinator_actor.query_metrics import QueryMetrics
+from coordinator_actor.metrics import QueryMetrics
 from tests.coordinator_actor.coordinator_world import World
 from tests.coordinator_actor.coordinators import acknowledge
 from tests.coordinator_actor.query.checkpoints_of_a_world import batches, begin, staged

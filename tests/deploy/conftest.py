@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 from fastapi.testclient import TestClient
 
+from deploy.state_http.access import HttpLimits
 from deploy.state_http.app import create_app
-from deploy.state_http.limits import HttpLimits
 from tests.deploy.http_state import BEARER, connected
 from tests.deploy.memory_client import MemoryClient, Tokens
 from tests.patience import PATIENCE

@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow as pa
 
 from spark_bridge.exceptions import AccessDeniedError, UnknownOperatorError
-from spark_bridge.queryable.server.tokens.token_verifier import Grant
+from spark_bridge.queryable.server.tokens import Grant
 
 TOKEN = "right-token"
 UTC = dt.timezone.utc

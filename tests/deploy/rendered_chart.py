@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from spark_bridge.grafana.dashboard import FILE_NAME, dashboard
+from spark_bridge.grafana import FILE_NAME, dashboard
 
 ROOT = Path(__file__).parents[2]
 CHART = ROOT / "deploy/helm/ray-statestore"

@@ -13,10 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spark_bridge.exceptions import (
-    UnknownKeyOrNamespaceError,
-)
-from spark_bridge.queryable.client.answers import json_values as values
+from spark_bridge.exceptions import UnknownKeyOrNamespaceError
+from spark_bridge.queryable.client import json_values
 from tests.deploy.memory_client import TOTALS, UTC
 from tests.effort import examples
 
@@ -44,19 +42,19 @@ KINDS: list[tuple[pa.DataType, st.SearchStrategy[Any]]] = [
 def test_values_go_through_json_and_back(data: st.DataObject) -> None:
     kind, strategy = data.draw(st.sampled_from(KINDS))
     value = data.draw(strategy)
-    through = json.loads(values.json_bytes(values.to_json(value)))
-    assert values.from_json(through, kind, "it") == value
+    through = json.loads(json_values.json_bytes(json_values.to_json(value)))
+    assert json_values.from_json(through, kind, "it") == value
 
 
 def test_durations() -> None:
-    assert values.to_json(dt.timedelta(days=1, hours=2, microseconds=500_000)) == "P1DT2H0.5S"
-    assert values.to_json(-dt.timedelta(seconds=90)) == "-PT1M30S"
-    assert (values.to_json(dt.timedelta(0)), values.to_json(dt.timedelta(days=3))) == ("PT0S", "P3D")
+    assert json_values.to_json(dt.timedelta(days=1, hours=2, microseconds=500_000)) == "P1DT2H0.5S"
+    assert json_values.to_json(-dt.timedelta(seconds=90)) == "-PT1M30S"
+    assert (json_values.to_json(dt.timedelta(0)), json_values.to_json(dt.timedelta(days=3))) == ("PT0S", "P3D")
     table = pa.table({"spent": pa.array([dt.timedelta(seconds=5), None], pa.duration("us"))})
-    assert values.rows_to_json(table) == [{"spent": "PT5S"}, {"spent": None}]
+    assert json_values.rows_to_json(table) == [{"spent": "PT5S"}, {"spent": None}]
     for wrong in ("", "P", "PT", "P1DT", "1D", "P1Y", "PT1.S", "P999999999DT999999999H", 5, "PT٣S"):
         with pytest.raises(UnknownKeyOrNamespaceError):
-            values.from_json(wrong, pa.duration("us"), "it")
+            json_values.from_json(wrong, pa.duration("us"), "it")
 
 
 @settings(max_examples=examples(150), deadline=None)
@@ -64,19 +62,19 @@ def test_durations() -> None:
 def test_keys_in_a_path_go_through_quotes(parts: list[str]) -> None:
     schema = pa.schema([(str(i), pa.string()) for i in range(len(parts))])
     text = ",".join('"' + part.replace('"', '""') + '"' for part in parts)
-    assert values.key_of_text(text, schema) == tuple(parts)
+    assert json_values.key_of_text(text, schema) == tuple(parts)
     plain = [part.replace(",", "").replace('"', "") for part in parts]
-    assert values.key_of_text(",".join(plain), schema) == tuple(plain)
+    assert json_values.key_of_text(",".join(plain), schema) == tuple(plain)
 
 
 def test_what_comes_as_columns_is_as_value_by_value() -> None:
-    rows = values.rows_to_json(TOTALS)
-    by_value = [{k: values.to_json(v) for k, v in row.items()} for row in TOTALS.to_pylist()]
+    rows = json_values.rows_to_json(TOTALS)
+    by_value = [{k: json_values.to_json(v) for k, v in row.items()} for row in TOTALS.to_pylist()]
     assert rows == by_value
     assert rows[0]["n"] == 1 and rows[1]["n"] == str(2**53)
-    assert math.isfinite(values.rows_to_json(TOTALS.slice(0, 1))[0]["mean"])
+    assert math.isfinite(json_values.rows_to_json(TOTALS.slice(0, 1))[0]["mean"])
     with pytest.raises(TypeError):
-        values.to_json(object())
+        json_values.to_json(object())
 
 
 @settings(max_examples=examples(150), deadline=None)
@@ -90,7 +88,7 @@ def test_what_comes_as_columns_is_as_value_by_value() -> None:
 )
 def test_any_json_is_a_value_or_said_to_be_none(value: Any, kind: pa.DataType) -> None:
     try:
-        made = values.from_json(value, kind, "it")
+        made = json_values.from_json(value, kind, "it")
     except UnknownKeyOrNamespaceError as error:
         assert str(error).startswith("it: ")
     else:

@@ -24,7 +24,7 @@ import yaml
 from pydantic import ValidationError
 
 from deploy.state_api import Settings
-from spark_bridge.grafana.dashboard import FILE_NAME, dashboard
+from spark_bridge.grafana import FILE_NAME, dashboard
 from tests.deploy.kuberay import MODELS
 from tests.deploy.rendered_chart import (
     CHART,

@@ -14,7 +14,7 @@ import pytest
 import yaml
 from typer.main import get_command
 
-from spark_bridge.cli.jobs.supervision import STOPPED_ELSEWHERE
+from spark_bridge.cli.jobs import STOPPED_ELSEWHERE
 from spark_bridge.cli.main import app
 
 DEPLOY = Path(__file__).parents[2] / "deploy"

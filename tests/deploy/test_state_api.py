@@ -16,8 +16,7 @@ import pyarrow as pa
 import pytest
 from fastapi.testclient import TestClient
 
-from deploy.state_http.app import ARROW, create_app
-from deploy.state_http.overview import add_overview
+from deploy.state_http.app import ARROW, add_overview, create_app
 from deploy.state_http.service import StateService
 from spark_bridge.exceptions import (
     AccessDeniedError,

@@ -9,9 +9,7 @@ from fastapi.testclient import TestClient
 
 from deploy.state_http.access import token_of_header
 from deploy.state_http.app import create_app
-from spark_bridge.exceptions import (
-    AccessDeniedError,
-)
+from spark_bridge.exceptions import AccessDeniedError
 from tests.deploy.http_state import BEARER, PROBLEM, connected
 from tests.deploy.memory_client import TOKEN, MemoryClient, Tokens
 

@@ -10,8 +10,8 @@ from typing import Any
 import httpx
 from fastapi.testclient import TestClient
 
+from deploy.state_http.access import HttpLimits
 from deploy.state_http.app import create_app
-from deploy.state_http.limits import HttpLimits
 from tests.deploy.http_state import BEARER, PROBLEM, HeldClient, Together, connected, raw
 from tests.deploy.memory_client import MemoryClient, Tokens
 from tests.patience import HANG, PATIENCE

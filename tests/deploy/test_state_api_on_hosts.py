@@ -17,11 +17,11 @@ import pytest
 from fastapi.testclient import TestClient
 
 from coordinator_actor.access_tokens import AccessTokens, MemoryTokenStore
+from deploy.state_http.access import HttpLimits
 from deploy.state_http.app import ARROW, create_app
-from deploy.state_http.limits import HttpLimits
 from spark_bridge.exceptions import HostUnavailableError
-from spark_bridge.queryable.client.event_loop.async_client import AsyncQueryableStateClient
-from spark_bridge.queryable.server.tokens.coordinator_tokens import STALE_SECONDS, CoordinatorTokens
+from spark_bridge.queryable.client.async_client import AsyncQueryableStateClient
+from spark_bridge.queryable.server.tokens import STALE_SECONDS, CoordinatorTokens
 from tests.effort import effort
 from tests.patience import PATIENCE
 from tests.spark_bridge.queryable.client.client_rows import ROWS, UntilGone, windowed
@@ -246,7 +246,7 @@ def test_a_query_that_has_ended_is_409_for_those_who_have_read_it_too(
     try:
         with answering(made.client()) as http:
             assert http.get("/v1/operators/totals/keys/1").status_code == 200
-            monkeypatch.setattr("spark_bridge.queryable.client.cluster.cluster_access.Attempts", UntilGone)
+            monkeypatch.setattr("spark_bridge.queryable.client.discovery.Attempts", UntilGone)
             made.c.deactivate_instances("run1")
             for host in made.hosts:
                 host.host.heartbeat()
@@ -299,7 +299,7 @@ def test_tokens_are_those_of_the_coordinator() -> None:
 
 
 def test_a_replica_keeps_asking(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("spark_bridge.queryable.server.tokens.coordinator_tokens.REVOCATION_SECONDS", 0.02)
+    monkeypatch.setattr("spark_bridge.queryable.server.tokens.REVOCATION_SECONDS", 0.02)
     coordinator = Coordinator()
     coordinator.is_away = True
     tokens = CoordinatorTokens(coordinator)

@@ -30,7 +30,7 @@ def address() -> Iterator[str]:
     import ray
     from ray import serve
 
-    from coordinator_actor.on_ray.actor import get_or_create_coordinator
+    from coordinator_actor.actor import get_or_create_coordinator
     from deploy.state_api import Settings, build_app
 
     ray_dir = tempfile.mkdtemp(prefix="rs-", dir=SCRATCH)

@@ -20,10 +20,10 @@ import pyarrow as pa
 import pytest
 from fastapi.testclient import TestClient
 
+from deploy.state_http.access import HttpLimits
 from deploy.state_http.app import create_app
-from deploy.state_http.bodies import ARROW, CSV, JSON, LINES
-from deploy.state_http.limits import HttpLimits
-from spark_bridge.queryable.client.event_loop.async_client import AsyncQueryableStateClient
+from deploy.state_http.models import ARROW, CSV, JSON, LINES
+from spark_bridge.queryable.client.async_client import AsyncQueryableStateClient
 from spark_bridge.queryable.sql import statement_process
 from tests.deploy.http_state import raw
 from tests.deploy.memory_client import TOKEN, Tokens

@@ -11,10 +11,10 @@ from typing import Any
 import httpx
 import pytest
 
-from deploy.state_http import watches
+from deploy.state_http import service
+from deploy.state_http.access import HttpLimits
 from deploy.state_http.app import create_app
-from deploy.state_http.limits import HttpLimits
-from spark_bridge.queryable.client.event_loop.async_client import AsyncQueryableStateClient
+from spark_bridge.queryable.client.async_client import AsyncQueryableStateClient
 from tests.deploy.memory_client import TOKEN, Tokens
 from tests.patience import PATIENCE
 from tests.spark_bridge.queryable.client_world import Cluster
@@ -117,7 +117,7 @@ def test_signs_of_life_move_on_over_versions_that_changed_nothing(cluster: Clust
 def test_a_large_version_comes_in_pieces_of_which_only_the_last_has_an_id(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watches, "PIECE_ROWS", 10)
+    monkeypatch.setattr(service, "PIECE_ROWS", 10)
     with served(cluster) as url, events(url, from_version=1) as stream:
         cluster.batch({n: (n, "x") for n in range(100, 125)})
         found = changes(stream)

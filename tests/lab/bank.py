@@ -15,7 +15,7 @@ from pyspark.sql.functions import array, col, explode, struct
 
 from spark_bridge import aggregate, init_spark, stop_spark
 from spark_bridge import functions as S
-from spark_bridge.session.cluster.executors import executor_cores
+from spark_bridge.session.executors import executor_cores
 from tests.lab.accounts import ACCOUNTS, OPERATOR, TRANSFERS
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from spark_bridge.session.cluster.java import ensure_java
+from spark_bridge.session.ray_cluster import ensure_java
 from tests.lab.lab import Lab
 
 PORT = 6379

@@ -14,7 +14,7 @@ from pyspark.sql.functions import col
 
 from spark_bridge import aggregate, init_spark, stop_spark
 from spark_bridge import functions as S
-from spark_bridge.session.cluster.executors import executor_cores
+from spark_bridge.session.executors import executor_cores
 
 KEYS = 100
 ROWS_PER_SECOND = 1000

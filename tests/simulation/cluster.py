@@ -13,8 +13,7 @@ from backends.exceptions import ConcurrentCommitError
 from coordinator_actor.coordinator import Coordinator
 from coordinator_actor.coordinator_conf import CoordinatorConf
 from coordinator_actor.messages import HostInfo
-from coordinator_actor.threads.dispatcher import Dispatcher
-from coordinator_actor.threads.query_threads import QueryThreads
+from coordinator_actor.threads import Dispatcher, QueryThreads
 from spark_bridge.host.host import Host
 from spark_bridge.queryable.reads.host_reads import HostReads
 from tests.simulation import engine
@@ -119,7 +118,7 @@ class HostSlot:
         self.start()
 
     def end(self) -> None:
-        """It owns nothing any more, and is not started again (``spark_bridge.session.hosts.host_placement``)."""
+        """It owns nothing any more, and is not started again (``spark_bridge.session.state_cluster``)."""
         self._has_gone = True
         for process in (self.process, *self.replaced):
             if process is not None:
@@ -174,7 +173,7 @@ class HostSlot:
         s.at(s.random.choice((0.0, 0.0, 20.0)) * s.random.random(), self._restart)
 
     def _run(self, process: Process, incarnation: str, node: str, restart: int) -> None:
-        """What ``spark_bridge.host_actor.actor.StateStoreHost`` does when it is made."""
+        """What ``spark_bridge.host_actor.StateStoreHost`` does when it is made."""
         world = self.session.world
         s = world.scheduler
         session_id, asked_at = self.session.session_id, query_address(process.name)
@@ -274,7 +273,7 @@ class Session:
             self.leaving.append(slot)
 
     def _place(self) -> None:
-        """Do what ``spark_bridge.session.hosts.host_placement`` does: tell which hosts are to go, end the idle ones."""
+        """Do what ``spark_bridge.session.state_cluster`` does: tell which hosts are to go, end the idle ones."""
         s, port = self.world.scheduler, self.cluster.port()
         while True:
             s.sleep(self.world.slowness)
@@ -341,7 +340,7 @@ class LocalLocks:
         self._last = 100
 
     def lock(self, local_dir: Path) -> int:
-        """See ``backends.partition.local_directory.lock``."""
+        """See ``backends.partition.layers.lock``."""
         local_dir.mkdir(parents=True, exist_ok=True)
         holder = self._held.get(str(local_dir))
         if holder is not None and holder[0].is_alive:

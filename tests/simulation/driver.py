@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
+from backends.conf import DEFAULT_FAMILY
 from backends.exceptions import FileExistsInStorageError, StorageError
 from backends.formats.changelog import Changes
-from backends.ids import DEFAULT_FAMILY
 from coordinator_actor.exceptions import StaleBatchError
 from coordinator_actor.messages import Acknowledged, OperatorFigures, OperatorSpec, QueryRegistration
 from spark_bridge.exceptions import HostUnavailableError
-from spark_bridge.host_actor.received_changes import changes_of
-from spark_bridge.task.endpoints import Endpoints
+from spark_bridge.flight_server import changes_of
+from spark_bridge.task.executor import Endpoints
 from spark_bridge.task.task_store import TaskStore
 from spark_bridge.transport.protocol import CommitCommand, GetCommand, OpenReply, TaskIdentity
 from tests.simulation import model

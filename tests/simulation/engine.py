@@ -14,15 +14,14 @@ from typing import Any
 import msgspec
 import pyarrow as pa
 
-from backends.conf import StateStoreConf
+from backends.conf import DEFAULT_FAMILY, StateStoreConf
 from backends.encoding.keys import KeyRange
 from backends.encoding.sorted_pairs import SortedPairs
-from backends.engines.full_disk import writing_to
+from backends.engines.engine import writing_to
 from backends.engines.rocksdb import LocalRocksDB
 from backends.exceptions import StoreClosedError
 from backends.formats.changelog import Changes
-from backends.formats.local_state import LocalState
-from backends.ids import DEFAULT_FAMILY
+from backends.formats.manifest import LocalState
 from backends.providers.standalone_provider import LocalStateStoreProvider
 from tests.simulation import scheduler as scheduling
 from tests.simulation.scheduler import Process

@@ -10,40 +10,35 @@ import msgspec
 import pytest
 
 from backends.exceptions import FileExistsInStorageError, StorageError
-from backends.formats import manifest_chain, retention_rules
+from backends.formats import manifest_chain
 from backends.formats.changelog import Changes
 from backends.formats.manifest import ChangelogRef, Manifest, OperatorEntry
-from backends.formats.retention_rules import Retention
-from backends.partition.before_images import state_after
-from backends.partition.loading import Loading
-from backends.partition.pending_changes import PendingChanges
-from backends.storage.create_if_absent import CreateIfAbsentProofs
-from backends.storage.file_ref import FileRef
+from backends.formats.manifest_chain import Retention
+from backends.partition.layers import PendingChanges
+from backends.partition.loading import Loading, state_after
+from backends.storage.checkpoint_storage import CreateIfAbsentProofs
+from backends.storage.locations import FileRef
 from coordinator_actor import coordinator as coordinator_module
-from coordinator_actor.checkpoints.checkpoint_id import CheckpointIDCounter
+from coordinator_actor.checkpoints.pending_checkpoint import CheckpointIDCounter
 from coordinator_actor.durable.fencing import EPOCHS, FENCE, MANIFESTS, Epochs
-from coordinator_actor.durable.lookup_records import LookupRecords
-from coordinator_actor.durable.manifests import ManifestLog, manifest_path
-from coordinator_actor.durable.rewritten_files import RewrittenFiles
+from coordinator_actor.durable.manifests import ManifestLog, RewrittenFiles, manifest_path
+from coordinator_actor.durable.records import LookupRecords
 from coordinator_actor.durable.spark_commits import SparkCommits
 from coordinator_actor.handlers.queries import Queries
-from coordinator_actor.handlers.registries.host_registry import HostRegistry
+from coordinator_actor.handlers.registries import HostRegistry
 from coordinator_actor.handlers.rewritings import Rewritings
 from coordinator_actor.messages import Acknowledged
-from coordinator_actor.query.batch.rewriting_hold import Hold, RewritingHold
-from coordinator_actor.query.batch.running_batch import RunningBatch
-from coordinator_actor.query.files.known_files import KnownFiles
-from coordinator_actor.query.query_state import QueryState
-from coordinator_actor.query.retention import remove_garbage
-from coordinator_actor.query.versions.looked_up_versions import LookedUpVersions
-from coordinator_actor.query.versions.query_versions import QueryVersions
 from coordinator_actor.reading.stored_versions import Piece, StateVersions
+from coordinator_actor.rewriting import ForgottenKeys, Rewriting
+from coordinator_actor.run.batches import RunningBatch
+from coordinator_actor.run.holds import Hold, KnownFiles, RewritingHold
+from coordinator_actor.run.retention import remove_garbage
+from coordinator_actor.run.state import QueryState
+from coordinator_actor.run.versions import LookedUpVersions, QueryVersions
 from coordinator_actor.savepoints.new_checkpoint import NewCheckpoint
-from coordinator_actor.surgery.forgotten_keys import ForgottenKeys
-from coordinator_actor.surgery.rewriting import Rewriting
-from spark_bridge.host.held.instance import Instance
+from spark_bridge.host.held_partitions import Instance
 from spark_bridge.host.host import Host
-from spark_bridge.queryable.routing.monotonic_reads import SeenVersions
+from spark_bridge.queryable.routing.router import SeenVersions
 from spark_bridge.state_data.state_sources import StateSource
 from tests.simulation.storage import SimulatedStorage
 
@@ -151,7 +146,7 @@ def hasty_repeat(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def greedy_retention(monkeypatch: pytest.MonkeyPatch) -> None:
-    needed_files: Callable[..., set[str]] = retention_rules.needed_files
+    needed_files: Callable[..., set[str]] = manifest_chain.needed_files
 
     def greedy(chain: Any, kept: Retention, *args: Any) -> set[str]:
         bases = [
@@ -162,7 +157,7 @@ def greedy_retention(monkeypatch: pytest.MonkeyPatch) -> None:
         ]
         return needed_files(chain, Retention(kept.oldest, kept.chain_from, bases), *args)
 
-    monkeypatch.setattr(retention_rules, "needed_files", greedy)
+    monkeypatch.setattr(manifest_chain, "needed_files", greedy)
 
 
 def prepared_is_completed(monkeypatch: pytest.MonkeyPatch) -> None:

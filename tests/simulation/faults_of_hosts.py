@@ -12,20 +12,20 @@ import msgspec
 import pytest
 
 from backends.exceptions import StorageError
-from backends.formats.changelog_group import group_path, write_group
-from backends.formats.partition_entries import PartitionEntries
-from backends.storage.file_ref import FileRef
+from backends.formats.changelog import group_path, write_group
+from backends.formats.manifest import PartitionEntries
+from backends.storage.locations import FileRef
 from coordinator_actor.handlers import batches, owners
-from coordinator_actor.query.files.files_in_use import FilesInUse
-from coordinator_actor.query.versions import recovery
-from coordinator_actor.threads.query_threads import QueryThreads
-from spark_bridge.host.commits import group_commit
-from spark_bridge.host.commits.group_commit import GroupCommit, GroupCommits
-from spark_bridge.host.loading.hand_overs import HandOvers
-from spark_bridge.host.loading.partition_loading import PartitionLoading
-from spark_bridge.host.loading.unloading import PartitionUnloading
+from coordinator_actor.run import recovery
+from coordinator_actor.run.holds import FilesInUse
+from coordinator_actor.threads import QueryThreads
+from spark_bridge.host import commits
+from spark_bridge.host.commits import GroupCommit, GroupCommits
+from spark_bridge.host.kept_partitions import PartitionUnloading
+from spark_bridge.host.loading import PartitionLoading
 from spark_bridge.host.maintenance import Maintenance
-from spark_bridge.queryable.reads.versions.answer_version import PartitionView, VersionedReader
+from spark_bridge.host.shared_loads import HandOvers
+from spark_bridge.queryable.reads.answer_version import PartitionView, VersionedReader
 
 
 def unrenewed_uploads(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,13 +124,13 @@ def swallowed_group(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def wrong_offset(monkeypatch: pytest.MonkeyPatch) -> None:
-    write: Callable[..., tuple[bytes, list[FileRef]]] = group_commit.write_group
+    write: Callable[..., tuple[bytes, list[FileRef]]] = commits.write_group
 
     def shifted(path: str, members: Any) -> tuple[bytes, list[FileRef]]:
         data, refs = write(path, members)
         return data, [msgspec.structs.replace(ref, offset=ref.offset + 1) if ref.offset else ref for ref in refs]
 
-    monkeypatch.setattr(group_commit, "write_group", shifted)
+    monkeypatch.setattr(commits, "write_group", shifted)
 
 
 def first_part_counts(monkeypatch: pytest.MonkeyPatch) -> None:

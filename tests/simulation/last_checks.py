@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 from msgspec.structs import replace
 
 from backends.conf import StateStoreConf
-from backends.formats.changelog_group import GROUPS_DIRECTORY
-from backends.formats.file_names import partition_directory, version_in
+from backends.formats.changelog import GROUPS_DIRECTORY
+from backends.formats.manifest import partition_directory, version_in
 from backends.partition.partition_state import open_partition
 from coordinator_actor.coordinator import Coordinator
 from coordinator_actor.durable.fencing import FENCE
 from coordinator_actor.durable.spark_commits import METADATA
 from coordinator_actor.messages import HostInfo, HostReport
-from coordinator_actor.reading.partition_reader import opened_partition
+from coordinator_actor.reading.stored_files import opened_partition
 from coordinator_actor.reading.stored_versions import StatePlace, StateVersions
 from tests.simulation import model
 from tests.simulation.driver import ANSWERED_ON, Query

@@ -20,16 +20,12 @@ from backends.encoding.keys import encode_keys
 from backends.encoding.schema import StateSchema
 from backends.encoding.sorted_pairs import SortedPairs
 from backends.formats import manifest_chain as chains
-from backends.formats.changelog import ChangelogMeta, read_changelog
-from backends.formats.changelog_group import GroupIndex
-from backends.formats.file_names import version_in
-from backends.formats.manifest import Lineage, Manifest, PartitionEntry, SnapshotRef
+from backends.formats.changelog import ChangelogMeta, GroupIndex, read_changelog
+from backends.formats.manifest import Lineage, Manifest, PartitionEntry, SnapshotRef, unseal, version_in
 from backends.formats.manifest_chain import Layout, layout_of
-from backends.formats.sealed import unseal
 from backends.formats.snapshot import SnapshotDescriptor
-from backends.storage.file_ref import digest
-from coordinator_actor.durable.manifests import manifest_path
-from coordinator_actor.durable.rewritten_files import RewrittenFiles
+from backends.storage.locations import digest
+from coordinator_actor.durable.manifests import RewrittenFiles, manifest_path
 from coordinator_actor.messages import Acknowledge
 from tests.simulation.scheduler import Violation
 from tests.simulation.sometimes import sometimes

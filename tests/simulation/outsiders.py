@@ -18,9 +18,10 @@ from backends.exceptions import (
     VersionNotFoundError,
 )
 from backends.storage.checkpoint_storage import OpenStorage
-from coordinator_actor.durable.lookup_records import LookupRecords
+from coordinator_actor import forgetting
 from coordinator_actor.durable.manifests import ManifestLog
 from coordinator_actor.durable.moved_checkpoints import fork_checkpoint
+from coordinator_actor.durable.records import LookupRecords
 from coordinator_actor.durable.spark_commits import METADATA, SparkCommits
 from coordinator_actor.exceptions import (
     CheckpointPlaceError,
@@ -39,13 +40,12 @@ from coordinator_actor.exceptions import (
 from coordinator_actor.messages import QueryRegistration
 from coordinator_actor.reading.stored_versions import StatePlace, StateVersions
 from coordinator_actor.savepoints.restore import restore_into_checkpoint
-from coordinator_actor.surgery import forgetting
 from spark_bridge.exceptions import StateVersionError
-from spark_bridge.lookups.looked_up_state import Batch, in_storage, recorded_in_storage
-from spark_bridge.queryable.protocol.messages import At
+from spark_bridge.lookups import Batch, in_storage, recorded_in_storage
+from spark_bridge.queryable.protocol import At
 from spark_bridge.queryable.routing.router import StateRouter
-from spark_bridge.serving.followed_query import FollowedQuery
-from spark_bridge.state_data.stored_query import query_in_storage
+from spark_bridge.serving import FollowedQuery
+from spark_bridge.state_data.stored_reads import query_in_storage
 from spark_bridge.state_surgery.forget_keys import forget_keys
 from spark_bridge.state_surgery.rewrite_state import rewrite_state
 from tests.simulation import model

@@ -13,8 +13,7 @@ import pyarrow as pa
 from backends.exceptions import VersionNotFoundError
 from coordinator_actor.messages import OperatorLocation
 from spark_bridge.exceptions import ConnectionClosedError
-from spark_bridge.queryable.protocol.byte_arrays import pack_bytes, unpack_bytes
-from spark_bridge.queryable.protocol.messages import At, LookupReply, LookupRequest
+from spark_bridge.queryable.protocol import At, LookupReply, LookupRequest, pack_bytes, unpack_bytes
 from spark_bridge.queryable.routing.router import StateRouter
 from tests.simulation import model
 from tests.simulation.network import KNOWN_ERRORS, UnreachableError
@@ -67,7 +66,7 @@ class _Exchange:
 
 
 class SimulatedConnections:
-    """``spark_bridge.queryable.protocol.connections.KvConnections`` for look-ups, over the simulated network."""
+    """``spark_bridge.queryable.connections.KvConnections`` for look-ups, over the simulated network."""
 
     timeout = ANSWER_SECONDS
 

@@ -21,9 +21,8 @@ from obstore.exceptions import AlreadyExistsError, GenericError
 
 from backends.exceptions import FileExistsInStorageError, MissingFileError, StorageError
 from backends.storage.checkpoint_storage import CheckpointStorage
-from backends.storage.sending.hedges import Hedges
-from backends.storage.sending.pace import AdaptiveRateLimit
-from backends.storage.sending.traffic import BucketTraffic, Traffic
+from backends.storage.failures import Hedges
+from backends.storage.requests import AdaptiveRateLimit, BucketTraffic, Traffic
 from tests.simulation import scheduler as scheduling
 from tests.simulation.scheduler import Process, Scheduler, Violation
 from tests.simulation.threads import Pool, installed
@@ -151,8 +150,8 @@ def requests(seed: int, service: Service) -> Iterator[Requests]:
     s = scheduling.active = Scheduler(seed)
     replaced: dict[tuple[str, str], Any] = {
         ("backends.storage.object_files", "obstore"): service,
-        ("backends.storage.sending.hedges", "ThreadPoolExecutor"): Pool,
-        ("backends.storage.sending.sender", "random"): types.SimpleNamespace(uniform=s.random.uniform),
+        ("backends.storage.failures", "ThreadPoolExecutor"): Pool,
+        ("backends.storage.requests", "random"): types.SimpleNamespace(uniform=s.random.uniform),
     }
     try:
         with installed(replaced):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from backends.exceptions import DamagedFileError, FileExistsInStorageError, MissingFileError, StorageError
-from backends.storage.file_ref import FileRef, digest
+from backends.storage.locations import FileRef, digest
 from tests.simulation import scheduler as scheduling
 from tests.simulation.scheduler import Process
 

@@ -18,7 +18,7 @@ from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
-from backends.tracing import spans
+from backends import spans
 from tests.simulation import scheduler as scheduling
 from tests.simulation.scheduler import Killed, Task
 
@@ -463,26 +463,26 @@ TIME = types.SimpleNamespace(
 MODULES = (
     "backends.background_loop",
     "backends.partition.",
-    "backends.formats.changelog_group",
+    "backends.formats.changelog",
     "backends.formats.snapshot",
     "backends.formats.manifest_chain",
-    "backends.formats.retention_rules",
+    "backends.formats.manifest_chain",
     "coordinator_actor.",
     "spark_bridge.host.",
     "spark_bridge.queryable.reads.",
     "spark_bridge.queryable.routing.",
     "spark_bridge.task.task_store",
-    "spark_bridge.lookups.looked_up_state",
-    "spark_bridge.serving.followed_query",
+    "spark_bridge.lookups",
+    "spark_bridge.serving",
     "spark_bridge.state_data.stored_reads",
     "spark_bridge.state_surgery.",
 )
 """The modules under test, and beginnings of their names."""
 REAL = (
-    "coordinator_actor.on_ray.actor",
-    "coordinator_actor.on_ray.ray_port",
-    "coordinator_actor.on_ray.reference",
-    "spark_bridge.host_actor.actor",
+    "coordinator_actor.actor",
+    "coordinator_actor.reference",
+    "coordinator_actor.reference",
+    "spark_bridge.host_actor",
 )
 _FACTORIES: dict[Any, Any] = {
     threading.Lock: Lock,

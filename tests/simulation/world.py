@@ -19,28 +19,25 @@ from typing import Any
 
 from backends.encoding.operator_schema import OperatorSchema
 from backends.exceptions import DamagedFileError, MissingFileError
-from backends.formats.changelog_group import GROUPS_DIRECTORY
-from backends.formats.sealed import unseal
+from backends.formats.changelog import GROUPS_DIRECTORY
+from backends.formats.manifest import unseal
 from coordinator_actor.coordinator_conf import CoordinatorConf
 from coordinator_actor.durable.fencing import FENCE
-from coordinator_actor.durable.rewritten_files import REWRITTEN, RewrittenFiles
+from coordinator_actor.durable.manifests import REWRITTEN, RewrittenFiles
 from coordinator_actor.durable.spark_commits import METADATA
 from coordinator_actor.exceptions import IncompleteBatchError, InvalidRequestError
+from coordinator_actor.forgetting import HOLD_SECONDS, ForgetRequest
 from coordinator_actor.messages import Acknowledged
-from coordinator_actor.query.batch.rewriting_hold import TOLD_SECONDS
-from coordinator_actor.query.files.files_in_use import BUSY_SECONDS
 from coordinator_actor.reading.stored_versions import StateVersions, find_state
-from coordinator_actor.surgery.forgetting import HOLD_SECONDS, ForgetRequest
+from coordinator_actor.run.holds import BUSY_SECONDS, TOLD_SECONDS
 from spark_bridge.exceptions import PartitionMismatchError
-from spark_bridge.host.commits.group_commit import COMMIT_GROUP_BYTES, LARGE_BYTES
-from spark_bridge.host.coordination.grants import GRANT_SECONDS
-from spark_bridge.host.loading.hand_overs import WANTED_SECONDS
-from spark_bridge.host.loading.partition_loading import SHARED_LOAD_SECONDS
-from spark_bridge.host.loading.shared_loads import ABANDONED_SECONDS, TASK_ANSWER_SECONDS, SharedLoads
+from spark_bridge.host.commits import COMMIT_GROUP_BYTES, LARGE_BYTES
+from spark_bridge.host.loading import SHARED_LOAD_SECONDS
 from spark_bridge.host.maintenance import INLINE_FILES_BYTES, TOGETHER_SECONDS
-from spark_bridge.queryable.reads.operators.operator_directory import DIRECTORY_SECONDS
-from spark_bridge.queryable.reads.versions.answer_version import MAX_WAIT_SECONDS
-from spark_bridge.queryable.reads.versions.completion_wait import ASK_COORDINATOR_SECONDS
+from spark_bridge.host.registration import GRANT_SECONDS
+from spark_bridge.host.shared_loads import ABANDONED_SECONDS, TASK_ANSWER_SECONDS, WANTED_SECONDS, SharedLoads
+from spark_bridge.queryable.reads.answer_version import ASK_COORDINATOR_SECONDS, MAX_WAIT_SECONDS
+from spark_bridge.queryable.reads.operator_plan import DIRECTORY_SECONDS
 from spark_bridge.state_data.stored_reads import StoredReads
 from tests.simulation import engine, threads
 from tests.simulation import scheduler as scheduling
@@ -141,25 +138,23 @@ class Constants:
     def replacements(self) -> dict[tuple[str, str], Any]:
         """Return those that no argument sets, by module and name."""
         return {
-            ("coordinator_actor.surgery.forgetting", "HOLD_SECONDS"): self.hold_seconds,
-            ("coordinator_actor.surgery.forgetting", "HOLD_RENEW_SECONDS"): self.hold_seconds / 4,
-            ("coordinator_actor.query.files.files_in_use", "BUSY_SECONDS"): self.busy_seconds,
-            ("spark_bridge.host.loading.file_lease", "FILES_RENEW_SECONDS"): self.busy_seconds / 3,
-            ("coordinator_actor.query.batch.rewriting_hold", "TOLD_SECONDS"): self.told_seconds,
-            ("spark_bridge.host.coordination.grants", "GRANT_SECONDS"): self.grant_seconds,
-            ("spark_bridge.host.coordination.prepared_versions", "GRANT_SECONDS"): self.grant_seconds,
-            ("spark_bridge.queryable.reads.operators.operator_directory", "DIRECTORY_SECONDS"): self.directory_seconds,
-            ("spark_bridge.queryable.reads.versions.completion_wait", "ASK_COORDINATOR_SECONDS"): (
-                self.ask_coordinator_seconds
-            ),
-            ("spark_bridge.host.loading.partition_loading", "SHARED_LOAD_SECONDS"): self.shared_load_seconds,
-            ("spark_bridge.host.loading.hand_overs", "WANTED_SECONDS"): self.wanted_seconds,
+            ("coordinator_actor.forgetting", "HOLD_SECONDS"): self.hold_seconds,
+            ("coordinator_actor.forgetting", "HOLD_RENEW_SECONDS"): self.hold_seconds / 4,
+            ("coordinator_actor.run.holds", "BUSY_SECONDS"): self.busy_seconds,
+            ("spark_bridge.host.partition_files", "FILES_RENEW_SECONDS"): self.busy_seconds / 3,
+            ("coordinator_actor.run.holds", "TOLD_SECONDS"): self.told_seconds,
+            ("spark_bridge.host.registration", "GRANT_SECONDS"): self.grant_seconds,
+            ("spark_bridge.host.versions", "GRANT_SECONDS"): self.grant_seconds,
+            ("spark_bridge.queryable.reads.operator_plan", "DIRECTORY_SECONDS"): self.directory_seconds,
+            ("spark_bridge.queryable.reads.answer_version", "ASK_COORDINATOR_SECONDS"): (self.ask_coordinator_seconds),
+            ("spark_bridge.host.loading", "SHARED_LOAD_SECONDS"): self.shared_load_seconds,
+            ("spark_bridge.host.shared_loads", "WANTED_SECONDS"): self.wanted_seconds,
             ("spark_bridge.host.maintenance", "TOGETHER_SECONDS"): self.together_seconds,
             ("spark_bridge.host.host", "SharedLoads"): partial(
                 SharedLoads, answer_seconds=self.task_answer_seconds, abandoned_seconds=self.abandoned_seconds
             ),
-            ("spark_bridge.host.commits.group_commit", "COMMIT_GROUP_BYTES"): self.group_bytes,
-            ("spark_bridge.host.commits.group_commit", "LARGE_BYTES"): self.large_bytes,
+            ("spark_bridge.host.commits", "COMMIT_GROUP_BYTES"): self.group_bytes,
+            ("spark_bridge.host.commits", "LARGE_BYTES"): self.large_bytes,
         }
 
 
@@ -454,22 +449,22 @@ def run(
         return worlds[0].disk.open(location, options)
 
     replacements: dict[tuple[str, str], Any] = {
-        ("coordinator_actor.durable.manifest_folds", "FOLDED"): 3,
+        ("coordinator_actor.durable.manifests", "FOLDED"): 3,
         ("coordinator_actor.durable.manifests", "FEW"): 0,
-        ("coordinator_actor.query.files.known_files", "LISTED_EVERY"): 1 + seed % 3,
-        ("backends.partition.local_directory", "lock"): locks.lock,
-        ("backends.partition.local_directory", "os"): types.SimpleNamespace(close=locks.close),
-        ("backends.partition.background", "_pool"): threads.Background(),
-        ("backends.tracing.spans", "Pool"): threads.Pool,
+        ("coordinator_actor.run.holds", "LISTED_EVERY"): 1 + seed % 3,
+        ("backends.partition.layers", "lock"): locks.lock,
+        ("backends.partition.layers", "os"): types.SimpleNamespace(close=locks.close),
+        ("backends.partition.snapshot_uploads", "_pool"): threads.Background(),
+        ("backends.spans", "Pool"): threads.Pool,
         ("spark_bridge.task.task_store", "_owners"): PerProcess(),
         # In half of the worlds, snapshots share files with earlier ones.
         ("spark_bridge.host.maintenance", "INLINE_FILES_BYTES"): seed % 2 * INLINE_FILES_BYTES,
         ("spark_bridge.task.task_store", "forget_client"): lambda address, token: None,
-        ("spark_bridge.lookups.looked_up_state", "CheckpointStorage"): types.SimpleNamespace(open=open_storage),
-        ("spark_bridge.lookups.looked_up_state", "StateVersions"): types.SimpleNamespace(
+        ("spark_bridge.lookups", "CheckpointStorage"): types.SimpleNamespace(open=open_storage),
+        ("spark_bridge.lookups", "StateVersions"): types.SimpleNamespace(
             look=partial(StateVersions.look, open_storage=open_storage)
         ),
-        ("spark_bridge.lookups.looked_up_state", "StoredReads"): partial(
+        ("spark_bridge.lookups", "StoredReads"): partial(
             StoredReads, open_storage=open_storage, clock=lambda: scheduling.active.now
         ),
         ("spark_bridge.state_surgery.forget_keys", "CheckpointStorage"): types.SimpleNamespace(open=open_storage),
@@ -484,7 +479,7 @@ def run(
             worlds.append(world)
             prepare(world)
             install(world.constants.replacements())
-            from spark_bridge.task import endpoints
+            from spark_bridge.task import executor as endpoints
             from spark_bridge.task import task_store as task_client
 
             real_client, real_files = task_client.client_for, endpoints.read_host_files

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 
-from spark_bridge.session.cluster.java import ensure_java
+from spark_bridge.session.ray_cluster import ensure_java
 from tests.patience import PATIENCE
 from tests.scratch import SCRATCH
 

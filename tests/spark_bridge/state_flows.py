@@ -22,9 +22,9 @@ from backends.encoding.sorted_pairs import SortedPairs
 from backends.formats.changelog import Changes
 from coordinator_actor.messages import BatchTimes, OperatorFigures, OperatorSpec
 from spark_bridge.host.host import Host
-from spark_bridge.stateful.tasks.processor_state import ProcessorState
+from spark_bridge.stateful.process_task import ProcessorState
+from spark_bridge.task.executor import StepTimer
 from spark_bridge.task.state_task import Logic
-from spark_bridge.task.step_timer import StepTimer
 from spark_bridge.transport.protocol import ScanCommand, TaskIdentity
 from tests.coordinator_actor.coordinator_world import World
 

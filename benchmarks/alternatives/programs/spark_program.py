@@ -18,7 +18,7 @@ from pyspark.sql import DataFrame, SparkSession
 from stateful_queries import CONTESTANTS, ON_ROCKSDB
 from workloads import Workload
 
-from spark_bridge.session.cluster.java import ensure_java
+from spark_bridge.session.ray_cluster import ensure_java
 
 PARTITIONS = 2
 WORKLOAD = Workload("long", "a long key", 0, 0)  # its columns: the rows are given

@@ -12,35 +12,37 @@ import pyarrow as pa
 
 from coordinator_actor.coordinator_conf import COORDINATOR_NAME, NAMESPACE
 from spark_bridge.exceptions import QueryableStateError
-from spark_bridge.queryable.client.answers.results import check_form, formed
-from spark_bridge.queryable.client.arguments.conditions import WhereCondition, comparisons
-from spark_bridge.queryable.client.arguments.isolation import COMPLETED, check_limit, requested_version
-from spark_bridge.queryable.client.arguments.key_ranges import key_range
-from spark_bridge.queryable.client.calls.descriptions import operator_description
-from spark_bridge.queryable.client.calls.key_lookups import KeyLookups
-from spark_bridge.queryable.client.calls.state_scan import StateScan
-from spark_bridge.queryable.client.calls.version_diff import VersionDiff
-from spark_bridge.queryable.client.calls.watch import StateWatch
-from spark_bridge.queryable.client.calls.windows import have_windows
-from spark_bridge.queryable.client.cluster.cluster_access import ClusterAccess
-from spark_bridge.queryable.client.cluster.discovery import (
+from spark_bridge.queryable.client.arguments import (
+    COMPLETED,
+    WhereCondition,
+    check_limit,
+    comparisons,
+    key_range,
+    requested_version,
+)
+from spark_bridge.queryable.client.discovery import (
+    REFRESH_SECONDS,
+    ClusterAccess,
     Discovery,
+    KnownOperator,
     NoRunningQueryError,
     ProxyDiscovery,
     addresses_of,
     coordinator_in_cluster,
     from_environment,
 )
-from spark_bridge.queryable.client.cluster.known_operators import REFRESH_SECONDS, KnownOperator
-from spark_bridge.queryable.protocol.connections import KvConnections
-from spark_bridge.queryable.protocol.messages import At, DescribeRequest, KeyRowsRequest, OperatorsRequest, ScanRequest
+from spark_bridge.queryable.client.lookups import KeyLookups, have_windows, operator_description
+from spark_bridge.queryable.client.results import check_form, formed
+from spark_bridge.queryable.client.scans import StateScan, VersionDiff
+from spark_bridge.queryable.client.watch import StateWatch
+from spark_bridge.queryable.connections import KvConnections
+from spark_bridge.queryable.protocol import At, DescribeRequest, KeyRowsRequest, OperatorsRequest, ScanRequest
 from spark_bridge.queryable.routing.router import StateRouter
 from spark_bridge.state_format.layouts import ROWS, VALUE
 from spark_bridge.transport.tls import TlsConf
 
 if TYPE_CHECKING:
-    from spark_bridge.queryable.sql.duckdb_connections import SqlLimits
-    from spark_bridge.queryable.sql.relation import StateRelation
+    from spark_bridge.queryable.sql.sql import SqlLimits, StateRelation
 
 
 @dataclass(frozen=True)

@@ -13,29 +13,39 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from backends.bounded_dict import BoundedDict
+from backends.conf import DEFAULT_FAMILY
 from backends.encoding.columns import placed, take_binary
 from backends.exceptions import InvalidStateStoreArgument, StoreClosedError, VersionNotFoundError
-from backends.ids import DEFAULT_FAMILY
-from backends.partition.version_reads import VersionReads
+from backends.host_memory import BoundedDict
+from backends.partition.held_versions import VersionReads
 from coordinator_actor.messages import OperatorLocation
 from spark_bridge.exceptions import NotOwnerError, RequestError
 from spark_bridge.host.host import Host
-from spark_bridge.queryable.protocol.messages import ChangesRequest, KeyRowsRequest, LookupRequest, ScanRequest
-from spark_bridge.queryable.protocol.state_reads import StateAnswer
-from spark_bridge.queryable.reads.changes.change_feed import ChangeFeed
-from spark_bridge.queryable.reads.operators.operator_directory import OperatorDirectory
-from spark_bridge.queryable.reads.operators.operator_plan import OperatorPlan
-from spark_bridge.queryable.reads.rows.key_reads import FoundPairs, find_pairs, joined_arrays, rows_of_keys, values_of
-from spark_bridge.queryable.reads.rows.partition_scans import KeyBounds, Pairs, has_row_per_pair, pairs_of
-from spark_bridge.queryable.reads.rows.row_selection import RowSelection
-from spark_bridge.queryable.reads.rows.row_stream import RowStream, gather_batches, limited
-from spark_bridge.queryable.reads.rows.windowed_key_reads import WindowedKeys
-from spark_bridge.queryable.reads.versions.answer_version import MAX_WAIT_SECONDS, PartitionView, VersionedReader
-from spark_bridge.queryable.reads.versions.completion_wait import CompletionWait
-from spark_bridge.queryable.reads.versions.version_copies import VersionCopies
+from spark_bridge.queryable.protocol import ChangesRequest, KeyRowsRequest, LookupRequest, ScanRequest, StateAnswer
+from spark_bridge.queryable.reads.answer_version import MAX_WAIT_SECONDS, CompletionWait, PartitionView, VersionedReader
+from spark_bridge.queryable.reads.change_feed import ChangeFeed
+from spark_bridge.queryable.reads.key_reads import (
+    FoundPairs,
+    WindowedKeys,
+    find_pairs,
+    joined_arrays,
+    rows_of_keys,
+    values_of,
+)
+from spark_bridge.queryable.reads.operator_plan import OperatorDirectory, OperatorPlan
+from spark_bridge.queryable.reads.scans import (
+    KeyBounds,
+    Pairs,
+    RowSelection,
+    RowStream,
+    gather_batches,
+    has_row_per_pair,
+    limited,
+    pairs_of,
+)
+from spark_bridge.queryable.reads.version_copies import VersionCopies
+from spark_bridge.state_format.layouts import window_place
 from spark_bridge.state_format.partition_rows import partition_rows
-from spark_bridge.state_format.windowed_keys import window_place
 
 LOCATES_AT_ONCE = 4
 """At most this many scans and lookups ask the coordinator at once which partitions are this host's."""

@@ -4,19 +4,30 @@ version.
 
 from __future__ import annotations
 
+import os
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import accumulate
+from typing import TypeVar
+from weakref import WeakSet
 
+import numpy as np
 import pyarrow as pa
 from msgspec.structs import replace
 
+from backends.encoding.columns import concatenated, placed
 from coordinator_actor.messages import OperatorLocation
-from spark_bridge.exceptions import HostUnavailableError, RequestError, StateVersionError
-from spark_bridge.queryable.protocol.byte_arrays import pack_one, unpack_one
-from spark_bridge.queryable.protocol.connections import KvConnections
-from spark_bridge.queryable.protocol.messages import (
+from spark_bridge.exceptions import (
+    ConnectionClosedError,
+    HostUnavailableError,
+    RequestError,
+    RequestLimitError,
+    StateVersionError,
+)
+from spark_bridge.queryable.connections import KvConnections
+from spark_bridge.queryable.protocol import (
     At,
     AwaitRequest,
     CountReply,
@@ -25,22 +36,263 @@ from spark_bridge.queryable.protocol.messages import (
     LookupReply,
     LookupRequest,
     ScanRequest,
+    StateAnswer,
+    StateReads,
+    pack_one,
+    unpack_one,
 )
-from spark_bridge.queryable.protocol.state_reads import StateAnswer, StateReads
-from spark_bridge.queryable.routing.key_chunks import joined_values, key_chunks, shifted_positions
-from spark_bridge.queryable.routing.monotonic_reads import SeenVersions
-from spark_bridge.queryable.routing.routed_scan import RoutedScan
-from spark_bridge.queryable.routing.routing_table import KeyShare, RoutingTable
-from spark_bridge.queryable.routing.scan_resumption import ScanPlan
-from spark_bridge.queryable.routing.scan_sources import PendingScan
-from spark_bridge.queryable.routing.scatter_gather import ScatterGather
-from spark_bridge.queryable.routing.scattered_requests import (
+from spark_bridge.queryable.routing.scans import PendingScan, RoutedScan, ScanPlan
+from spark_bridge.queryable.routing.scatter_gather import (
+    KeyPositions,
+    KeyShare,
+    RoutingTable,
     ScatteredCount,
     ScatteredKeyRows,
     ScatteredLookup,
+    ScatteredRequest,
+    ScatterGather,
     unexpected,
 )
-from spark_bridge.queryable.routing.version_alignment import VersionAlignment, read_in_chunks, retryable
+
+# Cuts keys into chunks that fit into a request, and joins the answers to the chunks.
+
+
+KEYS_PER_REQUEST = 200_000
+BYTES_PER_REQUEST = 32 << 20
+"""Bytes of keys in one request. More keys are asked for in several requests, one after the other."""
+
+
+def key_chunks(keys: pa.BinaryArray) -> Iterator[pa.BinaryArray]:
+    """Yield slices of ``keys`` that one request may have; no keys are one empty slice."""
+    content = keys.buffers()[2]
+    if len(keys) <= KEYS_PER_REQUEST and (content is None or content.size <= BYTES_PER_REQUEST):
+        yield keys
+        return
+    step = KEYS_PER_REQUEST
+    if keys.nbytes > BYTES_PER_REQUEST:
+        step = max(1, min(step, len(keys) * BYTES_PER_REQUEST // keys.nbytes))
+    for begin in range(0, max(1, len(keys)), step):
+        yield keys.slice(begin, step)
+
+
+def joined_values(arrays: Sequence[pa.BinaryArray], places: Sequence[KeyPositions] | None = None) -> pa.BinaryArray:
+    """Return several arrays of values as one: one after the other, or each value at its place.
+
+    Raises ``RequestLimitError`` if the values have more bytes than an Arrow array can.
+    """
+    try:
+        return concatenated(arrays) if places is None else placed(arrays, places)
+    except pa.ArrowInvalid as error:
+        raise RequestLimitError(
+            f"The values of these keys do not fit into one Arrow array ({error}): ask for fewer keys."
+        ) from error
+
+
+def shifted_positions(batch: pa.RecordBatch, places: KeyPositions | None, begin: int) -> pa.RecordBatch:
+    """Return ``batch`` with ``position``, the first column, counted among all keys instead of those of one request.
+
+    ``places`` are the positions of the request's keys among the keys of its chunk (None: the same ones), ``begin`` is
+    that of the chunk's first key.
+    """
+    if places is None and not begin:
+        return batch
+    position = np.asarray(batch.column(0))
+    shifted = (position if places is None else places[position]) + begin
+    columns = [pa.array(shifted, pa.int64()), *batch.columns[1:]]
+    return pa.RecordBatch.from_arrays(columns, schema=batch.schema)
+
+
+# Monotonic reads: no answer of a client is older than an answer that the client has had of the same run before.
+
+
+MAX_SEEN_RUNS = 4096
+
+
+class SeenVersions:
+    """Remember the highest completed version that a client has seen of each run.
+
+    For any number of threads and routers, and for processes that fork. The lock guards all writes; reads take no lock.
+    """
+
+    def __init__(self) -> None:
+        self._versions: dict[str, int] = {}
+        self._lock = threading.Lock()
+        _instances.add(self)
+
+    def get(self, run_id: str) -> int:
+        """Return the highest version seen of a run; 0 of an unknown run."""
+        return self._versions.get(run_id, 0)
+
+    def note(self, run_id: str, version: int) -> None:
+        """Remember that a completed version has been seen."""
+        if version <= self._versions.get(run_id, 0):
+            return
+        with self._lock:
+            if version <= self._versions.get(run_id, 0):
+                return
+            if run_id not in self._versions and len(self._versions) >= MAX_SEEN_RUNS:
+                del self._versions[next(iter(self._versions))]
+            # In place, unlike in a ``BoundedDict``: ``get`` takes no lock, and must never find a lower version in
+            # between.
+            self._versions[run_id] = version
+
+    def floor(self, run_id: str, at: At) -> At:
+        """Return ``at`` (isolation ``completed``), raised so that the answer is not older than the version seen."""
+        seen = self._versions.get(run_id, 0)
+        return at if at.version >= seen else At("completed", seen)
+
+
+_instances: WeakSet[SeenVersions] = WeakSet()
+
+
+def _renew_locks() -> None:
+    """Replace all locks after a fork: a thread that the new process does not have may have held one."""
+    for seen in _instances:
+        seen._lock = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew_locks)
+
+
+# The version of a query's answer, where several hosts answer: all answers are brought to one version.
+#
+# Hosts hear of a completed version one after the other, so their first answers may be of different versions. Then the
+# hosts that are ahead are asked again for exactly the lowest version, which they usually still hold. So two round
+# trips are enough, unless one host is far behind. ``reads/versions/answer_version.py`` decides within one host.
+#
+# A large request goes out in chunks, one after the other. The answer to the first chunk fixes the version of all
+# chunks.
+
+
+P = TypeVar("P")
+T = TypeVar("T")
+
+MAX_RESTARTS = 3
+"""The chunks of a large request are read again from the first one so often, before chunks are read from storage."""
+
+
+class VersionAlignment:
+    """Ask several hosts until all their answers are of one version."""
+
+    def __init__(self, hosts: ScatterGather, seen: SeenVersions) -> None:
+        self._hosts = hosts
+        self._seen = seen
+
+    def answers(
+        self, run_id: str, requests: Sequence[ScatteredRequest[T]], at: At, deadline: float
+    ) -> tuple[int, list[T]]:
+        """Return the version, and the answer to each request. With ``latest`` the version is the lowest one.
+
+        Raises what hosts raise, and ``ConnectionClosedError`` for an answer of another version than the one asked for.
+        """
+        is_completed = at.isolation == "completed"
+        if is_completed:
+            at = self._seen.floor(run_id, at)
+        try:
+            answers = self._hosts.answers(requests, at, deadline)
+            versions = [version for version, _ in answers]
+            low, high = min(versions), max(versions)
+            while is_completed and low != high:
+                answers = self._aligned(requests, answers, at.version, deadline)
+                versions = [version for version, _ in answers]
+                low, high = min(versions), max(versions)
+        except StateVersionError as error:
+            raise retryable(at, error) from error
+        if is_completed:
+            self._seen.note(run_id, low)
+        elif at.isolation == "version" and not low == high == at.version:
+            raise ConnectionClosedError(
+                f"Version {at.version} of run {run_id} was asked for, versions {versions} came."
+            )
+        return low, [answer for _, answer in answers]
+
+    def _aligned(
+        self, requests: Sequence[ScatteredRequest[T]], answers: list[tuple[int, T]], floor: int, deadline: float
+    ) -> list[tuple[int, T]]:
+        """Ask some hosts again, so that all answers are of one version, or at least nearer to one version."""
+        versions = [version for version, _ in answers]
+        low, high = min(versions), max(versions)
+        if low >= floor:
+            ahead = [i for i, version in enumerate(versions) if version > low]
+            try:
+                again = self._hosts.answers([requests[i] for i in ahead], At("version", low, held_only=True), deadline)
+            except StateVersionError:
+                pass  # the slowest host is further behind than the other hosts hold versions
+            else:
+                return _replaced(answers, ahead, again)
+        behind = [i for i, version in enumerate(versions) if version < high]
+        again = self._hosts.answers([requests[i] for i in behind], At("completed", high), deadline)
+        return _replaced(answers, behind, again)
+
+
+def _replaced(answers: list[tuple[int, T]], places: list[int], newer: list[tuple[int, T]]) -> list[tuple[int, T]]:
+    changed = list(answers)
+    for place, answer in zip(places, newer, strict=True):
+        changed[place] = answer
+    return changed
+
+
+def retryable(at: At, error: StateVersionError) -> Exception:
+    """Return the error to raise instead of ``error`` for a request at ``at``: a retryable one for ``completed``.
+
+    A caller that asks for the completed version has named none. A host that does not know the version which other hosts
+    have shown, or no longer has it, is a passing failure.
+    """
+    if at.isolation != "completed":
+        return error
+    return HostUnavailableError(f"A host does not have a version that others have shown to be completed: {error}")
+
+
+class PinnedVersion:
+    """The version of chunks that are read one after the other: ``at`` is what the next chunk asks for.
+
+    The first answer fixes the version. If the chunks take long, hosts may no longer hold that version in memory. Then
+    all chunks are read again, a few times. If that does not help, the other chunks are read from storage, which takes
+    every host much longer.
+    """
+
+    def __init__(self, asked: At) -> None:
+        self.at = asked
+        self._asked = asked
+        self._restarts = MAX_RESTARTS
+
+    def answered(self, version: int) -> None:
+        """Note the version of a chunk's answer."""
+        if self.at.isolation == "completed":
+            self.at = At("version", version, held_only=True)
+
+    def restarts(self, error: StateVersionError) -> bool:
+        """Return whether all chunks are read again after a chunk has failed; else that chunk is.
+
+        Raises ``error``, or the retryable one for it, if neither can help.
+        """
+        if self._asked.isolation != "completed" or not self.at.held_only:
+            raise retryable(self._asked, error) from error
+        if not self._restarts:
+            self.at = At("version", self.at.version)
+            return False
+        self._restarts -= 1
+        self.at = self._asked
+        return True
+
+
+def read_in_chunks(chunks: Sequence[P], at: At, read: Callable[[P, At], tuple[int, T]]) -> tuple[int, list[T]]:
+    """Return the version, and what ``read`` answers to each of the chunks, of which there is at least one."""
+    pinned = PinnedVersion(at)
+    version = 0
+    answers: list[T] = []
+    while len(answers) < len(chunks):
+        try:
+            version, answer = read(chunks[len(answers)], pinned.at)
+        except StateVersionError as error:
+            if pinned.restarts(error):
+                answers.clear()
+            continue
+        answers.append(answer)
+        pinned.answered(version)
+    return version, answers
+
 
 SMALL_LOOKUP_KEYS = 10_000
 SMALL_LOOKUP_SECONDS = 10.0

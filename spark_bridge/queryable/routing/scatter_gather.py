@@ -2,14 +2,372 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TypeVar
+import random
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any, NoReturn, Protocol, TypeAlias, TypeVar
 
-from spark_bridge.queryable.protocol.connections import KvConnections
-from spark_bridge.queryable.protocol.exchange import KvExchange
-from spark_bridge.queryable.protocol.messages import At
-from spark_bridge.queryable.protocol.state_reads import StateReads
-from spark_bridge.queryable.routing.scattered_requests import ScatteredRequest
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+from msgspec.structs import replace
+
+from backends.conf import DEFAULT_FAMILY
+from backends.encoding.columns import Records, binary_content, even_array, even_rows
+from backends.encoding.keys import KEY_GROUP_BYTES
+from backends.encoding.operator_schema import TIMERS, OperatorSchema, StateVariable
+from coordinator_actor.exceptions import (
+    QueryBusyError,
+    RetiredRunError,
+    StaleOwnerError,
+    UnknownHostError,
+    UnknownRunError,
+)
+from coordinator_actor.messages import OperatorLocation
+from spark_bridge.exceptions import (
+    AccessDeniedError,
+    ConnectionClosedError,
+    HostUnavailableError,
+    NotOwnerError,
+    QueryEndedError,
+    QueryTimeoutError,
+    TooManyRequestsError,
+    UnknownKeyOrNamespaceError,
+    UnknownKvStateKeyGroupLocationError,
+    UnknownOperatorError,
+    WrongOperatorError,
+)
+from spark_bridge.queryable.connections import KvConnections, KvExchange, KvStream
+from spark_bridge.queryable.protocol import (
+    At,
+    CountReply,
+    CountRequest,
+    EndOfRows,
+    KeyRowsRequest,
+    LookupReply,
+    LookupRequest,
+    Reply,
+    RowBatchDecoder,
+    RowsReply,
+    ScanRequest,
+    StateReads,
+    pack_bytes,
+    unpack_bytes,
+)
+from spark_bridge.state_format.layouts import window_place
+
+# The owner of each partition and key of an operator: an ``OperatorLocation`` in the form that routing needs.
+
+
+KeyPositions: TypeAlias = npt.NDArray[np.int64]
+"""Positions of keys among all keys of a request."""
+
+
+@dataclass(frozen=True)
+class KeyShare:
+    """The keys that one host is asked for.
+
+    ``positions`` are those of its keys among all keys; None if the host is asked for all keys, in order. ``partitions``
+    are the partitions to look in; None means the partitions of the keys.
+    """
+
+    address: str
+    keys: pa.BinaryArray
+    positions: KeyPositions | None
+    partitions: list[int] | None = None
+
+
+class RoutingTable:
+    """The owners of one operator's partitions in one run.
+
+    Every method raises ``UnknownKvStateKeyGroupLocationError`` where a partition has no owner.
+    """
+
+    def __init__(self, location: OperatorLocation) -> None:
+        self.location = location
+        self.num_partitions = len(location.owners)
+        self.key_groups = location.key_groups
+        self.addresses: list[str] = list(dict.fromkeys(owner.query_address for owner in location.owners))
+        places = {address: i for i, address in enumerate(self.addresses)}
+        self._hosts = np.array([places[owner.query_address] for owner in location.owners], np.uint16)
+
+    @cached_property
+    def _hosts_of_groups(self) -> npt.NDArray[np.uint16]:
+        groups = np.arange(self.key_groups, dtype=np.int64)
+        return self._hosts[groups * self.num_partitions // self.key_groups]
+
+    @cached_property
+    def _ranks_of_groups(self) -> npt.NDArray[np.unsignedinteger[Any]]:
+        """Return the rank of each key group's partition in an order that keeps the partitions of one owner together.
+
+        The ranks take few bytes each, because few bytes are sorted faster.
+        """
+        ranks = np.empty(self.num_partitions, np.uint8 if self.num_partitions <= 1 << 8 else np.uint16)
+        ranks[np.argsort(self._hosts, kind="stable")] = np.arange(self.num_partitions)
+        groups = np.arange(self.key_groups, dtype=np.int64)
+        return ranks[groups * self.num_partitions // self.key_groups]
+
+    @cached_property
+    def _addresses_of_groups(self) -> list[str]:
+        return [self.addresses[host] for host in self._hosts_of_groups.tolist()]
+
+    def address_of(self, key: bytes) -> str:
+        """Return the query address of a stored key's owner."""
+        try:
+            address = self._addresses_of_groups[(key[0] << 8) | key[1]]
+        except IndexError:
+            raise self._no_key(key) from None
+        return address or self._no_owner()
+
+    def shares_of(self, keys: pa.BinaryArray) -> list[KeyShare]:
+        """Return stored keys by owner.
+
+        Keys of one partition come together, so that the owner need not order them again.
+        """
+        if len(self.addresses) == 1 or not len(keys):
+            return [KeyShare(self.addresses[0] or self._no_owner(), keys, None)]
+        even = even_rows(keys)
+        groups = self._groups_of(keys, even)
+        counts = np.bincount(self._hosts_of_groups.take(groups), minlength=len(self.addresses)).tolist()
+        order, ordered = None, keys
+        if max(counts) < len(keys):
+            order = np.argsort(self._ranks_of_groups.take(groups), kind="stable")
+            ordered = keys.take(pa.array(order)) if even is None else even_array(even.take(order))
+        shares, begin = [], 0
+        for host, count in enumerate(counts):
+            if count:
+                address = self.addresses[host] or self._no_owner()
+                if order is None:
+                    return [KeyShare(address, keys, None)]
+                shares.append(KeyShare(address, ordered.slice(begin, count), order[begin : begin + count]))
+                begin += count
+        return shares
+
+    def _groups_of(self, keys: pa.BinaryArray, even: Records | None) -> npt.NDArray[np.intp]:
+        groups: npt.NDArray[np.intp]
+        if even is not None and even.dtype.itemsize >= KEY_GROUP_BYTES:
+            groups = np.ndarray((len(even),), ">u2", even, 0, even.strides).astype(np.intp)
+        else:
+            content, offsets = binary_content(keys)
+            if int(np.diff(offsets).min()) < KEY_GROUP_BYTES:
+                raise self._no_key(keys[int(np.diff(offsets).argmin())].as_py())
+            begins = offsets[:-1]
+            groups = (content[begins].astype(np.intp) << 8) | content[begins + 1]
+        if int(groups.max()) >= self.key_groups:
+            raise self._no_key(keys[int(groups.argmax())].as_py())
+        return groups
+
+    def shares_everywhere(self, keys: pa.BinaryArray) -> list[KeyShare]:
+        """Return all keys for every owner, with the owner's partitions: so each partition is read once."""
+        return [KeyShare(address, keys, None, owned) for address, owned in self.partitions_by_owner(None)]
+
+    def partitions_by_owner(
+        self, partitions: Iterable[int] | None, *, in_order: bool = False
+    ) -> list[tuple[str, list[int]]]:
+        """Return the partitions (None: all) by owner, in the order given.
+
+        With ``in_order`` that order is kept strictly, so an owner may come more than once.
+        """
+        shares: list[tuple[str, list[int]]] = []
+        for partition in range(self.num_partitions) if partitions is None else partitions:
+            if not 0 <= partition < self.num_partitions:
+                raise UnknownKvStateKeyGroupLocationError(
+                    f"Operator {self.location.operator.name!r} (run {self.location.run_id}) has no partition "
+                    f"{partition}; "
+                    f"it has {self.num_partitions}."
+                )
+            address = self.addresses[self._hosts[partition]] or self._no_owner()
+            known = shares[-1:] if in_order else [share for share in shares if share[0] == address]
+            if known and known[0][0] == address:
+                known[0][1].append(partition)
+            else:
+                shares.append((address, [partition]))
+        return shares
+
+    def is_windowed(self, state: str | None) -> bool:
+        """Return whether the rows of one key may be in all partitions, because the window is a part of the stored
+        key.
+        """
+        return is_windowed(self.location.operator.schema, state)
+
+    def is_stable(self, state: str | None) -> bool:
+        """Return whether a version has the same rows at any time: no row expires."""
+        return is_stable(self.location.operator.schema, state)
+
+    def _no_key(self, key: bytes) -> UnknownKeyOrNamespaceError:
+        return UnknownKeyOrNamespaceError(
+            f"{key!r} is no stored key of operator {self.location.operator.name!r}: it begins with none of the "
+            f"{self.key_groups} "
+            "key groups."
+        )
+
+    def _no_owner(self) -> Any:
+        location = self.location
+        silent = sorted({owner.host_id for owner in location.owners if not owner.query_address})
+        raise UnknownKvStateKeyGroupLocationError(
+            f"Some partitions of operator {location.operator.name!r} (run {location.run_id}) have no owner that "
+            "answers queries; "
+            f"hosts without a query address: {', '.join(silent)}."
+        )
+
+
+@lru_cache(256)
+def is_windowed(schema: str, state: str | None) -> bool:
+    """Return whether the state variable ``state`` of an operator with that schema (JSON) is an aggregate by windows."""
+    return any(window_place(v) is not None for v in _variables(schema, state))
+
+
+@lru_cache(256)
+def is_stable(schema: str, state: str | None) -> bool:
+    """Return whether the state variable ``state`` of an operator with that schema (JSON) is known to have no TTL."""
+    chosen = _variables(schema, state)
+    return bool(chosen) and all(v.ttl_ms is None for v in chosen)
+
+
+def _variables(schema: str, state: str | None) -> list[StateVariable]:
+    """Return the state variables among which a host chooses the one to read (``OperatorPlan.variable``).
+
+    Empty if the schema is not known.
+    """
+    known = list(OperatorSchema.from_json(schema).in_use) if schema else []
+    if state is None:
+        own = [v for v in known if v.name == DEFAULT_FAMILY]
+        return own or [v for v in known if v.kind != TIMERS] or known
+    return [v for v in known if v.name == state]
+
+
+# The requests that a router sends to several hosts at once, each at a version that is chosen when it is sent.
+
+
+T_co = TypeVar("T_co", covariant=True)
+
+
+class ScatteredRequest(Protocol[T_co]):
+    """A request to one host. The host answers with the version that it has read, and with what was asked for."""
+
+    @property
+    def address(self) -> str:
+        """The query address of the host."""
+
+    def send(self, connections: KvConnections, at: At, deadline: float) -> KvExchange:
+        """Send the request to the host's server, without waiting for the answer."""
+
+    def receive(self, exchange: KvExchange, deadline: float) -> tuple[int, T_co]:
+        """Wait for the server's answer, and return its version and content."""
+
+    def read(self, reads: StateReads, at: At) -> tuple[int, T_co]:
+        """Answer the request in this process, from ``reads``."""
+
+
+@dataclass(frozen=True)
+class ScatteredLookup:
+    """Ask one host for the stored values of some stored keys."""
+
+    share: KeyShare
+    location: OperatorLocation
+    family: str
+    forward: bool
+
+    @property
+    def address(self) -> str:
+        """See ``ScatteredRequest``."""
+        return self.share.address
+
+    def _request(self, at: At) -> LookupRequest:
+        return LookupRequest(self.location.run_id, self.location.operator.name, at, self.family, self.forward)
+
+    def send(self, connections: KvConnections, at: At, deadline: float) -> KvExchange:
+        """See ``ScatteredRequest``."""
+        return connections.begin(self.address, self._request(at), pack_bytes(self.share.keys), deadline)
+
+    def receive(self, exchange: KvExchange, deadline: float) -> tuple[int, pa.BinaryArray]:
+        """See ``ScatteredRequest``."""
+        reply, body = exchange.finish()
+        if type(reply) is not LookupReply:
+            unexpected(exchange.address, reply)
+        return reply.version, self._checked(unpack_bytes(body))
+
+    def read(self, reads: StateReads, at: At) -> tuple[int, pa.BinaryArray]:
+        """See ``ScatteredRequest``."""
+        version, values = reads.lookup(self._request(at), self.share.keys)
+        return version, self._checked(values)
+
+    def _checked(self, values: pa.BinaryArray) -> pa.BinaryArray:
+        if len(values) != len(self.share.keys):
+            raise ConnectionClosedError(
+                f"{self.address} answered {len(values)} values for {len(self.share.keys)} keys."
+            )
+        return values
+
+
+@dataclass(frozen=True)
+class ScatteredKeyRows:
+    """Ask one host for the rows of some grouping keys: for their schema and batches."""
+
+    share: KeyShare
+    request: KeyRowsRequest
+
+    @property
+    def address(self) -> str:
+        """See ``ScatteredRequest``."""
+        return self.share.address
+
+    def send(self, connections: KvConnections, at: At, deadline: float) -> KvExchange:
+        """See ``ScatteredRequest``."""
+        return connections.begin(self.address, replace(self.request, at=at), pack_bytes(self.share.keys), deadline)
+
+    def receive(self, exchange: KvExchange, deadline: float) -> tuple[int, tuple[pa.Schema, list[pa.RecordBatch]]]:
+        """See ``ScatteredRequest``."""
+        decoder = RowBatchDecoder()
+        batches = []
+        version = 0
+        for reply, body in KvStream(exchange, deadline, max(0.0, deadline - time.monotonic())):
+            if type(reply) is not RowsReply and type(reply) is not EndOfRows:
+                unexpected(exchange.address, reply)
+            version = reply.version
+            if type(reply) is RowsReply:
+                batch = decoder.decode(body)
+                if batch is not None and batch.num_rows:
+                    batches.append(batch)
+        if decoder.schema is None:
+            raise ConnectionClosedError(f"{exchange.address} answered rows without a schema.")
+        return version, (decoder.schema, batches)
+
+    def read(self, reads: StateReads, at: At) -> tuple[int, tuple[pa.Schema, list[pa.RecordBatch]]]:
+        """See ``ScatteredRequest``."""
+        answer = reads.key_rows(replace(self.request, at=at), self.share.keys)
+        return answer.version, (answer.schema, [batch for batch in answer.batches if batch.num_rows])
+
+
+@dataclass(frozen=True)
+class ScatteredCount:
+    """Ask one host how many rows a scan would give."""
+
+    address: str
+    request: ScanRequest
+
+    def send(self, connections: KvConnections, at: At, deadline: float) -> KvExchange:
+        """See ``ScatteredRequest``."""
+        return connections.begin(self.address, CountRequest(replace(self.request, at=at)), b"", deadline)
+
+    def receive(self, exchange: KvExchange, deadline: float) -> tuple[int, int]:
+        """See ``ScatteredRequest``."""
+        reply, _ = exchange.finish()
+        if type(reply) is not CountReply:
+            unexpected(exchange.address, reply)
+        return reply.version, reply.count
+
+    def read(self, reads: StateReads, at: At) -> tuple[int, int]:
+        """See ``ScatteredRequest``."""
+        return reads.count(replace(self.request, at=at))
+
+
+def unexpected(address: str, reply: Reply) -> NoReturn:
+    """Raise ``ConnectionClosedError`` for a reply of another kind than the request has."""
+    raise ConnectionClosedError(f"{address} answered by an unexpected {type(reply).__name__}.")
+
 
 T = TypeVar("T")
 
@@ -59,3 +417,122 @@ class ScatterGather:
         if failure is not None:
             raise failure
         return answers
+
+
+# Retries: which failed requests are repeated, after how long, and when they are given up.
+
+
+MOVED = (
+    ConnectionClosedError,
+    HostUnavailableError,
+    NotOwnerError,
+    OSError,
+    RetiredRunError,
+    StaleOwnerError,
+    UnknownHostError,
+    UnknownKvStateKeyGroupLocationError,
+    UnknownRunError,
+)
+"""Errors after which a new look-up of the location may help: a host has moved or died, the query or the coordinator was
+restarted.
+"""
+BUSY = (QueryBusyError, TooManyRequestsError)
+"""Errors that pass by waiting: nothing has moved, and whoever was asked takes no more for the moment."""
+PERMANENT = (AccessDeniedError, QueryTimeoutError, WrongOperatorError)
+"""Errors that no attempt helps, though their base classes may pass."""
+FINAL_ERRORS = (QueryEndedError, UnknownOperatorError)
+"""Errors that are final for a client that asks for the first time.
+
+A client that has had answers of the operator waits until its deadline for the query to be started again.
+"""
+FIRST_RETRY_DELAY = 0.02
+"""In seconds. The delay doubles with each failure up to ``LONGEST_RETRY_DELAY``, and up to half of it is random."""
+LONGEST_RETRY_DELAY = 0.5
+
+
+def should_locate(error: Exception) -> bool:
+    """Return whether an error says that what is known of the owners is wrong or old."""
+    return isinstance(error, (*MOVED, *FINAL_ERRORS)) and not isinstance(error, PERMANENT)
+
+
+class Attempts:
+    """The attempts at one answer until ``deadline``, a time of ``clock``. ``begun`` is when they began, by default now.
+
+    ``what`` begins the message of a ``QueryTimeoutError``. ``had_answer``: this client has had answers of that operator
+    before. The class does not wait itself, so that threads and coroutines can both use it; ``retrying`` waits.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        deadline: float,
+        *,
+        had_answer: bool = False,
+        begun: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        rng: Callable[[], float] = random.random,
+    ) -> None:
+        self.deadline = deadline
+        self._what = what
+        self._had_answer = had_answer
+        self._clock = clock
+        self._rng = rng
+        self._begun = clock() if begun is None else begun
+        self._failures = 0
+
+    def delay(self, error: Exception) -> float:
+        """Return the seconds to wait until the next attempt.
+
+        Raises ``error`` itself if another attempt does not help. If there is no time for one, raises
+        ``QueryTimeoutError``, or ``error`` if it is one of ``FINAL_ERRORS``, because that the query has not come back
+        is an answer.
+        """
+        if not self._may_help(error):
+            raise error
+        self._failures += 1
+        longest = min(LONGEST_RETRY_DELAY, FIRST_RETRY_DELAY * 2 ** min(self._failures - 1, 10))
+        delay: float = longest * (0.5 + 0.5 * self._rng())
+        now = self._clock()
+        if now + delay >= self.deadline:
+            if isinstance(error, FINAL_ERRORS):
+                raise error
+            raise QueryTimeoutError(
+                f"{self._what} was not answered within {max(0.0, self.deadline - self._begun):.1f} s, in "
+                f"{self._failures} "
+                f"attempts; last failure: {type(error).__name__}: {error}"
+            ) from error
+        return delay
+
+    def _may_help(self, error: Exception) -> bool:
+        if isinstance(error, PERMANENT):
+            return False
+        if isinstance(error, FINAL_ERRORS):
+            return self._had_answer
+        return isinstance(error, (*MOVED, *BUSY))
+
+
+def retrying(
+    call: Callable[[], T],
+    attempts: Attempts,
+    *,
+    relocate: Callable[[Exception], None] = lambda error: None,
+    sleep: Callable[[float], None] = time.sleep,
+    failure: Exception | None = None,
+) -> T:
+    """Repeat ``call`` until it returns.
+
+    Before each further attempt ``relocate`` forgets the location, if that may help. ``failure`` is that of a first
+    attempt that the caller has made itself. Raises what ``Attempts.delay`` does. ``call`` must look up a forgotten
+    location itself, because the look-up may fail in the same ways.
+    """
+    while True:
+        try:
+            if failure is not None:
+                raise failure
+            return call()
+        except Exception as error:  # noqa: BLE001 - delay raises errors that no attempt can help
+            failure = None
+            delay = attempts.delay(error)
+            if should_locate(error):
+                relocate(error)
+        sleep(delay)

@@ -38,12 +38,11 @@ from spark_bridge.exceptions import (
     RequestError,
     RequestLimitError,
     SparkBridgeError,
+    rebuilt_error,
 )
-from spark_bridge.queryable.protocol.messages import Comparison
-from spark_bridge.queryable.sql.duckdb_connections import SqlLimits, StatementDatabase, import_duckdb, spill_directory
-from spark_bridge.queryable.sql.sql import sql
-from spark_bridge.queryable.sql.sql_client import SqlClient, VersionedRows
-from spark_bridge.transport.error_codec import rebuilt_error
+from spark_bridge.queryable.protocol import Comparison
+from spark_bridge.queryable.sql.catalog import SqlClient, VersionedRows
+from spark_bridge.queryable.sql.sql import SqlLimits, StatementDatabase, import_duckdb, spill_directory, sql
 
 UNCOUNTED_BYTES = 192 << 20
 """Beyond the limit of a statement, for what DuckDB does not count: batches of scans and answers, stacks of threads."""

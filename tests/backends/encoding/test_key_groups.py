@@ -13,7 +13,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backends.encoding import xxhash64
+from backends.encoding import key_groups as xxhash64
 from backends.encoding.key_groups import key_groups, partition_of, partition_range, spark_xxhash64
 from backends.exceptions import InvalidStateStoreArgument, UnsupportedTypeError
 

@@ -9,8 +9,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
 
-from backends.encoding import key_order as module
-from backends.encoding.key_order import key_order
+from backends.encoding import sorted_pairs as module
+from backends.encoding.sorted_pairs import key_order
 from tests.effort import effort
 
 

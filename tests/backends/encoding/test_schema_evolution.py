@@ -13,11 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from backends.encoding import schema as schema_module
-from backends.encoding import schema_evolution
 from backends.encoding import values as values_module
 from backends.encoding.operator_schema import OperatorSchema, StateVariable, evolved
-from backends.encoding.schema import MAX_HISTORY, StateSchema
-from backends.encoding.schema_evolution import evolution_problem, evolved_schema
+from backends.encoding.schema import MAX_HISTORY, StateSchema, evolution_problem, evolved_schema
 from backends.encoding.values import decode_values, encode_values
 from backends.exceptions import IncompatibleSchemaError, InvalidStateStoreArgument, SchemaMismatchError
 from tests.backends.strategies import comparable, kinds, values_of
@@ -290,7 +288,7 @@ def test_a_schema_can_change_as_often_as_rows_can_tell(monkeypatch: pytest.Monke
     numbers = StateSchema(KEY, schema(n=pa.int64()), (schema(n=pa.int64()),) * 300).encode_values
     assert numbers(pa.record_batch({"n": [1]}))[0].as_py()[:2] == (300).to_bytes(2, "little")
     assert MAX_HISTORY == 65_535
-    for module in (schema_module, schema_evolution):
+    for module in (schema_module, schema_module):
         monkeypatch.setattr(module, "MAX_HISTORY", 2)
     state = chain(BASIC, ADDED, BASIC)
     with pytest.raises(IncompatibleSchemaError, match="changed 2 times, which is as often as it can"):

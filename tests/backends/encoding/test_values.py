@@ -5,7 +5,7 @@ import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 
-from backends.encoding.spark_types import from_spark_type
+from backends.encoding.columns import from_spark_type
 from backends.encoding.values import decode_values, encode_values
 from backends.exceptions import InvalidStateStoreArgument, SchemaMismatchError, UnsupportedTypeError
 from tests.backends.strategies import LADDERS, batches, comparable, hide

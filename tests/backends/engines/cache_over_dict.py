@@ -6,7 +6,7 @@ import threading
 import numpy as np
 import pyarrow as pa
 
-from backends.engines import cache_table, row_cache
+from backends.engines import cached_rows, row_cache
 from backends.engines.row_cache import CacheBudget, RowCache
 
 MIB = 1 << 20
@@ -63,7 +63,7 @@ def are_unique(cache):
     """Whether no two entries are of one bucket and one tag."""
     held = cache.rows.buckets
     buckets, _ = np.nonzero(held >= 0)
-    tags = held[held >= 0] >> cache_table.TAG_SHIFT
+    tags = held[held >= 0] >> cached_rows.TAG_SHIFT
     return len(set(zip(buckets.tolist(), tags.tolist(), strict=True))) == len(tags)
 
 

@@ -13,14 +13,13 @@ import pytest
 
 from backends import StateStoreConf
 from backends.encoding.sorted_pairs import SortedPairs
-from backends.engines import rocksdb_scan, sorted_files
-from backends.engines.buffered_engine import BufferedEngine, DeferredEngine
-from backends.engines.engine import StateEngine
+from backends.engines import rocksdb_scan
+from backends.engines.engine import BufferedEngine, DeferredEngine, StateEngine
 from backends.engines.rocksdb import LocalRocksDB
 from backends.engines.sorted_map_engine import SortedMapEngine
 from backends.exceptions import StoreClosedError
 from backends.formats.changelog import Changes
-from backends.formats.local_state import LocalState
+from backends.formats.manifest import LocalState
 
 MADE: dict[str, Callable[[Path, StateStoreConf], StateEngine]] = {
     "rocksdb": LocalRocksDB,
@@ -114,7 +113,7 @@ def test_a_family_that_is_not_there_is_empty(engine):
 @pytest.mark.parametrize("file_bytes", [1, 1 << 30])
 def test_sorted_pairs_are_taken_in_bulk(made, tmp_path, monkeypatch, file_bytes):
     """Parts that do not go on behind the last one of their family too, and families without pairs."""
-    monkeypatch.setattr(sorted_files, "FILE_BYTES", file_bytes)
+    monkeypatch.setattr(rocksdb_scan, "FILE_BYTES", file_bytes)
     pairs = SortedPairs.from_dict(PAIRS)
     parts = [
         ("default", pairs.slice(300, 100)),
@@ -170,7 +169,7 @@ from pathlib import Path
 from backends import StateStoreConf, fault_points
 from backends.encoding.sorted_pairs import SortedPairs
 from backends.engines.rocksdb import LocalRocksDB
-from backends.formats.local_state import LocalState
+from backends.formats.manifest import LocalState
 
 seen = []
 def hook(point):

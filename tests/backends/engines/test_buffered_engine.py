@@ -10,11 +10,12 @@ import pytest
 
 from backends import StateStoreConf
 from backends.encoding.sorted_pairs import SortedPairs
-from backends.engines import buffered_engine, sorted_map
-from backends.engines.buffered_engine import BufferedEngine, DeferredEngine
+from backends.engines import engine as buffered_engine
+from backends.engines import sorted_map_engine
+from backends.engines.engine import BufferedEngine, DeferredEngine
 from backends.exceptions import StoreClosedError
 from backends.formats.changelog import Changes
-from backends.formats.local_state import LocalState
+from backends.formats.manifest import LocalState
 from backends.host_memory import host_memory
 from tests.effort import effort, only_thorough
 
@@ -94,8 +95,8 @@ def test_reads_are_those_of_a_dict(
     rng = random.Random(seed)
     for limit in ("BUFFERED_CHANGES_BYTES", "UNWRITTEN_BYTES"):
         monkeypatch.setattr(buffered_engine, limit, rng.choice([300, 1 << 20]))
-    monkeypatch.setattr(sorted_map, "MAP_CHUNK_ROWS", 8)
-    monkeypatch.setattr(sorted_map, "MAP_SCAN_ROWS", 3)
+    monkeypatch.setattr(sorted_map_engine, "MAP_CHUNK_ROWS", 8)
+    monkeypatch.setattr(sorted_map_engine, "MAP_SCAN_ROWS", 3)
     conf = with_room(ROOM if backend == "file" and rng.random() < 0.5 else 4 << 20, backend)
     model = Model(made(tmp_path / "engine", conf), backend, rng)
     for step in range(effort(40, 100)):

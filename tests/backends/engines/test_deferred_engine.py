@@ -15,14 +15,12 @@ import pytest
 from rocksdict import AccessType
 
 from backends.conf import StateStoreConf
-from backends.engines import buffered_engine
-from backends.engines.buffered_engine import DeferredEngine
-from backends.engines.engine import StateEngine
+from backends.engines import engine as buffered_engine
+from backends.engines.engine import DeferredEngine, StateEngine
 from backends.engines.rocksdb import LocalRocksDB
 from backends.exceptions import ConcurrentCommitError, LocalStateDamagedError
 from backends.formats.changelog import Changes
-from backends.formats.local_state import LocalState
-from backends.formats.manifest import ChangelogRef, Lineage
+from backends.formats.manifest import ChangelogRef, Lineage, LocalState
 from backends.partition.partition_state import PartitionState, open_partition
 from backends.storage.checkpoint_storage import CheckpointStorage
 from tests.backends.partition.partition_steps import changes, commit
@@ -247,11 +245,11 @@ from pathlib import Path
 import msgspec
 
 from backends import fault_points
-from backends.engines import write_batches
+from backends.engines import rocksdb_files as write_batches
 from backends.formats.manifest import ChangelogRef, Lineage
 from backends.partition.partition_state import open_partition
 from backends.storage.checkpoint_storage import CheckpointStorage
-from backends.without_pandas import keep_pandas_out
+from backends.decoders import keep_pandas_out
 from tests.backends.engines.test_deferred_engine import CONF, DIRECTORY
 from tests.backends.partition.partition_steps import commit
 

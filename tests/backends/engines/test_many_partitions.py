@@ -7,10 +7,10 @@ import pytest
 
 from backends import StateStoreConf
 from backends.encoding.sorted_pairs import SortedPairs
-from backends.engines import rocksdb_options
+from backends.engines import rocksdb_files
 from backends.engines.rocksdb import LocalRocksDB
 from backends.formats.changelog import Changes
-from backends.formats.local_state import LocalState
+from backends.formats.manifest import LocalState
 
 FAMILIES = ("default", "timers", "lists")
 ROWS = 10
@@ -24,7 +24,7 @@ class Partitions:
 
     def __init__(self, directory: Path, number: int, conf: StateStoreConf) -> None:
         self.directory = directory
-        self.buffers = rocksdb_options.shared_memory(conf).buffers
+        self.buffers = rocksdb_files.shared_memory(conf).buffers
         self.engines = [LocalRocksDB(directory / str(i), conf) for i in range(number)]
         self.written: set[Path] = set()
         self.version = 0

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from backends import RocksDBStateStoreProvider, StateStoreConf, StateStoreId, fault_points
-from backends.engines import rocksdb, write_batches
+from backends.engines import rocksdb, rocksdb_files
 from backends.exceptions import LocalStateDamagedError, MissingFileError
-from backends.formats.local_state import LocalState
+from backends.formats.manifest import LocalState
 from tests.backends.partition.partition_steps import changes
 from tests.backends.providers.providers import commit, content
 
@@ -38,7 +38,7 @@ def test_a_local_directory_is_used_again_if_it_proves_right(location, tmp_path):
 @pytest.fixture
 def ends_midway(monkeypatch):
     """Make the next write of a version end between its write batches, with the first ones on disk; say what is left."""
-    monkeypatch.setattr(write_batches, "WRITE_ROWS", 2)
+    monkeypatch.setattr(rocksdb_files, "WRITE_ROWS", 2)
     engines, errors, open_engine = [], [], rocksdb.LocalRocksDB._open
 
     def opened(engine, *access):

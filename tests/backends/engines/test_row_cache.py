@@ -8,12 +8,12 @@ import pytest
 from backends import StateStoreConf
 from backends.encoding.sorted_pairs import SortedPairs
 from backends.engines import rocksdb, row_cache
-from backends.engines.key_hashes import hash_keys
+from backends.engines.cached_rows import hash_keys
 from backends.engines.rocksdb import LocalRocksDB
 from backends.engines.row_cache import CacheBudget, RowCache
 from backends.exceptions import LocalStateDamagedError, StoreClosedError
 from backends.formats.changelog import Changes
-from backends.formats.local_state import LocalState
+from backends.formats.manifest import LocalState
 from tests.backends.engines.cache_over_dict import (
     MIB,
     Below,

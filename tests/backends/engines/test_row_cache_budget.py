@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from backends.engines.cached_even_rows import EvenRows
+from backends.engines.cached_rows import EvenRows
 from backends.engines.row_cache import CacheBudget
 from tests.backends.engines.cache_over_dict import MIB, Below
 from tests.patience import PATIENCE

@@ -5,10 +5,8 @@ import random
 import pytest
 
 from backends.encoding.columns import even_rows
-from backends.engines import cached_even_rows, row_cache
-from backends.engines.cached_even_rows import EvenRows
-from backends.engines.cached_varying_rows import VaryingRows
-from backends.engines.key_hashes import hash_keys
+from backends.engines import cached_rows, row_cache
+from backends.engines.cached_rows import EvenRows, VaryingRows, hash_keys
 from tests.backends.engines.cache_over_dict import MIB, Below, are_unique, binary, check_while_read, forced_hashes
 from tests.effort import effort, only_thorough
 
@@ -95,13 +93,13 @@ def test_rows_are_records_again_when_the_others_are_gone():
         ([b"k", b"l"], [b"v", b""], None),
         ([b"k"], [b""], None),
         ([b""], [b"v"], None),
-        ([b"k" * cached_even_rows.EVEN_BYTES], [None], (cached_even_rows.EVEN_BYTES, None)),
-        ([b"k" * cached_even_rows.EVEN_BYTES], [b"v"], None),
-        ([b"k" * (cached_even_rows.EVEN_BYTES + 1)], [None], None),
+        ([b"k" * cached_rows.EVEN_BYTES], [None], (cached_rows.EVEN_BYTES, None)),
+        ([b"k" * cached_rows.EVEN_BYTES], [b"v"], None),
+        ([b"k" * (cached_rows.EVEN_BYTES + 1)], [None], None),
     ],
 )
 def test_what_can_be_records(keys, values, widths):
-    assert cached_even_rows.widths_of(binary(keys), binary(values)) == widths
+    assert cached_rows.widths_of(binary(keys), binary(values)) == widths
     below = Below()
     below.pairs = {key: value for key, value in zip(keys, values, strict=True) if value is not None}
     for _ in range(2):

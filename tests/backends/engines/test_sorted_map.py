@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from backends.encoding import sorted_pairs
 from backends.encoding.sorted_pairs import SortedPairs, to_bytes_list
-from backends.engines import sorted_map
-from backends.engines.sorted_map import Run, SortedMap
+from backends.engines import sorted_map_engine
+from backends.engines.sorted_map_engine import Run, SortedMap
 from tests.effort import effort
 
 KEYS = st.sampled_from(
@@ -25,9 +25,9 @@ LIMITS = st.none() | KEYS
 @pytest.fixture(autouse=True, scope="module")
 def small_chunks():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sorted_map, "MAP_CHUNK_ROWS", 8)
-        patch.setattr(sorted_map, "MAP_CHUNK_BYTES", 256)
-        patch.setattr(sorted_map, "MAP_SCAN_ROWS", 3)
+        patch.setattr(sorted_map_engine, "MAP_CHUNK_ROWS", 8)
+        patch.setattr(sorted_map_engine, "MAP_CHUNK_BYTES", 256)
+        patch.setattr(sorted_map_engine, "MAP_SCAN_ROWS", 3)
         yield
 
 
@@ -82,7 +82,7 @@ def check_chunks(run, *, is_lowest):
     assert run.firsts == tuple(chunk.keys[0].as_py() for chunk in run.chunks)
     keys = [key for chunk in run.chunks for key in chunk.keys.to_pylist()]
     assert keys == sorted(set(keys))
-    assert all(len(chunk) <= 2 * sorted_map.MAP_CHUNK_ROWS for chunk in run.chunks)
+    assert all(len(chunk) <= 2 * sorted_map_engine.MAP_CHUNK_ROWS for chunk in run.chunks)
     if is_lowest:
         assert all(not chunk.values.null_count for chunk in run.chunks)
 
@@ -234,7 +234,7 @@ def test_runs_stay_few_and_are_all_searched(seed, sizes):
         held, state = held.with_changes(SortedPairs.from_dict(changes)), changed(state, changes)
     check_map(held, state, [b"%03d" % i for i in range(500)], b"100", b"200")
     lengths = [len(run) for run in held.runs]
-    assert all(below >= sorted_map._GROWTH * above for below, above in itertools.pairwise(lengths))
+    assert all(below >= sorted_map_engine._GROWTH * above for below, above in itertools.pairwise(lengths))
 
 
 def test_a_map_of_several_parts():

@@ -22,15 +22,21 @@ from rocksdict import Checkpoint, DBCompressionType, Options, Rdict, SstFileWrit
 
 from backends.conf import StateStoreConf
 from backends.encoding.sorted_pairs import SortedPairs
-from backends.engines import file_scans, rocksdb_properties, table_blocks, table_file, table_scan
+from backends.engines import rocksdb_files, sst_reader
 from backends.engines.rocksdb import LocalRocksDB
 from backends.engines.rocksdb_scan import RocksDBScan
-from backends.engines.table_blocks import DamagedTableError
-from backends.engines.table_file import TableFile, UnknownTableError
-from backends.engines.table_scan import Table, TableScan, listed_tables, part_of
+from backends.engines.sst_reader import (
+    DamagedTableError,
+    Table,
+    TableFile,
+    TableScan,
+    UnknownTableError,
+    listed_tables,
+    part_of,
+)
 from backends.exceptions import LocalStateDamagedError, StoreClosedError
 from backends.formats.changelog import Changes
-from backends.formats.local_state import LocalState
+from backends.formats.manifest import LocalState
 from tests.effort import effort
 from tests.patience import PATIENCE
 
@@ -40,7 +46,7 @@ SMALL_MEMTABLES = {"rocksdb_memtable_bytes": 64 << 10, "rocksdb_write_buffer_byt
 
 @pytest.fixture(autouse=True)
 def few_pairs_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(file_scans, "FEW_PAIRS", 1)
+    monkeypatch.setattr(rocksdb_files, "FEW_PAIRS", 1)
 
 
 class Database:
@@ -103,10 +109,10 @@ def value_of(rng: random.Random, even: bool) -> bytes:
 def test_random_pairs_come_as_rocksdb_gives_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     rng = random.Random(seed)
     even = seed % 3 == 0
-    monkeypatch.setattr(table_file, "STEP_BLOCKS", rng.choice([1, 3, 256]))
-    monkeypatch.setattr(table_file, "STEP_BYTES", rng.choice([4_000, 20_000, 1 << 20]))
-    monkeypatch.setattr(table_blocks, "LONG_KEY_BYTES", rng.choice([30, 256]))
-    monkeypatch.setattr(table_file, "MEAN_KEY_BYTES", 1 << 20)  # a small file may have long keys only
+    monkeypatch.setattr(sst_reader, "STEP_BLOCKS", rng.choice([1, 3, 256]))
+    monkeypatch.setattr(sst_reader, "STEP_BYTES", rng.choice([4_000, 20_000, 1 << 20]))
+    monkeypatch.setattr(sst_reader, "LONG_KEY_BYTES", rng.choice([30, 256]))
+    monkeypatch.setattr(sst_reader, "MEAN_KEY_BYTES", 1 << 20)  # a small file may have long keys only
     compression = rng.choice(["none", "lz4", "zstd"])
     bits = rng.choice([0, 10])
     db = Database(tmp_path / "db", rocksdb_compression=compression, rocksdb_bloom_filter_bits=bits, **SMALL_MEMTABLES)
@@ -161,7 +167,7 @@ def test_pairs_in_memory_leave_the_scan_to_rocksdb(tmp_path: Path) -> None:
 
 
 def test_very_many_pairs_are_written_to_files_for_a_scan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(file_scans, "FLUSH_PAIRS", 1000)
+    monkeypatch.setattr(rocksdb_files, "FLUSH_PAIRS", 1000)
     db = Database(tmp_path / "db")
     db.write({i.to_bytes(2, "big") + b"k": b"v" for i in range(998)})
     db.write_files(tmp_path)
@@ -172,7 +178,7 @@ def test_very_many_pairs_are_written_to_files_for_a_scan(tmp_path: Path, monkeyp
     changes = Changes({family: SortedPairs.from_dict(its) for family, its in both.items()})
     db.engine.prepare(changes)(LocalState(db.version, str(db.version), None))
     db.held.update(both["default"])
-    monkeypatch.setattr(file_scans, "FLUSH_PAIRS", 400)
+    monkeypatch.setattr(rocksdb_files, "FLUSH_PAIRS", 400)
     assert isinstance(db.engine.scan(b"\x02", None), RocksDBScan), "less than half of all"
     scan = db.engine.scan(None, None)
     assert isinstance(scan, TableScan)
@@ -180,8 +186,8 @@ def test_very_many_pairs_are_written_to_files_for_a_scan(tmp_path: Path, monkeyp
     assert dict(pairs_of(scan)) == {**db.held, b"\x00\x03k": b"v"}
     # A process that dies now leaves one version behind, of all families: not the last one, which was in memory.
     shutil.copytree(tmp_path / "db", tmp_path / "copy")
-    assert not (tmp_path / "db" / file_scans.FLUSH_DIRECTORY).exists()
-    left = tmp_path / "copy" / f"{file_scans.FLUSH_DIRECTORY}.tmp"  # by a process that died in the middle of it
+    assert not (tmp_path / "db" / rocksdb_files.FLUSH_DIRECTORY).exists()
+    left = tmp_path / "copy" / f"{rocksdb_files.FLUSH_DIRECTORY}.tmp"  # by a process that died in the middle of it
     left.mkdir()
     copy = LocalRocksDB(tmp_path / "copy", StateStoreConf())
     assert copy.state.version == db.version - 1
@@ -202,24 +208,26 @@ def with_one_pair_in_memory(tmp_path: Path) -> Database:
 
 
 def test_a_scan_does_without_files_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(file_scans, "FLUSH_PAIRS", 1)
+    monkeypatch.setattr(rocksdb_files, "FLUSH_PAIRS", 1)
     db = with_one_pair_in_memory(tmp_path)
 
     def by_rocksdb() -> None:
         scan = db.engine.scan(None, None)
         assert isinstance(scan, RocksDBScan) and dict(pairs_of(scan)) == db.held
 
-    (tmp_path / "db" / file_scans.FLUSH_DIRECTORY).write_text("no directory")  # RocksDB's checkpoint refuses to begin
+    (tmp_path / "db" / rocksdb_files.FLUSH_DIRECTORY).write_text(
+        "no directory"
+    )  # RocksDB's checkpoint refuses to begin
     by_rocksdb()
-    (tmp_path / "db" / file_scans.FLUSH_DIRECTORY).unlink()
+    (tmp_path / "db" / rocksdb_files.FLUSH_DIRECTORY).unlink()
     asked: list[Rdict] = []
     with monkeypatch.context() as patched:
-        patched.setattr(file_scans, "Checkpoint", asked.append)
+        patched.setattr(rocksdb_files, "Checkpoint", asked.append)
         with patched.context() as full:
             full.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=100))
             by_rocksdb()
         with patched.context() as crowded:
-            crowded.setattr(file_scans, "FLUSHED_FILES", 1)
+            crowded.setattr(rocksdb_files, "FLUSHED_FILES", 1)
             by_rocksdb()
     assert not asked
     assert dict(pairs_of(db.scan())) == db.held
@@ -227,7 +235,7 @@ def test_a_scan_does_without_files_that_cannot_be_written(tmp_path: Path, monkey
 
 
 def test_scans_opened_side_by_side_have_files_written_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(file_scans, "FLUSH_PAIRS", 1)
+    monkeypatch.setattr(rocksdb_files, "FLUSH_PAIRS", 1)
     db = with_one_pair_in_memory(tmp_path)
     both_ask = threading.Event()
     asked: list[str] = []
@@ -251,7 +259,7 @@ def test_scans_opened_side_by_side_have_files_written_once(tmp_path: Path, monke
         assert both_ask.wait(PATIENCE)
         return Checkpoint(database)
 
-    monkeypatch.setattr(file_scans, "Checkpoint", checkpoint)
+    monkeypatch.setattr(rocksdb_files, "Checkpoint", checkpoint)
     monkeypatch.setattr(db.engine._file_scans, "_flushing", NotedLock())
     with ThreadPoolExecutor(2) as threads:
         for scan in [threads.submit(db.scan) for _ in range(2)]:
@@ -266,7 +274,7 @@ def test_few_pairs_and_narrow_ranges_are_left_to_rocksdb(tmp_path: Path, monkeyp
     db.write_files(tmp_path)
     assert isinstance(db.engine.scan(None, None), TableScan)
     assert isinstance(db.engine.scan(b"\x00\x01k", b"\x03\x00"), RocksDBScan), "a bound within a key group"
-    monkeypatch.setattr(file_scans, "FEW_PAIRS", 500)
+    monkeypatch.setattr(rocksdb_files, "FEW_PAIRS", 500)
     assert isinstance(db.engine.scan(b"\x01", None), TableScan), "744 of 1000"
     assert isinstance(db.engine.scan(b"\x02", b"\x03"), RocksDBScan), "256 of 1000"
     db.engine.close()
@@ -294,9 +302,9 @@ def test_files_that_rocksdb_replaces_while_they_are_opened_are_listed_again(tmp_
     tables = db.tables()
     gone = [table._replace(number=999_999) for table in tables]
     answers = [gone, gone, tables]
-    scan = table_scan.open_scan(db.path, lambda: answers.pop(0), None, None, db.engine._failure)
+    scan = sst_reader.open_scan(db.path, lambda: answers.pop(0), None, None, db.engine._failure)
     assert scan is not None and not answers and pairs_of(scan) == sorted(db.held.items())
-    assert table_scan.open_scan(db.path, lambda: gone, None, None, db.engine._failure) is None
+    assert sst_reader.open_scan(db.path, lambda: gone, None, None, db.engine._failure) is None
     db.engine.close()
 
 
@@ -308,7 +316,7 @@ def test_rocksdb_scans_if_no_more_files_can_be_opened(tmp_path: Path, monkeypatc
     def refused(path: Path, size: int) -> TableFile:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), str(path))
 
-    monkeypatch.setattr(table_scan, "TableFile", refused)
+    monkeypatch.setattr(sst_reader, "TableFile", refused)
     scan = db.engine.scan(None, None)
     assert isinstance(scan, RocksDBScan) and pairs_of(scan) == sorted(db.held.items())
     db.engine.close()
@@ -423,7 +431,7 @@ def test_a_scan_that_was_interrupted_does_not_end(tmp_path: Path, monkeypatch: p
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(table_file, "decoded_blocks", interrupted)
+        patched.setattr(sst_reader, "decoded_blocks", interrupted)
         with pytest.raises(KeyboardInterrupt):
             next(scan)
     with pytest.raises(KeyboardInterrupt):
@@ -434,32 +442,32 @@ def test_a_scan_that_was_interrupted_does_not_end(tmp_path: Path, monkeypatch: p
 def test_few_long_keys_do_not_slow_the_short_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All keys of a step take the memory of the longest one of those that are decoded together."""
     most_words = 0
-    keys = table_blocks._Entries.keys
+    keys = sst_reader._Entries.keys
 
-    def watched(self: table_blocks._Entries) -> tuple[pa.BinaryArray, npt.NDArray[np.uint8]]:
+    def watched(self: sst_reader._Entries) -> tuple[pa.BinaryArray, npt.NDArray[np.uint8]]:
         nonlocal most_words
         most_words = max(most_words, self._num_words)
         return keys(self)
 
-    monkeypatch.setattr(table_blocks._Entries, "keys", watched)
+    monkeypatch.setattr(sst_reader._Entries, "keys", watched)
     db = Database(tmp_path / "db", **SMALL_MEMTABLES)
     rng = random.Random(0)
     changes: dict[bytes, bytes | None] = {rng.randbytes(20): rng.randbytes(8) for _ in range(3000)}
     changes |= {rng.randbytes(2) + b"k" * 3000 + bytes([i]): b"long" for i in range(8)}
     changes |= {b"\x80\x00" + b"k" * 100_000 + bytes([i]): b"longer" for i in range(20)}
-    monkeypatch.setattr(table_file, "MEAN_KEY_BYTES", 1 << 20)
+    monkeypatch.setattr(sst_reader, "MEAN_KEY_BYTES", 1 << 20)
     db.write(changes)
     db.write_files(tmp_path)
     removed = [key for i, key in enumerate(sorted(changes)) if i % 3 == 0 or len(key) == 3003]
     db.write(dict.fromkeys(removed[:-100]))
     db.write_files(tmp_path)
     assert pairs_of(db.scan()) == sorted(db.held.items())
-    assert 0 < most_words <= table_blocks.LONG_KEY_BYTES // 8
+    assert 0 < most_words <= sst_reader.LONG_KEY_BYTES // 8
     db.engine.close()
 
 
 def test_a_file_of_long_keys_is_left_to_rocksdb(tmp_path: Path) -> None:
-    for length, kind in [(table_file.MEAN_KEY_BYTES - 8, TableScan), (table_file.MEAN_KEY_BYTES - 7, RocksDBScan)]:
+    for length, kind in [(sst_reader.MEAN_KEY_BYTES - 8, TableScan), (sst_reader.MEAN_KEY_BYTES - 7, RocksDBScan)]:
         db = Database(tmp_path / str(length))
         db.write({i.to_bytes(2, "big") + b"k" * (length - 2): b"v" for i in range(100)})
         db.write_files(tmp_path)
@@ -473,29 +481,29 @@ def test_what_rocksdb_does_not_say_is_not_taken_for_nothing(tmp_path: Path, monk
     db.write({i.to_bytes(4, "big"): b"v" for i in range(100)})
     db.write_files(tmp_path)
     asked: list[Rdict] = []
-    for name in rocksdb_properties._IN_MEMORY:
+    for name in rocksdb_files._IN_MEMORY:
         with monkeypatch.context() as patched:
-            patched.setattr(rocksdb_properties, "_IN_MEMORY", ("rocksdb.no-such-property", name))
-            patched.setattr(file_scans, "FLUSH_PAIRS", 1)
-            patched.setattr(file_scans, "Checkpoint", asked.append)
+            patched.setattr(rocksdb_files, "_IN_MEMORY", ("rocksdb.no-such-property", name))
+            patched.setattr(rocksdb_files, "FLUSH_PAIRS", 1)
+            patched.setattr(rocksdb_files, "Checkpoint", asked.append)
             assert isinstance(db.engine.scan(None, None), RocksDBScan) and not asked
     assert isinstance(db.engine.scan(None, None), TableScan)
-    monkeypatch.setattr(rocksdb_properties, "_TABLES", "rocksdb.no-such-property")
-    assert rocksdb_properties.described_tables(db.engine._db) is None
+    monkeypatch.setattr(rocksdb_files, "_TABLES", "rocksdb.no-such-property")
+    assert rocksdb_files.described_tables(db.engine._db) is None
     assert isinstance(db.engine.scan(None, None), RocksDBScan)
     db.engine.close()
 
 
 def test_files_are_not_listed_while_pairs_are_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     listings = 0
-    tables = file_scans.described_tables
+    tables = rocksdb_files.described_tables
 
     def listed(db: Rdict) -> list[Table] | None:
         nonlocal listings
         listings += 1
         return tables(db)
 
-    monkeypatch.setattr(file_scans, "described_tables", listed)
+    monkeypatch.setattr(rocksdb_files, "described_tables", listed)
     db = Database(tmp_path / "db")
     db.write({b"\x00\x01a": b"1"})
     assert isinstance(db.engine.scan(None, None), RocksDBScan) and listings == 0
@@ -529,7 +537,7 @@ def test_another_compression_and_another_size_are_left_to_rocksdb(tmp_path: Path
     db.write_files(tmp_path)
     (table,) = db.tables()
     other = [table._replace(size=table.size + 1)]
-    assert table_scan.open_scan(db.path, lambda: other, None, None, db.engine._failure) is None
+    assert sst_reader.open_scan(db.path, lambda: other, None, None, db.engine._failure) is None
     db.engine.close()
 
 

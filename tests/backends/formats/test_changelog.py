@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 from backends.encoding.sorted_pairs import SortedPairs
 from backends.exceptions import DamagedFileError, InvalidStateStoreArgument, StateStoreError
 from backends.formats.changelog import ChangelogMeta, Changes, read_changelog, read_changelog_meta, write_changelog
-from backends.formats.file_names import changelog_path
-from backends.formats.sealed import seal, unseal
+from backends.formats.manifest import changelog_path, seal, unseal
 from backends.storage.checkpoint_storage import CheckpointStorage
 from tests.effort import examples
 

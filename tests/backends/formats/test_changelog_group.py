@@ -9,12 +9,22 @@ import pyarrow as pa
 import pytest
 
 from backends.exceptions import DamagedFileError, InvalidStateStoreArgument, MissingFileError
-from backends.formats import changelog_group
-from backends.formats.changelog import ChangelogMeta, Changes, read_changelog, write_changelog
-from backends.formats.changelog_group import MAGIC, GroupIndex, GroupMember, group_path, read_index, write_group
-from backends.formats.sealed import seal
+from backends.formats import changelog
+from backends.formats.changelog import (
+    MAGIC,
+    ChangelogMeta,
+    Changes,
+    GroupIndex,
+    GroupMember,
+    group_path,
+    read_changelog,
+    read_index,
+    write_changelog,
+    write_group,
+)
+from backends.formats.manifest import seal
 from backends.storage.checkpoint_storage import CheckpointStorage
-from backends.storage.file_ref import FileRef
+from backends.storage.locations import FileRef
 
 SIZES = (0, 1, 1000, 3)
 
@@ -77,7 +87,7 @@ def test_every_part_is_read_by_its_reference_and_the_index_says_which_commit_it_
 def test_an_index_longer_than_what_is_read_first_is_read_whole(
     group: Stored, monkeypatch: pytest.MonkeyPatch, tail: int
 ) -> None:
-    monkeypatch.setattr(changelog_group, "_TAIL_BYTES", max(tail, changelog_group._FOOTER_BYTES))
+    monkeypatch.setattr(changelog, "_TAIL_BYTES", max(tail, changelog._FOOTER_BYTES))
     assert [ref for _, ref in group.index()] == group.refs
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from backends.formats.checkpoint_size import delta_bytes, full_bytes
 from backends.formats.manifest import Manifest, OperatorEntry, PartitionEntry, SnapshotRef
-from backends.storage.file_ref import FileRef
+from backends.formats.manifest_chain import delta_bytes, full_bytes
+from backends.storage.locations import FileRef
 
 
 def log_path(n: int, p: int, version: int) -> str:

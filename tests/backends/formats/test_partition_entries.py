@@ -8,10 +8,17 @@ import msgspec
 import pytest
 
 from backends.exceptions import DamagedFileError
-from backends.formats.manifest import Manifest, OperatorEntry, PartitionEntry, SnapshotRef
-from backends.formats.partition_entries import PartitionEntries, StoredEntries
-from backends.formats.sealed import seal, unseal
-from backends.storage.file_ref import FileRef
+from backends.formats.manifest import (
+    Manifest,
+    OperatorEntry,
+    PartitionEntries,
+    PartitionEntry,
+    SnapshotRef,
+    StoredEntries,
+    seal,
+    unseal,
+)
+from backends.storage.locations import FileRef
 
 
 def entry(p: int, name: str = "1-x.changelog", n: int = 4, snapshots: tuple[SnapshotRef, ...] = ()) -> PartitionEntry:
@@ -126,7 +133,7 @@ def test_columns_that_do_not_fit_together_are_damage(column):
 
 
 def seal_digest(content: bytes) -> bytes:
-    from backends.storage.file_ref import digest
+    from backends.storage.locations import digest
 
     return digest(content).encode() + b"\n"
 

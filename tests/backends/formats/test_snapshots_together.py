@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from backends.exceptions import DamagedFileError
-from backends.formats.local_state import LocalState
+from backends.formats.manifest import LocalState, SnapshotDescriptor
 from backends.formats.snapshot import (
     Digests,
     PreparedSnapshot,
@@ -21,10 +21,9 @@ from backends.formats.snapshot import (
     read_together,
     store_together,
 )
-from backends.formats.snapshot_descriptor import SnapshotDescriptor
 from backends.partition.load_watch import LoadWatch
 from backends.storage.checkpoint_storage import CheckpointStorage
-from backends.storage.sending.request_counts import RequestCounts
+from backends.storage.requests import RequestCounts
 
 SMALL = 1 << 20
 

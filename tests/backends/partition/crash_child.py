@@ -31,10 +31,10 @@ from backends import (
     StateStoreConf,
     StateStoreId,
     fault_points,
+    spans,
 )
-from backends.engines import write_batches
-from backends.tracing import spans
-from backends.without_pandas import keep_pandas_out
+from backends.decoders import keep_pandas_out
+from backends.engines import rocksdb_files
 
 KILLED, DONE = 9, 7
 SAY = os.write
@@ -225,7 +225,7 @@ def main():
     """See the module."""
     keep_pandas_out()  # else Arrow would import it, here or in every fork
     # A version takes several write batches here. Not where this module is imported: the tests there would write so too.
-    write_batches.WRITE_ROWS = 2
+    rocksdb_files.WRITE_ROWS = 2
     for job in sys.stdin:
         mode, backend, directory, *every = job.split()
         if mode in ("prepare", "forever"):

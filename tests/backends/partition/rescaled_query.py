@@ -11,13 +11,10 @@ import pytest
 from backends.conf import StateStoreConf
 from backends.encoding.key_groups import partition_of
 from backends.encoding.sorted_pairs import SortedPairs
-from backends.formats import manifest_chain as chains
-from backends.formats import retention_rules, snapshot
+from backends.formats import manifest_chain, snapshot
 from backends.formats.changelog import ChangelogMeta, Changes
-from backends.formats.manifest import Lineage, Manifest, OperatorEntry, PartitionEntry, SnapshotRef
-from backends.formats.manifest_chain import Layout
-from backends.formats.retention_rules import Retention
-from backends.formats.sealed import seal, unseal
+from backends.formats.manifest import Lineage, Manifest, OperatorEntry, PartitionEntry, SnapshotRef, seal, unseal
+from backends.formats.manifest_chain import Layout, Retention
 from backends.partition.partition_state import PartitionState, open_partition
 from backends.storage.checkpoint_storage import CheckpointStorage
 
@@ -66,7 +63,9 @@ class Query:
         return max(self.chain, default=0)
 
     def lineage(self, p: int, version: int | None = None, layout: Layout | None = None) -> Lineage:
-        return chains.lineage(self.chain, self.version if version is None else version, layout or self.layout, p, G)
+        return manifest_chain.lineage(
+            self.chain, self.version if version is None else version, layout or self.layout, p, G
+        )
 
     def open(self, p: int, local: Path | None = None, layout: Layout | None = None) -> PartitionState:
         layout = layout or self.layout
@@ -141,13 +140,13 @@ class Query:
 
     def retain(self, target: int) -> tuple[Retention, list[str]]:
         """Keep versions from ``target`` on; returns what is removed."""
-        kept = retention_rules.retain(self.chain, ["op"], target, self.oldest, lambda ref: True)
+        kept = manifest_chain.retain(self.chain, ["op"], target, self.oldest, lambda ref: True)
         self.oldest, self.chain_from = kept.oldest, kept.chain_from
         files = [path for path, _ in self.storage.list("operators")]
-        needed = retention_rules.needed_files(
+        needed = manifest_chain.needed_files(
             self.chain, kept, lambda s: snapshot.read_descriptor(self.storage, s).paths
         )
-        gone = retention_rules.garbage(files, needed, kept.oldest)
+        gone = manifest_chain.garbage(files, needed, kept.oldest)
         for path in gone:
             self.storage.delete(path)
         self.chain = {v: m for v, m in self.chain.items() if v >= kept.chain_from}
@@ -171,7 +170,7 @@ class Query:
         for p, state in enumerate(states):
             lineage = self.lineage(p, version, layout)
             assert (state.version, state.head) == (version, lineage.head)
-            assert lineage.head == chains.head_of(self.chain, version, layout, p, G)
+            assert lineage.head == manifest_chain.head_of(self.chain, version, layout, p, G)
             own = content_of(state)
             for name, pairs in own.items():
                 assert {partition_of(group_of(k), G, layout.num_partitions) for k in pairs} <= {p}

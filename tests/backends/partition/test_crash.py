@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from backends.formats.file_names import version_in
+from backends.formats.manifest import version_in
 from tests.backends.partition.crash_child import CLASSES, CONF, MADE_BEFORE, content_of, make_version, provider_in
 from tests.effort import effort
 from tests.patience import PATIENCE

@@ -11,7 +11,7 @@ import pytest
 
 from backends import StateStoreConf
 from backends.encoding.sorted_pairs import SortedPairs
-from backends.engines.rocksdb_options import DATABASE_BYTES, FAMILY_BYTES
+from backends.engines.rocksdb_files import DATABASE_BYTES, FAMILY_BYTES
 from backends.exceptions import HostMemoryError, VersionNotFoundError
 from backends.formats.changelog import Changes
 from backends.host_memory import (

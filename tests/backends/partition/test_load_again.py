@@ -20,7 +20,7 @@ from backends.formats.manifest import ChangelogRef, Lineage, SnapshotRef
 from backends.partition.load_watch import LOG_SECONDS, LoadProgress, LoadWatch
 from backends.partition.partition_state import PartitionState, open_partition
 from backends.storage.checkpoint_storage import CheckpointStorage
-from backends.storage.file_ref import FileRef
+from backends.storage.locations import FileRef
 from tests.backends.partition.partition_steps import commit
 from tests.patience import HANG, PATIENCE
 

@@ -9,13 +9,13 @@ import pytest
 
 from backends.conf import StateStoreConf
 from backends.formats.manifest import ChangelogRef, Lineage, SnapshotRef
-from backends.partition import changelog_reads
-from backends.partition.changelog_reads import ChangelogReads
+from backends.partition import loading
+from backends.partition.loading import ChangelogReads
 from backends.partition.partition_state import PartitionState, open_partition
 from backends.partition.snapshot_uploads import store_snapshots
 from backends.storage.checkpoint_storage import CheckpointStorage
-from backends.storage.sending.request_counts import RequestCounts
-from backends.storage.shared_objects import ALONE, SharedObjects
+from backends.storage.object_files import ALONE, SharedObjects
+from backends.storage.requests import RequestCounts
 from tests.backends.partition.partition_steps import commit
 from tests.critical_path import CriticalPath
 
@@ -75,7 +75,7 @@ def test_large_changelogs_are_not_kept_in_memory_while_a_snapshot_is_fetched(
     stored = Stored("large-changelogs", tmp_path)
     rest = stored.lineages[0].changelogs[SNAPSHOT:]
     for nbytes, ahead in (rest[0].file.size - 1, 0), (rest[0].file.size, 1), (1 << 20, len(rest)):
-        monkeypatch.setattr(changelog_reads, "AHEAD_BYTES", nbytes)
+        monkeypatch.setattr(loading, "AHEAD_BYTES", nbytes)
         with ChangelogReads(stored.storage, rest, 4) as reads:
             assert len(reads._under_way) == ahead
             assert [ref for ref, _ in reads] == list(rest)

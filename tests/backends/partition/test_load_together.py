@@ -11,14 +11,13 @@ import pytest
 
 from backends.conf import StateStoreConf
 from backends.engines.engine import StateEngine
-from backends.formats.changelog import ChangelogMeta, Changes, read_changelog
-from backends.formats.changelog_group import GroupMember, group_path, write_group
+from backends.formats.changelog import ChangelogMeta, Changes, GroupMember, group_path, read_changelog, write_group
 from backends.formats.manifest import ChangelogRef, Lineage
 from backends.partition import loading
-from backends.partition.changelog_reads import ChangelogReads
+from backends.partition.loading import ChangelogReads
 from backends.partition.partition_state import PartitionState, open_partition
 from backends.storage.checkpoint_storage import CheckpointStorage
-from backends.storage.shared_objects import ALONE, SharedObjects
+from backends.storage.object_files import ALONE, SharedObjects
 from tests.backends.partition.partition_steps import commit
 
 VERSIONS = 9

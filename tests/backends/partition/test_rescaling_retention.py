@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from backends.formats import retention_rules, snapshot
-from backends.formats.file_names import version_in
+from backends.formats import manifest_chain, snapshot
+from backends.formats.manifest import version_in
 from tests.backends.partition.rescaled_query import everywhere, key
 
 pytestmark = pytest.mark.in_turns("rocksdb", "file")
@@ -59,13 +59,13 @@ def test_what_was_planned_before_the_query_went_back_is_not_taken_for_another_la
     q = query(4).commit(everywhere(b"1")).snapshots()
     for value in (b"2", b"3", b"4", b"5"):
         q.commit({key(0): value})
-    kept = retention_rules.retain(q.chain, ["op"], 5, 0, lambda ref: True)
+    kept = manifest_chain.retain(q.chain, ["op"], 5, 0, lambda ref: True)
     assert kept.oldest == 1
     q.chain = {v: m for v, m in q.chain.items() if v <= 3}
     q.rescale(3, "file").commit({key(0): b"4 again"}).commit({key(1): b"5 again"})
     files = [path for path, _ in q.storage.list("operators")]
-    needed = retention_rules.needed_files(q.chain, kept, lambda ref: snapshot.read_descriptor(q.storage, ref).paths)
-    gone = retention_rules.garbage(files, needed, kept.oldest)
+    needed = manifest_chain.needed_files(q.chain, kept, lambda ref: snapshot.read_descriptor(q.storage, ref).paths)
+    gone = manifest_chain.garbage(files, needed, kept.oldest)
     assert gone and all("/1-" in path and path.endswith(".changelog") for path in gone)
     for path in gone:
         q.storage.delete(path)

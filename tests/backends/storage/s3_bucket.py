@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from backends.storage.checkpoint_storage import CheckpointStorage
-from backends.storage.file_ref import FileRef, digest
-from backends.storage.sending.traffic import BucketTraffic
+from backends.storage.locations import FileRef, digest
+from backends.storage.requests import BucketTraffic
 from tests.backends.storage.s3_faults import Fault, FaultProxy, S3Server
 
 

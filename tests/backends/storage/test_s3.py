@@ -9,7 +9,7 @@ from backends.exceptions import (
     VersionNotFoundError,
 )
 from backends.storage.checkpoint_storage import CheckpointStorage
-from backends.storage.sending.traffic import BucketTraffic
+from backends.storage.requests import BucketTraffic
 from tests.backends.storage.s3_server import faulty_s3
 
 # Otherwise: test_s3_faults.py has a long list, a large file, failures of all kinds below a provider, and a commit that

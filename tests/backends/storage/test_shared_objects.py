@@ -12,11 +12,11 @@ import pytest
 from backends.conf import StateStoreConf
 from backends.exceptions import DamagedFileError, StorageError
 from backends.host_memory import LAST_READS, STAGED, HostMemory
-from backends.storage import shared_objects
+from backends.storage import object_files
 from backends.storage.checkpoint_storage import CheckpointStorage
-from backends.storage.file_ref import FileRef, digest
-from backends.storage.sending.request_counts import RequestCounts
-from backends.storage.shared_objects import ALONE, SharedObjects
+from backends.storage.locations import FileRef, digest
+from backends.storage.object_files import ALONE, SharedObjects
+from backends.storage.requests import RequestCounts
 from tests.patience import PATIENCE
 
 DATA = bytes(range(250))
@@ -60,7 +60,7 @@ def test_parts_that_are_read_together_are_shared_as_well() -> None:
 
 
 def test_what_lies_behind_the_beginning_is_read_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_objects, "OBJECT_BYTES", 100)
+    monkeypatch.setattr(object_files, "OBJECT_BYTES", 100)
     storage, counts = opened("behind", SharedObjects(room))
     for _ in range(4):
         assert storage.read(PARTS[-1]) == DATA[-10:]
@@ -102,13 +102,13 @@ def read_all(shared: SharedObjects, name: str, read: Callable[[int], bytes]) -> 
 
 
 def test_what_is_kept_is_bounded_in_bytes_and_objects(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_objects, "MOST_BYTES", 1000)
+    monkeypatch.setattr(object_files, "MOST_BYTES", 1000)
     shared = SharedObjects(room)
     for i in range(200):
         assert read_all(shared, f"o{i}", lambda n: DATA) == DATA[:10]
     assert list(shared._held) == [f"o{i}" for i in range(196, 200)]
-    assert len(shared._asked) <= shared_objects.MOST_OBJECTS
-    monkeypatch.setattr(shared_objects, "MOST_OBJECTS", 3)
+    assert len(shared._asked) <= object_files.MOST_OBJECTS
+    monkeypatch.setattr(object_files, "MOST_OBJECTS", 3)
     read_all(shared, "o", lambda n: DATA)
     assert len(shared._held) == 3
 

@@ -23,9 +23,8 @@ from backends.exceptions import (
     UnsupportedLocationError,
 )
 from backends.storage.checkpoint_storage import CheckpointStorage
-from backends.storage.file_ref import FileRef, digest
-from backends.storage.locations import parse_location, store_options
-from backends.storage.sending.traffic import BucketTraffic
+from backends.storage.locations import FileRef, digest, parse_location, store_options
+from backends.storage.requests import BucketTraffic
 from tests.patience import PATIENCE
 
 

@@ -15,8 +15,9 @@ from tests.collector import Collector
 ROOT = Path(__file__).parents[3]
 PROGRAM = """
 import sys, time
-from backends.tracing import spans, trace_ids
-from backends.tracing.set_up import set_up
+from backends import spans
+from backends import spans as trace_ids
+from backends.tracing import set_up
 set_up(sys.argv[1], {"role": "host"})
 began = time.perf_counter()
 for version in range(int(sys.argv[2])):

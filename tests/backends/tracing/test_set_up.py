@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from backends.exceptions import InvalidStateStoreArgument
-from backends.tracing.set_up import checked_setting, setting_of_environment
+from backends.tracing import checked_setting, setting_of_environment
 
 ROOT = Path(__file__).parents[3]
 
@@ -33,10 +33,11 @@ def test_nothing_of_opentelemetry_is_imported_while_tracing_is_off() -> None:
     """By the modules of driver, tasks, hosts and coordinator, as far as these need neither Ray nor Spark."""
     program = """
 import sys
-from backends.tracing import spans, trace_ids
-from backends.tracing.set_up import set_up, setting_of_environment
-import coordinator_actor.coordinator, spark_bridge.host.host, spark_bridge.host_actor.flight_server
-import spark_bridge.task.state_task, spark_bridge.session.progress.batch_traces
+from backends import spans
+from backends import spans as trace_ids
+from backends.tracing import set_up, setting_of_environment
+import coordinator_actor.coordinator, spark_bridge.host.host, spark_bridge.flight_server
+import spark_bridge.task.state_task, spark_bridge.session.progress
 set_up(setting_of_environment(), {"role": "host"})
 with spans.span("task", trace_ids.batch("run", 1)), spans.step("task.open"):
     assert spans.headers() == ()
@@ -68,8 +69,8 @@ import sys, types
 from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
 from backends.exceptions import InvalidStateStoreArgument
-from backends.tracing import spans
-from backends.tracing.set_up import set_up, try_set_up
+from backends import spans
+from backends.tracing import set_up, try_set_up
 mine = types.ModuleType("mine")
 calls = []
 mine.set_up = lambda: (calls.append(1), trace.set_tracer_provider(TracerProvider()))

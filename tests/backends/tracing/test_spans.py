@@ -11,21 +11,21 @@ from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 from opentelemetry.trace import StatusCode
 
-from backends.tracing import spans, trace_ids
-from backends.tracing.open_telemetry import OpenTelemetryTracer
+from backends import spans
+from backends.open_telemetry import OpenTelemetryTracer
 from tests.recorded_spans import recorded_spans
 
-BATCH = trace_ids.batch("run", 7)
+BATCH = spans.batch("run", 7)
 
 
 def test_ids_follow_from_what_a_trace_is_about() -> None:
     """These ids are promised: processes of several releases meet in one trace."""
     assert [f"{i:x}" for i in BATCH.ids] == ["7a9de209ef90a32ba86966a3328ece89", "f522a919a16b0588"]
     others = [
-        trace_ids.batch("run", 8),
-        trace_ids.batch("ruin", 7),
-        trace_ids.savepoint("run", 7),
-        trace_ids.run("run"),
+        spans.batch("run", 8),
+        spans.batch("ruin", 7),
+        spans.savepoint("run", 7),
+        spans.run("run"),
     ]
     assert len({*BATCH.ids, *(i for t in others for i in t.ids)}) == 10
 
@@ -52,7 +52,7 @@ def test_a_span_stands_below_the_current_one_of_its_trace() -> None:
         with spans.span("task", BATCH, partition=1), spans.step("task.read"):
             with spans.span("host.open", BATCH):
                 pass
-            with spans.span("host.apply", trace_ids.batch("run", 6)):
+            with spans.span("host.apply", spans.batch("run", 6)):
                 pass
         with spans.span("task", BATCH, partition=2):
             pass
@@ -139,11 +139,11 @@ def test_all_processes_sample_the_same_traces() -> None:
     sampler = ParentBased(TraceIdRatioBased(0.3))
     with recorded_spans(sampler) as driver:
         for version in versions:
-            trace = trace_ids.batch("run", version)
+            trace = spans.batch("run", version)
             spans.finished(trace.kind, trace, 1, 2, is_root=True)
     with recorded_spans(sampler) as host:
         for version in versions:
-            with spans.span("host.commit", trace_ids.batch("run", version)), spans.step("storage.put"):
+            with spans.span("host.commit", spans.batch("run", version)), spans.step("storage.put"):
                 pass
     roots = {s.context.trace_id for s in driver.all()}
     assert 20 < len(roots) < 100

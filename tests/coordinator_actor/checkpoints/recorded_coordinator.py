@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from coordinator_actor.checkpoints.acknowledgements import AcknowledgeCheckpoint, DeclineCheckpoint
 from coordinator_actor.checkpoints.checkpoint_coordinator import CheckpointCoordinator, CheckpointHooks
-from coordinator_actor.checkpoints.completed_checkpoint import CompletedCheckpoint
-from coordinator_actor.checkpoints.pending_checkpoint import PendingCheckpoint
-from coordinator_actor.checkpoints.tasks import TaskKey
+from coordinator_actor.checkpoints.pending_checkpoint import (
+    AcknowledgeCheckpoint,
+    CompletedCheckpoint,
+    DeclineCheckpoint,
+    PendingCheckpoint,
+    TaskKey,
+)
 from tests.coordinator_actor.checkpoints.checkpoint_world import World
 
 A, B, C = ("op", 0), ("op", 1), ("other", 0)

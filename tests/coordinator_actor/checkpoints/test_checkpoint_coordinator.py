@@ -27,17 +27,19 @@ from typing import Any
 import pytest
 
 from backends.exceptions import StorageError
-from coordinator_actor.checkpoints.acknowledgements import Received
-from coordinator_actor.checkpoints.checkpoint_coordinator import CheckpointCoordinator, CheckpointHooks
-from coordinator_actor.checkpoints.completed_checkpoint import CompletedCheckpoint
-from coordinator_actor.checkpoints.pending_checkpoint import CancelReason, PendingCheckpoint
-from coordinator_actor.checkpoints.pending_checkpoints import RECENT_IDS
+from coordinator_actor.checkpoints.checkpoint_coordinator import RECENT_IDS, CheckpointCoordinator, CheckpointHooks
+from coordinator_actor.checkpoints.pending_checkpoint import (
+    CancelReason,
+    CompletedCheckpoint,
+    PendingCheckpoint,
+    Received,
+)
 from coordinator_actor.exceptions import (
     CheckpointCoordinatorShutdownError,
     CheckpointNotTriggeredError,
     InvalidRequestError,
 )
-from spark_bridge.transport.error_codec import rebuilt_error
+from spark_bridge.exceptions import rebuilt_error
 from tests.coordinator_actor.checkpoints.checkpoint_world import World
 from tests.coordinator_actor.checkpoints.recorded_coordinator import (
     A,

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from coordinator_actor.checkpoints.checkpoint_id import CheckpointIDCounter
+from coordinator_actor.checkpoints.pending_checkpoint import CheckpointIDCounter
 from coordinator_actor.exceptions import (
     InvalidRequestError,
 )

@@ -17,8 +17,7 @@ from typing import Any
 import pytest
 
 from coordinator_actor.checkpoints.checkpoint_stats import CheckpointStatsTracker, percentiles
-from coordinator_actor.checkpoints.pending_checkpoint import PendingCheckpoint
-from coordinator_actor.checkpoints.tasks import TaskKey, Tasks
+from coordinator_actor.checkpoints.pending_checkpoint import PendingCheckpoint, TaskKey, Tasks
 from coordinator_actor.exceptions import InvalidRequestError
 
 

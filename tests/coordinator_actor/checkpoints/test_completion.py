@@ -9,9 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from backends.exceptions import StorageError
-from coordinator_actor.checkpoints.acknowledgements import Received
 from coordinator_actor.checkpoints.checkpoint_coordinator import CheckpointCoordinator
-from coordinator_actor.checkpoints.completed_checkpoint import CompletedCheckpoint
+from coordinator_actor.checkpoints.pending_checkpoint import CompletedCheckpoint, Received
 from coordinator_actor.exceptions import (
     CoordinatorError,
     InvalidRequestError,

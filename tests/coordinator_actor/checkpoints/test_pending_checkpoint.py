@@ -7,9 +7,12 @@ import math
 import msgspec
 import pytest
 
-from coordinator_actor.checkpoints.acknowledgements import AcknowledgeCheckpoint, DeclineCheckpoint
-from coordinator_actor.checkpoints.pending_checkpoint import PendingCheckpoint
-from coordinator_actor.checkpoints.tasks import Tasks
+from coordinator_actor.checkpoints.pending_checkpoint import (
+    AcknowledgeCheckpoint,
+    DeclineCheckpoint,
+    PendingCheckpoint,
+    Tasks,
+)
 from coordinator_actor.exceptions import InvalidRequestError
 
 

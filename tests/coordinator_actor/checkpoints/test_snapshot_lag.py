@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator_actor.checkpoints.snapshot_lag import SnapshotLag, SnapshotLagConf
+from coordinator_actor.checkpoints.checkpoint_stats import SnapshotLag, SnapshotLagConf
 from coordinator_actor.exceptions import InvalidRequestError
 
 KEYS = [("op", p) for p in range(4)]

@@ -22,10 +22,10 @@ from coordinator_actor.coordinator import Coordinator
 from coordinator_actor.durable.manifests import ManifestLog
 from coordinator_actor.durable.moved_checkpoints import BoundCheckpoint, fork_checkpoint, move_checkpoint
 from coordinator_actor.exceptions import CheckpointPlaceError
+from coordinator_actor.forgetting import ForgetRequest, forget_in_storage
 from coordinator_actor.messages import QueryRegistration
 from coordinator_actor.reading.stored_versions import find_state
-from coordinator_actor.surgery.forgetting import ForgetRequest, forget_in_storage
-from coordinator_actor.surgery.forgotten_keys import ForgottenKeys
+from coordinator_actor.rewriting import ForgottenKeys
 from spark_bridge.cli.main import app
 from tests.command_line import CliRunner
 from tests.coordinator_actor.coordinator_world import World

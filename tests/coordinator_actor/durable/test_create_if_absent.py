@@ -9,7 +9,7 @@ import pytest
 
 from backends import FileStateStoreProvider, StateStoreConf, StateStoreId
 from backends.exceptions import StorageError, UnsupportedLocationError
-from backends.storage.create_if_absent import CREATE_PROBE, CreateIfAbsentProofs
+from backends.storage.checkpoint_storage import CREATE_PROBE, CreateIfAbsentProofs
 from coordinator_actor.coordinator import Coordinator
 from coordinator_actor.messages import HostReport
 from tests.coordinator_actor.coordinator_world import World

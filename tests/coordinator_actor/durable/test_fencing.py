@@ -9,7 +9,7 @@ import pytest
 from backends.exceptions import MissingFileError, StorageError
 from backends.formats.manifest import Manifest
 from backends.storage.checkpoint_storage import CheckpointStorage
-from coordinator_actor.checkpoints.checkpoint_id import CheckpointIDCounter
+from coordinator_actor.checkpoints.pending_checkpoint import CheckpointIDCounter
 from coordinator_actor.durable.fencing import EPOCHS, FENCE, KEPT_CLAIMS, MANIFESTS, EpochFile, place_path
 from coordinator_actor.durable.manifests import ManifestLog
 from coordinator_actor.exceptions import FencedError

@@ -14,18 +14,17 @@ from backends.exceptions import MissingFileError
 from backends.formats.manifest import Manifest, OperatorEntry, PartitionEntry
 from backends.formats.manifest_chain import Layout
 from backends.storage.checkpoint_storage import CheckpointStorage
-from backends.storage.file_ref import FileRef
-from backends.storage.sending.request_counts import RequestCounts
-from coordinator_actor.checkpoints.checkpoint_id import CheckpointIDCounter
+from backends.storage.locations import FileRef
+from backends.storage.requests import RequestCounts
+from coordinator_actor.checkpoints.pending_checkpoint import CheckpointIDCounter
 from coordinator_actor.coordinator import Coordinator
 from coordinator_actor.coordinator_conf import CoordinatorConf
 from coordinator_actor.durable import fencing
 from coordinator_actor.durable.fencing import EPOCHS, KEPT_CLAIMS, MANIFESTS
-from coordinator_actor.durable.manifest_folds import FOLDED, FOLDS
-from coordinator_actor.durable.manifests import ManifestLog, QueryFile
-from coordinator_actor.durable.savepoint_records import DIRECTORY, KEPT_RECORDS, SavepointRecord
+from coordinator_actor.durable.manifests import FOLDED, FOLDS, ManifestLog, QueryFile
+from coordinator_actor.durable.records import DIRECTORY, KEPT_RECORDS, SavepointRecord
 from coordinator_actor.messages import HostInfo, HostReport, OperatorSpec, QueryRegistration
-from coordinator_actor.query.retention import tidy_records
+from coordinator_actor.run.retention import tidy_records
 from tests.coordinator_actor.coordinator_world import SCHEMA
 from tests.coordinator_actor.coordinators import run_of
 from tests.critical_path import CriticalPath

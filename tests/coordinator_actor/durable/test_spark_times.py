@@ -8,7 +8,7 @@ import pytest
 
 from backends.exceptions import MissingFileError
 from backends.storage.checkpoint_storage import CheckpointStorage
-from backends.storage.sending.request_counts import num_requests
+from backends.storage.requests import num_requests
 from coordinator_actor.durable.spark_commits import SparkCommits
 from coordinator_actor.messages import BatchTimes
 

@@ -15,12 +15,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from backends.ids import StateStoreId, StateStoreProviderId
-from coordinator_actor.checkpoints.snapshot_lag import SnapshotLagConf
+from backends.conf import StateStoreId, StateStoreProviderId
+from coordinator_actor.checkpoints.checkpoint_stats import SnapshotLagConf
 from coordinator_actor.coordinator_conf import CoordinatorConf
 from coordinator_actor.exceptions import StaleOwnerError, UnknownHostError, UnknownQueryError
-from coordinator_actor.location_oracle import KvStateLocationOracle
-from coordinator_actor.messages import Acknowledge, Acknowledged, Refused
+from coordinator_actor.messages import Acknowledge, Acknowledged, KvStateLocationOracle, Refused
 from spark_bridge.transport.protocol import TaskIdentity
 from tests.coordinator_actor.coordinator_world import World
 from tests.coordinator_actor.coordinators import acknowledge, run_of

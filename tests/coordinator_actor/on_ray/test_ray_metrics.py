@@ -6,9 +6,9 @@ import re
 
 import pytest
 
+from coordinator_actor import actor
+from coordinator_actor.actor import RayMetrics
 from coordinator_actor.metrics import COUNTER, DRIVER, GAUGE, HOST, METRICS, Metric
-from coordinator_actor.on_ray import ray_metrics
-from coordinator_actor.on_ray.ray_metrics import RayMetrics
 
 OF_SPARK = "statestore_operator_"
 
@@ -51,12 +51,12 @@ def test_a_name_that_the_table_lacks_is_refused() -> None:
 def test_series_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     made = list[str]()
 
-    class Counted(ray_metrics.Gauge):
+    class Counted(actor.Gauge):
         def __init__(self, name: str, *rest: object) -> None:
             made.append(name)
             super().__init__(name, *rest)
 
-    monkeypatch.setattr(ray_metrics, "Gauge", Counted)
+    monkeypatch.setattr(actor, "Gauge", Counted)
     sink = RayMetrics({"namespace": "n"})
     for hosts in (1, 2):
         sink.set("statestore_hosts", hosts)

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from coordinator_actor.coordinator_conf import CoordinatorConf
-from coordinator_actor.process.log_lines import LOG_FORMAT_VARIABLE, JsonLines, TextLines
+from coordinator_actor.process import LOG_FORMAT_VARIABLE, JsonLines, TextLines
 
 
 def record(message: str, *, failed: bool = False) -> logging.LogRecord:

@@ -9,7 +9,7 @@ import pytest
 
 THREADS_AFTER = """
 import os, threading
-from coordinator_actor.process.priority import take_ordinary_priority
+from coordinator_actor.process import take_ordinary_priority
 os.setpriority(os.PRIO_PROCESS, 0, 15)
 stop = threading.Event()
 threading.Thread(target=stop.wait).start()

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import uuid
 
-from backends.formats.local_state import LocalState
-from backends.formats.manifest import SnapshotRef
-from backends.formats.sealed import seal
+from backends.formats.manifest import LocalState, SnapshotRef, seal
 from backends.formats.snapshot import SnapshotDescriptor, SnapshotFile
-from backends.storage.file_ref import FileRef
+from backends.storage.locations import FileRef
 from coordinator_actor.coordinator import Coordinator
 from coordinator_actor.messages import SnapshotUploaded
-from coordinator_actor.query.files.files_in_use import UPLOAD
+from coordinator_actor.run.holds import UPLOAD
 from tests.coordinator_actor.coordinator_world import World
 from tests.coordinator_actor.coordinators import run_of
 

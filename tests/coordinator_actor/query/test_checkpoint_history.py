@@ -11,9 +11,11 @@ import pytest
 from backends.exceptions import StorageError
 from backends.formats.manifest import Manifest
 from backends.storage.checkpoint_storage import CheckpointStorage
-from backends.storage.sending.request_counts import num_requests, used_together
+from backends.storage.requests import num_requests, used_together
 from coordinator_actor.coordinator import Coordinator
-from coordinator_actor.durable.checkpoint_records import (
+from coordinator_actor.durable.fencing import RecordFiles, numbered_path
+from coordinator_actor.durable.moved_checkpoints import fork_checkpoint
+from coordinator_actor.durable.records import (
     HISTORY,
     KEPT_FILES,
     MOST_RECORDS,
@@ -21,10 +23,8 @@ from coordinator_actor.durable.checkpoint_records import (
     CheckpointRecords,
     HistoryFile,
 )
-from coordinator_actor.durable.moved_checkpoints import fork_checkpoint
-from coordinator_actor.durable.record_files import RecordFiles, numbered_path
 from coordinator_actor.messages import MOST_STEPS, CommitFigures, HostReport
-from coordinator_actor.query.checkpoint_history import WRITE_SECONDS, CheckpointHistory
+from coordinator_actor.run.history import WRITE_SECONDS, CheckpointHistory
 from tests.coordinator_actor.coordinator_world import World
 from tests.coordinator_actor.coordinators import acknowledge, run_of
 from tests.coordinator_actor.hanging_storage import HangingStorage

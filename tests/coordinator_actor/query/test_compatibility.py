@@ -13,16 +13,16 @@ import pytest
 from backends.encoding.operator_schema import OperatorSchema, StateVariable, evolved
 from backends.encoding.schema import StateSchema
 from backends.formats.manifest import Manifest, OperatorEntry, PartitionEntry
-from backends.storage.file_ref import FileRef
-from coordinator_actor.checkpoints.checkpoint_id import CheckpointIDCounter
+from backends.storage.locations import FileRef
+from coordinator_actor.checkpoints.pending_checkpoint import CheckpointIDCounter
 from coordinator_actor.coordinator import Coordinator
 from coordinator_actor.durable.manifests import ManifestLog
 from coordinator_actor.durable.spark_commits import SparkCommits
 from coordinator_actor.exceptions import LineageError
 from coordinator_actor.messages import OperatorSpec
-from coordinator_actor.query import compatibility
-from coordinator_actor.query.compatibility import evolved_operators
-from coordinator_actor.query.query_state import QueryState
+from coordinator_actor.run import compatibility
+from coordinator_actor.run.compatibility import evolved_operators
+from coordinator_actor.run.state import QueryState
 from tests.coordinator_actor.coordinator_world import SCHEMA, World
 from tests.coordinator_actor.savepoints.savepoint_streams import G, Stream
 

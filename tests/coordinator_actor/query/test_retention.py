@@ -11,12 +11,12 @@ import pytest
 
 from backends.formats.manifest import SnapshotRef
 from backends.storage.checkpoint_storage import CheckpointStorage
-from backends.storage.file_ref import FileRef
+from backends.storage.locations import FileRef
 from coordinator_actor.coordinator import Coordinator
-from coordinator_actor.durable.checkpoint_records import HISTORY
+from coordinator_actor.durable.records import HISTORY
 from coordinator_actor.exceptions import UnknownHostError
 from coordinator_actor.messages import HostReport, SnapshotUploaded
-from coordinator_actor.query.files.files_in_use import BUSY_SECONDS, UPLOAD
+from coordinator_actor.run.holds import BUSY_SECONDS, UPLOAD
 from tests.coordinator_actor.coordinator_world import World
 from tests.coordinator_actor.coordinators import run_of
 from tests.coordinator_actor.query.retention_steps import begin, maintain, names, plan_spark, run_batches, upload

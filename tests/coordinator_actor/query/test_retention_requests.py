@@ -12,11 +12,11 @@ import pytest
 from backends.exceptions import StorageError
 from backends.formats import snapshot
 from backends.storage.checkpoint_storage import CheckpointStorage
-from backends.storage.sending.sender import RequestSender
+from backends.storage.requests import RequestSender
 from coordinator_actor.coordinator import Coordinator
 from coordinator_actor.exceptions import FencedError
-from coordinator_actor.query import retention
-from coordinator_actor.query.files.known_files import LISTED_EVERY, KnownFiles
+from coordinator_actor.run import retention
+from coordinator_actor.run.holds import LISTED_EVERY, KnownFiles
 from tests.coordinator_actor.coordinator_world import World
 from tests.coordinator_actor.coordinators import run_of
 from tests.coordinator_actor.query.retention_steps import begin, maintain, names, run_batches, upload

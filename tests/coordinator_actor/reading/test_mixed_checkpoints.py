@@ -10,12 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from backends.conf import DEFAULT_FAMILY
 from backends.exceptions import DamagedFileError, MissingFileError, StateStoreError
 from backends.formats.manifest import ChangelogRef
-from backends.ids import DEFAULT_FAMILY
-from coordinator_actor.reading import partition_reader
-from coordinator_actor.reading.partition_reader import opened_partition
-from coordinator_actor.reading.stored_files import stored_files
+from coordinator_actor.reading import stored_files as partition_reader
+from coordinator_actor.reading.stored_files import opened_partition, stored_files
 from coordinator_actor.reading.stored_versions import StateVersions, find_state
 from coordinator_actor.reading.verification import verify_version
 from tests.coordinator_actor.coordinator_world import World

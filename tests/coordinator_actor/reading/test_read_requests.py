@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from backends.storage.checkpoint_storage import CheckpointStorage
-from backends.storage.sending.request_counts import RequestCounts
-from coordinator_actor.reading import partition_reader
-from coordinator_actor.reading.partition_reader import opened_partition
+from backends.storage.requests import RequestCounts
+from coordinator_actor.reading import stored_files
+from coordinator_actor.reading.stored_files import opened_partition
 from coordinator_actor.reading.stored_versions import StateVersions, find_state
 from tests.coordinator_actor.coordinator_world import World
 
@@ -27,7 +27,7 @@ def requests_for(world: World, version: int) -> tuple[int, list[bytes]]:
     values: list[bytes] = []
     for piece in reading.pieces:
         with opened_partition(place, piece, open_storage=counted) as state:
-            for batch in partition_reader.scan_family(state, "default"):
+            for batch in stored_files.scan_family(state, "default"):
                 values += batch.column(1).to_pylist()
     return sum(counts.read().values()), values
 

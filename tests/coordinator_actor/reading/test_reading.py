@@ -24,8 +24,8 @@ from backends.exceptions import (
     VersionNotFoundError,
 )
 from backends.storage.checkpoint_storage import CheckpointStorage
-from coordinator_actor.reading import partition_reader
-from coordinator_actor.reading.partition_reader import changes, opened_partition
+from coordinator_actor.reading import stored_files
+from coordinator_actor.reading.stored_files import changes, opened_partition
 from coordinator_actor.reading.stored_versions import Piece, Reading, StateVersions, find_state
 from coordinator_actor.reading.verification import verify_version
 from coordinator_actor.savepoints.restore import restore_into_checkpoint
@@ -61,7 +61,7 @@ def rows_of(reading: Reading) -> Rows:
     found: Rows = {}
     for piece in reading.pieces:
         with opened_partition(reading.place, piece) as state:
-            for batch in partition_reader.scan_family(state, "default"):
+            for batch in stored_files.scan_family(state, "default"):
                 keys = decode_keys(batch.column(0), KEYS).column(0).to_pylist()
                 assert not found.keys() & set(keys)
                 found.update(zip(keys, decode_values(batch.column(1), VALUES).column(0).to_pylist(), strict=True))
@@ -456,7 +456,7 @@ def test_nothing_is_left_in_the_temporary_directory(stream, tmp_path, monkeypatc
     reading = look(s).reading("op")
     with opened_partition(reading.place, reading.pieces[0]) as state:
         assert list(scratch.iterdir())
-        batches = partition_reader.scan_family(state, "default")
+        batches = stored_files.scan_family(state, "default")
         next(batches)
     assert list(scratch.iterdir()) == []
     piece: Piece = reading.pieces[0]

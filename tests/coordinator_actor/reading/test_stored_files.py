@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator_actor.reading.partition_reader import opened_partition
-from coordinator_actor.reading.stored_files import StoredFile, stored_files
+from coordinator_actor.reading.stored_files import StoredFile, opened_partition, stored_files
 from coordinator_actor.reading.stored_versions import StatePlace, StateVersions
 from tests.coordinator_actor.savepoints.savepoint_streams import Stream
 

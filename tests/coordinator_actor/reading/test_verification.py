@@ -14,13 +14,10 @@ import msgspec
 import pytest
 
 from backends.exceptions import MissingFileError, StateStoreError, VersionNotFoundError
-from backends.formats.changelog import read_changelog, write_changelog
-from backends.formats.changelog_group import GroupMember, group_path, write_group
-from backends.formats.manifest import Manifest, OperatorEntry
-from backends.formats.sealed import seal, unseal
-from backends.storage.file_ref import digest
-from coordinator_actor.reading.partition_reader import opened_partition
-from coordinator_actor.reading.stored_files import stored_files
+from backends.formats.changelog import GroupMember, group_path, read_changelog, write_changelog, write_group
+from backends.formats.manifest import Manifest, OperatorEntry, seal, unseal
+from backends.storage.locations import digest
+from coordinator_actor.reading.stored_files import opened_partition, stored_files
 from coordinator_actor.reading.stored_versions import StatePlace, StateVersions
 from coordinator_actor.reading.verification import Verification, verify_version
 from tests.coordinator_actor.savepoints.savepoint_streams import Stream

@@ -10,11 +10,10 @@ import pytest
 
 from backends.exceptions import InvalidStateStoreArgument, VersionNotFoundError
 from backends.storage.checkpoint_storage import CheckpointStorage
-from coordinator_actor.durable.checkpoint_records import CheckpointRecord, CheckpointRecords
-from coordinator_actor.durable.record_files import RecordFiles
-from coordinator_actor.reading.stored_versions import StateVersions, find_state
-from coordinator_actor.reading.version_times import VersionTimes, ms_of
-from spark_bridge.state_data.state_tables import state_table
+from coordinator_actor.durable.fencing import RecordFiles
+from coordinator_actor.durable.records import CheckpointRecord, CheckpointRecords
+from coordinator_actor.reading.stored_versions import StateVersions, VersionTimes, find_state, ms_of
+from spark_bridge.state_data.frames import state_table
 from tests.spark_bridge.queryable.client_world import Cluster
 
 START = 1_000_000.0

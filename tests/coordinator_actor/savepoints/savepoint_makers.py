@@ -23,8 +23,12 @@ from backends.storage.checkpoint_storage import CheckpointStorage
 from coordinator_actor.durable.manifests import ManifestLog
 from coordinator_actor.savepoints.export import copy_spark_files, export_partition
 from coordinator_actor.savepoints.restore import RestoredSavepoint, restore_into_checkpoint
-from coordinator_actor.savepoints.savepoint_format import SavepointMetadata, SavepointOperator, SavepointVariable
-from coordinator_actor.savepoints.savepoint_metadata import write_metadata
+from coordinator_actor.savepoints.savepoint_format import (
+    SavepointMetadata,
+    SavepointOperator,
+    SavepointVariable,
+    write_metadata,
+)
 
 G = 32
 BATCH = 4

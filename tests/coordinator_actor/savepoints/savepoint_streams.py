@@ -22,8 +22,7 @@ from coordinator_actor.coordinator import Coordinator
 from coordinator_actor.coordinator_conf import CoordinatorConf
 from coordinator_actor.durable.manifests import ManifestLog
 from coordinator_actor.messages import OperatorSpec, QueryRegistration, SavepointStatus
-from coordinator_actor.savepoints.savepoint_catalog import verify_stored_savepoint
-from coordinator_actor.savepoints.savepoint_metadata import read_metadata
+from coordinator_actor.savepoints.savepoint_format import read_metadata, verify_stored_savepoint
 from spark_bridge.host.host import Host
 from spark_bridge.transport.protocol import TaskIdentity
 from tests.coordinator_actor.coordinator_world import SCHEMA, World

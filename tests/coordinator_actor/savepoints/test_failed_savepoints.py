@@ -8,7 +8,7 @@ import pytest
 
 from coordinator_actor.exceptions import InvalidRequestError, UnknownQueryError
 from coordinator_actor.messages import SavepointStatus
-from coordinator_actor.savepoints.savepoint_catalog import read_stored_savepoints
+from coordinator_actor.savepoints.savepoint_format import read_stored_savepoints
 from tests.coordinator_actor.coordinators import run_of
 from tests.coordinator_actor.savepoints.savepoint_failures import (
     WHY,

@@ -21,12 +21,16 @@ from typing import Any
 import pytest
 
 from backends.exceptions import StorageError
-from coordinator_actor.checkpoints.acknowledgements import AcknowledgeCheckpoint, DeclineCheckpoint, Received
 from coordinator_actor.checkpoints.checkpoint_coordinator import CheckpointCoordinator
-from coordinator_actor.checkpoints.checkpoint_id import CheckpointIDCounter
-from coordinator_actor.checkpoints.completed_checkpoint import CompletedCheckpoint
-from coordinator_actor.checkpoints.pending_checkpoint import PendingCheckpoint
-from coordinator_actor.checkpoints.tasks import TaskKey
+from coordinator_actor.checkpoints.pending_checkpoint import (
+    AcknowledgeCheckpoint,
+    CheckpointIDCounter,
+    CompletedCheckpoint,
+    DeclineCheckpoint,
+    PendingCheckpoint,
+    Received,
+    TaskKey,
+)
 from coordinator_actor.exceptions import (
     CheckpointCoordinatorShutdownError,
     SavepointDeclinedError,
@@ -34,7 +38,7 @@ from coordinator_actor.exceptions import (
     SavepointFailedError,
 )
 from coordinator_actor.savepoints.savepoint_coordinator import SavepointCoordinator
-from spark_bridge.transport.error_codec import rebuilt_error
+from spark_bridge.exceptions import rebuilt_error
 from tests.coordinator_actor.checkpoints.checkpoint_world import World
 from tests.patience import HANG, PATIENCE
 

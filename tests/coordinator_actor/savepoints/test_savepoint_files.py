@@ -24,21 +24,23 @@ from backends.exceptions import (
     SchemaMismatchError,
     StoreClosedError,
 )
-from backends.formats.sealed import seal
+from backends.formats.manifest import seal
 from backends.storage.checkpoint_storage import CheckpointStorage
 from coordinator_actor.exceptions import SavepointError
 from coordinator_actor.messages import ExportedFile
 from coordinator_actor.savepoints import export as savepoint_export
 from coordinator_actor.savepoints.export import copy_spark_files, export_partition, file_schema
 from coordinator_actor.savepoints.restore import restore_into_checkpoint
-from coordinator_actor.savepoints.savepoint_catalog import (
+from coordinator_actor.savepoints.savepoint_format import (
+    SavepointMetadata,
+    column_names,
+    read_metadata,
     read_stored_savepoint,
     read_stored_savepoints,
     remove_stored_savepoint,
     verify_stored_savepoint,
+    write_metadata,
 )
-from coordinator_actor.savepoints.savepoint_format import SavepointMetadata, column_names
-from coordinator_actor.savepoints.savepoint_metadata import read_metadata, write_metadata
 from tests.coordinator_actor.savepoints.savepoint_makers import (
     BATCH,
     INTS,

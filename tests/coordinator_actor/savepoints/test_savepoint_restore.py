@@ -24,20 +24,20 @@ from backends.exceptions import (
     InvalidStateStoreArgument,
     MissingFileError,
 )
-from backends.formats.sealed import seal
+from backends.formats.manifest import seal
 from backends.storage.checkpoint_storage import CheckpointStorage
-from backends.storage.file_ref import FileRef
+from backends.storage.locations import FileRef
 from coordinator_actor.exceptions import SavepointError, SavepointMismatchError
 from coordinator_actor.messages import OperatorSpec
 from coordinator_actor.savepoints import export as savepoint_export
 from coordinator_actor.savepoints.export import export_partition
 from coordinator_actor.savepoints.restore import restore_into_checkpoint
-from coordinator_actor.savepoints.savepoint_catalog import (
+from coordinator_actor.savepoints.savepoint_format import (
+    read_metadata,
     read_stored_savepoints,
     remove_stored_savepoint,
     verify_stored_savepoint,
 )
-from coordinator_actor.savepoints.savepoint_metadata import read_metadata
 from tests.backends.strategies import FIXED, LEAVES, batches
 from tests.coordinator_actor.savepoints.savepoint_makers import (
     INTS,

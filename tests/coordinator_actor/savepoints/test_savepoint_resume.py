@@ -13,9 +13,9 @@ import msgspec
 import pytest
 
 from backends.formats import snapshot
-from backends.formats.sealed import unseal
+from backends.formats.manifest import unseal
 from backends.storage.checkpoint_storage import CheckpointStorage
-from backends.storage.file_ref import FileRef
+from backends.storage.locations import FileRef
 from coordinator_actor.coordinator import Coordinator
 from coordinator_actor.durable.manifests import QueryFile
 from coordinator_actor.exceptions import SavepointError

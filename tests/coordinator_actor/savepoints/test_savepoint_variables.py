@@ -18,14 +18,13 @@ from backends.encoding.operator_schema import OperatorSchema, StateVariable, evo
 from backends.encoding.schema import StateSchema
 from backends.encoding.sorted_pairs import SortedPairs
 from backends.formats.changelog import Changes
-from backends.formats.sealed import seal
+from backends.formats.manifest import seal
 from coordinator_actor.durable.manifests import ManifestLog, schema_path
 from coordinator_actor.exceptions import SavepointError, SavepointMismatchError
 from coordinator_actor.messages import OperatorSpec
 from coordinator_actor.savepoints.restore import restore_into_checkpoint
-from coordinator_actor.savepoints.run_savepoints import savepoint_families
-from coordinator_actor.savepoints.savepoint_format import SavepointMetadata
-from coordinator_actor.savepoints.savepoint_metadata import read_metadata
+from coordinator_actor.savepoints.savepoint_coordinator import savepoint_families
+from coordinator_actor.savepoints.savepoint_format import SavepointMetadata, read_metadata
 from spark_bridge.transport.protocol import TaskIdentity
 from tests.coordinator_actor.savepoints.savepoint_makers import assert_same, loaded, storage
 from tests.coordinator_actor.savepoints.savepoint_streams import G, Stream

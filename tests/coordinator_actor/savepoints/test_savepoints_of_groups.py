@@ -12,7 +12,7 @@ import pytest
 from backends.encoding.key_groups import partition_of
 from backends.encoding.sorted_pairs import SortedPairs
 from backends.formats.changelog import Changes
-from spark_bridge.host.commits import group_commit
+from spark_bridge.host import commits as group_commit
 from spark_bridge.transport.protocol import TaskIdentity
 from tests.coordinator_actor.coordinators import run_of
 from tests.coordinator_actor.savepoints.savepoint_streams import G, Stream, stored

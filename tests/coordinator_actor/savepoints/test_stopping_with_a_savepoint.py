@@ -7,8 +7,8 @@ import pytest
 from backends.exceptions import StorageError
 from coordinator_actor.exceptions import InvalidRequestError
 from coordinator_actor.messages import SavepointStatus
-from coordinator_actor.savepoints.savepoint_catalog import read_stored_savepoint
-from spark_bridge.host.savepoints import savepoint_exports
+from coordinator_actor.savepoints.savepoint_format import read_stored_savepoint
+from spark_bridge.host import exports
 from tests.coordinator_actor.savepoints.savepoint_failures import (
     decline,
     open_fails_as_held,
@@ -32,7 +32,7 @@ def test_stopping_holds_the_next_batch_until_the_query_has_ended(stream):
 
 
 def test_hosts_sleep_for_the_sake_of_batches_and_only_then(stream, monkeypatch):
-    monkeypatch.setattr(savepoint_exports, "pause", lambda took, computed: 1.0)  # others want the core
+    monkeypatch.setattr(exports, "pause", lambda took, computed: 1.0)  # others want the core
     s, slept = stream(), []
     for host in s.hosts.values():
         host.exports._sleep = slept.append

@@ -12,7 +12,7 @@ from backends.encoding.key_groups import key_groups
 from backends.encoding.keys import encode_keys
 from backends.encoding.schema import StateSchema
 from backends.encoding.sorted_pairs import SortedPairs
-from coordinator_actor.surgery.forgotten_keys import ForgottenKeys
+from coordinator_actor.rewriting import ForgottenKeys
 
 KEY = pa.schema([("user", pa.string()), ("share", pa.float64())])
 BY_TIME = pa.schema([pa.field("due", pa.int64()), *KEY])

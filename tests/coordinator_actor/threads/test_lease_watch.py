@@ -11,7 +11,7 @@ import pytest
 from coordinator_actor.coordinator import Coordinator
 from coordinator_actor.coordinator_conf import CoordinatorConf
 from coordinator_actor.messages import HostReport
-from coordinator_actor.threads.lease_watch import LeaseWatch
+from coordinator_actor.threads import LeaseWatch
 from tests.coordinator_actor.coordinator_world import World
 
 

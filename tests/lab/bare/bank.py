@@ -25,10 +25,10 @@ from backends.storage.checkpoint_storage import CheckpointStorage
 from coordinator_actor.coordinator import Coordinator
 from coordinator_actor.coordinator_conf import CoordinatorConf
 from coordinator_actor.messages import OperatorFigures, OperatorSpec, QueryRegistration
-from coordinator_actor.threads.lease_watch import LeaseWatch
+from coordinator_actor.threads import LeaseWatch
 from spark_bridge import QueryableStateClient
 from spark_bridge.exceptions import QueryableStateError
-from spark_bridge.task.endpoints import Endpoints
+from spark_bridge.task.executor import Endpoints
 from spark_bridge.task.task_store import TaskStore
 from spark_bridge.transport.protocol import TaskIdentity
 from tests.lab import auditor

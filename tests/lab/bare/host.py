@@ -1,6 +1,6 @@
 """A state host on a machine: ``python -m tests.lab.bare.host COORDINATOR ADDRESS NUMBER HOST_FILES``.
 
-As ``spark_bridge.host_actor.actor`` around ``Host``, without Ray: two servers, a heartbeat, maintenance.
+As ``spark_bridge.host_actor`` around ``Host``, without Ray: two servers, a heartbeat, maintenance.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from backends.conf import StateStoreConf
 from backends.exceptions import StateStoreError
 from coordinator_actor.exceptions import CoordinatorError, HostUnavailableError
 from coordinator_actor.messages import HostInfo
+from spark_bridge.flight_server import HostFlightServer
 from spark_bridge.host.host import Host
-from spark_bridge.host_actor.flight_server import HostFlightServer
 from spark_bridge.queryable.reads.host_reads import HostReads
-from spark_bridge.queryable.server.limits.request_limits import RequestLimits
-from spark_bridge.queryable.server.proxy.client_proxy import KvStateClientProxy, connections_to_hosts
-from spark_bridge.queryable.server.tokens.token_verifier import ClusterTokens
-from spark_bridge.transport.coordinator_calls import checked_call
+from spark_bridge.queryable.server.limits import RequestLimits
+from spark_bridge.queryable.server.proxy import KvStateClientProxy, connections_to_hosts
+from spark_bridge.queryable.server.tokens import ClusterTokens
+from spark_bridge.transport.flight_client import checked_call
 from spark_bridge.transport.protocol import HostFile
 from tests.lab.bare.calls import RemoteCoordinator
 

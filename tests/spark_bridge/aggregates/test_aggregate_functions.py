@@ -10,10 +10,10 @@ from pyspark.sql import types as T
 
 from spark_bridge import functions as S
 from spark_bridge.aggregates.aggregator import Aggregator
-from spark_bridge.aggregates.outputs import Output
+from spark_bridge.aggregates.computation import Output
 from spark_bridge.exceptions import InvalidOperatorError
 from spark_bridge.functions import AggregateFunction
-from spark_bridge.operators.aggregate.output_columns import output_of
+from spark_bridge.operators.aggregate import output_of
 
 SCHEMA = T.StructType(
     [

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spark_bridge.aggregates.aggregator import Aggregator
-from spark_bridge.aggregates.outputs import Output
+from spark_bridge.aggregates.computation import Output
 from tests.effort import examples
 from tests.spark_bridge.aggregates.aggregation_runs import run, split
 

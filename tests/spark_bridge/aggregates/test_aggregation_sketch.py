@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from backends.encoding.key_groups import spark_xxhash64
 from spark_bridge.aggregates.aggregator import Aggregator, results
-from spark_bridge.aggregates.distinct_sketch import LINEAR_COUNTING_UP_TO, precision_of
-from spark_bridge.aggregates.outputs import Output
+from spark_bridge.aggregates.computation import Output
+from spark_bridge.aggregates.lists_and_sketches import LINEAR_COUNTING_UP_TO, precision_of
 from tests.effort import examples, only_thorough
 from tests.spark_bridge.aggregates.aggregation_runs import run, split
 

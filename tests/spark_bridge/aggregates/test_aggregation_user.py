@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spark_bridge.aggregates.aggregator import Aggregator, result_fields, results
-from spark_bridge.aggregates.outputs import Output, UserAggregate
+from spark_bridge.aggregates.computation import Output, UserAggregate
 from spark_bridge.exceptions import InvalidOperatorError
 from tests.effort import examples
 from tests.spark_bridge.aggregates.aggregation_runs import run, split

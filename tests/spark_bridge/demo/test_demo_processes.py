@@ -15,8 +15,7 @@ import pytest
 from rich.console import Console
 
 from spark_bridge.cli.main import app
-from spark_bridge.demo.app import Record
-from spark_bridge.demo.display import LineDisplay, LiveDisplay, choose_display
+from spark_bridge.demo.app import LineDisplay, LiveDisplay, Record, choose_display
 from spark_bridge.demo.events import (
     BatchCommitted,
     Failed,
@@ -27,9 +26,9 @@ from spark_bridge.demo.events import (
     Started,
     Verified,
     decode_event,
+    file_name,
 )
-from spark_bridge.demo.flights import file_name
-from spark_bridge.demo.processes import Children
+from spark_bridge.demo.stream import Children
 from tests.command_line import CliRunner
 from tests.patience import PATIENCE
 
@@ -37,7 +36,7 @@ CHILD = """
 import subprocess, sys, time
 import msgspec
 from spark_bridge.demo.events import EventPipe, Progress
-from spark_bridge.demo.processes import end_with_parent
+from spark_bridge.demo.stream import end_with_parent
 
 class Options(msgspec.Struct):
     events_fd: int
@@ -97,7 +96,7 @@ def test_a_child_ends_when_its_parent_is_killed(child_module: str, tmp_path: Pat
     script = f"""
         from pathlib import Path
         import msgspec, time
-        from spark_bridge.demo.processes import Children
+        from spark_bridge.demo.stream import Children
         class Options(msgspec.Struct):
             events_fd: int
         children = Children(Path({str(tmp_path / "log")!r}), {{}})

@@ -14,8 +14,7 @@ import yaml
 
 from coordinator_actor.metrics import HISTOGRAM, METRICS
 from spark_bridge.cli.main import app
-from spark_bridge.grafana.dashboard import FILE_NAME, config_map, dashboard
-from spark_bridge.grafana.panels import DASHBOARD_ROWS, Panel
+from spark_bridge.grafana import DASHBOARD_ROWS, FILE_NAME, Panel, config_map, dashboard
 from tests.command_line import CliRunner
 
 PANELS = [panel for row in DASHBOARD_ROWS.values() for panel in row]

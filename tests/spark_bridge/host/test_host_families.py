@@ -12,7 +12,7 @@ from backends.exceptions import DamagedFileError, MissingFileError
 from backends.formats.changelog import Changes
 from coordinator_actor.messages import BatchTimes, OperatorFigures, OperatorSpec
 from spark_bridge.exceptions import NotOwnerError
-from spark_bridge.operators.initial_state import InitialStateAccess
+from spark_bridge.operators.map_in_arrow import InitialStateAccess
 from spark_bridge.transport.protocol import ScanCommand
 from tests.coordinator_actor.coordinator_world import World
 from tests.spark_bridge.host.host_operators import SCHEMA, binary, reg_of, spec, write_offsets

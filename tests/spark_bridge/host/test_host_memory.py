@@ -12,8 +12,8 @@ import pytest
 
 from backends.exceptions import HostMemoryBusyError, HostMemoryError
 from backends.formats.changelog import Changes
-from spark_bridge.host_actor import flight_server
-from spark_bridge.host_actor.flight_server import HostFlightServer
+from spark_bridge import flight_server
+from spark_bridge.flight_server import HostFlightServer
 from spark_bridge.transport.flight_client import HostClient
 from spark_bridge.transport.protocol import COMMIT_SCHEMA, CommitCommand, GetCommand, TaskIdentity
 from tests.coordinator_actor.coordinator_world import World

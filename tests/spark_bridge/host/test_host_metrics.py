@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from backends.storage.sending.request_counts import RequestCounts
+from backends.storage.requests import RequestCounts
 from coordinator_actor.messages import DROPPED_ELEMENTS, OperatorFigures, OperatorSpec
-from spark_bridge.host.partition_columns import in_columns
-from spark_bridge.host_actor.host_metrics import MOST_PARTITIONS, HostMetrics
+from spark_bridge.host.held_partitions import in_columns
+from spark_bridge.host_actor import MOST_PARTITIONS, HostMetrics
 from spark_bridge.overview.from_cluster import overview_of_cluster
-from spark_bridge.queryable.server.limits.request_statistics import RequestStatistics
+from spark_bridge.queryable.server.limits import RequestStatistics
 from tests.coordinator_actor.coordinator_world import SCHEMA, World
 from tests.metric_sink import KeptMetrics
 from tests.spark_bridge.host.host_steps import ch, make_host, plan_spark, reg, run_task, task

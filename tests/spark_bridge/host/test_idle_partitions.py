@@ -12,7 +12,7 @@ import pyarrow as pa
 import pytest
 
 from backends.conf import StateStoreConf
-from backends.engines import buffered_engine
+from backends.engines import engine
 from backends.formats.changelog import Changes
 from coordinator_actor.coordinator import Coordinator
 from coordinator_actor.messages import OperatorSpec
@@ -92,7 +92,7 @@ def host(tmp_path: Path) -> Iterator[tuple[World, Coordinator, Host]]:
 def test_an_idle_query_gives_its_write_buffers_to_a_busy_one(
     host: tuple[World, Coordinator, Host], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(buffered_engine, "UNWRITTEN_BYTES", 0)
+    monkeypatch.setattr(engine, "UNWRITTEN_BYTES", 0)
     idle, busy = Query(*host, "idle"), Query(*host, "busy")
     for _ in range(4):
         idle.run_batch(2_000)
@@ -127,7 +127,7 @@ def test_an_idle_query_gives_its_write_buffers_to_a_busy_one(
 def test_an_idle_query_writes_what_it_has_not_written_when_others_need_the_room(
     host: tuple[World, Coordinator, Host], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(buffered_engine, "UNWRITTEN_BYTES", MIB)
+    monkeypatch.setattr(engine, "UNWRITTEN_BYTES", MIB)
     idle, busy = Query(*host, "idle"), Query(*host, "busy")
     for _ in range(5):
         idle.run_batch(10_000)

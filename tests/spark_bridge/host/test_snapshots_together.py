@@ -14,9 +14,9 @@ import pytest
 from backends.exceptions import StorageError
 from backends.partition.snapshot_uploads import SnapshotUploads, store_snapshots
 from backends.storage.checkpoint_storage import CheckpointStorage
-from backends.storage.file_ref import FileRef
+from backends.storage.locations import FileRef
 from coordinator_actor.messages import OperatorSpec
-from coordinator_actor.query.files.files_in_use import BUSY_SECONDS
+from coordinator_actor.run.holds import BUSY_SECONDS
 from spark_bridge.host import maintenance
 from tests.coordinator_actor.coordinator_world import SCHEMA, World
 from tests.coordinator_actor.coordinators import run_of

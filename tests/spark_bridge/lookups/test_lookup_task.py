@@ -12,16 +12,14 @@ import pyarrow as pa
 import pytest
 from pyspark import TaskContext
 
-from backends.tracing import trace_ids
-from coordinator_actor.durable.lookup_records import LookupRecord
+from backends import spans
+from coordinator_actor.durable.records import LookupRecord
 from coordinator_actor.reading.stored_versions import find_state
+from spark_bridge import lookups
 from spark_bridge.exceptions import StateVersionError
-from spark_bridge.lookups import looked_up_state
-from spark_bridge.lookups.looked_up_state import Batch, LookedUpState, in_storage, state_in_cluster
-from spark_bridge.lookups.lookup_task import LookupTask
-from spark_bridge.task.endpoints import Endpoints
-from spark_bridge.task.local_properties import ADDRESSES, RUN_ID
-from spark_bridge.task.local_properties import TOKEN as TASK_TOKEN
+from spark_bridge.lookups import Batch, LookedUpState, LookupTask, in_storage, state_in_cluster
+from spark_bridge.task.executor import ADDRESSES, RUN_ID, Endpoints
+from spark_bridge.task.executor import TOKEN as TASK_TOKEN
 from tests.patience import PATIENCE
 from tests.recorded_spans import recorded_spans
 from tests.spark_bridge.queryable.client_world import TOKEN, Cluster
@@ -51,8 +49,8 @@ def endpoints(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Endpoints:
     def ask(endpoints: Endpoints, method: str, args: dict[str, Any]) -> Any:
         return msgspec.json.decode(msgspec.json.encode(getattr(cluster.c, method)(**args)))
 
-    monkeypatch.setattr(looked_up_state, "_ask_coordinator", ask)
-    monkeypatch.setattr(looked_up_state, "_routers", {})
+    monkeypatch.setattr(lookups, "_ask_coordinator", ask)
+    monkeypatch.setattr(lookups, "_routers", {})
     return Endpoints((), TOKEN, "", PATIENCE)
 
 
@@ -160,7 +158,7 @@ def test_a_task_is_a_span_in_the_trace_of_its_batch_or_in_one_of_its_own(
     assert whole.attributes is not None and whole.context is not None
     said = {name.removeprefix("statestore."): value for name, value in whole.attributes.items()}
     assert (said["operator"], said["looked_up"], said["partition"], said["num_rows"]) == ("totals", "q", 3, 42)
-    of_batch, root = trace_ids.batch("run-of-other", 7).ids
+    of_batch, root = spans.batch("run-of-other", 7).ids
     if run_id is None:
         assert whole.context.trace_id != of_batch and whole.parent is None
     else:

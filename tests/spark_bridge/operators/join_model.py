@@ -12,11 +12,11 @@ import pyarrow as pa
 from backends import FileStateStoreProvider
 from backends.providers.standalone_provider import LocalStateStoreProvider
 from coordinator_actor.messages import BatchTimes
-from spark_bridge.operators.join.join_task import JoinLogic, join_logic
-from spark_bridge.operators.join.sides import ANTI, FULL, LEFT_OUTER, RIGHT_OUTER, SEMI, SIDE, Bounds, slot_name
+from spark_bridge.operators.join_sides import ANTI, FULL, LEFT_OUTER, RIGHT_OUTER, SEMI, SIDE, Bounds, slot_name
+from spark_bridge.operators.join_task import JoinLogic, join_logic
 from spark_bridge.state_format.layouts import DUE
 from spark_bridge.task.external_sort import Limits
-from spark_bridge.task.watermark import EventTime
+from spark_bridge.task.state_task import EventTime
 from tests.spark_bridge.operators.operator_runs import SECOND, TS, OperatorRun, column, seconds
 
 KEY = pa.field("k", pa.string())

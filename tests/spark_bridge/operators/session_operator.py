@@ -5,7 +5,7 @@ from __future__ import annotations
 import pyarrow as pa
 
 from backends.encoding.operator_schema import OperatorSchema
-from spark_bridge.operators.aggregate.session_task import SessionLogic
+from spark_bridge.operators.session_task import SessionLogic
 from spark_bridge.state_format.layouts import session_schema
 from tests.spark_bridge.operators.operator_runs import TS, WINDOW
 from tests.spark_bridge.variable_operations import AGGREGATOR

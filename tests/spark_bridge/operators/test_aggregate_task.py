@@ -19,17 +19,16 @@ from backends.exceptions import IncompatibleSchemaError
 from coordinator_actor.messages import BatchTimes
 from spark_bridge import functions as S
 from spark_bridge.aggregates.aggregator import Aggregator
-from spark_bridge.aggregates.outputs import Output
+from spark_bridge.aggregates.computation import Output
 from spark_bridge.exceptions import SparkBridgeError
-from spark_bridge.operators.aggregate import aggregate_task
-from spark_bridge.operators.aggregate.aggregate_task import AggregateLogic
-from spark_bridge.operators.aggregate.output_columns import output_of
-from spark_bridge.operators.aggregate.partial_aggregation import PartialTask
-from spark_bridge.operators.aggregate.session_task import SessionLogic
+from spark_bridge.operators import aggregate_task
+from spark_bridge.operators.aggregate import output_of
+from spark_bridge.operators.aggregate_task import AggregateLogic, PartialTask
+from spark_bridge.operators.session_task import SessionLogic
 from spark_bridge.state_format.layouts import session_schema
 from spark_bridge.task.external_sort import Limits
 from spark_bridge.task.keyed_rows import empty, one_batch
-from spark_bridge.task.watermark import EventTime
+from spark_bridge.task.state_task import EventTime
 from tests.effort import examples, only_thorough
 from tests.spark_bridge.operators.operator_runs import SECOND, TS, WINDOW, OperatorRun, Watermark, batch_of, seconds
 

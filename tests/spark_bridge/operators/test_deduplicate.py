@@ -10,12 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coordinator_actor.messages import BatchTimes
-from spark_bridge.operators.deduplicate import deduplicate_task
-from spark_bridge.operators.deduplicate.deduplicate_task import DeduplicateLogic
-from spark_bridge.state_format.families import EXPIRY_FAMILY
-from spark_bridge.state_format.layouts import deduplicate_schema
+from spark_bridge.operators import deduplicate
+from spark_bridge.operators.deduplicate import DeduplicateLogic
+from spark_bridge.state_format.layouts import EXPIRY_FAMILY, deduplicate_schema
 from spark_bridge.task.external_sort import Limits
-from spark_bridge.task.watermark import EventTime
+from spark_bridge.task.state_task import EventTime
 from tests.effort import examples, only_thorough
 from tests.spark_bridge.operators.operator_runs import SECOND, TS, OperatorRun, Watermark, batch_of, seconds
 
@@ -143,7 +142,7 @@ def test_which_row_goes_through_does_not_depend_on_the_order(
     "limits", [only_thorough(None), Limits(memory=10_000, step_rows=50, step_bytes=4000, fan_in=3)]
 )
 def test_many_keys_in_small_steps(limits: Limits | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deduplicate_task, "DEDUPLICATE_KEYS_PER_STEP", 7)
+    monkeypatch.setattr(deduplicate, "DEDUPLICATE_KEYS_PER_STEP", 7)
     monkeypatch.setattr("spark_bridge.task.keyed_rows.ROWS_PER_PART", 50)
     how = (("k",), True, 30)
     batches = [[(base + i % 50, f"k{i % 211}", i) for i in range(600)] for base in (0, 40, 200)]

@@ -10,11 +10,10 @@ import pytest
 from backends import FileStateStoreProvider, RocksDBStateStoreProvider
 from backends.providers.standalone_provider import LocalStateStoreProvider
 from coordinator_actor.messages import BatchTimes
-from spark_bridge.operators.join import waiting_rows
-from spark_bridge.operators.join.asof_matching import DIRECTIONS, Asof
-from spark_bridge.operators.join.asof_task import asof_logic
-from spark_bridge.operators.join.sides import Bounds
-from spark_bridge.task.watermark import EventTime
+from spark_bridge.operators import waiting_rows
+from spark_bridge.operators.asof_join import DIRECTIONS, Asof, asof_logic
+from spark_bridge.operators.join_sides import Bounds
+from spark_bridge.task.state_task import EventTime
 from tests.effort import effort
 from tests.spark_bridge.operators.join_model import (
     COLUMNS,

@@ -9,10 +9,10 @@ import pyarrow as pa
 import pytest
 
 from backends.encoding.key_groups import key_groups
-from spark_bridge.operators.join import waiting_rows
-from spark_bridge.operators.join.join_task import JoinLogic
-from spark_bridge.operators.join.sides import FULL, JOIN_TYPES
-from spark_bridge.task.step_timer import StepTimer
+from spark_bridge.operators import waiting_rows
+from spark_bridge.operators.join_sides import FULL, JOIN_TYPES
+from spark_bridge.operators.join_task import JoinLogic
+from spark_bridge.task.executor import StepTimer
 from tests.effort import effort, only_thorough
 from tests.spark_bridge.operators.join_model import Case, Model, Pair, Row, pair_of, random_rows, shared_rows
 from tests.spark_bridge.operators.operator_runs import Watermark

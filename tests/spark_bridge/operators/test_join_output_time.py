@@ -6,11 +6,11 @@ import pytest
 from pyspark.sql import types as T
 
 from spark_bridge.exceptions import InvalidOperatorError
-from spark_bridge.operators.join.asof_matching import Asof
-from spark_bridge.operators.join.output_time import SideTime, timed_output
-from spark_bridge.operators.join.sides import Bounds
-from spark_bridge.operators.watermark_columns import LAG_METADATA, watermark_columns
-from spark_bridge.task.watermark import WATERMARK_METADATA, EventTime
+from spark_bridge.operators.asof_join import Asof
+from spark_bridge.operators.columns import LAG_METADATA, watermark_columns
+from spark_bridge.operators.join import SideTime, timed_output
+from spark_bridge.operators.join_sides import Bounds
+from spark_bridge.task.state_task import WATERMARK_METADATA, EventTime
 
 MARK = {WATERMARK_METADATA: 10_000}
 LEFT, RIGHT = (T.StructField(name, T.TimestampType(), metadata=MARK) for name in ("lt", "rt"))

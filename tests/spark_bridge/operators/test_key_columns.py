@@ -8,7 +8,7 @@ import pytest
 from pyspark.sql import types as T
 
 from spark_bridge.exceptions import InvalidOperatorError
-from spark_bridge.operators.key_columns import check_keys
+from spark_bridge.operators.columns import check_keys
 
 
 def test_names_of_the_state_stores_own_columns_are_refused() -> None:

@@ -9,7 +9,7 @@ import pytest
 from backends import StateStoreId
 from backends.exceptions import InvalidStateStoreArgument
 from spark_bridge.exceptions import InvalidOperatorError
-from spark_bridge.operators.declared_operators import check_operator_name
+from spark_bridge.operators.map_in_arrow import check_operator_name
 
 NO_PLAN = cast(Any, None)
 
@@ -24,6 +24,6 @@ def test_the_driver_refuses_what_the_store_refuses(name: Any) -> None:
 
 @pytest.mark.parametrize("name", ["user_totals", "A.b-c", "_x", "0", "x" * 200])
 def test_the_driver_takes_what_the_store_takes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("spark_bridge.operators.declared_operators.operators_of", lambda df: [])
+    monkeypatch.setattr("spark_bridge.operators.map_in_arrow.operators_of", lambda df: [])
     check_operator_name(name, NO_PLAN)
     assert StateStoreId("ck", name, 0).operator_id == name

@@ -8,7 +8,7 @@ from pyspark.sql import types as T
 from spark_bridge import functions as S
 from spark_bridge.exceptions import InvalidOperatorError
 from spark_bridge.functions import AggregateFunction
-from spark_bridge.operators.aggregate.output_columns import output_of
+from spark_bridge.operators.aggregate import output_of
 
 SCHEMA = T.StructType().add("text", "string").add("flag", "boolean")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from spark_bridge.operators.partitioning import murmur3_int, partition_targets
+from spark_bridge.operators.map_in_arrow import murmur3_int, partition_targets
 
 
 def test_murmur3_equals_sparks_hash_of_ints() -> None:

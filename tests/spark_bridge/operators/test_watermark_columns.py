@@ -7,14 +7,14 @@ from pyspark.sql import types as T
 
 from coordinator_actor.messages import BatchTimes
 from spark_bridge.exceptions import InvalidOperatorError
-from spark_bridge.operators.watermark_columns import (
+from spark_bridge.operators.columns import (
     session_event_time,
     watermark_columns,
     watermark_lag_ms,
     with_event_time,
     without_event_time,
 )
-from spark_bridge.task.watermark import WATERMARK_METADATA, EventTime
+from spark_bridge.task.state_task import WATERMARK_METADATA, EventTime
 
 SESSION = T.StructType().add("start", T.TimestampType()).add("end", T.TimestampType())
 MARK = {WATERMARK_METADATA: 1000}

@@ -12,15 +12,13 @@ from hypothesis import strategies as st
 
 from coordinator_actor.messages import BatchTimes
 from spark_bridge.aggregates.aggregator import Aggregator
-from spark_bridge.aggregates.outputs import Output
+from spark_bridge.aggregates.computation import Output
 from spark_bridge.functions import SessionWindow, Window, session_window, window
-from spark_bridge.operators.aggregate import session_task
-from spark_bridge.operators.aggregate.session_task import SessionLogic
-from spark_bridge.operators.aggregate.session_windows import joined_sessions
-from spark_bridge.state_format.families import ENDS_FAMILY
-from spark_bridge.state_format.layouts import session_schema
+from spark_bridge.operators import session_task
+from spark_bridge.operators.session_task import SessionLogic, joined_sessions
+from spark_bridge.state_format.layouts import ENDS_FAMILY, session_schema
 from spark_bridge.task.external_sort import Limits
-from spark_bridge.task.watermark import between
+from spark_bridge.task.state_task import between
 from tests.effort import examples, only_thorough
 from tests.spark_bridge.operators.operator_runs import TS, WINDOW, OperatorRun, Watermark, batch_of, seconds
 

@@ -8,10 +8,21 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from coordinator_actor.durable.checkpoint_records import StepTime
+from coordinator_actor.durable.records import StepTime
 from spark_bridge.overview.faults import faults_of
-from spark_bridge.overview.model import Checkpoint, GivenUp, Operator, Overview, Partition, Query
-from spark_bridge.overview.processes import CoordinatorInfo, HostOverview, LocationTrouble, LoopFailures, LostDriver
+from spark_bridge.overview.model import (
+    Checkpoint,
+    CoordinatorInfo,
+    GivenUp,
+    HostOverview,
+    LocationTrouble,
+    LoopFailures,
+    LostDriver,
+    Operator,
+    Overview,
+    Partition,
+    Query,
+)
 
 PARTITIONS = tuple(Partition("op", p, 30, "h0", 20_000, 1, 28, 2) for p in range(5))
 QUERY = Query(

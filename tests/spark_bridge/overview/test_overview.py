@@ -13,13 +13,19 @@ from msgspec import structs
 from backends.background_loop import FailingLoop
 from backends.exceptions import MissingFileError
 from coordinator_actor.messages import BatchTimes, InputPace
-from coordinator_actor.query.batch.logged_times import LoggedTimes
-from coordinator_actor.query.checkpoint_history import WRITE_SECONDS
-from spark_bridge.host.partition_columns import in_columns
+from coordinator_actor.run.batches import LoggedTimes
+from coordinator_actor.run.history import WRITE_SECONDS
+from spark_bridge.host.held_partitions import in_columns
 from spark_bridge.overview.from_cluster import KnownCheckpoints, overview_of_cluster
 from spark_bridge.overview.from_storage import overview_of_checkpoint
-from spark_bridge.overview.model import OVERVIEW_FORMAT_VERSION, Checkpoint, GivenUp, Overview, to_plain
-from spark_bridge.overview.processes import LocationTrouble
+from spark_bridge.overview.model import (
+    OVERVIEW_FORMAT_VERSION,
+    Checkpoint,
+    GivenUp,
+    LocationTrouble,
+    Overview,
+    to_plain,
+)
 from tests.coordinator_actor.coordinators import run_of
 from tests.coordinator_actor.savepoints.savepoint_streams import Stream
 

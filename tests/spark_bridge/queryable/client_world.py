@@ -26,9 +26,9 @@ from coordinator_actor.messages import HostInfo, OperatorSpec
 from spark_bridge.host.host import Host
 from spark_bridge.queryable.client.client import QueryableStateClient
 from spark_bridge.queryable.reads.host_reads import HostReads
-from spark_bridge.queryable.server.limits.request_limits import RequestLimits
-from spark_bridge.queryable.server.proxy.client_proxy import KvStateClientProxy, connections_to_hosts
-from spark_bridge.queryable.server.tokens.token_verifier import ClusterTokens
+from spark_bridge.queryable.server.limits import RequestLimits
+from spark_bridge.queryable.server.proxy import KvStateClientProxy, connections_to_hosts
+from spark_bridge.queryable.server.tokens import ClusterTokens
 from spark_bridge.transport.protocol import TaskIdentity
 from spark_bridge.transport.tls import TlsConf
 from tests.coordinator_actor.coordinator_world import World

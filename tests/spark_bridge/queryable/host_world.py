@@ -21,7 +21,7 @@ from backends.formats.changelog import Changes
 from coordinator_actor.coordinator import Coordinator
 from coordinator_actor.messages import OperatorSpec
 from spark_bridge.host.host import Host
-from spark_bridge.queryable.protocol.messages import At, LookupRequest, ScanRequest
+from spark_bridge.queryable.protocol import At, LookupRequest, ScanRequest
 from spark_bridge.queryable.reads.host_reads import HostReads
 from spark_bridge.transport.protocol import TaskIdentity
 from tests.coordinator_actor.coordinator_world import World

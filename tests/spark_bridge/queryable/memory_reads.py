@@ -15,13 +15,8 @@ import pyarrow as pa
 
 from backends.encoding.schema import StateSchema
 from coordinator_actor.messages import HostInfo, OperatorLocation, OperatorSpec
-from spark_bridge.exceptions import (
-    AccessDeniedError,
-    ConnectionClosedError,
-    StateVersionError,
-    UnknownOperatorError,
-)
-from spark_bridge.queryable.protocol.messages import (
+from spark_bridge.exceptions import AccessDeniedError, ConnectionClosedError, StateVersionError, UnknownOperatorError
+from spark_bridge.queryable.protocol import (
     FRAME_PREFIX,
     PROTOCOL,
     ChangesRequest,
@@ -34,12 +29,12 @@ from spark_bridge.queryable.protocol.messages import (
     Request,
     RowsReply,
     ScanRequest,
+    StateAnswer,
     Welcome,
     decode_reply,
     frame,
 )
-from spark_bridge.queryable.protocol.state_reads import StateAnswer
-from spark_bridge.queryable.server.limits.request_limits import RequestLimits
+from spark_bridge.queryable.server.limits import RequestLimits
 from spark_bridge.queryable.server.server import KvStateServer
 from tests.patience import PATIENCE
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from spark_bridge.queryable.protocol.messages import FRAME_PREFIX, Reply, RowsReply, decode_reply
+from spark_bridge.queryable.protocol import FRAME_PREFIX, Reply, RowsReply, decode_reply
 from tests.spark_bridge.queryable.memory_reads import RawClient
 
 FIXTURE = Path(__file__).parents[2] / "fixtures" / "wire-1" / "query_port.json"

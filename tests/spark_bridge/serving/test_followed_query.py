@@ -26,10 +26,10 @@ from coordinator_actor.reading.stored_versions import StateVersions, find_state
 from spark_bridge.exceptions import StateVersionError
 from spark_bridge.host.host import Host
 from spark_bridge.overview.from_cluster import overview_of_cluster
-from spark_bridge.queryable.protocol.messages import At, LookupRequest, ScanRequest
+from spark_bridge.queryable.protocol import At, LookupRequest, ScanRequest
 from spark_bridge.queryable.reads.host_reads import HostReads
-from spark_bridge.serving.followed_query import FollowedQuery
-from spark_bridge.state_data.stored_query import query_in_storage
+from spark_bridge.serving import FollowedQuery
+from spark_bridge.state_data.stored_reads import query_in_storage
 from spark_bridge.state_surgery.forget_keys import forget_keys
 from spark_bridge.transport.protocol import TaskIdentity
 from tests.patience import PATIENCE

@@ -11,9 +11,8 @@ import pytest
 from backends.exceptions import InvalidStateStoreArgument, MissingFileError
 from coordinator_actor.reading.stored_versions import StateVersions, find_state
 from coordinator_actor.savepoints.savepoint_format import METADATA_FILE
-from spark_bridge import serve_state
-from spark_bridge.serving import serve
-from spark_bridge.state_data.stored_query import query_in_storage
+from spark_bridge import serve_state, serving
+from spark_bridge.state_data.stored_reads import query_in_storage
 from tests.spark_bridge.queryable.client_world import Cluster
 from tests.spark_bridge.state_data.format_fixtures import Stored
 
@@ -23,7 +22,7 @@ def no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     def join(address: str | None, cpus: int) -> bool:
         raise AssertionError("a Ray cluster was asked for")
 
-    monkeypatch.setattr(serve, "join_or_start_ray", join)
+    monkeypatch.setattr(serving, "join_or_start_ray", join)
 
 
 @pytest.mark.parametrize(
@@ -61,8 +60,8 @@ def test_savepoints(tmp_path: Path) -> None:
     with pytest.raises(InvalidStateStoreArgument, match="is a savepoint, which has one version"):
         serve_state(str(tmp_path / "savepoint"), follow=True)
     with pytest.raises(InvalidStateStoreArgument, match=r"memory://.* is a savepoint.*scratch="):
-        serve._restored("memory:///savepoint", None, None, {}, ExitStack())
+        serving._restored("memory:///savepoint", None, None, {}, ExitStack())
     scratch = str(tmp_path / "scratch")
-    assert serve._restored(Stored("file").savepoint, ["totals"], scratch, {}, ExitStack()) == scratch
+    assert serving._restored(Stored("file").savepoint, ["totals"], scratch, {}, ExitStack()) == scratch
     versions = StateVersions.look(find_state(scratch))
     assert [o.name for o in query_in_storage(versions, versions.completed).operators] == ["totals"]

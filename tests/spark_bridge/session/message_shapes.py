@@ -14,9 +14,9 @@ from pathlib import Path
 import msgspec
 
 from coordinator_actor.coordinator_port import MESSAGES, CoordinatorPort
-from coordinator_actor.wire_version import WIRE_VERSION
-from spark_bridge.host_actor.session_options import SessionOptions
-from spark_bridge.task import local_properties
+from coordinator_actor.messages import WIRE_VERSION
+from spark_bridge.host_actor import SessionOptions
+from spark_bridge.task import executor
 from spark_bridge.transport import protocol
 
 FIXTURE = Path(__file__).parents[2] / "fixtures" / f"messages-{WIRE_VERSION}.txt"
@@ -27,7 +27,7 @@ COMMAND = "python -m tests.spark_bridge.session.message_shapes"
 def shapes() -> list[str]:
     """Return the messages to the coordinator, the properties that tasks are told, and all records, in a fixed order."""
     messages = [f"{name}{_parameters(getattr(CoordinatorPort, name))}" for name in sorted(MESSAGES)]
-    told = {name: value for name, value in vars(local_properties).items() if name.isupper()}
+    told = {name: value for name, value in vars(executor).items() if name.isupper()}
     schemas = {name: value for name, value in vars(protocol).items() if name.endswith("_SCHEMA")}
     columns = [f"{name} {[f'{f.name} {f.type}' for f in schema]}" for name, schema in sorted(schemas.items())]
     records = [f"{record.__module__}.{record.__name__}{_parameters(record)}" for record in _records()]

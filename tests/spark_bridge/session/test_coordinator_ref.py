@@ -16,9 +16,8 @@ import ray
 from pyspark.sql import SparkSession
 
 from backends import StateStoreId, StateStoreProviderId
-from coordinator_actor import StateStoreCoordinatorRef
+from coordinator_actor import StateStoreCoordinatorRef, reference
 from coordinator_actor.exceptions import CoordinatorStoppedError
-from coordinator_actor.on_ray import reference
 from tests.patience import HANG, PATIENCE
 
 needs_spark = pytest.mark.spark

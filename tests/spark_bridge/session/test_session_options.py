@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from spark_bridge.exceptions import SessionError, TlsError
-from spark_bridge.host_actor.session_options import SessionOptions
+from spark_bridge.host_actor import SessionOptions
 from spark_bridge.session.lifecycle import attach, init_spark
 from spark_bridge.transport.tls import TlsConf
 

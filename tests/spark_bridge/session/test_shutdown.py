@@ -24,7 +24,7 @@ import threading
 import pandas as pd
 from spark_bridge import aggregate, functions as S, init_spark
 from spark_bridge.session.cluster import lost_executors, spark_master
-from spark_bridge.session.hosts import host_placement
+from spark_bridge.session import state_cluster as host_placement
 from spark_bridge.session.queries import driver_heartbeats, listener
 
 lost_executors.EXECUTOR_LOOK_SECONDS = host_placement.PLACEMENT_LOOK_SECONDS = 0.02
@@ -55,7 +55,7 @@ STOPS = {
     "leaves Ray first": "import ray\nray.shutdown()",
     "leaves Ray and stops": """
 import ray, spark_bridge
-from spark_bridge.session.current import current_cluster
+from spark_bridge.session.state_cluster import current_cluster
 
 (host,) = current_cluster().hosts
 ray.shutdown()
@@ -110,7 +110,7 @@ input()
 """
 WAITS = """
 from spark_bridge import init_spark
-from spark_bridge.session.cluster import executors
+from spark_bridge.session import executors
 
 executors.WAIT_NOTICE_SECONDS, executors.EXECUTOR_SECONDS = 0.0, 3600.0
 settings = {"spark.ui.enabled": "false"}

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from coordinator_actor import wire_version
+from coordinator_actor import messages
 from coordinator_actor.coordinator_port import CoordinatorPort
-from coordinator_actor.wire_version import WIRE_VERSION, other_version
+from coordinator_actor.messages import WIRE_VERSION, other_version
 from spark_bridge.exceptions import EnvironmentProblemError, StateStoreRefusedError
-from spark_bridge.host_actor.session_options import SessionOptions, require_same_driver
-from spark_bridge.session.hosts.state_cluster import require_same_messages
-from spark_bridge.task import local_properties as properties
+from spark_bridge.host_actor import SessionOptions, require_same_driver
+from spark_bridge.session.state_cluster import require_same_messages
+from spark_bridge.task import executor as properties
 from tests.spark_bridge.session.message_shapes import COMMAND, FIXTURE, shapes
 
 
@@ -48,8 +48,8 @@ def test_another_one_is_refused_with_both_versions(theirs: int | None, words: st
 
 def test_a_host_refuses_the_driver_of_another_release(monkeypatch: pytest.MonkeyPatch) -> None:
     sent = pickle.dumps(SessionOptions(1))
-    monkeypatch.setattr("spark_bridge.host_actor.session_options.other_version", other_version)
-    monkeypatch.setattr(wire_version, "WIRE_VERSION", WIRE_VERSION + 1)
+    monkeypatch.setattr("spark_bridge.host_actor.other_version", other_version)
+    monkeypatch.setattr(messages, "WIRE_VERSION", WIRE_VERSION + 1)
     with pytest.raises(EnvironmentProblemError, match=rf"driver .*version {WIRE_VERSION} .*{WIRE_VERSION + 1}: two"):
         require_same_driver(pickle.loads(sent))
 
@@ -67,7 +67,7 @@ def test_messages_of_other_shapes_have_another_version() -> None:
     changed = [line for line in difflib.ndiff(noted, shapes()) if line[0] in "+-"]
     assert not changed, (
         f"The messages between processes are not those that {FIXTURE.name} has for version {WIRE_VERSION}. If there is "
-        "a release of this version, count WIRE_VERSION up in coordinator_actor/wire_version.py. Then run "
+        "a release of this version, count WIRE_VERSION up in coordinator_actor/messages.py. Then run "
         f"{COMMAND}, and remove "
         "the file of the version before.\n" + "\n".join(changed)
     )

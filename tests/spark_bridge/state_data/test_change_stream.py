@@ -11,8 +11,8 @@ import pyspark
 import pytest
 
 from backends.exceptions import VersionNotFoundError
+from spark_bridge.state_data.frames import state_changes_table, state_table
 from spark_bridge.state_data.source_options import SourceOptions
-from spark_bridge.state_data.state_tables import state_changes_table, state_table
 from tests.spark_bridge.state_flows import Flow
 
 pytestmark = [
@@ -40,8 +40,8 @@ def batch(flow: Flow) -> None:
 def stream(flow: Flow, **options: Any) -> Any:
     from pyspark.sql.pandas.types import from_arrow_schema
 
-    from spark_bridge.state_data.change_stream import ChangeStreamReader
     from spark_bridge.state_data.source_options import source_schema
+    from spark_bridge.state_data.state_reader import ChangeStreamReader
 
     given = {"path": flow.location, "operator": "op", "stateVarName": "total", "readChangeFeed": True, **options}
     of = SourceOptions.of({name: str(value) for name, value in given.items()})

@@ -8,14 +8,9 @@ from typing import Any
 
 import pytest
 
-from spark_bridge.exceptions import (
-    RequestError,
-    StateVersionError,
-    UnknownKvStateIdError,
-    UnknownOperatorError,
-)
-from spark_bridge.queryable.client.calls import version_diff
-from spark_bridge.queryable.protocol.state_reads import StateAnswer
+from spark_bridge.exceptions import RequestError, StateVersionError, UnknownKvStateIdError, UnknownOperatorError
+from spark_bridge.queryable.client import scans
+from spark_bridge.queryable.protocol import StateAnswer
 from spark_bridge.state_data.checkpoint_client import CheckpointClient
 from tests.coordinator_actor.savepoints.savepoint_streams import Stream
 from tests.effort import effort
@@ -75,14 +70,14 @@ def test_a_diff_is_the_same_however_rows_come(
 ) -> None:
     whole = {state: client.diff(operator, 1, 4, state=state).to_arrow() for operator, state in VARIABLES[-4:]}
     left = itertools.cycle(sizes)
-    opened = version_diff._opened
+    opened = scans._opened
 
     def cut(*given: Any) -> StateAnswer:
         answer, n = opened(*given), next(left)
         pieces = (batch[at : at + n] for batch in answer.batches for at in range(0, batch.num_rows, n))
         return dataclasses.replace(answer, batches=pieces)
 
-    monkeypatch.setattr(version_diff, "_opened", cut)
+    monkeypatch.setattr(scans, "_opened", cut)
     for operator, state in VARIABLES[-4:]:
         assert client.diff(operator, 1, 4, state=state).to_arrow() == whole[state]
 
@@ -164,7 +159,7 @@ def test_a_watch_of_a_key_loads_only_what_its_changes_need(stream: Any, monkeypa
     s.batch(3, {7: 2})
     client = of_stream(s)
     loaded: list[int] = []
-    from coordinator_actor.reading import partition_reader
+    from coordinator_actor.reading import stored_files as partition_reader
 
     opened = partition_reader.opened_partition
 

@@ -11,9 +11,8 @@ import pytest
 
 from coordinator_actor.reading.stored_versions import find_state
 from spark_bridge.exceptions import RequestError
-from spark_bridge.state_data.selected_rows import SelectedSource, selected
+from spark_bridge.state_data.frames import SelectedSource, selected, state_changes_table, state_table
 from spark_bridge.state_data.state_sources import inserts_source, state_source
-from spark_bridge.state_data.state_tables import state_changes_table, state_table
 from tests.effort import effort
 from tests.spark_bridge.state_flows import NAMES, Flow
 from tests.spark_bridge.variable_operations import random_batch

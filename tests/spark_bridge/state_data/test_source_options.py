@@ -10,8 +10,8 @@ import pytest
 
 from backends.exceptions import InvalidStateStoreArgument, VersionNotFoundError
 from coordinator_actor.reading.stored_versions import StateVersions, find_state
+from spark_bridge.state_data.frames import state_changes_table, state_table
 from spark_bridge.state_data.source_options import SourceOptions, source_of, source_schema
-from spark_bridge.state_data.state_tables import state_changes_table, state_table
 from tests.spark_bridge.state_flows import Flow
 
 CONFLICT = r"^\[STDS_CONFLICT_OPTIONS\]"

@@ -17,14 +17,19 @@ from backends.encoding.key_groups import key_groups, partition_of
 from backends.encoding.operator_schema import OperatorSchema
 from backends.encoding.schema import StateSchema
 from backends.exceptions import InvalidStateStoreArgument, MissingFileError, VersionNotFoundError
-from spark_bridge.operators.aggregate.aggregate_task import AggregateLogic
-from spark_bridge.operators.deduplicate.deduplicate_task import DeduplicateLogic
+from spark_bridge.operators.aggregate_task import AggregateLogic
+from spark_bridge.operators.deduplicate import DeduplicateLogic
 from spark_bridge.state_data import state_sources
-from spark_bridge.state_data.metadata import state_metadata_table
-from spark_bridge.state_data.state_tables import state_batches, state_changes_batches, state_changes_table, state_table
+from spark_bridge.state_data.frames import (
+    state_batches,
+    state_changes_batches,
+    state_changes_table,
+    state_metadata_table,
+    state_table,
+)
 from spark_bridge.state_format import partition_rows
 from spark_bridge.state_format.layouts import deduplicate_schema
-from spark_bridge.task.watermark import EventTime
+from spark_bridge.task.state_task import EventTime
 from tests.effort import effort
 from tests.spark_bridge.operators.operator_runs import SECOND, TS, WINDOW, batch_of, seconds
 from tests.spark_bridge.operators.session_operator import session_operator

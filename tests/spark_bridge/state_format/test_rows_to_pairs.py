@@ -11,10 +11,9 @@ import pytest
 from backends.encoding.operator_schema import OperatorSchema, StateVariable
 from backends.encoding.schema import StateSchema
 from backends.encoding.sorted_pairs import SortedPairs
-from coordinator_actor.reading.partition_reader import opened_partition, scan_family
+from coordinator_actor.reading.stored_files import opened_partition, scan_family
 from coordinator_actor.reading.stored_versions import Piece, Reading, StateVersions, find_state
-from spark_bridge.state_format.families import ENDS_FAMILY
-from spark_bridge.state_format.layouts import LIST, MAP, SESSIONS, list_families, timers_variable
+from spark_bridge.state_format.layouts import ENDS_FAMILY, LIST, MAP, SESSIONS, list_families, timers_variable
 from spark_bridge.state_format.partition_rows import partition_rows, scan_partition
 from spark_bridge.state_format.rows_to_pairs import PairsOfRows
 from spark_bridge.state_format.stored_rows import VariableRows

@@ -7,7 +7,7 @@ from typing import Any
 
 from coordinator_actor.messages import OperatorSpec
 from coordinator_actor.reading.stored_versions import StateVersions, find_state
-from spark_bridge.state_data.state_tables import state_table
+from spark_bridge.state_data.frames import state_table
 
 DERIVED = ("key_group", "partition_id")
 

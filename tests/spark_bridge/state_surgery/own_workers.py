@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from spark_bridge.state_surgery.stages.first_stage import ReadJob, TargetColumns
-from spark_bridge.state_surgery.stages.second_stage import BuiltPartition, NewPartition
-from spark_bridge.state_surgery.stages.workers import CutRows
+from spark_bridge.state_surgery.new_state import CutRows
+from spark_bridge.state_surgery.stages import BuiltPartition, NewPartition, ReadJob, TargetColumns
 
 
 class OwnWorkers:

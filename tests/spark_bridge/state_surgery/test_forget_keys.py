@@ -19,23 +19,22 @@ from backends.encoding.operator_schema import OperatorSchema
 from backends.encoding.schema import StateSchema
 from backends.exceptions import InvalidStateStoreArgument, MissingFileError, VersionNotFoundError
 from backends.storage.checkpoint_storage import CheckpointStorage
-from coordinator_actor.durable.audit_log import AuditLog
+from coordinator_actor.durable.records import AuditLog
 from coordinator_actor.exceptions import FencedError
-from coordinator_actor.query.files import known_files
-from coordinator_actor.query.files.files_in_use import BUSY_SECONDS
-from coordinator_actor.reading import partition_reader
+from coordinator_actor.forgetting import ForgetRequest, forget_in_storage
+from coordinator_actor.reading import stored_files as partition_reader
 from coordinator_actor.reading.stored_files import stored_files
 from coordinator_actor.reading.stored_versions import StateVersions, find_state
-from coordinator_actor.surgery.forgetting import ForgetRequest, forget_in_storage
-from coordinator_actor.surgery.forgotten_keys import ForgottenKeys
+from coordinator_actor.rewriting import ForgottenKeys
+from coordinator_actor.run import holds
+from coordinator_actor.run.holds import BUSY_SECONDS
 from spark_bridge.exceptions import SessionError, UnknownKeyOrNamespaceError
-from spark_bridge.operators.aggregate.aggregate_task import AggregateLogic
-from spark_bridge.operators.deduplicate.deduplicate_task import DeduplicateLogic
-from spark_bridge.state_data.state_tables import state_table
+from spark_bridge.operators.aggregate_task import AggregateLogic
+from spark_bridge.operators.deduplicate import DeduplicateLogic
+from spark_bridge.state_data.frames import state_table
 from spark_bridge.state_format.layouts import deduplicate_schema
-from spark_bridge.state_surgery.forget_keys import forget_keys
-from spark_bridge.state_surgery.keys_to_forget import keys_to_forget
-from spark_bridge.task.watermark import EventTime
+from spark_bridge.state_surgery.forget_keys import forget_keys, keys_to_forget
+from spark_bridge.task.state_task import EventTime
 from tests.effort import effort, only_thorough
 from tests.spark_bridge.operators.operator_runs import SECOND, TS, WINDOW, batch_of
 from tests.spark_bridge.state_flows import NAMES, Flow, Key, Query
@@ -202,7 +201,7 @@ def test_files_that_late_writes_bring_back_count_for_nothing_and_are_removed(cli
     stream.flow.c.maintain()
     assert not run.files.paths & {path.removeprefix("statestore/") for path in removed}
     arrive_late()
-    for _ in range(2 * known_files.LISTED_EVERY):
+    for _ in range(2 * holds.LISTED_EVERY):
         stream.flow.batch({(stream.names[2], shard): random_operation(stream.rng) for shard in (0, 1)})
         stream.snapshots()
         stream.flow.c.maintain()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from spark_bridge.state_data.state_tables import state_table
+from spark_bridge.state_data.frames import state_table
 from spark_bridge.state_surgery.forget_keys import forget_keys
 from tests.backends.storage.s3_server import faulty_s3
 from tests.spark_bridge.state_flows import Flow

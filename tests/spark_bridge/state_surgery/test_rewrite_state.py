@@ -24,20 +24,20 @@ from backends.exceptions import (
     VersionNotFoundError,
 )
 from backends.storage.checkpoint_storage import CheckpointStorage
-from coordinator_actor.durable.audit_log import AuditLog
+from coordinator_actor.durable.records import AuditLog
 from coordinator_actor.exceptions import SavepointError
 from coordinator_actor.messages import OperatorSpec, QueryRegistration
 from coordinator_actor.reading.verification import verify_version
 from coordinator_actor.savepoints.new_checkpoint import NewCheckpoint
-from spark_bridge.state_data.state_tables import state_table
+from spark_bridge.state_data.frames import state_table
 from spark_bridge.state_format.layouts import join_schema
 from spark_bridge.state_format.rows_to_pairs import PairsOfRows
 from spark_bridge.state_format.stored_rows import VariableRows
 from spark_bridge.state_surgery import rewrite_state as rewrite_state_module
+from spark_bridge.state_surgery import stages
+from spark_bridge.state_surgery.new_state import NewStateReport, new_query_id
 from spark_bridge.state_surgery.rewrite_state import rewrite_state
-from spark_bridge.state_surgery.stages import first_stage, second_stage
-from spark_bridge.state_surgery.stages.given_rows import conformed
-from spark_bridge.state_surgery.stages.new_state import NewStateReport, new_query_id
+from spark_bridge.state_surgery.stages import conformed
 from tests.coordinator_actor.coordinator_world import World
 from tests.effort import effort, only_thorough
 from tests.spark_bridge.state_data.format_fixtures import Stored, copied
@@ -54,9 +54,9 @@ def old() -> str:
 @pytest.fixture(autouse=True)
 def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs and steps of a few rows, so that each partition is made of many."""
-    monkeypatch.setattr(first_stage, "FLUSH_BYTES", 300)
-    monkeypatch.setattr(first_stage, "RUN_BYTES", 100)
-    monkeypatch.setattr(second_stage, "REWRITE_CHUNK_BYTES", 2_000)
+    monkeypatch.setattr(stages, "FLUSH_BYTES", 300)
+    monkeypatch.setattr(stages, "RUN_BYTES", 100)
+    monkeypatch.setattr(stages, "REWRITE_CHUNK_BYTES", 2_000)
 
 
 def rewritten(old: str, operator: Any, function: Any, new: Path, **options: Any) -> NewStateReport:

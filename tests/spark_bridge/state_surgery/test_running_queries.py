@@ -17,18 +17,16 @@ from backends.exceptions import StorageError, VersionNotFoundError
 from backends.formats.changelog import Changes
 from backends.formats.manifest import Manifest
 from backends.storage.checkpoint_storage import CheckpointStorage
+from coordinator_actor import forgetting
 from coordinator_actor.coordinator import Coordinator
 from coordinator_actor.coordinator_conf import CoordinatorConf
-from coordinator_actor.durable.manifests import ManifestLog
-from coordinator_actor.durable.record_files import RecordFiles
-from coordinator_actor.durable.rewritten_files import RewrittenFiles
+from coordinator_actor.durable.fencing import RecordFiles
+from coordinator_actor.durable.manifests import ManifestLog, RewrittenFiles
 from coordinator_actor.exceptions import BatchHeldError, FencedError, InvalidRequestError, LapsedHoldError
-from coordinator_actor.query.files.files_in_use import BUSY_SECONDS, UPLOAD
-from coordinator_actor.query.files.known_files import LISTED_EVERY
-from coordinator_actor.query.run_lifetime import RECORDS_EVERY
 from coordinator_actor.reading.stored_versions import StateVersions, find_state
-from coordinator_actor.surgery import forgetting
-from spark_bridge.state_data.state_tables import state_table
+from coordinator_actor.run.holds import BUSY_SECONDS, LISTED_EVERY, UPLOAD
+from coordinator_actor.run.state import RECORDS_EVERY
+from spark_bridge.state_data.frames import state_table
 from spark_bridge.state_surgery.forget_keys import forget_keys
 from spark_bridge.transport.protocol import TaskIdentity
 from tests.effort import effort

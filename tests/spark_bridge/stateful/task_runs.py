@@ -14,18 +14,17 @@ from pyspark.sql import Row
 from backends.encoding.keys import decode_keys
 from backends.encoding.operator_schema import OperatorSchema
 from coordinator_actor.messages import BatchTimes
-from spark_bridge.stateful.arrow_processor import (
+from spark_bridge.stateful.arrow_task import ArrowLogic, Declaring
+from spark_bridge.stateful.ddl import struct_of
+from spark_bridge.stateful.process_task import Mode, ProcessLogic, ProcessorState, TaskInput
+from spark_bridge.stateful.stateful_processor import (
     ArrowBatch,
     ArrowResult,
     ArrowStatefulProcessor,
     ArrowStatefulProcessorHandle,
+    StatefulProcessor,
+    TimerValues,
 )
-from spark_bridge.stateful.stateful_processor import StatefulProcessor, TimerValues
-from spark_bridge.stateful.tasks.arrow_task import ArrowLogic, Declaring
-from spark_bridge.stateful.tasks.process_task import Mode, ProcessLogic
-from spark_bridge.stateful.tasks.processor_state import ProcessorState
-from spark_bridge.stateful.tasks.task_input import TaskInput
-from spark_bridge.stateful.values.ddl import struct_of
 from spark_bridge.task.external_sort import Limits
 from spark_bridge.task.state_task import Logic
 from tests.spark_bridge.operators.operator_runs import TS, OperatorRun, batch_of

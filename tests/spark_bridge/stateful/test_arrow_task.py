@@ -10,7 +10,7 @@ import pytest
 
 from coordinator_actor.messages import BatchTimes
 from spark_bridge.exceptions import StateDeclarationError, StatefulProcessorError
-from spark_bridge.stateful.arrow_processor import (
+from spark_bridge.stateful.stateful_processor import (
     ArrowBatch,
     ArrowResult,
     ArrowStatefulProcessor,

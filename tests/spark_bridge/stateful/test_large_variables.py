@@ -11,7 +11,7 @@ import pyarrow as pa
 import pytest
 from pyspark.sql import Row
 
-from spark_bridge.stateful.tasks.processor_state import ProcessorState
+from spark_bridge.stateful.process_task import ProcessorState
 from tests.spark_bridge.host.local_partition import LocalPartition, run_step, steps
 from tests.spark_bridge.stateful.variable_steps import KEY, KEYS, OTHER, Variables, check, partition_of
 

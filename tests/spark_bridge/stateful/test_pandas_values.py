@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from pandas.core.internals import BlockManager
 from pandas.core.internals.api import make_block
 
-from spark_bridge.stateful.values.ddl import struct_of
-from spark_bridge.stateful.values.pandas_values import PandasCodec, rows_of_frame
-from spark_bridge.stateful.values.row_values import RowCodec
+from spark_bridge.stateful.ddl import struct_of
+from spark_bridge.stateful.pandas_values import PandasCodec, rows_of_frame
+from spark_bridge.stateful.state_values import RowCodec
 from tests.effort import examples
 
 NOON = dt.datetime(2020, 7, 1, 12)

@@ -15,16 +15,18 @@ from pyspark.sql import Row
 
 from coordinator_actor.messages import BatchTimes
 from spark_bridge.exceptions import StatefulProcessorError
-from spark_bridge.operators.conf import NO_LIMIT
-from spark_bridge.stateful.arrow_processor import ArrowStatefulProcessor
-from spark_bridge.stateful.stateful_processor import ExpiredTimerInfo, StatefulProcessor, TimerValues
-from spark_bridge.stateful.tasks import process_task
-from spark_bridge.stateful.tasks.arrow_task import ArrowLogic
-from spark_bridge.stateful.tasks.process_task import InitialStateLogic, Mode, ProcessLogic, frozen
-from spark_bridge.stateful.tasks.task_input import TaskInput
+from spark_bridge.operators.map_in_arrow import NO_LIMIT
+from spark_bridge.stateful import process_task
+from spark_bridge.stateful.arrow_task import ArrowLogic
+from spark_bridge.stateful.process_task import InitialStateLogic, Mode, ProcessLogic, TaskInput, frozen
+from spark_bridge.stateful.stateful_processor import (
+    ArrowStatefulProcessor,
+    ExpiredTimerInfo,
+    StatefulProcessor,
+    TimerValues,
+)
 from spark_bridge.task.external_sort import Limits
-from spark_bridge.task.state_task import Logic
-from spark_bridge.task.watermark import EventTime
+from spark_bridge.task.state_task import EventTime, Logic
 from tests.effort import examples
 from tests.spark_bridge.operators.operator_runs import batch_of
 from tests.spark_bridge.stateful.task_runs import (

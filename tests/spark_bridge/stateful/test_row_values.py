@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from pyspark.sql import Row
 from pyspark.sql import types as T
 
-from spark_bridge.stateful.values.row_values import RowCodec, row_class
+from spark_bridge.stateful.state_values import RowCodec, row_class
 from tests.effort import examples
 
 POINT = T.StructType().add("x", "long").add("at", T.TimestampType())
@@ -342,6 +342,6 @@ def test_empty_batches() -> None:
 
 
 def of_ddl(kind: str) -> T.StructType:
-    from spark_bridge.stateful.values.ddl import struct_of
+    from spark_bridge.stateful.ddl import struct_of
 
     return struct_of(f"v {kind}")

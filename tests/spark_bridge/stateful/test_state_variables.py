@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from pyspark.sql import Row
 
+from backends.conf import check_name
 from backends.encoding.operator_schema import OperatorSchema, StateVariable, evolved
-from backends.ids import check_name
 from spark_bridge.exceptions import StatefulProcessorError
-from spark_bridge.queryable.client.answers.state_views import state_view
+from spark_bridge.queryable.client.state_views import state_view
 from tests.spark_bridge.host.local_partition import LocalPartition, encoded, run_step, steps
 from tests.spark_bridge.stateful.variable_steps import KEY, OTHER, Variables, partition_of
 

@@ -14,10 +14,10 @@ from pyspark.errors.exceptions.base import PySparkAssertionError
 from pyspark.sql import Row
 
 from spark_bridge.exceptions import IllegalStateValueError, ProcessorTesterError, TimeModeError
+from spark_bridge.stateful.declaration import DeletedStateError
 from spark_bridge.stateful.stateful_processor import ExpiredTimerInfo, StatefulProcessor, TimerValues
-from spark_bridge.stateful.testing.tester import ProcessorTester
-from spark_bridge.stateful.variables.deleted_state import DeletedStateError
-from spark_bridge.task.local_state_access import LocalStateAccess
+from spark_bridge.stateful.testing import ProcessorTester
+from spark_bridge.task.task_store import LocalStateAccess
 
 try:
     from pyspark.sql.streaming.stateful_processor import StatefulProcessor as PySparkProcessor

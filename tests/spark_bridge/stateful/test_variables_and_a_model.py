@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spark_bridge.stateful.tasks.processor_state import ProcessorState
+from spark_bridge.stateful.process_task import ProcessorState
 from tests.effort import effort
 from tests.spark_bridge.host.local_partition import LocalPartition, encoded, run_step, steps
 from tests.spark_bridge.stateful.variable_steps import KEYS, Variables

@@ -15,7 +15,7 @@ from pyspark.sql import SparkSession
 from spark_bridge import aggregate, attach, setup_ray_on_spark, state_table, stop_spark
 from spark_bridge import functions as S
 from spark_bridge.exceptions import EnvironmentProblemError
-from spark_bridge.session.cluster.ray_on_spark import AUTH_MODE, core_use
+from spark_bridge.session.ray_cluster import AUTH_MODE, core_use
 
 SMALL = {
     "memory_worker_node": 200 << 20,

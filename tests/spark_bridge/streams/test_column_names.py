@@ -31,7 +31,7 @@ from spark_bridge import (
     transform_with_state_in_pandas,
 )
 from spark_bridge import functions as S
-from spark_bridge.stateful.arrow_processor import ArrowBatch, ArrowResult, arrow_processor
+from spark_bridge.stateful.stateful_processor import ArrowBatch, ArrowResult, arrow_processor
 from tests.spark_bridge.conftest import Stream, settle
 
 pytestmark = [pytest.mark.spark, pytest.mark.spark42]

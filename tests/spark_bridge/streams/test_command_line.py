@@ -13,7 +13,7 @@ import ray
 from spark_bridge import aggregate
 from spark_bridge import functions as S
 from spark_bridge.cli.main import app
-from spark_bridge.state_surgery import forget_keys as forgetting
+from spark_bridge.state_surgery import forget_keys
 from tests.command_line import CliRunner
 from tests.spark_bridge.conftest import Stream, settle, wait_until
 
@@ -44,7 +44,7 @@ def test_commands_on_a_running_stream_its_checkpoint_and_a_damaged_one(stream: S
     settle(query)
     # The query runs on that checkpoint: its coordinator exchanges the files, and the next batch is not fenced off.
     there = ("--checkpoint", stream.checkpoint, "--address", "auto", "--yes")
-    with patch.object(forgetting, "_coordinator", lambda: None):  # as in a process without a session
+    with patch.object(forget_keys, "_coordinator", lambda: None):  # as in a process without a session
         assert statestore("forget", "cli_totals", "99", *there)["keys"] == 1
     stream.add([(1, 3.0), (3, 4.0)])
     settle(query)

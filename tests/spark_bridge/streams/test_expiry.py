@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from spark_bridge.stateful.variables import map_state
+from spark_bridge.stateful import map_state
 from tests.spark_bridge.host.local_partition import LocalPartition
 
 

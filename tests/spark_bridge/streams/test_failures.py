@@ -18,11 +18,10 @@ import pytest
 import ray
 from pyspark.sql import DataFrame
 
-from backends.formats.manifest import Manifest
-from backends.formats.sealed import unseal
+from backends.formats.manifest import Manifest, unseal
 from spark_bridge import QueryableStateClient, aggregate
 from spark_bridge import functions as S
-from spark_bridge.session.current import current_cluster
+from spark_bridge.session.state_cluster import current_cluster
 from tests.patience import HANG
 from tests.spark_bridge.conftest import Stream, driver_environment, held_instances, settle, wait_until
 from tests.spark_bridge.streams.totals import KEYS, Totals, start
@@ -180,7 +179,7 @@ from pathlib import Path
 import ray
 from pyspark.sql import SparkSession
 from spark_bridge import aggregate, attach, functions as S
-from spark_bridge.session.cluster.java import ensure_java
+from spark_bridge.session.ray_cluster import ensure_java
 
 root, kill_at = Path(sys.argv[1]), int(sys.argv[2])
 ensure_java()

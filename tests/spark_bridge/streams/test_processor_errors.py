@@ -21,7 +21,7 @@ from spark_bridge.exceptions import (
     StatefulProcessorError,
     TimeModeError,
 )
-from spark_bridge.stateful.tasks.processor_state import ProcessorState
+from spark_bridge.stateful.process_task import ProcessorState
 from tests.spark_bridge.host.local_partition import KEY, LocalPartition, run_step
 
 PROCESSING_TIME = "processingtime"

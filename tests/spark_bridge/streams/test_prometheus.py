@@ -14,7 +14,7 @@ from pyspark.sql.streaming import StreamingQuery
 from spark_bridge import QueryableStateClient, aggregate, deduplicate
 from spark_bridge import functions as S
 from spark_bridge.exceptions import StateVersionError
-from spark_bridge.grafana.panels import DASHBOARD_ROWS
+from spark_bridge.grafana import DASHBOARD_ROWS
 from tests.patience import PATIENCE
 from tests.prometheus import Prometheus, needs_prometheus, panel_query, running_prometheus
 from tests.spark_bridge.conftest import Stream, settle, wait_until

@@ -13,13 +13,11 @@ import pytest
 from backends.encoding.operator_schema import OperatorSchema
 from coordinator_actor.messages import BatchTimes
 from spark_bridge import StatefulProcessor
-from spark_bridge.stateful.tasks.process_task import InitialStateLogic, ProcessLogic
-from spark_bridge.stateful.tasks.processor_state import ProcessorState
-from spark_bridge.stateful.tasks.task_input import TaskInput
-from spark_bridge.stateful.values.ddl import struct_of
-from spark_bridge.stateful.values.row_values import RowCodec
+from spark_bridge.stateful.ddl import struct_of
+from spark_bridge.stateful.process_task import InitialStateLogic, ProcessLogic, ProcessorState, TaskInput
+from spark_bridge.stateful.state_values import RowCodec
 from spark_bridge.task.external_sort import Limits
-from spark_bridge.task.watermark import EventTime
+from spark_bridge.task.state_task import EventTime
 from tests.effort import effort
 from tests.spark_bridge.operators.operator_runs import OperatorRun
 from tests.spark_bridge.streams.processors import (

@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 import pyspark
 import pytest
 
-from spark_bridge.session.cluster.java import ensure_java
+from spark_bridge.session.ray_cluster import ensure_java
 from tests.patience import PATIENCE
 from tests.spark_bridge.own_head import free_ports, own_head
 

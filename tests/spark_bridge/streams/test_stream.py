@@ -24,8 +24,8 @@ from coordinator_actor.durable.fencing import FENCE
 from spark_bridge import QueryableStateClient, aggregate
 from spark_bridge import functions as S
 from spark_bridge.exceptions import UnknownKeyOrNamespaceError, UnknownOperatorError
-from spark_bridge.session.current import current_cluster
-from spark_bridge.task import local_properties
+from spark_bridge.session.state_cluster import current_cluster
+from spark_bridge.task import executor
 from tests.patience import PATIENCE
 from tests.spark_bridge.conftest import Stream, settle, wait_until
 
@@ -116,7 +116,7 @@ def test_running_totals_go_to_the_sink_and_can_be_asked_for_while_the_query_runs
 
 
 def test_a_process_without_ray_reads_by_address_and_token(stream: Stream, client: QueryableStateClient) -> None:
-    from spark_bridge.session.current import current_cluster
+    from spark_bridge.session.state_cluster import current_cluster
 
     stream.add([(5, 1.0)])
     query = start(aggregate(stream.read(), by="k", operator="outside", n=S.count()), stream)
@@ -337,7 +337,7 @@ def test_output_goes_to_any_sink(stream: Stream, spark: Any, tmp_path: Path) -> 
 
 def test_the_token_is_not_in_sparks_event_log(spark: SparkSession, tmp_path: Path) -> None:
     context = spark.sparkContext
-    name = local_properties.TOKEN
+    name = executor.TOKEN
     assert context.getLocalProperty(name) == current_cluster().token
     jvm: Any = context._jvm
     log = jvm.org.apache.spark.scheduler.EventLoggingListener(

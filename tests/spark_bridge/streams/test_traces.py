@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from backends.tracing import trace_ids
-from backends.tracing.trace_ids import Trace
+from backends import spans as trace_ids
+from backends.spans import Trace
 from tests.collector import CollectedSpan, Collector
 from tests.patience import PATIENCE
 

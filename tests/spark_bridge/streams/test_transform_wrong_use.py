@@ -12,14 +12,13 @@ from pyspark.sql import functions as F
 from pyspark.sql import types as T
 
 from spark_bridge.exceptions import InvalidOperatorError
-from spark_bridge.stateful.arrow_processor import ArrowBatch, arrow_processor
-from spark_bridge.stateful.stateful_processor import StatefulProcessor, TimerValues
+from spark_bridge.stateful.stateful_processor import ArrowBatch, StatefulProcessor, TimerValues, arrow_processor
 from spark_bridge.stateful.transform_with_state import (
     transform_with_state,
     transform_with_state_in_arrow,
     transform_with_state_in_pandas,
 )
-from spark_bridge.task.watermark import WATERMARK_METADATA
+from spark_bridge.task.state_task import WATERMARK_METADATA
 from tests.spark_bridge.conftest import Stream
 
 pytestmark = [pytest.mark.spark, pytest.mark.spark42]

@@ -14,7 +14,7 @@ from pyspark.sql import functions as F
 from spark_bridge import aggregate
 from spark_bridge import functions as S
 from spark_bridge.exceptions import InvalidOperatorError
-from spark_bridge.operators.deduplicate.operator import deduplicate
+from spark_bridge.operators.deduplicate import deduplicate
 from tests.spark_bridge.conftest import Stream
 from tests.spark_bridge.streams.running import flat, start
 

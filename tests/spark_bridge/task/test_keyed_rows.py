@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from backends.encoding.keys import decode_keys
 from spark_bridge.aggregates.row_groups import group_rows
+from spark_bridge.task.executor import StepTimer
 from spark_bridge.task.external_sort import Limits
 from spark_bridge.task.keyed_rows import Ids, KeyedRows, RowReducer, StepSize, empty, one_batch, parts_of
-from spark_bridge.task.step_timer import StepTimer
 from tests.effort import examples
 
 KEYS = pa.schema([pa.field("k", pa.string()), pa.field("n", pa.int32())])

@@ -17,12 +17,12 @@ from backends.exceptions import StorageError
 from backends.partition.load_watch import LoadProgress
 from coordinator_actor.coordinator import Coordinator
 from spark_bridge.exceptions import HostUnavailableError
-from spark_bridge.host.held.instance import InstanceKey
-from spark_bridge.host.loading.kept_partitions import LOADED_FILES_SECONDS
-from spark_bridge.host.loading.shared_loads import ABANDONED_SECONDS, SharedLoads
-from spark_bridge.host_actor.flight_server import HostFlightServer
+from spark_bridge.flight_server import HostFlightServer
+from spark_bridge.host.held_partitions import InstanceKey
+from spark_bridge.host.kept_partitions import LOADED_FILES_SECONDS
+from spark_bridge.host.shared_loads import ABANDONED_SECONDS, SharedLoads
 from spark_bridge.task import task_store as task_client
-from spark_bridge.task.endpoints import Endpoints
+from spark_bridge.task.executor import Endpoints
 from spark_bridge.task.task_store import TaskStore
 from tests.patience import PATIENCE
 from tests.spark_bridge.host.host_steps import make_host, plan_spark, reg, run_task, task

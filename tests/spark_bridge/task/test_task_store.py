@@ -23,15 +23,13 @@ from backends.exceptions import HostMemoryBusyError
 from coordinator_actor.coordinator import Coordinator
 from coordinator_actor.exceptions import BatchHeldError, QueryBusyError
 from coordinator_actor.messages import DUPLICATES, BatchTimes, OperatorFigures
+from spark_bridge import flight_server
 from spark_bridge.exceptions import HostUnavailableError, NotOwnerError, PartitionMismatchError
-from spark_bridge.host_actor import received_changes
-from spark_bridge.host_actor.flight_server import HostFlightServer
-from spark_bridge.host_actor.received_changes import changes_of
+from spark_bridge.flight_server import HostFlightServer, changes_of
 from spark_bridge.task import task_store as task_client
-from spark_bridge.task.endpoints import Endpoints
-from spark_bridge.task.staged_changes import StagedChanges
+from spark_bridge.task.executor import Endpoints
 from spark_bridge.task.state_task import StateTask, partitions_of
-from spark_bridge.task.task_store import TaskStore
+from spark_bridge.task.task_store import StagedChanges, TaskStore
 from spark_bridge.transport import flight_client
 from spark_bridge.transport.protocol import OpenReply
 from tests.coordinator_actor.coordinator_world import World
@@ -138,7 +136,7 @@ def test_what_comes_from_a_host_is_aligned(
         committed.extend(batches)
         return changes_of(batches)
 
-    monkeypatch.setattr(received_changes, "changes_of", kept)
+    monkeypatch.setattr(flight_server, "changes_of", kept)
     for batch, n in enumerate((1, 2, 3, 300, 5000)):  # the places depend on the lengths
         write_offsets(world, batch, 7, 1000)
         made, keys = store(served, batch), keys_of(n)

@@ -12,15 +12,15 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
+from backends import spans
 from backends.encoding.key_groups import key_groups, partition_of
 from backends.encoding.keys import encode_keys
 from backends.encoding.operator_schema import OperatorSchema
-from backends.tracing import spans, trace_ids
 from coordinator_actor.messages import OperatorFigures
 from spark_bridge.exceptions import NotOwnerError
-from spark_bridge.host_actor.flight_server import HostFlightServer
+from spark_bridge.flight_server import HostFlightServer
 from spark_bridge.task import task_store
-from spark_bridge.task.endpoints import Endpoints
+from spark_bridge.task.executor import Endpoints
 from spark_bridge.task.state_task import task_span
 from spark_bridge.task.task_store import TaskStore
 from spark_bridge.transport import flight_client
@@ -113,7 +113,7 @@ def test_one_trace_a_batch_from_the_task_to_storage(recorded: Recorded, stream: 
     stream.c.batch_committed("run1", 0)
     stream.hosts[0].heartbeat()
     wait_until(lambda: len(recorded.named("host.apply")) == 2)
-    trace_id, root_id = trace_ids.batch("run1", 1).ids
+    trace_id, root_id = spans.batch("run1", 1).ids
     assert {s.context.trace_id for s in recorded.all()} == {trace_id}
     paths = {" > ".join(recorded.path(s)) for s in recorded.all()}
     commit = "task > task.commit > host.commit"
@@ -165,7 +165,7 @@ def test_a_restart_with_other_partitions(recorded: Recorded, stream: Stream) -> 
     assert claim.attributes == {"statestore.was_known": False, "statestore.rescaled": True}
     registered = recorded.one("coordinator.register")
     assert registered.parent is not None
-    assert (registered.context.trace_id, registered.parent.span_id) == trace_ids.run("run2").ids
+    assert (registered.context.trace_id, registered.parent.span_id) == spans.run("run2").ids
     assert registered.attributes is not None
     assert (registered.attributes["statestore.query_id"], registered.attributes["statestore.version"]) == ("q", 1)
     write_offsets(stream.world, 1, 0, 1000)
@@ -173,7 +173,7 @@ def test_a_restart_with_other_partitions(recorded: Recorded, stream: Stream) -> 
     load = recorded.one("host.load")
     assert recorded.path(load) == ["host.open", "host.load"]
     assert load.attributes is not None and load.attributes["statestore.rescaled"] is True
-    assert load.context.trace_id == trace_ids.batch("run2", 2).ids[0]
+    assert load.context.trace_id == spans.batch("run2", 2).ids[0]
 
 
 def test_a_savepoint_is_a_trace_of_its_own(recorded: Recorded, stream: Stream) -> None:
@@ -192,7 +192,7 @@ def test_a_savepoint_is_a_trace_of_its_own(recorded: Recorded, stream: Stream) -
     root = recorded.one("savepoint")
     assert root.parent is None and root.attributes is not None
     savepoint_id = root.attributes["statestore.savepoint_id"]
-    assert (root.context.trace_id, root.context.span_id) == trace_ids.savepoint("run1", int(str(savepoint_id))).ids
+    assert (root.context.trace_id, root.context.span_id) == spans.savepoint("run1", int(str(savepoint_id))).ids
     below = {s.name for s in recorded.all() if s.parent and s.parent.span_id == root.context.span_id}
     assert below == {"savepoint.trigger", "savepoint.spark_files", "host.export", "savepoint.metadata"}
     exported = [(s.attributes or {})["statestore.partition"] for s in recorded.named("host.export")]
@@ -217,7 +217,7 @@ def test_a_partition_that_moves_is_loaded_beside_the_batch(recorded: Recorded, s
     wait_until(has_moved)
     warm = recorded.one("host.warm_up")
     assert warm.parent is not None
-    assert (warm.context.trace_id, warm.parent.span_id) == trace_ids.batch("run1", 2).ids
+    assert (warm.context.trace_id, warm.parent.span_id) == spans.batch("run1", 2).ids
     assert recorded.path(recorded.one("host.load")) == ["host.warm_up", "host.load"]
     assert ["host.warm_up", "host.load", "storage.get"] in map(recorded.path, recorded.all())
 

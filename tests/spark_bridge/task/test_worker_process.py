@@ -13,7 +13,7 @@ CHILD = """
 import gc, importlib, sys
 sys.path.insert(0, sys.argv[1])
 import packed.one
-from spark_bridge.task.worker_process import settle_worker
+from spark_bridge.task.executor import settle_worker
 importers = lambda: [f for f in sys.path_importer_cache.values() if type(f).__name__ == "zipimporter"]
 assert importers()
 settle_worker()

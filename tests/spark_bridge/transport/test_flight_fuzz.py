@@ -23,7 +23,7 @@ from pyarrow import flight
 
 from coordinator_actor.messages import OperatorFigures
 from spark_bridge.exceptions import RequestError
-from spark_bridge.host_actor.flight_server import HostFlightServer
+from spark_bridge.flight_server import HostFlightServer
 from spark_bridge.transport.flight_client import HostClient
 from spark_bridge.transport.protocol import (
     COMMIT_SCHEMA,

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from spark_bridge.exceptions import HostUnavailableError
-from spark_bridge.host_actor.flight_server import HostFlightServer
+from spark_bridge.flight_server import HostFlightServer
 from spark_bridge.transport import flight_client
 from spark_bridge.transport.flight_client import client_for, forget_client
 from tests.coordinator_actor.coordinator_world import World

@@ -14,9 +14,8 @@ import pytest
 from pyarrow import flight
 
 from spark_bridge.exceptions import HostUnavailableError
-from spark_bridge.transport import silent_hosts
-from spark_bridge.transport.flight_client import HostClient
-from spark_bridge.transport.silent_hosts import SilentHosts
+from spark_bridge.transport import flight_client
+from spark_bridge.transport.flight_client import HostClient, SilentHosts
 from tests.patience import HANG, PATIENCE
 
 
@@ -101,7 +100,7 @@ def cable(server: Server) -> Iterator[Cable]:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, seconds in (("SILENT_SECONDS", 0.1), ("CALL_WATCH_SECONDS", 0.05), ("PROBE_SECONDS", 0.3)):
-        monkeypatch.setattr(silent_hosts, name, seconds)
+        monkeypatch.setattr(flight_client, name, seconds)
 
 
 def test_a_call_to_a_host_that_is_cut_off_ends_long_before_its_time(
@@ -135,18 +134,18 @@ def test_a_call_to_a_host_that_takes_long_is_not_given_up(server: Server, cable:
 
 def test_only_hosts_of_calls_that_wait_for_long_are_probed(monkeypatch: pytest.MonkeyPatch) -> None:
     hosts = SilentHosts()
-    monkeypatch.setattr(silent_hosts, "CALL_WATCH_SECONDS", HANG)  # the test looks by itself
+    monkeypatch.setattr(flight_client, "CALL_WATCH_SECONDS", HANG)  # the test looks by itself
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.setblocking(False)
         with hosts.watched(("127.0.0.1", listener.getsockname()[1])) as call:
             hosts.look()
-            call.since -= silent_hosts.SILENT_SECONDS + 1
+            call.since -= flight_client.SILENT_SECONDS + 1
             call.pause()
             hosts.look()
             with pytest.raises(BlockingIOError):
                 listener.accept()
             call.go_on()
-            call.since -= silent_hosts.SILENT_SECONDS + 1
+            call.since -= flight_client.SILENT_SECONDS + 1
             hosts.look()
             listener.accept()[0].close()
         hosts.look()
@@ -156,13 +155,13 @@ def test_only_hosts_of_calls_that_wait_for_long_are_probed(monkeypatch: pytest.M
 
 def test_one_probe_without_an_answer_gives_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
     given_up: list[tuple[str, int]] = []
-    monkeypatch.setattr(silent_hosts, "shut_down_connections", given_up.append)
+    monkeypatch.setattr(flight_client, "shut_down_connections", given_up.append)
     hosts = SilentHosts()
-    monkeypatch.setattr(silent_hosts, "CALL_WATCH_SECONDS", HANG)  # the test looks by itself
+    monkeypatch.setattr(flight_client, "CALL_WATCH_SECONDS", HANG)  # the test looks by itself
     with socket.create_server(("127.0.0.1", 0)) as listener:
         place = listener.getsockname()
     with hosts.watched(place) as call:
-        call.since -= silent_hosts.SILENT_SECONDS + 1
+        call.since -= flight_client.SILENT_SECONDS + 1
         hosts.look()
         assert given_up == []
         with socket.create_server(place):

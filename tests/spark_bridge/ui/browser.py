@@ -14,8 +14,7 @@ from typing import Any
 import uvicorn
 
 from spark_bridge.ui.app import create_ui
-from spark_bridge.ui.sign_in import SESSION_COOKIE
-from spark_bridge.ui.system import System
+from spark_bridge.ui.requests import SESSION_COOKIE, System
 from tests.patience import PATIENCE
 from tests.spark_bridge.ui.systems import ACT, Tokens
 

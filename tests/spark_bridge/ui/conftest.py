@@ -8,7 +8,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from spark_bridge.ui.app import create_ui
-from spark_bridge.ui.system import System
+from spark_bridge.ui.requests import System
 from tests.spark_bridge.ui.systems import ACT, Served, Tokens, served
 
 Look = Callable[..., TestClient]

@@ -18,10 +18,10 @@ from typing import Any
 
 import uvicorn
 
-from spark_bridge.host.partition_columns import in_columns
+from spark_bridge.host.held_partitions import in_columns
 from spark_bridge.overview.from_cluster import KnownCheckpoints, overview_of_cluster
 from spark_bridge.overview.model import Overview
-from spark_bridge.ui import overviews
+from spark_bridge.ui import requests as overviews
 from spark_bridge.ui.app import create_ui
 from spark_bridge.ui.live import LiveSystem
 from tests.spark_bridge.queryable.client_world import Cluster

@@ -10,15 +10,17 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from coordinator_actor.durable.checkpoint_records import StepTime
+from coordinator_actor.durable.records import StepTime
 from coordinator_actor.messages import InputPace, SavepointStatus
 from coordinator_actor.savepoints.savepoint_format import SavepointInfo
 from spark_bridge.exceptions import AccessDeniedError, EnvironmentProblemError, RequestError
-from spark_bridge.host.partition_columns import in_columns
+from spark_bridge.host.held_partitions import in_columns
 from spark_bridge.overview.faults import faults_of
 from spark_bridge.overview.from_cluster import overview_of_cluster
 from spark_bridge.overview.model import (
     Checkpoint,
+    CoordinatorInfo,
+    HostOverview,
     Operator,
     Overview,
     Partition,
@@ -26,8 +28,7 @@ from spark_bridge.overview.model import (
     SchemaUse,
     Variable,
 )
-from spark_bridge.overview.processes import CoordinatorInfo, HostOverview
-from spark_bridge.queryable.server.tokens.token_verifier import Grant
+from spark_bridge.queryable.server.tokens import Grant
 from spark_bridge.ui.live import LiveSystem
 from tests.spark_bridge.queryable.client_world import Cluster
 

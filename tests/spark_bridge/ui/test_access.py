@@ -10,10 +10,8 @@ import pytest
 from starlette.testclient import TestClient
 
 from spark_bridge.ui import app as page_app
-from spark_bridge.ui.app import create_ui
-from spark_bridge.ui.sign_in import SESSION_COOKIE, OwnToken, form_token
-from spark_bridge.ui.views import POSTED, SEEN
-from spark_bridge.ui.web import POLICY
+from spark_bridge.ui.app import POLICY, POSTED, SEEN, create_ui
+from spark_bridge.ui.requests import SESSION_COOKIE, OwnToken, form_token
 from tests.spark_bridge.ui.conftest import Look
 from tests.spark_bridge.ui.hostile import HOSTILE, Forms
 from tests.spark_bridge.ui.systems import ACT, LOOK, PROCESSES, ModelSystem, Tokens, healthy, in_trouble

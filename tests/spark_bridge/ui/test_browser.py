@@ -15,7 +15,7 @@ import pytest
 
 from coordinator_actor.messages import SavepointStatus
 from spark_bridge.overview.model import Overview
-from spark_bridge.ui.stored import StoredSystem
+from spark_bridge.ui.live import StoredSystem
 from tests.effort import effort, only_thorough
 from tests.spark_bridge.state_data.format_fixtures import Stored
 from tests.spark_bridge.ui.browser import NARROW, WHY_NOT, WIDE, Tab, chromium, served_page

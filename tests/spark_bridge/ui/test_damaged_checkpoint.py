@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from spark_bridge.ui.stored import StoredSystem
-from spark_bridge.ui.system import tables_of
+from spark_bridge.ui.live import StoredSystem
+from spark_bridge.ui.requests import tables_of
 from tests.spark_bridge.state_data.format_fixtures import Stored, copied
 from tests.spark_bridge.ui.conftest import Look
 

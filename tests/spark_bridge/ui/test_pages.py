@@ -16,14 +16,14 @@ import pytest
 from msgspec import structs
 from starlette.testclient import TestClient
 
-from backends.storage.sending.prices import Prices
+from backends.storage.requests import Prices
 from coordinator_actor.messages import InputPace
 from spark_bridge.exceptions import EnvironmentProblemError
 from spark_bridge.overview.model import Overview, Partition
 from spark_bridge.ui.app import create_ui
 from spark_bridge.ui.charts import MOST_CELLS, heat_map, steps, strip, timeline
 from spark_bridge.ui.live import LiveSystem
-from spark_bridge.ui.overviews import OLD_SECONDS, RECENT_SECONDS, RECENT_WAIT_SECONDS, SharedOverview
+from spark_bridge.ui.requests import OLD_SECONDS, RECENT_SECONDS, RECENT_WAIT_SECONDS, SharedOverview
 from tests.patience import PATIENCE
 from tests.spark_bridge.ui.conftest import Look
 from tests.spark_bridge.ui.hostile import HOSTILE, Forms
@@ -305,7 +305,7 @@ def test_a_page_waits_for_a_newer_overview_only_if_the_last_one_is_not_recent(mo
     asked: Any = Asked()
     shared = asked.shared()
     shared.get()
-    monkeypatch.setattr("spark_bridge.ui.overviews.OVERVIEW_WAIT_SECONDS", PATIENCE)
+    monkeypatch.setattr("spark_bridge.ui.requests.OVERVIEW_WAIT_SECONDS", PATIENCE)
     ask = shared._ask
     monkeypatch.setattr(shared, "_ask", lambda: held.wait(PATIENCE) and ask())
     asked.now = RECENT_SECONDS - 0.1
@@ -319,7 +319,7 @@ def test_an_overview_that_takes_long_is_shown_with_its_age(monkeypatch: pytest.M
     asked: Any = Asked()
     shared = asked.shared()
     shared.get()
-    monkeypatch.setattr("spark_bridge.ui.overviews.OVERVIEW_WAIT_SECONDS", 0.0)
+    monkeypatch.setattr("spark_bridge.ui.requests.OVERVIEW_WAIT_SECONDS", 0.0)
     monkeypatch.setattr(shared, "_refresh", lambda done: done.wait(PATIENCE))
     asked.now = OLD_SECONDS + 2
     seen = shared.get()

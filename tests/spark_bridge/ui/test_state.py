@@ -19,11 +19,10 @@ import pytest
 from starlette.testclient import TestClient
 
 from spark_bridge.exceptions import RequestError
-from spark_bridge.queryable.sql.duckdb_connections import SqlLimits
-from spark_bridge.ui.sign_in import form_token
-from spark_bridge.ui.stored import StoredSystem
-from spark_bridge.ui.system import tables_of
-from spark_bridge.ui.typed_values import parsed, text_of
+from spark_bridge.queryable.sql.sql import SqlLimits
+from spark_bridge.ui.live import StoredSystem
+from spark_bridge.ui.lookups import parsed, text_of
+from spark_bridge.ui.requests import form_token, tables_of
 from tests.patience import PATIENCE
 from tests.spark_bridge.state_data.format_fixtures import Stored
 from tests.spark_bridge.ui.browser import served_page
@@ -163,14 +162,14 @@ def test_a_statement_that_cannot_be_is_refused(statement: str, why: str, page: T
 def test_a_statement_without_an_end_is_ended(page: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
     endless = "select sum(a.range * b.range) from range(1000000) a, range(1000000) b"
     with monkeypatch.context() as changed:
-        changed.setattr("spark_bridge.ui.views.sql.SQL_SECONDS", 0.2)
+        changed.setattr("spark_bridge.ui.state_pages.SQL_SECONDS", 0.2)
         answer = run(page, endless)
     assert answer.status_code == 400 and "was not done after" in answer.text
     assert run(page, "select 1").status_code == 200
 
 
 def test_a_statement_beyond_its_memory_says_so(page: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("spark_bridge.ui.views.sql.PAGE_SQL", SqlLimits(256 << 20, threads=1, temp_bytes=0))
+    monkeypatch.setattr("spark_bridge.ui.state_pages.PAGE_SQL", SqlLimits(256 << 20, threads=1, temp_bytes=0))
     large = "select a.range * 1000000 + b.range k, count(*) n from range(30000) a, range(30000) b group by all"
     for path in ("/sql", "/sql.csv"):
         answer = run(page, large, path)

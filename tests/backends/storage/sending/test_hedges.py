@@ -10,18 +10,9 @@ import pytest
 
 from backends.exceptions import FileExistsInStorageError
 from backends.storage.checkpoint_storage import CheckpointStorage
-from backends.storage.file_ref import FileRef, digest
-from backends.storage.sending.hedges import (
-    FEWEST,
-    HEDGED_BYTES,
-    LEAST_SECONDS,
-    MOST_AT_ONCE,
-    REMEMBERED,
-    SHARE,
-    Hedges,
-)
-from backends.storage.sending.request_counts import RequestCounts
-from backends.storage.sending.traffic import BucketTraffic
+from backends.storage.failures import FEWEST, HEDGED_BYTES, LEAST_SECONDS, MOST_AT_ONCE, REMEMBERED, SHARE, Hedges
+from backends.storage.locations import FileRef, digest
+from backends.storage.requests import BucketTraffic, RequestCounts
 from tests.backends.storage.s3_faults import Fault, FaultProxy, S3Server
 from tests.patience import PATIENCE
 

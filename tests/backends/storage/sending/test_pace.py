@@ -5,8 +5,14 @@ from __future__ import annotations
 import pytest
 
 from backends.storage.checkpoint_storage import CheckpointStorage
-from backends.storage.sending.pace import FREE_AT, GROWTH, LEAST_RATE, LONGEST_WAIT_SECONDS, AdaptiveRateLimit
-from backends.storage.sending.traffic import BucketTraffic
+from backends.storage.requests import (
+    FREE_AT,
+    GROWTH,
+    LEAST_RATE,
+    LONGEST_WAIT_SECONDS,
+    AdaptiveRateLimit,
+    BucketTraffic,
+)
 from tests.backends.storage.s3_faults import Fault, FaultProxy, S3Server
 
 

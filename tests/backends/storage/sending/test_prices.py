@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from backends.exceptions import InvalidStateStoreArgument
-from backends.storage.sending.prices import Prices
+from backends.storage.requests import Prices
 
 
 def test_each_kind_has_its_price() -> None:

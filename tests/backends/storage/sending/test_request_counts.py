@@ -9,8 +9,8 @@ import pytest
 
 from backends.exceptions import FileExistsInStorageError, MissingFileError
 from backends.storage.checkpoint_storage import CheckpointStorage
-from backends.storage.file_ref import FileRef, digest
-from backends.storage.sending.request_counts import RequestCounts, num_requests, used_since, used_together
+from backends.storage.locations import FileRef, digest
+from backends.storage.requests import RequestCounts, num_requests, used_since, used_together
 from tests.backends.storage.s3_faults import Fault, FaultProxy, S3Server
 
 

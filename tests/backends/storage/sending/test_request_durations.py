@@ -8,7 +8,7 @@ import pytest
 
 from backends.exceptions import StorageError
 from backends.storage.checkpoint_storage import CheckpointStorage
-from backends.storage.sending.request_counts import RequestCounts
+from backends.storage.requests import RequestCounts
 
 
 def test_failures_and_durations_are_counted_by_kind(tmp_path: Path) -> None:

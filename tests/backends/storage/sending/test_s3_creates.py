@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from backends.exceptions import FileExistsInStorageError, StorageError, UnsupportedLocationError
-from backends.storage.create_if_absent import CREATE_PROBE, CreateIfAbsentProofs
+from backends.storage.checkpoint_storage import CREATE_PROBE, CreateIfAbsentProofs
 from tests.backends.storage.s3_bucket import S3, again
 from tests.backends.storage.s3_faults import Fault, Kind
 from tests.effort import only_thorough

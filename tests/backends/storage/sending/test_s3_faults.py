@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from backends.exceptions import DamagedFileError, FileExistsInStorageError, MissingFileError, StorageError
-from backends.storage.file_ref import FileRef
+from backends.storage.locations import FileRef
 from tests.backends.storage.s3_bucket import S3, calls_on
 from tests.backends.storage.s3_faults import Fault
 from tests.effort import only_thorough

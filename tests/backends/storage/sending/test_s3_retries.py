@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from backends.exceptions import FileExistsInStorageError, MissingFileError, StorageError
-from backends.storage.file_ref import FileRef, digest
+from backends.storage.locations import FileRef, digest
 from tests.backends.storage.s3_bucket import S3, TRANSIENT, again, calls_on
 from tests.backends.storage.s3_faults import Fault
 from tests.effort import only_thorough

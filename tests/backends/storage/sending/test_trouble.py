@@ -9,9 +9,8 @@ import pytest
 
 from backends.exceptions import StorageError
 from backends.storage.checkpoint_storage import CheckpointStorage
-from backends.storage.sending.failures import for_people
-from backends.storage.sending.request_counts import RequestCounts
-from backends.storage.sending.trouble import LONGEST_TEXT, MOST_FAILURES, MOST_LOCATIONS, TroubleTracker
+from backends.storage.failures import LONGEST_TEXT, MOST_FAILURES, MOST_LOCATIONS, TroubleTracker, for_people
+from backends.storage.requests import RequestCounts
 
 
 class Clock:

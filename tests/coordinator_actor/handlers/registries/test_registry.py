@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from backends import StateStoreId, StateStoreProviderId
 from coordinator_actor.exceptions import ReplacedHostError, UnknownHostError
-from coordinator_actor.handlers.registries.host_registry import HostRegistry
-from coordinator_actor.handlers.registries.instance_registry import InstanceRegistry
+from coordinator_actor.handlers.registries import HostRegistry, InstanceRegistry
 from coordinator_actor.messages import HostInfo
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from coordinator_actor.query.batch.spark_logs import SparkLogs
+from coordinator_actor.run.batches import SparkLogs
 from tests.patience import PATIENCE
 
 

@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 
 from backends.formats.manifest_chain import Layout
-from coordinator_actor.query.files.files_in_use import BUSY_SECONDS, FILES_RENEW_SECONDS, UPLOAD, FilesInUse
+from coordinator_actor.run.holds import BUSY_SECONDS, FILES_RENEW_SECONDS, UPLOAD, FilesInUse
 from tests.coordinator_actor.coordinator_world import World
 from tests.coordinator_actor.coordinators import run_of
 

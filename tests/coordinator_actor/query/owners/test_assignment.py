@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator_actor.exceptions import UnknownHostError
-from coordinator_actor.query.owners.partition_owners import _scores, assign, place, shares
+from coordinator_actor.run.owners import _scores, assign, place, shares
 
 PARTITIONS = st.integers(0, 70).map(lambda n: [f"op/{p}" for p in range(n)])
 HOSTS = st.lists(st.integers(0, 4), min_size=1, max_size=14).map(

@@ -10,11 +10,11 @@ import pytest
 from backends.exceptions import InvalidStateStoreArgument, VersionNotFoundError
 from backends.storage.checkpoint_storage import CheckpointStorage
 from coordinator_actor.coordinator import Coordinator
-from coordinator_actor.durable.lookup_records import LookupRecord, LookupRecords
+from coordinator_actor.durable.records import LookupRecord, LookupRecords
 from coordinator_actor.exceptions import FencedError, QueryEndedError
 from coordinator_actor.messages import LookedUp
-from coordinator_actor.query.files.known_files import LISTED_EVERY
-from coordinator_actor.query.versions.looked_up_versions import KEPT_BATCHES, LOOKUP_RECORD_SECONDS, PIN_SECONDS
+from coordinator_actor.run.holds import LISTED_EVERY
+from coordinator_actor.run.versions import KEPT_BATCHES, LOOKUP_RECORD_SECONDS, PIN_SECONDS
 from tests.coordinator_actor.coordinator_world import World
 from tests.coordinator_actor.coordinators import acknowledge
 from tests.coordinator_actor.query.retention_steps import upload

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from spark_bridge.cli.cluster.drain import node_named
+from spark_bridge.cli.cluster_commands import node_named
 from spark_bridge.exceptions import EnvironmentProblemError
 
 NODES = [

@@ -6,10 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from spark_bridge.cli.cluster.log_files import LogFile, is_log_of
-from spark_bridge.cli.cluster.logs import events_about, names_asked, names_of
-from spark_bridge.overview.model import Overview, Query
-from spark_bridge.overview.processes import CoordinatorInfo, LostDriver
+from spark_bridge.cli.logs import LogFile, events_about, is_log_of, names_asked, names_of
+from spark_bridge.overview.model import CoordinatorInfo, LostDriver, Overview, Query
 
 QUERY = Query("q-1", "r-1", "clicks", "running", "/ck", "/ck/statestore", 1, 1, 1, 0)
 COORDINATOR = [

@@ -17,9 +17,9 @@ from pyspark.sql import SparkSession
 from rich.console import Console
 
 from coordinator_actor.access_tokens import IssuedToken, verified_id
+from coordinator_actor.actor import get_or_create_coordinator
 from coordinator_actor.exceptions import InvalidTokenError
-from coordinator_actor.on_ray.actor import get_or_create_coordinator
-from spark_bridge.cli.cluster.token import rendered, seconds_of
+from spark_bridge.cli.cluster_commands import rendered, seconds_of
 from spark_bridge.cli.main import app
 from tests.command_line import CliRunner
 from tests.patience import HANG, PATIENCE

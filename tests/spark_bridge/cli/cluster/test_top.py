@@ -6,10 +6,9 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 
-from spark_bridge.cli.cluster.top import top_view
 from spark_bridge.cli.main import app
-from spark_bridge.overview.model import Checkpoint, Overview
-from spark_bridge.overview.stream_pace import pace_of
+from spark_bridge.cli.overview import top_view
+from spark_bridge.overview.model import Checkpoint, Overview, pace_of
 from tests.command_line import CliRunner
 from tests.coordinator_actor.savepoints.savepoint_streams import Stream
 from tests.spark_bridge.cli.overviews import OVERVIEW, QUERY, printed

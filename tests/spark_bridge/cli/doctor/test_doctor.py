@@ -18,13 +18,11 @@ import pytest
 from packaging.requirements import Requirement
 
 from backends.storage.checkpoint_storage import CheckpointStorage
-from backends.storage.file_ref import FileRef
-from spark_bridge.cli.doctor import cluster, machine
-from spark_bridge.cli.doctor.checks import Check, checked
-from spark_bridge.cli.doctor.storage import storage_checks
+from backends.storage.locations import FileRef
+from spark_bridge.cli import doctor as cluster
+from spark_bridge.cli.doctor import Check, checked, storage_checks
 from spark_bridge.cli.main import app
-from spark_bridge.overview.model import Fault, Overview
-from spark_bridge.overview.processes import CoordinatorInfo, HostOverview
+from spark_bridge.overview.model import CoordinatorInfo, Fault, HostOverview, Overview
 from tests.command_line import CliRunner
 from tests.patience import HANG
 from tests.spark_bridge.own_head import free_ports, own_head
@@ -93,14 +91,14 @@ class Hiding(CheckpointStorage):
     ],
 )
 def test_settings_of_spark(settings: Mapping[str, str], name: str | None, status: str) -> None:
-    assert of(machine.spark_checks(settings))[name or next(iter(settings))].status == status
+    assert of(cluster.spark_checks(settings))[name or next(iter(settings))].status == status
 
 
 def test_settings_are_read_from_the_defaults_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "spark-defaults.conf").write_text("# mine\nspark.speculation   true\nspark.task.cpus=2\n\n")
     monkeypatch.setenv("SPARK_CONF_DIR", str(tmp_path))
-    assert set(of(machine.spark_checks({}))) == {"spark.speculation", "spark.task.cpus"}
-    assert set(of(machine.spark_checks({"spark.speculation": "false"}))) == {"spark.task.cpus"}
+    assert set(of(cluster.spark_checks({}))) == {"spark.speculation", "spark.task.cpus"}
+    assert set(of(cluster.spark_checks({"spark.speculation": "false"}))) == {"spark.task.cpus"}
 
 
 @pytest.mark.parametrize(
@@ -108,11 +106,11 @@ def test_settings_are_read_from_the_defaults_file(tmp_path: Path, monkeypatch: p
     [("3.5.7", "1.6.5", None), ("4.2.1", "1.6.5", "raydp-version"), ("4.1.0", "1.7.0", "spark-version")],
 )
 def test_pairs_of_versions(pyspark: str, raydp: str, name: str | None) -> None:
-    assert list(of(machine.pair_checks(pyspark, raydp))) == ([] if name is None else [name])
+    assert list(of(cluster.pair_checks(pyspark, raydp))) == ([] if name is None else [name])
 
 
 def test_this_environment_is_well() -> None:
-    assert {c.status for c in [*machine.python_check(), *machine.package_checks()]} == {"ok"}
+    assert {c.status for c in [*cluster.python_check(), *cluster.package_checks()]} == {"ok"}
 
 
 @pytest.mark.parametrize(
@@ -133,8 +131,8 @@ def test_rays_token_mode(tmp_path: Path, environment: dict[str, str], has_file: 
 
 
 def test_nodes_with_other_versions_and_clocks() -> None:
-    here = {name: machine.installed(name) for name in cluster.PACKAGES}
-    python = ".".join(str(machine.sys.version_info[i]) for i in (0, 1))
+    here = {name: cluster.installed(name) for name in cluster.PACKAGES}
+    python = ".".join(str(cluster.sys.version_info[i]) for i in (0, 1))
     node = {"ip": "10.0.0.1", "python": python, "packages": here, "skew": 0.1}
     assert of(cluster.node_checks([node]))["nodes"].status == "ok"
     found = of(
@@ -183,26 +181,26 @@ def remedies(checks: Any) -> dict[str, str]:
     ],
 )
 def test_the_remedies_of_settings_are_enough(wrong: dict[str, str], words: str, right: str) -> None:
-    ((name, remedy),) = remedies(machine.spark_checks(wrong)).items()
+    ((name, remedy),) = remedies(cluster.spark_checks(wrong)).items()
     assert words in remedy
-    assert not remedies(machine.spark_checks({name: right}))
+    assert not remedies(cluster.spark_checks({name: right}))
 
 
 def test_the_remedies_of_a_machine_are_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     other = tmp_path / "python3"
     other.write_text("")
     monkeypatch.setenv("PYSPARK_PYTHON", str(other))
-    remedy = remedies(machine.python_check())["pyspark-python"]
+    remedy = remedies(cluster.python_check())["pyspark-python"]
     assert "let PYSPARK_PYTHON name the Python of this environment" in remedy
     monkeypatch.setenv("PYSPARK_PYTHON", sys.executable)
-    assert not remedies(machine.python_check())
+    assert not remedies(cluster.python_check())
 
-    monkeypatch.setattr(machine, "sys", SimpleNamespace(version_info=(3, 9, 1), executable=sys.executable))
-    remedy = remedies(machine.python_check())["python"]
+    monkeypatch.setattr(cluster, "sys", SimpleNamespace(version_info=(3, 9, 1), executable=sys.executable))
+    remedy = remedies(cluster.python_check())["python"]
     first, last = re.findall(r"3\.(\d+)", remedy)
     for minor in range(int(first), int(last) + 1):
-        monkeypatch.setattr(machine, "sys", SimpleNamespace(version_info=(3, minor, 1), executable=sys.executable))
-        assert not remedies(machine.python_check())
+        monkeypatch.setattr(cluster, "sys", SimpleNamespace(version_info=(3, minor, 1), executable=sys.executable))
+        assert not remedies(cluster.python_check())
     monkeypatch.undo()
 
     larger = tmp_path / "larger"
@@ -210,29 +208,29 @@ def test_the_remedies_of_a_machine_are_enough(tmp_path: Path, monkeypatch: pytes
     free = {str(larger): 1 << 40}
     monkeypatch.setattr("shutil.disk_usage", lambda at: SimpleNamespace(free=free.get(str(at), 1 << 20)))
     monkeypatch.delenv("RAY_TMPDIR", raising=False)
-    assert "let RAY_TMPDIR name a larger disk" in remedies(machine.disk_check())["disk"]
+    assert "let RAY_TMPDIR name a larger disk" in remedies(cluster.disk_check())["disk"]
     monkeypatch.setenv("RAY_TMPDIR", str(larger))
-    assert not remedies(machine.disk_check())
+    assert not remedies(cluster.disk_check())
     monkeypatch.undo()
 
-    monkeypatch.setattr(machine, "installed", lambda name: None if name == "msgspec" else metadata.version(name))
-    remedy = remedies(machine.package_checks())["packages"]
+    monkeypatch.setattr(cluster, "installed", lambda name: None if name == "msgspec" else metadata.version(name))
+    remedy = remedies(cluster.package_checks())["packages"]
     assert remedy == "Install them: pip install --upgrade ray-statestore."
     assert any(Requirement(text).name == "msgspec" for text in metadata.requires("ray-statestore") or ())
     monkeypatch.undo()
-    assert not remedies(machine.package_checks())
+    assert not remedies(cluster.package_checks())
 
 
 def test_the_remedies_of_pairs_of_versions_name_pairs_that_fit() -> None:
     root = Path(__file__).parents[4]
-    remedy = remedies(machine.pair_checks("4.1.0", "1.7.0"))["spark-version"]
+    remedy = remedies(cluster.pair_checks("4.1.0", "1.7.0"))["spark-version"]
     for file in re.findall(r"constraints\S*\.txt", remedy):
         pins = dict(line.split("==") for line in (root / file).read_text().splitlines() if "==" in line)
-        assert not remedies(machine.pair_checks(pins["pyspark"].split(";")[0].strip(), pins["raydp"].split(";")[0]))
+        assert not remedies(cluster.pair_checks(pins["pyspark"].split(";")[0].strip(), pins["raydp"].split(";")[0]))
     for pyspark in ("3.5.7", "4.2.1"):
-        remedy = remedies(machine.pair_checks(pyspark, "1.5.0"))["raydp-version"]
+        remedy = remedies(cluster.pair_checks(pyspark, "1.5.0"))["raydp-version"]
         named = re.search(r"Install RayDP (\S+) for Spark", remedy)
-        assert named is not None and not remedies(machine.pair_checks(pyspark, f"{named[1]}.5"))
+        assert named is not None and not remedies(cluster.pair_checks(pyspark, f"{named[1]}.5"))
 
 
 def test_the_remedies_of_rays_token_are_enough(tmp_path: Path) -> None:
@@ -250,8 +248,8 @@ def test_the_remedies_of_rays_token_are_enough(tmp_path: Path) -> None:
 
 
 def test_the_remedies_of_nodes_and_ports_are_enough() -> None:
-    python = ".".join(str(machine.sys.version_info[i]) for i in (0, 1))
-    same = {"python": python, "packages": {name: machine.installed(name) for name in cluster.PACKAGES}, "skew": 0.0}
+    python = ".".join(str(cluster.sys.version_info[i]) for i in (0, 1))
+    same = {"python": python, "packages": {name: cluster.installed(name) for name in cluster.PACKAGES}, "skew": 0.0}
     wrong = [
         {**same, "ip": "a", "packages": dict.fromkeys(cluster.PACKAGES)},
         {**same, "ip": "b", "python": "3.9"},

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import ray
 
-from spark_bridge.cli.jobs.ray_jobs import COMMAND_KEY, NAME_KEY, RayJobs
-from spark_bridge.cli.jobs.supervision import ClusterAwayError, JobRun, NotOursError
+from spark_bridge.cli.jobs import COMMAND_KEY, NAME_KEY, ClusterAwayError, JobRun, NotOursError, RayJobs
 
 
 class Dashboard(ThreadingHTTPServer):

@@ -18,8 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from spark_bridge.cli.jobs.run import command_of, runtime_env_of
-from spark_bridge.cli.jobs.supervision import NOT_REACHED
+from spark_bridge.cli.jobs import NOT_REACHED, command_of, runtime_env_of
 from spark_bridge.cli.main import app
 from tests.command_line import CliRunner
 from tests.patience import PATIENCE

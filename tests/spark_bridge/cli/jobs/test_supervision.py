@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from spark_bridge.cli.jobs.supervision import (
+from spark_bridge.cli.jobs import (
     ENDED_WELL,
     GAVE_UP,
     JOB_FAILED,

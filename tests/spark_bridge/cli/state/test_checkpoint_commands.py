@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from click.testing import Result
 
-from coordinator_actor.query.checkpoint_history import WRITE_SECONDS
+from coordinator_actor.run.history import WRITE_SECONDS
 from spark_bridge.cli.main import app
-from spark_bridge.state_data.state_tables import state_table
+from spark_bridge.state_data.frames import state_table
 from tests.command_line import CliRunner
 from tests.coordinator_actor.savepoints.savepoint_streams import Stream
 from tests.spark_bridge.state_flows import Flow

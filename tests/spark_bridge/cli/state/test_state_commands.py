@@ -15,8 +15,8 @@ import pyarrow as pa
 import pytest
 from click.testing import Result
 
-from spark_bridge.cli.keys import bound_of, condition_of, key_of_words
 from spark_bridge.cli.main import app
+from spark_bridge.cli.sources import bound_of, condition_of, key_of_words
 from spark_bridge.exceptions import RequestError, UnknownKeyOrNamespaceError
 from spark_bridge.state_data import checkpoint_client
 from tests.command_line import CliRunner

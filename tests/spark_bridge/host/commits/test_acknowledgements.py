@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from backends.exceptions import StorageError
-from backends.storage.file_ref import FileRef
+from backends.storage.locations import FileRef
 from coordinator_actor.exceptions import LineageError, StaleOwnerError
 from coordinator_actor.messages import Acknowledge, Acknowledged, Refused
 from spark_bridge.exceptions import HostUnavailableError
-from spark_bridge.host.commits.acknowledgements import Acknowledgements
+from spark_bridge.host.commits import Acknowledgements
 from tests.patience import PATIENCE
 from tests.spark_bridge.host.task_threads import Threads, wait_until
 

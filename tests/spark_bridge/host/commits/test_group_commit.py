@@ -13,17 +13,15 @@ import pytest
 
 from backends.conf import StateStoreConf
 from backends.exceptions import DamagedFileError, InvalidStateStoreArgument, StorageError
-from backends.formats.changelog import ChangelogMeta
-from backends.formats.changelog_group import read_index
+from backends.formats.changelog import ChangelogMeta, read_index
 from backends.formats.manifest import Lineage
 from backends.host_memory import CHANGELOGS, host_memory
 from backends.partition.load_watch import LoadWatch
 from backends.partition.partition_state import PartitionState
 from backends.storage.checkpoint_storage import CheckpointStorage
-from backends.storage.file_ref import FileRef
-from spark_bridge.host.commits import group_commit, tasks_at_work
-from spark_bridge.host.commits.group_commit import GroupCommits
-from spark_bridge.host.commits.tasks_at_work import TasksAtWork
+from backends.storage.locations import FileRef
+from spark_bridge.host import commits as group_commit
+from spark_bridge.host.commits import GroupCommits, TasksAtWork
 from tests.coordinator_actor.coordinator_world import World
 from tests.coordinator_actor.coordinators import run_of
 from tests.patience import PATIENCE
@@ -334,7 +332,7 @@ def test_who_waits_in_vain_does_so_only_now_and_then() -> None:
     known.opened("op", 0)
     known.opened("op", 1)
     expected = []
-    for _ in range(tasks_at_work.VAIN_WAITS + tasks_at_work.RETRY_BATCHES):
+    for _ in range(group_commit.VAIN_WAITS + group_commit.RETRY_BATCHES):
         known = known.next_batch()
         known.opened("op", 0)
         expected.append(known.expects_more())
@@ -342,7 +340,7 @@ def test_who_waits_in_vain_does_so_only_now_and_then() -> None:
             known.waited(in_vain=True)
         known.opened("op", 1)
     waits = [i for i, expects in enumerate(expected) if expects]
-    assert waits == [*range(tasks_at_work.VAIN_WAITS), waits[-1]] and waits[-1] >= tasks_at_work.RETRY_BATCHES
+    assert waits == [*range(group_commit.VAIN_WAITS), waits[-1]] and waits[-1] >= group_commit.RETRY_BATCHES
     known = known.next_batch()
     known.opened("op", 0)
     known.waited(in_vain=False)

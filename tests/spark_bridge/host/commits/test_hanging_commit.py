@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from spark_bridge.host.coordination import run_orders
+from spark_bridge.host import registration
 from tests.coordinator_actor.savepoints.savepoint_streams import Stream
 from tests.patience import HANG, PATIENCE
 
@@ -45,7 +45,7 @@ def test_a_heartbeat_waits_for_no_commit_of_a_query_that_has_ended(
     assert writes.wait(PATIENCE)
     stream.c.deactivate_instances("run1")
     host = stream.hosts[0]
-    monkeypatch.setattr(run_orders, "CARRY_OUT_SECONDS", 0.01)
+    monkeypatch.setattr(registration, "CARRY_OUT_SECONDS", 0.01)
     for _ in range(3):
         beating = threading.Thread(target=host.heartbeat)
         beating.start()
@@ -54,7 +54,7 @@ def test_a_heartbeat_waits_for_no_commit_of_a_query_that_has_ended(
     goes_on.set()
     committing.join(PATIENCE)
     assert [type(e).__name__ for e in errors] == ["RetiredRunError"]
-    monkeypatch.setattr(run_orders, "CARRY_OUT_SECONDS", PATIENCE)
+    monkeypatch.setattr(registration, "CARRY_OUT_SECONDS", PATIENCE)
     for thread in list(host._orders._threads.values()):
         thread.join(PATIENCE)
     host.heartbeat()

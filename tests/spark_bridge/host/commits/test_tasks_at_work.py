@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from spark_bridge.host.commits.tasks_at_work import TasksAtWork
+from spark_bridge.host.commits import TasksAtWork
 
 
 def test_nobody_is_waited_for_when_as_many_have_come_as_in_the_batch_before() -> None:

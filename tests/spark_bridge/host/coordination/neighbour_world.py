@@ -20,12 +20,12 @@ import ray
 from backends.conf import StateStoreConf
 from backends.encoding.operator_schema import OperatorSchema
 from backends.storage.checkpoint_storage import CheckpointStorage
+from coordinator_actor.actor import get_or_create_coordinator
 from coordinator_actor.coordinator_conf import COORDINATOR_NAME, CoordinatorConf
 from coordinator_actor.messages import HostInfo, OperatorSpec, QueryRegistration
-from coordinator_actor.on_ray.actor import get_or_create_coordinator
-from coordinator_actor.on_ray.ray_port import RayCoordinatorPort
+from coordinator_actor.reference import RayCoordinatorPort
 from spark_bridge.host.host import Host
-from spark_bridge.queryable.protocol.messages import LookupRequest
+from spark_bridge.queryable.protocol import LookupRequest
 from spark_bridge.queryable.reads.host_reads import HostReads
 from spark_bridge.transport.protocol import TaskIdentity
 from tests.patience import PATIENCE

@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 
 from coordinator_actor.messages import Completed
-from spark_bridge.host.coordination import completed_versions, prepared_versions
-from spark_bridge.host.coordination.completed_versions import KEPT_VERSIONS, CompletedVersions
-from spark_bridge.host.coordination.prepared_versions import PreparedVersions
-from spark_bridge.host.held.held_partitions import HeldPartitions
+from spark_bridge.host import registration, versions
+from spark_bridge.host.held_partitions import HeldPartitions
+from spark_bridge.host.registration import KEPT_VERSIONS, CompletedVersions
+from spark_bridge.host.versions import PreparedVersions
 from tests.coordinator_actor.coordinator_world import World
 
 
 def test_the_versions_of_the_runs_heard_of_last_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(completed_versions, "KEPT_RUNS", 3)
+    monkeypatch.setattr(registration, "KEPT_RUNS", 3)
     noted = CompletedVersions()
     for i in range(5):
         for version in range(1, 10):
@@ -26,7 +26,7 @@ def test_the_versions_of_the_runs_heard_of_last_are_known(monkeypatch: pytest.Mo
 
 
 def test_the_last_runs_with_a_prepared_version_are_known(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(prepared_versions, "MAX_RUNS", 3)
+    monkeypatch.setattr(versions, "MAX_RUNS", 3)
     completed = CompletedVersions()
     nobody: Any = None
     prepared = PreparedVersions(nobody, HeldPartitions(), completed, nobody)

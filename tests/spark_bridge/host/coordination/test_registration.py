@@ -11,7 +11,7 @@ import pytest
 from coordinator_actor.coordinator import Coordinator
 from coordinator_actor.coordinator_conf import CoordinatorConf
 from coordinator_actor.exceptions import UnknownRunError
-from spark_bridge.host.coordination.registration import REGISTER_SECONDS
+from spark_bridge.host.registration import REGISTER_SECONDS
 from tests.coordinator_actor.coordinator_world import World
 from tests.spark_bridge.host.host_steps import make_host, plan_spark, reg, run_task
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from backends.exceptions import StorageError
 from backends.storage.checkpoint_storage import CheckpointStorage
-from backends.storage.file_ref import FileRef
+from backends.storage.locations import FileRef
 from tests.coordinator_actor.coordinator_world import World
 from tests.patience import HANG
 

@@ -13,12 +13,12 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from backends.engines.buffered_engine import UNWRITTEN_BYTES
+from backends.engines.engine import UNWRITTEN_BYTES
 from backends.exceptions import LocalStateDamagedError
 from backends.formats.changelog import Changes
-from backends.formats.file_names import version_in
+from backends.formats.manifest import version_in
 from coordinator_actor.messages import Completed, OperatorSpec
-from spark_bridge.host.loading.kept_partitions import LOADED_FILES_SECONDS
+from spark_bridge.host.kept_partitions import LOADED_FILES_SECONDS
 from tests.coordinator_actor.coordinator_world import SCHEMA, World
 from tests.spark_bridge.host.host_steps import make_host, plan_spark, task
 

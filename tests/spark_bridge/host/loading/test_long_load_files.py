@@ -13,8 +13,8 @@ import pyarrow as pa
 import pytest
 
 from backends.exceptions import LoadEndedError
-from backends.partition import changelog_reads
-from coordinator_actor.query.files.files_in_use import BUSY_SECONDS, FILES_RENEW_SECONDS
+from backends.partition import loading as changelog_reads
+from coordinator_actor.run.holds import BUSY_SECONDS, FILES_RENEW_SECONDS
 from tests.patience import PATIENCE
 from tests.spark_bridge.host.host_steps import make_host, plan_spark, reg, run_task, task
 from tests.spark_bridge.host.loading.gated_world import GatedWorld

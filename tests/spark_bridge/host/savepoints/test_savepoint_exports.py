@@ -23,7 +23,7 @@ from backends.storage.checkpoint_storage import CheckpointStorage
 from coordinator_actor.messages import HostInfo, OperatorSpec, QueryRegistration, SavepointExported, SavepointOrder
 from coordinator_actor.savepoints import export as savepoint_export
 from spark_bridge.exceptions import HostUnavailableError
-from spark_bridge.host.savepoints.savepoint_exports import SHARE_OF_A_CORE, SavepointExports
+from spark_bridge.host.exports import SHARE_OF_A_CORE, SavepointExports
 from tests.patience import HANG, PATIENCE
 
 G, N = 16, 2
@@ -299,7 +299,7 @@ def test_what_a_failed_export_has_opened_is_closed(host, monkeypatch):
     def fail(*args: Any, **kwargs: Any) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr("spark_bridge.host.savepoints.savepoint_exports.export_partition", fail)
+    monkeypatch.setattr("spark_bridge.host.exports.export_partition", fail)
     host.take(0)
     (message,) = host.wait_sent(1)
     assert message.failure == "OSError: disk full" and host.closed == [0]
@@ -354,7 +354,7 @@ def test_orders_are_taken_without_waiting_for_exports(host):
 
 def test_a_message_says_how_long_the_export_took(host, monkeypatch):
     ticks = iter((100.0, 103.5))
-    monkeypatch.setattr("spark_bridge.host.savepoints.savepoint_exports.time", _Clock(lambda: next(ticks)))
+    monkeypatch.setattr("spark_bridge.host.exports.time", _Clock(lambda: next(ticks)))
     host.take(0)
     assert host.wait_sent(1)[0].duration == 3.5
     assert msgspec.json.decode(msgspec.json.encode(host.sent[0]), type=SavepointExported) == host.sent[0]

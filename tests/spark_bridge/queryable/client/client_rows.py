@@ -14,7 +14,7 @@ from backends.encoding.keys import encode_keys
 from backends.encoding.operator_schema import OperatorSchema
 from backends.encoding.schema import StateSchema
 from coordinator_actor.messages import OperatorFigures
-from spark_bridge.queryable.routing.retries import FINAL_ERRORS, Attempts
+from spark_bridge.queryable.routing.scatter_gather import FINAL_ERRORS, Attempts
 from tests.spark_bridge.operators.operator_runs import WINDOW
 from tests.spark_bridge.state_flows import G, HostAccess, Query
 

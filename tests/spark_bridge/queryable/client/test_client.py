@@ -33,11 +33,11 @@ from spark_bridge.exceptions import (
     UnknownOperatorError,
 )
 from spark_bridge.queryable.client.client import QueryableStateClient
-from spark_bridge.queryable.client.cluster.discovery import CoordinatorDiscovery, addresses_of
-from spark_bridge.queryable.protocol.connections import KvConnections
-from spark_bridge.queryable.reads.operators import operator_directory
+from spark_bridge.queryable.client.discovery import CoordinatorDiscovery, addresses_of
+from spark_bridge.queryable.connections import KvConnections
+from spark_bridge.queryable.reads import operator_plan
 from spark_bridge.queryable.routing.router import StateRouter
-from spark_bridge.queryable.server.limits.request_limits import RequestLimits
+from spark_bridge.queryable.server.limits import RequestLimits
 from tests.coordinator_actor.coordinator_world import World
 from tests.effort import only_thorough
 from tests.patience import HANG, PATIENCE
@@ -68,7 +68,7 @@ def client(filled: Cluster, request: pytest.FixtureRequest) -> QueryableStateCli
 @pytest.fixture
 def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Cluster]]:
     """Makes queries whose hosts soon ask the coordinator where these are."""
-    monkeypatch.setattr(operator_directory, "DIRECTORY_SECONDS", 0.05)
+    monkeypatch.setattr(operator_plan, "DIRECTORY_SECONDS", 0.05)
     made: list[Cluster] = []
 
     def make(**arguments: Any) -> Cluster:
@@ -162,7 +162,7 @@ def test_what_was_answered_before_a_limit_is_not_asked_for_again(
     filled: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And columns are in chunks, as all of one may be more than an Arrow array can have."""
-    monkeypatch.setattr("spark_bridge.queryable.client.calls.key_lookups.KEYS_PER_REQUEST", 80)
+    monkeypatch.setattr("spark_bridge.queryable.client.lookups.KEYS_PER_REQUEST", 80)
     client = filled.client(direct=True)
     asked: list[int] = []
     lookup = client._router.lookup
@@ -235,7 +235,7 @@ def test_the_rows_of_some_keys(client: QueryableStateClient) -> None:
 def test_operators_and_description(
     client: QueryableStateClient, filled: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("spark_bridge.queryable.server.proxy.client_proxy.DESCRIBE_SECONDS", PATIENCE)
+    monkeypatch.setattr("spark_bridge.queryable.server.proxy.DESCRIBE_SECONDS", PATIENCE)
     client.get("totals", 1)
     (operator,) = client.operators()
     assert (operator["operator"], operator["query_name"], operator["completed_version"]) == ("totals", "name", 2)
@@ -377,7 +377,7 @@ def test_a_replaced_coordinator_is_not_noticed(cluster: Callable[..., Cluster]) 
 def test_a_restarted_query_is_found_again_with_other_partitions(
     cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("cluster.known_operators", "client"):  # it is not by chance that the location is looked up again
+    for module in ("discovery", "client"):  # it is not by chance that the location is looked up again
         monkeypatch.setattr(f"spark_bridge.queryable.client.{module}.REFRESH_SECONDS", 1000.0)
     c = cluster()
     c.batch(NAMES)
@@ -401,7 +401,7 @@ def test_an_ended_query_says_so(cluster: Callable[..., Cluster], monkeypatch: py
         h.host.heartbeat()
     # One that has had answers waits for the query to be started again.
     with monkeypatch.context() as patched, pytest.raises(QueryEndedError, match="'totals', ended"):
-        patched.setattr("spark_bridge.queryable.client.cluster.cluster_access.Attempts", UntilGone)
+        patched.setattr("spark_bridge.queryable.client.discovery.Attempts", UntilGone)
         client.get("totals", 3)
     with c.client() as another, pytest.raises(QueryEndedError, match="ended"):
         another.get("totals", 3)
@@ -438,7 +438,7 @@ def test_locations_are_refreshed_behind_the_back_of_lookups(
     client = c.client(direct=True)
     client.get("totals", 3)
     first = client._access.known(("totals", None), time.monotonic() + PATIENCE)
-    monkeypatch.setattr("spark_bridge.queryable.client.cluster.known_operators.REFRESH_SECONDS", 0.01)
+    monkeypatch.setattr("spark_bridge.queryable.client.discovery.REFRESH_SECONDS", 0.01)
     monkeypatch.setattr("spark_bridge.queryable.client.client.REFRESH_SECONDS", 0.01)
     deadline = time.monotonic() + PATIENCE
     while client._access.known(("totals", None), time.monotonic() + PATIENCE).location is first.location:
@@ -464,7 +464,7 @@ def test_a_client_that_asks_the_coordinator_finds_all_hosts(filled: Cluster) -> 
 def test_who_has_little_time_waits_for_the_coordinator_no_longer(
     filled: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("spark_bridge.queryable.client.cluster.discovery.DISCOVERY_SECONDS", 2 * PATIENCE)
+    monkeypatch.setattr("spark_bridge.queryable.client.discovery.DISCOVERY_SECONDS", 2 * PATIENCE)
     given: list[float] = []
 
     def within(seconds: float) -> Any:

@@ -20,15 +20,12 @@ from backends.encoding.keys import encode_keys
 from backends.encoding.operator_schema import OperatorSchema, StateVariable
 from backends.encoding.schema import StateSchema
 from spark_bridge.exceptions import RequestError, UnknownKeyOrNamespaceError, UnknownKvStateIdError
-from spark_bridge.queryable.client.answers import state_views
-from spark_bridge.queryable.client.answers.results import KeyedResults, formed, plain_values
-from spark_bridge.queryable.client.answers.state_views import state_view
-from spark_bridge.queryable.client.arguments.conditions import comparisons
-from spark_bridge.queryable.client.arguments.key_codec import KeyCodec
-from spark_bridge.queryable.client.arguments.key_ranges import bound, intersection, key_range
-from spark_bridge.queryable.client.calls.state_scan import StateScan
-from spark_bridge.queryable.protocol.messages import Comparison
-from spark_bridge.queryable.protocol.state_reads import StateAnswer
+from spark_bridge.queryable.client import state_views
+from spark_bridge.queryable.client.arguments import KeyCodec, bound, comparisons, intersection, key_range
+from spark_bridge.queryable.client.results import KeyedResults, formed, plain_values
+from spark_bridge.queryable.client.scans import StateScan
+from spark_bridge.queryable.client.state_views import state_view
+from spark_bridge.queryable.protocol import Comparison, StateAnswer
 from spark_bridge.state_format import stored_rows as state_rows
 from spark_bridge.state_format.layouts import PRESENT, TTL_COLUMN
 from tests.spark_bridge.state_flows import KEYS as FLOW_KEYS
@@ -485,7 +482,7 @@ def test_a_scan_gives_no_more_rows_than_its_limit_and_ends_what_it_does_not_need
 
 
 def everything() -> OperatorSchema:
-    from spark_bridge.stateful.tasks.processor_state import ProcessorState
+    from spark_bridge.stateful.process_task import ProcessorState
 
     state = ProcessorState(Everything(), FLOW_KEYS, "processingtime", None)
     Everything().init(state.handle)

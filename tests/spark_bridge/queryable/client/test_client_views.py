@@ -12,14 +12,10 @@ import polars as pl
 import pyarrow as pa
 import pytest
 
-from spark_bridge.exceptions import (
-    RequestError,
-    UnknownKeyOrNamespaceError,
-    UnknownKvStateIdError,
-)
-from spark_bridge.operators.deduplicate.deduplicate_task import DeduplicateLogic
-from spark_bridge.queryable.client.answers.json_values import rows_to_json, to_json, window_of_text
+from spark_bridge.exceptions import RequestError, UnknownKeyOrNamespaceError, UnknownKvStateIdError
+from spark_bridge.operators.deduplicate import DeduplicateLogic
 from spark_bridge.queryable.client.client import QueryableStateClient
+from spark_bridge.queryable.client.json_values import rows_to_json, to_json, window_of_text
 from spark_bridge.state_format.layouts import deduplicate_schema
 from tests.spark_bridge.operators.operator_runs import WINDOW
 from tests.spark_bridge.operators.session_operator import session_operator

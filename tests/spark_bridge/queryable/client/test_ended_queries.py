@@ -13,9 +13,8 @@ from backends.encoding.operator_schema import OperatorSchema
 from coordinator_actor.exceptions import RetiredRunError, UnknownQueryError
 from coordinator_actor.messages import OpenBatch, QueryRegistration
 from spark_bridge.exceptions import QueryEndedError, StateVersionError, WrongOperatorError
-from spark_bridge.queryable.client.calls import watch as watching
-from spark_bridge.queryable.reads.operators import operator_directory
-from spark_bridge.queryable.reads.versions import completion_wait
+from spark_bridge.queryable.client import watch
+from spark_bridge.queryable.reads import answer_version, operator_plan
 from tests.spark_bridge.queryable.client.client_rows import UntilGone
 from tests.spark_bridge.queryable.client_world import TOTALS, Cluster
 
@@ -24,8 +23,8 @@ USERS = 40
 
 @pytest.fixture
 def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
-    monkeypatch.setattr(operator_directory, "DIRECTORY_SECONDS", 0.02)
-    monkeypatch.setattr(completion_wait, "ASK_COORDINATOR_SECONDS", 0.1)
+    monkeypatch.setattr(operator_plan, "DIRECTORY_SECONDS", 0.02)
+    monkeypatch.setattr(answer_version, "ASK_COORDINATOR_SECONDS", 0.1)
     made = Cluster(tmp_path)
     for n in (1, 2):
         made.batch(dict.fromkeys(range(USERS), (n, "a")))
@@ -201,7 +200,7 @@ def test_a_watch_gives_all_versions_and_ends(cluster: Cluster, monkeypatch: pyte
     with cluster.client().watch("totals", keys=[1], from_version=0) as changes:
         assert next(changes).version == 1
         end(cluster)
-        monkeypatch.setattr(watching, "Attempts", UntilGone)
+        monkeypatch.setattr(watch, "Attempts", UntilGone)
         assert [change.version for change in changes] == [2]
     assert list(cluster.client().watch("totals")) == [], "one that begins behind the end"
     with pytest.raises(StateVersionError, match="from_version=3"):

@@ -28,23 +28,24 @@ from spark_bridge.exceptions import (
     TlsError,
     UnknownOperatorError,
 )
-from spark_bridge.queryable.protocol import client_connection, connection_pool, exchange
-from spark_bridge.queryable.protocol import connections as connections_module
-from spark_bridge.queryable.protocol.byte_arrays import pack_bytes, pack_one, unpack_bytes, unpack_one
-from spark_bridge.queryable.protocol.connections import KvConnections
-from spark_bridge.queryable.protocol.messages import (
+from spark_bridge.queryable import connections as connections_module
+from spark_bridge.queryable.connections import KvConnections
+from spark_bridge.queryable.protocol import (
     FRAME_PREFIX,
     PROTOCOL,
     EndOfRows,
     LookupReply,
     LookupRequest,
+    RowBatchDecoder,
     RowsReply,
     Welcome,
     frame,
+    pack_bytes,
+    pack_one,
+    unpack_bytes,
+    unpack_one,
 )
-from spark_bridge.queryable.protocol.row_batches import RowBatchDecoder
-from spark_bridge.queryable.server.server import KvStateServer
-from spark_bridge.queryable.server.server_connection import ServerConnection
+from spark_bridge.queryable.server.server import KvStateServer, ServerConnection
 from tests.patience import HANG, PATIENCE
 from tests.spark_bridge.queryable.memory_reads import TOKEN, MemoryReads, eventually, frame_bytes, rows, serving
 from tests.spark_bridge.queryable.server.asking import LOOKUP, SCAN
@@ -266,7 +267,7 @@ def test_a_host_that_does_not_answer_costs_the_deadline_and_the_connection(conne
 def test_a_long_deadline_behind_a_short_one_counts(connections: KvConnections, monkeypatch: pytest.MonkeyPatch) -> None:
     now = time.monotonic()
     # The clock stands still: no deadline passes, only time-outs of the socket.
-    for module in (client_connection, connection_pool, exchange, connections_module):
+    for module in (connections_module, connections_module, connections_module, connections_module):
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now))
     with serving() as (server, reads):
         address = server.server_address
@@ -337,7 +338,7 @@ def test_a_silent_stream_is_given_up_frame_by_frame(
 ) -> None:
     connections.timeout = 0.2
     ahead = 0.0
-    for module in (client_connection, connection_pool, exchange, connections_module):
+    for module in (connections_module, connections_module, connections_module, connections_module):
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + ahead))
 
     def pause(peer: socket.socket) -> None:
@@ -360,7 +361,7 @@ def test_a_silent_stream_is_given_up_frame_by_frame(
 def test_many_threads_share_a_bounded_number_of_connections(
     connections: KvConnections, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connection_pool, "MAX_CONNECTIONS", 4)
+    monkeypatch.setattr(connections_module, "MAX_CONNECTIONS", 4)
     failures: list[BaseException] = []
 
     def ask(thread: int, address: str) -> None:
@@ -390,7 +391,7 @@ def test_many_threads_share_a_bounded_number_of_connections(
 
 
 def test_connections_that_nobody_needs_are_closed(connections: KvConnections, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection_pool, "MAX_IDLE_SECONDS", 0.05)
+    monkeypatch.setattr(connections_module, "MAX_IDLE_SECONDS", 0.05)
     with serving() as (server, _):
         held = [connections.begin(server.server_address, LOOKUP, pack_one(b"k1")) for _ in range(6)]
         for exchange in held:
@@ -477,8 +478,8 @@ class Blocked:
         if name == "pyarrow.flight":
             raise ImportError(f"{name} was imported")
 sys.meta_path.insert(0, Blocked())
-import spark_bridge.queryable.protocol.connections, spark_bridge.queryable.protocol.messages
-import spark_bridge.queryable.routing.router, spark_bridge.queryable.routing.retries
+import spark_bridge.queryable.connections, spark_bridge.queryable.protocol
+import spark_bridge.queryable.routing.router, spark_bridge.queryable.routing.scatter_gather
 import coordinator_actor.messages, backends.encoding.keys, backends.encoding.operator_schema
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from backends.encoding.columns import EVEN_ROWS, EVEN_WIDTH
 from spark_bridge.exceptions import RequestError
-from spark_bridge.queryable.protocol.byte_arrays import pack_bytes, unpack_bytes
+from spark_bridge.queryable.protocol import pack_bytes, unpack_bytes
 from tests.effort import examples
 
 VALUES = st.one_of(

@@ -6,7 +6,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from spark_bridge.queryable.protocol.messages import At, ScanRequest
+from spark_bridge.queryable.protocol import At, ScanRequest
 from tests.spark_bridge.queryable.host_world import HostWorld
 
 KEYS = range(40)

@@ -22,8 +22,8 @@ from spark_bridge.exceptions import (
     StateVersionError,
     UnknownKvStateIdError,
 )
-from spark_bridge.queryable.protocol.messages import At, LookupRequest, ScanRequest
-from spark_bridge.queryable.reads.versions import completion_wait
+from spark_bridge.queryable.protocol import At, LookupRequest, ScanRequest
+from spark_bridge.queryable.reads import answer_version
 from tests.effort import effort, only_thorough
 from tests.patience import HANG, PATIENCE
 from tests.spark_bridge.queryable.host_world import changes_of, partitions_of, stored
@@ -265,7 +265,7 @@ def test_what_is_no_key_is_refused(make):
 
 
 def test_who_waits_for_a_version_is_woken_by_it(make, monkeypatch):
-    monkeypatch.setattr(completion_wait, "ASK_COORDINATOR_SECONDS", HANG)
+    monkeypatch.setattr(answer_version, "ASK_COORDINATOR_SECONDS", HANG)
     w = make()
     read = w.reads[0]
     assert read.await_completed(w.run, -1, 0.0) == 0
@@ -284,7 +284,7 @@ def test_who_waits_for_a_version_is_woken_by_it(make, monkeypatch):
 
 
 def test_a_host_without_any_partition_hears_of_versions_too(make, monkeypatch):
-    monkeypatch.setattr(completion_wait, "ASK_COORDINATOR_SECONDS", 0.1)
+    monkeypatch.setattr(answer_version, "ASK_COORDINATOR_SECONDS", 0.1)
     w = make(hosts=2, n=1)
     w.batch(filled(1))
     (read,) = [r for i, r in enumerate(w.reads) if w.instance(0, i) is None]
@@ -298,7 +298,7 @@ def test_a_host_without_any_partition_hears_of_versions_too(make, monkeypatch):
 
 
 def test_one_of_those_who_wait_asks_for_all_and_all_hear_of_the_end(make, monkeypatch):
-    monkeypatch.setattr(completion_wait, "ASK_COORDINATOR_SECONDS", 0.1)
+    monkeypatch.setattr(answer_version, "ASK_COORDINATOR_SECONDS", 0.1)
     w = make()
     w.batch(filled(1))
     asked: list[float] = []

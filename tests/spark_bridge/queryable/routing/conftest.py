@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from spark_bridge.queryable.protocol.connections import KvConnections
+from spark_bridge.queryable.connections import KvConnections
 from spark_bridge.queryable.routing.router import StateRouter
 from tests.patience import PATIENCE
 from tests.spark_bridge.queryable.client_world import TOKEN, Cluster

@@ -11,7 +11,7 @@ import pyarrow as pa
 from backends.encoding.key_groups import key_groups
 from backends.encoding.keys import encode_keys
 from coordinator_actor.messages import OperatorLocation
-from spark_bridge.queryable.protocol.messages import At
+from spark_bridge.queryable.protocol import At
 from tests.patience import PATIENCE
 from tests.spark_bridge.queryable.client_world import KEYS, TOTALS, Cluster, G
 

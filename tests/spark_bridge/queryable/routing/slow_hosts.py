@@ -8,12 +8,9 @@ from typing import Any
 import pyarrow as pa
 
 from coordinator_actor.messages import HostInfo, OperatorLocation, OperatorSpec
-from spark_bridge.exceptions import (
-    StateVersionError,
-)
-from spark_bridge.queryable.protocol.messages import At, KeyRowsRequest, LookupRequest, ScanRequest
-from spark_bridge.queryable.protocol.state_reads import StateAnswer
-from spark_bridge.queryable.server.limits.request_limits import RequestLimits
+from spark_bridge.exceptions import StateVersionError
+from spark_bridge.queryable.protocol import At, KeyRowsRequest, LookupRequest, ScanRequest, StateAnswer
+from spark_bridge.queryable.server.limits import RequestLimits
 from spark_bridge.queryable.server.server import KvStateServer
 from tests.spark_bridge.queryable.client_world import TOKEN, TOTALS, G
 from tests.spark_bridge.queryable.memory_reads import ROWS, MemoryReads, OneToken

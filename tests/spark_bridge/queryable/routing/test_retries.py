@@ -27,9 +27,9 @@ from spark_bridge.exceptions import (
     TooManyRequestsError,
     UnknownOperatorError,
     WrongOperatorError,
+    rebuilt_error,
 )
-from spark_bridge.queryable.routing.retries import LONGEST_RETRY_DELAY, Attempts, retrying, should_locate
-from spark_bridge.transport.error_codec import rebuilt_error
+from spark_bridge.queryable.routing.scatter_gather import LONGEST_RETRY_DELAY, Attempts, retrying, should_locate
 
 HELPED = (
     NotOwnerError,

@@ -23,9 +23,8 @@ from spark_bridge.exceptions import (
     RequestError,
     UnknownKvStateKeyGroupLocationError,
 )
-from spark_bridge.queryable.protocol.connections import KvConnections
-from spark_bridge.queryable.protocol.messages import At, ScanRequest
-from spark_bridge.queryable.protocol.state_reads import StateAnswer
+from spark_bridge.queryable.connections import KvConnections
+from spark_bridge.queryable.protocol import At, ScanRequest, StateAnswer
 from spark_bridge.queryable.routing.router import StateRouter
 from tests.effort import effort
 from tests.patience import HANG

@@ -13,19 +13,15 @@ import pytest
 from msgspec.structs import replace
 
 from coordinator_actor.messages import OperatorLocation
-from spark_bridge.exceptions import (
-    HostUnavailableError,
-    StateVersionError,
-)
-from spark_bridge.queryable.client.calls import key_lookups
-from spark_bridge.queryable.client.calls.key_lookups import KeyLookups
-from spark_bridge.queryable.client.cluster.known_operators import KnownOperator
-from spark_bridge.queryable.protocol.connections import KvConnections
-from spark_bridge.queryable.protocol.messages import At, KeyRowsRequest, ScanRequest
-from spark_bridge.queryable.routing import key_chunks as chunk_module
-from spark_bridge.queryable.routing.monotonic_reads import MAX_SEEN_RUNS, SeenVersions
-from spark_bridge.queryable.routing.router import StateRouter
-from spark_bridge.queryable.routing.routing_table import RoutingTable
+from spark_bridge.exceptions import HostUnavailableError, StateVersionError
+from spark_bridge.queryable.client import lookups
+from spark_bridge.queryable.client.discovery import KnownOperator
+from spark_bridge.queryable.client.lookups import KeyLookups
+from spark_bridge.queryable.connections import KvConnections
+from spark_bridge.queryable.protocol import At, KeyRowsRequest, ScanRequest
+from spark_bridge.queryable.routing import router as chunk_module
+from spark_bridge.queryable.routing.router import MAX_SEEN_RUNS, SeenVersions, StateRouter
+from spark_bridge.queryable.routing.scatter_gather import RoutingTable
 from tests.effort import effort
 from tests.patience import PATIENCE
 from tests.spark_bridge.queryable.client_world import Cluster
@@ -230,7 +226,7 @@ def test_parts_that_take_long_begin_anew_rather_than_read_storage(
         assert found["position"].to_pylist() == list(range(35))
         return answer.version, [v.encode() for v in found["v"].to_pylist()]
 
-    asks = [(values, chunk_module), (rows, chunk_module), (parts, key_lookups)]
+    asks = [(values, chunk_module), (rows, chunk_module), (parts, lookups)]
     for ask, module in asks:
         reads = Racing(races)
         memory = Memory([reads])

@@ -22,12 +22,11 @@ from spark_bridge.exceptions import (
     UnknownKeyOrNamespaceError,
     UnknownKvStateKeyGroupLocationError,
 )
-from spark_bridge.queryable.protocol.connections import KvConnections
-from spark_bridge.queryable.protocol.messages import KeyRowsRequest, ScanRequest
-from spark_bridge.queryable.routing import key_chunks as chunk_module
-from spark_bridge.queryable.routing import router as router_module
+from spark_bridge.queryable.connections import KvConnections
+from spark_bridge.queryable.protocol import KeyRowsRequest, ScanRequest
+from spark_bridge.queryable.routing import router as chunk_module
 from spark_bridge.queryable.routing.router import StateRouter
-from spark_bridge.queryable.routing.routing_table import is_stable
+from spark_bridge.queryable.routing.scatter_gather import is_stable
 from tests.patience import HANG, PATIENCE
 from tests.spark_bridge.queryable.client_world import KEYS, TOTALS, Cluster
 from tests.spark_bridge.queryable.memory_reads import MemoryReads, eventually
@@ -120,7 +119,7 @@ def test_what_is_no_stored_key(cluster: Cluster, connections: KvConnections) -> 
 def test_a_host_that_hangs_is_not_waited_for_until_the_deadline(
     connections: KvConnections, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(router_module, "SMALL_LOOKUP_SECONDS", 0.05)
+    monkeypatch.setattr(chunk_module, "SMALL_LOOKUP_SECONDS", 0.05)
     go_on = threading.Event()
 
     class Hanging(MemoryReads):

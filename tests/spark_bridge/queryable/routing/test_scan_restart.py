@@ -22,13 +22,12 @@ from spark_bridge.exceptions import (
     RequestError,
     StateVersionError,
 )
-from spark_bridge.host.coordination.version_requests import VersionRequests
-from spark_bridge.queryable.client.calls.state_scan import StateScan
-from spark_bridge.queryable.protocol.connections import KvConnections
-from spark_bridge.queryable.protocol.messages import At, ScanRequest
-from spark_bridge.queryable.protocol.state_reads import StateAnswer
+from spark_bridge.host.versions import VersionRequests
+from spark_bridge.queryable.client.scans import StateScan
+from spark_bridge.queryable.connections import KvConnections
+from spark_bridge.queryable.protocol import At, ScanRequest, StateAnswer
 from spark_bridge.queryable.reads.host_reads import HostReads
-from spark_bridge.queryable.routing.routed_scan import RoutedScan
+from spark_bridge.queryable.routing.scans import RoutedScan
 from tests.effort import only_thorough
 from tests.patience import HANG, PATIENCE
 from tests.spark_bridge.queryable.client_world import TOKEN, Cluster

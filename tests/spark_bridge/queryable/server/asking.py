@@ -7,11 +7,7 @@ import threading
 
 import pyarrow as pa
 
-from spark_bridge.queryable.protocol.byte_arrays import pack_bytes
-from spark_bridge.queryable.protocol.messages import (
-    LookupRequest,
-    ScanRequest,
-)
+from spark_bridge.queryable.protocol import LookupRequest, ScanRequest, pack_bytes
 from spark_bridge.queryable.server.server import KvStateServer
 from tests.patience import HANG
 from tests.spark_bridge.queryable.memory_reads import (

@@ -15,14 +15,13 @@ from coordinator_actor.access_tokens import AccessTokens, MemoryTokenStore
 from coordinator_actor.coordinator import Coordinator
 from coordinator_actor.messages import HostInfo
 from spark_bridge.exceptions import AccessDeniedError, HostUnavailableError
+from spark_bridge.flight_server import HostFlightServer
 from spark_bridge.host.host import Host
-from spark_bridge.host_actor.flight_server import HostFlightServer
-from spark_bridge.queryable.protocol.byte_arrays import pack_one
-from spark_bridge.queryable.protocol.client_connection import ClientConnection
-from spark_bridge.queryable.protocol.messages import LookupReply, LookupRequest
-from spark_bridge.queryable.server.connection import client_session
+from spark_bridge.queryable.connections import ClientConnection
+from spark_bridge.queryable.protocol import LookupReply, LookupRequest, pack_one
+from spark_bridge.queryable.server import framed_socket
 from spark_bridge.queryable.server.server import KvStateServer
-from spark_bridge.queryable.server.tokens.token_verifier import ClusterTokens
+from spark_bridge.queryable.server.tokens import ClusterTokens
 from spark_bridge.transport.flight_client import HostClient
 from spark_bridge.transport.protocol import GetCommand, TaskIdentity
 from tests.patience import PATIENCE
@@ -138,7 +137,7 @@ def test_a_revocation_reaches_a_host_with_its_heartbeat(cluster: Cluster) -> Non
 
 
 def test_a_revocation_ends_connections_that_are_open(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client_session, "TOKEN_SECONDS", 0.05)
+    monkeypatch.setattr(framed_socket, "TOKEN_SECONDS", 0.05)
     token = cluster.tokens.issue_token("dashboard")
     cluster.host.heartbeat()
     connection = cluster.connect(token)

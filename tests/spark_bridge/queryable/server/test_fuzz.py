@@ -19,8 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spark_bridge.exceptions import RequestError
-from spark_bridge.queryable.protocol.byte_arrays import pack_bytes, pack_one, unpack_bytes, unpack_one
-from spark_bridge.queryable.protocol.messages import (
+from spark_bridge.queryable.protocol import (
     FRAME_PREFIX,
     PROTOCOL,
     At,
@@ -38,12 +37,14 @@ from spark_bridge.queryable.protocol.messages import (
     OperatorsRequest,
     ScanRequest,
     decode_reply,
+    pack_bytes,
+    pack_one,
+    unpack_bytes,
+    unpack_one,
 )
-from spark_bridge.queryable.server.answering import request_handler
-from spark_bridge.queryable.server.connection import failures
-from spark_bridge.queryable.server.limits.admission import AdmissionLimiter
-from spark_bridge.queryable.server.server import KvStateServer
-from spark_bridge.queryable.server.server_connection import decoded_request
+from spark_bridge.queryable.server import framed_socket, request_handler
+from spark_bridge.queryable.server.limits import AdmissionLimiter
+from spark_bridge.queryable.server.server import KvStateServer, decoded_request
 from tests.effort import effort, examples
 from tests.spark_bridge.queryable.memory_reads import (
     TOKEN,
@@ -94,7 +95,7 @@ def server() -> Iterator[tuple[KvStateServer, MemoryReads]]:
     reads = MemoryReads(batches=[rows(0, 100, 200)] * 5)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(request_handler, "AWAIT_SLICE_SECONDS", 0.02)
-        patch.setattr(failures.log, "disabled", True)  # thousands of tracebacks of operator "broken"
+        patch.setattr(framed_socket.log, "disabled", True)  # thousands of tracebacks of operator "broken"
         with serving(reads, max_request_bytes=1 << 20, max_keys=1000) as made:
             yield made
 

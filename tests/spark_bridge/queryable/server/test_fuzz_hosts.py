@@ -16,8 +16,7 @@ import psutil
 import pyarrow as pa
 import pytest
 
-from spark_bridge.queryable.protocol.byte_arrays import pack_bytes
-from spark_bridge.queryable.protocol.messages import (
+from spark_bridge.queryable.protocol import (
     At,
     AwaitRequest,
     ChangesRequest,
@@ -35,12 +34,12 @@ from spark_bridge.queryable.protocol.messages import (
     Request,
     RowsReply,
     ScanRequest,
+    pack_bytes,
 )
 from spark_bridge.queryable.reads.host_reads import HostReads
-from spark_bridge.queryable.server.answering import request_handler
-from spark_bridge.queryable.server.limits.request_limits import RequestLimits
-from spark_bridge.queryable.server.proxy import client_proxy
-from spark_bridge.queryable.server.proxy.forwarding_reads import ForwardingReads
+from spark_bridge.queryable.server import proxy, request_handler
+from spark_bridge.queryable.server.limits import RequestLimits
+from spark_bridge.queryable.server.proxy import ForwardingReads
 from tests.effort import only_thorough
 from tests.spark_bridge.queryable import client_world
 from tests.spark_bridge.queryable.client_world import TOKEN, Cluster
@@ -55,7 +54,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         patch.setattr(request_handler, "MAX_AWAIT_SECONDS", 0.001)
         # Many of the versions asked for will never be.
         patch.setattr(client_world, "HostReads", lambda host, **_: HostReads(host, wait_seconds=0.001))
-        patch.setattr(client_proxy, "ForwardingReads", functools.partial(ForwardingReads, patience=0.05))
+        patch.setattr(proxy, "ForwardingReads", functools.partial(ForwardingReads, patience=0.05))
         made = Cluster(tmp_path_factory.mktemp("fuzz"), limits=RequestLimits(max_keys=1000, max_request_bytes=1 << 20))
         for batch in range(3):
             made.batch({i: (i + batch, f"user {i}") for i in range(batch, 60)})

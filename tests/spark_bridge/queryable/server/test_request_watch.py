@@ -12,13 +12,12 @@ import msgspec
 import pyarrow as pa
 import pytest
 
-from backends.bounded_dict import BoundedDict
+from backends.host_memory import BoundedDict
 from coordinator_actor.exceptions import UnknownRunError
 from coordinator_actor.messages import HostInfo, OperatorLocation, OperatorSpec
 from spark_bridge.exceptions import RequestError, RequestLimitError
-from spark_bridge.host.coordination import version_requests
-from spark_bridge.queryable.protocol.byte_arrays import pack_bytes
-from spark_bridge.queryable.protocol.messages import (
+from spark_bridge.host import versions
+from spark_bridge.queryable.protocol import (
     At,
     AwaitRequest,
     Comparison,
@@ -31,18 +30,15 @@ from spark_bridge.queryable.protocol.messages import (
     Request,
     RowsReply,
     ScanRequest,
+    StateAnswer,
+    active_context,
     decode_request,
+    pack_bytes,
 )
-from spark_bridge.queryable.protocol.request_context import active_context
-from spark_bridge.queryable.protocol.state_reads import StateAnswer
-from spark_bridge.queryable.reads.operators import operator_directory
-from spark_bridge.queryable.reads.rows import key_reads, partition_scans
-from spark_bridge.queryable.reads.rows.row_stream import gather_batches, limited
-from spark_bridge.queryable.reads.versions import version_copies
-from spark_bridge.queryable.routing.routed_scan import RoutedScan, ScanPlan
-from spark_bridge.queryable.server import server
-from spark_bridge.queryable.server.answering import row_sender, served_request
-from spark_bridge.queryable.server.connection import client_session
+from spark_bridge.queryable.reads import key_reads, operator_plan, scans, version_copies
+from spark_bridge.queryable.reads.scans import gather_batches, limited
+from spark_bridge.queryable.routing.scans import RoutedScan, ScanPlan
+from spark_bridge.queryable.server import framed_socket, request_handler, server
 from tests.patience import HANG, PATIENCE
 from tests.spark_bridge.queryable.host_world import STATE, HostWorld, stored
 from tests.spark_bridge.queryable.memory_reads import (
@@ -108,8 +104,8 @@ def endless(world, monkeypatch) -> dict[str, int]:
         finally:
             open_now["iterators"] -= 1
 
-    monkeypatch.setattr(partition_scans, "_pairs", forever)
-    for module in (row_sender, served_request):
+    monkeypatch.setattr(scans, "_pairs", forever)
+    for module in (request_handler, request_handler):
         monkeypatch.setattr(module, "QUIET_SECONDS", 0.05)
     return open_now
 
@@ -156,7 +152,7 @@ def test_scans_and_counts_have_an_end_whatever_they_find(world, endless, made: C
 
 
 def test_who_leaves_is_not_counted_for_and_a_revoked_token_counts_nothing(world, endless, monkeypatch):
-    for module in (client_session, served_request):
+    for module in (framed_socket, request_handler):
         monkeypatch.setattr(module, "TOKEN_SECONDS", 0.05)
     count = CountRequest(ScanRequest(world.run, "op", start=b"\x00"))
     with serving(world.reads[0]) as (served, _):
@@ -197,13 +193,13 @@ def test_runs_that_nobody_knows_cost_neither_memory_nor_the_coordinator(world, m
         with pytest.raises(UnknownRunError):
             reads.await_completed(f"nobody{i}", 0, 0.01)
     assert len(host.version_requests._asking) <= 10
-    monkeypatch.setattr(version_requests, "UNKNOWN_RUN_SECONDS", HANG)
+    monkeypatch.setattr(versions, "UNKNOWN_RUN_SECONDS", HANG)
     before = world.port.calls["completed"]
     for _ in range(30):
         with pytest.raises(UnknownRunError, match="nobody29"):
             reads.lookup(LookupRequest("nobody29", "op"), stored([1]))
     assert world.port.calls["completed"] == before
-    monkeypatch.setattr(version_requests, "UNKNOWN_RUN_SECONDS", 0.0)
+    monkeypatch.setattr(versions, "UNKNOWN_RUN_SECONDS", 0.0)
     with pytest.raises(UnknownRunError):
         reads.await_completed("nobody29", 0, 0.01)
     assert world.port.calls["completed"] == before + 1
@@ -347,7 +343,7 @@ def test_the_coordinator_is_asked_once_for_many_who_ask_the_same(world, monkeypa
         assert [o["operator"] for o in reads.operators()] == ["op"]
         assert len(reads.describe("op", None)["operators"]) == 1
     assert (calls["locate"], calls["operators"]) == (1, 1)
-    monkeypatch.setattr(operator_directory, "DIRECTORY_SECONDS", 0.0)
+    monkeypatch.setattr(operator_plan, "DIRECTORY_SECONDS", 0.0)
     reads._directory._locations = BoundedDict(1)
     for query in (None, world.run, None, world.run):
         assert reads.locate("op", query).run_id == world.run

@@ -14,8 +14,7 @@ import pyarrow as pa
 import pytest
 
 from backends.background_loop import failing_loops
-from spark_bridge.queryable.protocol.byte_arrays import pack_one, unpack_bytes, unpack_one
-from spark_bridge.queryable.protocol.messages import (
+from spark_bridge.queryable.protocol import (
     FRAME_PREFIX,
     MAX_HEADER_BYTES,
     PROTOCOL,
@@ -34,11 +33,13 @@ from spark_bridge.queryable.protocol.messages import (
     LookupRequest,
     OperatorsRequest,
     RowsReply,
+    pack_one,
+    unpack_bytes,
+    unpack_one,
 )
+from spark_bridge.queryable.server import request_handler
 from spark_bridge.queryable.server import server as server_module
-from spark_bridge.queryable.server import server_connection
-from spark_bridge.queryable.server.answering import request_handler, row_sender, served_request
-from spark_bridge.queryable.server.limits.request_limits import RequestLimits
+from spark_bridge.queryable.server.limits import RequestLimits
 from spark_bridge.queryable.server.server import KvStateServer
 from tests.patience import HANG, PATIENCE
 from tests.spark_bridge.queryable.memory_reads import (
@@ -119,9 +120,9 @@ def test_a_scan_that_finds_nothing_for_long_says_that_it_is_at_work(monkeypatch)
                 now += 2.0
                 yield batch
 
-    for module in (request_handler, row_sender, served_request, server_connection):
+    for module in (request_handler, request_handler, request_handler, server_module):
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now))
-    for module in (row_sender, served_request):
+    for module in (request_handler, request_handler):
         monkeypatch.setattr(module, "QUIET_SECONDS", 5.0)
     with (
         serving(Slow(batches=[rows(0, 1), *[rows(0, 0)] * 10, rows(1, 2)])) as (server, _),
@@ -318,7 +319,7 @@ def test_errors_of_ours_travel_and_others_say_nothing(caplog):
 def test_shutdown_leaves_nothing_and_can_be_followed_by_a_start(monkeypatch):
     monkeypatch.setattr(request_handler, "AWAIT_SLICE_SECONDS", 0.1)
     monkeypatch.setattr(request_handler, "MAX_AWAIT_SECONDS", HANG)
-    monkeypatch.setattr(server_connection, "HELLO_SECONDS", HANG)
+    monkeypatch.setattr(server_module, "HELLO_SECONDS", HANG)
     monkeypatch.setattr(server_module, "SHUTDOWN_SECONDS", HANG)
     reads = MemoryReads(batches=[rows(0, 1000, 1000)] * 500)
     server = KvStateServer(reads, OneToken(), ip="127.0.0.1")

@@ -9,19 +9,19 @@ import time
 import pytest
 import trustme
 
-from spark_bridge.queryable.protocol.byte_arrays import pack_one, unpack_bytes, unpack_one
-from spark_bridge.queryable.protocol.messages import (
+from spark_bridge.queryable.protocol import (
     FRAME_PREFIX,
     PROTOCOL,
     EndOfRows,
     Hello,
     LookupReply,
     RowsReply,
+    pack_one,
+    unpack_bytes,
+    unpack_one,
 )
+from spark_bridge.queryable.server import framed_socket, request_handler
 from spark_bridge.queryable.server import server as server_module
-from spark_bridge.queryable.server import server_connection
-from spark_bridge.queryable.server.answering import served_request
-from spark_bridge.queryable.server.connection import client_session
 from tests.patience import HANG, PATIENCE
 from tests.spark_bridge.queryable.memory_reads import (
     MemoryReads,
@@ -58,7 +58,7 @@ def test_no_token_no_answer(sent):
 
 
 def test_who_says_nothing_is_sent_away(monkeypatch):
-    monkeypatch.setattr(server_connection, "HELLO_SECONDS", 0.1)
+    monkeypatch.setattr(server_module, "HELLO_SECONDS", 0.1)
     with serving() as (server, _):
         for sent in (b"", b"\x10", frame_bytes(Hello(PROTOCOL, "right-token"))[:-1]):
             with RawClient(server.server_address, token=None) as client:
@@ -74,7 +74,7 @@ def test_another_protocol_is_named():
 
 
 def test_a_token_that_is_revoked_ends_its_connections(monkeypatch):
-    monkeypatch.setattr(client_session, "TOKEN_SECONDS", 0.0)
+    monkeypatch.setattr(framed_socket, "TOKEN_SECONDS", 0.0)
     with serving() as (server, _), client_of(server) as client:
         assert client.ask(LOOKUP, pack_one(b"k1"))[0] == LookupReply(7)
         server._tokens.valid.clear()
@@ -83,8 +83,8 @@ def test_a_token_that_is_revoked_ends_its_connections(monkeypatch):
 
 
 def test_a_token_that_is_revoked_ends_its_scans(monkeypatch):
-    monkeypatch.setattr(client_session, "TOKEN_SECONDS", 0.0)
-    monkeypatch.setattr(served_request, "TOKEN_SECONDS", 0.05)
+    monkeypatch.setattr(framed_socket, "TOKEN_SECONDS", 0.0)
+    monkeypatch.setattr(request_handler, "TOKEN_SECONDS", 0.05)
     reads = MemoryReads(batches=[rows(0, 1)] * 100)
     reads.pause = 0.02
     with serving(reads) as (server, _), client_of(server) as client:

@@ -11,8 +11,7 @@ from types import SimpleNamespace
 import pyarrow as pa
 
 from spark_bridge.exceptions import StateVersionError
-from spark_bridge.queryable.protocol.byte_arrays import pack_one, unpack_bytes
-from spark_bridge.queryable.protocol.messages import (
+from spark_bridge.queryable.protocol import (
     PROTOCOL,
     AwaitRequest,
     CountReply,
@@ -24,10 +23,11 @@ from spark_bridge.queryable.protocol.messages import (
     OperatorsRequest,
     RowsReply,
     ScanRequest,
+    StateAnswer,
+    pack_one,
+    unpack_bytes,
 )
-from spark_bridge.queryable.protocol.state_reads import StateAnswer
-from spark_bridge.queryable.server.answering import request_handler
-from spark_bridge.queryable.server.connection import framed_socket
+from spark_bridge.queryable.server import framed_socket, request_handler
 from tests.effort import effort
 from tests.patience import HANG, PATIENCE
 from tests.spark_bridge.queryable.memory_reads import (
@@ -81,7 +81,7 @@ def test_who_reads_slowly_holds_a_scan_for_a_bounded_time(monkeypatch):
 
 
 def test_who_reads_slowly_but_steadily_gets_all(monkeypatch):
-    monkeypatch.setattr("spark_bridge.queryable.server.connection.framed_socket.SEND_TICK_SECONDS", 0.01)
+    monkeypatch.setattr("spark_bridge.queryable.server.framed_socket.SEND_TICK_SECONDS", 0.01)
     reads = MemoryReads({b"big": random.Random(1).randbytes(20 << 20)}, batches=[rows(0, 15_000, 1000)] * 2)
     with serving(reads) as (server, _), client_of(server) as client:
         client.say(LOOKUP, keys(b"big", b"k1"))

@@ -18,15 +18,15 @@ from backends.storage.checkpoint_storage import CheckpointStorage
 from coordinator_actor.coordinator import Coordinator
 from coordinator_actor.messages import HostInfo, OperatorFigures
 from spark_bridge.exceptions import AccessDeniedError, HostUnavailableError, TlsError
+from spark_bridge.flight_server import HostFlightServer
 from spark_bridge.host.host import Host
-from spark_bridge.host_actor.flight_server import HostFlightServer
-from spark_bridge.queryable.protocol.client_connection import ClientConnection
-from spark_bridge.queryable.protocol.messages import DescribeRequest
+from spark_bridge.queryable.connections import ClientConnection
+from spark_bridge.queryable.protocol import DescribeRequest
 from spark_bridge.queryable.server.server import KvStateServer
-from spark_bridge.queryable.server.tokens.token_verifier import ClusterTokens
-from spark_bridge.task import local_properties
+from spark_bridge.queryable.server.tokens import ClusterTokens
+from spark_bridge.task import executor
 from spark_bridge.task import task_store as task_client
-from spark_bridge.task.endpoints import Endpoints
+from spark_bridge.task.executor import Endpoints
 from spark_bridge.task.task_store import TaskStore
 from spark_bridge.transport import flight_client
 from spark_bridge.transport.flight_client import HostClient
@@ -300,9 +300,9 @@ def test_rays_own_files(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_tasks_get_paths_and_no_keys(files: Files, tmp_path: Path) -> None:
     conf = TlsConf(files.ca, **files.by_ip, client_auth=True, server_name="x")
-    properties = {local_properties.ADDRESSES: '["grpc+tls://127.0.0.1:1"]', local_properties.TOKEN: "t"}
-    endpoints = local_properties.local_endpoints({**properties, local_properties.TLS: conf.to_json()}.get)
+    properties = {executor.ADDRESSES: '["grpc+tls://127.0.0.1:1"]', executor.TOKEN: "t"}
+    endpoints = executor.local_endpoints({**properties, executor.TLS: conf.to_json()}.get)
     assert endpoints is not None and endpoints.tls == conf
     assert "PRIVATE" not in conf.to_json()
-    without = local_properties.local_endpoints(properties.get)
+    without = executor.local_endpoints(properties.get)
     assert without is not None and without.tls is None

@@ -6,8 +6,7 @@ import msgspec
 import pytest
 from msgspec import Struct
 
-from spark_bridge.queryable.protocol.byte_arrays import pack_one
-from spark_bridge.queryable.protocol.messages import (
+from spark_bridge.queryable.protocol import (
     FRAME_PREFIX,
     PROTOCOL,
     Failure,
@@ -16,6 +15,7 @@ from spark_bridge.queryable.protocol.messages import (
     LookupRequest,
     Welcome,
     decode_reply,
+    pack_one,
 )
 from tests.spark_bridge.queryable.memory_reads import TOKEN, MemoryReads, RawClient, frame_bytes, serving
 from tests.spark_bridge.queryable.wire_fixture import RecordedClient, exchanges, meaning

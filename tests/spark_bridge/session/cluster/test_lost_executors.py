@@ -10,11 +10,9 @@ import socket
 
 import pytest
 
-from spark_bridge.session.cluster.executors import machine_of
-from spark_bridge.session.cluster.lost_executors import is_cut_off, place_of
-from spark_bridge.session.cluster.raydp_settings import INSTANCES, MasterSettings, master_on_head
-from spark_bridge.transport import silent_hosts
-from spark_bridge.transport.silent_hosts import silent_places
+from spark_bridge.session.executors import INSTANCES, MasterSettings, is_cut_off, machine_of, master_on_head, place_of
+from spark_bridge.transport import flight_client
+from spark_bridge.transport.flight_client import silent_places
 
 A, A2, B, OWN = ("10.0.0.1", 7), ("10.0.0.1", 8), ("10.0.0.2", 7), ("10.0.0.9", 7)
 
@@ -37,7 +35,7 @@ def test_where_no_other_machine_answers_it_is_this_one_that_is_cut_off(
 
 
 def test_a_machine_that_refuses_a_connection_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(silent_hosts, "PROBE_SECONDS", 0.2)
+    monkeypatch.setattr(flight_client, "PROBE_SECONDS", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as takes, socket.create_server(("127.0.0.1", 0), backlog=0) as full:
         with socket.create_server(("127.0.0.1", 0)) as closed:
             refuses: tuple[str, int] = closed.getsockname()

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from spark_bridge.exceptions import EnvironmentProblemError
-from spark_bridge.session.cluster import ray_on_spark
-from spark_bridge.session.cluster.ray_on_spark import AUTH_MODE, CoreUse, require_no_token, too_few_cores
+from spark_bridge.session import ray_cluster
+from spark_bridge.session.ray_cluster import AUTH_MODE, CoreUse, require_no_token, too_few_cores
 
 
 @pytest.mark.parametrize("mode", [None, "token", "TOKEN"])
@@ -49,16 +49,16 @@ def test_no_program_ray_on_the_path_is_said(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv(AUTH_MODE, "disabled")
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(EnvironmentProblemError, match=r"'ray' is not on the PATH \(/nowhere\)") as told:
-        ray_on_spark.setup_ray_on_spark(object(), 1)  # type: ignore[arg-type]
+        ray_cluster.setup_ray_on_spark(object(), 1)  # type: ignore[arg-type]
     named = re.search(r"Put the directory of the environment there, probably (\S+), on", str(told.value))
     assert named is not None
     monkeypatch.setenv("PATH", named[1])
     started: list[dict[str, object]] = []
     monkeypatch.setattr("ray.util.spark.setup_ray_cluster", lambda **options: started.append(options))
-    monkeypatch.setattr(ray_on_spark, "core_use", lambda spark: CoreUse(2, 0))
+    monkeypatch.setattr(ray_cluster, "core_use", lambda spark: CoreUse(2, 0))
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     spark = SimpleNamespace(sparkContext=Context())
-    assert ray_on_spark.setup_ray_on_spark(spark, 1) == "10.0.0.1:6379"  # type: ignore[arg-type]
+    assert ray_cluster.setup_ray_on_spark(spark, 1) == "10.0.0.1:6379"  # type: ignore[arg-type]
     assert started[0]["max_worker_nodes"] == 1
 
 

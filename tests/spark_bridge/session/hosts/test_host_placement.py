@@ -15,14 +15,13 @@ from ray._raylet import GcsClient
 from ray.cluster_utils import Cluster
 from ray.core.generated import autoscaler_pb2
 
+from coordinator_actor.actor import ClusterStore, get_or_create_coordinator
 from coordinator_actor.coordinator_conf import CoordinatorConf
 from coordinator_actor.exceptions import InvalidRequestError
-from coordinator_actor.on_ray.actor import get_or_create_coordinator
-from coordinator_actor.on_ray.cluster_store import ClusterStore
-from spark_bridge.host_actor.session_options import SessionOptions
-from spark_bridge.session.hosts import host_placement
-from spark_bridge.session.hosts.state_cluster import StateCluster
-from spark_bridge.session.shutdown import Shutdown
+from spark_bridge.host_actor import SessionOptions
+from spark_bridge.session import state_cluster
+from spark_bridge.session.settings import Shutdown
+from spark_bridge.session.state_cluster import StateCluster
 from tests.scratch import SCRATCH
 from tests.spark_bridge.conftest import wait_until
 
@@ -119,7 +118,7 @@ def test_hosts_stand_beside_executors_and_the_coordinator_on_the_head(nodes: Cal
 def test_hosts_follow_executors_that_go_drained_nodes_and_scaling(
     nodes: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(host_placement, "SURPLUS_SECONDS", 0.0)
+    monkeypatch.setattr(state_cluster, "SURPLUS_SECONDS", 0.0)
     two, four = nodes("127.0.0.2"), nodes("127.0.0.4")
     executors = {"127.0.0.2": 2, "127.0.0.4": 1}
     cluster = StateCluster(SessionOptions(num_hosts=None), lambda: executors, Shutdown())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spark_bridge.session.hosts.placement import place_hosts, spread
+from spark_bridge.session.state_cluster import place_hosts, spread
 
 EXECUTORS = st.dictionaries(st.sampled_from([f"10.0.0.{i}" for i in range(6)]), st.integers(1, 9), max_size=6)
 NODES = st.dictionaries(

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from backends.tracing import trace_ids
-from spark_bridge.session.progress.batch_traces import BatchTraces
+from backends import spans
+from spark_bridge.session.progress import BatchTraces
 from tests.coordinator_actor.coordinator_world import World
 from tests.recorded_spans import Recorded, recorded_spans
 
@@ -38,7 +38,7 @@ def traced(root: Path, *, progress: object = PROGRESS, exception: str | None = N
 def test_the_root_of_a_batch_is_as_long_as_spark_says(tmp_path: Path) -> None:
     recorded = traced(tmp_path)
     root = recorded.one("batch")
-    assert (root.context.trace_id, root.context.span_id) == trace_ids.batch("run1", 5).ids
+    assert (root.context.trace_id, root.context.span_id) == spans.batch("run1", 5).ids
     assert (root.start_time, root.end_time) == (BEGAN, BEGAN + 400 * MS)
     assert root.attributes == {
         "statestore.run_id": "run1",
@@ -70,7 +70,7 @@ def test_the_batch_that_a_query_fails_in_has_a_root_with_the_class_of_the_error(
     said = "org.apache.spark.SparkException: Job aborted: ValueError: the salary of Alice\n\tat org.apache"
     recorded = traced(tmp_path, exception=said)
     _, failed = recorded.named("batch")
-    assert (failed.context.trace_id, failed.context.span_id) == trace_ids.batch("run1", 6).ids
+    assert (failed.context.trace_id, failed.context.span_id) == spans.batch("run1", 6).ids
     assert failed.status.description == "SparkException"
     assert failed.start_time == recorded.named("batch")[0].end_time
     assert "Alice" not in failed.to_json()

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from backends.storage.sending.prices import Prices
-from coordinator_actor.durable.checkpoint_records import CheckpointRecord, as_plain
-from spark_bridge.session.progress import operator_progress
-from spark_bridge.session.progress.checkpoint_progress import CheckpointProgress, progress_of_record
+from backends.storage.requests import Prices
+from coordinator_actor.durable.records import CheckpointRecord, as_plain
+from spark_bridge.session import progress as operator_progress
+from spark_bridge.session.progress import CheckpointProgress, progress_of_record
 
 USED = {"put": 20, "get": 10, "sent_bytes": 3000, "received_bytes": 70}
 RECORD = CheckpointRecord(9, 8, 1, "run", begun_ms=1000, prepared_ms=1250, delta_bytes=2000, requests=30, storage=USED)

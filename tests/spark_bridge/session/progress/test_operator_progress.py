@@ -42,7 +42,7 @@ class Told:
 
 
 def test_progress_counts_keys_changes_and_partitions(make_stream: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("spark_bridge.session.progress.operator_progress.PROGRESS_WAIT_SECONDS", PATIENCE)
+    monkeypatch.setattr("spark_bridge.session.progress.PROGRESS_WAIT_SECONDS", PATIENCE)
     stream = make_stream("k long, v double")
     stream.add([(k, 1.0) for k in range(100)])
     told = Told()
@@ -77,7 +77,7 @@ def test_progress_counts_keys_changes_and_partitions(make_stream: Any, monkeypat
 def test_a_listener_that_lags_hears_each_batch_once_with_its_own_figures(
     make_stream: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("spark_bridge.session.progress.operator_progress.PROGRESS_WAIT_SECONDS", PATIENCE)
+    monkeypatch.setattr("spark_bridge.session.progress.PROGRESS_WAIT_SECONDS", PATIENCE)
     stream = make_stream("k long, v double")
     told = Told()
     told.go_on.clear()

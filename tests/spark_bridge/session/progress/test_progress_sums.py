@@ -7,7 +7,7 @@ from typing import Any
 
 from pyspark.sql.streaming import listener
 
-from spark_bridge.session.progress.operator_progress import StateOperatorProgress, newest_progress, progress_of_batch
+from spark_bridge.session.progress import StateOperatorProgress, newest_progress, progress_of_batch
 
 
 class Cluster:

@@ -10,9 +10,8 @@ import pytest
 
 from coordinator_actor.messages import InputPace
 from spark_bridge.exceptions import HostUnavailableError
-from spark_bridge.session.progress.operator_progress import StateOperatorProgress
-from spark_bridge.session.progress.stream_metrics import StreamMetrics
-from spark_bridge.session.shutdown import Shutdown
+from spark_bridge.session.progress import StateOperatorProgress, StreamMetrics
+from spark_bridge.session.settings import Shutdown
 from tests.metric_sink import KeptMetrics
 from tests.spark_bridge.queryable.memory_reads import eventually
 

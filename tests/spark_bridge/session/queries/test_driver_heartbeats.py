@@ -14,9 +14,9 @@ from coordinator_actor.coordinator import Coordinator
 from coordinator_actor.coordinator_conf import CoordinatorConf
 from coordinator_actor.coordinator_port import CoordinatorPort
 from coordinator_actor.messages import HostReport, QueryRegistration
-from spark_bridge.session.queries.driver_heartbeats import DriverHeartbeats
-from spark_bridge.session.queries.spark_status import is_at_work
-from spark_bridge.session.shutdown import Shutdown
+from spark_bridge.session.ended_queries import DriverHeartbeats
+from spark_bridge.session.listener import is_at_work
+from spark_bridge.session.settings import Shutdown
 from tests.coordinator_actor.coordinator_world import World
 from tests.coordinator_actor.coordinators import acknowledge
 from tests.coordinator_actor.hanging_storage import HangingStorage

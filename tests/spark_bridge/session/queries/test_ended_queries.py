@@ -13,10 +13,10 @@ from coordinator_actor.coordinator import Coordinator
 from coordinator_actor.coordinator_conf import CoordinatorConf
 from coordinator_actor.coordinator_port import CoordinatorPort
 from coordinator_actor.exceptions import HostUnavailableError, QueryEndedError, UnknownOperatorError
-from coordinator_actor.handlers.registries.run_registry import LONGEST_FAILURE
+from coordinator_actor.handlers.registries import LONGEST_FAILURE
 from coordinator_actor.messages import HostReport, QueryRegistration
-from spark_bridge.session.queries.ended_queries import EndedQueries, failure_text
-from spark_bridge.session.shutdown import Shutdown
+from spark_bridge.session.ended_queries import EndedQueries, failure_text
+from spark_bridge.session.settings import Shutdown
 from tests.coordinator_actor.coordinator_world import World
 from tests.coordinator_actor.coordinators import acknowledge
 from tests.coordinator_actor.hanging_storage import HangingStorage

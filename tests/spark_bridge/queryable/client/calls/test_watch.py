@@ -20,11 +20,10 @@ from spark_bridge.exceptions import (
     UnknownKvStateIdError,
     UnknownOperatorError,
 )
-from spark_bridge.queryable.client.calls import watch as watching
-from spark_bridge.queryable.client.calls.watch import StateChange, StateWatch
-from spark_bridge.queryable.reads.operators import operator_directory
-from spark_bridge.queryable.reads.versions import completion_wait
-from spark_bridge.queryable.server.answering import request_handler
+from spark_bridge.queryable.client import watch
+from spark_bridge.queryable.client.watch import StateChange, StateWatch
+from spark_bridge.queryable.reads import answer_version, operator_plan
+from spark_bridge.queryable.server import request_handler
 from tests.effort import only_thorough
 from tests.patience import HANG, PATIENCE
 from tests.spark_bridge.queryable.client.client_rows import UntilGone
@@ -36,8 +35,8 @@ from tests.spark_bridge.state_flows import Flow
 @pytest.fixture
 def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Cluster]]:
     """Makes queries whose hosts soon ask the coordinator where these are, and whether they have ended."""
-    monkeypatch.setattr(operator_directory, "DIRECTORY_SECONDS", 0.05)
-    monkeypatch.setattr(completion_wait, "ASK_COORDINATOR_SECONDS", 0.1)
+    monkeypatch.setattr(operator_plan, "DIRECTORY_SECONDS", 0.05)
+    monkeypatch.setattr(answer_version, "ASK_COORDINATOR_SECONDS", 0.1)
     made: list[Cluster] = []
 
     def make(**arguments: Any) -> Cluster:
@@ -113,7 +112,7 @@ def test_only_the_changes_of_some_keys(cluster: Callable[..., Cluster], monkeypa
         with client.watch("totals", keys, from_version=1) as changes:
             change = next(changes)
             assert (change.version, rows(change)) == (3, [("update", 3, 1, 3), ("update", 4, 1, 3)])
-    monkeypatch.setattr(watching, "AWAIT_SECONDS", 0.05)
+    monkeypatch.setattr(watch, "AWAIT_SECONDS", 0.05)
     nobody = client.watch("totals", [], from_version=0)
     at(nobody, 3, nobody.close)
     assert list(nobody) == []
@@ -121,7 +120,7 @@ def test_only_the_changes_of_some_keys(cluster: Callable[..., Cluster], monkeypa
 
 
 def test_wrong_watches_say_so(cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watching, "AWAIT_SECONDS", 0.1)
+    monkeypatch.setattr(watch, "AWAIT_SECONDS", 0.1)
     c = cluster()
     c.batch({1: (1, "a")})
     client = c.client()
@@ -273,7 +272,7 @@ def test_a_query_that_does_not_come_back_has_ended(
     client = c.client()
     changes = client.watch("totals", from_version=0)
     assert next(changes).version == 1
-    monkeypatch.setattr(watching, "Attempts", UntilGone)
+    monkeypatch.setattr(watch, "Attempts", UntilGone)
     c.c.deactivate_instances("run1")
     for h in c.hosts:
         h.host.heartbeat()
@@ -315,7 +314,7 @@ def test_changes_of_lists_maps_and_values(tmp_path: Path) -> None:
 def test_closing_ends_the_wait_of_another_thread(
     cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watching, "AWAIT_SECONDS", 0.2)
+    monkeypatch.setattr(watch, "AWAIT_SECONDS", 0.2)
     monkeypatch.setattr(request_handler, "MAX_AWAIT_SECONDS", HANG)
     c = cluster()
     c.batch({1: (1, "a")})

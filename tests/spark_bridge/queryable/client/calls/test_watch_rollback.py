@@ -12,11 +12,10 @@ import pytest
 
 from coordinator_actor.exceptions import RetiredRunError, UnknownRunError
 from spark_bridge.exceptions import RequestLimitError, StateVersionError
-from spark_bridge.host.coordination.version_requests import IDLE_RUN_SECONDS
-from spark_bridge.queryable.protocol.messages import ChangesRequest, RowsReply
-from spark_bridge.queryable.reads.changes.run_manifests import MANIFESTS_IDLE_SECONDS
-from spark_bridge.queryable.reads.operators import operator_directory
-from spark_bridge.queryable.reads.versions import completion_wait
+from spark_bridge.host.versions import IDLE_RUN_SECONDS
+from spark_bridge.queryable.protocol import ChangesRequest, RowsReply
+from spark_bridge.queryable.reads import answer_version, operator_plan
+from spark_bridge.queryable.reads.change_feed import MANIFESTS_IDLE_SECONDS
 from tests.spark_bridge.queryable.client_world import Cluster
 from tests.spark_bridge.queryable.rollback import go_back
 
@@ -24,8 +23,8 @@ from tests.spark_bridge.queryable.rollback import go_back
 @pytest.fixture
 def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
     """A query whose hosts soon ask the coordinator where it is, and whether it has ended."""
-    monkeypatch.setattr(operator_directory, "DIRECTORY_SECONDS", 0.05)
-    monkeypatch.setattr(completion_wait, "ASK_COORDINATOR_SECONDS", 0.1)
+    monkeypatch.setattr(operator_plan, "DIRECTORY_SECONDS", 0.05)
+    monkeypatch.setattr(answer_version, "ASK_COORDINATOR_SECONDS", 0.1)
     made = Cluster(tmp_path, partitions=1)
     yield made
     made.close()

@@ -21,10 +21,10 @@ from spark_bridge.exceptions import (
     UnknownKeyOrNamespaceError,
     UnknownOperatorError,
 )
-from spark_bridge.queryable.client.calls import watch as watching
+from spark_bridge.queryable.client import watch
+from spark_bridge.queryable.client.async_client import AsyncQueryableStateClient
 from spark_bridge.queryable.client.client import QueryableStateClient
-from spark_bridge.queryable.client.event_loop.async_client import AsyncQueryableStateClient
-from spark_bridge.queryable.server.answering import request_handler
+from spark_bridge.queryable.server import request_handler
 from tests.patience import HANG, PATIENCE
 from tests.spark_bridge.queryable.client_world import TOKEN, Cluster, served
 from tests.spark_bridge.state_flows import Flow
@@ -280,7 +280,7 @@ def test_lists_and_maps_are_gathered_too(tmp_path: Path) -> None:
 
 
 def test_watching(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watching, "AWAIT_SECONDS", 0.2)
+    monkeypatch.setattr(watch, "AWAIT_SECONDS", 0.2)
     cluster = Cluster(tmp_path)
     cluster.batch(USERS)
 
@@ -315,7 +315,7 @@ def test_a_watch_that_was_left_does_not_hold_up_the_end_of_the_program(
     code = f"""
 import asyncio
 from spark_bridge import AsyncQueryableStateClient
-from spark_bridge.queryable.client.calls import watch
+from spark_bridge.queryable.client import watch
 
 watch.AWAIT_SECONDS = {HANG}
 

@@ -15,20 +15,12 @@ from backends.encoding.keys import encode_keys
 from backends.encoding.operator_schema import OperatorSchema
 from backends.encoding.schema import StateSchema
 from spark_bridge.exceptions import RequestError, StateVersionError, UnknownKvStateIdError
-from spark_bridge.operators.aggregate.aggregate_task import AggregateLogic
-from spark_bridge.queryable.protocol.messages import (
-    At,
-    ChangesRequest,
-    Comparison,
-    KeyRowsRequest,
-    LookupRequest,
-    ScanRequest,
-)
-from spark_bridge.queryable.reads.changes import previous_values
+from spark_bridge.operators.aggregate_task import AggregateLogic
+from spark_bridge.queryable.protocol import At, ChangesRequest, Comparison, KeyRowsRequest, LookupRequest, ScanRequest
+from spark_bridge.queryable.reads import change_feed, key_reads
 from spark_bridge.queryable.reads.host_reads import HostReads
-from spark_bridge.queryable.reads.rows import key_reads, window_index, windowed_key_reads
-from spark_bridge.state_data import state_tables
-from spark_bridge.task.watermark import EventTime
+from spark_bridge.state_data import frames
+from spark_bridge.task.state_task import EventTime
 from tests.effort import effort
 from tests.patience import PATIENCE
 from tests.spark_bridge.operators.operator_runs import WINDOW, batch_of, seconds
@@ -203,7 +195,7 @@ def test_columns_of_keys_and_values(flow):
 @pytest.mark.parametrize("name", NAMES)
 def test_changes_are_those_of_the_change_feed_version_by_version(flow, name):
     asked = Asked(flow)
-    every = state_tables.state_changes_table(flow.location, "op", name, from_version=0)
+    every = frames.state_changes_table(flow.location, "op", name, from_version=0)
     answer = asked.reads.changes(ChangesRequest(flow.run, "op", 0, flow.version, name), None)
     assert answer.schema == every.schema and answer.version == flow.version
     answer.batches.close()
@@ -241,15 +233,15 @@ def test_who_watches_a_running_query_loads_no_state(tmp_path, monkeypatch):
         f.batch(random_batch(rng))
         f.host.heartbeat()
         for name in NAMES if version == 5 else effort(["total"], NAMES):
-            expected = state_tables.state_changes_table(f.location, "op", name, from_version=version - 1).to_pylist()
+            expected = frames.state_changes_table(f.location, "op", name, from_version=version - 1).to_pylist()
             assert sorted(map(repr, asked.changes(version - 1, version, name))) == sorted(map(repr, expected))
     assert copies == []
     assert asked.changes(0, 5, "total")
     assert len(copies) == 2, "what is past comes from storage"
     loads: list[tuple[int, int]] = []
-    load = previous_values.partition_reader.load
+    load = change_feed.stored_files.load
     monkeypatch.setattr(
-        previous_values.partition_reader,
+        change_feed.stored_files,
         "load",
         lambda place, state, piece, version, **k: (
             loads.append((state.version, version)),
@@ -331,13 +323,13 @@ def windowed(tmp_path: Path, key: pa.Schema) -> tuple[Query, AggregateLogic, pa.
 
 @pytest.mark.parametrize("key", [BY_WINDOW, WINDOW_LAST])
 def test_the_windows_of_keys_wherever_they_are(tmp_path, monkeypatch, key):
-    monkeypatch.setattr(windowed_key_reads, "CANDIDATES", 7)
+    monkeypatch.setattr(key_reads, "CANDIDATES", 7)
     q, logic, rows = windowed(tmp_path, key)
     asked = Asked(q)
     scanned: list[int] = []
-    windows_of = window_index.KeyWindowIndex._windows_of
+    windows_of = key_reads.KeyWindowIndex._windows_of
     monkeypatch.setattr(
-        window_index.KeyWindowIndex, "_windows_of", lambda self, keys: (scanned.append(1), windows_of(self, keys))[1]
+        key_reads.KeyWindowIndex, "_windows_of", lambda self, keys: (scanned.append(1), windows_of(self, keys))[1]
     )
     model: dict[tuple[str, tuple[int, int]], int] = {}
     rng = random.Random(4)

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from spark_bridge.exceptions import (
-    NotOwnerError,
-    RequestError,
-)
-from spark_bridge.queryable.protocol.messages import Comparison, ScanRequest
-from spark_bridge.queryable.reads import host_reads
-from spark_bridge.queryable.reads.rows import partition_scans
+from spark_bridge.exceptions import NotOwnerError, RequestError
+from spark_bridge.queryable.protocol import Comparison, ScanRequest
+from spark_bridge.queryable.reads import host_reads, scans
 from tests.spark_bridge.queryable.host_world import COMPLETED, partitions_of, stored
 from tests.spark_bridge.queryable.reads.loaded_hosts import KEYS, exactly, filled, table
 
@@ -18,7 +14,7 @@ from tests.spark_bridge.queryable.reads.loaded_hosts import KEYS, exactly, fille
 @pytest.mark.parametrize("backend", ["file", "rocksdb"])
 def test_a_scan_shows_its_version_however_long_it_takes(make, monkeypatch, backend):
     monkeypatch.setattr("spark_bridge.state_format.partition_rows.DECODE_STEP_ROWS", 3)
-    monkeypatch.setattr("spark_bridge.queryable.reads.rows.row_stream.STREAM_BATCH_ROWS", 3)
+    monkeypatch.setattr("spark_bridge.queryable.reads.scans.STREAM_BATCH_ROWS", 3)
     w = make(backend=backend, n=3)
     w.batch(filled(1))
     w.batch({**filled(2), 5: None})
@@ -41,7 +37,7 @@ def test_a_scan_shows_its_version_however_long_it_takes(make, monkeypatch, backe
 
 
 def test_a_scan_of_a_partition_that_leaves_ends_with_an_error_that_says_so(make, monkeypatch):
-    monkeypatch.setattr("spark_bridge.queryable.reads.rows.row_stream.STREAM_BATCH_ROWS", 1)
+    monkeypatch.setattr("spark_bridge.queryable.reads.scans.STREAM_BATCH_ROWS", 1)
     w = make()
     w.batch(filled(1))
     answer = w.reads[0].scan(ScanRequest(w.run, "op"))
@@ -60,7 +56,7 @@ def key_bytes(key: int) -> bytes:
 
 @pytest.mark.parametrize("most", [4096, 2])
 def test_bounds_of_keys_within_every_key_group(make, monkeypatch, most):
-    monkeypatch.setattr(partition_scans, "MAX_RANGES", most)
+    monkeypatch.setattr(scans, "MAX_RANGES", most)
     w = make(n=3)
     values = {k: k for k in range(-20, 200)}
     w.batch(values)

@@ -15,9 +15,9 @@ import pytest
 from backends.encoding.operator_schema import OperatorSchema
 from backends.encoding.schema import StateSchema
 from spark_bridge.exceptions import RequestError
-from spark_bridge.queryable.client.arguments.conditions import comparisons
-from spark_bridge.queryable.protocol.messages import Comparison
-from spark_bridge.queryable.reads.rows.row_selection import RowSelection
+from spark_bridge.queryable.client.arguments import comparisons
+from spark_bridge.queryable.protocol import Comparison
+from spark_bridge.queryable.reads.scans import RowSelection
 from spark_bridge.state_format.stored_rows import VariableRows
 
 UTC = pa.timestamp("us", "UTC")

@@ -17,10 +17,10 @@ import pytest
 from backends.formats.manifest import Lineage
 from backends.partition.loading import Loading
 from spark_bridge.exceptions import HostUnavailableError
-from spark_bridge.queryable.protocol.messages import At, LookupRequest, ScanRequest
-from spark_bridge.queryable.reads.rows.window_index import KeyWindowIndex
-from spark_bridge.queryable.reads.versions import background_loads
-from spark_bridge.queryable.reads.versions.background_loads import BackgroundLoads
+from spark_bridge.queryable.protocol import At, LookupRequest, ScanRequest
+from spark_bridge.queryable.reads import version_copies
+from spark_bridge.queryable.reads.key_reads import KeyWindowIndex
+from spark_bridge.queryable.reads.version_copies import BackgroundLoads
 from tests.patience import HANG, PATIENCE
 from tests.spark_bridge.queryable.host_world import HostWorld, partitions_of, stored
 
@@ -99,7 +99,7 @@ def test_a_partition_that_is_loaded_for_long_is_waited_for_briefly_and_by_few(wo
         for thread in threads:
             thread.start()
         assert in_time(lambda: world.lookup(OF[1])) == (6, [6] * len(OF[1]))
-        while len(answers) < len(threads) - background_loads.MAX_WAITING_REQUESTS:
+        while len(answers) < len(threads) - version_copies.MAX_WAITING_REQUESTS:
             time.sleep(0.01)
             assert time.monotonic() - begun < PATIENCE
         for thread in threads:
@@ -164,13 +164,13 @@ def test_old_versions_are_loaded_in_the_background(world: HostWorld) -> None:
 def test_a_load_is_shared_and_its_errors_are_everybodys(monkeypatch: pytest.MonkeyPatch) -> None:
     loads = BackgroundLoads(20.0, max_waiting=5)
     over, calls, waiting = threading.Event(), list[int](), list[int]()
-    wait = background_loads.wait
+    wait = version_copies.wait
 
     def counted(*args: Any) -> Any:
         waiting.append(1)
         return wait(*args)
 
-    monkeypatch.setattr(background_loads, "wait", counted)
+    monkeypatch.setattr(version_copies, "wait", counted)
 
     def load() -> int:
         calls.append(1)

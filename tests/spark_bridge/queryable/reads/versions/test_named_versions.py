@@ -9,11 +9,9 @@ from typing import Any
 import pytest
 
 from spark_bridge import exceptions
-from spark_bridge.exceptions import (
-    StateVersionError,
-)
-from spark_bridge.queryable.protocol.messages import ScanRequest
-from spark_bridge.queryable.reads.versions import version_copies
+from spark_bridge.exceptions import StateVersionError
+from spark_bridge.queryable.protocol import ScanRequest
+from spark_bridge.queryable.reads import version_copies
 from tests.effort import only_thorough
 from tests.patience import HANG, PATIENCE
 from tests.spark_bridge.queryable.host_world import changes_of, partitions_of

@@ -9,17 +9,13 @@ from typing import Any
 import pytest
 
 from backends import fault_points
-from backends.engines import buffered_engine, write_batches
+from backends.engines import engine, rocksdb_files
 from backends.exceptions import StoreClosedError
 from coordinator_actor.exceptions import RetiredRunError, UnknownRunError
 from coordinator_actor.messages import Completed
-from spark_bridge.exceptions import (
-    NotOwnerError,
-    StateVersionError,
-)
-from spark_bridge.queryable.protocol.messages import At
-from spark_bridge.queryable.reads import host_reads
-from spark_bridge.queryable.reads.versions import background_partition_loader
+from spark_bridge.exceptions import NotOwnerError, StateVersionError
+from spark_bridge.queryable.protocol import At
+from spark_bridge.queryable.reads import host_reads, version_copies
 from tests.patience import HANG
 from tests.spark_bridge.queryable.host_world import partitions_of
 from tests.spark_bridge.queryable.reads.loaded_hosts import KEYS, exactly, filled
@@ -55,7 +51,7 @@ def test_one_partition_is_loaded_behind_what_is_noted_for_the_others(make):
 
 
 def test_a_partition_of_another_host_is_refused_also_once_it_has_moved(make, monkeypatch):
-    monkeypatch.setattr(background_partition_loader, "REFUSED_SECONDS", HANG)
+    monkeypatch.setattr(version_copies, "REFUSED_SECONDS", HANG)
     w = make(hosts=2, n=4)
     w.batch(filled(1))
     owners = [o.host_id for o in w.reads[0].locate("op", None).owners]
@@ -79,7 +75,7 @@ def test_a_partition_of_another_host_is_refused_also_once_it_has_moved(make, mon
     w.c.expire()
     # The moment is over.
     later = SimpleNamespace(monotonic=lambda: time.monotonic() + HANG, sleep=time.sleep)
-    monkeypatch.setattr(background_partition_loader, "time", later)
+    monkeypatch.setattr(version_copies, "time", later)
     assert w.lookup(KEYS) == (1, [1] * len(KEYS))
     assert w.scan() == (1, filled(1))
     w.hosts, w.reads = w.hosts[:1], w.reads[:1]
@@ -182,8 +178,8 @@ def test_a_state_that_is_closed_while_it_is_read_is_read_again(make, monkeypatch
 
 def test_a_partition_whose_write_ended_midway_is_loaded_anew(make, monkeypatch):
     world = make(backend="rocksdb")
-    monkeypatch.setattr(write_batches, "WRITE_ROWS", 2)
-    monkeypatch.setattr(buffered_engine, "UNWRITTEN_BYTES", 0)
+    monkeypatch.setattr(rocksdb_files, "WRITE_ROWS", 2)
+    monkeypatch.setattr(engine, "UNWRITTEN_BYTES", 0)
     keys = range(40)
     world.batch(dict.fromkeys(keys, 1))
     world.batch(dict.fromkeys(keys, 2))

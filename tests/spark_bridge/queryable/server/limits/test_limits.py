@@ -9,8 +9,7 @@ import pytest
 
 from backends.exceptions import InvalidStateStoreArgument
 from spark_bridge.exceptions import TooManyRequestsError
-from spark_bridge.queryable.server.limits.admission import AdmissionLimiter, ComputeSlot
-from spark_bridge.queryable.server.limits.request_limits import RequestLimits
+from spark_bridge.queryable.server.limits import AdmissionLimiter, ComputeSlot, RequestLimits
 from tests.patience import HANG, PATIENCE
 from tests.spark_bridge.queryable.memory_reads import eventually
 

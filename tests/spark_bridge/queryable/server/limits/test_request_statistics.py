@@ -7,14 +7,16 @@ import threading
 
 import pytest
 
-from spark_bridge.queryable.server.limits.latency_histogram import (
+from spark_bridge.queryable.server.limits import (
+    MAX_SERIES,
     OCTAVES,
+    OTHER,
     SUB_BUCKETS,
     LatencyHistogram,
+    RequestStatistics,
     bucket_of,
     middle_of,
 )
-from spark_bridge.queryable.server.limits.request_statistics import MAX_SERIES, OTHER, RequestStatistics
 
 
 def test_a_bucket_is_wrong_by_six_percent_at_most():

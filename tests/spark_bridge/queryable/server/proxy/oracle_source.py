@@ -6,8 +6,7 @@ import time
 
 from coordinator_actor.exceptions import QueryEndedError as EndedError
 from coordinator_actor.exceptions import UnknownOperatorError as UnknownError
-from coordinator_actor.location_oracle import KvStateLocationOracle
-from coordinator_actor.messages import HostInfo, OperatorLocation, OperatorSpec
+from coordinator_actor.messages import HostInfo, KvStateLocationOracle, OperatorLocation, OperatorSpec
 from spark_bridge.exceptions import HostUnavailableError
 
 

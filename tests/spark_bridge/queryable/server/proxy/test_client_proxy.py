@@ -26,9 +26,8 @@ from spark_bridge.exceptions import (
     QueryEndedError,
     UnknownOperatorError,
 )
-from spark_bridge.queryable.protocol.byte_arrays import pack_bytes, pack_one, unpack_bytes, unpack_one
-from spark_bridge.queryable.protocol.connections import KvConnections
-from spark_bridge.queryable.protocol.messages import (
+from spark_bridge.queryable.connections import KvConnections
+from spark_bridge.queryable.protocol import (
     At,
     AwaitRequest,
     CountReply,
@@ -43,12 +42,16 @@ from spark_bridge.queryable.protocol.messages import (
     LookupRequest,
     RowsReply,
     ScanRequest,
+    StateAnswer,
+    pack_bytes,
+    pack_one,
+    unpack_bytes,
+    unpack_one,
 )
-from spark_bridge.queryable.protocol.state_reads import StateAnswer
-from spark_bridge.queryable.routing.retries import Attempts, retrying
 from spark_bridge.queryable.routing.router import StateRouter
-from spark_bridge.queryable.server.proxy import location_cache
-from spark_bridge.queryable.server.proxy.client_proxy import KvStateClientProxy, connections_to_hosts
+from spark_bridge.queryable.routing.scatter_gather import Attempts, retrying
+from spark_bridge.queryable.server import proxy as location_cache
+from spark_bridge.queryable.server.proxy import KvStateClientProxy, connections_to_hosts
 from spark_bridge.queryable.server.server import KvStateServer
 from tests.effort import effort
 from tests.patience import HANG, PATIENCE
@@ -424,7 +427,7 @@ def test_runs_and_operators_that_nobody_knows(cluster: Cluster, connections: KvC
 def test_what_all_hosts_say_of_an_operator(
     cluster: Cluster, connections: KvConnections, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("spark_bridge.queryable.server.proxy.client_proxy.DESCRIBE_SECONDS", PATIENCE)
+    monkeypatch.setattr("spark_bridge.queryable.server.proxy.DESCRIBE_SECONDS", PATIENCE)
 
     def described(**request: Any) -> Any:
         reply, body = connections.request(cluster.hosts[1].address, DescribeRequest(**request))

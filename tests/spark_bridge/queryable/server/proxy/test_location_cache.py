@@ -9,7 +9,7 @@ import pytest
 
 from coordinator_actor.exceptions import RetiredRunError
 from spark_bridge.exceptions import HostUnavailableError, QueryEndedError, UnknownOperatorError
-from spark_bridge.queryable.server.proxy.location_cache import LocationCache
+from spark_bridge.queryable.server.proxy import LocationCache
 from tests.spark_bridge.queryable.memory_reads import eventually
 from tests.spark_bridge.queryable.server.proxy.oracle_source import Source, oracle_of
 

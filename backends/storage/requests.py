@@ -1,0 +1,444 @@
+"""Sends all requests to storage.
+
+Each attempt is counted and timed, waits for its turn (``pace.py``), is repeated where that may help, has a second
+request where it is late (``hedges.py``), and is made with new credentials where the old ones have expired.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import TypeVar
+
+from obstore.exceptions import BaseError
+
+from backends import spans
+from backends.exceptions import InvalidStateStoreArgument, StorageError
+from backends.host_memory import BoundedDict, BucketCounts, HistogramBuckets
+from backends.spans import Span
+from backends.storage.failures import Hedges, TroubleTracker, first_line, is_expired, is_throttling, is_transient
+
+# Counts of a process's requests to checkpoint storage, by kind and by location, and their bytes.
+
+
+KINDS = {"write": "put", "read": "get", "look up": "head", "list": "list", "delete": "delete"}
+"""The kind of request by what ``CheckpointStorage`` calls it in its errors."""
+SENT, RECEIVED = "sent_bytes", "received_bytes"
+"""Bytes of files that went to storage, and that came from there."""
+COUNTED_LOCATIONS = 10_000
+DURATIONS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+"""Upper bounds of the buckets in which durations of requests are counted, in seconds."""
+
+
+class RequestCounts:
+    """Requests since the process began, each attempt that was repeated as well. Many threads may share one.
+
+    The parts of a large file count each, and so do the pages of a listing; parts that obstore repeats do not.
+    ``trouble`` knows those that fail and those that get no answer.
+    """
+
+    def __init__(self) -> None:
+        self.trouble = TroubleTracker()
+        self._counts = Counter(dict.fromkeys(KINDS.values(), 0))
+        self._failures = Counter(dict.fromkeys(KINDS.values(), 0))
+        self._durations = {kind: BucketCounts(DURATIONS) for kind in KINDS.values()}
+        self._at: BoundedDict[str, Counter[str]] = BoundedDict(COUNTED_LOCATIONS)
+        self._lock = threading.Lock()
+
+    def note(self, verb: str, location: str = "", times: int = 1) -> None:
+        """Count requests to a location."""
+        with self._lock:
+            self._counts[KINDS[verb]] += times
+            self._at.setdefault(location, Counter())[KINDS[verb]] += times
+
+    def moved(self, location: str, *, sent: int = 0, received: int = 0) -> None:
+        """Count the bytes of files that went to a location, or came from there."""
+        with self._lock:
+            counts = self._at.setdefault(location, Counter())
+            counts[SENT] += sent
+            counts[RECEIVED] += received
+
+    def took(self, verb: str, seconds: float, failed: bool) -> None:
+        """Take note of how long a counted request took, and whether storage answered with an error."""
+        with self._lock:
+            self._durations[KINDS[verb]].add(seconds)
+            self._failures[KINDS[verb]] += failed
+
+    def failures(self) -> dict[str, int]:
+        """Return how many requests storage answered with an error, or not at all, by kind."""
+        with self._lock:
+            return dict(self._failures)
+
+    def durations(self) -> dict[str, HistogramBuckets]:
+        """Return how long requests took, by kind."""
+        with self._lock:
+            return {kind: counts.read() for kind, counts in self._durations.items()}
+
+    def read(self) -> dict[str, int]:
+        """Return the counts by kind: put, get, head, list, delete."""
+        with self._lock:
+            return dict(self._counts)
+
+    def at(self, location: str) -> dict[str, int]:
+        """Return the requests to a location by kind, and its bytes: nothing for what was never asked of it."""
+        with self._lock:
+            return {name: n for name, n in self._at.get(location, {}).items() if n}
+
+
+def used_since(now: Mapping[str, int], before: Mapping[str, int]) -> dict[str, int]:
+    """Return the requests to a location between two answers of ``RequestCounts.at``.
+
+    What is lower than before was forgotten in between, and has begun anew at 0.
+    """
+    more = {name: n - before.get(name, 0) if n >= before.get(name, 0) else n for name, n in now.items()}
+    return {name: n for name, n in more.items() if n}
+
+
+def used_together(*used: Mapping[str, int]) -> dict[str, int]:
+    """Return the sum of what was asked of several locations, or by several processes."""
+    return dict(sum((Counter(each) for each in used), Counter()))
+
+
+def num_requests(used: Mapping[str, int]) -> int:
+    """Return how many requests of any kind there were."""
+    return sum(used.get(kind, 0) for kind in KINDS.values())
+
+
+# The rate limit of requests to one bucket: a process slows down while the service says that it gets too many.
+#
+# S3 answers 503 "slow down" while a prefix gets more requests than it can take. If one thread backed off alone, the
+# other threads would send in its place. So all threads of a process share one backoff: no thread sends for a moment,
+# then requests go at half the rate at which the service refused, and the rate grows again. The idea is that of the
+# adaptive retry mode of Amazon's SDKs, and of TCP.
+
+
+log = logging.getLogger(__name__)
+
+LEAST_RATE = 20.0
+"""Requests a second that go even while the service refuses all of them."""
+GROWTH = 1.25
+"""By so much the rate grows with each second in which the service refuses nothing."""
+FREE_AT = 2.0
+"""Nothing is held back any more once the rate is this many times the one at which the service refused."""
+LONGEST_WAIT_SECONDS = 5.0
+"""No request waits longer for its turn, however many wait."""
+
+
+class AdaptiveRateLimit:
+    """The pace of one bucket. Many threads may share one. Memory: a few numbers.
+
+    ``draw`` returns random numbers from 0 to 1: hosts that were refused together must not come back together.
+    """
+
+    def __init__(
+        self, bucket: str, clock: Callable[[], float] = time.monotonic, draw: Callable[[], float] = random.random
+    ) -> None:
+        self._bucket = bucket
+        self._clock = clock
+        self._draw = draw
+        self._lock = threading.Lock()
+        self._rate: float | None = None  # requests a second from _quiet_until on; None: as they come
+        self._quiet_until = 0.0
+        self._refused_at = 0.0  # the rate at which the service refused
+        self._turn = 0.0  # when the next request may go
+        self._second = 0.0  # the begin of the second in which requests are counted
+        self._in_second = self._in_last_second = 0
+
+    @property
+    def is_slowed(self) -> bool:
+        """Whether requests are held back now."""
+        with self._lock:
+            return self._rate_at(self._clock()) is not None
+
+    def wait_seconds(self) -> float:
+        """Take a turn for one request, and return for how many seconds to wait until the turn comes; mostly 0."""
+        with self._lock:
+            now = self._clock()
+            self._count(now)
+            rate = self._rate_at(now)
+            if rate is None:
+                return 0.0
+            turn = max(now, self._turn)
+            self._turn = min(turn + (0.5 + self._draw()) / rate, now + LONGEST_WAIT_SECONDS)
+            return turn - now
+
+    def refused(self, seconds: float) -> None:
+        """Take note that the service has refused a request: nobody sends for ``seconds``, then fewer than before.
+
+        Requests that were under way together and are refused together lower the rate once.
+        """
+        with self._lock:
+            now = self._clock()
+            rate = self._rate_at(now)
+            if rate is None:
+                self._refused_at = rate = max(LEAST_RATE, self._in_second, self._in_last_second)
+                log.warning("%s asks for fewer requests: they are held back for some seconds", self._bucket)
+                self._rate = max(LEAST_RATE, rate / 2)
+            elif now >= self._quiet_until:
+                self._rate = max(LEAST_RATE, rate / 2)
+            self._quiet_until = max(self._quiet_until, now + seconds)
+            self._turn = max(self._turn, self._quiet_until)
+
+    def _rate_at(self, now: float) -> float | None:
+        if self._rate is None:
+            return None
+        # Who has waited for minutes may go: the exponent is bounded only so that the power is a number.
+        rate: float = self._rate * GROWTH ** min(1000.0, max(0.0, now - self._quiet_until))
+        if rate >= FREE_AT * self._refused_at:
+            self._rate = None
+            return None
+        return rate
+
+    def _count(self, now: float) -> None:
+        if now - self._second >= 1.0:
+            self._in_last_second = self._in_second if now - self._second < 2.0 else 0
+            self._in_second, self._second = 0, now
+        self._in_second += 1
+
+
+# The state that all requests of a process to one bucket share: their pace, and the usual durations.
+
+
+REMEMBERED_BUCKETS = 1000
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """The pace of a bucket, and the second requests for late ones; None where no request has one."""
+
+    pace: AdaptiveRateLimit
+    hedges: Hedges | None
+
+
+class BucketTraffic:
+    """The traffic of each bucket. Many threads may share one; so do all storages of a process.
+
+    See ``buckets_of_process``.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic, draw: Callable[[], float] = random.random) -> None:
+        self._clock = clock
+        self._draw = draw
+        self._lock = threading.Lock()
+        self._known: BoundedDict[str, Traffic] = BoundedDict(REMEMBERED_BUCKETS)
+
+    def of(self, bucket: str, *, with_hedges: bool) -> Traffic:
+        """Return the rate limit and the hedges that the requests to a bucket share; ``bucket`` is its name with the
+        service that has it.
+        """
+        with self._lock:
+            pace = AdaptiveRateLimit(bucket, self._clock, self._draw)
+            return self._known.setdefault(bucket, Traffic(pace, Hedges() if with_hedges else None))
+
+
+_OF_PROCESS = BucketTraffic()
+
+
+def buckets_of_process() -> BucketTraffic:
+    """Return those that all storages of this process share.
+
+    A function, so that a task of Spark, which is pickled with what opens its storage, takes no lock along.
+    """
+    return _OF_PROCESS
+
+
+T = TypeVar("T")
+
+_FIRST_WAIT_SECONDS = 0.1
+_LONGEST_WAIT_SECONDS = 5.0
+_EXPIRED_REMEDY = (
+    "The credentials have expired, and new ones were not to be had. Keys with a session token that stand in the "
+    "options or in the environment end with that token: start the query again with new ones. What renews itself are "
+    "credentials that the process fetches: from an instance profile, a container's endpoint or a web identity."
+)
+
+
+class RequestSender:
+    """Sends the requests to one location. Many threads may share one.
+
+    ``traffic`` is what the bucket's requests share, None for a local disk. ``renew`` makes the following calls use new
+    credentials, if there are any.
+    """
+
+    def __init__(
+        self,
+        location: str,
+        *,
+        clock: Callable[[], float],
+        sleep: Callable[[float], None],
+        retry_seconds: float,
+        counts: RequestCounts,
+        traffic: Traffic | None,
+        renew: Callable[[], None],
+    ) -> None:
+        self._location = location
+        self._clock = clock
+        self._sleep = sleep
+        self._retry_seconds = retry_seconds
+        self._counts = counts
+        self._traffic = traffic
+        self._renew = renew
+
+    def send(
+        self,
+        verb: str,
+        path: str,
+        call: Callable[[], T],
+        *,
+        on_second: Callable[[], None] | None = None,
+        progress: Callable[[], int] = lambda: 0,
+    ) -> T:
+        """Return the result of ``call``, which makes a request, and is repeated while an error may pass.
+
+        Raises ``StorageError`` once it has been repeated for ``retry_seconds`` without ``progress`` changing, and at
+        once for an error that will not pass. ``FileExistsError`` passes through. With ``on_second`` the request may be
+        made twice at the same time: see ``Hedges.first_answer``.
+        """
+        with spans.step(f"storage.{KINDS[verb]}", file=path) as span:
+            return self._sent(verb, path, call, on_second, progress, span)
+
+    def _sent(
+        self,
+        verb: str,
+        path: str,
+        call: Callable[[], T],
+        on_second: Callable[[], None] | None,
+        progress: Callable[[], int],
+        span: Span,
+    ) -> T:
+        started, wait = self._clock(), _FIRST_WAIT_SECONDS
+        before, is_renewed = progress(), False
+        self._wait(0.0)
+        while True:
+            try:
+                return self._attempt(verb, call, on_second)
+            except FileExistsError:
+                raise
+            except (BaseError, OSError) as error:
+                span.event("failed", error=spans.error_name(error))
+                has_expired = self._traffic is not None and is_expired(error, has_body=verb != "look up")
+                if has_expired and not is_renewed:
+                    is_renewed = True
+                    self._renew()
+                    continue
+                if progress() != before:
+                    started, wait, before = self._clock(), _FIRST_WAIT_SECONDS, progress()
+                elapsed = self._clock() - started
+                failed = f"Could not {verb} {self._location}/{path}"
+                if not is_transient(error, is_local=self._traffic is None):
+                    remedy = f". {_EXPIRED_REMEDY}" if has_expired else ""
+                    raise StorageError(f"{failed}: {first_line(error)}{remedy}") from error
+                if elapsed + wait > self._retry_seconds:
+                    raise StorageError(f"{failed}, tried for {elapsed:.1f} s: {first_line(error)}") from error
+                # Jitter keeps many hosts that failed together from coming back together.
+                pause = wait * random.uniform(0.5, 1.0)
+                if self._traffic is not None and is_throttling(error):
+                    self._traffic.pace.refused(pause)
+            self._wait(pause)
+            wait = min(wait * 2, _LONGEST_WAIT_SECONDS)
+
+    def _wait(self, seconds: float) -> None:
+        """Wait for ``seconds``, and until it is the turn of a request of this bucket."""
+        turn = 0.0 if self._traffic is None else self._traffic.pace.wait_seconds()
+        if max(seconds, turn) > 0:
+            self._sleep(max(seconds, turn))
+
+    def _attempt(self, verb: str, call: Callable[[], T], on_second: Callable[[], None] | None) -> T:
+        traffic = self._traffic
+        hedges = None if traffic is None or on_second is None or traffic.pace.is_slowed else traffic.hedges
+
+        def attempt() -> T:
+            self._counts.note(verb, self._location)
+            asked = self._clock()
+            failure: Exception | None = None
+            number = self._counts.trouble.began(KINDS[verb], self._location)
+            try:
+                answer = call()
+            except FileExistsError:
+                raise
+            except (BaseError, OSError) as error:
+                failure = error
+                raise
+            finally:
+                self._counts.took(verb, self._clock() - asked, failure is not None)
+                self._counts.trouble.ended(number, failure)
+            if hedges is not None:
+                hedges.took(verb, self._clock() - asked)
+            return answer
+
+        if hedges is None or on_second is None:
+            return attempt()
+        return hedges.first_answer(verb, attempt, on_second)
+
+
+# Costs of requests to object storage, by a list of prices.
+
+
+MONTH_SECONDS = 730 * 3600.0
+
+
+@dataclass(frozen=True)
+class Prices:
+    """Dollars: of 1,000 requests by kind, and of a GiB that goes to storage or comes from there.
+
+    The defaults are those of S3 standard in us-east-1, read by machines of the same region: transfer costs nothing
+    there. What stored bytes cost is not in it.
+    """
+
+    put: float = 0.005
+    get: float = 0.0004
+    head: float = 0.0004
+    list: float = 0.005
+    delete: float = 0.0
+    sent_gib: float = 0.0
+    received_gib: float = 0.0
+
+    @classmethod
+    def parse(cls, text: str) -> Prices:
+        """Return the prices that a text gives, such as ``put=0.0054,received_gib=0.09``; others are the defaults.
+
+        Raises ``InvalidStateStoreArgument``.
+        """
+        names = [f.name for f in fields(cls)]
+        given: dict[str, float] = {}
+        for entry in filter(None, (e.strip() for e in text.split(","))):
+            name, _, value = (part.strip() for part in entry.partition("="))
+            try:
+                dollars = float(value)
+            except ValueError:
+                dollars = math.nan
+            if name not in names or not 0 <= dollars < math.inf:
+                raise InvalidStateStoreArgument(
+                    f"{entry!r} is no price: give {', '.join(f'{n}=' for n in names)} each with dollars of 0 or more "
+                    "(for 1,000 requests, or for a GiB), separated by commas."
+                )
+            given[name] = dollars
+        return cls(**given)
+
+    def dollars(self, used: Mapping[str, int]) -> float:
+        """Return the cost of requests by kind and of their bytes: see ``RequestCounts.at``."""
+        requests = sum(
+            used.get(kind, 0) * price
+            for kind, price in (
+                ("put", self.put),
+                ("get", self.get),
+                ("head", self.head),
+                ("list", self.list),
+                ("delete", self.delete),
+            )
+        )
+        moved = used.get(SENT, 0) * self.sent_gib + used.get(RECEIVED, 0) * self.received_gib
+        return requests / 1000 + moved / (1 << 30)
+
+    def __str__(self) -> str:
+        """Return the prices as ``parse`` reads them."""
+        return ",".join(f"{f.name}={getattr(self, f.name):g}" for f in fields(self))
+
+
+STANDARD = Prices()

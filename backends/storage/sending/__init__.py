@@ -1,1 +1,0 @@
-"""Requests to storage: sent, counted, repeated, hedged and slowed down."""

@@ -1,1 +1,0 @@
-"""Traces by OpenTelemetry: which spans there are, and how processes agree on their ids. Imports nothing while off."""

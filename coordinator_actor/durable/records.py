@@ -1,0 +1,343 @@
+"""``history/<id>.json``: how the last checkpoints went, for people. It outlives coordinators, hosts and runs.
+
+A file has the last ``MOST_RECORDS`` checkpoints, and is named by the newest of them. So one file is all that must be
+read, and files before it may go. State never depends on these files: one that is lost or damaged costs figures only.
+The idea is that of Flink's checkpoint history, which its job manager keeps in memory.
+"""
+
+from __future__ import annotations
+
+import getpass
+import logging
+import socket
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+from msgspec import Struct, field, structs
+
+from backends.conf import check_name
+from backends.exceptions import DamagedFileError, FileExistsInStorageError
+from backends.storage.checkpoint_storage import CheckpointStorage
+from coordinator_actor.durable.fencing import RecordFiles, numbered_path, numbers_of
+
+log = logging.getLogger(__name__)
+
+HISTORY = "history"
+MOST_RECORDS = 300
+KEPT_FILES = 2
+"""The newest file, and the one before it, should the newest be damaged."""
+
+
+class StepTime(Struct, frozen=True, gc=False):
+    """The milliseconds of one step: the sum over all tasks, and those of the slowest task."""
+
+    sum_ms: float
+    max_ms: float
+
+
+class CheckpointRecord(Struct, frozen=True):
+    """One completed version: a micro-batch of Spark's.
+
+    Moments are in ms since 1970 by the coordinator's clock, None where no coordinator saw them. They are: ``begun_ms``
+    when the first host opened the batch, ``first_acknowledged_ms`` and ``last_acknowledged_ms`` when tasks were done,
+    ``prepared_ms`` when the manifest was durable, ``completed_ms`` when Spark's commit was seen. ``delta_bytes`` are
+    those of the changelogs; ``full_bytes`` those of all files from which the version is loaded, measured once in a
+    maintenance interval. ``retried`` counts acknowledgements of partitions that had acknowledged the version before.
+    ``rows``, ``updated``, ``removed``, ``late`` and ``duplicates`` are sums over all tasks. ``requests`` are those to
+    checkpoint storage, of hosts and coordinator, since the version before, and ``storage`` the same by kind (put, get,
+    head, list, delete), with the bytes of files that were sent and received. ``steps`` are steps of tasks and their
+    commits.
+    """
+
+    id: int
+    version: int
+    epoch: int
+    run_id: str
+    begun_ms: int | None = None
+    first_acknowledged_ms: int | None = None
+    last_acknowledged_ms: int | None = None
+    prepared_ms: int | None = None
+    completed_ms: int | None = None
+    partitions: int = 0
+    delta_bytes: int = 0
+    full_bytes: int | None = None
+    retried: int = 0
+    rows: int = 0
+    updated: int = 0
+    removed: int = 0
+    late: int = 0
+    duplicates: int = 0
+    requests: int = 0
+    storage: dict[str, int] = field(default_factory=dict)
+    steps: dict[str, StepTime] = field(default_factory=dict)
+
+    @property
+    def phases(self) -> dict[str, int]:
+        """Return the milliseconds between the moments, as far as they are known.
+
+        ``tasks``: until the first task was done; ``acknowledge``: until the last was; ``manifest``: until that was
+        durable; ``commit``: until Spark's commit was seen.
+        """
+        moments = (
+            ("", self.begun_ms),
+            ("tasks", self.first_acknowledged_ms),
+            ("acknowledge", self.last_acknowledged_ms),
+            ("manifest", self.prepared_ms),
+            ("commit", self.completed_ms),
+        )
+        return {
+            name: max(0, until - since)
+            for (_, since), (name, until) in pairwise(moments)
+            if since is not None and until is not None
+        }
+
+    @property
+    def duration_ms(self) -> int | None:
+        """Return the milliseconds from the begin to the durable manifest; None if they are not known."""
+        if self.begun_ms is None or self.prepared_ms is None:
+            return None
+        return max(0, self.prepared_ms - self.begun_ms)
+
+
+class HistoryFile(Struct, frozen=True):
+    """The content of a file: records by ascending id."""
+
+    records: tuple[CheckpointRecord, ...]
+
+
+class CheckpointRecords:
+    """The files of one query. Not thread-safe."""
+
+    def __init__(self, files: RecordFiles) -> None:
+        self._files = files
+        self._numbers: list[int] | None = None
+
+    def load(self) -> tuple[CheckpointRecord, ...]:
+        """Return the records of the newest file that can be read; none if there is no file."""
+        self._numbers = self._files.numbers(HISTORY)
+        for number in reversed(self._numbers):
+            try:
+                found = self._files.read_or_none(numbered_path(HISTORY, number), HistoryFile)
+            except DamagedFileError as error:
+                log.warning("Checkpoints are missing in the history, which is for people only: %s", error)
+                continue
+            if found is not None:
+                return found.records
+        return ()
+
+    def write(self, records: tuple[CheckpointRecord, ...]) -> None:
+        """Write a new file durably. Raises ``FileExistsInStorageError`` if one has the same newest checkpoint."""
+        newest = records[-1].id
+        self._files.create(numbered_path(HISTORY, newest), HistoryFile(records))
+        if self._numbers is not None:
+            self._numbers.append(newest)
+
+    def obsolete(self) -> list[str]:
+        """Return the paths of the files that newer ones replace."""
+        known = sorted(self._numbers or ())
+        return [numbered_path(HISTORY, number) for number in known[:-KEPT_FILES]]
+
+    def forget(self, paths: list[str]) -> None:
+        """Take note that these files are removed."""
+        gone = set(paths)
+        self._numbers = [n for n in self._numbers or () if numbered_path(HISTORY, n) not in gone]
+
+
+def as_plain(record: CheckpointRecord) -> dict[str, Any]:
+    """Return a record with what follows from it, as JSON types."""
+    plain: dict[str, Any] = {**structs.asdict(record), "duration_ms": record.duration_ms, "phases": record.phases}
+    plain["steps"] = {name: structs.asdict(step) for name, step in record.steps.items()}
+    return plain
+
+
+# ``audit/<n>.json``: what was done to a query's state by hand, when and by whom. Records are never removed.
+
+
+AUDIT = "audit"
+
+
+class AuditRecord(Struct, frozen=True):
+    """One entry. ``what`` is the name of the function, ``status`` "begun" or "done", ``at_ms`` is in ms since 1970.
+
+    ``by`` is the user and the machine. ``version`` is the newest version that it is about. ``counts`` are numbers of
+    keys, rows and files. ``reference`` is what the caller gave, as the number of a request. No record has a key.
+    """
+
+    what: str
+    status: str
+    at_ms: int
+    by: str
+    operators: tuple[str, ...]
+    version: int
+    counts: dict[str, int] = field(default_factory=dict)
+    reference: str | None = None
+    details: dict[str, str] = field(default_factory=dict)
+
+
+class AuditLog:
+    """The audit records of one state."""
+
+    def __init__(self, storage: CheckpointStorage) -> None:
+        self._files = RecordFiles(storage)
+
+    def append(self, record: AuditRecord) -> None:
+        """Write a record durably after the last one. Raises ``StorageError``."""
+        number = max(self._files.numbers(AUDIT), default=0)
+        while True:
+            number += 1
+            try:
+                self._files.create(numbered_path(AUDIT, number), record)
+            except FileExistsInStorageError:
+                continue
+            return
+
+    def read(self) -> list[AuditRecord]:
+        """Return all records, the oldest first. Raises ``DamagedFileError``."""
+        return self._files.read_all([numbered_path(AUDIT, n) for n in self._files.numbers(AUDIT)], AuditRecord)
+
+
+def caller() -> str:
+    """Return the user and the machine of this process, as records name them."""
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):
+        user = "unknown"
+    return f"{user}@{socket.gethostname()}"
+
+
+# ``lookups/``: which version of this state another query's batch has looked up, so that the batch reads it again.
+#
+# A record is made once, by create-if-absent, before the batch reads anything. Spark may run a batch any number of
+# times, on any executors, and in any order of its tasks: all of them find the same record.
+
+
+LOOKUPS = "lookups"
+
+
+class LookupRecord(Struct, frozen=True):
+    """A batch has looked up ``version``, which run ``made_by`` has made ("": nobody, the empty version 0).
+
+    ``at_ms`` is when it did so first, in ms since 1970: what has expired by then is not there, whenever it is looked up
+    again.
+    """
+
+    version: int
+    made_by: str
+    at_ms: int
+
+
+class LookupRecords:
+    """The records of lookups in one state. ``by`` is the id of the query that looks up."""
+
+    def __init__(self, storage: CheckpointStorage) -> None:
+        self._files = RecordFiles(storage)
+
+    @staticmethod
+    def path(by: str, batch_id: int) -> str:
+        """Return the path of a record. Raises ``InvalidStateStoreArgument`` for an id that no directory can have."""
+        check_name("a query that looks up", by)
+        return numbered_path(f"{LOOKUPS}/{by}", batch_id)
+
+    def full_location(self, by: str, batch_id: int) -> str:
+        """Return the address of a record, for messages."""
+        return self._files.storage.full_location(self.path(by, batch_id))
+
+    def find(self, by: str, batch_id: int) -> LookupRecord | None:
+        """Return the record of a batch, or None. Raises ``DamagedFileError``, ``StorageError``."""
+        return self._files.read_or_none(self.path(by, batch_id), LookupRecord)
+
+    def make(self, by: str, batch_id: int, record: LookupRecord) -> LookupRecord:
+        """Write the record of a batch, and return the one that counts: another one's, if that was first."""
+        path = self.path(by, batch_id)
+        try:
+            self._files.create(path, record)
+        except FileExistsInStorageError:
+            return self._files.read(path, LookupRecord)
+        return record
+
+    def batches(self) -> dict[str, list[int]]:
+        """List the batches that have records, ascending, by the query that looked up. One listing."""
+        found: dict[str, list[int]] = {}
+        for path, _ in self._files.storage.list(f"{LOOKUPS}/"):
+            _, by, name = path.split("/", 2)
+            number = name.removesuffix(".json")
+            if name.endswith(".json") and number.isdecimal():
+                found.setdefault(by, []).append(int(number))
+        return {by: sorted(batches) for by, batches in found.items()}
+
+    def remove(self, by: str, batches: Sequence[int]) -> None:
+        """Remove the records of batches."""
+        self._files.storage.delete_all([self.path(by, batch_id) for batch_id in batches])
+
+
+# Records of the savepoints that were begun, also to hold a run that is being stopped with one.
+
+
+DIRECTORY = "savepoint-ids"
+RELEASED = ".released"
+KEPT_RECORDS = 20
+"""At most this many records are kept. The newest one says which ids are taken; a hold is the last, or nearly."""
+
+
+class SavepointRecord(Struct, frozen=True):
+    """``savepoint-ids/<id>.json``: a savepoint was begun. Its own metadata file says whether it was finished.
+
+    With ``stop``, no batch of the run ``run_id`` after the version may run before the driver of the run says so.
+    """
+
+    checkpoint_id: int
+    version: int
+    location: str
+    created_ms: int
+    run_id: str
+    stop: bool
+
+
+def savepoint_record_path(checkpoint_id: int) -> str:
+    """Return the path of the record of a savepoint."""
+    return numbered_path(DIRECTORY, checkpoint_id)
+
+
+def _released_path(checkpoint_id: int) -> str:
+    return savepoint_record_path(checkpoint_id).removesuffix(".json") + RELEASED
+
+
+class SavepointRecords:
+    """The savepoint records of one query."""
+
+    def __init__(self, files: RecordFiles) -> None:
+        self._files = files
+
+    def create(self, record: SavepointRecord) -> None:
+        """Write durably that a savepoint takes a checkpoint id. Raises ``FileExistsInStorageError``."""
+        self._files.create(savepoint_record_path(record.checkpoint_id), record)
+
+    def ids(self) -> list[int]:
+        """Return the checkpoint ids that savepoints have taken, ascending."""
+        return self._files.numbers(DIRECTORY)
+
+    def all(self) -> list[SavepointRecord]:
+        """Return the records of the last savepoints that were begun, by ascending id."""
+        return self._read(self.ids())
+
+    def _read(self, ids: list[int]) -> list[SavepointRecord]:
+        return self._files.read_all([savepoint_record_path(i) for i in ids], SavepointRecord)
+
+    def hold_of(self, run_id: str) -> SavepointRecord | None:
+        """Return the savepoint that a run was being stopped with. None if there is none, or if it was released.
+
+        The run may do no batch after the version of that savepoint.
+        """
+        there = [path for path, _ in self._files.storage.list(f"{DIRECTORY}/")]
+        held = [r for r in self._read(numbers_of(there)) if r.stop and r.run_id == run_id]
+        return next((r for r in reversed(held) if _released_path(r.checkpoint_id) not in there), None)
+
+    def obsolete(self, held: int | None) -> list[str]:
+        """Return the paths of the records that are not kept; ``held`` is kept in any case."""
+        old = [i for i in self.ids()[:-KEPT_RECORDS] if i != held]
+        return [path for i in old for path in (savepoint_record_path(i), _released_path(i))]
+
+    def release(self, checkpoint_id: int) -> None:
+        """Write durably that the savepoint has failed that a run was to be stopped with. The run goes on."""
+        self._files.ensure(_released_path(checkpoint_id), b"")

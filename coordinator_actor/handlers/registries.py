@@ -1,0 +1,614 @@
+"""Tables that all handlers share: the hosts, runs and instances that a coordinator knows, and their lock."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter, UserDict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from backends.background_loop import FailingLoop
+from backends.conf import StateStoreProviderId
+from backends.host_memory import BoundedDict
+from coordinator_actor.checkpoints.pending_checkpoint import TaskKey
+from coordinator_actor.exceptions import (
+    ReplacedHostError,
+    RetiredRunError,
+    UnknownHostError,
+    UnknownQueryError,
+    UnknownRunError,
+)
+from coordinator_actor.messages import HandOver, HostInfo, QueryRegistration
+from coordinator_actor.run.state import QueryState
+from coordinator_actor.savepoints.savepoint_coordinator import RunSavepoints
+
+# Spark's active state store instances: which executor has which provider loaded.
+
+
+log = logging.getLogger(__name__)
+
+Executor = tuple[str, str]
+"""(host, executor id)"""
+
+
+class InstanceRegistry:
+    """The providers that each executor has loaded (Spark: ``StateStoreCoordinator``). The debug messages are Spark's.
+
+    Instances are kept by run, since the instances of a run go together and other runs may have many.
+    """
+
+    def __init__(self) -> None:
+        self._runs: dict[str, dict[StateStoreProviderId, Executor]] = {}
+        self._executors: dict[Executor, Executor] = {}
+
+    def report(
+        self,
+        provider_id: StateStoreProviderId,
+        host: str,
+        executor_id: str,
+        others: Iterable[StateStoreProviderId] = (),
+    ) -> list[StateStoreProviderId]:
+        """Make an instance active at an executor. Return those of ``others`` that are active elsewhere by now.
+
+        As in Spark, an instance that no executor has reported stays: a restarted coordinator knows of none at first.
+        """
+        # One tuple per executor, not one per instance.
+        executor = self._executors.setdefault((host, executor_id), (host, executor_id))
+        self._runs.setdefault(provider_id.query_run_id, {})[provider_id] = executor
+        log.debug("Reported state store %s is active at %s", provider_id, executor_id)
+        return [o for o in others if (held := self._held(o)) is not None and held != executor]
+
+    def verify(self, provider_id: StateStoreProviderId, executor_id: str) -> bool:
+        """Return whether an executor has the active instance."""
+        return self.verify_many((provider_id,), executor_id)[0]
+
+    def verify_many(self, provider_ids: Sequence[StateStoreProviderId], executor_id: str) -> list[bool]:
+        """Return for each instance whether an executor has it, in the order asked."""
+        responses = [(held := self._held(p)) is not None and held[1] == executor_id for p in provider_ids]
+        if log.isEnabledFor(logging.DEBUG):
+            for provider_id, response in zip(provider_ids, responses, strict=True):
+                log.debug("Verified that state store %s is active: %s", provider_id, response)
+        return responses
+
+    def location(self, provider_id: StateStoreProviderId) -> str | None:
+        """Return ``executor_<host>_<executor id>`` of the active instance, or None."""
+        return self.locations((provider_id,))[0]
+
+    def locations(self, provider_ids: Sequence[StateStoreProviderId]) -> list[str | None]:
+        """Return ``location`` of each instance, in the order asked."""
+        found = [None if (held := self._held(p)) is None else f"executor_{held[0]}_{held[1]}" for p in provider_ids]
+        if log.isEnabledFor(logging.DEBUG):
+            for provider_id, location in zip(provider_ids, found, strict=True):
+                log.debug("Got location of the state store %s: %s", provider_id, location)
+        return found
+
+    def of_run(self, run_id: str) -> list[StateStoreProviderId]:
+        """Return the active instances of a run."""
+        return list(self._runs.get(run_id, ()))
+
+    def deactivate(self, run_id: str) -> None:
+        """Forget the instances of a run."""
+        gone = self._runs.pop(run_id, {})
+        if not self._runs:
+            self._executors.clear()
+        if log.isEnabledFor(logging.DEBUG):
+            ids = ", ".join(map(str, gone))
+            log.debug("Deactivating instances related to checkpoint location %s: %s", run_id, ids)
+
+    def describe(self) -> list[dict[str, str]]:
+        """Return all active instances, for people."""
+        return [{"id": str(p), "host": h, "executor_id": e} for run in self._runs.values() for p, (h, e) in run.items()]
+
+    def _held(self, provider_id: StateStoreProviderId) -> Executor | None:
+        run = self._runs.get(provider_id.query_run_id)
+        return None if run is None else run.get(provider_id)
+
+
+# The runs that a coordinator knows: registered, over, and ended ones, with their savepoints.
+
+
+REMEMBERED_ENTRIES = 1000
+LONGEST_FAILURE = 600
+LEASE_OVER = "its driver was not heard of"
+STOPPED = "its query ended"
+
+
+@dataclass(frozen=True)
+class OverRun:
+    """A run that is over, for clients that still ask for its state, and for people.
+
+    ``at`` is in seconds since 1970: when it ended, or when its driver was last heard of. ``was_running``: its query had
+    not ended, as far as its driver has said.
+    """
+
+    registration: QueryRegistration
+    at: float
+    why: str
+    was_running: bool = False
+
+    def has(self, operator: str, query: str | None) -> bool:
+        """Return whether the run had that operator, and that name, query id, run id or state location."""
+        of = self.registration
+        return (query is None or query in (of.name, of.query_id, of.run_id, of.state_location)) and any(
+            o.name == operator for o in self.registration.operators
+        )
+
+
+class RunRegistry:
+    """The runs that a coordinator knows.
+
+    ``by_id`` has the registered runs. A run is *over* if it is to be unloaded: for good, or (``LEASE_OVER``) until its
+    driver registers it again. The last ``REMEMBERED_ENTRIES`` such runs are remembered, and as many savepoint requests
+    of ended runs. ``lock`` guards everything here; see ``Registries``.
+    """
+
+    def __init__(self, lock: threading.RLock, instances: InstanceRegistry, clock: Callable[[], float]) -> None:
+        self._lock = lock
+        self._instances = instances
+        self._clock = clock
+        self.by_id: dict[str, QueryState] = {}
+        self._expected: Counter[str] = Counter()
+        """Run id to the number of hosts' reports about the run that are being processed."""
+        self._changed = threading.Condition(lock)
+        self._savepoints: dict[str, RunSavepoints] = {}
+        self._over: BoundedDict[str, str] = BoundedDict(REMEMBERED_ENTRIES)
+        self._ended: BoundedDict[str, OverRun] = BoundedDict(REMEMBERED_ENTRIES)
+        self._ended_savepoints: BoundedDict[str, Future[str]] = BoundedDict(REMEMBERED_ENTRIES)
+        self._failures: BoundedDict[str, str] = BoundedDict(REMEMBERED_ENTRIES)
+
+    # -- finding -------------------------------------------------------------------------------
+
+    def get(self, run_id: str) -> QueryState:
+        """Return a registered run. Raises ``RetiredRunError`` if it is over for good, else ``UnknownRunError``."""
+        with self._lock:
+            run = self.by_id.get(run_id)
+            if run is None and self.is_over_for_good(run_id):
+                raise RetiredRunError(f"Run {run_id} is over ({self._over[run_id]}); start the query again.")
+        if run is None:
+            raise UnknownRunError(f"Run {run_id} is not registered with this coordinator; it must be registered again.")
+        return run
+
+    def awaited(self, run_id: str) -> QueryState:
+        """Return a registered run, as ``get`` does. Wait for a run that a host has reported, and storage is read for.
+
+        Not for messages that must not wait for storage.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: run_id in self.by_id or run_id not in self._expected)
+        return self.get(run_id)
+
+    def expect(self, run_id: str) -> None:
+        """Take note that the report of a host about a run is being taken up."""
+        with self._lock:
+            self._expected[run_id] += 1
+
+    def expect_no_more(self, run_id: str) -> None:
+        """Take note that the report of a host about a run is taken up, or could not be."""
+        with self._changed:
+            self._expected[run_id] -= 1
+            if not self._expected[run_id]:
+                del self._expected[run_id]
+            self._changed.notify_all()
+
+    def is_expected(self, run_id: str) -> bool:
+        """Return whether the report of a host about a run is being taken up."""
+        with self._lock:
+            return run_id in self._expected
+
+    def find(self, run_id: str) -> QueryState | None:
+        """Return a registered run, or None."""
+        with self._lock:
+            return self.by_id.get(run_id)
+
+    def current(self) -> list[QueryState]:
+        """Return the registered runs whose queries run."""
+        with self._lock:
+            return [run for run in self.by_id.values() if run.lifetime.is_current]
+
+    def served(self) -> list[QueryState]:
+        """Return the registered runs that hosts answer from: those whose queries run, and of ended ones the last.
+
+        Where a query has run again, its earlier runs are replaced.
+        """
+        with self._lock:
+            return [run for run in self.by_id.values() if run.lifetime.is_served]
+
+    def of_session(self, session_id: str) -> list[QueryState]:
+        """Return the registered runs of a driver's session."""
+        with self._lock:
+            return [run for run in self.by_id.values() if run.registration.session_id == session_id]
+
+    def running(self, query: str, *, or_ended: bool = False) -> QueryState:
+        """Return the running query of that name, query id or run id.
+
+        ``or_ended``: if none runs, the ended one that is still read.
+
+        Raises ``UnknownQueryError`` if there is none, or more than one.
+        """
+        running = self.current()
+        found = [run for run in running if run.is_named(query)]
+        if or_ended and not found:
+            found = [run for run in self.served() if run.is_named(query)]
+        if len(found) != 1:
+            names = (f"{r.registration.name or 'unnamed'} ({r.registration.query_id}, run {r.run_id})" for r in running)
+            exist = ", ".join(names) or "none"
+            how_many = "Several running queries are" if found else "No running query with state is"
+            raise UnknownQueryError(f"{how_many} named {query!r}; running: {exist}. Give the query id or the run id.")
+        return found[0]
+
+    # -- runs that are over --------------------------------------------------------------------
+
+    def is_over(self, run_id: str) -> bool:
+        """Return whether the run is over, for good or until its driver registers it again."""
+        with self._lock:
+            return run_id in self._over
+
+    def is_over_for_good(self, run_id: str) -> bool:
+        """Return whether the run is over for good."""
+        with self._lock:
+            return self._over.get(run_id, LEASE_OVER) != LEASE_OVER
+
+    def remember_over(self, run_id: str, why: str) -> None:
+        """Remember that a run is over, and why."""
+        with self._lock:
+            self._over[run_id] = why
+
+    def ended(self) -> list[OverRun]:
+        """Return the runs that have ended."""
+        with self._lock:
+            return list(self._ended.values())
+
+    def lost(self) -> list[OverRun]:
+        """Return the runs whose drivers were lost while their queries ran, and which nobody has started again since."""
+        with self._lock:
+            there = {run.registration.state_location for run in self.by_id.values()}
+            found = {e.registration.state_location: e for e in self._ended.values()}  # of a place, the last one
+        return [e for at, e in found.items() if e.why == LEASE_OVER and e.was_running and at not in there]
+
+    def at_location(self, state_location: str) -> list[QueryState]:
+        """Return the registered runs whose state is at ``state_location``."""
+        with self._lock:
+            return [run for run in self.by_id.values() if run.registration.state_location == state_location]
+
+    # -- changing ------------------------------------------------------------------------------
+
+    def add(self, run: QueryState, savepoints: RunSavepoints, *, was_over: bool) -> None:
+        """Register a run that has claimed its state. Runs on the same state are replaced, and end.
+
+        ``was_over``: the run was over for good when its registration began. Raises ``RetiredRunError`` if the run was
+        stopped since: a host had reported it, and its storage was slower than its driver.
+        """
+        run_id, location = run.run_id, run.registration.state_location
+        with self._lock:
+            if not was_over and self.is_over_for_good(run_id):
+                raise RetiredRunError(f"Run {run_id} is over ({self._over[run_id]}); it ended while it was registered.")
+            replaced = self._retire(location, run_id)
+            self.by_id[run_id] = run
+            self._changed.notify_all()
+            self._savepoints[run_id] = savepoints
+            self._over.pop(run_id, None)
+            self._ended.pop(run_id, None)
+        for other in replaced:
+            self.end(other, f"run {run_id} has replaced it")
+
+    def remove(self, run_id: str) -> None:
+        """Forget a registered run."""
+        with self._lock:
+            self.by_id.pop(run_id, None)
+
+    def forget(self, run: QueryState, why: str) -> None:
+        """Forget a registered run until its driver registers it again. Not to be called under the lock."""
+        self.remove(run.run_id)
+        self.end(run, why)
+        self.remember_over(run.run_id, LEASE_OVER)
+
+    def add_stopped(self, run: QueryState) -> None:
+        """Register the last run on a state, whose query has ended, to be read on. Earlier ones are replaced, and end.
+
+        Raises ``RetiredRunError`` if a query has begun to run there meanwhile.
+        """
+        location = run.registration.state_location
+        with self._lock:
+            running = next((other for other in self.at_location(location) if other.lifetime.is_current), None)
+            if running is not None:
+                raise RetiredRunError(f"Run {run.run_id} has been replaced by run {running.run_id}.")
+            replaced = self._retire(location, run.run_id)
+            self.by_id[run.run_id] = run
+            self._changed.notify_all()
+        for other in replaced:
+            self.end(other, f"run {run.run_id} has replaced it")
+
+    def _retire(self, location: str, run_id: str) -> list[QueryState]:
+        """Replace the runs on a state, and return them. The lock is held."""
+        replaced = self.at_location(location)
+        for other in replaced:
+            other.lifetime.retire(run_id)
+            if other.lifetime.stopped_at is not None:  # its driver has reported its end already
+                del self.by_id[other.run_id]
+                self._over[other.run_id] = f"replaced by {run_id}"
+        return replaced
+
+    def stop(self, run: QueryState) -> None:
+        """Take note that the query of a run has ended: nothing is active or pending; its last version is read on."""
+        with self._lock:
+            run.stop(self._clock())
+        self._end_work(run, STOPPED)
+
+    def end(self, run: QueryState, why: str) -> None:
+        """End a run: nothing of it is active or pending any more, and nobody reads it."""
+        was_running = run.lifetime.is_current
+        run.lifetime.end()
+        with self._lock:
+            at = run.lifetime.driver_seen if why == LEASE_OVER else self._clock()
+            self._ended[run.run_id] = OverRun(run.registration, at, why, was_running)
+        self._end_work(run, why)
+
+    def note_failure(self, run_id: str, failure: str) -> None:
+        """Take note of the error with which the query of a run has ended; "" if it has ended without one."""
+        with self._lock:
+            if failure:
+                self._failures[run_id] = failure[:LONGEST_FAILURE]
+
+    def failure(self, run_id: str) -> str:
+        """Return the error with which the query of a run has ended, or ""."""
+        with self._lock:
+            return self._failures.get(run_id, "")
+
+    def _end_work(self, run: QueryState, why: str) -> None:
+        with self._lock:
+            self._instances.deactivate(run.run_id)
+        run.batch.checkpoints.cancel_all("the query has ended")
+        with self._lock:
+            savepoints = self._savepoints.pop(run.run_id, None)
+            if savepoints is not None:
+                # A savepoint that is being written may still be finished.
+                for request_id, request in savepoints.requests.items():
+                    self._ended_savepoints[request_id] = request
+        if savepoints is not None:
+            savepoints.shutdown(why)
+
+    # -- savepoints ----------------------------------------------------------------------------
+
+    def savepoints_of(self, run_id: str) -> RunSavepoints | None:
+        """Return the savepoints of a run; None if the run is over or unknown."""
+        with self._lock:
+            return self._savepoints.get(run_id)
+
+    def savepoint_request(self, request_id: str) -> Future[str] | None:
+        """Return the future path of a requested savepoint, or None."""
+        with self._lock:
+            requests = [savepoints.requests for savepoints in self._savepoints.values()]
+            return next((r[request_id] for r in (*requests, self._ended_savepoints) if request_id in r), None)
+
+
+# The live hosts and their leases.
+
+
+REMEMBERED_HOSTS = 10_000
+"""The newest incarnation is known of at most this many hosts, also when its lease is over."""
+
+
+@dataclass
+class HostLease:
+    """One host, and when it was last heard of, in seconds by the coordinator's clock.
+
+    ``is_reported``: what the host has reported is taken up, or is being taken up. ``held`` has the partitions that it
+    held when it registered, by run and operator. ``hand_over`` is what its last heartbeat has said of moves.
+    """
+
+    info: HostInfo
+    seen: float
+    is_reported: bool = True
+    held: Mapping[str, Mapping[str, Sequence[int]]] = field(default_factory=dict)
+    hand_over: HandOver = field(default_factory=HandOver)
+
+
+class HostLeases(UserDict[str, HostLease]):
+    """The leases by host id. ``generation`` counts the changes of the set of hosts, or of what a host says of itself.
+
+    A host that registers again as the same incarnation at the same address changes nothing.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generation = 0
+
+    def __setitem__(self, host_id: str, lease: HostLease) -> None:
+        known = self.data.get(host_id)
+        if known is None or known.info != lease.info:
+            self.generation += 1
+        self.data[host_id] = lease
+
+    def __delitem__(self, host_id: str) -> None:
+        del self.data[host_id]
+        self.generation += 1
+
+
+class HostRegistry:
+    """The live hosts. A host that registers with a new incarnation replaces the old incarnation.
+
+    Which incarnation is the newer one does not follow from who speaks last: a machine that was cut off comes back with
+    an incarnation that Ray has replaced meanwhile (fencing, by the number of the actor's restart).
+    """
+
+    def __init__(self) -> None:
+        self.leases = HostLeases()
+        self._newest: BoundedDict[str, tuple[int, str]] = BoundedDict(REMEMBERED_HOSTS)
+        self._leaving: dict[str, frozenset[str]] = {}
+        self._nodes: dict[str, Mapping[str, str]] = {}
+        self._nodes_generation = 0
+
+    @property
+    def generation(self) -> int:
+        """Return the number of changes of the hosts: a result of one generation holds until the next one."""
+        return self.leases.generation
+
+    def register(
+        self, info: HostInfo, now: float, held: Mapping[str, Mapping[str, Sequence[int]]] = MappingProxyType({})
+    ) -> None:
+        """Add a host that holds these partitions, or replace its incarnation.
+
+        Raises ``ReplacedHostError`` for an incarnation that is older than one that was here.
+        """
+        restart, incarnation = self._newest.get(info.host_id, (info.restart, info.incarnation))
+        if info.restart < restart:
+            raise ReplacedHostError(
+                f"Incarnation {info.incarnation} of host {info.host_id} (restart {info.restart}, at {info.address}) "
+                f"was replaced by incarnation {incarnation} (restart {restart}): it must end itself."
+            )
+        self._newest[info.host_id] = (info.restart, info.incarnation)
+        self.leases[info.host_id] = HostLease(info, now, held=held)
+
+    def holders(self, run_id: str) -> dict[TaskKey, str]:
+        """Return the host of each partition of a run that a live host held when it registered: the first one's."""
+        found: dict[TaskKey, str] = {}
+        for task, host_id in self.reported(run_id):
+            found.setdefault(task, host_id)
+        return found
+
+    def reported(self, run_id: str) -> list[tuple[TaskKey, str]]:
+        """Return the partitions of a run that live hosts held when they registered, each with its host."""
+        return [
+            ((operator, partition), host_id)
+            for host_id, lease in self.leases.items()
+            for operator, partitions in lease.held.get(run_id, {}).items()
+            for partition in partitions
+        ]
+
+    def renew(self, host_id: str, incarnation: str, now: float) -> HostLease | None:
+        """Renew and return a lease; None if this incarnation is not known."""
+        lease = self.leases.get(host_id)
+        if lease is None or lease.info.incarnation != incarnation:
+            return None
+        lease.seen = now
+        return lease
+
+    def ask_again(self, host_id: str, incarnation: str) -> None:
+        """Let the next heartbeat ask a host for its report, which could not be taken up."""
+        lease = self.leases.get(host_id)
+        if lease is not None and lease.info.incarnation == incarnation:
+            lease.is_reported = False
+
+    def require(self, host_id: str, incarnation: str) -> None:
+        """Raise ``UnknownHostError`` unless this very incarnation is registered."""
+        lease = self.leases.get(host_id)
+        if lease is None or lease.info.incarnation != incarnation:
+            raise UnknownHostError(f"Host {host_id} (incarnation {incarnation}) is not registered; register it again.")
+
+    def nodes_of_session(self, session_id: str) -> Mapping[str, str]:
+        """Return the node of each live host of a session, in the order of host ids. The result must not be changed."""
+        if self._nodes_generation != self.generation:
+            self._nodes, self._nodes_generation = {}, self.generation
+        nodes = self._nodes.get(session_id)
+        if nodes is None:
+            infos = [lease.info for lease in self.leases.values() if lease.info.session_id == session_id]
+            infos.sort(key=lambda info: info.host_id)
+            nodes = self._nodes[session_id] = MappingProxyType({info.host_id: info.node_id for info in infos})
+        return nodes
+
+    def leave(self, session_id: str, host_ids: Collection[str]) -> None:
+        """Take note that these hosts of a session, and no others, are to hand over what they own and go."""
+        leaving = frozenset(host_ids)
+        if self._leaving.get(session_id, frozenset()) != leaving:
+            self._leaving[session_id] = leaving
+            self.leases.generation += 1
+        if not leaving:
+            self._leaving.pop(session_id, None)
+
+    def staying(self, session_id: str) -> Mapping[str, str]:
+        """Return the node of each live host of a session that is not to go; of all of them if all are to go."""
+        nodes, leaving = self.nodes_of_session(session_id), self._leaving.get(session_id, frozenset())
+        return {host_id: node for host_id, node in nodes.items() if host_id not in leaving} or nodes
+
+    def of_session(self, session_id: str) -> list[str]:
+        """Return the live hosts of a session, in a fixed order."""
+        return list(self.nodes_of_session(session_id))
+
+    def prolong(self, seconds: float, now: float) -> None:
+        """Let all leases run ``seconds`` longer."""
+        for lease in self.leases.values():
+            lease.seen = min(now, lease.seen + seconds)
+
+    def expire_nodes(self, nodes: Collection[str]) -> list[HostInfo]:
+        """Drop the hosts on these nodes. Return their descriptions."""
+        lost = [lease.info for lease in self.leases.values() if lease.info.node_id in nodes]
+        for info in lost:
+            del self.leases[info.host_id]
+        return lost
+
+    def expire(self, before: float) -> list[str]:
+        """Drop the hosts that were last heard of before that time. Return their ids."""
+        lost = [h for h, lease in self.leases.items() if lease.seen < before]
+        for host_id in lost:
+            del self.leases[host_id]
+        return lost
+
+
+class Registries:
+    """The hosts, runs and instances of one coordinator.
+
+    ``lock`` guards all of them, ``started`` and ``last_needed`` included. Whoever needs the lock of a run, too, takes
+    the lock of the run first. Nothing waits for storage while it holds ``lock``.
+
+    ``clock`` gives seconds since 1970 and never goes back. ``last_needed`` is when hosts or drivers were heard of last.
+    For ``report_timeout`` seconds from the start on, hosts and drivers of an earlier coordinator may still report.
+    """
+
+    def __init__(self, clock: Callable[[], float], report_timeout: float) -> None:
+        self.clock = clock
+        self.lock = threading.RLock()
+        self.hosts = HostRegistry()
+        self.instances = InstanceRegistry()
+        self.runs = RunRegistry(self.lock, self.instances, clock)
+        self.started = self.last_needed = clock()
+        self._reports_until = self.started + report_timeout
+        self.placement_problems: BoundedDict[str, tuple[str, ...]] = BoundedDict(REMEMBERED_ENTRIES)
+        """By session, where hosts do not stand as they should."""
+        self.failing: BoundedDict[str, tuple[str, float, tuple[FailingLoop, ...]]] = BoundedDict(REMEMBERED_ENTRIES)
+        """By session, the name of the driver's process, when it reported last, and its loops that fail."""
+        self._ended_sessions: BoundedDict[str, None] = BoundedDict(REMEMBERED_ENTRIES)
+
+    def expects_reports(self) -> bool:
+        """Return whether hosts and drivers of an earlier coordinator may still report for the first time."""
+        with self.lock:
+            return self.clock() < self._reports_until
+
+    def needed(self) -> None:
+        """Take note that a host or a driver was heard of."""
+        with self.lock:
+            self.last_needed = self.clock()
+
+    def prolong(self, seconds: float, now: float) -> None:
+        """Let all leases run ``seconds`` longer: those of hosts, of drivers, and of the coordinator itself."""
+        with self.lock:
+            self.hosts.prolong(seconds, now)
+            for run in self.runs.by_id.values():
+                run.lifetime.prolong(seconds, now)
+            self.last_needed = min(now, self.last_needed + seconds)
+            self._reports_until += seconds
+
+    def end_session(self, session_id: str) -> bool:
+        """End a driver's session with its hosts and runs. Return whether other hosts are left."""
+        with self.lock:
+            # The hosts are told to stop only afterwards, and must not bring the session back meanwhile.
+            self._ended_sessions[session_id] = None
+            self.placement_problems.pop(session_id, None)
+            self.failing.pop(session_id, None)
+            self.hosts.leave(session_id, ())
+            for host_id in self.hosts.of_session(session_id):
+                del self.hosts.leases[host_id]
+            gone = self.runs.of_session(session_id)
+            for run in gone:
+                self.runs.remove(run.run_id)
+            others = bool(self.hosts.leases)
+        for run in gone:
+            self.runs.end(run, "its session has ended")
+        return others
+
+    def has_ended(self, session_id: str) -> bool:
+        """Return whether a driver's session has ended."""
+        with self.lock:
+            return session_id in self._ended_sessions

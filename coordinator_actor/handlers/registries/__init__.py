@@ -1,1 +1,0 @@
-"""The tables that all handlers share: hosts, runs and instances."""

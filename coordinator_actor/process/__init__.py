@@ -1,1 +1,0 @@
-"""How a process of the state store runs: its log, and its scheduling priority."""

@@ -1,1 +1,0 @@
-"""One registered run of a query: versions, running batch, owners of partitions, and what is removed when."""

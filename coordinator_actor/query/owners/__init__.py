@@ -1,1 +1,0 @@
-"""The owners of a run's partitions, and how they hear of completed versions."""

@@ -1,1 +1,0 @@
-"""The versions of a run: their files, manifests and recovery, and versions that other queries look up."""

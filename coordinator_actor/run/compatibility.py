@@ -1,0 +1,203 @@
+"""Says whether a program may go on from the stored state of a query, or every reason why not, with both sides named."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+
+from backends.conf import DEFAULT_FAMILY
+from backends.encoding.operator_schema import OperatorSchema, evolved
+from backends.encoding.schema import StateSchema, columns_in_words
+from backends.exceptions import IncompatibleSchemaError
+from backends.formats.manifest import Manifest
+from coordinator_actor.durable.manifests import (
+    CheckpointPlace,
+    QueryFile,
+    checkpoint_command,
+    is_inside,
+    values_in_words,
+)
+from coordinator_actor.messages import OperatorSpec
+from coordinator_actor.run.recovery import NOT_CONSUMED, how_to_repeat, incomplete_message
+from coordinator_actor.run.state import QueryState
+from coordinator_actor.run.versions import tasks_of
+
+
+def refusal_of(run: QueryState, stored: QueryFile | None, place: CheckpointPlace | None) -> str | None:
+    """Return why the run may not go on from the stored state, or None. Reads storage; changes nothing.
+
+    ``stored`` and ``place`` are what the state says of its query and of its checkpoint's place.
+    """
+    registration = run.registration
+    where = registration.state_location
+    if any(o.num_partitions > registration.key_groups for o in registration.operators):
+        return (
+            f"An operator has more partitions than there are key groups ({registration.key_groups}); "
+            "lower num_partitions."
+        )
+    if stored is not None and stored.query_id != registration.query_id:
+        return (
+            f"The state at {where} belongs to query {stored.query_id}, and this is query {registration.query_id}: the "
+            "checkpoint's metadata file was replaced or the directory shared. Use a checkpoint location of its own."
+        )
+    refusal = place_refusal(run, place)
+    if refusal is not None:
+        return refusal
+    if stored is not None and stored.key_groups != registration.key_groups:
+        return (
+            f"The state at {where} has {stored.key_groups} key groups, fixed when it was first made, and the program "
+            "asks for "
+            f"{registration.key_groups}; set spark.statestore.keyGroups={stored.key_groups}."
+        )
+    base = _base(run)
+    if base is not None:
+        refusal = _program_refusal(run, base)
+        if refusal is not None:
+            return refusal
+    if run.versions.oldest > run.versions.completed:
+        return (
+            f"Spark begins {registration.checkpoint_location} with batch {run.versions.completed}, and so needs state "
+            "version "
+            f"{run.versions.completed}, but at {where} versions {run.versions.oldest} to {max(run.versions.chain)} are "
+            "kept: more of Spark's offsets and "
+            "commits were removed than min_versions_to_retain allows for. Restore them, or use a new checkpoint "
+            "location."
+        )
+    if run.versions.completed > 0 and run.versions.completed not in run.versions.chain:
+        return _missing_version(run, is_known=stored is not None)
+    return None
+
+
+def place_refusal(run: QueryState, place: CheckpointPlace | None) -> str | None:
+    """Return why the run may not use a state whose checkpoint is at ``place`` (None: it does not say), or None."""
+    registration = run.registration
+    state, here = registration.state_location, registration.checkpoint_location
+    if place is None or is_inside(state, here) or place.is_at(here):
+        return None
+    base = state.rstrip("/").rpartition("/")[0]
+    options = registration.storage_options
+    return (
+        f"The state at {state} belongs to the checkpoint at {place.checkpoint_location}, and this one is at {here}: "
+        "two checkpoints must not share a state. If the checkpoint was moved, run\n"
+        f"  {checkpoint_command('move', here, base, options)}\n"
+        "If this is a copy that is to have a state of its own, run\n"
+        f"  {checkpoint_command('fork', here, base, options)}"
+        f"{values_in_words(options)}"
+    )
+
+
+def bound_elsewhere(run: QueryState, place: CheckpointPlace | None) -> str | None:
+    """Record where the checkpoint is, unless ``place`` says so already; return why the run may not go on, or None."""
+    registration, places = run.registration, run.manifests.places
+    if is_inside(registration.state_location, registration.checkpoint_location):
+        return None
+    return place_refusal(run, place or places.record(registration.checkpoint_location, None))
+
+
+def _program_refusal(run: QueryState, base: Manifest) -> str | None:
+    where = run.registration.state_location
+    declared = {o.name: o for o in run.registration.operators}
+    if set(declared) != set(base.operators):
+        return (
+            f"The state at {where} has the operators {_names(base.operators)}, and the program has {_names(declared)}; "
+            "give "
+            "the operators their old names, or use a new checkpoint location."
+        )
+    for spec in declared.values():
+        try:
+            _evolved(run, base, spec)
+        except IncompatibleSchemaError as error:
+            return _schema_refusal(run, base, spec, error)
+    return None
+
+
+def evolved_operators(run: QueryState) -> tuple[OperatorSpec, ...]:
+    """Return the run's operators with their evolved schemas: the stored ones with what the program has changed.
+
+    Only for a run that is not refused. The result is the same however often this is called, also for a run that was
+    given these operators already. Reads storage; changes nothing. Raises ``IncompatibleSchemaError``.
+    """
+    base = _base(run)
+    return tuple(
+        msgspec.structs.replace(spec, schema=_evolved(run, base, spec).to_json()) for spec in run.registration.operators
+    )
+
+
+def _base(run: QueryState) -> Manifest | None:
+    """Return the manifest of the state that the run goes on from. Changes by versions above it are not known to it."""
+    below = [version for version in run.versions.chain if version <= run.versions.completed]
+    return run.versions.chain[max(below)] if below else None
+
+
+def _evolved(run: QueryState, base: Manifest | None, spec: OperatorSpec) -> OperatorSchema:
+    declared = OperatorSchema.from_json(spec.schema)
+    if base is None:
+        return evolved(None, declared, spec.kind)
+    schema_id = base.operators[spec.name].schema_id
+    if schema_id == declared.id:
+        return declared
+    return evolved(OperatorSchema.from_json(run.manifests.schema(schema_id)), declared, spec.kind)
+
+
+def _schema_refusal(run: QueryState, base: Manifest, spec: OperatorSpec, error: IncompatibleSchemaError) -> str:
+    stored = OperatorSchema.from_json(run.manifests.schema(base.operators[spec.name].schema_id))
+    where = run.registration.state_location
+    there, here = (s.families.get(DEFAULT_FAMILY) for s in (stored, OperatorSchema.from_json(spec.schema)))
+    if there is not None and here is not None and there != here:
+        part = "key" if there.key != here.key else "state"
+        checkpoint = run.registration.checkpoint_location
+        return (
+            f"The {part} schema of operator {spec.name!r} differs from the one stored at {where}: {error} "
+            f"Stored: {_columns(there)}. Program: {_columns(here)}. Outputs of an aggregate can be added, removed and "
+            "reordered. Restore all other columns, or rewrite the state into a new checkpoint with "
+            f"rewrite_state({checkpoint!r}, {spec.name!r}, function, {checkpoint.rstrip('/') + '-2'!r}, "
+            "program=dataframe), where function makes the new rows of the old ones."
+        )
+    return (
+        f"The state of operator {spec.name!r} at {where} cannot be gone on with as the program declares it now. "
+        f"{error} "
+        "Restore the old declaration, put a state variable of another name in its place, or use a new checkpoint "
+        "location."
+    )
+
+
+def _missing_version(run: QueryState, *, is_known: bool) -> str | None:
+    """Return why the run cannot go on from the completed version, which no manifest names, or None if it can.
+
+    ``is_known``: the state has been of this query before. Then its tasks never ran in the batches since its last
+    version, and Spark can repeat these if it still has the first one's offsets.
+    """
+    completed = run.versions.completed
+    changes = run.stored_changes(completed)
+    total, missing = len(tasks_of(changes.layouts)), changes.missing
+    if not missing:
+        return None
+    if len(missing) < total:
+        return incomplete_message(completed - 1, missing, total)
+    versions = sorted(run.versions.chain)
+    exist = f"versions {versions[0]} to {versions[-1]} exist" if versions else "no version exists"
+    lacks = (
+        f"Spark has committed batch {completed - 1} of {run.registration.checkpoint_location}, so the query needs "
+        f"state version {completed}, but at {run.registration.state_location} {exist}."
+    )
+    first = max((version for version in versions if version < completed), default=0)
+    if is_known and run.commits.has_begun(first):
+        since = f"batch {first}" if first == completed - 1 else f"the batches {first} to {completed - 1}"
+        return (
+            f"{lacks} No state partition ran in {since}: most likely a foreachBatch function {NOT_CONSUMED}. "
+            f"{how_to_repeat(first, completed - 1)} If state was removed, restore it instead, or start with a new "
+            "checkpoint location."
+        )
+    return (
+        f"{lacks} If the operators are new to this query, or their state was removed, start with a new checkpoint "
+        "location."
+    )
+
+
+def _names(names: Iterable[str]) -> str:
+    return ", ".join(repr(n) for n in sorted(names))
+
+
+def _columns(schema: StateSchema) -> str:
+    return f"key {columns_in_words(schema.key)}, state {columns_in_words(schema.value)}"

@@ -1,0 +1,246 @@
+"""The history of one run's checkpoints: counted while they are made, and kept in ``history/`` for people.
+
+Nothing of a batch waits for it: records are counted in memory, and written some seconds later by a thread of the
+query's own, many versions at once.
+"""
+
+from __future__ import annotations
+
+import threading
+import uuid
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from msgspec import structs
+
+from backends.exceptions import FileExistsInStorageError
+from backends.formats.manifest import Manifest
+from backends.formats.manifest_chain import delta_bytes
+from backends.storage.requests import num_requests, used_since, used_together
+from coordinator_actor.checkpoints.pending_checkpoint import TaskKey
+from coordinator_actor.durable.records import MOST_RECORDS, CheckpointRecord, CheckpointRecords, StepTime
+from coordinator_actor.messages import MOST_STEPS, Acknowledge, CommitFigures
+
+WRITE_SECONDS = 10.0
+"""How long a record may wait to be written: so much of the history is lost with a coordinator that is killed."""
+
+
+@dataclass
+class _Counted:
+    """Counts and times of a version that is not completed yet. Moments are in seconds since 1970."""
+
+    begun: float
+    first: float | None = None
+    last: float | None = None
+    prepared: float | None = None
+    retried: int = 0
+    storage: Counter[str] = field(default_factory=Counter)
+    figures: dict[TaskKey, CommitFigures | None] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Changed:
+    """The records that have come or changed since a mark, by ascending id.
+
+    ``first`` is the id of the oldest record that is kept, changed or not, None if there is none; ``mark`` is the one to
+    ask with next. ``is_all``: these are all records, since nothing is known of the mark that was asked with.
+    """
+
+    records: tuple[CheckpointRecord, ...]
+    first: int | None
+    mark: str
+    is_all: bool
+
+
+class CheckpointHistory:
+    """The last checkpoints of a query, those of earlier runs and coordinators too. Moments are seconds since 1970.
+
+    The lock of the run guards what is counted, and must be held for ``begun``, ``acknowledged``, ``prepared`` and
+    ``completed``. ``_lock`` guards the records, and nothing else happens under it. ``_writing`` is held over storage,
+    by whoever writes or tidies up the history, and nobody else takes it.
+    """
+
+    def __init__(self, files: CheckpointRecords, now: float, used: Callable[[], dict[str, int]] = dict) -> None:
+        self._files = files
+        self._used = used
+        self._counted: dict[int, _Counted] = {}
+        self._used_before = used()
+        self._records: dict[int, CheckpointRecord] = {}
+        self._changed: dict[int, int] = {}  # the number of the last change of each record
+        self._num_changes = 0
+        self._name = uuid.uuid4().hex  # marks of another coordinator's history are none of this one
+        self._unwritten = False
+        self._is_loaded = False
+        self._written = now
+        self._lock = threading.Lock()
+        self._writing = threading.Lock()
+
+    # -- counting ------------------------------------------------------------------------------
+
+    def begun(self, version: int, now: float) -> None:
+        """Take note that a host has opened the batch that makes a version."""
+        self._counted.setdefault(version, _Counted(now))
+
+    def acknowledged(self, version: int, messages: Sequence[Acknowledge], now: float) -> None:
+        """Take note of accepted changes. The last ones of a partition count, as in the manifest."""
+        counted = self._counted.setdefault(version, _Counted(now))
+        counted.first = now if counted.first is None else counted.first
+        counted.last = now
+        for message in messages:
+            task = (message.operator, message.partition)
+            counted.retried += task in counted.figures
+            counted.figures[task] = message.figures
+            if message.figures is not None:
+                counted.storage.update(message.figures.storage)
+
+    def prepared(self, version: int, now: float) -> None:
+        """Take note that a manifest of the version is durable."""
+        self._counted.setdefault(version, _Counted(now)).prepared = now
+
+    def completed(self, manifest: Manifest, now: float) -> None:
+        """Make the record of a version that Spark has committed."""
+        counted = self._counted.get(manifest.version)
+        self._counted = {v: c for v, c in self._counted.items() if v > manifest.version}
+        used = self._used()
+        record = _record(manifest, counted, used_since(used, self._used_before), now)
+        self._used_before = used
+        with self._lock:
+            self._put(record)
+            self._forget_oldest()
+            self._unwritten = True
+
+    def measured(self, manifest: Manifest, full_bytes: int | None) -> None:
+        """Take note of how many bytes loading a completed version takes. It is written with the next record."""
+        with self._lock:
+            record = self._records.get(manifest.id)
+            if record is not None:
+                self._put(structs.replace(record, full_bytes=full_bytes))
+
+    # -- reading -------------------------------------------------------------------------------
+
+    def records(self) -> tuple[CheckpointRecord, ...]:
+        """Return the last checkpoints by ascending id. Waits for no storage."""
+        with self._lock:
+            return tuple(self._records.values())
+
+    def changed_since(self, mark: str) -> Changed:
+        """Return the checkpoints that are new or changed since the answer with that mark; all for an empty or unknown
+        mark.
+        """
+        name, _, number = mark.partition(":")
+        is_known = name == self._name and number.isdecimal()
+        since = int(number) if is_known else -1
+        with self._lock:
+            records = tuple(record for i, record in self._records.items() if self._changed[i] > since)
+            return Changed(records, min(self._records, default=None), f"{self._name}:{self._num_changes}", not is_known)
+
+    # -- storage -------------------------------------------------------------------------------
+
+    def is_due(self, now: float) -> bool:
+        """Return whether there is something to read or write."""
+        with self._lock:
+            return not self._is_loaded or (self._unwritten and not 0 <= now - self._written < WRITE_SECONDS)
+
+    @property
+    def is_unwritten(self) -> bool:
+        """Return whether there are records that storage does not have."""
+        with self._lock:
+            return self._unwritten
+
+    def write(self, now: float) -> None:
+        """Read what earlier coordinators have left, if that was not done yet, and write what is not written.
+
+        Raises ``StorageError``; then nothing is forgotten, and the next call tries again.
+        """
+        with self._writing:
+            if not self._is_loaded:
+                self._load()
+            with self._lock:
+                records = tuple(self._records.values())
+                is_needed, self._unwritten = self._unwritten, False
+            if not is_needed:
+                return
+            try:
+                self._files.write(records)
+            except FileExistsInStorageError:
+                # Another coordinator has seen the same version completed.
+                self._load()
+            except BaseException:
+                with self._lock:
+                    self._unwritten = True
+                raise
+            with self._lock:
+                self._written = now
+
+    def _load(self) -> None:
+        found = {record.id: record for record in self._files.load()}
+        with self._lock:
+            for record in found.values():
+                if record.id not in self._records:
+                    self._put(record)
+            self._forget_oldest()
+            self._is_loaded = True
+
+    def _put(self, record: CheckpointRecord) -> None:
+        self._num_changes += 1
+        self._records[record.id] = record
+        self._changed[record.id] = self._num_changes
+
+    def _forget_oldest(self) -> None:
+        self._records = {i: self._records[i] for i in sorted(self._records)[-MOST_RECORDS:]}
+        self._changed = {i: self._changed[i] for i in self._records}
+
+    def tidy_up(self, delete_all: Callable[[Sequence[str]], None]) -> None:
+        """Remove the files that newer ones replace, by ``delete_all``."""
+        with self._writing:
+            paths = self._files.obsolete()
+            if paths:
+                delete_all(paths)
+                self._files.forget(paths)
+
+
+def _record(manifest: Manifest, counted: _Counted | None, used: dict[str, int], now: float) -> CheckpointRecord:
+    made = CheckpointRecord(
+        id=manifest.id,
+        version=manifest.version,
+        epoch=manifest.epoch,
+        run_id=manifest.run_id,
+        completed_ms=_ms(now),
+        partitions=sum(len(operator.partitions) for operator in manifest.operators.values()),
+        delta_bytes=delta_bytes(manifest),
+        requests=num_requests(used),
+        storage=used,
+    )
+    if counted is None:
+        return made
+    figures = [f for f in counted.figures.values() if f is not None]
+    times: dict[str, StepTime] = {}
+    for each in figures:
+        for name, ms in each.steps.items():
+            before = times.get(name)
+            if before is not None:
+                times[name] = StepTime(before.sum_ms + ms, max(before.max_ms, ms))
+            elif len(times) < MOST_STEPS:
+                times[name] = StepTime(ms, ms)
+    used = used_together(used, counted.storage)
+    return structs.replace(
+        made,
+        begun_ms=_ms(counted.begun),
+        first_acknowledged_ms=_ms(counted.first),
+        last_acknowledged_ms=_ms(counted.last),
+        prepared_ms=_ms(counted.prepared),
+        retried=counted.retried,
+        rows=sum(f.rows for f in figures),
+        updated=sum(f.updated for f in figures),
+        removed=sum(f.removed for f in figures),
+        late=sum(f.late for f in figures),
+        duplicates=sum(f.duplicates for f in figures),
+        requests=num_requests(used),
+        storage=used,
+        steps=times,
+    )
+
+
+def _ms(seconds: float | None) -> int | None:
+    return None if seconds is None else int(seconds * 1000)

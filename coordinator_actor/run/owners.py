@@ -1,0 +1,342 @@
+"""Decides which host owns which partition: equal shares by rendezvous hashing, and few moves.
+
+A partition stays where it is while its host lives. A free partition goes to the host with the highest score for it
+among the hosts that have room (rendezvous hashing by Thaler and Ravishankar; the bound by Mirrokni et al.). Room is
+counted twice: with P partitions on H hosts, a node with k of the hosts gets ``P * k / H`` partitions, and each host of
+the node an equal part of them, both rounded down or up. So every host has ``P / H`` partitions, rounded down or up.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from coordinator_actor.checkpoints.pending_checkpoint import TaskKey
+from coordinator_actor.exceptions import UnknownHostError, UnknownRunError
+from coordinator_actor.messages import NOBODY, Completed, HostInfo
+from coordinator_actor.run.versions import QueryVersions
+
+Hashes = npt.NDArray[np.uint64]
+Counts = npt.NDArray[np.int64]
+
+SCORED_PARTITIONS = 1024
+"""Scores are computed for at most this many partitions at a time: with 200 hosts they fit the cache of a core."""
+_MULTIPLIER = np.uint64(0xD6E8FEB86659FD93)
+_SHIFT = np.uint64(32)
+
+
+def assign(
+    partitions: Sequence[str],
+    hosts: Sequence[str] | Mapping[str, str],
+    current: Mapping[str, str],
+    *,
+    rebalance: bool = False,
+    salt: str = "",
+) -> dict[str, str]:
+    """Return the host of each partition. ``current`` owners are kept if they are among ``hosts``.
+
+    ``hosts`` maps host id to node id; a sequence of host ids counts as the hosts of one node. With ``rebalance`` a host
+    keeps no more than its share, so that a new host gets its own share, and no more partitions move than that takes.
+    ``salt``, for example a query id, keeps queries with the same operators and fewer partitions than hosts from using
+    the same hosts. The order of partitions and hosts does not matter. Raises ``UnknownHostError`` if there are no
+    hosts.
+    """
+    nodes = hosts if isinstance(hosts, Mapping) else dict.fromkeys(hosts, "")
+    if not nodes:
+        raise UnknownHostError(f"There is no live state store host to own the {len(partitions)} partitions; start one.")
+    # In the order of hashes, so that among equals no node is preferred for its name.
+    seed = xxhash.xxh64_intdigest(salt.encode())
+    host_hashes = {h: xxhash.xxh64_intdigest(h.encode(), seed) for h in nodes}
+    names = sorted(nodes, key=lambda h: (host_hashes[h], h))
+    kept: dict[str, list[str]] = {h: [] for h in names}
+    free = []
+    for partition in partitions:
+        held = kept.get(current.get(partition, ""))
+        if held is None:
+            free.append(partition)
+        else:
+            held.append(partition)
+    if not free and not rebalance:
+        return {p: current[p] for p in partitions}
+    loads = np.array([len(kept[h]) for h in names], np.int64)
+    room = shares(len(partitions), loads, [nodes[h] for h in names], keep=not rebalance) - loads
+    hashes = np.array([host_hashes[h] for h in names], np.uint64)
+    if rebalance:
+        for host in np.flatnonzero(room < 0).tolist():
+            free += _released(kept[names[host]], hashes[host : host + 1], int(-room[host]))
+    owners = dict(current)
+    for partition, host in zip(free, place(_hashes(free), hashes, np.maximum(room, 0)).tolist(), strict=True):
+        owners[partition] = names[host]
+    return {p: owners[p] for p in partitions}
+
+
+def shares(total: int, loads: Counts, nodes: Sequence[str], *, keep: bool = False) -> Counts:
+    """Return how many of ``total`` partitions each host should own.
+
+    ``loads`` is how many each host owns now, ``nodes`` its node. Where shares cannot be equal, the hosts that own most
+    now get one more. Of all shares that are as equal as the head of this file says, these take the fewest moves. With
+    ``keep`` no host gets less than its load; the shares may then exceed ``total``.
+    """
+    members: defaultdict[str, list[int]] = defaultdict(list)
+    for host, node in enumerate(nodes):
+        members[node].append(host)
+    groups = list(members.values())
+    parts = [total * len(group) // len(nodes) for group in groups]
+    # Rounding a node up costs nothing, and saves as many moves out of its hosts.
+    savings = [
+        _surplus(loads[group], part) - _surplus(loads[group], part + 1)
+        for group, part in zip(groups, parts, strict=True)
+    ]
+    uneven = [g for g, group in enumerate(groups) if total * len(group) % len(nodes)]
+    uneven.sort(key=lambda g: (-savings[g], loads[groups[g]].sum() - parts[g]))
+    for g in uneven[: total - sum(parts)]:
+        parts[g] += 1
+    result = np.zeros(len(nodes), np.int64)
+    for group, part in zip(groups, parts, strict=True):
+        result[group] = _filled(loads[group], part) if keep else _even(loads[group], part)
+    return result
+
+
+def _filled(loads: Counts, share: int) -> Counts:
+    """Return a node's share on top of what its hosts own: as equal as possible if no host gives anything up."""
+    result: Counts = loads.copy()
+    below = np.arange(len(loads))
+    left = max(share, int(loads.sum()))
+    while True:
+        even = _even(loads[below], left)
+        is_over = loads[below] > even
+        if not is_over.any():
+            result[below] = even
+            return result
+        left -= int(loads[below[is_over]].sum())
+        below = below[~is_over]
+
+
+def _even(loads: Counts, share: int) -> Counts:
+    """Divide a node's share among its hosts. Where it cannot be equal, the most loaded hosts get one more."""
+    each, more = divmod(share, len(loads))
+    result = np.full(len(loads), each, np.int64)
+    result[np.argsort(-loads, kind="stable")[:more]] += 1
+    return result
+
+
+def _surplus(loads: Counts, share: int) -> int:
+    """Return how many partitions must leave the hosts of a node if the node may have ``share``."""
+    return int(np.maximum(loads - _even(loads, share), 0).sum())
+
+
+def place(partitions: Hashes, hosts: Hashes, room: Counts) -> Counts:
+    """Return the index of the host of each partition, by hashes of both. No host gets more than its ``room``.
+
+    The room of all hosts together must be enough. Works in rounds: each partition asks the host with its highest score
+    among the hosts with room. A host with more askers than room takes the partitions that score highest with it. So the
+    order of neither side matters.
+    """
+    result = np.full(len(partitions), -1, np.int64)
+    left = room.copy()
+    asking = np.arange(len(partitions))
+    while len(asking):
+        open_hosts = np.flatnonzero(left > 0)
+        best, scores = _best(partitions[asking], hosts[open_hosts])
+        wanted = open_hosts[best]
+        # By host, the highest scores first: the rank among a host's askers decides which partitions are taken.
+        order = np.lexsort((np.arange(len(asking)), ~scores, wanted))
+        sorted_wanted = wanted[order]
+        rank = np.arange(len(order)) - np.searchsorted(sorted_wanted, sorted_wanted)
+        taken = order[rank < left[sorted_wanted]]
+        result[asking[taken]] = wanted[taken]
+        left -= np.bincount(wanted[taken], minlength=len(left))
+        asking = np.delete(asking, taken)
+    return result
+
+
+def _best(partitions: Hashes, hosts: Hashes) -> tuple[Counts, Hashes]:
+    """Return per partition the index of the host with the highest score for it, and that score."""
+    best = np.empty(len(partitions), np.int64)
+    highest = np.empty(len(partitions), np.uint64)
+    for start in range(0, len(partitions), SCORED_PARTITIONS):
+        scores = _scores(partitions[start : start + SCORED_PARTITIONS], hosts)
+        top = scores.argmax(axis=1)
+        best[start : start + SCORED_PARTITIONS] = top
+        highest[start : start + SCORED_PARTITIONS] = scores[np.arange(len(top)), top]
+    return best, highest
+
+
+def _scores(partitions: Hashes, hosts: Hashes) -> Hashes:
+    """Return the score of each partition with each host: both hashes mixed by two rounds of ``rrmxmx``."""
+    mixed: Hashes = partitions[:, None] ^ hosts[None, :]
+    for _ in range(2):
+        mixed ^= mixed >> _SHIFT
+        mixed *= _MULTIPLIER
+    mixed ^= mixed >> _SHIFT
+    return mixed
+
+
+def _released(held: list[str], host: Hashes, count: int) -> list[str]:
+    """Return the ``count`` partitions of a host that score lowest with it, whatever their order."""
+    scores = _scores(_hashes(held), host)[:, 0]
+    return [held[i] for i in np.argsort(scores, kind="stable")[:count].tolist()]
+
+
+def _hashes(names: Sequence[str]) -> Hashes:
+    return np.array([xxhash.xxh64_intdigest(name.encode()) for name in names], np.uint64)
+
+
+# An assignment: the owner of every partition of a run at one time. ``partition_owners.py`` decides on the owners.
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """The owner of every partition of a run.
+
+    ``number`` grows with every change in a run. ``generation`` is that of the set of hosts, ``reports`` the number of
+    reports that are taken into account. ``owners`` has, per operator, an index into ``hosts`` for each partition, or
+    ``NOBODY``. ``of_host`` has the partitions of each host, by host id. ``is_partial``: some partitions have no owner
+    yet, since the host that holds them may still report.
+    """
+
+    number: int
+    generation: int
+    hosts: tuple[HostInfo, ...]
+    owners: Mapping[str, list[int]]
+    of_host: Mapping[str, tuple[TaskKey, ...]]
+    is_partial: bool = False
+    reports: int = 0
+
+    @classmethod
+    def of(
+        cls,
+        number: int,
+        generation: int,
+        hosts: Sequence[HostInfo],
+        owners: Mapping[TaskKey, str | None],
+        reports: int = 0,
+    ) -> Assignment:
+        """Make an assignment from the host id of each partition, or None. Partitions must come in ascending order."""
+        places = {host.host_id: i for i, host in enumerate(hosts)}
+        by_operator: dict[str, list[int]] = {}
+        by_host: dict[str, list[TaskKey]] = {host.host_id: [] for host in hosts}
+        for task, host_id in owners.items():
+            by_operator.setdefault(task[0], []).append(NOBODY if host_id is None else places[host_id])
+            if host_id is not None:
+                by_host[host_id].append(task)
+        of_host = {h: tuple(t) for h, t in by_host.items()}
+        is_partial = any(host_id is None for host_id in owners.values())
+        return cls(number, generation, tuple(hosts), by_operator, of_host, is_partial, reports)
+
+    def owner(self, operator: str, partition: int) -> HostInfo:
+        """Return the owner of a partition. Raises ``UnknownRunError`` if its holder may still report."""
+        found = self.find(operator, partition)
+        if found is None:
+            raise UnknownRunError(
+                f"The owner of {operator}/{partition} is not known yet: this coordinator was just started, and hosts "
+                "still report what they hold; ask again."
+            )
+        return found
+
+    def find(self, operator: str, partition: int) -> HostInfo | None:
+        """Return the owner of a partition; None if there is none yet, or no such partition."""
+        places = self.owners.get(operator, [])
+        place = places[partition] if 0 <= partition < len(places) else NOBODY
+        return None if place == NOBODY else self.hosts[place]
+
+
+@dataclass(frozen=True)
+class NewOwners:
+    """The partitions that hosts own since the completed ``version`` is the newest, and did not before, by host."""
+
+    version: int = 0
+    of_host: Mapping[str, frozenset[TaskKey]] = field(default_factory=dict)
+
+
+class RunAssignment:
+    """The assignment of one run, and what is known before the first one is made.
+
+    ``current`` is None until the first batch or question. ``reported`` has the hosts that acknowledgements of
+    partitions came from; ``reports`` counts them. ``awaits_reports``: another coordinator has known the run, so hosts
+    may hold partitions of it. ``is_unbalanced``: hosts may have more than their share, and what is to move is not
+    planned yet.
+
+    ``planned`` has the new owner of each partition that is to move from one living host to another: the difference to
+    the target assignment. ``given`` has the completed version at which a host has given partitions away last. Until a
+    later version is completed, that host does not know. ``new_owners`` load what they own before tasks ask for it.
+
+    ``lock`` guards all changes here. Nobody waits for storage while it is held, so clients learn of owners while a
+    query's storage hangs. It is taken after the lock of the run, and before that of the registries.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.current: Assignment | None = None
+        self.is_unbalanced = False
+        self.awaits_reports = False
+        self.reported: dict[TaskKey, str] = {}
+        self.reports = 0
+        self.planned: Mapping[TaskKey, str] = {}
+        self.given: dict[str, int] = {}
+        self.new_owners = NewOwners()
+
+    @property
+    def is_made(self) -> bool:
+        """Return whether all partitions have had an owner, as far as this coordinator knows."""
+        current = self.current
+        return current is not None and not current.is_partial
+
+    def report(self, task: TaskKey, host_id: str, *, overrides: bool = False) -> None:
+        """Take note that a host has a partition. The first report counts, unless this one ``overrides`` it."""
+        with self.lock:
+            if overrides or task not in self.reported:
+                self.reported[task] = host_id
+                self.reports += 1
+
+    def unbalance(self) -> None:
+        """Let the next batch give every host its share."""
+        with self.lock:
+            self.is_unbalanced = True
+
+    def change(self, assignment: Assignment, planned: Mapping[TaskKey, str] | None) -> None:
+        """Put an assignment in force, and the moves that are to follow; None if nobody has planned them."""
+        with self.lock:
+            self.current = assignment
+            self.planned = planned or {}
+            self.is_unbalanced = planned is None
+
+
+# The announcements of a run's completed version to its hosts.
+
+
+class Announcements:
+    """The completed version as hosts are told of it. The lock of the run guards ``prepare`` alone."""
+
+    def __init__(self, run_id: str, versions: QueryVersions, assignment: RunAssignment) -> None:
+        self._run_id = run_id
+        self._versions = versions
+        self._assignment = assignment
+        self._of_all: Completed | None = None
+        self._by_host: dict[str, Completed] = {}
+
+    def prepare(self, rewritten: str) -> None:
+        """Prepare the announcements: for each host the heads of its own partitions.
+
+        ``rewritten`` is the path of the record of the last exchange of files, or "".
+        """
+        assignment, completed = self._assignment.current, self._versions.completed
+        of_host = {} if assignment is None else assignment.of_host
+        by_host = {
+            host: Completed(self._run_id, completed, self._versions.heads(completed, tasks), rewritten=rewritten)
+            for host, tasks in of_host.items()
+        }
+        # In this order: readers without the lock look at ``_of_all`` first.
+        self._by_host = by_host
+        self._of_all = Completed(self._run_id, completed, {}, rewritten=rewritten)
+
+    def to(self, host_id: str) -> Completed | None:
+        """Return the announcement for a host; None while the run is being registered. Needs no lock."""
+        of_all = self._of_all
+        return None if of_all is None else self._by_host.get(host_id, of_all)

@@ -1,0 +1,566 @@
+"""The versions of one run's state: which files make up each version, and which versions can be read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from types import MappingProxyType
+from typing import Protocol
+
+import msgspec
+
+from backends import spans
+from backends.exceptions import VersionNotFoundError
+from backends.formats import manifest_chain
+from backends.formats.manifest import Lineage, Manifest, OperatorEntry, PartitionEntry, SnapshotDescriptor, SnapshotRef
+from backends.formats.manifest_chain import Layout, Retention
+from coordinator_actor.checkpoints.pending_checkpoint import CheckpointIDCounter, TaskKey
+from coordinator_actor.durable.manifests import ManifestLog, RewrittenFiles
+from coordinator_actor.durable.records import LookupRecord, LookupRecords
+
+Snapshots = dict[TaskKey, tuple[SnapshotRef, ...]]
+
+
+class QueryVersions:
+    """The versions of one run along the chain of manifests. The lock of the run guards everything here.
+
+    ``chain`` has a manifest per version. ``completed`` is the version after the last batch that Spark has committed;
+    the chain may have one more, prepared version. ``layouts`` are those of the run, by operator. ``unnamed`` are
+    snapshots that no manifest of a completed version names yet. ``planned`` is the retention for the next manifest,
+    ``recorded`` the retention that the last manifest says. ``descriptors`` has the contents of snapshots by path.
+    """
+
+    def __init__(self, layouts: Mapping[str, Layout], key_groups: int) -> None:
+        self.layouts = layouts
+        self.completed = 0
+        self.chain: dict[int, Manifest] = {}
+        self.unnamed: Snapshots = {}
+        self.planned: Retention | None = None
+        self.recorded: Retention | None = None
+        self.descriptors: dict[str, SnapshotDescriptor] = {}
+        self._key_groups = key_groups
+        self._pinned: dict[int | str, int] = {}
+
+    # -- reading -------------------------------------------------------------------------------
+
+    def head(self, version: int, operator: str, partition: int) -> str | None:
+        """Return the path of the changelog that made a partition's state at a version; None for the empty version 0."""
+        return self.head_in(self.layouts[operator], partition, version)
+
+    def head_in(self, layout: Layout, partition: int, version: int) -> str | None:
+        """Return the same as ``head`` for a partition of another layout."""
+        return manifest_chain.head_of(self.chain, version, layout, partition, self._key_groups)
+
+    def heads(self, version: int, tasks: Iterable[TaskKey]) -> dict[str, dict[int, str]]:
+        """Return the heads of some partitions: operator to partition to path, without those of the empty version 0."""
+        heads: dict[str, dict[int, str]] = {name: {} for name in self.layouts}
+        for operator, partition in tasks:
+            head = self.head(version, operator, partition)
+            if head is not None:
+                heads[operator][partition] = head
+        return heads
+
+    @property
+    def oldest(self) -> int:
+        """Return the oldest version that is kept, besides the empty version 0."""
+        return self.chain[max(self.chain)].oldest if self.chain else 0
+
+    @property
+    def readable(self) -> range:
+        """Return the completed versions that are kept. The empty version 0 is one as long as nothing was removed."""
+        chain, completed = self.chain, self.completed
+        if not chain:
+            return range(completed, completed + 1)
+        lowest = min(chain)
+        oldest = chain[max(chain)].oldest or (0 if lowest <= 1 else lowest)
+        return range(min(oldest, completed), completed + 1)
+
+    @property
+    def completed_chain(self) -> dict[int, Manifest]:
+        """Return the completed part of the chain."""
+        return {v: m for v, m in self.chain.items() if v <= self.completed}
+
+    def is_in_layout(self, version: int, operator: str) -> bool:
+        """Return whether a version of the chain is in the layout that the run declares."""
+        manifest = self.chain.get(version)
+        held = manifest.operators.get(operator) if manifest else None
+        return held is not None and manifest_chain.layout_of(operator, held) == self.layouts[operator]
+
+    @property
+    def is_rescaled(self) -> bool:
+        """Return whether the last completed version is in another layout than the run declares."""
+        return self.completed in self.chain and not all(self.is_in_layout(self.completed, o) for o in self.layouts)
+
+    def snapshots(self, operator: str, partition: int, version: int) -> tuple[SnapshotRef, ...]:
+        """Return a partition's snapshots of versions up to ``version``, ascending, in the layout of the run.
+
+        Also those that no manifest names yet.
+        """
+        held = manifest_chain.segments(self.chain, operator, self.completed)
+        named: list[SnapshotRef] = []
+        if held and held[0].layout == self.layouts[operator]:
+            named = manifest_chain.snapshots(self.completed_chain, held[0], of=partition).get(partition, [])
+        known = {s.file.path: s for s in (*named, *self.unnamed.get((operator, partition), ()))}
+        return tuple(sorted((s for s in known.values() if s.version <= version), key=lambda s: s.version))
+
+    def lineage(self, operator: str, partition: int, version: int) -> Lineage:
+        """Return the files that lead to a version of a partition."""
+        found = manifest_chain.lineage(self.chain, version, self.layouts[operator], partition, self._key_groups)
+        return msgspec.structs.replace(found, snapshots=self.snapshots(operator, partition, version))
+
+    # -- snapshots that no manifest names yet --------------------------------------------------
+
+    def add_snapshot(
+        self,
+        task: TaskKey,
+        new: SnapshotRef,
+        reused: SnapshotRef | None,
+        descriptor: SnapshotDescriptor | None = None,
+    ) -> bool:
+        """Take up an uploaded snapshot. Return False if it is of no use: of another lineage, or not of a kept version.
+
+        ``reused`` is the earlier snapshot with which it shares files, ``descriptor`` what is in it, if that is known.
+        """
+        known = {s.file.path for s in self.snapshots(*task, self.completed)}
+        counts = (
+            self.is_in_layout(new.version, task[0])
+            and self.oldest < new.version <= self.completed
+            and self.head(new.version, *task) == new.head
+            and new.file.path not in known
+            and (reused is None or reused.file.path in known)
+        )
+        if counts:
+            self.unnamed[task] = (*self.unnamed.get(task, ()), new)
+            if descriptor is not None and descriptor.path == new.file.path:
+                self.descriptors[new.file.path] = descriptor
+        return counts
+
+    def unnamed_in(self, layout: Layout, partition: int) -> tuple[SnapshotRef, ...]:
+        """Return the unnamed snapshots of a partition of a layout; those of another layout than the run's are none."""
+        if layout != self.layouts[layout.operator]:
+            return ()
+        return self.unnamed.get((layout.operator, partition), ())
+
+    def carry_snapshots(self) -> None:
+        """Take up the snapshots that only manifests above the completed version name.
+
+        These manifests may be replaced.
+        """
+        for task, found in self.named_only_above().items():
+            if self.is_in_layout(self.completed, task[0]):
+                self.unnamed[task] = found
+
+    def named_only_above(self) -> Snapshots:
+        """Return the snapshots of completed versions that only manifests above the completed version name."""
+        below = self.completed_chain
+        lost: Snapshots = {}
+        for operator in self.layouts:
+            for held in manifest_chain.segments(below, operator)[:1]:
+                named = manifest_chain.snapshots(below, held)
+                for partition, found in manifest_chain.snapshots(below, held, self.chain.values()).items():
+                    if gone := tuple(s for s in found if s not in named.get(partition, ())):
+                        lost[(operator, partition)] = gone
+        return lost
+
+    # -- retention -----------------------------------------------------------------------------
+
+    def pin(self, holder: int | str, version: int) -> None:
+        """Keep a version for a savepoint (``holder`` is its checkpoint id) or for lookups, whatever retention says."""
+        self._pinned[holder] = version
+
+    def unpin(self, holder: int | str) -> None:
+        """Let go of the version that was kept for a savepoint or for lookups."""
+        self._pinned.pop(holder, None)
+
+    @property
+    def pinned(self) -> Mapping[int | str, int]:
+        """Return the versions that are kept for savepoints and lookups, by their holders."""
+        return self._pinned
+
+    def plan_retention(self, min_versions_to_retain: int, is_sound: Callable[[SnapshotRef], bool]) -> None:
+        """Decide which versions the next manifest keeps. ``is_sound`` says whether a snapshot can be loaded."""
+        target = max(0, self.completed - min_versions_to_retain - 1)
+        target = min((target, *self._pinned.values()))
+        self.planned = manifest_chain.retain(self.completed_chain, self.layouts, target, self.oldest, is_sound)
+
+    def keep_descriptors(self, descriptors: dict[str, SnapshotDescriptor]) -> None:
+        """Keep the contents of these snapshots, by path, and of no others."""
+        self.descriptors = descriptors
+
+    # -- going on ------------------------------------------------------------------------------
+
+    def load(self, chain: dict[int, Manifest], completed: int | None = None) -> None:
+        """Take up the chain as it is in storage, and the version that Spark has committed, if it is given."""
+        self.chain = chain
+        if completed is not None:
+            self.completed = completed
+
+    def plan_anew(self) -> None:
+        """Forget the planned retention: the snapshots that it relies on have been exchanged."""
+        self.planned = None
+
+    def record_retention(self) -> None:
+        """Take note that the planned retention is in a durable manifest."""
+        self.recorded = self.planned
+
+    def appended(self, manifest: Manifest) -> None:
+        """Take up a manifest that was written, as the newest one."""
+        kept = {v: m for v, m in self.chain.items() if manifest.chain_from <= v < manifest.version}
+        self.chain = {**kept, manifest.version: manifest}
+
+    def complete(self, version: int) -> None:
+        """Take a version of the chain as completed. Its manifest now names snapshots for good."""
+        self.completed = version
+        for name, operator in self.chain[version].operators.items():
+            for partition, named in operator.partitions.snapshots.items():
+                left = tuple(s for s in self.unnamed.pop((name, partition), ()) if s not in named)
+                if left:
+                    self.unnamed[(name, partition)] = left
+
+
+def tasks_of(layouts: Mapping[str, Layout]) -> list[TaskKey]:
+    """Return every partition of every operator."""
+    return [(name, p) for name, layout in layouts.items() for p in range(layout.num_partitions)]
+
+
+def changes_in(manifest: Manifest) -> dict[TaskKey, PartitionEntry]:
+    """Return the changes that the partitions contributed to a version, without snapshots."""
+    return {
+        (name, p): PartitionEntry(e.attempt, e.changelog)
+        for name, operator in manifest.operators.items()
+        for p, e in operator.partitions.items()
+    }
+
+
+# Writes the manifests of one run, each of which prepares a version or names more snapshots of one.
+
+
+NO_SNAPSHOTS: Mapping[TaskKey, tuple[SnapshotRef, ...]] = MappingProxyType({})
+NO_STAGES: Mapping[TaskKey, int] = MappingProxyType({})
+
+
+class ManifestWriter:
+    """Extends the chain of a run's versions, in storage and in memory. The lock of the run guards everything here.
+
+    ``is_uncertain``: the last manifest could not be written, as far as is known; it may exist all the same.
+    """
+
+    def __init__(
+        self,
+        run_id: str,
+        log: ManifestLog,
+        versions: QueryVersions,
+        counter: CheckpointIDCounter,
+        clock: Callable[[], float],
+    ) -> None:
+        self.is_uncertain = False
+        self._completed: tuple[int, int] | None = None
+        self._run_id = run_id
+        self._log = log
+        self._versions = versions
+        self._counter = counter
+        self._clock = clock
+
+    def note_completed(self, version: int) -> None:
+        """Take note that a version is completed now, for the manifest of the next one."""
+        self._completed = version, self._now_ms()
+
+    def _completed_ms(self, version: int) -> int | None:
+        return None if self._completed is None or self._completed[0] != version else self._completed[1]
+
+    def begin_with(self, initial: Mapping[str, Mapping[int, PartitionEntry]], schema_ids: Mapping[str, str]) -> None:
+        """Write the manifest of version 0 of a state that does not begin empty."""
+        operators = {
+            name: OperatorEntry.of(layout.num_partitions, schema_ids[name], layout.backend, dict(initial.get(name, {})))
+            for name, layout in self._versions.layouts.items()
+        }
+        self._append(
+            Manifest(
+                id=self._counter.get_and_increment(),
+                parent=None,
+                version=0,
+                epoch=self._log.epoch,
+                run_id=self._run_id,
+                created_ms=self._now_ms(),
+                operators=operators,
+                oldest=0,
+                chain_from=0,
+            )
+        )
+
+    def write(
+        self,
+        version: int,
+        layouts: Mapping[str, Layout],
+        changes: Mapping[TaskKey, PartitionEntry],
+        schema_ids: Mapping[str, str],
+        manifest_id: int | None = None,
+        stages: Mapping[TaskKey, int] = NO_STAGES,
+    ) -> None:
+        """Write the manifest of a version, from the changes of every partition of these layouts.
+
+        ``manifest_id`` was taken from the counter before; the next one is taken by default. ``stages`` are the stages
+        in which these changes were made, where they are known.
+        """
+        versions = self._versions
+        below = versions.chain.get(version - 1)
+        keep = versions.planned or Retention(versions.oldest, min(versions.chain, default=1))
+        operators = {
+            name: OperatorEntry.of(
+                layout.num_partitions,
+                schema_ids[name],
+                layout.backend,
+                {
+                    p: PartitionEntry(e.attempt, e.changelog, versions.unnamed_in(layout, p))
+                    for p in range(layout.num_partitions)
+                    if (e := changes[(name, p)])
+                },
+                {p: stages[(name, p)] for p in range(layout.num_partitions) if (name, p) in stages},
+            )
+            for name, layout in layouts.items()
+        }
+        self._append(
+            Manifest(
+                id=self._counter.get_and_increment() if manifest_id is None else manifest_id,
+                parent=below.id if below else None,
+                version=version,
+                epoch=self._log.epoch,
+                run_id=self._run_id,
+                created_ms=self._now_ms(),
+                operators=operators,
+                oldest=keep.oldest,
+                chain_from=keep.chain_from,
+                parent_completed_ms=self._completed_ms(version - 1),
+            )
+        )
+
+    def write_again(self, version: int, found: Mapping[TaskKey, tuple[SnapshotRef, ...]] = NO_SNAPSHOTS) -> None:
+        """Write the manifest of a version once more, as the newest one and under this epoch, naming more snapshots.
+
+        The time at which the version was prepared stays.
+        """
+        chain = self._versions.chain
+        current = chain[version]
+        operators = {
+            name: msgspec.structs.replace(
+                operator,
+                partitions=operator.partitions.with_snapshots(
+                    {p: found[(name, p)] for p in operator.partitions if (name, p) in found}
+                ),
+            )
+            for name, operator in current.operators.items()
+        }
+        self._append(
+            msgspec.structs.replace(
+                current,
+                id=self._counter.get_and_increment(),
+                epoch=self._log.epoch,
+                operators=operators,
+                # What a newer manifest has let go of does not come back.
+                oldest=max(current.oldest, self._versions.oldest),
+                chain_from=max(current.chain_from, min(chain)),
+            )
+        )
+
+    def adopt(self, path: str, record: RewrittenFiles) -> None:
+        """Write the manifest of the newest version once more, with the record at ``path``, which counts from then on.
+
+        The manifests of the versions below stay as they are; the record says which files they mean.
+        """
+        versions = self._versions
+        chain = {version: record.of(manifest) for version, manifest in versions.chain.items()}
+        newest = chain[max(chain)]
+        self._append(
+            msgspec.structs.replace(
+                newest,
+                id=self._counter.get_and_increment(),
+                epoch=self._log.epoch,
+                oldest=max(newest.oldest, versions.oldest),
+                chain_from=max(newest.chain_from, min(chain)),
+                rewritten=(path,),
+            ),
+            chain,
+        )
+
+    def _append(self, manifest: Manifest, chain: dict[int, Manifest] | None = None) -> None:
+        self.is_uncertain = True
+        name, number = "coordinator.manifest", manifest.id
+        with spans.alone(name, run_id=self._run_id, version=manifest.version, manifest_id=number):
+            appended = self._log.append(manifest, self._counter)
+        self.is_uncertain = False
+        if chain is not None:
+            self._versions.load(chain)
+        self._versions.appended(appended)
+
+    def _now_ms(self) -> int:
+        return int(self._clock() * 1000)
+
+
+# The versions that other queries' batches look up: each is recorded, and kept while its batch may run again.
+
+
+PINNED_BATCHES = 2
+"""Of each query that looks up, the versions of its last batches are kept: Spark begins a batch before it knows that the
+one before is committed.
+"""
+KEPT_BATCHES = 100
+"""At most this many records of each query are kept, as many as the batches to which a user can go back (Spark's
+default).
+"""
+REMOVED_EVERY = 16
+PIN_SECONDS = 24 * 3600.0
+"""A query that has not looked anything up for this many seconds keeps no version any more."""
+LOOKUP_RECORD_SECONDS = 30 * PIN_SECONDS
+"""The records of a query that has not looked anything up for this many seconds are removed."""
+
+
+class Versions(Protocol):
+    """The versions of a state, as a coordinator knows them, or as storage shows them."""
+
+    @property
+    def completed(self) -> int:
+        """Return the last completed version."""
+
+    @property
+    def chain(self) -> Mapping[int, Manifest]:
+        """Return a manifest for each version."""
+
+    @property
+    def readable(self) -> Sequence[int]:
+        """Return the versions that can be read."""
+
+    def pin(self, holder: int | str, version: int) -> None:
+        """Keep a version."""
+
+    def unpin(self, holder: int | str) -> None:
+        """Let go of the version that a holder has kept."""
+
+
+class LookedUpVersions:
+    """Resolves, records and keeps looked-up versions. The lock of the run guards what is kept."""
+
+    def __init__(self, records: LookupRecords, versions: Versions) -> None:
+        self._records = records
+        self._versions = versions
+        self._pins: dict[str, dict[int, LookupRecord]] = {}
+        self._used: dict[str, float] = {}
+        """By query that looks up, when it did last, by the coordinator's clock: also a batch that is run again."""
+        self._under_way = 0
+        self._seen: dict[tuple[str, int], LookupRecord] = {}
+        """The records that the last look has found, so that each is read once."""
+
+    def resolve(self, by: str, batch_id: int, now: float, lock: AbstractContextManager[object]) -> LookupRecord:
+        """Return the record of a batch; the completed version is recorded for a batch that has none.
+
+        ``lock`` is that of the run. It is not held while storage is asked: the run goes on with its own batches. Raises
+        ``VersionNotFoundError`` if the recorded version is not there any more as it was.
+        """
+        with lock:
+            self._used[by] = now
+            record = self._pins.get(by, {}).get(batch_id)
+            if record is not None and self._why_gone(by, batch_id, record):
+                # The user may have followed the remedy, and removed the record.
+                record = None
+                self._unpin(by, batch_id)
+        if record is None:
+            record = self._records.find(by, batch_id)
+        if record is None:
+            with lock:
+                self._under_way += 1
+                holder = f"lookup {self._under_way} under way"
+                completed = self._versions.completed
+                made = LookupRecord(completed, self._maker(completed), int(now * 1000))
+                self._versions.pin(holder, completed)  # before the record is there, retention may come
+            try:
+                record = self._records.make(by, batch_id, made)  # another task may have been first: its record counts
+                with lock:
+                    self._pin(by, batch_id, record)
+            finally:
+                with lock:
+                    self._versions.unpin(holder)
+            if batch_id % REMOVED_EVERY == 0:
+                old = [b for b in self._records.batches().get(by, ()) if b <= batch_id - KEPT_BATCHES]
+                self._records.remove(by, old)
+        with lock:
+            if why_gone := self._why_gone(by, batch_id, record):
+                raise VersionNotFoundError(
+                    f"{why_gone} Remove {self._records.full_location(by, batch_id)}, and the batch looks up the "
+                    "version that is completed then."
+                )
+            self._pin(by, batch_id, record)
+        return record
+
+    def _maker(self, version: int) -> str:
+        manifest = self._versions.chain.get(version)
+        return "" if manifest is None else manifest.run_id
+
+    def _why_gone(self, by: str, batch_id: int, record: LookupRecord) -> str:
+        """Return why a recorded version cannot be read as it was; "" if it can."""
+        readable, version = self._versions.readable, record.version
+        if version not in readable:
+            return (
+                f"Batch {batch_id} of query {by} has looked up version {version}, and must read it again, but the "
+                f"versions {readable[0]} to {readable[-1]} are kept."
+            )
+        if version and self._maker(version) != record.made_by:
+            return (
+                f"Batch {batch_id} of query {by} has looked up version {version} as run {record.made_by} had made it. "
+                f"The query that is looked up went back since, and run {self._maker(version)} has made it anew."
+            )
+        return ""
+
+    # -- keeping -------------------------------------------------------------------------------
+
+    def _pin(self, by: str, batch_id: int, record: LookupRecord) -> None:
+        held = {**self._pins.get(by, {}), batch_id: record}
+        self._pins[by] = {b: held[b] for b in sorted(held)[-PINNED_BATCHES:]}
+        self._keep(by)
+
+    def _unpin(self, by: str, batch_id: int) -> None:
+        held = self._pins.get(by, {})
+        if batch_id in held:
+            left = {b: record for b, record in held.items() if b != batch_id}
+            if left:
+                self._pins[by] = left
+            else:
+                del self._pins[by]
+            self._keep(by)
+
+    def _keep(self, by: str) -> None:
+        held = self._pins.get(by)
+        if held:
+            self._versions.pin(f"lookups of {by}", min(record.version for record in held.values()))
+        else:
+            self._versions.unpin(f"lookups of {by}")
+
+    def look(self, now: float, lock: AbstractContextManager[object]) -> None:
+        """Take up the records in storage, which earlier coordinators and readers of storage have made too.
+
+        Lets go of queries that have not looked anything up for ``PIN_SECONDS``, and removes the records of those that
+        have not for ``LOOKUP_RECORD_SECONDS``. ``lock`` is the lock of the run, as in ``resolve``. The run's
+        maintenance alone calls this. Raises ``StorageError``.
+        """
+        with lock:
+            pinned = [(by, batch_id) for by, held in self._pins.items() for batch_id in held]
+        listed = self._records.batches()
+        newest = [(by, batch_id) for by, batches in listed.items() for batch_id in batches[-PINNED_BATCHES:]]
+        seen = {key: self._seen.get(key) or self._records.find(*key) for key in newest}
+        self._seen = {key: record for key, record in seen.items() if record is not None}
+        with lock:
+            last = {by: self._used.get(by, 0.0) for by in {*listed, *self._pins}}
+            for by, held in self._pins.items():
+                last[by] = max(last[by], *(record.at_ms / 1000 for record in held.values()))
+            for (by, _), record in self._seen.items():
+                last[by] = max(last[by], record.at_ms / 1000)
+            for by, batch_id in pinned:
+                if batch_id not in listed.get(by, ()):  # the user has removed the record
+                    self._unpin(by, batch_id)
+            for (by, batch_id), record in self._seen.items():
+                if now - last[by] <= PIN_SECONDS and batch_id not in self._pins.get(by, {}):
+                    self._pin(by, batch_id, record)
+            for by in [by for by in self._pins if now - last[by] > PIN_SECONDS]:
+                del self._pins[by]
+                self._keep(by)
+            self._used = {by: used for by, used in self._used.items() if now - used <= PIN_SECONDS}
+        for by in [by for by in listed if last[by] and now - last[by] > LOOKUP_RECORD_SECONDS]:
+            self._records.remove(by, listed[by])

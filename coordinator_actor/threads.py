@@ -1,0 +1,250 @@
+"""The threads that answer messages, chosen so that a query whose storage hangs keeps no other message from its answer.
+
+Messages about leases and locations wait for no storage and for no lock that is held over storage: they are answered at
+once, by the thread that takes the messages of their group. Registrations have threads of their own. All others are
+answered in the threads of the query that they are about (``query_threads.py``).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from inspect import signature
+from typing import Any, Protocol
+
+from backends import spans
+from backends.background_loop import BackgroundLoop
+from coordinator_actor.coordinator_port import GROUPS, CoordinatorPort, Group
+from coordinator_actor.exceptions import QueryBusyError
+
+# Threads for work that may wait for the storage of a query: each query has a few, and no more (bulkheads).
+#
+# So storage that hangs for one query keeps no other query from its work. Work waits in a queue of its query until one
+# of these threads is free. The queue is bounded as well.
+
+
+THREADS_PER_QUERY = 4
+"""Most work on a query goes one by one anyway, under the lock of its run."""
+MOST_WAITING = 1000
+"""Five messages of each of 200 hosts."""
+MOST_THREADS = 4096
+"""Threads of all queries together; they are made when needed, and are kept."""
+
+Work = Callable[[], Any]
+Apart = Callable[[str, Work], "Future[Any]"]
+"""Does work that may wait for the storage of a query, given by its name, apart from whoever asks for it.
+
+``QueryThreads.submit`` does, and ``in_place``.
+"""
+
+
+@dataclass
+class _Lane:
+    """The work of one query: how many threads are at it, and what waits for one of them, the oldest first."""
+
+    running: int = 0
+    waiting: deque[tuple[Future[Any], Work]] = field(default_factory=deque)
+
+
+class QueryThreads:
+    """Runs the work of each query in threads of its own. Thread-safe: ``_lock`` guards the lanes.
+
+    A lane exists while it has work. What a query occupies: ``threads`` threads and ``most_waiting`` pieces of work.
+    """
+
+    def __init__(self, threads: int = THREADS_PER_QUERY, most_waiting: int = MOST_WAITING) -> None:
+        self._threads = threads
+        self._most_waiting = most_waiting
+        self._lock = threading.Lock()
+        self._lanes: dict[str, _Lane] = {}
+        self._pool = ThreadPoolExecutor(MOST_THREADS, thread_name_prefix="statestore-query-work")
+
+    def submit(self, query: str, work: Work) -> Future[Any]:
+        """Begin some work of a query, or let it wait for its turn. Return its future at once.
+
+        Raises ``QueryBusyError`` if as much as may wait already waits.
+        """
+        future: Future[Any] = Future()
+        with self._lock:
+            lane = self._lanes.setdefault(query, _Lane())
+            if lane.running == self._threads:
+                if len(lane.waiting) >= self._most_waiting:
+                    raise QueryBusyError(
+                        f"{len(lane.waiting)} messages about {query} wait already, and {lane.running} are being "
+                        "answered: most likely the storage of that query does not answer. Look at it, and try again."
+                    )
+                lane.waiting.append((future, work))
+                return future
+            lane.running += 1
+        try:
+            self._pool.submit(self._run, query, lane, future, work)
+        except BaseException:
+            with self._lock:
+                self._end(query, lane)
+            raise
+        return future
+
+    def occupied(self) -> dict[str, tuple[int, int]]:
+        """Return how many threads are at work for each query, and how much work waits."""
+        with self._lock:
+            return {query: (lane.running, len(lane.waiting)) for query, lane in self._lanes.items()}
+
+    def _run(self, query: str, lane: _Lane, future: Future[Any], work: Work) -> None:
+        while True:
+            _settle(future, work)
+            with self._lock:
+                if not lane.waiting:
+                    # In one step: work that comes from now on gets a thread.
+                    self._end(query, lane)
+                    return
+                future, work = lane.waiting.popleft()
+
+    def _end(self, query: str, lane: _Lane) -> None:
+        lane.running -= 1
+        if lane.running == 0:
+            self._lanes.pop(query, None)
+
+
+def in_place(query: str, work: Work) -> Future[Any]:
+    """Do the work before returning: what ``QueryThreads.submit`` is where nothing else is to be answered meanwhile."""
+    future: Future[Any] = Future()
+    _settle(future, work)
+    return future
+
+
+def _settle(future: Future[Any], work: Work) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        result = work()
+    except BaseException as error:  # noqa: BLE001 - whoever waits for it gets it
+        future.set_exception(error)
+    else:
+        future.set_result(result)
+
+
+REGISTRATION_THREADS = 32
+"""A registration waits for a second where the storage of a query hangs."""
+
+_NAMES = {method: list(signature(getattr(CoordinatorPort, method)).parameters)[1:] for method in GROUPS}
+
+
+class Dispatcher:
+    """Answers messages in the threads of their groups."""
+
+    def __init__(self, coordinator: CoordinatorPort, queries: QueryThreads) -> None:
+        self._coordinator = coordinator
+        self._queries = queries
+        self._registrations = ThreadPoolExecutor(REGISTRATION_THREADS, thread_name_prefix="statestore-registrations")
+
+    def submit(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Future[Any]:
+        """Begin to answer a message. Return its future, which is done if the message waits for nothing.
+
+        Raises ``QueryBusyError`` if too many messages about the same query wait, ``KeyError`` for an unknown message.
+        """
+        # Below the span of Ray's own tracing, where that is on.
+        answer = spans.carried(partial(self._coordinator.call, method, *args, **kwargs))
+        group = GROUPS[method]
+        if group is Group.QUERIES:
+            return self._queries.submit(query_of(method, args, kwargs), answer)
+        if group is Group.REGISTRATIONS:
+            return self._registrations.submit(answer)
+        return in_place(method, answer)
+
+
+def query_of(method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """Return the run, or the query by its name, that a message is about; the message's own name if it is about none."""
+    given = {**dict(zip(_NAMES[method], args, strict=False)), **kwargs}
+    for name in ("run_id", "query"):
+        if given.get(name) is not None:
+            return str(given[name])
+    record = next((given[name] for name in ("registration", "request", "message") if name in given), None)
+    return method if record is None else str(record.run_id)
+
+
+# The loop that ends leases: it looks at them once a second for as long as the coordinator lives.
+#
+# Nothing else ends the lease of a host or driver that is lost. So each part of a look runs whatever the others fail
+# at.
+
+
+log = logging.getLogger(__name__)
+
+LEASE_WATCH_SECONDS = 1.0
+"""The seconds between two looks at the leases. A look that comes later by as much shows that the process stood
+still.
+"""
+
+
+class Watched(Protocol):
+    """Something with leases that end: a ``Coordinator``."""
+
+    def expire(self, stood_still: float = 0.0) -> None:
+        """End the leases that are over; they have not run for ``stood_still`` seconds."""
+
+    def counts(self) -> tuple[int, int]:
+        """Return how many hosts live and how many queries are registered."""
+
+    def is_idle(self) -> bool:
+        """Return whether nobody needs the coordinator any more."""
+
+
+class LeaseWatch:
+    """Looks at the leases of a coordinator. The work of a look grows with its hosts and runs, not with partitions.
+
+    ``publish(hosts, queries)`` takes the numbers of live hosts and registered queries, ``end()`` ends the process when
+    nobody has needed the coordinator for its idle timeout. ``clock`` is monotonic, in seconds.
+    """
+
+    def __init__(
+        self,
+        coordinator: Watched,
+        publish: Callable[[int, int], None],
+        end: Callable[[], None],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._coordinator = coordinator
+        self._publish = publish
+        self._end = end
+        self._clock = clock
+        self._looked_at = clock()
+
+    def loop(self) -> BackgroundLoop:
+        """Return the loop that looks, which is still to be started. It has no backoff: leases must end in time."""
+        return BackgroundLoop(
+            self.look,
+            LEASE_WATCH_SECONDS,
+            name="statestore-leases",
+            what="look at the leases: lost hosts and drivers are not given up, or figures are not published",
+            remedy="Look at the coordinator's log ('statestore logs').",
+            most_seconds=LEASE_WATCH_SECONDS,
+        )
+
+    def look(self) -> None:
+        """Look at the leases once. Raises the first error, after all parts of the look have run."""
+        late = self._clock() - self._looked_at - LEASE_WATCH_SECONDS
+        failures = []
+        expire = partial(self._coordinator.expire, late if late > LEASE_WATCH_SECONDS else 0.0)
+        for part in (expire, self._publish_counts, self._end_if_idle):
+            try:
+                part()
+            except Exception as error:  # noqa: BLE001 - raised below
+                failures.append(error)
+        self._looked_at = self._clock()
+        if failures:
+            raise failures[0]
+
+    def _publish_counts(self) -> None:
+        self._publish(*self._coordinator.counts())
+
+    def _end_if_idle(self) -> None:
+        if self._coordinator.is_idle():
+            log.info("Nobody has needed this coordinator for a while; it ends")
+            self._end()

@@ -1,1 +1,0 @@
-"""The threads of the coordinator: which ones answer messages, wait for storage of queries, and end leases."""

@@ -1,0 +1,528 @@
+"""``statestore savepoint ...``: list, describe, restore and delete savepoints, without a running Ray or Spark."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from backends.exceptions import DamagedFileError, MissingFileError, VersionNotFoundError
+from backends.storage.checkpoint_storage import CheckpointStorage
+from coordinator_actor.coordinator_conf import COORDINATOR_NAME, NAMESPACE
+from coordinator_actor.durable.records import AuditLog, AuditRecord
+from coordinator_actor.forgetting import ForgottenReport
+from coordinator_actor.reading.stored_files import StoredFile, stored_files
+from coordinator_actor.reading.stored_versions import StateVersions, find_state
+from coordinator_actor.reading.verification import Verification, damages_of_manifests, verify_version
+from coordinator_actor.savepoints.savepoint_format import SavepointInfo
+from spark_bridge.cli.output import DAMAGED, FOUND, AsJson, complain, errors_explained, filled, json_line, printer, show
+from spark_bridge.cli.sources import (
+    Address,
+    CheckpointOption,
+    CoordinatorName,
+    Namespace,
+    Option,
+    StateLocation,
+    joined_ray,
+    key_of_words,
+    options_of,
+    or_exit,
+    reachable_coordinator,
+)
+from spark_bridge.overview.model import number, size, to_plain
+
+app = typer.Typer(name="savepoint", help="List, describe, restore and delete savepoints.", no_args_is_help=True)
+
+
+@app.command("list")
+def list_command(base: str, storage_option: Option = None, as_json: AsJson = False) -> None:
+    """List the savepoints directly below the directory BASE.
+
+    Example: statestore savepoint list s3://bucket/savepoints --json
+    """
+    from spark_bridge.session.savepoints import list_savepoints
+
+    found = or_exit(lambda: list_savepoints(base, options_of(storage_option)))
+    if as_json:
+        typer.echo(json_line([_plain(info) for info in found]))
+        return
+    table = Table(box=None, padding=(0, 2))
+    for heading in ("path", "query", "version", "rows", "bytes"):
+        table.add_column(heading, overflow="fold")
+    for info in found:
+        made = info.metadata
+        if made is None:
+            table.add_row(info.path, f"damaged: {info.damage}")
+        else:
+            name = made.query_name or made.query_id
+            table.add_row(info.path, name, str(made.version), f"{info.rows:,}", f"{info.size:,}")
+    Console().print(table)
+
+
+@app.command()
+def describe(
+    path: str,
+    check_files: Annotated[
+        bool, typer.Option("--check-files", help="Read every file and compare it with what was written.")
+    ] = False,
+    storage_option: Option = None,
+    as_json: AsJson = False,
+) -> None:
+    """Describe the savepoint at PATH: query, version, rows, operators. The exit code is 1 if it is damaged.
+
+    Example: statestore savepoint describe s3://bucket/savepoints/savepoint-clicks-7 --check-files
+    """
+    from spark_bridge.session.savepoints import describe_savepoint
+
+    def described() -> SavepointInfo:
+        try:
+            return describe_savepoint(path, options_of(storage_option), check_files=check_files)
+        except DamagedFileError as error:
+            return SavepointInfo(path, None, str(error))
+
+    info = or_exit(described)
+    made = info.metadata
+    if as_json:
+        typer.echo(json_line(_plain(info)))
+    elif made is None:
+        complain(str(info.damage))
+    if made is None:
+        raise typer.Exit(FOUND)
+    if as_json:
+        return
+    console = Console()
+    console.print(
+        f"Savepoint {made.checkpoint_id} of query {made.query_name or made.query_id} at {info.path}", soft_wrap=True
+    )
+    console.print(
+        f"State after batch {made.batch_id} (version {made.version}), {info.rows:,} rows, {info.size:,} bytes"
+    )
+    for operator in made.operators:
+        for variable in operator.variables:
+            console.print(
+                f"  {operator.name}/{variable.name}: {variable.rows:,} rows, {operator.num_partitions} partitions, "
+                f"{operator.backend}; {path.rstrip('/')}/operators/{operator.name}/{variable.name}/*.parquet",
+                soft_wrap=True,
+                highlight=False,
+            )
+
+
+@app.command()
+def delete(path: str, storage_option: Option = None, as_json: AsJson = False) -> None:
+    """Remove the savepoint at PATH.
+
+    Example: statestore savepoint delete s3://bucket/savepoints/savepoint-clicks-7
+    """
+    from spark_bridge.session.savepoints import delete_savepoint
+
+    or_exit(lambda: delete_savepoint(path, options_of(storage_option)))
+    if as_json:
+        typer.echo(json_line({"removed": path}))
+        return
+    Console().print(f"Removed {path}", soft_wrap=True, highlight=False)
+
+
+@app.command()
+def restore(
+    path: str,
+    checkpoint_location: str,
+    num_partitions: Annotated[int | None, typer.Option(min=1, help="Of all operators; default: as it was.")] = None,
+    backend: Annotated[str | None, typer.Option(help="rocksdb or file; default: as it was.")] = None,
+    operator: Annotated[list[str] | None, typer.Option(help="Only this operator. Repeatable.")] = None,
+    state_only: Annotated[bool, typer.Option("--state-only", help="For a new query that starts with batch 0.")] = False,
+    storage_option: Option = None,
+    as_json: AsJson = False,
+) -> None:
+    """Make the new CHECKPOINT_LOCATION from the savepoint at PATH; a query started there goes on after it.
+
+    Example: statestore savepoint restore s3://bucket/savepoints/savepoint-clicks-7 s3://bucket/ck2 --num-partitions 8
+    """
+    from spark_bridge.session.savepoints import restore_savepoint
+
+    console = Console()
+    restored = or_exit(
+        lambda: restore_savepoint(
+            path,
+            checkpoint_location,
+            num_partitions,
+            backend,
+            operator,
+            state_only=state_only,
+            storage_options=options_of(storage_option),
+            progress=lambda step: None if as_json else console.print(step, soft_wrap=True, highlight=False),
+        )
+    )
+    if as_json:
+        typer.echo(json_line(restored))
+        return
+    begins = "batch 0" if restored.batch_id is None else f"batch {restored.batch_id + 1}"
+    console.print(
+        f"{restored.checkpoint_location} is ready: the query begins with {begins}", soft_wrap=True, highlight=False
+    )
+
+
+def _plain(info: SavepointInfo) -> dict[str, Any]:
+    """Return the description of a savepoint for people, without the names of its files."""
+    made = info.metadata
+    if made is None:
+        return {"path": info.path, "damage": info.damage}
+    return {
+        "path": info.path,
+        "checkpoint_id": made.checkpoint_id,
+        "query_id": made.query_id,
+        "query_name": made.query_name,
+        "version": made.version,
+        "batch_id": made.batch_id,
+        "rows": info.rows,
+        "bytes": info.size,
+        "operators": [
+            {
+                "name": o.name,
+                "num_partitions": o.num_partitions,
+                "backend": o.backend,
+                "variables": [{"name": v.name, "rows": v.rows} for v in o.variables],
+            }
+            for o in made.operators
+        ],
+    }
+
+
+# ``statestore checkpoint ...``: checkpoints that were moved or copied, without a running Ray or Spark.
+
+
+checkpoint_app = typer.Typer(
+    name="checkpoint",
+    help="Say what a checkpoint is that was moved or copied while its state lies elsewhere.",
+    no_args_is_help=True,
+)
+
+MovedStateLocation = Annotated[
+    str, typer.Option(help="The directory of spark.statestore.location (state_location=) of the session.")
+]
+
+
+@checkpoint_app.command()
+def move(
+    checkpoint_location: str, state_location: MovedStateLocation, storage_option: Option = None, as_json: AsJson = False
+) -> None:
+    """Bind the state to CHECKPOINT_LOCATION, where its checkpoint has been moved to.
+
+    Example: statestore checkpoint move s3://new/ck --state-location s3://bucket/state
+    """
+    from coordinator_actor.durable.moved_checkpoints import move_checkpoint
+
+    bound = or_exit(lambda: move_checkpoint(checkpoint_location, state_location, options_of(storage_option)))
+    if as_json:
+        typer.echo(json_line(bound))
+        return
+    done = "now belongs" if bound.is_new else "belongs already"
+    Console().print(
+        f"The state at {bound.state_location} {done} to {bound.checkpoint_location}", soft_wrap=True, highlight=False
+    )
+
+
+@checkpoint_app.command()
+def fork(
+    checkpoint_location: str, state_location: MovedStateLocation, storage_option: Option = None, as_json: AsJson = False
+) -> None:
+    """Give the copy of a checkpoint at CHECKPOINT_LOCATION a state of its own; the original stays as it is.
+
+    Example: statestore checkpoint fork ck-copy/ --state-location /mnt/state --json
+    """
+    from coordinator_actor.durable.moved_checkpoints import fork_checkpoint
+
+    console = Console()
+    bound = or_exit(
+        lambda: fork_checkpoint(
+            checkpoint_location,
+            state_location,
+            options_of(storage_option),
+            progress=lambda step: None if as_json else console.print(step, soft_wrap=True, highlight=False),
+        )
+    )
+    if as_json:
+        typer.echo(json_line(bound))
+        return
+    what = "has its own state" if bound.is_new else "has its own state already"
+    console.print(
+        f"{bound.checkpoint_location} {what}, at {bound.state_location}, as query {bound.query_id}",
+        soft_wrap=True,
+        highlight=False,
+    )
+
+
+# ``statestore files``, ``verify`` and ``diff``: the files and versions of a query's state, from storage alone.
+
+
+CheckpointArgument = Annotated[
+    str, typer.Argument(metavar="CHECKPOINT", help="Spark's checkpoint location of the query.")
+]
+VersionOption = Annotated[
+    int | None, typer.Option(help="A version that is kept; version N+1 is the state after batch N.")
+]
+
+
+def files(
+    checkpoint: CheckpointArgument,
+    version: VersionOption = None,
+    state_location: StateLocation = None,
+    storage_option: Option = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say of every file of the state at CHECKPOINT what it is, and what keeps it.
+
+    With --version only the files that this version can be loaded from.
+
+    Examples: statestore files ck/; statestore files s3://bucket/ck --version 12 --json
+    """
+    with errors_explained():
+        place = find_state(checkpoint, state_location, options_of(storage_option))
+        versions = StateVersions.look(place, passes_over_damage=True)
+        found = stored_files(versions, version)
+    show(lambda: to_plain(found), lambda: _files_view(found), as_json=as_json)
+    for what in versions.damages.values():
+        complain(what)
+    if versions.damages:
+        raise typer.Exit(DAMAGED)
+
+
+def _files_view(found: list[StoredFile]) -> RenderableType:
+    def kept(file: StoredFile) -> str:
+        most = 3
+        more = len(file.kept_by) - most
+        return ", ".join(file.kept_by[:most]) + (f" and {more} more" if more > 0 else "") or file.why
+
+    rows = ((f.path, f.kind, number(f.size), f.version, kept(f)) for f in found)
+    sums: Counter[str] = Counter()
+    for file in found:
+        sums[file.kind] += file.size
+    counts = Counter(file.kind for file in found)
+    unneeded = [file for file in found if not file.kept_by]
+    return Group(
+        filled(rows, "path", "kind", "bytes", "version", "kept by"),
+        filled(((k, number(counts[k]), size(sums[k])) for k in sorted(sums)), "kind", "files", "size", title="All"),
+        Text(f"{len(unneeded)} files, {size(sum(f.size for f in unneeded))}, are kept by nothing."),
+    )
+
+
+def verify(
+    checkpoint: CheckpointArgument,
+    version: VersionOption = None,
+    rows: Annotated[
+        bool, typer.Option("--rows", help="Also load every partition, as a host would, and read all its rows.")
+    ] = False,
+    state_location: StateLocation = None,
+    storage_option: Option = None,
+    as_json: AsJson = False,
+) -> None:
+    """Read every file from which a version of the state at CHECKPOINT can be loaded, and name the damage.
+
+    By default the last completed version. The exit code is 1 if a file is damaged or missing, also where the version
+    can still be loaded without it.
+
+    Examples: statestore verify ck/; statestore verify ck/ --version 12 --rows --json
+    """
+    with errors_explained():
+        place = find_state(checkpoint, state_location, options_of(storage_option))
+        try:
+            versions = StateVersions.look(place, passes_over_damage=True)
+        except (DamagedFileError, MissingFileError) as error:
+            # The newest manifest: without it, nobody can tell which files make a version.
+            raise _unreadable(str(error), [], as_json) from error
+        try:
+            found = _verified(versions, version, rows, as_json)
+        except (DamagedFileError, VersionNotFoundError) as error:
+            if not versions.damages:
+                raise
+            raise _unreadable(str(error), [to_plain(d) for d in damages_of_manifests(versions)], as_json) from error
+    show(lambda: {**to_plain(found), "is_sound": found.is_sound}, lambda: _verified_view(found), as_json=as_json)
+    if not found.is_sound:
+        raise typer.Exit(FOUND)
+
+
+def _verified(versions: StateVersions, version: int | None, rows: bool, as_json: bool) -> Verification:
+    console = Console(stderr=True)
+    if as_json or not console.is_terminal:
+        return verify_version(versions, version, reads_rows=rows)
+    with console.status("Reading the files") as status:
+
+        def progress(done: int, total: int) -> None:
+            status.update(f"Read {done} of {total} files")
+
+        return verify_version(versions, version, reads_rows=rows, progress=progress)
+
+
+def _unreadable(what: str, damages: list[Any], as_json: bool) -> typer.Exit:
+    """Tell of a version that manifests hide, so that scripts find the damage where they look for others.
+
+    Return the exception that ends the command.
+    """
+    unnamed = {"path": None, "operator": None, "partition": None, "version": None, "what": what}
+    plain = {"version": None, "damages": damages or [unnamed], "is_sound": False, "error": what}
+    show(lambda: plain, lambda: Text(what, "red"), as_json=as_json)
+    return typer.Exit(FOUND)
+
+
+def _verified_view(found: Verification) -> RenderableType:
+    lines: list[Any] = [
+        Text(d.what if d.partition is None else f"{d.operator}/{d.partition}, version {d.version}: {d.what}", "red")
+        for d in found.damages
+    ]
+    read = f"Read {number(found.files)} files of version {found.version}, {size(found.nbytes)}"
+    if found.rows is not None:
+        read += f", {number(found.rows)} rows"
+    if found.is_sound:
+        lines.append(Text(f"{read}: all are as they were written."))
+    elif found.lost:
+        lines.append(
+            Text(f"{read}. Version {found.version} cannot be loaded: {', '.join(found.lost)}.", style="bold red")
+        )
+    elif all(d.operator is None for d in found.damages):
+        lines.append(
+            Text(f"{read}: these are as they were written. Other versions or the query's start need what is damaged.")
+        )
+    else:
+        lines.append(Text(f"{read}. Version {found.version} can still be loaded, by older snapshots and changelogs."))
+    return Group(*lines)
+
+
+# ``statestore forget`` and ``audit``: remove keys for good, and see what was done to a state by hand.
+
+
+STDIN = Path("-")
+SURGERY_COORDINATOR_SECONDS = 60.0
+"""A coordinator that does not answer for this many seconds is given up."""
+
+
+def forget(
+    operator: Annotated[str, typer.Argument(help="The operator that has the state.")],
+    key: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="A key: its value, or JSON, or the values with commas between. Every user of this machine can read it "
+            "in the process list: give keys that name people in --keys-file."
+        ),
+    ] = None,
+    keys_file: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="A file with a key a line, written as KEY is; - is the standard input."),
+    ] = None,
+    query: Annotated[str | None, typer.Option(help="The name or id of a query that runs.")] = None,
+    checkpoint: CheckpointOption = None,
+    reference: Annotated[str | None, typer.Option(help="Stands in the audit log, as the number of a request.")] = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask first.")] = False,
+    state_location: StateLocation = None,
+    storage_option: Option = None,
+    address: Address = None,
+    namespace: Namespace = NAMESPACE,
+    coordinator: CoordinatorName = COORDINATOR_NAME,
+    as_json: AsJson = False,
+) -> None:
+    """Remove keys of OPERATOR from a query's state, and every trace of them from its checkpoint. They do not come back.
+
+    With --query of one that runs; with --checkpoint of one that does not. A query that runs on its checkpoint in the
+    Ray cluster of this machine, or at --address, forgets as with --query.
+
+    Examples: statestore forget user_totals --keys-file gone.txt --query clicks; statestore forget user_totals
+    --keys-file - --checkpoint s3://bucket/ck --reference DSR-1271 --yes < gone.txt
+    """
+    from coordinator_actor.reference import RayCoordinatorPort
+    from spark_bridge.state_surgery.forget_keys import forget_keys
+
+    if keys_file == STDIN and not yes:
+        raise typer.BadParameter(
+            "--keys-file - takes the keys from where the answer to the question would come: give --yes"
+        )
+    texts = [*(key or []), *_lines(keys_file)]
+    if (query is None) == (checkpoint is None):
+        raise typer.BadParameter(
+            "give --query NAME of a query that runs, or --checkpoint LOCATION of one that does not"
+        )
+    if not texts:
+        raise typer.BadParameter("give --keys-file with a key a line, or a KEY")
+    where = query or checkpoint
+    assert where is not None
+    if not yes:
+        typer.confirm(f"Remove {len(texts)} keys of {operator} from {where} for good?", abort=True, err=True)
+
+    def progress(step: str) -> None:
+        if not as_json:
+            printer().print(step, markup=False, soft_wrap=True)
+
+    def run(port: RayCoordinatorPort | None) -> ForgottenReport:
+        return forget_keys(
+            where,
+            operator,
+            lambda schema: [key_of_words([text], schema) for text in texts],
+            reference=reference,
+            state_location=state_location,
+            storage_options=options_of(storage_option),
+            progress=progress,
+            coordinator=port,
+        )
+
+    with errors_explained():
+        if checkpoint is not None:
+            with reachable_coordinator(address, namespace, coordinator, SURGERY_COORDINATOR_SECONDS) as port:
+                report = run(port)
+        else:
+            with joined_ray(address, namespace):
+                report = run(RayCoordinatorPort(namespace, coordinator, SURGERY_COORDINATOR_SECONDS))
+    show(lambda: to_plain(report), lambda: _report_view(report), as_json=as_json)
+
+
+def _lines(keys_file: Path | None) -> list[str]:
+    if keys_file is None:
+        return []
+    text = sys.stdin.read() if keys_file == STDIN else keys_file.read_text()
+    return [line for line in text.splitlines() if line]
+
+
+def _report_view(report: ForgottenReport) -> str:
+    return (
+        f"Done: no version up to {report.version} of {report.operator} has a row of the {report.keys} keys any more, "
+        f"and no file has their bytes ({report.rows} rows, {report.files} files removed)."
+    )
+
+
+def audit(
+    checkpoint: CheckpointArgument,
+    state_location: StateLocation = None,
+    storage_option: Option = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show what was done by hand to the state at CHECKPOINT: when, by whom, and for which reference.
+
+    Example: statestore audit s3://bucket/ck --json
+    """
+    with errors_explained():
+        place = find_state(checkpoint, state_location, options_of(storage_option))
+        records = AuditLog(CheckpointStorage.open(place.state_location, place.options)).read()
+    show(lambda: to_plain(records), lambda: _audit_view(records), as_json=as_json)
+
+
+def _audit_view(records: list[AuditRecord]) -> RenderableType:
+    def when(record: AuditRecord) -> str:
+        return datetime.fromtimestamp(record.at_ms / 1000, timezone.utc).isoformat(timespec="seconds")
+
+    rows = (
+        (
+            when(r),
+            r.what,
+            r.status,
+            ", ".join(r.operators),
+            r.version,
+            ", ".join(f"{n} {name}" for name, n in r.counts.items()),
+            r.by,
+            r.reference or "",
+        )
+        for r in records
+    )
+    return filled(rows, "at", "what", "status", "operators", "version", "counts", "by", "reference")

@@ -1,0 +1,546 @@
+"""``statestore drain``: let the hosts of a node hand over their partitions, so that the machine may go."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass, replace
+from datetime import datetime, timezone
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from backends.storage.requests import Prices
+from coordinator_actor.access_tokens import IssuedToken
+from coordinator_actor.coordinator_conf import COORDINATOR_NAME, NAMESPACE
+from coordinator_actor.exceptions import CoordinatorError
+from spark_bridge.cli.output import (
+    FAILED,
+    FOUND,
+    AsJson,
+    PricesOption,
+    complain,
+    errors_explained,
+    json_line,
+    printer,
+    show,
+)
+from spark_bridge.cli.sources import (
+    Address,
+    CoordinatorName,
+    Namespace,
+    Option,
+    Source,
+    StateLocation,
+    joined_ray,
+    options_of,
+    with_state_source,
+)
+from spark_bridge.exceptions import EnvironmentProblemError, SparkBridgeError
+from spark_bridge.grafana import config_map, dashboard, written
+
+if TYPE_CHECKING:
+    from spark_bridge.overview.model import Overview
+    from spark_bridge.ui.requests import OwnToken, System
+
+DRAIN_POLL_SECONDS = 1.0
+DRAIN_ANSWER_SECONDS = 10.0
+
+
+def drain(
+    node: Annotated[str, typer.Argument(help="IP address, host name or id of a node of Ray.")],
+    undo: Annotated[bool, typer.Option("--undo", help="The node stays after all.")] = False,
+    timeout: Annotated[float, typer.Option(min=0.0, help="Seconds to wait until no host stands there.")] = 600.0,
+    address: Address = None,
+    namespace: Namespace = NAMESPACE,
+    coordinator: CoordinatorName = COORDINATOR_NAME,
+    as_json: AsJson = False,
+) -> None:
+    """Let the hosts of a node hand over their partitions while the streams run, and wait for that.
+
+    No host is started there from then on, until --undo. The exit code is 1 if hosts are still there after --timeout.
+
+    Examples: statestore drain 10.0.0.7; statestore drain 10.0.0.7 --undo
+    """
+    from coordinator_actor.actor import ClusterStore
+
+    with errors_explained(), joined_ray(address, namespace):
+        store, node_id = ClusterStore(namespace, coordinator), _named(node)
+        if undo:
+            store.keep(node_id)
+            _say({"node_id": node_id, "drained": False}, f"{node} takes hosts again.", as_json)
+            return
+        store.drain(node_id)
+        left = _await_none(namespace, coordinator, node_id, timeout)
+    plain = {"node_id": node_id, "drained": not left, "hosts_left": left}
+    if left:
+        _say(plain, f"{left} hosts still stand on {node}; see statestore status.", as_json)
+        raise typer.Exit(FOUND)
+    _say(plain, f"No host stands on {node} any more; the machine may go.", as_json)
+
+
+def _say(plain: dict[str, object], text: str, as_json: bool) -> None:
+    if as_json:
+        typer.echo(json_line(plain))
+    else:
+        printer().print(text, markup=False)
+
+
+def _await_none(namespace: str, coordinator: str, node_id: str, timeout: float) -> int:
+    """Wait until no host stands on a node, or ``timeout`` seconds; return how many do."""
+    deadline = time.monotonic() + timeout
+    while (left := _hosts_on(namespace, coordinator, node_id)) and time.monotonic() < deadline:
+        time.sleep(DRAIN_POLL_SECONDS)
+    return left
+
+
+def _named(node: str) -> str:
+    import ray
+
+    return node_named(node, ray.nodes())
+
+
+def node_named(node: str, nodes: Sequence[Mapping[str, Any]]) -> str:
+    """Return the id of the living node that has this id, beginning of an id, IP address or host name.
+
+    Raises ``EnvironmentProblemError`` if none or several do.
+    """
+    alive = [n for n in nodes if n["Alive"]]
+    found = [n for n in alive if node in (n["NodeID"], n["NodeManagerAddress"], n["NodeManagerHostname"])]
+    found = found or [n for n in alive if len(node) >= 6 and n["NodeID"].startswith(node)]
+    if len(found) != 1:
+        there = ", ".join(f"{n['NodeManagerAddress']} ({n['NodeManagerHostname']}, {n['NodeID']})" for n in alive)
+        how_many = "Several nodes are" if found else "No living node of Ray is"
+        raise EnvironmentProblemError(f"{how_many} named {node!r}; give an address, a host name or an id of: {there}.")
+    return str(found[0]["NodeID"])
+
+
+def _hosts_on(namespace: str, name: str, node_id: str) -> int:
+    """Return how many hosts the coordinator knows on a node; 0 if there is no coordinator, and so no stream."""
+    import ray
+    from ray.exceptions import RayError
+
+    try:
+        coordinator = ray.get_actor(name, namespace=namespace)
+    except ValueError:
+        return 0
+    try:
+        described = ray.get(coordinator.describe.remote(), timeout=DRAIN_ANSWER_SECONDS)
+    except RayError as error:
+        raise EnvironmentProblemError(
+            f"The node is drained, but the coordinator (namespace {namespace!r}) does not say how far that is: {error}"
+        ) from error
+    return sum(host["node_id"] == node_id for host in described["hosts"])
+
+
+# ``statestore token ...``: tokens for clients and people outside the Ray cluster.
+
+
+TOKEN_ANSWER_SECONDS = 10.0
+UNIT_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+_DURATION = re.compile(r"(\d+)([smhdw])")
+
+app = typer.Typer(
+    name="token",
+    help="Issue, list and revoke tokens of clients and people outside.",
+    no_args_is_help=True,
+)
+
+
+def seconds_of(duration: str) -> float:
+    """Return the seconds of ``90s``, ``45m``, ``12h``, ``30d`` or ``2w``. Raises ``typer.BadParameter``."""
+    found = _DURATION.fullmatch(duration.strip())
+    if found is None:
+        raise typer.BadParameter(f"{duration!r} is no time; write a number and s, m, h, d or w, such as 30d")
+    return float(int(found[1]) * UNIT_SECONDS[found[2]])
+
+
+@app.command()
+def issue(
+    name: Annotated[str, typer.Option("--name", help="What to call it: who will use it.")],
+    expires: Annotated[
+        str | None, typer.Option("--expires", help="When it ends by itself, such as 12h, 30d, 2w; by default never.")
+    ] = None,
+    admin: Annotated[
+        bool, typer.Option("--admin", help="It may also act on the page, such as trigger a savepoint.")
+    ] = False,
+    address: Address = None,
+    namespace: Namespace = NAMESPACE,
+    coordinator: CoordinatorName = COORDINATOR_NAME,
+    as_json: AsJson = False,
+) -> None:
+    """Issue a token, read-only by default. It is printed alone, and cannot be shown again.
+
+    Example: statestore token issue --name dashboard --expires 30d
+    """
+    expires_in = None if expires is None else seconds_of(expires)
+    more = {"admin": True} if admin else {}
+    token = _ask(address, namespace, coordinator, "issue_token", name, expires_in, **more)
+    typer.echo(json_line({"name": name, "token": token, "expires_in": expires_in}) if as_json else token)
+    if as_json:
+        return
+    ends = "until it is revoked" if expires is None else f"for {expires}"
+    kind = "an administrator's" if admin else "the read-only"
+    _explain(
+        f"This is {kind} token {name!r}, valid {ends}. Keep it: it is not stored, and not shown again. Clients "
+        "give it as token= or in STATESTORE_TOKEN."
+    )
+
+
+@app.command("list")
+def list_tokens(
+    address: Address = None,
+    namespace: Namespace = NAMESPACE,
+    coordinator: CoordinatorName = COORDINATOR_NAME,
+    as_json: AsJson = False,
+) -> None:
+    """List the read-only tokens that were issued: their names and ids, not the tokens themselves.
+
+    Example: statestore token list --json
+    """
+    tokens: tuple[IssuedToken, ...] = _ask(address, namespace, coordinator, "list_tokens")
+    show(
+        lambda: [msgspec.structs.asdict(token) for token in tokens],
+        lambda: rendered(tokens, datetime.now(timezone.utc).timestamp()),
+        as_json=as_json,
+    )
+
+
+@app.command()
+def revoke(
+    name_or_id: str,
+    address: Address = None,
+    namespace: Namespace = NAMESPACE,
+    coordinator: CoordinatorName = COORDINATOR_NAME,
+    as_json: AsJson = False,
+) -> None:
+    """Revoke the token NAME_OR_ID, for good; hosts refuse it within about two seconds.
+
+    Example: statestore token revoke dashboard
+    """
+    token: IssuedToken = _ask(address, namespace, coordinator, "revoke_token", name_or_id)
+    if as_json:
+        typer.echo(json_line({"name": token.name, "id": token.id, "revoked": token.revoked}))
+        return
+    _explain(f"Revoked the token {token.name!r} ({token.id}).")
+
+
+def rendered(tokens: tuple[IssuedToken, ...], now: float) -> Table:
+    """Return the tokens as a table; ``now`` is in seconds since 1970."""
+    table = Table(box=None, padding=(0, 2))
+    for heading in ("name", "id", "kind", "created", "expires", "state"):
+        table.add_column(heading, overflow="fold")
+    for token in tokens:
+        state = "revoked" if token.revoked is not None else "valid" if token.is_valid(now) else "expired"
+        expires = "never" if token.expires is None else _time(token.expires)
+        kind = "admin" if token.admin else "read-only"
+        table.add_row(Text(token.name), token.id, kind, _time(token.created), expires, state)
+    return table
+
+
+def _time(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
+
+
+def _explain(text: str, style: str | None = None) -> None:
+    Console(stderr=True).print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+
+
+def _ask(address: str | None, namespace: str, coordinator: str, method: str, *args: object, **named: object) -> Any:
+    """Send one message to the coordinator and return the answer; print an error on stderr and exit with 2."""
+    try:
+        with joined_ray(address, namespace):
+            return _sent(namespace, coordinator, method, *args, **named)
+    except (CoordinatorError, SparkBridgeError) as error:
+        _explain(str(error), "red")
+        raise typer.Exit(2) from error
+
+
+def _sent(namespace: str, coordinator: str, method: str, *args: object, **named: object) -> Any:
+    import ray
+    from ray.exceptions import RayError, RayTaskError
+
+    from coordinator_actor.reference import ask
+
+    try:
+        actor = ray.get_actor(coordinator, namespace=namespace)
+    except ValueError as error:
+        raise EnvironmentProblemError(
+            f"There is no coordinator {coordinator!r} in the Ray namespace {namespace!r}: tokens are issued once a "
+            "stream with state has been started (init_spark or attach)."
+        ) from error
+    try:
+        return ask(actor, method, *args, timeout=TOKEN_ANSWER_SECONDS, **named)
+    except RayTaskError:
+        raise
+    except RayError as error:
+        raise EnvironmentProblemError(
+            f"The coordinator {coordinator!r} (namespace {namespace!r}) did not answer: {error}. It may be restarting, "
+            "so try again."
+        ) from error
+
+
+# ``statestore serve``: answer queries from a checkpoint or a savepoint, by Ray actors, until the command is ended.
+
+
+def serve(
+    location: Annotated[str, typer.Argument(help="A checkpoint, or a savepoint.")],
+    operator: Annotated[
+        list[str] | None, typer.Option("--operator", help="Serve this operator; may be repeated. Default: all.")
+    ] = None,
+    replicas: Annotated[int, typer.Option(min=1, help="This many hosts share the partitions.")] = 1,
+    name: Annotated[str, typer.Option(help="The name by which clients find the state.")] = "serving",
+    follow: Annotated[bool, typer.Option("--follow", help="Go on to each version that the query completes.")] = False,
+    scratch: Annotated[
+        str | None, typer.Option(help="A new directory to which a savepoint is restored, readable by all nodes.")
+    ] = None,
+    query_port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Host i answers at this port + i; 0: at any free port.")
+    ] = 0,
+    state_location: StateLocation = None,
+    storage_option: Option = None,
+    address: Address = None,
+    namespace: Namespace = NAMESPACE,
+) -> None:
+    """Serve the state of a checkpoint or a savepoint from Ray actors, without Spark, until Ctrl-C or SIGTERM.
+
+    Nothing is written to the checkpoint. Where no Ray cluster runs, one is started on this machine.
+
+    Examples: statestore serve ck/; statestore serve s3://bucket/ck --replicas 4 --follow
+    """
+    from spark_bridge.serving import serve_state
+
+    out, ended = printer(), threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: ended.set())
+    with errors_explained():
+        out.print(f"Starting to serve {location} ...", markup=False)
+        with serve_state(
+            location,
+            operator,
+            replicas=replicas,
+            name=name,
+            follow=follow,
+            state_location=state_location,
+            storage_options=options_of(storage_option),
+            scratch=scratch,
+            ray_address=address,
+            namespace=namespace,
+            query_port=query_port,
+        ) as serving:
+            out.print(f"Serving {', '.join(serving.operators)} at {', '.join(serving.addresses)}.", markup=False)
+            out.print(
+                f"In the cluster: QueryableStateClient.connect(coordinator_name={serving.coordinator_name!r}). From "
+                f"outside, with a token: statestore token issue --name NAME --coordinator {serving.coordinator_name}.",
+                markup=False,
+            )
+            ended.wait()
+            out.print("Ending ...", markup=False)
+
+
+# ``statestore ui``: the page, served by this process, of a running cluster or of a checkpoint.
+
+
+PORT = 8170
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+UI_COORDINATOR_SECONDS = 10.0
+UI_OVERVIEW_SECONDS = 3.0
+"""How long hosts are waited for: one that is gone must not hold up the page."""
+CLIENT_SECONDS = 10.0
+
+
+@with_state_source
+def ui(
+    source: Source,
+    host: Annotated[str, typer.Option(help="The address to listen at. Others than the loopback need TLS before.")] = (
+        "127.0.0.1"
+    ),
+    port: Annotated[int, typer.Option(min=0, max=65535, help="The port to listen at; 0 chooses one.")] = PORT,
+    prices: PricesOption = "",
+    sql_memory: Annotated[
+        int, typer.Option(min=64, metavar="MIB", help="Memory of all SQL statements together; four may run at once.")
+    ] = 1024,
+) -> None:
+    """Serve the page: what is wrong and what to do, where time goes, hosts, keys, SQL, savepoints.
+
+    The address that is printed signs in once. Further people sign in with a token of 'statestore token issue', or with
+    the token that is printed for a checkpoint.
+
+    Examples: statestore ui; statestore ui --checkpoint s3://bucket/ck --port 9000
+    """
+    with errors_explained():
+        place = _Place(host, port, Prices.parse(prices), sql_memory)
+        _check_packages()
+        if source.checkpoint is not None:
+            _serve_checkpoint(source.checkpoint, source, place)
+        else:
+            with joined_ray(source.address, source.namespace):
+                _serve_cluster(source, place)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """The address at which the page listens, the prices of storage that the page shows, and SQL's memory in MiB."""
+
+    host: str
+    port: int
+    prices: Prices
+    sql_memory: int
+
+
+def _serve_checkpoint(location: str, source: Source, place: _Place) -> None:
+    from spark_bridge.ui.live import StoredSystem
+    from spark_bridge.ui.requests import OwnToken
+
+    system = StoredSystem(location, source.state_location, source.options)
+    system.overview()  # a wrong location is an error before anything is served
+    _run(system, OwnToken(None, admin=False), place)
+
+
+def _serve_cluster(source: Source, place: _Place) -> None:
+    from coordinator_actor.reference import RayCoordinatorPort
+    from spark_bridge.overview.from_cluster import KnownCheckpoints, cluster_overview
+    from spark_bridge.queryable.client.client import QueryableStateClient
+    from spark_bridge.queryable.server.tokens import CoordinatorTokens
+    from spark_bridge.ui.live import LiveSystem
+    from spark_bridge.ui.requests import OwnToken
+
+    namespace, coordinator = source.namespace, source.coordinator
+    calls = RayCoordinatorPort(namespace, coordinator, UI_COORDINATOR_SECONDS)
+    tokens = CoordinatorTokens(calls.call)
+
+    known = KnownCheckpoints()
+
+    def overview() -> Overview:
+        return cluster_overview(namespace, coordinator, UI_OVERVIEW_SECONDS, known)
+
+    def connect() -> QueryableStateClient:
+        return QueryableStateClient.connect(namespace, coordinator, tls=source.tls, timeout=CLIENT_SECONDS)
+
+    @asynccontextmanager
+    async def running() -> AsyncIterator[None]:
+        async with tokens.kept_up():
+            yield
+        calls.close()
+
+    system = LiveSystem(namespace, overview, connect, calls.call, source.options)
+    _run(system, OwnToken(tokens, admin=True), place, running)
+
+
+def _run(
+    system: System,
+    own: OwnToken,
+    place: _Place,
+    lifespan: Callable[[], AbstractAsyncContextManager[None]] | None = None,
+) -> None:
+    """Serve until the process is interrupted."""
+    import uvicorn
+
+    from spark_bridge.ui.app import create_ui
+    from spark_bridge.ui.state_pages import PAGE_SQL
+
+    class Server(uvicorn.Server):
+        """Says where it listens, once it does."""
+
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().startup(sockets)
+            if self.started:
+                _tell(system, own, place.host, self.servers[0].sockets[0].getsockname()[1])
+
+    config = uvicorn.Config(
+        create_ui(system, own, own, lifespan, place.prices, replace(PAGE_SQL, memory_bytes=place.sql_memory << 20)),
+        host=place.host,
+        port=place.port,
+        log_level="warning",
+        server_header=False,
+        timeout_graceful_shutdown=2,
+        timeout_keep_alive=30,
+    )
+    Server(config).run()
+
+
+def _tell(system: System, own: OwnToken, host: str, port: int) -> None:
+    shown = f"[{host}]" if ":" in host else host
+    typer.echo(f"The page of {system.place} is at http://{shown}:{port}/signin?code={own.code}")
+    typer.echo(f"That address signs in once. To sign in again, use the token {own.token}")
+    if host not in LOOPBACK:
+        complain("What the page shows and the tokens go over the network unencrypted: put TLS before it.")
+
+
+def _check_packages() -> None:
+    """Raise ``EnvironmentProblemError`` if the page's packages are not installed."""
+    for name in ("jinja2", "starlette", "uvicorn"):
+        if find_spec(name) is None:
+            raise EnvironmentProblemError(f"The page needs the package {name}: install ray-statestore[ui].")
+
+
+# ``statestore grafana``: the dashboard for Grafana, where Ray's own set-up or Kubernetes finds the file.
+
+
+DIRECTORY_VARIABLE = "RAY_METRICS_GRAFANA_DASHBOARD_OUTPUT_DIR"
+"""Where Ray writes its dashboards, if it is set; Ray's own default is in the directory of its session."""
+
+grafana_app = typer.Typer(name="grafana", help="The dashboard for Grafana.", no_args_is_help=True)
+
+
+@grafana_app.command()
+def install(
+    directory: Annotated[
+        Path | None,
+        typer.Argument(help=f"From which Grafana takes dashboards. Default: the environment's {DIRECTORY_VARIABLE}."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write the dashboard where Ray's Grafana set-up keeps its own; Grafana shows the file within seconds.
+
+    Example: statestore grafana install /var/lib/grafana/dashboards/ray
+    """
+    given = os.environ.get(DIRECTORY_VARIABLE) if directory is None else str(directory)
+    if not given:
+        complain(
+            f"Where does Grafana look? Name the directory, or set {DIRECTORY_VARIABLE} as for 'ray start': the "
+            "directory must outlive Ray's session."
+        )
+        raise typer.Exit(FAILED)
+    if not Path(given).is_dir():
+        complain(f"{given} is no directory. Make it, and give it to Grafana's provisioning of dashboards.")
+        raise typer.Exit(FAILED)
+    try:
+        path = written(Path(given))
+    except OSError as error:
+        complain(f"The dashboard could not be written to {given}: {error}")
+        raise typer.Exit(FAILED) from error
+    typer.echo(json_line({"path": str(path)}) if as_json else f"Written: {path}")
+
+
+@grafana_app.command("show")
+def show_dashboard(as_json: AsJson = False) -> None:
+    """Print the dashboard, to import it by hand: as JSON, with and without --json.
+
+    Example: statestore grafana show > dashboard.json
+    """
+    typer.echo(json_line(dashboard()))
+
+
+@grafana_app.command("config-map")
+def show_config_map(
+    namespace: Annotated[str | None, typer.Option(help="The namespace of the ConfigMap. Default: kubectl's.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Print a ConfigMap with the dashboard, for Grafana on Kubernetes: as JSON, with and without --json.
+
+    Example: statestore grafana config-map --namespace monitoring | kubectl apply -f -
+    """
+    typer.echo(json_line(config_map(namespace)))

@@ -1,1 +1,0 @@
-"""``statestore run``: jobs of Ray that are watched, and started again."""

@@ -1,0 +1,464 @@
+"""``statestore status``, ``queries``, ``checkpoints``, ``partitions`` and ``hosts``: views of one overview."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from typing import Annotated
+
+import typer
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from backends.storage.requests import KINDS, MONTH_SECONDS, RECEIVED, SENT, STANDARD, Prices
+from spark_bridge.cli.output import (
+    FOUND,
+    AsJson,
+    PricesOption,
+    add_row,
+    errors_explained,
+    filled,
+    json_line,
+    printer,
+    show,
+    table,
+)
+from spark_bridge.cli.sources import Source, with_source
+from spark_bridge.exceptions import EnvironmentProblemError
+from spark_bridge.overview.model import (
+    CLUSTER,
+    ERROR,
+    RUNNING,
+    STORAGE,
+    Checkpoint,
+    Fault,
+    HostOverview,
+    Overview,
+    Query,
+    QueryPace,
+    duration,
+    moment,
+    number,
+    pace_of,
+    size,
+    to_plain,
+)
+from spark_bridge.overview.model import size as size_of
+
+# The overview as tables.
+
+
+def status_view(overview: Overview) -> RenderableType:
+    """Return queries, hosts and faults."""
+    if overview.source == CLUSTER and overview.coordinator is None:
+        return Text("No coordinator: no stream with state has run in this namespace of the cluster.")
+    parts: list[RenderableType] = []
+    if overview.coordinator is not None:
+        of = overview.coordinator
+        parts.append(Text(f"Coordinator on {of.node_ip}, pid {of.pid}, namespace {of.namespace}"))
+    parts.append(queries_view(overview.queries))
+    if overview.source == CLUSTER:
+        parts.append(hosts_view(overview.hosts))
+    parts.append(faults_view(overview.faults))
+    if overview.source == STORAGE:
+        parts.append(Text("This is what manifests say; 'statestore verify' reads the files that they name.", "dim"))
+    return Group(*parts)
+
+
+def queries_view(queries: Iterable[Query]) -> Table:
+    """Return a row per query."""
+    made = table(
+        "query",
+        "run",
+        "operators (partitions)",
+        "completed",
+        "prepared",
+        "oldest",
+        "waits for",
+        "last checkpoint",
+        "epoch",
+        title="Queries",
+    )
+    for query in queries:
+        last = query.checkpoints[-1] if query.checkpoints else None
+        add_row(
+            made,
+            query.title,
+            query.run_id if query.status == RUNNING else f"{query.run_id} ({query.status})",
+            ", ".join(f"{o.name} ({o.num_partitions})" for o in query.operators),
+            query.completed_version,
+            query.prepared_version,
+            query.oldest_version,
+            f"{query.pending_partitions} partitions" if query.pending_partitions else "",
+            "" if last is None else moment(last.completed_ms or last.prepared_ms),
+            query.epoch,
+        )
+    return made
+
+
+def hosts_view(hosts: Iterable[HostOverview]) -> Table:
+    """Return a row per host."""
+    made = table(
+        "machine",
+        "host",
+        "query address",
+        "pid",
+        "partitions",
+        "memory",
+        "commits",
+        "loading",
+        "heartbeat",
+        "runs for",
+        title="Hosts",
+    )
+    for host in hosts:
+        held = sum(n for name, n in host.memory.items() if name != "host_memory")
+        budget = host.memory.get("host_memory")
+        add_row(
+            made,
+            host.machine,
+            host.host_id,
+            host.query_address,
+            host.pid,
+            host.partitions if host.answered else "no answer",
+            f"{size(held)} of {size(budget)}" if budget else "",
+            number(host.counters.get("commits")),
+            len(host.loading) or "",
+            "" if host.heartbeat_ms is None else f"{duration(host.heartbeat_ms)} ago",
+            duration(host.up_ms) + (f", restart {host.restarts}" if host.restarts else ""),
+        )
+    return made
+
+
+def faults_view(faults: Iterable[Fault]) -> RenderableType:
+    """Return the faults with their remedies."""
+    lines: list[RenderableType] = []
+    for fault in faults:
+        style = "bold red" if fault.severity == ERROR else "yellow"
+        lines.append(Text(f"{fault.severity.upper()} {fault.kind}: {fault.subject}: {fault.what}", style=style))
+        lines.append(Text(f"    {fault.remedy}"))
+    return Group(*lines) if lines else Text("Nothing is wrong.")
+
+
+def checkpoints_view(query: Query, most: int, prices: Prices) -> RenderableType:
+    """Return a row for each of the last checkpoints, the newest first, and what their requests cost together."""
+    made = table(
+        "version",
+        "batch",
+        "id",
+        "completed (UTC)",
+        "duration",
+        "tasks",
+        "acknowledge",
+        "manifest",
+        "commit",
+        "added",
+        "full",
+        "rows",
+        "late",
+        "duplicates",
+        "retried",
+        "requests",
+        "",
+        title=f"Checkpoints of {query.title}",
+    )
+    shown = query.checkpoints[-most:]
+    for one in reversed(shown):
+        add_row(made, *_cells(one))
+    cost = cost_of(shown, prices)
+    return made if cost is None else Group(made, Text(cost))
+
+
+def requests_view(query: Query, most: int, prices: Prices) -> RenderableType:
+    """Return the requests of each of the last checkpoints to storage, the newest first, and their cost."""
+    shown = query.checkpoints[-most:]
+    rows = (
+        (
+            one.version,
+            moment(one.completed_ms or one.prepared_ms),
+            number(one.requests),
+            *(number(one.storage.get(kind, 0)) if one.storage else "" for kind in KINDS.values()),
+            *(size(one.storage.get(name, 0)) if one.storage else "" for name in (SENT, RECEIVED)),
+            f"${prices.dollars(one.storage):.6f}" if one.storage else "",
+        )
+        for one in reversed(shown)
+    )
+    headings = ("version", "completed (UTC)", "requests", *KINDS.values(), "sent", "received", "cost")
+    made = filled(rows, *headings, title=f"Requests to storage of {query.title}")
+    return Group(made, Text(cost_of(shown, prices) or "Nothing is known of these checkpoints' requests by kind."))
+
+
+def cost_of(checkpoints: Sequence[Checkpoint], prices: Prices) -> str | None:
+    """Return in a sentence what the requests of checkpoints cost; None if they are not known."""
+    known = [one for one in checkpoints if one.storage]
+    if not known:
+        return None
+    batch = sum(prices.dollars(one.storage) for one in known) / len(known)
+    times = [one.completed_ms for one in known if one.completed_ms is not None]
+    seconds = (times[-1] - times[0]) / 1000 / (len(times) - 1) if len(times) > 1 else 0.0
+    pace = f", ${batch / seconds * MONTH_SECONDS:,.2f} a month at a batch in {seconds:.1f} s" if seconds > 0 else ""
+    standard = " (those of S3 standard in us-east-1; --prices sets others)" if prices == STANDARD else ""
+    return f"Requests to storage cost about ${batch:.6f} a batch{pace}, at the prices {prices}{standard}."
+
+
+def _cells(one: Checkpoint) -> list[object]:
+    phases = [duration(one.phases.get(name)) for name in ("tasks", "acknowledge", "manifest", "commit")]
+    return [
+        one.version,
+        one.version - 1,
+        one.id,
+        moment(one.completed_ms or one.prepared_ms),
+        duration(one.duration_ms),
+        *phases,
+        size(one.delta_bytes),
+        size(one.full_bytes),
+        number(one.rows),
+        number(one.late),
+        one.duplicates or "",
+        one.retried or "",
+        number(one.requests),
+        one.status if one.status != "completed" else "kept" if one.is_kept else "",
+    ]
+
+
+def partitions_view(query: Query, operator: str | None) -> RenderableType:
+    """Return a row per partition of the operators."""
+    made = []
+    for of in query.operators:
+        if operator in (None, of.name):
+            skew = "" if of.skew is None else f", the largest has {of.skew:.1f} times the keys of the median one"
+            made.append(
+                filled(
+                    (
+                        (
+                            p.partition,
+                            p.owner,
+                            p.version,
+                            number(p.keys),
+                            size(p.memory_bytes),
+                            p.snapshot_version,
+                            p.snapshot_lag,
+                            size(p.changelog_bytes),
+                            duration(sum(p.commit_ms.values()) if p.commit_ms else None),
+                        )
+                        for p in of.partitions
+                    ),
+                    "partition",
+                    "owner",
+                    "version",
+                    "keys",
+                    "memory",
+                    "snapshot",
+                    "lag",
+                    "changelogs",
+                    "last commit",
+                    title=f"{of.name} of {query.title}: {of.num_partitions} partitions{skew}",
+                )
+            )
+    return Group(*made)
+
+
+QueryArgument = Annotated[str | None, typer.Argument(help="Name, query id or run id; needed if there are several.")]
+
+
+@with_source
+def status(
+    source: Source,
+    as_json: AsJson = False,
+) -> None:
+    """Show the queries and the hosts, what is wrong, and what to do about it.
+
+    The exit code is 1 if there is an error among the faults.
+
+    Examples: statestore status; statestore status --checkpoint s3://bucket/ck --json
+    """
+    with errors_explained():
+        found = source.looked_at()
+    source.damages.clear()  # they are faults
+    show(lambda: to_plain(found), lambda: status_view(found), as_json=as_json)
+    if any(fault.severity == ERROR for fault in found.faults):
+        raise typer.Exit(FOUND)
+
+
+@with_source
+def queries(
+    source: Source,
+    as_json: AsJson = False,
+) -> None:
+    """List the running queries, with their operators and versions.
+
+    Example: statestore queries --json
+    """
+    with errors_explained():
+        found = source.looked_at()
+    show(lambda: to_plain(found.queries), lambda: queries_view(found.queries), as_json=as_json)
+
+
+@with_source
+def checkpoints(
+    source: Source,
+    query: QueryArgument = None,
+    most: Annotated[int, typer.Option("--last", min=1, help="This many of the last checkpoints.")] = 20,
+    requests: Annotated[bool, typer.Option("--requests", help="Requests by kind, bytes, cost in place of times.")] = (
+        False
+    ),
+    prices: PricesOption = "",
+    as_json: AsJson = False,
+) -> None:
+    """Show how the last checkpoints of a query went: durations by step, bytes, rows, retried tasks, requests, cost.
+
+    Durations: "tasks" until the first task was done, "acknowledge" until the last was, "manifest" until that was
+    durable, "commit" until Spark's commit was seen. "added" are bytes of changelogs, "full" those of all files from
+    which the version is loaded. Requests are those of hosts and coordinator to storage since the version before;
+    "sent" and "received" are the bytes of their files. The history outlives the cluster.
+
+    Examples: statestore checkpoints clicks; statestore checkpoints --checkpoint ck/ --last 300 --json; statestore
+    checkpoints --requests --prices put=0.0054,get=0.00043
+    """
+    with errors_explained():
+        by = Prices.parse(prices)
+        found = source.looked_at().query(query)
+    show(
+        lambda: [
+            {**to_plain(c), "dollars": by.dollars(c.storage) if c.storage else None} for c in found.checkpoints[-most:]
+        ],
+        lambda: (requests_view if requests else checkpoints_view)(found, most, by),
+        as_json=as_json,
+    )
+
+
+@with_source
+def partitions(
+    source: Source,
+    query: QueryArgument = None,
+    operator: Annotated[str | None, typer.Option(help="Only those of this operator.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show the partitions of a query: owner, version, keys, bytes, and how far snapshots are behind.
+
+    From a checkpoint, owners, keys and memory are not known.
+
+    Examples: statestore partitions clicks --operator user_totals; statestore partitions --checkpoint ck/
+    """
+    with errors_explained():
+        found = source.looked_at().query(query)
+        names = [o.name for o in found.operators]
+        if operator is not None and operator not in names:
+            raise LookupError(f"Query {found.title} has no operator {operator!r}; it has {', '.join(names) or 'none'}.")
+    show(
+        lambda: to_plain([o for o in found.operators if operator in (None, o.name)]),
+        lambda: partitions_view(found, operator),
+        as_json=as_json,
+    )
+
+
+@with_source
+def hosts(
+    source: Source,
+    as_json: AsJson = False,
+) -> None:
+    """Show the hosts of a cluster: addresses, partitions, memory, loads under way, and when they were heard of.
+
+    Example: statestore hosts --json
+    """
+    if source.checkpoint is not None:
+        raise typer.BadParameter("a checkpoint has no hosts; leave --checkpoint out to look at a cluster")
+    with errors_explained():
+        found = source.looked_at()
+    show(lambda: to_plain(found.hosts), lambda: hosts_view(found.hosts), as_json=as_json)
+
+
+# ``statestore top``: speed and delay of queries and hosts, live in the terminal, or once.
+
+
+@with_source
+def top(
+    source: Source,
+    interval: Annotated[float, typer.Option(min=0.5, help="Seconds between two looks.")] = 2.0,
+    once: Annotated[bool, typer.Option("--once", help="Look once, as into a pipe.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show rows a second, freshness, batches, memory, the hottest partition and faults, live until Ctrl-C.
+
+    It looks once with --once or --json, or if the output is no terminal. The exit code of one look is 1 if there is an
+    error among the faults.
+
+    Examples: statestore top; statestore top --interval 5; statestore top --once --checkpoint ck/; statestore top --json
+    """
+    with errors_explained(), source.joined():
+        if once or as_json or not sys.stdout.isatty():
+            found = source.overview()
+            source.damages.clear()  # they are faults
+            if as_json:
+                plain = {"taken_ms": found.taken_ms, "queries": pace_of(found), "faults": found.faults}
+                typer.echo(json_line(to_plain(plain)))
+            else:
+                printer().print(top_view(found), highlight=False)
+            if any(fault.severity == ERROR for fault in found.faults):
+                raise typer.Exit(FOUND)
+            return
+        with suppress(KeyboardInterrupt):
+            _live(source, interval)
+
+
+def _live(source: Source, interval: float) -> None:
+    """Look again and again; a coordinator that does not answer for a while is said and waited for."""
+    shown: RenderableType = Text("Looking ...")
+    with Live(shown, console=Console(), screen=True, auto_refresh=False) as live:
+        while True:
+            try:
+                shown = top_view(source.overview())
+                source.damages.clear()  # they are faults
+            except EnvironmentProblemError as error:
+                shown = Group(Text(str(error), style="yellow"), shown)
+            live.update(shown, refresh=True)
+            time.sleep(interval)
+
+
+def top_view(overview: Overview) -> RenderableType:
+    """Return the pace of each query, the hosts, and the faults."""
+    parts: list[RenderableType] = [Text(f"{moment(overview.taken_ms)} UTC", style="dim"), _paces(pace_of(overview))]
+    if overview.source == CLUSTER:
+        parts.append(hosts_view(overview.hosts))
+    parts.append(faults_view(overview.faults))
+    return Group(*parts)
+
+
+def _paces(paces: Sequence[QueryPace]) -> RenderableType:
+    rows = (
+        (
+            of.query,
+            of.status,
+            of.version,
+            "" if of.rows_per_second is None else f"{of.rows_per_second:,.0f}",
+            duration(of.freshness_ms),
+            duration(of.batch_ms),
+            duration(of.usual_ms),
+            duration(of.interval_ms),
+            size_of(None if of.bytes_per_checkpoint is None else int(of.bytes_per_checkpoint)),
+            number(of.keys),
+            size_of(of.memory_bytes),
+            "" if of.hottest is None else f"{of.hottest} ({duration(of.hottest_ms)})",
+        )
+        for of in paces
+    )
+    return filled(
+        rows,
+        "query",
+        "status",
+        "version",
+        "rows/s",
+        "age",
+        "batch",
+        "usual",
+        "every",
+        "added",
+        "keys",
+        "memory",
+        "hottest",
+        title="Queries",
+    )

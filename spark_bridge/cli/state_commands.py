@@ -1,0 +1,292 @@
+"""``statestore get``, ``scan`` and ``sql``: the state itself, of a running query or of a checkpoint or savepoint."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
+from typing import Annotated, Any
+
+import pyarrow as pa
+import typer
+
+from spark_bridge.cli.output import (
+    FOUND,
+    AsJson,
+    PrintedForm,
+    cell,
+    complain,
+    errors_explained,
+    json_line,
+    print_rows,
+    printer,
+)
+from spark_bridge.cli.sources import Source, bound_of, condition_of, key_of_words, with_state_source
+from spark_bridge.exceptions import QueryEndedError, RequestError
+from spark_bridge.queryable.client.json_values import bound_of_json, rows_to_json, to_json, window_of_text
+from spark_bridge.queryable.sql.sql import SqlLimits, import_duckdb, is_out_of_memory
+from spark_bridge.state_format.stored_rows import AFTER, BEFORE, CHANGE_TYPE
+
+OperatorArgument = Annotated[str, typer.Argument(metavar="OPERATOR", help="The name of the operator.")]
+QueryName = Annotated[
+    str | None, typer.Option("--query", help="Name, query id or run id, if several queries have such an operator.")
+]
+StateName = Annotated[str | None, typer.Option("--state", help="The state variable, if the operator has several.")]
+AtVersion = Annotated[
+    int | None, typer.Option("--version", min=0, help="A version that is kept; default: the last completed one.")
+]
+FormOption = Annotated[PrintedForm, typer.Option("--format", help="How rows are printed.")]
+KEY_HELP = "column=value for each column; or the values in order; or JSON."
+
+
+@with_state_source
+def get(
+    source: Source,
+    operator: OperatorArgument,
+    key: Annotated[list[str], typer.Argument(metavar="KEY...", help=KEY_HELP)],
+    window: Annotated[
+        str | None, typer.Option(help="The start of the key's window, or start/end, in ISO 8601.")
+    ] = None,
+    version: AtVersion = None,
+    state: StateName = None,
+    query: QueryName = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show what one key has. The exit code is 1 if it has nothing.
+
+    Examples: statestore get user_totals 42; statestore get by_country country=de user=42 --version 17;
+    statestore get by_country '["de", 42]' --checkpoint ck/ --json
+    """
+    with errors_explained(), source.client() as client:
+        asked = key_of_words(key, client.key_schema(operator, query, state))
+        wanted = None if window is None else window_of_text(window)
+        found = client.get(operator, asked, query, state, window=wanted, version=version)
+    value = to_json(found)
+    if as_json:
+        typer.echo(json_line({"operator": operator, "key": to_json(asked), "value": value}))
+    elif found is None:
+        complain(f"Operator {operator} has nothing for this key.")
+    else:
+        for line in _lines(value):
+            printer().print(line, markup=False, highlight=False, soft_wrap=True)
+    if found is None:
+        raise typer.Exit(FOUND)
+
+
+def _lines(value: Any) -> list[str]:
+    """Return a value for people: a line per column of a row, or per row."""
+    if isinstance(value, dict):
+        return [f"{name}: {cell(one)}" for name, one in value.items()]
+    return [cell(one) for one in value] if isinstance(value, list) else [cell(value)]
+
+
+@with_state_source
+def scan(
+    source: Source,
+    operator: OperatorArgument,
+    where: Annotated[
+        list[str] | None, typer.Option(help="A condition, such as 'n > 10'. Repeatable: all must hold.")
+    ] = None,
+    prefix: Annotated[str | None, typer.Option(help="Keys that begin so: JSON array of columns, or text.")] = None,
+    start: Annotated[str | None, typer.Option(help="Keys from here on: JSON, or text.")] = None,
+    end: Annotated[str | None, typer.Option(help="Keys before this: JSON, or text.")] = None,
+    columns: Annotated[str | None, typer.Option(help="The wanted columns, with commas between.")] = None,
+    limit: Annotated[int, typer.Option(min=0, help="The most rows; 0 for all.")] = 100,
+    version: AtVersion = None,
+    state: StateName = None,
+    query: QueryName = None,
+    form: FormOption = PrintedForm.table,
+    as_json: AsJson = False,
+) -> None:
+    """Show the rows of an operator's state: one per key, list element, map entry, window, session or timer.
+
+    Examples: statestore scan user_totals --where 'n > 10' --columns user,n; statestore scan user_totals --limit 0
+    --format csv --checkpoint s3://bucket/ck; statestore scan by_country --prefix '["de"]' --json
+    """
+    with errors_explained(), source.client() as client:
+        schema = client.key_schema(operator, query, state)
+        bounds = {
+            name: bound_of_json(bound_of(text), schema, f"--{name}")
+            for name, text in (("prefix", prefix), ("start", start), ("end", end))
+        }
+        rows = client.scan(
+            operator,
+            state,
+            # One row more, to know whether there are more.
+            limit=limit + 1 if limit else None,
+            columns=None if columns is None else [name.strip() for name in columns.split(",")],
+            where=[condition_of(one) for one in where or ()],
+            query=query,
+            version=version,
+            **bounds,
+        )
+        with rows:
+            shown = _Limited(limit)
+            about = {"operator": operator, "version": rows.version}
+            print_rows(rows.schema, map(shown.of, rows), PrintedForm.json if as_json else form, about)
+    if shown.is_cut:
+        complain(f"There are more than {limit} rows; --limit 0 shows all.")
+
+
+class _Limited:
+    """The first rows of batches; ``is_cut`` says whether there were more. 0 is no limit."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._given = 0
+        self.is_cut = False
+
+    def of(self, batch: pa.RecordBatch) -> pa.RecordBatch:
+        left = self._limit - self._given
+        self.is_cut = bool(self._limit) and batch.num_rows > left
+        taken = batch.slice(0, left) if self._limit else batch
+        self._given += taken.num_rows
+        return taken
+
+
+@with_state_source
+def sql(
+    source: Source,
+    statement: Annotated[str, typer.Argument(metavar="STATEMENT", help="One statement that reads; - reads stdin.")],
+    version: AtVersion = None,
+    form: FormOption = PrintedForm.table,
+    as_json: AsJson = False,
+    sql_memory: Annotated[
+        int, typer.Option(min=16, metavar="MIB", help="Memory of the statement; beyond it, 8 GiB of temporary files.")
+    ] = SqlLimits().memory_bytes >> 20,
+) -> None:
+    """Run SQL over the state; the tables are the operators. It needs the package duckdb.
+
+    Examples: statestore sql 'select user, spent from user_totals order by spent desc limit 10';
+    statestore sql 'select count(*) from user_totals' --checkpoint ck/ --version 80; statestore sql - --json < q.sql
+    """
+    text = sys.stdin.read() if statement == "-" else statement
+    limits = SqlLimits(memory_bytes=sql_memory << 20)
+    with errors_explained(), _sql_explained(limits), source.client() as client:
+        found = client.sql(text, version=version, limits=limits)
+        reader = found.to_arrow_reader()
+        print_rows(reader.schema, reader, PrintedForm.json if as_json else form)
+
+
+@contextmanager
+def _sql_explained(limits: SqlLimits) -> Iterator[None]:
+    """Raise ``RequestError`` for what DuckDB refuses. Raises ``EnvironmentProblemError`` if DuckDB is not installed."""
+    duckdb = import_duckdb()
+    try:
+        yield
+    except (duckdb.Error, pa.ArrowException) as error:
+        if is_out_of_memory(error):
+            raise limits.exceeded(error) from error
+        raise RequestError(str(error)) from error
+
+
+# ``statestore watch`` and ``diff``: the changes of each version, live, or the differences of two versions.
+
+
+CHANGE_WORDS = {"insert": "added", "update": "changed", "delete": "removed"}
+
+
+@with_state_source
+def watch(
+    source: Source,
+    operator: OperatorArgument,
+    key: Annotated[list[str] | None, typer.Argument(metavar="[KEY...]", help=KEY_HELP)] = None,
+    from_version: Annotated[
+        int | None, typer.Option(min=0, help="Begin with the changes after this version; default: with the next ones.")
+    ] = None,
+    changes: Annotated[int | None, typer.Option(min=1, help="End after this many changed rows.")] = None,
+    wait: Annotated[
+        float, typer.Option(min=1.0, help="Seconds that a query may be gone, for a restart, until the watch ends.")
+    ] = 30.0,
+    state: StateName = None,
+    query: QueryName = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show what each completed version changes of a key or of all keys, until Ctrl-C or the end of the query.
+
+    With --json there is one JSON object a line. A checkpoint is looked at every second; it does not say when its query
+    has ended.
+
+    Examples: statestore watch user_totals 42; statestore watch user_totals --from-version 17 --json;
+    statestore watch user_totals user=42 --changes 1 --checkpoint ck/
+    """
+    with errors_explained(), source.client() as client:
+        given = None if not key else [key_of_words(key, client.key_schema(operator, query, state))]
+        try:
+            watched = client.watch(operator, given, state=state, query=query, from_version=from_version, timeout=wait)
+            with closing(watched), suppress(KeyboardInterrupt):
+                for number, row in enumerate(_changed(watched), 1):
+                    typer.echo(json_line(row) if as_json else _line(row))
+                    if number == changes:
+                        break
+        except QueryEndedError as ended:
+            complain(str(ended))
+
+
+def _changed(watched: Any) -> Iterator[dict[str, Any]]:
+    for change in watched:
+        yield from rows_to_json(change.batch)
+
+
+def _line(row: dict[str, Any]) -> str:
+    """Return one change for people: its version, the key, and the columns that are other than before."""
+    version, kind = row.pop("version"), row.pop(CHANGE_TYPE)
+    before, after = row.pop(BEFORE, None), row.pop(AFTER, None)
+    key = " ".join(f"{name}={cell(value)}" for name, value in row.items())
+    if before is None or after is None:
+        values = [f"{name}: {cell(value)}" for name, value in (after or before or {}).items()]
+    else:
+        values = [f"{name}: {cell(old)} -> {cell(after[name])}" for name, old in before.items() if old != after[name]]
+    return f"version {version}  {CHANGE_WORDS[kind]}  {key}  {', '.join(values)}".rstrip()
+
+
+@with_state_source
+def diff(
+    source: Source,
+    operator: OperatorArgument,
+    first: Annotated[int, typer.Argument(metavar="V1", min=0, help="The earlier version.")],
+    last: Annotated[int | None, typer.Argument(metavar="[V2]", min=0, help="Default: the last completed one.")] = None,
+    state: StateName = None,
+    query: QueryName = None,
+    summary: Annotated[bool, typer.Option("--summary", help="Count only.")] = False,
+    form: FormOption = PrintedForm.table,
+    as_json: AsJson = False,
+) -> None:
+    """Show the keys that were added, removed or changed from version V1 to V2. The exit code is 1 if there are any.
+
+    Version N+1 is the state after batch N. Both versions are read, one batch of rows at a time.
+
+    Examples: statestore diff user_totals 17 18; statestore diff user_totals 17 --summary --json;
+    statestore diff user_totals 17 18 --checkpoint ck/ --format csv
+    """
+    with (
+        errors_explained(),
+        source.client() as client,
+        client.diff(operator, first, last, state=state, query=query) as rows,
+    ):
+        counts = dict.fromkeys(CHANGE_WORDS.values(), 0)
+
+        def counted() -> Iterator[pa.RecordBatch]:
+            for batch in rows:
+                kinds = pa.array([CHANGE_WORDS[kind] for kind in batch.column(0).to_pylist()], pa.string())
+                for kind in CHANGE_WORDS.values():
+                    counts[kind] += sum(one == kind for one in kinds.to_pylist())
+                yield batch.set_column(0, CHANGE_TYPE, kinds)
+
+        about = {"operator": operator, "from_version": rows.from_version, "to_version": rows.to_version}
+        if summary:
+            for _ in counted():
+                pass
+            if as_json:
+                typer.echo(json_line({**about, **counts}))
+        else:
+            print_rows(rows.schema, counted(), PrintedForm.json if as_json else form, about)
+    if not as_json:
+        told = ", ".join(f"{n:,} {kind}" for kind, n in counts.items())
+        text = f"Keys of {operator} from version {about['from_version']} to {about['to_version']}: {told}"
+        if form is PrintedForm.table:
+            printer().print(text, markup=False, highlight=False)
+        else:
+            complain(text)
+    if any(counts.values()):
+        raise typer.Exit(FOUND)

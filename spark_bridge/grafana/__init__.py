@@ -1,1 +1,0 @@
-"""A dashboard for Grafana over the metrics of coordinator, hosts and drivers."""

@@ -1,0 +1,551 @@
+"""The commit of a task: first a durable changelog, then the coordinator's answer, then an accepted version.
+
+A task sends its changes to the owner of its partition (``spark_bridge.task.task_store``), whose Flight server calls
+``TaskCommits.commit``. The coordinator accepts or refuses (``coordinator_actor.coordinator``: ``acknowledge_many``). An
+accepted version is completed, for readers to see, when Spark has committed the batch (``PartitionLoading.complete``).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from backends import spans
+from backends.exceptions import LineageMismatchError, StoreClosedError
+from backends.formats.changelog import ChangelogMeta, Changes, GroupMember, group_path, write_group
+from backends.host_memory import CHANGELOGS, BoundedDict, HostMemory
+from backends.storage.checkpoint_storage import CheckpointStorage
+from backends.storage.locations import FileRef
+from backends.storage.requests import COUNTED_LOCATIONS, used_since
+from coordinator_actor.exceptions import CoordinatorError
+from coordinator_actor.messages import (
+    DROPPED_ELEMENTS,
+    DUPLICATES,
+    MOST_STEPS,
+    Acknowledge,
+    Acknowledged,
+    CommitFigures,
+    HostInfo,
+    OperatorFigures,
+    Refused,
+)
+from spark_bridge.exceptions import not_open, rebuilt_error
+from spark_bridge.host.held_partitions import REMEMBERED_COMMITS, Counters, HeldPartitions, Instance
+from spark_bridge.host.registration import HostRegistration
+from spark_bridge.host.versions import PreparedVersions
+from spark_bridge.transport.protocol import TaskIdentity
+
+# Counts the tasks of an operator that are at work on a host: they have opened the batch and have no answer yet.
+#
+# The tasks of a batch start together where each has a slot, but open one after the other. So the first ones would
+# commit before the last ones have opened. How many are at work at once is much the same from batch to batch: it is
+# the number of slots. Memory grows with the partitions of the host.
+
+
+VAIN_WAITS = 3
+"""After this many waits in a row in which nobody came, nobody is waited for,"""
+RETRY_BATCHES = 32
+"""for this many batches."""
+
+
+@dataclass
+class _Operator:
+    """One operator in one batch. ``came`` have opened it, ``at_work`` have no answer; ``most`` were so at once."""
+
+    came: set[int] = field(default_factory=set)
+    at_work: set[int] = field(default_factory=set)
+    most: int = 0
+
+
+class TasksAtWork:
+    """The tasks of one batch of a run on this host, and what is known from the batch before. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._operators: dict[str, _Operator] = {}
+        self._before: dict[str, _Operator] = {}
+        self._vain = 0
+        self._without = 0
+
+    def next_batch(self) -> TasksAtWork:
+        """Return those of the next batch, with what is known of this one."""
+        new = TasksAtWork()
+        new._before = self._operators
+        new._vain, new._without = self._vain, self._without
+        if new._vain >= VAIN_WAITS:
+            new._without += 1
+            if new._without >= RETRY_BATCHES:
+                new._vain = new._without = 0
+        return new
+
+    def opened(self, operator: str, partition: int) -> None:
+        """Take note that a task has opened the batch."""
+        known = self._operators.setdefault(operator, _Operator())
+        known.came.add(partition)
+        known.at_work.add(partition)
+        known.most = max(known.most, len(known.at_work))
+
+    def answered(self, operator: str, partition: int) -> None:
+        """Take note that a task's changes are durable, or could not be stored: it has its slot no longer."""
+        known = self._operators.get(operator)
+        if known is not None:
+            known.at_work.discard(partition)
+
+    def expects_more(self) -> bool:
+        """Return whether other tasks are about to open, of an operator of which some are at work.
+
+        They are if fewer are at work than were at once in the batch before, and fewer have come than came then.
+        """
+        if self._vain >= VAIN_WAITS:
+            return False
+        for name, now in self._operators.items():
+            before = self._before.get(name)
+            if before is not None and 0 < len(now.at_work) < before.most and len(now.came) < len(before.came):
+                return True
+        return False
+
+    def waited(self, *, in_vain: bool) -> None:
+        """Take note of what has come of a wait for tasks that had not opened."""
+        self._vain = self._vain + 1 if in_vain else 0
+
+
+# Group commit: changelogs that a host commits at about the same time go to storage in one object.
+#
+# On object storage each write is a request, which costs money and takes 30 to 100 ms however small it is. On a local
+# disk each file is synced with its directory. So the number of writes of a batch should follow the hosts, not the
+# partitions. A host knows which of its partitions have opened the batch and have not committed: these are waited for,
+# for a bounded time. On object storage it also waits for as many as were at work at once in the batch before
+# (``tasks_at_work.py``): tasks that start together open one after the other. On a local disk it waits for groups of
+# some members only: few tasks at once sync files of their own as fast. To wait pays only as long as a write takes, so
+# nobody waits longer than writes have taken lately, or than ``OBJECT_SECONDS``. A partition that is being loaded for
+# minutes, or whose task has died, has let two waits of a batch pass, and is waited for no more. The format is in
+# ``backends/formats/changelog.py``.
+
+
+LARGE_BYTES = 4 << 20
+"""A changelog of at least this many bytes goes alone: its transfer takes longer than a request, and the others would
+wait for it.
+"""
+COMMIT_GROUP_BYTES = 16 << 20
+"""A group of at least this many bytes waits for no more."""
+LOCAL_SECONDS = 0.01
+"""Nobody waits longer on a local disk, however slow it is lately: there a write costs nothing but its time."""
+OBJECT_SECONDS = 0.03
+"""On object storage a wait of this many seconds pays however fast storage is: there each write costs money."""
+LOCAL_MEMBERS = 4
+"""On a local disk nobody waits for a smaller group: few tasks at once sync their own files as fast as one for all."""
+FIRST_WRITE_SECONDS = 0.01
+"""How long a write is taken to last before the first one of a run."""
+MISSED_WAITS = 2
+"""A partition that has not come in this many waits of a batch is not waited for until one such partition comes."""
+NEWEST_WRITE_SHARE = 0.25
+"""How much the last write counts in how long writes take."""
+
+
+class GroupCommit:
+    """One group, from its first member on until it is stored. The lock of ``GroupCommits`` guards everything here.
+
+    The thread of the first member stores the group for all: ``refs`` has each member's part then, or ``error`` says why
+    there is none.
+    """
+
+    def __init__(self) -> None:
+        self.members: list[GroupMember] = []
+        self.nbytes = 0
+        self.is_closed = False
+        self.refs: list[FileRef] | None = None
+        self.error: BaseException | None = None
+
+    def add(self, member: GroupMember) -> int:
+        """Take a member in; return its number."""
+        self.members.append(member)
+        self.nbytes += len(member.data)
+        return len(self.members) - 1
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it is known what has become of the group."""
+        return self.refs is not None or self.error is not None
+
+
+@dataclass
+class _Batch:
+    """The newest batch of a run that this host has opened, which makes ``version``.
+
+    ``about_to_commit`` are the partitions for which tasks have asked in the batch and that have not committed since,
+    ``missed`` how many waits each of them has let pass. ``group`` is the one that still takes members.
+    ``write_seconds`` is how long the run's writes have taken lately.
+    """
+
+    version: int
+    at_work: TasksAtWork
+    write_seconds: float
+    about_to_commit: set[tuple[str, int]] = field(default_factory=set)
+    missed: Counter[tuple[str, int]] = field(default_factory=Counter)
+    group: GroupCommit | None = None
+
+    @property
+    def num_awaited(self) -> int:
+        """How many of those that are about to commit are waited for."""
+        return sum(self.missed[partition] < MISSED_WAITS for partition in self.about_to_commit)
+
+    def came(self, partition: tuple[str, int]) -> None:
+        """Take note of a commit: if nobody waited for it any more, others that were given up may come as well."""
+        self.about_to_commit.discard(partition)
+        if self.missed.pop(partition, 0) >= MISSED_WAITS:
+            self.missed.clear()
+
+
+class GroupCommits:
+    """The groups of one host. Thread-safe: ``_changed`` guards everything, and is free while storage is written.
+
+    A group is stored once every partition is in it that is awaited, or has come to ``linger`` seconds, to as many as a
+    write takes, or to ``COMMIT_GROUP_BYTES``; also while an earlier group is still being stored. Memory: one batch for
+    each run of the host.
+    """
+
+    def __init__(self, linger: float, memory: HostMemory, clock: Callable[[], float] = time.monotonic) -> None:
+        self._linger = linger
+        self._memory = memory
+        self._clock = clock
+        self._changed = threading.Condition()
+        self._batches: dict[str, _Batch] = {}
+
+    def opened(self, run_id: str, version: int, operator: str, partition: int) -> None:
+        """Take note that a task asks for a partition, perhaps one to be loaded, and will commit ``version`` of it."""
+        with self._changed:
+            batch = self._batches.get(run_id)
+            if batch is None:
+                batch = self._batches[run_id] = _Batch(version, TasksAtWork(), FIRST_WRITE_SECONDS)
+            elif batch.version < version:
+                batch = self._batches[run_id] = _Batch(version, batch.at_work.next_batch(), batch.write_seconds)
+            if batch.version == version:
+                batch.about_to_commit.add((operator, partition))
+                batch.at_work.opened(operator, partition)
+
+    def forget(self, run_id: str | None) -> None:
+        """Forget a run that is over; None: all of them. Groups that have members are stored all the same."""
+        with self._changed:
+            if run_id is None:
+                self._batches.clear()
+            else:
+                self._batches.pop(run_id, None)
+
+    def put(self, storage: CheckpointStorage, meta: ChangelogMeta, path: str, data: bytes) -> FileRef:
+        """Store a changelog, alone or with others; return when it is durable.
+
+        ``path`` is its name. Raises what storing it raises; of a group every member does.
+        """
+        member = GroupMember(meta, path, data)
+        with self._changed:
+            batch, group, number = self._joined(member, is_object_storage=not storage.is_local)
+            if batch is None or group is None:
+                pass
+            elif number == 0:
+                self._wait_and_close(batch, group, meta, is_local=storage.is_local)
+            else:
+                with spans.step("host.group_commit.join"):  # the first member's span has the write for all
+                    self._changed.wait_for(lambda: group.is_over)
+        try:
+            if group is None:
+                return storage.put_unique(path, data)
+            if number == 0:
+                self._store(storage, group)
+            if group.error is not None:
+                raise group.error
+            assert group.refs is not None
+            return group.refs[number]
+        finally:
+            if batch is not None:
+                with self._changed:
+                    batch.at_work.answered(meta.operator, meta.partition)
+
+    def _wait_and_close(self, batch: _Batch, group: GroupCommit, meta: ChangelogMeta, *, is_local: bool) -> None:
+        try:
+            with spans.step("host.group_commit.wait"):
+                self._wait(batch, group, is_local=is_local)
+        except BaseException as error:
+            # This thread would have stored the group. The other members must not wait for it.
+            group.error = error
+            batch.at_work.answered(meta.operator, meta.partition)
+            raise
+        finally:
+            self._close(group, meta)
+
+    def _wait(self, batch: _Batch, group: GroupCommit, *, is_local: bool) -> None:
+        """Wait for other members: as long as a write takes, and again while some have come, for ``linger`` at most."""
+        members, only_starts, awaited = len(group.members), not batch.num_awaited, set(batch.about_to_commit)
+        until = self._clock() + (min(self._linger, LOCAL_SECONDS) if is_local else self._linger)
+        came = 0
+        while not group.is_closed and len(group.members) > came:
+            came = len(group.members)
+            pays = batch.write_seconds if is_local else max(batch.write_seconds, OBJECT_SECONDS)
+            self._changed.wait_for(lambda: group.is_closed, min(pays, max(0.0, until - self._clock())))
+            if is_local or self._clock() >= until:
+                break
+        if group.is_closed:
+            return
+        batch.missed.update(awaited & batch.about_to_commit)
+        if only_starts:
+            batch.at_work.waited(in_vain=len(group.members) == members)
+
+    def _joined(self, member: GroupMember, *, is_object_storage: bool) -> tuple[_Batch | None, GroupCommit | None, int]:
+        """Return the batch and the group that a changelog has joined, and its number there.
+
+        The batch is None for a changelog of another batch than the newest, the group for one that is to go alone.
+        ``is_object_storage``: a group also waits for tasks that have not opened the batch, and however few they are.
+        """
+        meta = member.meta
+        batch = self._batches.get(meta.query_run_id)
+        if batch is None or batch.version != meta.version:
+            return None, None, 0  # late: nobody else commits that version
+        batch.came((meta.operator, meta.partition))
+        group = batch.group
+        if not self._linger or len(member.data) >= LARGE_BYTES:
+            number = -1
+        else:
+            group = batch.group = group or GroupCommit()
+            number = group.add(member)
+        if group is not None:
+            if is_object_storage:
+                is_awaited = batch.num_awaited > 0 or batch.at_work.expects_more()
+            else:
+                num_awaited = batch.num_awaited
+                is_awaited = num_awaited > 0 and len(group.members) + num_awaited >= LOCAL_MEMBERS
+            if not is_awaited or group.nbytes >= COMMIT_GROUP_BYTES:
+                self._close(group, meta)
+        return (batch, None, 0) if number < 0 else (batch, group, number)
+
+    def _close(self, group: GroupCommit, meta: ChangelogMeta) -> None:
+        """Let a group take no more members."""
+        group.is_closed = True
+        batch = self._batches.get(meta.query_run_id)
+        if batch is not None and batch.group is group:
+            batch.group = None
+        self._changed.notify_all()
+
+    def _store(self, storage: CheckpointStorage, group: GroupCommit) -> None:
+        """Store a closed group, and tell its members what has become of it."""
+        refs: list[FileRef] | None = None
+        error: BaseException | None = None
+        began = self._clock()
+        try:
+            refs = self._stored(storage, group.members)
+        except BaseException as failed:  # noqa: BLE001 - every member raises it
+            error = failed
+        taken = max(0.0, self._clock() - began)
+        with self._changed:
+            group.refs, group.error = refs, error
+            batch = self._batches.get(group.members[0].meta.query_run_id)
+            if batch is not None and error is None:
+                batch.write_seconds += NEWEST_WRITE_SHARE * (taken - batch.write_seconds)
+            self._changed.notify_all()
+
+    def _stored(self, storage: CheckpointStorage, members: list[GroupMember]) -> list[FileRef]:
+        if len(members) == 1:
+            return [storage.put_new(members[0].path, members[0].data)]
+        path = group_path(members[0].meta.version)
+        data, refs = write_group(path, members)
+        written = self._memory.note(CHANGELOGS, len(data))
+        storage.put_new(path, data)
+        del written
+        return refs
+
+
+# Acknowledgements of tasks that commit at the same time, sent to the coordinator in one message.
+#
+# A thread that comes while a message is under way waits; then one of the waiting threads sends for all. So the number
+# of messages follows the number of hosts, not of partitions, and a single acknowledgement is sent at once.
+
+
+SendAcknowledgements = Callable[[str, tuple[Acknowledge, ...]], Sequence[Acknowledged | Refused]]
+"""Sends messages of one run to the coordinator, and returns an answer for each."""
+
+
+@dataclass(eq=False)
+class _Waiting:
+    message: Acknowledge
+    answer: Acknowledged | Refused | BaseException | None = None
+
+
+class Acknowledgements:
+    """Collects the acknowledgements of one host.
+
+    Thread-safe: ``_changed`` guards both tables, and is free during a message.
+    """
+
+    def __init__(self, send: SendAcknowledgements) -> None:
+        self._send = send
+        self._waiting: dict[str, list[_Waiting]] = {}
+        self._sending: set[str] = set()
+        self._changed = threading.Condition()
+
+    def acknowledge(self, message: Acknowledge) -> Acknowledged:
+        """Send a message, perhaps together with others.
+
+        Raises the error with which the coordinator refuses the message.
+        """
+        run_id, own = message.run_id, _Waiting(message)
+        with self._changed:
+            self._waiting.setdefault(run_id, []).append(own)
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: own.answer is not None or run_id not in self._sending)
+                if own.answer is not None:
+                    break
+                self._sending.add(run_id)
+                together = self._waiting.pop(run_id)
+            answers: Sequence[Acknowledged | Refused | BaseException]
+            try:
+                answers = self._send(run_id, tuple(w.message for w in together))
+                if len(answers) != len(together):
+                    raise ValueError(f"{len(together)} acknowledgements of run {run_id} got {len(answers)} answers")
+            except BaseException as error:  # noqa: BLE001 - all waiting threads must hear of it
+                answers = [error] * len(together)
+            with self._changed:
+                for waiting, answer in zip(together, answers, strict=True):
+                    waiting.answer = answer
+                self._sending.discard(run_id)
+                self._changed.notify_all()
+        if isinstance(own.answer, Refused):
+            raise rebuilt_error(own.answer.error, own.answer.message, CoordinatorError)
+        if isinstance(own.answer, BaseException):
+            raise own.answer
+        return own.answer
+
+
+class TaskCommits:
+    """Commits the changes of tasks, each under its partition's ``commit_lock``."""
+
+    def __init__(
+        self,
+        registration: HostRegistration,
+        held: HeldPartitions,
+        prepared: PreparedVersions,
+        counters: Counters,
+        groups: GroupCommits,
+    ) -> None:
+        self._registration = registration
+        self._held = held
+        self._prepared = prepared
+        self._counters = counters
+        self._groups = groups
+        self._asking = threading.Lock()
+        self._used: BoundedDict[str, dict[str, int]] = BoundedDict(COUNTED_LOCATIONS)
+        info = registration.info
+        self._acknowledgements = Acknowledgements(
+            lambda run_id, messages: registration.coordinator.acknowledge_many(
+                run_id, info.host_id, info.incarnation, messages
+            )
+        )
+
+    def commit(
+        self, task: TaskIdentity, changes: Changes, timings: Mapping[str, float], figures: OperatorFigures | None = None
+    ) -> Acknowledged:
+        """Make a task's changes durable and acknowledge them; return when the coordinator has accepted.
+
+        ``timings`` are the task's milliseconds by step. The changelog is durable before the coordinator hears of it, so
+        that no manifest names a file that is not there. If the coordinator refuses, nothing has changed. Raises
+        ``NotOwnerError`` if the partition is not open here at the task's batch, and what the coordinator refuses with.
+        """
+        info = self._registration.info
+        instance = self._held.instance(task.run_id, task.operator, task.partition)
+        if instance is None or instance.state.version != task.batch_id:
+            raise not_open(info.host_id, task.run_id, task.operator, task.partition, task.batch_id)
+        started = time.perf_counter()
+        version = task.batch_id + 1
+        with instance.commit_lock:
+            meta = ChangelogMeta(
+                query_run_id=task.run_id,
+                operator=task.operator,
+                partition=task.partition,
+                num_partitions=instance.spec.num_partitions,
+                version=version,
+                attempt=task.attempt,
+                base=instance.state.head,
+            )
+            try:
+                with spans.step("host.changelog"):
+                    file = instance.state.attempts.stage(meta, changes, self._groups.put)
+                if instance.key_windows is not None:
+                    instance.key_windows.add(meta.base, file.path, changes)
+            except (LineageMismatchError, StoreClosedError) as error:
+                raise not_open(info.host_id, task.run_id, task.operator, task.partition, task.batch_id) from error
+            durable = time.perf_counter()
+            done_by_task = self._figures(instance, timings, figures or OperatorFigures(), durable - started)
+            message = _acknowledgement(info, meta, file, durable - started, task.stage, done_by_task)
+            under = self._registration.number
+            try:
+                with spans.step("host.acknowledge"):
+                    answer = self._registration.call(lambda: self._acknowledgements.acknowledge(message))
+            except CoordinatorError:
+                instance.state.attempts.discard(version, task.attempt)
+                raise
+            instance.state.attempts.accept(version, task.attempt)
+            instance.acknowledged[version] = message
+            self._prepared.accepted(instance.registration, version, under)
+        done = time.perf_counter()
+        self._counters.add("commits")
+        self._counters.add("keys_written", changes.num_changes)
+        milliseconds = {
+            **timings,
+            "changelog_ms": (durable - started) * 1e3,
+            "acknowledge_ms": (done - durable) * 1e3,
+        }
+        with self._held.lock:
+            _count_dropped(instance, version, figures or OperatorFigures())
+            earlier = {v: c for v, c in instance.commits.items() if version - REMEMBERED_COMMITS < v < version}
+            instance.commits = {**earlier, version: (milliseconds, figures or OperatorFigures())}
+        return answer
+
+    def _figures(
+        self, instance: Instance, timings: Mapping[str, float], figures: OperatorFigures, seconds: float
+    ) -> CommitFigures:
+        """Return the figures of a task for the history of checkpoints; its changelog took ``seconds``."""
+        location = instance.registration.state_location
+        with self._asking:
+            used = instance.state.storage_used
+            before = self._used.get(location, {})
+            self._used[location] = used
+        steps = {name: round(ms, 3) for name, ms in (*timings.items(), ("changelog_ms", seconds * 1e3))}
+        return CommitFigures(
+            figures.num_rows,
+            figures.num_rows_updated,
+            figures.num_rows_removed,
+            figures.num_rows_dropped_by_watermark,
+            used_since(used, before),
+            dict(list(steps.items())[-MOST_STEPS:]),
+            int(figures.custom.get(DUPLICATES, 0)),
+        )
+
+
+def _count_dropped(instance: Instance, version: int, figures: OperatorFigures) -> None:
+    """Count the elements that the limits of lists have dropped: of the attempts at a version, those of the last."""
+    dropped = figures.custom.get(DROPPED_ELEMENTS)
+    if dropped is None:
+        return
+    _, earlier = instance.commits.get(version, ({}, OperatorFigures()))
+    counted = (instance.dropped_elements or 0) - earlier.custom.get(DROPPED_ELEMENTS, 0)
+    instance.dropped_elements = int(counted + dropped)
+
+
+def _acknowledgement(
+    info: HostInfo, meta: ChangelogMeta, file: FileRef, duration: float, stage: int | None, figures: CommitFigures
+) -> Acknowledge:
+    """Return the message for a durable changelog of a task of that stage, which took ``duration`` seconds."""
+    return Acknowledge(
+        run_id=meta.query_run_id,
+        operator=meta.operator,
+        partition=meta.partition,
+        version=meta.version,
+        attempt=meta.attempt,
+        host_id=info.host_id,
+        incarnation=info.incarnation,
+        file=file,
+        base=meta.base,
+        duration=duration,
+        stage=stage,
+        figures=figures,
+    )

@@ -1,0 +1,249 @@
+"""A host's part in savepoints: exporting its partitions while the stream goes on.
+
+The host exports one partition after the other, and leaves the processors to the stream: the stream's batches should
+take at most 1.2 times as long meanwhile. An export works on as long as nobody else wants the core on which it is, nor
+Python's lock in this process. Where it has had to wait for one of them, it sleeps (see ``pause``). A query that stops
+with the savepoint is held until then and has no batches to slow down, so its export does not sleep.
+
+All partitions of an order are pinned at the savepoint's version when the order comes. The stream soon leaves that
+version behind, and reading a partition back from storage costs much more than exporting it.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import threading
+import time
+import uuid
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import msgspec
+import pyarrow as pa
+
+from backends import spans
+from backends.encoding.key_groups import partition_range
+from backends.encoding.schema import StateSchema
+from backends.exceptions import LoadEndedError, StoreClosedError, VersionNotFoundError
+from backends.partition.partition_state import PartitionState
+from backends.storage.checkpoint_storage import CheckpointStorage
+from coordinator_actor.messages import ExportedFile, HostInfo, SavepointExported, SavepointOrder
+from coordinator_actor.savepoints.export import export_partition
+from coordinator_actor.savepoints.savepoint_coordinator import savepoint_families
+from spark_bridge.host.held_partitions import HeldPartitions, spec_of
+from spark_bridge.host.loading import CopyLoading
+from spark_bridge.host.partition_files import PartitionFiles
+
+log = logging.getLogger(__name__)
+
+Scans = dict[str, Iterator[pa.RecordBatch]]
+"""Batches of ``key`` and ``value`` by state variable."""
+Key = tuple[str, int, str, int]
+"""Run id, checkpoint id, operator, partition."""
+
+SHARE_OF_A_CORE = 0.15
+"""The part of the time that an export has a core where others want it; it waits or sleeps for the rest."""
+WAITED_LITTLE = 0.1
+"""An export that has waited for less than this part of the time was in nobody's way."""
+
+
+def pause(took: float, computed: float) -> float:
+    """Return for how many seconds to sleep after a step of ``took`` seconds, of which a processor worked some.
+
+    The rest of the step the export has waited: for a core, for Python's lock, for the disk. The stream was at work
+    then, so what was waited counts as slept.
+    """
+    if took - computed <= WAITED_LITTLE * took:
+        return 0.0
+    return max(0.0, computed / SHARE_OF_A_CORE - took)
+
+
+class SavepointExports:
+    """The exports of one host: those that are under way and those that are done.
+
+    ``held(order, operator, partition)`` opens a partition at the order's version as the host holds it, and returns None
+    if the host does not hold it. ``read_back`` opens a partition that the host does not hold, as long as a function
+    does not say that the export is given up, and returns also the function that removes it afterwards. ``_lock`` guards
+    the table of exports; one thread exports.
+    """
+
+    def __init__(
+        self,
+        info: HostInfo,
+        held: Callable[[SavepointOrder, str, int], Scans | None],
+        read_back: Callable[[SavepointOrder, str, int, Callable[[], bool]], tuple[Scans, Callable[[], None]]],
+        send: Callable[[SavepointExported], None],
+        open_storage: Callable[[SavepointOrder], CheckpointStorage],
+        scratch: Path,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._info = info
+        self._held = held
+        self._read_back = read_back
+        self._send = send
+        self._open_storage = open_storage
+        self._scratch = scratch
+        self._sleep = sleep
+        shutil.rmtree(scratch, ignore_errors=True)  # of an incarnation of this host that was killed
+        self._states: dict[Key, SavepointExported | None] = {}
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="statestore-savepoint")
+        self._closed = threading.Event()
+        self._lock = threading.Lock()
+
+    def take(self, order: SavepointOrder) -> None:
+        """Begin the new exports of an order, and report again those that are done: the answer may have been lost."""
+        for operator, partitions in order.partitions.items():
+            for partition in partitions:
+                key = (order.run_id, order.checkpoint_id, operator, partition)
+                with self._lock:
+                    is_new = key not in self._states
+                    done = self._states.setdefault(key, None)
+                if is_new:
+                    pinned = self._pinned(order, operator, partition)
+                    self._pool.submit(self._export, order, operator, partition, pinned)
+                elif done is not None:
+                    self._pool.submit(self._report, done)
+
+    def _pinned(self, order: SavepointOrder, operator: str, partition: int) -> Scans | None:
+        try:
+            return self._held(order, operator, partition)
+        except Exception:  # the export tries again, and says what is wrong
+            log.warning("Partition %d of %s is not held for its export", partition, operator, exc_info=True)
+            return None
+
+    def _export(self, order: SavepointOrder, operator: str, partition: int, pinned: Scans | None) -> None:
+        key = (order.run_id, order.checkpoint_id, operator, partition)
+        if self._is_given_up(key):
+            return
+        started = time.monotonic()
+        message = SavepointExported(
+            order.run_id, order.checkpoint_id, operator, partition, self._info.host_id, self._info.incarnation
+        )
+        try:
+            trace = spans.savepoint(order.run_id, order.checkpoint_id)
+            with spans.span("host.export", trace, operator=operator, partition=partition, version=order.version):
+                files = self._files(order, operator, partition, pinned)
+        except (StoreClosedError, LoadEndedError):
+            # The partition was unloaded, and its new owner is told to export it; or the savepoint was given up.
+            log.info("Partition %d of %s was not exported", partition, operator)
+            with self._lock:
+                self._states.pop(key, None)
+            return
+        except Exception as error:  # any error makes the savepoint fail
+            log.warning("Partition %d of %s was not exported", partition, operator, exc_info=True)
+            message = msgspec.structs.replace(message, failure=f"{type(error).__name__}: {error}")
+        else:
+            message = msgspec.structs.replace(message, files=files, duration=time.monotonic() - started)
+        with self._lock:
+            if key not in self._states:
+                return
+            self._states[key] = message
+        self._report(message)
+
+    def _report(self, message: SavepointExported) -> None:
+        try:
+            self._send(message)
+        except Exception:  # the order comes again, and with it the next try
+            log.warning("The export of %s/%d was not reported", message.operator, message.partition, exc_info=True)
+
+    def _files(
+        self, order: SavepointOrder, operator: str, partition: int, pinned: Scans | None
+    ) -> dict[str, ExportedFile]:
+        registration, key = order.registration, (order.run_id, order.checkpoint_id, operator, partition)
+        spec = next(o for o in registration.operators if o.name == operator)
+        first, end = partition_range(partition, spec.num_partitions, registration.key_groups)
+        storage = self._open_storage(order)
+        scans = pinned if pinned is not None else self._held(order, operator, partition)
+        close: Callable[[], None] = _nothing
+        if scans is None:
+            scans, close = self._read_back(order, operator, partition, lambda: self._is_given_up(key))
+        try:
+            return {
+                variable: export_partition(
+                    storage,
+                    operator,
+                    variable,
+                    StateSchema.from_json(schema),
+                    first,
+                    end - 1,
+                    scans[variable],
+                    scratch=self._scratch / uuid.uuid4().hex,
+                    throttle=None if order.is_held else self._make_way,
+                    is_cancelled=lambda: self._is_given_up(key),
+                )
+                for variable, schema in savepoint_families(spec.schema).items()
+            }
+        finally:
+            close()
+
+    def _make_way(self, took: float, computed: float) -> None:
+        seconds = pause(took, computed)
+        if seconds:
+            self._sleep(seconds)
+
+    def give_up_others(self, pending: Mapping[str, Collection[int]]) -> None:
+        """Give up all exports but those of ``pending``: by run id, the checkpoint ids of unfinished savepoints."""
+        with self._lock:
+            self._states = {k: m for k, m in self._states.items() if k[1] in pending.get(k[0], ())}
+
+    def _is_given_up(self, key: Key) -> bool:
+        return self._closed.is_set() or key not in self._states
+
+    def close(self) -> None:
+        """Give up the exports that are under way."""
+        self._closed.set()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        shutil.rmtree(self._scratch, ignore_errors=True)
+
+
+def _nothing() -> None:
+    """Remove nothing: the host goes on holding the partition."""
+
+
+# The rows of a partition at the version of a savepoint: as the host holds the partition, or read back from storage.
+
+
+class SavepointPartitions:
+    """Opens partitions for ``SavepointExports``."""
+
+    def __init__(self, held: HeldPartitions, files: PartitionFiles, copies: CopyLoading) -> None:
+        self._held = held
+        self._files = files
+        self._copies = copies
+
+    def held(self, order: SavepointOrder, operator: str, partition: int) -> Scans | None:
+        """Return a partition at the savepoint's version, as it is held here; None if it is not held, or no longer."""
+        instance = self._held.instance(order.run_id, operator, partition)
+        # The changes that are accepted for a version not completed here yet need not be those that the manifest names.
+        if instance is None or instance.state.version < order.version:
+            return None
+        spec = spec_of(order.registration, operator)
+        try:
+            return _scans(instance.state, savepoint_families(spec.schema), order.version)
+        except (VersionNotFoundError, StoreClosedError):
+            log.debug("Version %d of %s is not held", order.version, instance)
+            return None
+
+    def read_back(
+        self, order: SavepointOrder, operator: str, partition: int, is_given_up: Callable[[], bool]
+    ) -> tuple[Scans, Callable[[], None]]:
+        """Return a copy of a partition from storage at the savepoint's version, and what removes the copy.
+
+        Raises ``LoadEndedError`` if the export ``is_given_up`` meanwhile.
+        """
+        spec = spec_of(order.registration, operator)
+        below = self._files.savepoints
+        copy = self._copies.load(order.registration, spec, partition, order.version, below, is_abandoned=is_given_up)
+        try:
+            return _scans(copy, savepoint_families(spec.schema)), copy.destroy
+        except BaseException:
+            copy.destroy()
+            raise
+
+
+def _scans(state: PartitionState, variables: Iterable[str], version: int | None = None) -> Scans:
+    """Return the pairs of all state variables; a variable that was never written to is empty."""
+    there = state.reads.column_families(version)
+    return {v: state.reads.scan(version, column_family=v) if v in there else iter(()) for v in variables}

@@ -1,1 +1,0 @@
-"""What a host holds: the loaded partitions and their runs, in memory."""

@@ -1,0 +1,441 @@
+"""Keeping the host known to the coordinator, which forgets all hosts when it starts anew."""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from backends import spans
+from coordinator_actor.coordinator_port import CoordinatorPort
+from coordinator_actor.exceptions import (
+    InvalidRequestError,
+    ReplacedHostError,
+    StaleOwnerError,
+    UnknownHostError,
+    UnknownRunError,
+)
+from coordinator_actor.messages import (
+    NOBODY,
+    BatchGrant,
+    Completed,
+    HandOver,
+    HostInfo,
+    HostOrders,
+    OpenBatch,
+    OpenGrant,
+)
+from spark_bridge.host.held_partitions import HeldPartitions
+from spark_bridge.transport.protocol import TaskIdentity
+
+# The completed versions of each run, as the coordinator has told this host: before any partition applies them.
+#
+# The partitions of a host apply a version one after the other, and a partition with a commit under way later still.
+# The versions noted here let readers read all partitions at one version meanwhile: each from its base and accepted
+# changes, or from the older versions that it keeps.
+
+
+KEPT_VERSIONS = 4
+"""The heads of at most this many versions of a run are known: as many versions as partitions may have in memory."""
+KEPT_RUNS = 1000
+"""Versions of at most this many runs are known."""
+Heads = Mapping[str, Mapping[int, str]]
+"""By operator and partition, the path of the changelog that made a version."""
+
+
+@dataclass(frozen=True)
+class CompletedVersion:
+    """A completed version of a run, with those heads of this host's partitions that the host was told.
+
+    Never changes.
+    """
+
+    version: int
+    heads: Heads = field(default_factory=dict)
+
+    def head(self, operator: str, partition: int) -> str | None:
+        """Return the changelog that made the version of a partition; None if it is not known, and for version 0."""
+        of_operator = self.heads.get(operator)
+        return None if of_operator is None else of_operator.get(partition)
+
+
+class CompletedVersions:
+    """The completed versions of all runs that this host knows of.
+
+    Thread-safe. ``_changed`` guards the table; ``newest`` and ``at`` read it without a lock, so an entry is replaced by
+    one assignment and never taken out and put back.
+    """
+
+    def __init__(self) -> None:
+        self._runs: dict[str, tuple[CompletedVersion, ...]] = {}
+        self._changed = threading.Condition()
+
+    def newest(self, run_id: str) -> CompletedVersion | None:
+        """Return the last completed version of a run that this host knows of; None if it knows none."""
+        held = self._runs.get(run_id)
+        return None if held is None else held[-1]
+
+    def at(self, run_id: str, version: int) -> CompletedVersion | None:
+        """Return one of the last ``KEPT_VERSIONS`` versions of a run; None if ``version`` is none of them."""
+        return next((c for c in self._runs.get(run_id, ()) if c.version == version), None)
+
+    def note(self, completed: Completed) -> CompletedVersion:
+        """Take in what the coordinator has said, which may be old or known; return the newest version of the run."""
+        with self._changed:
+            held = {c.version: c for c in self._runs.get(completed.run_id, ())}
+            known = held.get(completed.version)
+            heads: dict[str, Mapping[int, str]] = {} if known is None else dict(known.heads)
+            for operator, of_operator in completed.heads.items():
+                heads[operator] = {**heads.get(operator, {}), **of_operator}
+            if known is None or heads != known.heads:
+                held[completed.version] = CompletedVersion(completed.version, heads)
+            kept = tuple(held[v] for v in sorted(held)[-KEPT_VERSIONS:])
+            self._runs[completed.run_id] = kept
+            while len(self._runs) > KEPT_RUNS:
+                del self._runs[next(iter(self._runs))]
+            self._changed.notify_all()
+            return kept[-1]
+
+    def runs(self) -> list[str]:
+        """Return the ids of the runs of which a version is known."""
+        with self._changed:
+            return list(self._runs)
+
+    def forget(self, run_id: str) -> None:
+        """Forget a run that is over, and wake the threads that wait for a version of it."""
+        with self._changed:
+            self._runs.pop(run_id, None)
+            self._changed.notify_all()
+
+    def wait(self, run_id: str, version: int, seconds: float) -> CompletedVersion | None:
+        """Wait until the newest version of a run is ``version`` or later, and return it.
+
+        After ``seconds``, or when the run is forgotten, return the newest version that is known, None if there is none.
+        """
+        deadline = time.monotonic() + seconds
+        with self._changed:
+            was_known = run_id in self._runs
+            while True:
+                newest = self.newest(run_id)
+                left = deadline - time.monotonic()
+                is_there = newest is not None and newest.version >= version
+                if is_there or left <= 0 or (was_known and newest is None):
+                    return newest
+                was_known = newest is not None
+                self._changed.wait(left)
+
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+REGISTER_SECONDS = 1.0
+"""For readers, of which there may be any number, the host registers again at most once in this many seconds."""
+_UNKNOWN = (UnknownRunError, UnknownHostError, StaleOwnerError)
+
+
+class HostRegistration:
+    """Registers the host at the coordinator, and again whenever the coordinator does not know the host or a run.
+
+    Thread-safe. ``_lock`` guards ``number``, and when the host has registered for a reader last, by ``clock``, in
+    monotonic seconds. ``replaced`` says why this incarnation of the host must end itself, or is None. ``number`` counts
+    registrations: between two of them the coordinator may have given the host's partitions to others.
+    """
+
+    def __init__(
+        self,
+        info: HostInfo,
+        coordinator: CoordinatorPort,
+        held: HeldPartitions,
+        completed: CompletedVersions,
+        clock: Callable[[], float],
+    ) -> None:
+        self.info = info
+        self.coordinator = coordinator
+        self.replaced: str | None = None
+        self.number = 0
+        self._held = held
+        self._completed = completed
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._registered_for_reader = -math.inf
+        self._registered_at = -math.inf
+        self._lease_seconds = HostOrders(known=True).lease_seconds
+        self._leased_until = -math.inf
+        self._registering: threading.Thread | None = None
+
+    def register(self) -> None:
+        """Make this host known to the coordinator, reporting all that the host holds.
+
+        Raises ``ReplacedHostError`` if another incarnation has taken the place of this one.
+        """
+        with self._lock:
+            self.number += 1
+        sent = self._registered_at = self._clock()
+        try:
+            with spans.alone("host.register", restart=self.info.restart):
+                self.coordinator.register_host(self.info, self._held.report())
+            self._leased_until = sent + self._lease_seconds
+        except ReplacedHostError as error:
+            self.replaced = str(error)
+            raise
+        finally:
+            self._registered_at = self._clock()
+
+    def renew(self, hand_over: HandOver) -> HostOrders:
+        """Send a heartbeat with what the host holds, and return the answer: the lease runs on from the sending."""
+        sent = self._clock()
+        versions = self._versions()
+        orders = self.coordinator.heartbeat_host(self.info.host_id, self.info.incarnation, versions, hand_over)
+        self._lease_seconds = orders.lease_seconds
+        self._leased_until = sent + orders.lease_seconds if orders.known else -math.inf
+        return orders
+
+    def _versions(self) -> dict[str, int]:
+        """Return by run id the lowest version that this host is at."""
+        versions = self._held.versions()
+        for run_id, version in versions.items():
+            # A partition is loaded at a version that the coordinator has named; the others must hear of it too.
+            noted = self._completed.newest(run_id)
+            versions[run_id] = version if noted is None else min(version, noted.version)
+        return versions
+
+    @property
+    def is_leased(self) -> bool:
+        """Return whether the lease of this host runs: else another host may own its partitions, and complete versions.
+
+        The lease ends here no later than at the coordinator, which counts from the arrival of the heartbeat.
+        """
+        return self._clock() < self._leased_until
+
+    def is_surely_known_since(self, moment: float) -> bool:
+        """Return whether the coordinator has known this host from ``moment`` until now.
+
+        If so, the host has all partitions that it was granted since for a batch that goes on. False if that is not
+        sure.
+        """
+        return self._registered_at < moment and self.is_leased
+
+    def register_apart(self) -> None:
+        """Register in a thread of its own, and wait 1 s for it.
+
+        One query's storage may hang while the coordinator restores it, and the lease must be renewed meanwhile.
+        """
+        if self._registering is None or not self._registering.is_alive():
+            self._registering = threading.Thread(target=self._register_again, name="statestore-register", daemon=True)
+            self._registering.start()
+        self._registering.join(timeout=1.0)
+
+    def _register_again(self) -> None:
+        try:
+            self.register()
+        except Exception:  # the next heartbeat tries again
+            log.warning("Host %s could not be registered", self.info.host_id, exc_info=True)
+
+    def call(self, call: Callable[[], T]) -> T:
+        """Call the coordinator; if it does not know this host or run (it was restarted), register and call again."""
+        try:
+            return call()
+        except _UNKNOWN:
+            self.register()
+            return call()
+
+    def call_about(self, run_id: str, call: Callable[[], T]) -> T:
+        """Call the coordinator about a run, for a reader. Only of a run that this host holds can it tell anew.
+
+        The host registers again at most once in ``REGISTER_SECONDS``: a coordinator that was just started may not know
+        an owner yet, however often it is told of the run. Raises what the coordinator says then, for the reader to ask
+        again.
+        """
+        try:
+            return call()
+        except _UNKNOWN:
+            if run_id not in self._held.registrations or not self._is_register_due():
+                raise
+        self.register()
+        return call()
+
+    def _is_register_due(self) -> bool:
+        with self._lock:
+            now = self._clock()
+            if now - self._registered_for_reader < REGISTER_SECONDS:
+                return False
+            self._registered_for_reader = now
+            return True
+
+    def owns(self, owner: HostInfo) -> bool:
+        """Return whether ``owner`` is this very incarnation of this host."""
+        return (owner.host_id, owner.incarnation) == (self.info.host_id, self.info.incarnation)
+
+
+# Grants: who owns a partition in a batch, and which version and head its state must have.
+#
+# The coordinator decides who owns what. A host asks it once for all tasks of a batch that come close together.
+
+
+GRANT_SECONDS = 1.0
+"""Tasks of a batch use the coordinator's answer to the first of them for this many seconds: owners may have moved
+since.
+"""
+
+
+@dataclass(frozen=True)
+class _Granted:
+    """The last answer of the coordinator about a run, and its time by the host's clock."""
+
+    grant: BatchGrant
+    at: float
+    hosts: tuple[HostInfo, ...]
+    owners: Mapping[str, list[int]]
+
+    def lacks(self, operator: str, partition: int) -> bool:
+        """Return whether a partition has no owner yet."""
+        places = self.owners.get(operator, [])
+        return 0 <= partition < len(places) and places[partition] == NOBODY
+
+
+class Grants:
+    """Asks for grants and remembers the last one of each run. Thread-safe.
+
+    The lock of a run is held while the coordinator is asked, so that the other tasks wait for that answer. ``_waiting``
+    has the partitions that they wait for: the next question names them all. ``_lock`` guards the tables alone; nothing
+    else is locked meanwhile.
+    """
+
+    def __init__(
+        self,
+        registration: HostRegistration,
+        completed: CompletedVersions,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._registration = registration
+        self._completed = completed
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._granted: dict[str, _Granted] = {}
+        self._waiting: dict[str, set[tuple[str, int]]] = {}
+        self._granting: dict[str, threading.Lock] = {}
+
+    def for_task(self, task: TaskIdentity) -> OpenGrant:
+        """Return who owns the task's partition, and what its state is, for the task's batch.
+
+        Raises ``InvalidRequestError`` if the run has no such partition, and what the coordinator raises.
+        """
+        wanted = (task.operator, task.partition)
+        with self._lock:
+            granting = self._granting.setdefault(task.run_id, threading.Lock())
+            self._waiting.setdefault(task.run_id, set()).add(wanted)
+        try:
+            with granting:
+                held = self._granted.get(task.run_id)
+                now = self._clock()
+                if (
+                    held is None
+                    or held.grant.version != task.batch_id
+                    or not 0 <= now - held.at < GRANT_SECONDS
+                    or held.lacks(*wanted)
+                ):
+                    held = self._ask(task, held, now)
+        finally:
+            with self._lock:
+                self._waiting.get(task.run_id, set()).discard(wanted)
+        grant = held.grant
+        owners = held.owners.get(task.operator, [])
+        if not 0 <= task.partition < len(owners):
+            raise InvalidRequestError(
+                f"Run {task.run_id} has no partition {task.partition} of an operator {task.operator!r}; it has "
+                f"{ {name: len(places) for name, places in held.owners.items()} }."
+            )
+        if held.lacks(*wanted):
+            raise UnknownRunError(
+                f"The coordinator was asked for the owner of {task.operator}/{task.partition} of run {task.run_id} "
+                "and named none; ask again."
+            )
+        head = grant.heads.get(task.operator, {}).get(task.partition)
+        owner = held.hosts[owners[task.partition]]
+        return OpenGrant(owner, grant.version, head, grant.registration, grant.epoch, grant.times)
+
+    def _ask(self, task: TaskIdentity, held: _Granted | None, now: float) -> _Granted:
+        info = self._registration.info
+        known = 0 if held is None else held.grant.assignment
+        with self._lock:
+            # This one too: another attempt of the same task may have taken it out.
+            waiting = tuple(sorted({*self._waiting.get(task.run_id, ()), (task.operator, task.partition)}))
+        request = OpenBatch(task.run_id, task.batch_id, info.host_id, info.incarnation, known, waiting)
+        grant = self._registration.call(lambda: self._registration.coordinator.open_batch(request))
+        if grant.hosts or held is None:
+            held = _Granted(grant, now, grant.hosts, grant.owners)
+        else:
+            # The assignment is the one that is known: the coordinator does not repeat it.
+            held = _Granted(grant, now, held.hosts, held.owners)
+        with self._lock:
+            self._granted[task.run_id] = held
+        self._completed.note(Completed(task.run_id, grant.version, grant.heads))
+        return held
+
+    def for_read(self, run_id: str, operator: str, partition: int) -> OpenGrant:
+        """Ask the coordinator who owns a partition, and what its last completed version is."""
+        return self._registration.call_about(
+            run_id, lambda: self._registration.coordinator.open_for_read(run_id, operator, partition)
+        )
+
+    def forget(self, run_id: str) -> None:
+        """Forget a run that is over."""
+        with self._lock:
+            self._granted.pop(run_id, None)
+            self._waiting.pop(run_id, None)
+            self._granting.pop(run_id, None)
+
+
+# The coordinator's orders about runs, carried out apart from the heartbeat that brings it.
+#
+# To unload a partition is to wait for the commit or the load that is under way, and so perhaps for the storage of
+# that query. The heartbeat must not: the host would be given up, with the partitions of all other queries.
+
+
+CARRY_OUT_SECONDS = 1.0
+"""How long a heartbeat waits for all orders of its answer."""
+
+Order = Callable[[], None]
+
+
+class RunOrders:
+    """Carries out orders, those about one run after each other in one thread. Thread-safe: ``_lock`` guards the table.
+
+    While the orders about a run are being carried out, no more of that run are taken: they come again with each
+    heartbeat until they are done. A thread is made only where there are orders.
+    """
+
+    def __init__(self, wait_seconds: float = CARRY_OUT_SECONDS) -> None:
+        self._wait_seconds = wait_seconds
+        self._lock = threading.Lock()
+        self._threads: dict[str, threading.Thread] = {}
+
+    def carry_out(self, orders: Mapping[str, Sequence[Order]]) -> None:
+        """Carry out orders, by run id, or by parts of one. Return when all are done, or after ``wait_seconds``."""
+        begun = []
+        with self._lock:
+            self._threads = {r: t for r, t in self._threads.items() if t.is_alive()}
+            for run_id, of_run in orders.items():
+                if run_id not in self._threads:
+                    thread = threading.Thread(
+                        target=_carry_out, args=(run_id, of_run), name=f"statestore-orders-{run_id[:8]}", daemon=True
+                    )
+                    self._threads[run_id] = thread
+                    thread.start()
+                    begun.append(thread)
+        deadline = time.monotonic() + self._wait_seconds
+        for thread in begun if self._wait_seconds else ():
+            thread.join(timeout=max(0.0, deadline - time.monotonic()))
+
+
+def _carry_out(run_id: str, orders: Sequence[Order]) -> None:
+    for order in orders:
+        try:
+            order()
+        except Exception:  # the order comes again with the next heartbeat; the others are carried out
+            log.warning("An order about run %s could not be carried out", run_id, exc_info=True)

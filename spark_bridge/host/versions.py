@@ -1,0 +1,335 @@
+"""Asks Spark's own log whether the version that this host has prepared is completed, so that no reader is behind Spark.
+
+Hosts hear of completed versions from the coordinator, and the coordinator from the driver, after Spark has gone on, or
+never if a message is lost. Until then, a read looks for the file ``commits/N`` that Spark has written by the
+time at which ``awaitTermination`` or ``processAllAvailable`` returns.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from backends.host_memory import BoundedDict
+from backends.storage.checkpoint_storage import OpenStorage
+from coordinator_actor.durable.spark_commits import SparkCommits
+from coordinator_actor.exceptions import CoordinatorError, HostUnavailableError, RetiredRunError, UnknownRunError
+from coordinator_actor.messages import QueryRegistration
+from spark_bridge.host.held_partitions import HeldPartitions
+from spark_bridge.host.registration import GRANT_SECONDS, CompletedVersion, CompletedVersions, HostRegistration
+
+PREPARED_LOOK_SECONDS = 0.002
+"""Between two looks for one version lie at least this many seconds, however many readers wait for the next one."""
+HANGS_SECONDS = 0.5
+"""A reader waits at most this many seconds for a look that another one began: it takes room from readers of other runs.
+"""
+MAX_RUNS = 1000
+
+
+@dataclass(eq=False)
+class _Prepared:
+    """The last version that tasks of a run have prepared here, until it is known to be completed.
+
+    ``changed`` guards all fields. ``answered`` is when the last look that found nothing began, ``begun`` when the last
+    one of all did, by ``time.monotonic``. ``failure`` is how the look that began at ``begun`` has failed, if it has.
+    """
+
+    registration: QueryRegistration
+    version: int
+    changed: threading.Condition = field(default_factory=threading.Condition)
+    is_looking: bool = False
+    begun: float = float("-inf")
+    answered: float = float("-inf")
+    failure: Exception | None = None
+
+
+class PreparedVersions:
+    """Settles whether prepared versions are completed. Thread-safe.
+
+    A version that storage or the coordinator says nothing about makes reads of its run fail until one does, and of no
+    other run. The table is read without a lock, and changed under ``_noting``. A look takes one request to storage and,
+    once a version, two messages to the coordinator. One thread looks for all readers of a run, who wait without a lock.
+    ``gives`` says whether partitions of a run may be another host's by now.
+    """
+
+    def __init__(
+        self,
+        registration: HostRegistration,
+        held: HeldPartitions,
+        completed: CompletedVersions,
+        open_storage: OpenStorage,
+        gives: Callable[[str], bool] = lambda run_id: False,
+    ) -> None:
+        self._registration = registration
+        self._gives = gives
+        self._held = held
+        self._completed = completed
+        self._open_storage = open_storage
+        self._prepared: BoundedDict[str, _Prepared] = BoundedDict(MAX_RUNS)
+        self._taken_under: BoundedDict[str, int] = BoundedDict(MAX_RUNS)
+        self._noting = threading.Lock()
+        held.on_run_ended(self._forget)
+
+    def accepted(self, registration: QueryRegistration, version: int, under: int | None = None) -> None:
+        """Take note that the coordinator has accepted changes for a version.
+
+        ``under`` is the number of the host's registration before it sent changes of its own.
+        """
+        with self._noting:
+            if under is not None:
+                self._taken_under[registration.run_id] = under
+            known = self._prepared.get(registration.run_id)
+            if known is None or known.version < version:
+                self._prepared[registration.run_id] = _Prepared(registration, version)
+
+    def _doubt(self, run_id: str) -> None:
+        """Take the next version for prepared if other hosts may have made it without this one knowing.
+
+        That is if this host has no lease: behind a cut cable it is asked by clients that still reach it. Or if it gives
+        partitions away. Or if it has registered again, and has had no part in a version since: others may have made the
+        next one before. As long as Spark has committed no batch after the last one that is known here, its answers are
+        right.
+        """
+        newest = self._completed.newest(run_id)
+        registration = self._held.registrations.get(run_id)
+        if newest is None or registration is None:
+            return
+        if not self._registration.is_leased or self._gives(run_id) or self._may_be_others(run_id):
+            self.accepted(registration, newest.version + 1)
+
+    def _may_be_others(self, run_id: str) -> bool:
+        number = self._registration.number
+        is_again = number > 1 and self._taken_under.get(run_id) != number
+        return is_again and not self._held.has_ended(run_id)  # nobody makes versions of a query that has ended
+
+    def is_settled(self, run_id: str) -> bool:
+        """Return whether the last version that was prepared here is known to be completed."""
+        self._doubt(run_id)
+        prepared = self._prepared.get(run_id)
+        return prepared is None or self._is_completed(run_id, prepared.version)
+
+    def settle(self, run_id: str, seconds: float) -> None:
+        """Return once ``completed`` has every version that Spark had committed when this was called.
+
+        Raises what the coordinator says of the run, and ``HostUnavailableError`` if storage or the coordinator does not
+        say within ``seconds`` whether the version is completed.
+        """
+        self._doubt(run_id)
+        prepared = self._prepared.get(run_id)
+        if prepared is None or self._is_completed(run_id, prepared.version):
+            return
+        asked, is_ours = time.monotonic(), False
+        deadline = asked + seconds
+        with prepared.changed:
+            while not self._is_completed(run_id, prepared.version) and prepared.answered < asked:
+                now = time.monotonic()
+                if prepared.failure is not None and prepared.begun >= asked:
+                    raise self._failed(prepared, prepared.failure)
+                until = (
+                    deadline if is_ours or not prepared.is_looking else min(deadline, prepared.begun + HANGS_SECONDS)
+                )
+                if now > until:
+                    raise self._failed(prepared, TimeoutError(f"no answer within {now - prepared.begun:.1f} s"))
+                pause = prepared.begun + PREPARED_LOOK_SECONDS - now
+                if prepared.is_looking:
+                    prepared.changed.wait(until - now)
+                elif pause > 0:
+                    prepared.changed.wait(min(until - now, pause))
+                else:
+                    is_ours = True
+                    self._begin_look(prepared, now)
+
+    def _is_completed(self, run_id: str, version: int) -> bool:
+        newest = self._completed.newest(run_id)
+        return newest is not None and newest.version >= version
+
+    def _begin_look(self, prepared: _Prepared, now: float) -> None:
+        # A thread of its own: storage may hang for longer than this reader waits.
+        threading.Thread(target=self._look, args=(prepared,), name="statestore-commit-look", daemon=True).start()
+        prepared.is_looking, prepared.begun, prepared.failure = True, now, None
+
+    def _look(self, prepared: _Prepared) -> None:
+        failure: Exception | None = None
+        try:
+            self._take_commit(prepared)
+        except Exception as error:  # noqa: BLE001 - those who wait raise it
+            failure = error
+        with prepared.changed:
+            prepared.is_looking, prepared.failure = False, failure
+            if failure is None:
+                prepared.answered = prepared.begun
+            prepared.changed.notify_all()
+
+    def _take_commit(self, prepared: _Prepared) -> None:
+        """Have the version completed if Spark has committed its batch."""
+        of, version = prepared.registration, prepared.version
+        if self._is_being_prepared(of.run_id, version):
+            return
+        storage = self._open_storage(of.checkpoint_location, of.storage_options)
+        if not SparkCommits(storage).has(version - 1):
+            return
+        registration = self._registration
+        coordinator = registration.coordinator
+        registration.call_about(of.run_id, lambda: coordinator.batch_committed(of.run_id, version - 1))
+        host_id = registration.info.host_id
+        self._completed.note(registration.call_about(of.run_id, lambda: coordinator.completed(of.run_id, host_id)))
+
+    def _is_being_prepared(self, run_id: str, version: int) -> bool:
+        """Return whether a task of the version's batch has opened a partition here, and its changes are still to come.
+
+        Spark cannot have committed the batch then, and storage need not be asked while a long batch runs. But if the
+        host may have been given up since, as its lease has run out or it has registered again, another host may have
+        made the changes: then this one cannot tell. Nor can it if it has loaded the partition within the batch: another
+        host may have made the changes before, and the task here may be a duplicate.
+        """
+        with self._held.lock:
+            return any(
+                i.invocations_of == version - 1
+                and i.loaded_at != version - 1
+                and version not in i.acknowledged
+                and i.state.version < version
+                and self._registration.is_surely_known_since(i.opened_at - GRANT_SECONDS)
+                for i in self._held.of_run(run_id)
+            )
+
+    def _failed(self, prepared: _Prepared, failure: Exception) -> Exception:
+        if isinstance(failure, CoordinatorError):
+            return type(failure)(*failure.args)  # an error of its own for every thread
+        of = prepared.registration
+        return HostUnavailableError(
+            f"Host {self._registration.info.host_id} could not find out whether Spark has committed batch "
+            f"{prepared.version - 1} of query {of.name or 'unnamed'} (run {of.run_id}) in {of.checkpoint_location}: "
+            f"{failure}. Ask again."
+        )
+
+    def _forget(self, run_id: str | None) -> None:
+        with self._noting:
+            for table in (self._prepared, self._taken_under):
+                if run_id is None:
+                    table.clear()
+                else:
+                    table.pop(run_id, None)
+
+
+# Asking the coordinator for a run's completed version: one question for all threads that wait (request coalescing).
+
+
+ASK_SECONDS = 0.02
+"""The completed version is asked for at most once in this many seconds, however many readers wait for it."""
+UNKNOWN_RUN_SECONDS = 0.5
+"""A host believes for this many seconds that there is no such run: any client may name any run, and each question
+costs.
+"""
+IDLE_RUN_SECONDS = 60.0
+"""A host without partitions of a run remembers for this many seconds what the coordinator said of the run last."""
+MOST_ASKED = 1000
+"""The host knows of at most this many runs when it has asked for them."""
+
+
+@dataclass
+class _Asking:
+    """The questions for one run. The thread that holds ``lock`` asks for all that wait.
+
+    ``at`` is when the last question was asked, ``answered`` when the last question that has been answered was asked;
+    both are times of ``time.monotonic``. ``refusal``: the coordinator said that there is no such run. ``has_ended``:
+    the coordinator said that the query has ended, and that the last version is read on.
+    """
+
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    at: float = float("-inf")
+    answered: float = float("-inf")
+    refusal: UnknownRunError | RetiredRunError | None = None
+    has_ended: bool = False
+
+    def raise_refusal(self) -> None:
+        """Raise what the coordinator has said just now."""
+        refusal = self.refusal
+        if refusal is not None and time.monotonic() - self.at < UNKNOWN_RUN_SECONDS:
+            raise type(refusal)(*refusal.args)  # an error of its own for every thread
+
+
+class VersionRequests:
+    """Thread-safe.
+
+    ``_lock`` guards the table of runs alone; the lock of a run is held while the coordinator is asked.
+    """
+
+    def __init__(self, registration: HostRegistration, held: HeldPartitions, completed: CompletedVersions) -> None:
+        self._registration = registration
+        self._held = held
+        self._completed = completed
+        self._lock = threading.Lock()
+        self._asking: BoundedDict[str, _Asking] = BoundedDict(MOST_ASKED)
+
+    def completed_version(self, run_id: str, at_least: int, seconds: float) -> CompletedVersion | None:
+        """Return the last completed version of a run that this host knows of; ask first if that is below ``at_least``.
+
+        Asks again until ``seconds`` are over, and then returns what is known, None if nothing is. Raises what the
+        coordinator raises, as ``RetiredRunError`` if the run is over.
+        """
+        newest = self._completed.newest(run_id)
+        if newest is not None and newest.version >= at_least:
+            return newest
+        deadline = time.monotonic() + seconds
+        with self._lock:
+            asking = self._asking.setdefault(run_id, _Asking())
+        while True:
+            newest = self._completed.newest(run_id)
+            left = deadline - time.monotonic()
+            if (newest is not None and newest.version >= at_least) or left <= 0:
+                return newest
+            if not asking.lock.acquire(timeout=left):
+                continue
+            try:
+                if run_id not in self._held.registrations:
+                    asking.raise_refusal()
+                # Another thread may have asked meanwhile.
+                pause = asking.at + ASK_SECONDS - time.monotonic()
+                newest = self._completed.wait(run_id, at_least, min(left, pause))
+                if newest is None or newest.version < at_least:
+                    self._ask(run_id, asking)
+            except (UnknownRunError, RetiredRunError) as error:
+                asking.refusal = type(error)(*error.args)
+                if run_id not in self._held.registrations:  # else the heartbeat says that the run is over
+                    self._completed.forget(run_id)
+                    self._held.tell_ended(run_id)
+                raise
+            finally:
+                asking.lock.release()
+
+    def _ask(self, run_id: str, asking: _Asking) -> None:
+        registration = self._registration
+        asking.at, asking.refusal = time.monotonic(), None
+        answer = registration.call_about(
+            run_id, lambda: registration.coordinator.completed(run_id, registration.info.host_id)
+        )
+        self._completed.note(answer)
+        asking.has_ended, asking.answered = answer.ended, asking.at
+
+    def has_ended(self, run_id: str) -> bool:
+        """Return whether the coordinator has answered the last question for a run that its query has ended."""
+        asking = self._asking.get(run_id)
+        return asking is not None and asking.has_ended
+
+    def has_asked_since(self, run_id: str, moment: float) -> bool:
+        """Return whether a question for a run was asked since ``moment`` (of ``time.monotonic``), and was answered."""
+        asking = self._asking.get(run_id)
+        return asking is not None and asking.answered >= moment
+
+    def forget_idle_runs(self) -> None:
+        """Forget the versions of runs that this host has no part of, when nobody has asked for ``IDLE_RUN_SECONDS``.
+
+        Nobody tells this host that such a run is over. The next reader has the coordinator asked again.
+        """
+        until = time.monotonic() - IDLE_RUN_SECONDS
+        for run_id in self._completed.runs():
+            asking = self._asking.get(run_id)
+            if run_id not in self._held.registrations and (asking is None or asking.at <= until):
+                self._completed.forget(run_id)
+
+    def forget(self, run_id: str) -> None:
+        """Forget a run that is over."""
+        with self._lock:
+            self._asking.pop(run_id, None)

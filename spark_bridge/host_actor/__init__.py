@@ -1,1 +1,0 @@
-"""The Ray actor around a host, with its Arrow Flight server for tasks and its metrics."""

@@ -1,0 +1,568 @@
+"""``lookup``: a DataFrame, enriched with another query's state at one recorded version per batch.
+
+The lookup join of Flink SQL and the lookup of Quix Streams read whatever the table holds at the moment, so a batch that
+runs again gives other rows. Here each batch of a stream records the version that it reads, before it reads.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from itertools import chain, pairwise
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from backends import spans
+from backends.decoders import convert
+from backends.storage.checkpoint_storage import CheckpointStorage
+from backends.tracing import try_set_up
+from coordinator_actor.durable.records import LookupRecord, LookupRecords
+from coordinator_actor.messages import LookedUp, OperatorLocation
+from coordinator_actor.reading.stored_versions import StatePlace, StateVersions, VersionTimes
+from coordinator_actor.run.versions import LookedUpVersions
+from spark_bridge.exceptions import HostUnavailableError, InvalidOperatorError, StateStoreRefusedError
+from spark_bridge.operators.columns import arrow_type, other_case
+from spark_bridge.operators.map_in_arrow import map_in_arrow
+from spark_bridge.queryable.client.discovery import KnownOperator
+from spark_bridge.queryable.client.lookups import KeyLookups
+from spark_bridge.queryable.client.state_views import StateView
+from spark_bridge.queryable.connections import KvConnections
+from spark_bridge.queryable.protocol import At
+from spark_bridge.queryable.routing.router import StateRouter
+from spark_bridge.queryable.routing.scatter_gather import Attempts, retrying
+from spark_bridge.session.state_cluster import current_cluster
+from spark_bridge.state_data.frames import spark_schema, state_place
+from spark_bridge.state_data.stored_reads import ADDRESS, StoredReads
+from spark_bridge.state_format.layouts import ROWS, VALUE
+from spark_bridge.task.executor import RUN_ID, TRACING, Endpoints, local_endpoints
+from spark_bridge.transport.flight_client import client_for, forget_client
+from spark_bridge.transport.tls import TlsConf
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
+    from pyspark.sql.types import StructType
+
+# The state in which a batch looks up its rows: one operator at one version, read from hosts or from storage.
+
+
+_routers: dict[tuple[str, TlsConf | None], StateRouter] = {}
+_lock = threading.Lock()
+"""Guards ``_routers``: a worker process keeps its connections to hosts from task to task."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A batch of a streaming query that looks up: the id of the query, and the number of the batch."""
+
+    by: str
+    batch_id: int
+
+
+@dataclass(frozen=True)
+class LookedUpState:
+    """One operator at one version. ``values`` gives the stored values of distinct stored keys, null for those without.
+
+    Rows that had expired at ``at_ms`` are not there.
+    """
+
+    view: StateView
+    at_ms: int
+    values: Callable[[pa.BinaryArray], pa.BinaryArray]
+
+
+def state_in_cluster(
+    endpoints: Endpoints, operator: str, query: str, state: str | None, batch: Batch | None, fixed: LookupRecord | None
+) -> LookedUpState:
+    """Return the state of a query that hosts answer for: at the version ``fixed``, else at the one of ``batch``.
+
+    Raises what the coordinator and hosts raise; whatever may pass is tried again until the recovery timeout is over.
+    """
+
+    def locate() -> LookedUp:
+        if fixed is None:
+            assert batch is not None, "a stream has batches, and all else has a fixed version"
+            args = {"operator": operator, "query": query, "by": batch.by, "batch_id": batch.batch_id}
+            return convert(_ask_coordinator(endpoints, "look_up", args), LookedUp)
+        answer = _ask_coordinator(endpoints, "locate", {"operator": operator, "query": query})
+        return LookedUp(convert(answer, OperatorLocation), fixed.version, fixed.at_ms)
+
+    def attempts() -> Attempts:
+        return Attempts(f"lookup in {operator!r}", time.monotonic() + endpoints.timeout, had_answer=True)
+
+    found = retrying(locate, attempts())
+    router, known = _router(endpoints), [KnownOperator.of(found.location, 0.0, None)]
+
+    def values(keys: pa.BinaryArray) -> pa.BinaryArray:
+        trying = attempts()
+
+        def ask() -> pa.BinaryArray:
+            of = known[0]
+            return _values(KeyLookups(router, of, of.view(state), At("version", found.version), trying.deadline), keys)
+
+        def relocate(error: Exception) -> None:
+            known[0] = KnownOperator.of(locate().location, 0.0, known[0])
+
+        return retrying(ask, trying, relocate=relocate)
+
+    return LookedUpState(known[0].view(state), found.at_ms, values)
+
+
+def in_storage(
+    place: StatePlace, operator: str, state: str | None, batch: Batch | None, fixed: LookupRecord | None
+) -> LookedUpState:
+    """Return the state at a place in storage: at the version ``fixed``, else at the one of ``batch``.
+
+    Each call of ``values`` loads the partitions that it needs. Raises ``VersionNotFoundError``, ``StorageError``.
+    """
+    record = fixed if fixed is not None else recorded_in_storage(place, batch)
+    reads = StoredReads(place, now_ms=lambda: record.at_ms)
+    known = KnownOperator.of(reads.locate(operator, None), 0.0, None)
+    router = StateRouter(KvConnections("", timeout=0.0), local=(ADDRESS, reads))
+    lookups = KeyLookups(router, known, known.view(state), At("version", record.version), float("inf"))
+    return LookedUpState(known.view(state), record.at_ms, lambda keys: _values(lookups, keys))
+
+
+def recorded_in_storage(place: StatePlace, batch: Batch | None) -> LookupRecord:
+    """Return the version of a batch, or the completed one as of now for what is no batch of a stream."""
+    versions = StateVersions.look(place)
+    completed = versions.resolve(None)
+    if batch is None:
+        return LookupRecord(completed, "", int(time.time() * 1000))
+    records = LookupRecords(CheckpointStorage.open(place.state_location, place.options))
+    return LookedUpVersions(records, _StoredVersions(versions, completed)).resolve(
+        batch.by, batch.batch_id, time.time(), nullcontext()
+    )
+
+
+class _StoredVersions:
+    """The ``Versions`` that storage shows. The coordinator of the query that is looked up takes up the records."""
+
+    def __init__(self, versions: StateVersions, completed: int) -> None:
+        self.completed = completed
+        self.chain = versions.chain
+        self.readable = versions.readable
+
+    def pin(self, holder: int | str, version: int) -> None:
+        """Do nothing."""
+
+    def unpin(self, holder: int | str) -> None:
+        """Do nothing."""
+
+
+def _values(lookups: KeyLookups, keys: pa.BinaryArray) -> pa.BinaryArray:
+    parts = [values for _, values in lookups.values(keys)]
+    return parts[0] if len(parts) == 1 else pa.concat_arrays(parts)
+
+
+def _router(endpoints: Endpoints) -> StateRouter:
+    key = (endpoints.token, endpoints.tls)
+    with _lock:
+        router = _routers.get(key)
+        if router is None:
+            context = None if endpoints.tls is None else endpoints.tls.client_context()
+            router = _routers[key] = StateRouter(KvConnections(endpoints.token, context, endpoints.timeout))
+    return router
+
+
+def _ask_coordinator(endpoints: Endpoints, method: str, args: dict[str, object]) -> object:
+    """Send a message through any host."""
+    failure: Exception | None = None
+    for address, token in endpoints.candidates():
+        try:
+            return client_for(address, token, endpoints.tls).call_coordinator(method, args)
+        except HostUnavailableError as error:
+            forget_client(address, token)
+            failure = error
+    raise HostUnavailableError(f"No state store host passed on {method}; last failure: {failure}")
+
+
+# The work of a lookup in a PySpark worker: Arrow batches in, the same rows with the columns of the state out.
+
+
+QUERY_ID, BATCH_ID = "sql.streaming.queryId", "streaming.sql.batchId"
+"""Spark's local properties of the jobs of a streaming query."""
+
+
+@dataclass(frozen=True)
+class LookupTask:
+    """Looks the rows of a partition up. All tasks of a batch read one version.
+
+    ``keys`` are the columns of the rows by key column, ``columns`` the wanted columns of the state; ``schema`` is that
+    of the output. With ``fixed`` it is that version, also of a stream. With ``place`` storage is read, else the hosts.
+    """
+
+    operator: str
+    query: str
+    state: str | None
+    keys: dict[str, str]
+    columns: tuple[str, ...]
+    schema: pa.Schema
+    is_inner: bool
+    is_stream: bool
+    fixed: LookupRecord | None
+    place: StatePlace | None
+
+    def run(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        """Give the rows with the columns of the state after them."""
+        filled = (batch for batch in batches if batch.num_rows)
+        first = next(filled, None)
+        if first is None:
+            return  # a task without rows asks nobody
+        rows = 0
+        with self._span() as span:
+            with spans.step("lookup.version"):
+                found = self._found()
+            for batch in chain((first,), filled):
+                rows += batch.num_rows
+                yield from self.enriched(batch, found)
+            span.note(num_rows=rows)
+
+    def _span(self) -> spans.Span:
+        """Begin the span of a task: in the trace of its batch, if its query has state, and else in one of its own."""
+        from pyspark import TaskContext
+
+        context = TaskContext.get()
+        assert context is not None, "a task runs in a worker of Spark"
+        try_set_up(context.getLocalProperty(TRACING), {"role": "task"})
+        said = {
+            "operator": self.operator,
+            "looked_up": self.query,
+            "partition": context.partitionId(),
+            "attempt": str(context.taskAttemptId()),
+            "stage": context.stageId(),
+        }
+        run_id, batch_id = context.getLocalProperty(RUN_ID), context.getLocalProperty(BATCH_ID)
+        if run_id is None or not self.is_stream or batch_id is None:
+            return spans.alone("lookup", **said)
+        return spans.span("lookup", spans.batch(run_id, int(batch_id) + 1), **said)
+
+    def enriched(self, batch: pa.RecordBatch, found: LookedUpState) -> Iterator[pa.RecordBatch]:
+        """Give the rows of one batch. A key with a null has no match, as in SQL."""
+        columns = {key: batch.column(batch.schema.get_field_index(name)) for key, name in self.keys.items()}
+        is_known = np.ones(batch.num_rows, np.bool_)
+        for column in columns.values():
+            if column.null_count:
+                is_known &= np.asarray(column.is_valid())
+        keys = pa.RecordBatch.from_pydict(columns)
+        if not is_known.all():
+            keys = keys.filter(pa.array(is_known))
+        codec = found.view.codec
+        # Each key once: rows of one key come together often, and all share the answer.
+        once = codec.encode(codec.columns(keys)).dictionary_encode()
+        with spans.step("lookup.read", num_keys=len(once.dictionary)):
+            stored = found.values(once.dictionary)
+        values = found.view.unexpired(stored, found.at_ms)
+        indices = np.full(batch.num_rows, -1, np.int64)
+        indices[is_known] = np.asarray(once.indices)
+        taken = pa.array(indices, mask=indices < 0)
+        names = [f.name for f in found.view.value_fields]
+        state = dict(zip(names, found.view.value_columns(values, found.at_ms), strict=True))
+        out = [*batch.columns, *(state[name].take(taken) for name in self.columns)]
+        typed = [_as(column, field.type) for column, field in zip(out, self.schema, strict=True)]
+        rows = pa.RecordBatch.from_arrays(typed, schema=self.schema)
+        if self.is_inner:
+            rows = rows.filter(values.is_valid().take(taken).fill_null(False))
+        if rows.num_rows:
+            yield rows
+
+    def _found(self) -> LookedUpState:
+        from pyspark import TaskContext
+
+        context = TaskContext.get()
+        assert context is not None, "a task runs in a worker of Spark"
+        batch = None
+        if self.is_stream and self.fixed is None:
+            by, number = (context.getLocalProperty(p) for p in (QUERY_ID, BATCH_ID))
+            batch = Batch(str(by), int(str(number)))
+        if self.place is not None:
+            return in_storage(self.place, self.operator, self.state, batch, self.fixed)
+        endpoints = local_endpoints(context.getLocalProperty)
+        if endpoints is None:
+            raise StateStoreRefusedError(
+                f"A lookup in {self.operator!r} runs in a query of a Spark session without a state store: use the "
+                "session that init_spark returned or that attach(spark) was called with, or give checkpoint=."
+            )
+        return state_in_cluster(endpoints, self.operator, self.query, self.state, batch, self.fixed)
+
+
+def _as(column: pa.Array, kind: pa.DataType) -> pa.Array:
+    return column if column.type == kind else pc.cast(column, kind)
+
+
+LOOKUP_TYPES = ("left", "inner")
+
+
+def lookup(
+    df: DataFrame,
+    operator: str,
+    *,
+    on: str | Sequence[str] | Mapping[str, str],
+    columns: Sequence[str] | None = None,
+    how: Literal["left", "inner"] = "left",
+    query: str | None = None,
+    state: str | None = None,
+    checkpoint: str | None = None,
+    version: Literal["completed"] | int = "completed",
+    state_location: str | None = None,
+    storage_options: Mapping[str, str] | None = None,
+) -> DataFrame:
+    """Return a DataFrame, streaming or not, with columns of another query's state after its own.
+
+        lookup(clicks, "user_totals", on="user", columns=["spent"])
+
+    Each batch of a stream reads **one version**: the one that is completed when its first task asks. The version is
+    recorded beside the state before anything is read, and kept until two batches later. So a batch that is run again,
+    by whatever has died, reads the same; where that cannot be, it fails and says so. A batch DataFrame reads the
+    version that is completed when ``lookup`` is called.
+
+    - ``on``: the columns of ``df`` that are the key, by the names of the key's columns; or a dict of ``df``'s columns
+      to them. A row with a null in the key has no match, as in SQL.
+    - ``columns``: those of ``get``; by default all of them. The names must not be those of columns of ``df``.
+    - ``how``: "left" has nulls where there is no match, "inner" leaves such rows out.
+    - ``query``: the name or id of the query, where several have the operator. It runs in this cluster, or has ended
+      there and is answered on. ``state`` names the state variable of a processor; it must be a value state.
+    - ``checkpoint``: read the checkpoint at this location instead, whether its query runs or not. Every task loads the
+      partitions that it needs; where that is too slow, ``serve_state`` the checkpoint and ask its hosts.
+    - ``version``: "completed", or the number of a version, for all batches.
+    - ``state_location`` and ``storage_options``: see ``read_state``.
+
+    State with a TTL is read as of the moment at which the version was recorded. Raises ``InvalidOperatorError`` for
+    everything that can be seen to be wrong, ``UnknownOperatorError`` if no query has the operator,
+    ``VersionNotFoundError`` if a version is not kept.
+    """
+    fixed = _fixed(version)
+    place: StatePlace | None = None
+    if checkpoint is None:
+        location: OperatorLocation = current_cluster().coordinator.locate(operator, query)
+    else:
+        place = state_place(df.sparkSession, checkpoint, state_location, storage_options)
+        location = StoredReads(place).locate(operator, query)
+    if fixed is None and not df.isStreaming:
+        fixed = _now(location.completed_version) if place is None else recorded_in_storage(place, None)
+    task, schema = planned_lookup(df, location, state, on, columns, how, fixed, place)
+    return map_in_arrow(df, task.run, f"lookup_in_{operator}", schema)
+
+
+def planned_lookup(
+    df: DataFrame,
+    location: OperatorLocation,
+    state: str | None,
+    on: str | Sequence[str] | Mapping[str, str],
+    columns: Sequence[str] | None,
+    how: str,
+    fixed: LookupRecord | None,
+    place: StatePlace | None,
+) -> tuple[LookupTask, StructType]:
+    """Return the task of a lookup, and the schema of its output. Raises ``InvalidOperatorError``."""
+    if how not in LOOKUP_TYPES:
+        raise InvalidOperatorError(f"how={how!r}: give one of {', '.join(map(repr, LOOKUP_TYPES))}.")
+    operator = location.operator.name
+    view = KnownOperator.of(location, 0.0, None).view(state)
+    if view.kind not in (ROWS, VALUE):
+        raise InvalidOperatorError(
+            f"Operator {operator!r} keeps {view.kind}, which have several rows for a key; lookup takes aggregates "
+            "without windows and value states. Read the others by a query client or by read_state, and join them."
+        )
+    keys = _keys(df, view, on)
+    wanted = _columns(df, view, columns)
+    kinds = {f.name: f.type for f in view.value_fields}
+    added = pa.schema([pa.field(name, kinds[name]) for name in wanted])
+    own = pa.schema([pa.field(f.name, arrow_type(f.dataType)) for f in df.schema.fields])
+    task = LookupTask(
+        operator,
+        location.query_id,
+        state,
+        keys,
+        tuple(wanted),
+        pa.schema([*own, *added]),
+        how == "inner",
+        df.isStreaming,
+        fixed,
+        place,
+    )
+    return task, type(df.schema)([*df.schema.fields, *spark_schema(added).fields])
+
+
+def _fixed(version: Any) -> LookupRecord | None:
+    if version == "completed":
+        return None
+    if isinstance(version, bool) or not isinstance(version, int) or version < 0:
+        raise InvalidOperatorError(f'version={version!r}: give "completed", or the number of a version.')
+    return _now(version)
+
+
+def _now(version: int) -> LookupRecord:
+    return LookupRecord(version, "", int(time.time() * 1000))
+
+
+def _keys(df: DataFrame, view: StateView, on: str | Sequence[str] | Mapping[str, str]) -> dict[str, str]:
+    """Return the column of ``df`` for each key column."""
+    by = view.codec.by
+    if isinstance(on, Mapping):
+        given = {key: name for name, key in on.items()}
+    else:
+        given = {name: name for name in ([on] if isinstance(on, str) else on)}
+    if set(given) != set(by):
+        example = "{" + ", ".join(f"'...': {key!r}" for key in by) + "}"
+        raise InvalidOperatorError(
+            f"on={on!r}: the key of {view.operator!r} is {view.codec.in_words}. Name these columns, or give a dict of "
+            f"the DataFrame's columns to them: on={example}.{other_case(list(given), by)}"
+        )
+    missing = [name for name in given.values() if name not in df.columns]
+    if missing:
+        raise InvalidOperatorError(
+            f"on={on!r}: the DataFrame has no {', '.join(missing)}; it has {df.columns}."
+            f"{other_case(missing, df.columns)}"
+        )
+    for key, name in given.items():
+        ours, theirs = arrow_type(df.schema[name].dataType), view.codec.schema.field(key).type
+        if ours != theirs and not (pa.types.is_integer(ours) and pa.types.is_integer(theirs)):
+            raise InvalidOperatorError(
+                f"Column {name!r} is {ours}, and the key column {key!r} of {view.operator!r} is {theirs}: cast it."
+            )
+    return {key: given[key] for key in by}
+
+
+def _columns(df: DataFrame, view: StateView, columns: Sequence[str] | None) -> list[str]:
+    there = [f.name for f in view.value_fields]
+    wanted = there if columns is None else list(dict.fromkeys(columns))
+    unknown = [name for name in wanted if name not in there]
+    if unknown:
+        raise InvalidOperatorError(
+            f"columns={columns}: {view.operator!r} has {there}, and no {', '.join(unknown)}."
+            f"{other_case(unknown, there)}"
+        )
+    twice = [name for name in wanted if name in df.columns]
+    if twice:
+        raise InvalidOperatorError(
+            f"The DataFrame and {view.operator!r} both have {', '.join(twice)}: rename the DataFrame's column "
+            "(withColumnRenamed), or leave the state's out of columns=."
+        )
+    if len(set(df.columns)) != len(df.columns):
+        raise InvalidOperatorError(f"The DataFrame has two columns of one name: {', '.join(df.columns)}.")
+    return wanted
+
+
+# ``state_as_of``: for each row of a DataFrame, the state as it was at the row's own time.
+#
+# The point-in-time join of feature stores (Feast, Tecton), from the versions that the state store keeps anyway: a
+# model is trained with what a client was answered at the time.
+
+
+VERSION_COLUMN = "__statestore_version"
+NO_VERSION = -1
+"""The version of a row without a time."""
+
+
+def state_as_of(
+    df: DataFrame,
+    checkpoint: str,
+    operator: str,
+    *,
+    on: str | Sequence[str] | Mapping[str, str],
+    time: str,
+    columns: Sequence[str] | None = None,
+    how: Literal["left", "inner"] = "left",
+    state: str | None = None,
+    state_location: str | None = None,
+    storage_options: Mapping[str, str] | None = None,
+) -> DataFrame:
+    """Return a batch DataFrame with the state of each row's key at the row's own time, from a checkpoint in storage.
+
+        state_as_of(orders, "s3://bucket/ck", "user_totals", on="user", time="ordered_at", columns=["spent"])
+
+    ``time`` is a timestamp column of ``df``. A row gets the state of the last version that was completed by then: what
+    a client was answered at that moment. Rows after the last completion get the last version. Rows without a time have
+    no match. The other arguments are those of ``lookup``; ``checkpoint``, ``state_location`` and ``storage_options``
+    are those of ``read_state``. Rows are shuffled by version, and come in another order.
+
+    As many versions are there as the query keeps (``min_versions_to_retain``). Of the last one, in its first 10 s, the
+    time counts at which Spark committed the batch, a moment before the version was completed. State with a TTL shows
+    what had not expired at the time of completion.
+
+    Raises ``InvalidOperatorError`` for everything that can be seen to be wrong, ``VersionNotFoundError`` if no version
+    is completed; an action raises it for a row from before the first version that is kept, naming both times.
+    """
+    if df.isStreaming:
+        raise InvalidOperatorError("state_as_of takes a batch DataFrame; for a stream use lookup.")
+    if time not in df.columns or not df.schema[time].dataType.typeName().startswith("timestamp"):
+        there = ", ".join(f.name for f in df.schema.fields if f.dataType.typeName().startswith("timestamp")) or "none"
+        raise InvalidOperatorError(
+            f"time={time!r} must be a timestamp column of the DataFrame; it has {there}."
+            f"{other_case([time], df.columns)}"
+        )
+    place = state_place(df.sparkSession, checkpoint, state_location, storage_options)
+    location = StoredReads(place).locate(operator, None)
+    task, schema = planned_lookup(df, location, state, on, columns, how, None, place)
+    times = VersionTimes.of(StateVersions.look(place))
+    with_version = type(df.schema)([*df.schema.fields]).add(VERSION_COLUMN, "long")
+    found = map_in_arrow(df, _Versions(times, time).run, "versions_as_of", with_version)
+    by_version = found.repartition(VERSION_COLUMN).sortWithinPartitions(VERSION_COLUMN)
+    return map_in_arrow(by_version, _AsOf(task, times).run, f"state_as_of_{operator}", schema)
+
+
+@dataclass(frozen=True)
+class _Versions:
+    """Puts the version of each row's time after the row."""
+
+    times: VersionTimes
+    time: str
+
+    def run(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        completed = np.array(self.times.completed_ms, np.int64)
+        versions = np.array([NO_VERSION, *self.times.versions], np.int64)
+        for batch in batches:
+            us = pc.cast(batch.column(batch.schema.get_field_index(self.time)), pa.int64())
+            is_known = np.asarray(us.is_valid())
+            ms = np.asarray(us.fill_null(0)) // 1000
+            index = np.searchsorted(completed, ms, side="right")
+            early = is_known & (index == 0)
+            if early.any():
+                raise self.times.too_early(int(ms[early].min()))
+            index[~is_known] = 0
+            schema = pa.schema([*batch.schema, pa.field(VERSION_COLUMN, pa.int64())])
+            yield pa.RecordBatch.from_arrays([*batch.columns, pa.array(versions[index])], schema=schema)
+
+
+@dataclass(frozen=True)
+class _AsOf:
+    """Looks rows up that come in the order of their versions."""
+
+    task: LookupTask
+    times: VersionTimes
+
+    def run(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        found: tuple[int, LookedUpState] | None = None
+        for batch in batches:
+            last = batch.num_columns - 1
+            versions, rows = np.asarray(batch.column(last)), batch.select(list(range(last)))
+            bounds = [0, *(1 + np.flatnonzero(versions[1:] != versions[:-1])).tolist(), len(versions)]
+            for begin, end in pairwise(bounds):
+                if begin == end:
+                    continue
+                version, part = int(versions[begin]), rows.slice(begin, end - begin)
+                if version == NO_VERSION:
+                    yield from self._without(part)
+                    continue
+                if found is None or found[0] != version:
+                    found = version, self._state(version)
+                yield from self.task.enriched(part, found[1])
+
+    def _state(self, version: int) -> LookedUpState:
+        task = self.task
+        assert task.place is not None
+        at_ms = self.times.completed_ms[self.times.versions.index(version)]
+        return in_storage(task.place, task.operator, task.state, None, LookupRecord(version, "", at_ms))
+
+    def _without(self, rows: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
+        if not self.task.is_inner:
+            fields = list(self.task.schema)
+            own = [column.cast(field.type) for column, field in zip(rows.columns, fields, strict=False)]
+            added = [pa.nulls(rows.num_rows, field.type) for field in fields[len(own) :]]
+            yield pa.RecordBatch.from_arrays([*own, *added], schema=self.task.schema)

@@ -1,1 +1,0 @@
-"""Lookups across queries: the rows of a DataFrame, enriched with another query's state."""

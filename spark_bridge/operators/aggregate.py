@@ -1,0 +1,401 @@
+"""``aggregate``: running aggregates by key and window, as an ordinary streaming DataFrame."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+import pyarrow as pa
+from pyspark.sql import DataFrame
+from pyspark.sql import functions as F
+from pyspark.sql import types as T
+
+from backends.encoding.columns import from_spark_type, normalized_type
+from backends.encoding.operator_schema import OperatorSchema
+from backends.encoding.schema import StateSchema
+from backends.exceptions import StateStoreError
+from coordinator_actor.messages import OperatorSpec
+from spark_bridge.aggregates.aggregator import Aggregator
+from spark_bridge.aggregates.computation import GROUP_ID, Output, UserAggregate
+from spark_bridge.exceptions import InvalidOperatorError
+from spark_bridge.functions import AggregateFunction, SessionWindow, UserFunctions, Window
+from spark_bridge.operators.aggregate_task import AggregateLogic, aggregated_ahead
+from spark_bridge.operators.columns import (
+    NUMERIC,
+    arrow_type,
+    check_keys,
+    column_literal,
+    column_type,
+    event_time_of,
+    is_ordered,
+    microseconds,
+    session_event_time,
+    spark_struct,
+    watermark_columns,
+    watermark_lag_ms,
+    window_column,
+)
+from spark_bridge.operators.map_in_arrow import (
+    KeyRouting,
+    check_operator_name,
+    columns_by_name,
+    declare,
+    key_group_count,
+    map_in_arrow,
+    partition_count,
+    with_ticks,
+)
+from spark_bridge.operators.session_task import SessionLogic
+from spark_bridge.state_format.layouts import ALL_ROWS_KEY, session_schema
+from spark_bridge.task.state_task import StateTask
+
+# The declared outputs of ``aggregate``, checked against a DataFrame's columns: each becomes an ``Output``.
+
+
+OF_NUMBERS = ("sum", "mean", "stddev_samp", "stddev_pop", "var_samp", "var_pop")
+WITH_ORDER = ("first", "last")
+
+
+def output_of(schema: T.StructType, name: str, function: AggregateFunction, watermark_column: str | None) -> Output:
+    """Return the output ``name`` of a DataFrame of ``schema``; ``watermark_column`` is the default of ``by``.
+
+    Raises ``InvalidOperatorError`` naming output, function, column and type.
+    """
+    where = f"{name}=S.{function.name}: "
+    if function.user is not None:
+        return _user_output(schema, name, function, function.user, where)
+    if function.columns:
+        kind = _struct_type(schema, function, where)
+    elif function.column is None:
+        return Output(name, function.name, None, None, None)
+    else:
+        kind = column_type(schema, function.column, where)
+    _check_input(function, kind, where)
+    by, by_type = _order(schema, function, watermark_column, where)
+    arguments = function.arguments
+    if function.name == "mean" and isinstance(kind, T.DecimalType):
+        arguments = (str(kind.precision), str(kind.scale))
+    text = f"{function.name}({','.join(arguments)})" if arguments else function.name
+    # Rows can be counted whatever the type of the column is.
+    arrow = pa.null() if function.name == "count" else arrow_type(kind)
+    return Output(name, text, function.column, by, arrow, by_type, function.columns, max_bytes=function.max_bytes)
+
+
+def _check_input(function: AggregateFunction, kind: T.DataType, where: str) -> None:
+    match function.name:
+        case "count":
+            is_fine = True
+        case "count_if":
+            is_fine = isinstance(kind, T.BooleanType)
+        case "approx_count_distinct":
+            is_fine = is_ordered(kind)  # a map has no hash
+        case n if n in OF_NUMBERS:
+            is_fine = isinstance(kind, NUMERIC)
+        case _:
+            is_fine = is_ordered(kind)
+    if not is_fine:
+        column = function.column if function.column is not None else ", ".join(function.columns)
+        remedy = ""
+        if function.name in OF_NUMBERS and isinstance(kind, T.StringType):
+            # Spark casts, and counts text that is no number as null, or fails at it in ANSI mode: that is for the user
+            # to choose.
+            cast = f'.withColumn({column!r}, F.col({column_literal(column)}).cast("double"))'
+            remedy = f" Say what is meant: {cast} is what Spark does."
+        raise InvalidOperatorError(
+            f"{where}column {column!r} has type {kind.simpleString()}, which {function.name} does not take.{remedy}"
+        )
+
+
+def _order(
+    schema: T.StructType, function: AggregateFunction, watermark_column: str | None, where: str
+) -> tuple[str | None, pa.DataType | None]:
+    by = function.by
+    if by is None and function.name in (*WITH_ORDER, "collect_list"):
+        by = watermark_column
+    if by is None:
+        if function.name in WITH_ORDER:
+            raise InvalidOperatorError(
+                f"{where}which event time? Give by=<column>, or put withWatermark on the DataFrame first."
+            )
+        return None, None
+    kind = column_type(schema, by, f"{where}by=")
+    if not is_ordered(kind):
+        raise InvalidOperatorError(f"{where}by={by!r} has type {kind.simpleString()}, which has no order.")
+    return by, arrow_type(kind)
+
+
+def _struct_type(schema: T.StructType, function: AggregateFunction, where: str) -> T.StructType:
+    if len(set(function.columns)) != len(function.columns):
+        raise InvalidOperatorError(f"{where}a column is named twice in {', '.join(function.columns)}.")
+    return T.StructType([T.StructField(c, column_type(schema, c, where)) for c in function.columns])
+
+
+def _user_output(
+    schema: T.StructType, name: str, function: AggregateFunction, user: UserFunctions, where: str
+) -> Output:
+    _struct_type(schema, function, where)
+    if GROUP_ID in function.columns:
+        raise InvalidOperatorError(f"{where}{GROUP_ID!r} is the column of the groups; rename the input column.")
+    state = _state_schema(user.state, where)
+    wrong = [f.name for f in state if f.name == GROUP_ID or "." in f.name or not f.name]
+    if wrong or not len(state):
+        raise InvalidOperatorError(
+            f"{where}the state must have at least one column, and no name may be {GROUP_ID!r} or contain a dot; "
+            f"it has {', '.join(map(repr, state.names)) or 'none'}."
+        )
+    result = None if user.result is None else _any_type(user.result, f"{where}result=")
+    declared = UserAggregate(state, user.partial, user.merge, user.finish, result)
+    return Output(name, function.name, None, None, None, columns=function.columns, user=declared)
+
+
+def _state_schema(given: Any, where: str) -> pa.Schema:
+    try:
+        if isinstance(given, str):
+            given = T._parse_datatype_string(given)
+        if isinstance(given, T.StructType):
+            fields = [pa.field(f.name, from_spark_type(f.dataType.jsonValue())) for f in given.fields]
+            return StateSchema(pa.schema([]), pa.schema(fields)).value
+        if isinstance(given, pa.Schema):
+            return StateSchema(pa.schema([]), pa.schema([pa.field(f.name, f.type) for f in given])).value
+    except StateStoreError as error:
+        raise InvalidOperatorError(f"{where}state={given!r}: {error}") from error
+    raise InvalidOperatorError(
+        f"{where}state={given!r} declares no columns; give a pyarrow.Schema, a StructType, or text such as "
+        '"total double, n long".'
+    )
+
+
+def _any_type(given: Any, where: str) -> pa.DataType:
+    if isinstance(given, str):
+        given = T._parse_datatype_string(given)
+    if isinstance(given, T.DataType):
+        return arrow_type(given)
+    if isinstance(given, pa.DataType):
+        try:
+            return normalized_type("result", given)
+        except StateStoreError as error:
+            raise InvalidOperatorError(f"{where}{given}: {error}") from error
+    raise InvalidOperatorError(f"{where}{given!r} is no type; give an Arrow or Spark type, or text such as 'double'.")
+
+
+AGGREGATE_OUTPUT_MODES = ("update", "append", "complete")
+GroupingKey: TypeAlias = str | Window | SessionWindow
+
+
+def aggregate(
+    df: DataFrame,
+    *,
+    by: GroupingKey | Sequence[GroupingKey],
+    operator: str,
+    output_mode: str = "update",
+    num_partitions: int | None = None,
+    partial_aggregation: bool | None = None,
+    **aggregations: AggregateFunction,
+) -> DataFrame:
+    """Keep running aggregates of a stream by key; the state is in the state store.
+
+    The counterpart in Spark is ``df.groupBy(...).agg(...)`` on a stream. The result is an ordinary streaming DataFrame
+    with the keys (windows as Spark names them) and the outputs. It goes to any sink with ``outputMode("append")`` or
+    ``("update")``.
+
+    Arguments:
+
+    - ``df``: a streaming DataFrame.
+    - ``by``: the key column or columns; nulls are a key of their own. One of the keys may be a ``window(...)`` or a
+      ``session_window(...)`` of ``spark_bridge.functions``. ``[]`` aggregates all rows into one, which every batch
+      emits, also one without rows (except where an output is a ``merge``). Its state has one partition, and in queries
+      the key column ``all_rows``, which is true.
+    - ``operator``: the name of this state in the checkpoint and in queries.
+    - ``output_mode``: which rows a micro-batch emits. "update": one row per key that the batch touched (of sessions,
+      those that rows of the batch belong to). "append": each window once, when the watermark closes it. "complete": all
+      keys. With a watermark on the event time, late rows are dropped, and closed windows are removed from the state, as
+      in Spark; in "complete" they stay. Where a key is a session window, it is the one that has to have the watermark.
+    - ``num_partitions``: the number of state partitions, by default the session's ``spark.sql.shuffle.partitions``. The
+      number stays with the checkpoint.
+    - ``partial_aggregation``: whether rows are aggregated before the shuffle as well. This pays where few keys have
+      most of the rows, or where the network is slow; elsewhere the second pass through Python costs more than it saves,
+      which is why the default is not to, except with ``by=[]``.
+    - every other keyword names an output column and gives its function, such as ``n=S.count()``.
+
+    Raises ``InvalidOperatorError`` for everything that the DataFrame and the arguments show to be wrong.
+    """
+    _check_arguments(df, aggregations, output_mode)
+    keys = _keys_of(by)
+    check_operator_name(operator, df)
+    key_groups = key_group_count(df)
+    if keys.is_global:
+        num_partitions = _one_partition(num_partitions)
+        partial_aggregation = partial_aggregation is not False
+    partitions = partition_count(df, num_partitions, key_groups)
+    marked = watermark_columns(df.schema)
+    outputs = [output_of(df.schema, n, f, marked[0] if len(marked) == 1 else None) for n, f in aggregations.items()]
+    aggregator = Aggregator(outputs)
+    _check_keys(df, keys, aggregator)
+
+    if output_mode == "append" and marked:
+        df = with_ticks(df)
+    rows = _windowed(df, keys, aggregator)
+    try:
+        declared = _declared(rows, keys, aggregator, output_mode)
+        spec = OperatorSpec(
+            operator, partitions, declared.schema.to_json(), kind=declared.kind, uses_time=declared.uses_time
+        )
+    except StateStoreError as error:
+        raise InvalidOperatorError(f"Operator {operator!r}: {error}") from error
+
+    prepared, stored, logic = rows, declared.stored, declared.logic
+    if partial_aggregation:
+        if isinstance(logic, SessionLogic):
+            raise InvalidOperatorError(
+                "partial_aggregation=True does not go with session windows: which rows are late is known only where "
+                "the state is, and a late row may join two sessions. Leave it out."
+            )
+        prepared = aggregated_ahead(prepared, logic)
+        logic = replace(logic, is_partial=True)
+    task = StateTask(operator, partitions, key_groups, tuple(stored), logic, declared.uses_time, declared.lag_ms)
+    output = T.StructType(
+        [*(rows.schema[k] for k in keys.emitted), *spark_struct(pa.schema(aggregator.result_fields)).fields]
+    )
+    routing = KeyRouting(stored, partitions, key_groups)
+    return map_in_arrow(prepared, task.run, declare(spec, aggregator=aggregator), output, routing)
+
+
+@dataclass(frozen=True)
+class _Keys:
+    """Grouping keys in the user's order, and the window among them, if there is one."""
+
+    names: tuple[str, ...]
+    window: Window | SessionWindow | None
+    is_global: bool = False
+
+    @property
+    def emitted(self) -> tuple[str, ...]:
+        """Return the keys that are columns of the output."""
+        return () if self.is_global else self.names
+
+    @property
+    def columns(self) -> list[str]:
+        """Return the keys that are columns of the DataFrame."""
+        return [n for n in self.names if self.window is None or n != self.window.name]
+
+
+@dataclass(frozen=True)
+class _Declared:
+    """The state of the operator: its kind, its schema, the key columns in stored order, and the logic of its tasks.
+
+    ``lag_ms`` is how far behind the watermark of the query rows may be.
+    """
+
+    kind: str
+    schema: OperatorSchema
+    stored: list[str]
+    logic: AggregateLogic | SessionLogic
+    uses_time: bool
+    lag_ms: int
+
+
+def _keys_of(by: GroupingKey | Sequence[GroupingKey]) -> _Keys:
+    given = [by] if isinstance(by, (str, Window, SessionWindow)) else list(by)
+    if not given:
+        return _Keys((ALL_ROWS_KEY,), None, is_global=True)
+    windows = [k for k in given if isinstance(k, (Window, SessionWindow))]
+    if len(windows) > 1:
+        raise InvalidOperatorError(f"by= has {len(windows)} windows; there can be one: put one operator after another.")
+    for key in given:
+        if not isinstance(key, (str, Window, SessionWindow)):
+            raise InvalidOperatorError(
+                f"by={key!r} is no key; give column names, S.window(...) or S.session_window(...) of "
+                "spark_bridge.functions."
+            )
+    return _Keys(tuple(k if isinstance(k, str) else k.name for k in given), windows[0] if windows else None)
+
+
+def _one_partition(given: int | None) -> int:
+    if given not in (None, 1):
+        raise InvalidOperatorError(f"num_partitions={given!r}: by=[] makes one row of all, which is in one partition.")
+    return 1
+
+
+def _check_arguments(df: DataFrame, aggregations: dict[str, AggregateFunction], output_mode: str) -> None:
+    if not df.isStreaming:
+        raise InvalidOperatorError(
+            "aggregate takes a streaming DataFrame (spark.readStream); for a batch DataFrame use "
+            "df.groupBy(...).agg(...)."
+        )
+    if output_mode not in AGGREGATE_OUTPUT_MODES:
+        raise InvalidOperatorError(
+            f'output_mode={output_mode!r} is none of aggregate\'s: "update" (keys touched in the batch), "append" '
+            '(windows when they close), "complete" (all keys).'
+        )
+    if not aggregations:
+        raise InvalidOperatorError("aggregate needs at least one output, for instance n=S.count().")
+    for name, function in aggregations.items():
+        if not isinstance(function, AggregateFunction):
+            raise InvalidOperatorError(
+                f"{name}={function!r} is no aggregate function of the state store; use spark_bridge.functions, "
+                f"for instance {name}=S.count()."
+            )
+
+
+def _check_keys(df: DataFrame, keys: _Keys, aggregator: Aggregator) -> None:
+    if keys.is_global and ALL_ROWS_KEY in aggregator.inputs:
+        raise InvalidOperatorError(
+            f"{ALL_ROWS_KEY!r} is the key column of by=[] and an input as well: rename the input."
+        )
+    if not keys.is_global and (keys.columns or keys.window is None):
+        check_keys(df.schema, keys.columns)
+    for output in aggregator.outputs:
+        if output.name in keys.names:
+            raise InvalidOperatorError(f"Output {output.name!r} has the name of a key column; choose another name.")
+    if keys.window is None:
+        return
+    if len(set(keys.names)) != len(keys.names) or keys.window.name in aggregator.inputs:
+        raise InvalidOperatorError(
+            f"The window is called {keys.window.name!r}, as a column that is used besides; give it another name, for "
+            f'instance S.window(...).alias("{keys.window.name}_of_event").'
+        )
+    if isinstance(keys.window, SessionWindow) and not keys.columns:
+        raise InvalidOperatorError("by= has a session window alone; sessions need another key, whose rows they are.")
+
+
+def _windowed(df: DataFrame, keys: _Keys, aggregator: Aggregator) -> DataFrame:
+    """Return the columns that are needed, and the window of each row: a row for each window that a row lies in."""
+    rows, columns = columns_by_name(df)
+    if keys.is_global:
+        return rows.select(F.lit(True).alias(ALL_ROWS_KEY), *(columns[name].alias(name) for name in aggregator.inputs))
+    inputs = [columns[name].alias(name) for name in dict.fromkeys([*keys.columns, *aggregator.inputs])]
+    if keys.window is None:
+        return rows.select(*inputs)
+    return rows.select(window_column(keys.window, columns[keys.window.time_column]), *inputs)
+
+
+def _declared(rows: DataFrame, keys: _Keys, aggregator: Aggregator, output_mode: str) -> _Declared:
+    types = {name: arrow_type(rows.schema[name].dataType) for name in keys.names}
+    output = pa.schema([*(pa.field(n, types[n]) for n in keys.emitted), *aggregator.result_fields])
+    event_time = event_time_of(rows.schema, keys.names)
+    if output_mode == "append" and event_time is None:
+        raise InvalidOperatorError(
+            'output_mode="append" emits a window when the watermark closes it, and no key has a watermark: put '
+            "withWatermark on the DataFrame, and a window of that column, or the column itself, into by=."
+        )
+    if isinstance(keys.window, SessionWindow):
+        window = keys.window.name
+        by_key = pa.schema([pa.field(n, types[n]) for n in keys.columns])
+        schema = session_schema(by_key, types[window].field(0).type, aggregator.state_schema, aggregator.zeros)
+        event_time = session_event_time(rows.schema, keys.names, window, output_mode)
+        logic = SessionLogic(schema, aggregator, output, window, output_mode, event_time is not None)
+        lag_ms = watermark_lag_ms(rows.schema, event_time)
+        return _Declared("session_aggregate", schema, keys.columns, logic, event_time is not None, lag_ms)
+    if event_time is not None and isinstance(keys.window, Window) and event_time.column == keys.window.name:
+        event_time = replace(event_time, window_us=microseconds(rows.sparkSession, keys.window.duration))
+    stored = sorted(keys.names, key=lambda n: event_time is None or n != event_time.column)
+    by_key = pa.schema([pa.field(n, types[n]) for n in stored])
+    state = StateSchema(by_key, aggregator.state_schema, zeros=aggregator.zeros)
+    operator_schema = OperatorSchema.of_rows(state, () if stored == list(keys.names) else keys.names)
+    uses_time = event_time is not None and output_mode != "complete"
+    # The functions of a user's own aggregate need not know what to make of no rows.
+    is_global = keys.is_global and not any(o.user for o in aggregator.outputs)
+    rows_logic = AggregateLogic(state, aggregator, output, output_mode, event_time, is_global=is_global)
+    lag_ms = watermark_lag_ms(rows.schema, event_time)
+    return _Declared("aggregate", operator_schema, stored, rows_logic, uses_time, lag_ms)

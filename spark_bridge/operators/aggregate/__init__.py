@@ -1,1 +1,0 @@
-"""The operator ``aggregate``, with windows and sessions."""

@@ -1,0 +1,325 @@
+"""The work of ``aggregate`` with session windows in a state task: sessions per key, extended and merged by new rows.
+
+The sessions of a key are one row of state. They never touch, so that in the order of their starts they are in the order
+of their ends too. A second column family has the keys by a time before which no session of the key ends. As most
+sessions go on and on, this time is not moved with each row: it is corrected when the watermark gets there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from backends.conf import DEFAULT_FAMILY
+from backends.encoding.columns import Mask, fixed_array, list_array, list_parts, struct_array
+from backends.encoding.keys import decode_keys
+from backends.encoding.operator_schema import OperatorSchema
+from backends.encoding.schema import StateSchema
+from backends.encoding.sorted_pairs import key_order
+from coordinator_actor.messages import OperatorFigures
+from spark_bridge.aggregates.aggregator import Aggregator, ListTooLargeError
+from spark_bridge.aggregates.row_groups import group_rows
+from spark_bridge.state_format.layouts import DUE, END, ENDS_FAMILY, START, is_present
+from spark_bridge.state_format.stored_rows import by_expiry, without_expiry
+from spark_bridge.task.executor import StepTimer
+from spark_bridge.task.external_sort import Limits
+from spark_bridge.task.keyed_rows import (
+    Ids,
+    KeyedRows,
+    RowReducer,
+    Spool,
+    StepSize,
+    empty,
+    one_batch,
+    parts_of,
+    scanned,
+)
+from spark_bridge.task.state_task import EventTime, Times, all_keys, between, late_rows_removed
+from spark_bridge.task.task_store import StateAccess
+
+# Sessions of keys as rows: which rows make one session, and sessions to and from their stored form.
+#
+# In a task, a session is a row of its start and end (int64, microseconds since 1970) and the state columns of the
+# aggregator. Stored are all sessions of a key in one array, in order; see ``state_format.layouts.session_schema``.
+
+
+def joined_sessions(ids: Ids, starts: Times, ends: Times) -> tuple[Ids, Ids, Times, Times]:
+    """Join the sessions of each key whose times touch, as Spark's ``MergingSessionsExec`` does.
+
+    ``ids`` are the numbers of the rows' keys. Returns for each row the number of its session, and for each session its
+    key, start and end. Sessions are numbered by key and start.
+    """
+    order = np.lexsort((starts, ids))
+    keys, begun, ended = ids[order], starts[order], ends[order]
+    is_new = np.ones(len(ids), np.bool_)
+    same_key = keys[1:] == keys[:-1]
+    reached = ended
+    if (same_key & (ended[1:] < ended[:-1])).any():
+        # The greatest end so far of the same key, by numbers that order by key and then by end.
+        distinct, ranks = np.unique(ended, return_inverse=True)
+        reached = distinct[np.maximum.accumulate(keys * len(distinct) + ranks) - keys * len(distinct)]
+    is_new[1:] = ~same_key | (begun[1:] > reached[:-1])
+    of_rows = np.empty(len(ids), np.int64)
+    of_rows[order] = np.cumsum(is_new) - 1
+    first = np.flatnonzero(is_new)
+    last = np.append(first[1:], len(ids)) - 1
+    return of_rows, keys[first], begun[first], reached[last] if len(ids) else ended
+
+
+@dataclass(frozen=True)
+class SessionColumns:
+    """The columns of sessions: ``states`` of the aggregator, ``value`` of the stored row of a key."""
+
+    states: pa.Schema
+    value: pa.Schema
+
+    @property
+    def time(self) -> pa.DataType:
+        """Return the type of stored starts, ends and due times."""
+        return self.value.field(1).type
+
+    @cached_property
+    def schema(self) -> pa.Schema:
+        """Return the columns of sessions in a task."""
+        return pa.schema([pa.field(START, pa.int64()), pa.field(END, pa.int64()), *self.states])
+
+    def rows(self, starts: Times, ends: Times, states: pa.RecordBatch) -> pa.RecordBatch:
+        """Return sessions with these starts, ends and states."""
+        return pa.RecordBatch.from_arrays([pa.array(starts), pa.array(ends), *states.columns], schema=self.schema)
+
+    def windows(self, sessions: pa.RecordBatch, kind: pa.DataType) -> pa.Array:
+        """Return the bounds of sessions as structs of type ``kind``."""
+        starts, ends = (sessions.column(i).cast(self.time) for i in (0, 1))
+        return struct_array([starts, ends], sessions.num_rows, None, kind)
+
+    def states_of(self, sessions: pa.RecordBatch) -> pa.RecordBatch:
+        """Return the state columns of sessions."""
+        return pa.RecordBatch.from_arrays(sessions.columns[2:], schema=self.states)
+
+    def decoded(self, values: pa.RecordBatch) -> tuple[Ids, pa.RecordBatch, pa.Array]:
+        """Return the sessions of stored rows with the numbers of their keys, and the due time of each key."""
+        elements, offsets = list_parts(values.column(0))
+        ids = np.repeat(np.arange(values.num_rows, dtype=np.int64), np.diff(offsets))
+        start, end, *states = elements.flatten()
+        columns = [start.cast(pa.int64()), end.cast(pa.int64()), *states]
+        return ids, pa.RecordBatch.from_arrays(columns, schema=self.schema), values.column(1)
+
+    def stored(self, sessions: pa.RecordBatch, offsets: npt.NDArray[np.int64], due: Times) -> pa.RecordBatch:
+        """Return the rows to store of n keys: the sessions between each key's n+1 ``offsets``, and its due time."""
+        kind = self.value.field(0).type
+        starts, ends, *states = sessions.columns
+        element = struct_array(
+            [starts.cast(self.time), ends.cast(self.time), *states], sessions.num_rows, None, kind.value_type
+        )
+        row = [list_array(element, offsets, None, kind), fixed_array(due, None, self.time)]
+        return pa.RecordBatch.from_arrays(row, schema=self.value)
+
+
+SESSION_KEYS_PER_STEP = 1 << 14
+"""Keys whose sessions are read and written at once, to begin with."""
+
+
+@dataclass(frozen=True)
+class SessionLogic:
+    """Running aggregates by key and session.
+
+    ``schema`` is of ``session_schema``. ``window`` names the column of the rows that has the session which each row
+    would be alone, and the column of the output. ``output_mode`` "update" emits the sessions that rows of the batch
+    belong to, "append" the sessions that have ended by the watermark, "complete" all sessions. Sessions that have ended
+    are removed from the state, except in "complete" or without a watermark (``evicts`` False).
+    """
+
+    schema: OperatorSchema
+    aggregator: Aggregator
+    output: pa.Schema
+    window: str
+    output_mode: str = "append"
+    evicts: bool = True
+    limits: Limits | None = None
+
+    @property
+    def keys(self) -> pa.Schema:
+        """Return the key columns, without the session."""
+        return self.schema.families[DEFAULT_FAMILY].key
+
+    @cached_property
+    def columns(self) -> SessionColumns:
+        """Return the columns of sessions."""
+        return SessionColumns(self.aggregator.state_schema, self.schema.families[DEFAULT_FAMILY].value)
+
+    def process(
+        self, batches: Iterable[pa.RecordBatch], store: StateAccess, timer: StepTimer
+    ) -> Iterator[pa.RecordBatch]:
+        """Make sessions of the rows, merge them with the keys' stored sessions, commit, and yield the results."""
+        counting = replace(self, aggregator=self.aggregator.counting())
+        work = _SessionBatch(counting, store, timer)
+        sessions = empty(self.columns.schema)
+        with RowReducer(self.keys, store.num_key_groups, sessions, counting.merged, self.limits) as reducer:
+            for rows in parts_of(batches, timer, "aggregate_ms"):
+                work.add(rows, reducer)
+            work.add_due_keys(reducer)
+            with Spool(self.output) as spool:
+                work.merge(reducer, spool)
+                timer.step("merge_ms")
+                store.commit(work.figures(), timer.milliseconds)
+                yield from spool.batches()
+
+    def by_key(self, rows: pa.RecordBatch, num_key_groups: int) -> KeyedRows:
+        """Return the sessions of rows by key."""
+        groups = group_rows(rows, self.keys, num_key_groups)
+        windows = rows.column(self.window)
+        starts, ends = (pc.struct_field(windows, [i]).cast(pa.int64()).to_numpy() for i in (0, 1))
+        of_rows, ids, first_starts, last_ends = joined_sessions(groups.ids, starts, ends)
+        states = self.aggregator.partial(of_rows, len(ids), rows)
+        return KeyedRows(groups.keys, ids, self.columns.rows(first_starts, last_ends, states))
+
+    def merged(self, ids: Ids, num_keys: int, sessions: pa.RecordBatch) -> tuple[Ids, pa.RecordBatch]:
+        """Return the sessions of keys, with those that touch made one, and the numbers of their keys."""
+        starts, ends = (sessions.column(i).to_numpy() for i in (0, 1))
+        of_rows, ids, first_starts, last_ends = joined_sessions(ids, starts, ends)
+        states = self.aggregator.merge(of_rows, len(ids), sessions)
+        return ids, self.columns.rows(first_starts, last_ends, states)
+
+
+class _SessionBatch:
+    """One micro-batch of one partition."""
+
+    def __init__(self, logic: SessionLogic, store: StateAccess, timer: StepTimer) -> None:
+        self._logic = logic
+        self._columns = logic.columns
+        self._store = store
+        self._timer = timer
+        self._removes = logic.evicts and logic.output_mode != "complete"
+        self._watermark = store.times.watermark_ms * 1000 if self._removes else np.iinfo(np.int64).min
+        """In microseconds: a session whose end is not after this time has ended."""
+        self._rows = self._late = self._updated = self._removed = 0
+
+    @property
+    def _schema(self) -> StateSchema:
+        """Return the schema of stored rows with its history. Ask after the first read, which opens the partition."""
+        return self._store.schema.families[DEFAULT_FAMILY]
+
+    def figures(self) -> OperatorFigures:
+        """Return the counts of rows that came, were updated, removed and late; the rows of state are sessions."""
+        custom = self._logic.aggregator.figures()
+        return OperatorFigures(self._rows, self._updated, self._removed, self._late, custom)
+
+    def add(self, rows: pa.RecordBatch, reducer: RowReducer) -> None:
+        """Make sessions of the rows that are not late."""
+        if self._logic.evicts:
+            window = EventTime(self._logic.window, is_window=True)
+            rows, late = late_rows_removed(rows, window, self._store.times.late_watermark_ms)
+            self._late += late
+        self._rows += rows.num_rows
+        if rows.num_rows:
+            reducer.add(self._logic.by_key(rows, self._store.num_key_groups))
+
+    def add_due_keys(self, reducer: RowReducer) -> None:
+        """Add the keys that may have sessions which have ended, so that ``merge`` visits them."""
+        if not self._removes or self._store.times.watermark_ms <= self._store.times.late_watermark_ms:
+            return  # the last batch has removed what this watermark has ended
+        ranges = EventTime(DUE).done_ranges(self._store.key_groups, self._store.times.watermark_ms)
+        without = empty(self._columns.schema)
+        for pairs in scanned(self._store, ranges, ENDS_FAMILY):
+            keys = without_expiry(pairs.column(0))
+            reducer.add(KeyedRows(keys.take(key_order(keys)), np.zeros(0, np.int64), without))
+
+    def merge(self, reducer: RowReducer, spool: Spool) -> None:
+        """Merge the new sessions into the state, and put the sessions to emit into the spool."""
+        size = StepSize(SESSION_KEYS_PER_STEP)
+        is_complete = self._logic.output_mode == "complete"
+        behind = None
+        for part in reducer.steps():
+            start = 0
+            while start < len(part.keys):
+                step = part.slice(start, size.keys)
+                start += len(step.keys)
+                size.seen(len(step.keys), self._merge_step(step, spool))
+                if is_complete:
+                    last = step.keys[-1].as_py()
+                    self._emit_others(behind, last, step.keys, spool)
+                    behind = last
+        if is_complete:
+            self._emit_others(behind, None, pa.array([], pa.binary()), spool)
+
+    def _merge_step(self, new: KeyedRows, spool: Spool) -> int:
+        """Merge the new sessions of some keys; return the bytes that they and the stored values take."""
+        logic, store = self._logic, self._store
+        self._timer.step("merge_ms")
+        stored = store.get_many(new.keys)
+        self._timer.step("get_ms")
+        present = np.asarray(stored.is_valid())
+        old_ids, old, due = self._columns.decoded(self._schema.decode_values(stored))
+        both_ids = np.concatenate([old_ids, new.ids])
+        both = one_batch([old, new.rows])
+        starts, ends = (both.column(i).to_numpy() for i in (0, 1))
+        of_rows, ids, first_starts, last_ends = joined_sessions(both_ids, starts, ends)
+        touched = np.zeros(len(ids), np.bool_)
+        touched[of_rows[len(old_ids) :]] = True
+        try:
+            states = logic.aggregator.merge(of_rows, len(ids), both)
+        except ListTooLargeError as error:
+            key = decode_keys(new.keys.slice(int(ids[error.group]), 1), logic.keys)
+            raise error.of_key(key) from error
+        sessions = self._columns.rows(first_starts, last_ends, states)
+        ended = last_ends <= self._watermark
+        self._updated += int(np.count_nonzero(touched))
+        self._removed += int(np.count_nonzero(ended))
+        emitted = {"update": touched, "append": ended, "complete": np.ones(len(ids), np.bool_)}[logic.output_mode]
+        if emitted.any():
+            spool.add(self._output(new.keys, ids[emitted], sessions.filter(pa.array(emitted))))
+        stays = ~ended
+        self._stage(new.keys, present, due, ids[stays], sessions.filter(pa.array(stays)))
+        return int(stored.nbytes + both.nbytes)
+
+    def _stage(self, keys: pa.BinaryArray, present: Mask, due: pa.Array, ids: Ids, sessions: pa.RecordBatch) -> None:
+        """Stage the sessions that stay; ``present`` and ``due`` tell what is stored of each key."""
+        num_keys = len(keys)
+        counts = np.bincount(ids, minlength=num_keys)
+        has_sessions = counts > 0
+        offsets = np.concatenate([[0], np.cumsum(counts)])
+        earliest = np.zeros(num_keys, np.int64)
+        earliest[has_sessions] = sessions.column(1).to_numpy()[offsets[:-1][has_sessions]]
+        was_due = np.asarray(due.is_valid())
+        old_due = due.cast(pa.int64()).fill_null(0).to_numpy()
+        holds = has_sessions & was_due & (old_due > self._watermark) & (old_due <= earliest)
+        new_due = np.where(holds, old_due, earliest)
+
+        values = self._schema.encode_values(self._columns.stored(sessions, offsets, new_due))
+        changed = pa.array(has_sessions | present)
+        or_removed = pc.if_else(pa.array(has_sessions), values, pa.scalar(None, pa.binary()))
+        self._store.stage(keys.filter(changed), or_removed.filter(changed))
+        self._stage_due(keys, was_due & ~holds, old_due, present=False)
+        self._stage_due(keys, has_sessions & ~holds, new_due, present=True)
+
+    def _stage_due(self, keys: pa.BinaryArray, chosen: Mask, due: Times, *, present: bool) -> None:
+        """Stage the chosen keys by their due times, or the removal of such keys."""
+        if not chosen.any():
+            return
+        by_due = by_expiry(keys.filter(pa.array(chosen)), due[chosen])
+        schema = self._logic.schema.families[ENDS_FAMILY]
+        values = schema.encode_values(is_present(len(by_due))) if present else pa.nulls(len(by_due), pa.binary())
+        self._store.stage(by_due, values, ENDS_FAMILY)
+
+    def _emit_others(self, behind: bytes | None, up_to: bytes | None, touched: pa.BinaryArray, spool: Spool) -> None:
+        """Emit the sessions of the stored keys in a range that are not among ``touched``."""
+        for pairs in scanned(self._store, between(all_keys(self._store.key_groups), behind, up_to)):
+            others = pairs.filter(pc.invert(pc.is_in(pairs.column(0), touched)))
+            values = self._schema.decode_values(others.column(1))
+            ids, sessions, _ = self._columns.decoded(values)
+            spool.add(self._output(others.column(0), ids, sessions))
+
+    def _output(self, keys: pa.BinaryArray, ids: Ids, sessions: pa.RecordBatch) -> pa.RecordBatch:
+        logic = self._logic
+        key_columns = decode_keys(keys, logic.keys).take(pa.array(ids))
+        columns = dict(zip(logic.keys.names, key_columns.columns, strict=True))
+        columns[logic.window] = self._columns.windows(sessions, logic.output.field(logic.window).type)
+        results = logic.aggregator.results(self._columns.states_of(sessions))
+        columns.update(zip((o.name for o in logic.aggregator.outputs), results, strict=True))
+        return pa.RecordBatch.from_arrays([columns[n] for n in logic.output.names], schema=logic.output)

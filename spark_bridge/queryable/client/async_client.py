@@ -1,0 +1,590 @@
+"""``AsyncQueryableStateClient``: the client for programs on an event loop; concurrent lookups go out in batches."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import ssl
+import threading
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+
+import pyarrow as pa
+
+from coordinator_actor.coordinator_conf import COORDINATOR_NAME, NAMESPACE
+from spark_bridge.exceptions import QueryableStateError, QueryTimeoutError, RequestError
+from spark_bridge.queryable.client.client import QueryableStateClient
+from spark_bridge.queryable.client.results import formed
+from spark_bridge.queryable.client.scans import StateScan
+from spark_bridge.queryable.client.watch import StateChange, StateWatch
+from spark_bridge.transport.tls import TlsConf
+
+if TYPE_CHECKING:
+    from spark_bridge.queryable.sql.sql import SqlLimits, StateRelation
+    from spark_bridge.queryable.sql.statement_process import ProcessStatement
+
+# Scans and watches for ``async for``: their blocking calls run in threads.
+
+
+class BlockingCalls:
+    """Runs blocking calls one after the other, each in a daemon thread, which does not delay the end of the program."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._pending: asyncio.Future[Any] | None = None
+
+    async def call(self, what: Callable[[], Any]) -> Any:
+        """Wait for a call, and return what it returns.
+
+        If the caller is cancelled, the next caller gets the result: nothing is lost.
+        """
+        if self._pending is None:
+            self._pending = self._begun(what)
+        pending = self._pending
+        try:
+            return await asyncio.shield(pending)
+        finally:
+            if pending.done():
+                self._pending = None
+
+    def _begun(self, what: Callable[[], Any]) -> asyncio.Future[Any]:
+        loop = asyncio.get_running_loop()
+        future = loop.create_future()
+
+        def answer(result: Any, error: BaseException | None) -> None:
+            if future.done():
+                return
+            if error is None:
+                future.set_result(result)
+            else:
+                future.set_exception(error)
+
+        def run() -> None:
+            result, failure = None, None
+            try:
+                result = what()
+            except BaseException as error:  # noqa: BLE001 - the caller is told
+                failure = error
+            with contextlib.suppress(RuntimeError):  # the loop was closed, and no caller waits any more
+                loop.call_soon_threadsafe(answer, result, failure)
+
+        threading.Thread(target=run, name=self._name, daemon=True).start()
+        return future
+
+    async def settled(self, timeout: float | None = None) -> bool:
+        """Wait for the call that a cancelled caller has left; return False if it is not done after ``timeout``."""
+        if self._pending is not None:
+            done, _ = await asyncio.wait([self._pending], timeout=timeout)
+            if not done:
+                return False
+            if not self._pending.cancelled():
+                self._pending.exception()  # nobody else asks for it any more
+            self._pending = None
+        return True
+
+
+class AsyncStateScan(AsyncIterator[pa.RecordBatch]):
+    """A ``StateScan`` for ``async for``. The scan begins with the first batch, or when it is awaited."""
+
+    def __init__(self, begin: Callable[[], StateScan]) -> None:
+        self._begin = begin
+        self._scan: StateScan | None = None
+        self._calls = BlockingCalls("statestore-scan")
+
+    def __await__(self) -> Generator[Any, None, AsyncStateScan]:
+        return self._begun().__await__()
+
+    async def _begun(self) -> AsyncStateScan:
+        if self._scan is None:
+            self._scan = await self._calls.call(self._begin)
+        return self
+
+    @property
+    def version(self) -> int:
+        """The version of all rows, once the scan has begun."""
+        return self._required().version
+
+    @property
+    def schema(self) -> pa.Schema:
+        """The columns of every batch, once the scan has begun."""
+        return self._required().schema
+
+    def _required(self) -> StateScan:
+        if self._scan is None:
+            raise RuntimeError("The scan has not begun; await it, or take its first batch.")
+        return self._scan
+
+    async def __anext__(self) -> pa.RecordBatch:
+        await self._begun()
+        scan = self._required()
+        batch = await self._calls.call(lambda: next(scan, None))
+        if batch is None:
+            raise StopAsyncIteration
+        return batch
+
+    async def to_arrow(self) -> pa.Table:
+        """Return all rows that are left."""
+        await self._begun()
+        return await self._calls.call(self._required().to_arrow)
+
+    async def to_pandas(self) -> Any:
+        """Return all rows that are left as a pandas frame."""
+        return formed(await self.to_arrow(), "pandas")
+
+    async def to_polars(self) -> Any:
+        """Return all rows that are left as a Polars frame. Raises ``RequestError`` if Polars is not installed."""
+        return formed(await self.to_arrow(), "polars")
+
+    async def to_pylist(self) -> list[dict[str, Any]]:
+        """Return all rows that are left as dicts."""
+        rows: list[dict[str, Any]] = formed(await self.to_arrow(), "pylist")
+        return rows
+
+    async def aclose(self) -> None:
+        """End the scan, so that the hosts stop."""
+        await self._calls.settled()
+        if self._scan is not None:
+            await asyncio.to_thread(self._scan.close)
+
+    async def __aenter__(self) -> AsyncStateScan:
+        return await self._begun()
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+
+class AsyncStateWatch(AsyncIterator[StateChange]):
+    """A ``StateWatch`` for ``async for``."""
+
+    def __init__(self, watch: StateWatch) -> None:
+        self._watch = watch
+        self._calls = BlockingCalls("statestore-watch")
+
+    @property
+    def position(self) -> int | None:
+        """See ``StateWatch.position``."""
+        return self._watch.position
+
+    async def __anext__(self) -> StateChange:
+        change: StateChange | None = await self._calls.call(lambda: next(self._watch, None))
+        if change is None:
+            raise StopAsyncIteration
+        return change
+
+    async def aclose(self) -> None:
+        """End the watch."""
+        self._watch.close()
+
+    async def __aenter__(self) -> AsyncStateWatch:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+
+# The rows of a SQL statement for ``async for``, which a caller may end at any time.
+
+
+SQL_BATCH_ROWS = 8_192
+INTERRUPT_SECONDS = 0.1
+"""A statement that is to end is interrupted so often: DuckDB forgets an interruption that comes before its work."""
+
+
+class AsyncSqlRows(AsyncIterator[pa.RecordBatch]):
+    """The rows of a statement. It begins when it is awaited, or with the first batch; ``aclose`` interrupts it."""
+
+    def __init__(self, begin: Callable[[], StateRelation | ProcessStatement]) -> None:
+        self._begin = begin
+        self._relation: StateRelation | ProcessStatement | None = None
+        self._opened: tuple[pa.Schema, Iterator[pa.RecordBatch]] | None = None
+        self._is_closed = False
+        self._calls = BlockingCalls("statestore-sql")
+
+    def __await__(self) -> Generator[Any, None, AsyncSqlRows]:
+        return self._begun().__await__()
+
+    async def _begun(self) -> AsyncSqlRows:
+        if self._opened is None:
+            self._opened = await self._calls.call(self._open)
+        return self
+
+    def _open(self) -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:
+        """Bind and start the statement, in a thread. Raises ``RequestError`` for wrong SQL."""
+        from spark_bridge.queryable.sql.sql import import_duckdb
+
+        duckdb = import_duckdb()
+        try:
+            relation = self._begin()
+        except duckdb.Error as error:
+            raise RequestError(str(error)) from error
+        self._relation = relation
+        if self._is_closed:
+            raise RequestError("The statement was ended before it began.")
+        return relation.record_batches(SQL_BATCH_ROWS)
+
+    def _required(self) -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:
+        if self._opened is None:
+            raise RuntimeError("The statement has not begun; await it, or take its first batch.")
+        return self._opened
+
+    @property
+    def schema(self) -> pa.Schema:
+        """The columns, once the statement has begun."""
+        return self._required()[0]
+
+    @property
+    def versions(self) -> dict[str, int]:
+        """The version read, by query id, once the statement has begun."""
+        self._required()
+        assert self._relation is not None
+        return self._relation.versions
+
+    async def __anext__(self) -> pa.RecordBatch:
+        await self._begun()
+        batches = self._required()[1]
+        batch: pa.RecordBatch | None = await self._calls.call(lambda: next(batches, None))
+        if batch is None:
+            raise StopAsyncIteration
+        return batch
+
+    async def aclose(self) -> None:
+        """End the statement, so that DuckDB and the hosts stop."""
+        self._is_closed = True
+        while not await self._calls.settled(INTERRUPT_SECONDS):
+            if self._relation is not None:
+                self._relation.interrupt()
+        opened, self._opened, self._relation = self._opened, None, None
+        if opened is not None:
+            with contextlib.suppress(RequestError):  # the statement ends, whatever its end is
+                await asyncio.to_thread(_closed, opened[1])
+
+
+def _closed(batches: Iterator[pa.RecordBatch]) -> None:
+    close = getattr(batches, "close", None)
+    if close is not None:
+        close()
+
+
+# Batching of concurrent lookups on an event loop: while one batch is out, further lookups gather for the next one.
+
+
+KEYS_PER_BATCH = 1000
+BATCH_PATIENCE_SECONDS = 0.02
+"""A batch that takes longer than this is not waited for by the next one; it may be one host that is slow, or away."""
+BATCHES_AT_ONCE = 8
+GRACE_SECONDS = 0.05
+"""A caller is told so much after its timeout, without the others of its batch, so that the batch can first say what
+failed last.
+"""
+MUCH_LATER_SECONDS = 1.0
+LookupGroup = tuple[str, str | None, str | None, str]
+"""Operator, query, state and isolation: lookups that have these in common go in one batch."""
+PendingLookup = tuple[Any, asyncio.Future[Any], float]
+"""A key, the future of its answer, and the end of its timeout, a time of the loop."""
+
+
+class LookupBatcher:
+    """The lookups of one group that wait, and those that are under way. All but ``_look_up`` runs on the event loop.
+
+    While a batch is under way further lookups gather, and go together when the batch is back. So batches are as large
+    as the load makes them, and a single lookup does not wait. A batch is repeated until the longest timeout in it;
+    lookups with shorter timeouts end earlier. ``idle`` is called when no lookup is left.
+    """
+
+    def __init__(
+        self,
+        client: QueryableStateClient,
+        pool: ThreadPoolExecutor,
+        group: LookupGroup,
+        idle: Callable[[LookupBatcher], None],
+    ) -> None:
+        self._client = client
+        self._pool = pool
+        self.group = group
+        self._idle = idle
+        self._loop = asyncio.get_running_loop()
+        self._waiting: list[PendingLookup] = []
+        self._under_way = 0
+        self._timer: asyncio.TimerHandle | None = None
+
+    def add(self, key: Any, timeout: float | None) -> asyncio.Future[Any]:
+        """Return the future of a key's answer. ``timeout`` None means the client's."""
+        future = self._loop.create_future()
+        until = self._loop.time() + (self._client.timeout if timeout is None else timeout)
+        self._waiting.append((key, future, until))
+        if timeout is not None:
+            self._end_at(key, future, until)
+        if not self._under_way:
+            # Lookups that are started in this round of the loop go together.
+            self._under_way = 1
+            self._loop.call_soon(self._send)
+        elif self._timer is None:
+            self._timer = self._loop.call_later(BATCH_PATIENCE_SECONDS, self._send_more)
+        return future
+
+    def _end_at(self, key: Any, future: asyncio.Future[Any], until: float) -> None:
+        """Let this lookup wait no longer than ``until``, whatever the others of its batch do."""
+
+        def end() -> None:
+            if not future.done():
+                of = f"get({self.group[0]!r}, {key!r})"
+                future.set_exception(QueryTimeoutError(f"{of} was not answered within its timeout."))
+
+        timer = self._loop.call_at(until + GRACE_SECONDS, end)
+        future.add_done_callback(lambda _: timer.cancel())
+
+    def _send_more(self) -> None:
+        """Send a further batch, because the batch before takes long."""
+        self._timer = None
+        if self._waiting and self._under_way < BATCHES_AT_ONCE:
+            self._under_way += 1
+            self._send()
+        if self._waiting:
+            self._timer = self._loop.call_later(BATCH_PATIENCE_SECONDS, self._send_more)
+
+    def _send(self) -> None:
+        # Without lookups that no caller waits for any more.
+        batch = [entry for entry in self._waiting[:KEYS_PER_BATCH] if not entry[1].done()]
+        del self._waiting[:KEYS_PER_BATCH]
+        if not batch:
+            self._next()
+            return
+        last = max(until for _, _, until in batch)
+        for key, future, until in batch:
+            if until + MUCH_LATER_SECONDS < last:
+                self._end_at(key, future, until)
+        try:
+            self._pool.submit(self._look_up, batch, last)
+        except RuntimeError:
+            self._answer(batch, [QueryableStateError("The client has been closed; connect again.")] * len(batch))
+
+    def _next(self) -> None:
+        self._under_way -= 1
+        if self._waiting:
+            self._under_way += 1
+            self._send()
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if not self._under_way:
+            self._idle(self)
+
+    def _look_up(self, batch: list[PendingLookup], until: float) -> None:
+        operator, query, state, isolation = self.group
+        try:
+            keys = [key for key, _, _ in batch]
+            timeout = max(0.0, until - self._loop.time())
+            answers = self._client.get_each(operator, keys, query, state, isolation=isolation, timeout=timeout)
+        except Exception as error:  # noqa: BLE001 - the callers are told
+            answers = [error] * len(batch)
+        with contextlib.suppress(RuntimeError):  # the loop was closed, and no caller waits any more
+            self._loop.call_soon_threadsafe(self._answer, batch, answers)
+
+    def _answer(self, batch: list[PendingLookup], answers: list[Any]) -> None:
+        for (_, future, _), answer in zip(batch, answers, strict=True):
+            if future.done():
+                continue
+            if isinstance(answer, Exception):
+                future.set_exception(answer)
+            else:
+                future.set_result(answer)
+        # After the callers that have just been answered: their next lookups go with the next batch.
+        self._loop.call_soon(self._next)
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+CLIENT_THREADS = 16
+
+
+def _takes(
+    call: Callable[Concatenate[QueryableStateClient, P], object],
+) -> Callable[[Callable[..., T]], Callable[Concatenate[AsyncQueryableStateClient, P], T]]:
+    """Give a method the arguments of a method of the other client, for type checkers, completion and ``help``.
+
+    The arguments are declared there alone.
+    """
+
+    def given(method: Callable[..., T]) -> Callable[Concatenate[AsyncQueryableStateClient, P], T]:
+        returned = inspect.signature(method).return_annotation
+        method.__signature__ = inspect.signature(call).replace(return_annotation=returned)  # type: ignore[attr-defined]
+        return method
+
+    return given
+
+
+class AsyncQueryableStateClient:
+    """``QueryableStateClient`` with coroutines: the same verbs, arguments, answers and errors.
+
+    Only ``sql`` differs: it returns a table, and has no ``connection=``.
+
+        async with await AsyncQueryableStateClient.connect() as client:
+            user = await client.get("user_totals", 42)
+            users = await asyncio.gather(*(client.get("user_totals", k) for k in keys))   # asked for together
+            async for batch in client.scan("user_totals"):
+                ...
+            async for change in client.watch("user_totals"):
+                ...
+
+    Lookups by ``get`` that are under way at the same time are gathered into batches, if they have operator, query,
+    state and isolation in common: while one batch is out, further lookups gather for the next. Cancelling one lookup
+    leaves the others as they are. For one event loop at a time; long calls run in threads of the client's own.
+    """
+
+    @property
+    def lag_seconds(self) -> float:
+        """See ``QueryableStateClient.lag_seconds``."""
+        return self._client.lag_seconds
+
+    def __init__(self, client: QueryableStateClient) -> None:
+        self._client = client
+        self._pool = ThreadPoolExecutor(CLIENT_THREADS, thread_name_prefix="statestore-client")
+        self._lookups: dict[LookupGroup, LookupBatcher] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    @classmethod
+    async def connect(
+        cls,
+        namespace: str = NAMESPACE,
+        coordinator_name: str = COORDINATOR_NAME,
+        address: str | Sequence[str] | None = None,
+        token: str | None = None,
+        tls: TlsConf | ssl.SSLContext | None = None,
+        timeout: float = 30.0,
+        direct: bool | None = None,
+    ) -> AsyncQueryableStateClient:
+        """See ``QueryableStateClient.connect``."""
+        connected = await asyncio.to_thread(
+            QueryableStateClient.connect, namespace, coordinator_name, address, token, tls, timeout, direct
+        )
+        return cls(connected)
+
+    async def get(
+        self,
+        operator: str,
+        key: Any,
+        query: str | None = None,
+        state: str | None = None,
+        *,
+        window: Any = None,
+        isolation: str = "completed",
+        version: int | None = None,
+        timeout: float | None = None,
+    ) -> Any:
+        """See ``QueryableStateClient.get``."""
+        if window is not None or version is not None:
+            return await self._run(
+                self._client.get,
+                operator,
+                key,
+                query,
+                state,
+                window=window,
+                isolation=isolation,
+                version=version,
+                timeout=timeout,
+            )
+        group = (operator, query, state, isolation)
+        lookups = self._lookups.get(group)
+        if lookups is None or asyncio.get_running_loop() is not self._loop:
+            lookups = self._new_lookups(group)
+        return await lookups.add(key, timeout)
+
+    def _new_lookups(self, group: LookupGroup) -> LookupBatcher:
+        loop = asyncio.get_running_loop()
+        if loop is not self._loop:
+            self._lookups, self._loop = {}, loop
+        return self._lookups.setdefault(group, LookupBatcher(self._client, self._pool, group, self._idle))
+
+    def _idle(self, lookups: LookupBatcher) -> None:
+        if self._lookups.get(lookups.group) is lookups:
+            del self._lookups[lookups.group]
+
+    @_takes(QueryableStateClient.get_many)
+    async def get_many(self, *args: Any, **given: Any) -> Any:
+        """See ``QueryableStateClient.get_many``."""
+        return await self._run(self._client.get_many, *args, **given)
+
+    @_takes(QueryableStateClient.scan)
+    def scan(self, *args: Any, **given: Any) -> AsyncStateScan:
+        """See ``QueryableStateClient.scan``. An awaited scan has begun, and has a schema and a version."""
+        return AsyncStateScan(partial(self._client.scan, *args, **given))
+
+    @_takes(QueryableStateClient.key_rows)
+    def key_rows(self, *args: Any, **given: Any) -> AsyncStateScan:
+        """See ``QueryableStateClient.key_rows``, and ``scan``."""
+        return AsyncStateScan(partial(self._client.key_rows, *args, **given))
+
+    @_takes(QueryableStateClient.count)
+    async def count(self, *args: Any, **given: Any) -> int:
+        """See ``QueryableStateClient.count``."""
+        return await self._run(self._client.count, *args, **given)
+
+    @_takes(QueryableStateClient.watch)
+    def watch(self, *args: Any, **given: Any) -> AsyncStateWatch:
+        """See ``QueryableStateClient.watch``. Returns an asynchronous iterator of ``StateChange``s."""
+        return AsyncStateWatch(self._client.watch(*args, **given))
+
+    @_takes(QueryableStateClient.operators)
+    async def operators(self, *args: Any, **given: Any) -> list[dict[str, Any]]:
+        """See ``QueryableStateClient.operators``."""
+        return await self._run(self._client.operators, *args, **given)
+
+    @_takes(QueryableStateClient.describe)
+    async def describe(self, *args: Any, **given: Any) -> dict[str, Any]:
+        """See ``QueryableStateClient.describe``."""
+        return await self._run(self._client.describe, *args, **given)
+
+    async def sql(
+        self,
+        query: str,
+        *,
+        query_params: Any = None,
+        version: int | None = None,
+        timeout: float | None = None,
+        limits: SqlLimits | None = None,
+    ) -> pa.Table:
+        """Return the rows of ``QueryableStateClient.sql`` as an Arrow table."""
+        given = {"query_params": query_params, "version": version, "timeout": timeout, "limits": limits}
+        return await self._run(lambda: self._client.sql(query, **given).arrow())
+
+    def sql_rows(
+        self,
+        query: str,
+        *,
+        query_params: Any = None,
+        version: int | None = None,
+        timeout: float | None = None,
+        limits: SqlLimits | None = None,
+        in_own_process: bool = False,
+    ) -> AsyncSqlRows:
+        """Return the rows of ``QueryableStateClient.sql`` as they come. An awaited statement has begun.
+
+        ``in_own_process`` runs the statement in a child process whose memory the operating system limits, so that
+        statements of other people cannot take the memory of this process. Their parameters are JSON values.
+        """
+        given = {"query_params": query_params, "version": version, "timeout": timeout, "limits": limits}
+        if not in_own_process:
+            return AsyncSqlRows(lambda: self._client.sql(query, **given))
+        from spark_bridge.queryable.sql.statement_process import ProcessStatement
+
+        return AsyncSqlRows(lambda: ProcessStatement(self._client, query, **given))
+
+    async def _run(self, call: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._pool, partial(call, *args, **kwargs))
+
+    async def close(self) -> None:
+        """Close all connections; calls under way fail."""
+        self._client.close()
+        self._pool.shutdown(wait=False)
+
+    async def __aenter__(self) -> AsyncQueryableStateClient:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()

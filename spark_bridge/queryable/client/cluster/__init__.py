@@ -1,1 +1,0 @@
-"""A client's way to the cluster: discovery, known operators, repeated attempts."""

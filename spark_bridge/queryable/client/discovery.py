@@ -1,0 +1,373 @@
+"""Discovery: how a client finds coordinator and hosts, in the Ray cluster or through a proxy at a known address."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+from backends.decoders import json_decoder
+from backends.encoding.operator_schema import OperatorSchema
+from coordinator_actor.coordinator_port import CoordinatorPort
+from coordinator_actor.messages import OperatorLocation
+from spark_bridge.exceptions import (
+    ConnectionClosedError,
+    EnvironmentProblemError,
+    HostUnavailableError,
+    QueryableStateError,
+    RequestError,
+)
+from spark_bridge.queryable.client.state_views import StateView, state_view
+from spark_bridge.queryable.connections import KvConnections, KvStream
+from spark_bridge.queryable.protocol import DescribeReply, LocateOperatorRequest, LocateReply, Request
+from spark_bridge.queryable.routing.scatter_gather import Attempts, retrying, should_locate
+
+ADDRESS_VARIABLE = "STATESTORE_ADDRESS"
+TOKEN_VARIABLE = "STATESTORE_TOKEN"
+SCHEME = "statestore://"
+DISCOVERY_SECONDS = 5.0
+"""The coordinator may take this many seconds for one answer; a caller with more time asks again."""
+
+
+class Discovery(Protocol):
+    """Finds operators and hosts. Every method raises errors that ``retries`` knows; times are of ``time.monotonic``."""
+
+    def locate(self, operator: str, query: str | None, deadline: float) -> OperatorLocation:
+        """Return where an operator's partitions are."""
+
+    def proxy(self) -> str:
+        """Return the address of a host that answers for all hosts; after ``failed`` it may be another host."""
+
+    def failed(self) -> None:
+        """Say that the proxy did not answer."""
+
+
+class ProxyDiscovery:
+    """Finds operators through one of several proxies, which is used until it fails.
+
+    The next proxies are the given ones, then the hosts that proxies have named. So a client outlives the host whose
+    address it was given: a restarted host has another port.
+    """
+
+    def __init__(self, addresses: Sequence[str], connections: KvConnections) -> None:
+        self._given = list(addresses)
+        self._named: list[str] = []
+        self._current = self._given[0]
+        self._connections = connections
+
+    def proxy(self) -> str:
+        """See ``Discovery``."""
+        return self._current
+
+    def failed(self) -> None:
+        """See ``Discovery``."""
+        known = list(dict.fromkeys([*self._given, *self._named]))
+        at = known.index(self._current) if self._current in known else -1
+        self._current = known[(at + 1) % len(known)]
+
+    def locate(self, operator: str, query: str | None, deadline: float) -> OperatorLocation:
+        """See ``Discovery``."""
+        proxy = self._current
+        reply, body = self._connections.request(proxy, LocateOperatorRequest(operator, query), deadline=deadline)
+        if not isinstance(reply, LocateReply):
+            raise QueryableStateError(f"{proxy} answered a question for a location by {type(reply).__name__}.")
+        location = json_decoder(OperatorLocation).decode(body)
+        self._named = addresses_in(location)
+        return location
+
+
+def addresses_in(location: OperatorLocation) -> list[str]:
+    """Return the query addresses of the owners of an operator's partitions, each once."""
+    return list(dict.fromkeys(owner.query_address for owner in location.owners if owner.query_address))
+
+
+class CoordinatorDiscovery:
+    """Finds operators through the coordinator, and hosts among the owners that it has named.
+
+    ``coordinator`` takes ``DISCOVERY_SECONDS`` at most; ``within(seconds)`` returns one that takes fewer seconds.
+    """
+
+    def __init__(self, coordinator: CoordinatorPort, within: Callable[[float], CoordinatorPort] | None = None) -> None:
+        self._coordinator = coordinator
+        self._within = within
+        self._addresses: list[str] = []
+
+    def locate(self, operator: str, query: str | None, deadline: float) -> OperatorLocation:
+        """See ``Discovery``."""
+        left = deadline - time.monotonic()
+        coordinator = self._coordinator
+        if self._within is not None and left < DISCOVERY_SECONDS:
+            if left <= 0:
+                raise HostUnavailableError("There was no time left to ask the coordinator.")
+            coordinator = self._within(left)
+        location = coordinator.locate(operator, query)
+        self._addresses = addresses_in(location) or self._addresses
+        return location
+
+    def proxy(self) -> str:
+        """See ``Discovery``.
+
+        Raises ``QueryableStateError`` if no query runs, because then there are no hosts to ask.
+        """
+        if not self._addresses:
+            running = self._coordinator.operators()
+            if not running:
+                raise NoRunningQueryError("No query with state is running.")
+            self.locate(running[0].operator.name, running[0].run_id, math.inf)
+        addresses = self._addresses
+        if not addresses:
+            raise QueryableStateError("The hosts of the running queries have no addresses for query clients.")
+        return addresses[0]
+
+    def failed(self) -> None:
+        """See ``Discovery``."""
+        self._addresses = self._addresses[1:]
+
+
+class NoRunningQueryError(QueryableStateError):
+    """No query is running, so there are no hosts to ask."""
+
+
+def addresses_of(address: str | Sequence[str]) -> list[str]:
+    """Return the ``ip:port`` of one or several addresses, which may begin with ``statestore://``.
+
+    Raises ``RequestError``.
+    """
+    given = address.split(",") if isinstance(address, str) else list(address)
+    addresses = [a.strip().removeprefix(SCHEME).rstrip("/") for a in given]
+    for plain in addresses:
+        host, _, port = plain.rpartition(":")
+        if not host or "/" in host or not port.isdigit() or not 0 < int(port) < 1 << 16:
+            raise RequestError(
+                f"address={plain!r} is not of the form ip:port or {SCHEME}ip:port: it is the query address of a "
+                "host, which "
+                "`statestore status` shows."
+            )
+    if not addresses:
+        raise RequestError("address= is empty; give the query address of at least one host.")
+    return addresses
+
+
+def from_environment(
+    address: str | Sequence[str] | None, token: str | None
+) -> tuple[str | Sequence[str] | None, str | None]:
+    """Return address and token; one that is not given comes from the environment, or is None."""
+    return address or os.environ.get(ADDRESS_VARIABLE) or None, token or os.environ.get(TOKEN_VARIABLE) or None
+
+
+def coordinator_in_cluster(namespace: str, coordinator_name: str, timeout: float) -> tuple[CoordinatorDiscovery, str]:
+    """Return the coordinator of the Ray cluster, which this process joins if it has not joined yet, and a token.
+
+    Raises ``EnvironmentProblemError`` without Ray or a cluster, ``HostUnavailableError`` without a coordinator.
+    """
+    try:
+        import ray
+    except ImportError as error:
+        raise EnvironmentProblemError(
+            "Without an address the coordinator is found by Ray, which is not installed here. Give address= and "
+            "token=, or set "
+            f"{ADDRESS_VARIABLE} and {TOKEN_VARIABLE}."
+        ) from error
+    from coordinator_actor.reference import RayCoordinatorPort
+
+    if not ray.is_initialized():
+        try:
+            ray.init(address="auto", namespace=namespace, log_to_driver=False, logging_level="WARNING")
+        except (ConnectionError, ValueError) as error:
+            raise EnvironmentProblemError(
+                "No Ray cluster answers at the address that this machine has on record; set RAY_ADDRESS, or give "
+                "address= and "
+                f"token=. Ray says: {error}"
+            ) from error
+    token = RayCoordinatorPort(namespace, coordinator_name, timeout).token()
+    port = RayCoordinatorPort(namespace, coordinator_name, min(timeout, DISCOVERY_SECONDS))
+    return CoordinatorDiscovery(port, lambda seconds: RayCoordinatorPort(namespace, coordinator_name, seconds)), token
+
+
+# The operators that a client knows: used until their location proves wrong, and refreshed in the background.
+
+
+log = logging.getLogger(__name__)
+
+REFRESH_SECONDS = 3.0
+"""A location in use is looked up again at this age."""
+OperatorRef = tuple[str, str | None]
+"""Operator and query, as a caller names them."""
+
+
+@dataclass
+class KnownOperator:
+    """The location of an operator, and its state variables.
+
+    ``window_us`` is the length of its windows in us by state variable, once known.
+    """
+
+    location: OperatorLocation
+    schema: OperatorSchema
+    located_at: float
+    views: dict[str | None, StateView] = field(default_factory=dict)
+    window_us: dict[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, location: OperatorLocation, located_at: float, earlier: KnownOperator | None) -> KnownOperator:
+        """Return the operator that a location describes.
+
+        Views are kept from ``earlier`` if the operator is still the same.
+        """
+        if earlier is not None and _is_same(location, earlier.location):
+            # Another run may have windows of another length.
+            window_us = earlier.window_us if location.run_id == earlier.location.run_id else {}
+            return cls(location, earlier.schema, located_at, earlier.views, window_us)
+        return cls(location, OperatorSchema.from_json(location.operator.schema), located_at)
+
+    def view(self, state: str | None) -> StateView:
+        """Return a state variable. Raises ``UnknownKvStateIdError``."""
+        found = self.views.get(state)
+        if found is None:
+            found = state_view(self.location.operator.name, self.schema, self.location.key_groups, state)
+            self.views[state] = found
+        return found
+
+
+def _is_same(one: OperatorLocation, other: OperatorLocation) -> bool:
+    return (one.operator.schema, one.operator.name, one.key_groups) == (
+        other.operator.schema,
+        other.operator.name,
+        other.key_groups,
+    )
+
+
+class KnownOperators:
+    """Known operators by name and query, for any number of threads.
+
+    It holds no lock, and no thread between refreshes, so a process may fork.
+    """
+
+    def __init__(
+        self, locate: Callable[[str, str | None, float], OperatorLocation], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._locate = locate
+        self._clock = clock
+        self._known: dict[OperatorRef, KnownOperator] = {}
+        self._last: dict[OperatorRef, KnownOperator] = {}
+
+    def had_answer(self, ref: OperatorRef) -> bool:
+        """Return whether the operator has been located before."""
+        return ref in self._last
+
+    def get(self, ref: OperatorRef, deadline: float) -> KnownOperator:
+        """Return the known operator of that name; look it up if none is known."""
+        known = self._known.get(ref)
+        if known is None:
+            return self._look_up(ref, deadline)
+        if self._clock() - known.located_at > REFRESH_SECONDS:
+            self._refresh(ref, known)
+        return known
+
+    def forget(self, ref: OperatorRef) -> None:
+        """Forget a location that has proved wrong."""
+        self._known.pop(ref, None)
+
+    def _look_up(self, ref: OperatorRef, deadline: float) -> KnownOperator:
+        location = self._locate(*ref, deadline)
+        known = KnownOperator.of(location, self._clock(), self._last.get(ref))
+        self._known[ref] = self._last[ref] = known
+        return known
+
+    def _refresh(self, ref: OperatorRef, known: KnownOperator) -> None:
+        # Set before the look-up, so that other threads use the location meanwhile. Two threads at once look it up
+        # twice.
+        known.located_at = self._clock()
+
+        def refresh() -> None:
+            try:
+                self._look_up(ref, self._clock() + REFRESH_SECONDS)
+            except Exception as error:  # noqa: BLE001 - a request with a wrong location finds that out by itself
+                log.debug("The location of %s could not be refreshed: %s", ref, error)
+
+        threading.Thread(target=refresh, name="statestore-locate", daemon=True).start()
+
+
+# Access of a client to the hosts: known operators, requests that any host can answer, and repeated attempts.
+
+
+T = TypeVar("T")
+
+
+class ClusterAccess:
+    """The way of ``QueryableStateClient`` and ``StateWatch`` to hosts. For any number of threads.
+
+    ``timeout``: the seconds of a call that names none. ``on_moved`` is called when the location of an operator has
+    perhaps proved wrong. A ``deadline`` is a time of ``time.monotonic``.
+    """
+
+    def __init__(
+        self, discovery: Discovery, connections: KvConnections, timeout: float, on_moved: Callable[[], None]
+    ) -> None:
+        self.timeout = timeout
+        self._discovery = discovery
+        self._connections = connections
+        self._on_moved = on_moved
+        self._operators = KnownOperators(discovery.locate)
+
+    def answer(
+        self,
+        what: str,
+        ref: OperatorRef,
+        timeout: float | None,
+        ask: Callable[[KnownOperator, float], T],
+        begun: float | None = None,
+        failure: Exception | None = None,
+    ) -> T:
+        """Return the result of ``ask(known operator, deadline)``; repeat the call where that may help.
+
+        ``what`` begins the message of a ``QueryTimeoutError``. ``begun`` is when a first attempt began, which has
+        failed with ``failure``.
+        """
+        begun = time.monotonic() if begun is None else begun
+        deadline = begun + (self.timeout if timeout is None else timeout)
+        attempts = Attempts(what, deadline, had_answer=self._operators.had_answer(ref), begun=begun)
+        return retrying(
+            lambda: ask(self._operators.get(ref, deadline), deadline),
+            attempts,
+            relocate=lambda error: self.moved(ref, error),
+            failure=failure,
+        )
+
+    def answer_of_any_host(self, what: str, request: Request, timeout: float | None) -> Any:
+        """Return the answer of any one host; repeat the request where that may help."""
+        deadline = time.monotonic() + (self.timeout if timeout is None else timeout)
+        return retrying(
+            lambda: self.ask_host(request, deadline),
+            Attempts(what, deadline),
+            relocate=lambda error: self._discovery.failed(),
+        )
+
+    def known(self, ref: OperatorRef, deadline: float) -> KnownOperator:
+        """Return the known operator of that name; look it up if none is known."""
+        return self._operators.get(ref, deadline)
+
+    def moved(self, ref: OperatorRef, error: Exception) -> None:
+        """Forget the location of an operator if ``error`` says that it may be wrong.
+
+        Leave a proxy that does not answer.
+        """
+        if should_locate(error):
+            self._operators.forget(ref)
+            self._on_moved()
+        if isinstance(error, ConnectionClosedError | HostUnavailableError | OSError):
+            self._discovery.failed()
+
+    def ask_host(self, request: Request, deadline: float) -> Any:
+        """Return the answer of any one host to a request that every host can answer; an answer in JSON is decoded."""
+        reply, body = self._connections.request(self._discovery.proxy(), request, deadline=deadline)
+        return json_decoder(Any).decode(body) if isinstance(reply, DescribeReply) else reply
+
+    def stream(self, request: Request, body: bytes, deadline: float) -> KvStream:
+        """Return the rows of any one host. A caller that stops early must close the stream."""
+        return self._connections.stream(self._discovery.proxy(), request, body, deadline)

@@ -1,1 +1,0 @@
-"""The client for programs on an event loop."""

@@ -1,0 +1,245 @@
+"""Answers in the form that a caller asks for: Python values, Arrow, pandas, Polars."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from operator import itemgetter
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+import pyarrow as pa
+
+from backends.encoding.given_values import python_rows, python_values
+from spark_bridge.aggregates.computation import outputs_of, split_function
+from spark_bridge.exceptions import RequestError, RequestLimitError
+
+ResultForm = Literal["arrow", "pandas", "polars", "pylist"]
+FORMS = ("arrow", "pandas", "polars", "pylist")
+
+
+def check_form(as_: str) -> None:
+    """Raise ``RequestError`` for an unknown form."""
+    if as_ not in FORMS:
+        raise RequestError(f"as_={as_!r} is no form of a table; there are {', '.join(map(repr, FORMS))}.")
+
+
+def formed(table: pa.Table, as_: str) -> Any:
+    """Return a table in the form asked for.
+
+    Raises ``RequestError`` for an unknown form, or if Polars is not installed.
+    """
+    check_form(as_)
+    if as_ == "pandas":
+        return to_pandas(table)
+    if as_ == "polars":
+        return to_polars(table)
+    return python_rows(table) if as_ == "pylist" else table
+
+
+def to_pandas(table: pa.Table) -> Any:
+    """Return a pandas frame; columns with times that Python's datetime cannot hold have ``python_values``."""
+    try:
+        return table.to_pandas()
+    except (pa.ArrowException, OverflowError, ValueError):
+        import pandas
+
+        return pandas.DataFrame({i: _series(column) for i, column in enumerate(table.columns)}).set_axis(
+            table.column_names, axis=1
+        )
+
+
+def _series(column: pa.ChunkedArray) -> Any:
+    import pandas
+
+    try:
+        return column.to_pandas()
+    except (pa.ArrowException, OverflowError, ValueError):
+        return pandas.Series(python_values(column), dtype=object)
+
+
+def to_polars(table: pa.Table) -> Any:
+    """Return a Polars frame. Raises ``RequestError`` if Polars is not installed."""
+    try:
+        import polars
+    except ImportError as error:
+        raise RequestError("A Polars frame needs Polars: install ray-statestore[polars].") from error
+    return polars.from_arrow(table)
+
+
+@dataclass(frozen=True)
+class KeyedResults:
+    """Rows of several keys: the position of each row's key, the columns that tell a key's rows apart, and the
+    values.
+    """
+
+    position: pa.Array
+    inner: Mapping[str, pa.Array]
+    value: Mapping[str, pa.Array]
+
+    def ordered(self, *, by_window: bool) -> KeyedResults:
+        """Return the rows ordered by key; within a key by the start of the window in ``inner``, or as they are."""
+        keys = {"position": self.position}
+        if by_window:
+            (window,) = self.inner.values()
+            keys["start"] = window.field(0)
+        # Stable, so that elements of a list stay in their order.
+        order = pa.array(np.lexsort([np.asarray(c.cast(pa.int64()).fill_null(-1)) for c in reversed(keys.values())]))
+        inner = {name: column.take(order) for name, column in self.inner.items()}
+        value = {name: column.take(order) for name, column in self.value.items()}
+        return KeyedResults(self.position.take(order), inner, value)
+
+    def of_each(self, n: int) -> Iterator[KeyedResults]:
+        """Yield the rows of each of ``n`` keys."""
+        rows = self.ordered(by_window=False)
+        bounds = np.searchsorted(np.asarray(rows.position), np.arange(n + 1)).tolist()
+        for begin, end in itertools.pairwise(bounds):
+            inner = {name: column.slice(begin, end - begin) for name, column in rows.inner.items()}
+            value = {name: column.slice(begin, end - begin) for name, column in rows.value.items()}
+            yield KeyedResults(rows.position.slice(begin, end - begin), inner, value)
+
+    def lists(self, n: int) -> pa.Array:
+        """Return the rows of each of ``n`` keys as a list: of structs, or of values if there is one column.
+
+        A key without rows is null.
+        """
+        return pa.ListArray.from_arrays(self._offsets(n), _elements({**self.inner, **self.value}))
+
+    def maps(self, n: int) -> pa.Array:
+        """Return the rows of each of ``n`` keys as a map of ``inner`` to ``value``; null without rows."""
+        return pa.MapArray.from_arrays(self._offsets(n), _elements(self.inner), _elements(self.value))
+
+    def _offsets(self, n: int) -> pa.Array:
+        """Return where the rows of each key begin."""
+        counts = np.bincount(np.asarray(self.position), minlength=n)
+        offsets = np.zeros(n + 1, np.int32)
+        np.cumsum(counts, out=offsets[1:])
+        return pa.array(offsets, mask=np.append(counts == 0, False))
+
+
+def _elements(columns: Mapping[str, pa.Array]) -> pa.Array:
+    if len(columns) == 1:
+        return next(iter(columns.values()))
+    return pa.StructArray.from_arrays(list(columns.values()), names=list(columns))
+
+
+def plain_values(columns: Mapping[str, pa.Array], *, hashable: bool = False) -> list[Any]:
+    """Return rows as Python values.
+
+    Rows of one column are its values; rows of several columns are dicts, or tuples if they must be ``hashable``.
+    """
+    values: list[list[Any]] = [python_values(column) for column in columns.values()]
+    if hashable:
+        rows = [tuple(map(_hashable, row)) for row in zip(*values, strict=True)]
+        return [row[0] for row in rows] if len(values) == 1 else rows
+    if len(values) == 1:
+        return values[0]
+    return [dict(zip(columns, row, strict=True)) for row in zip(*values, strict=True)]
+
+
+def _hashable(value: Any) -> Any:
+    if isinstance(value, dict):
+        return tuple(map(_hashable, value.values()))
+    return tuple(map(_hashable, value)) if isinstance(value, list) else value
+
+
+def whole(column: pa.ChunkedArray | pa.Array) -> pa.Array:
+    """Return a table's column as one array.
+
+    Raises ``RequestLimitError`` if it has more bytes than an Arrow array can.
+    """
+    if isinstance(column, pa.Array):
+        return column
+    if column.num_chunks == 1:
+        return column.chunk(0)
+    try:
+        return pa.concat_arrays(column.chunks or [pa.array([], column.type)])
+    except pa.ArrowInvalid as error:
+        raise RequestLimitError(
+            f"The rows of these keys do not fit into one Arrow array ({error}): ask for fewer keys."
+        ) from error
+
+
+# The results of one aggregate's state for single lookups: what ``results`` of the aggregates does for columns.
+
+
+Row: TypeAlias = Mapping[str, Any]
+Result: TypeAlias = Callable[[Row], Any]
+
+AS_STORED = ("count", "count_if", "sum", "min", "max", "first", "last")
+"""The functions whose result is the first column of their state."""
+MOMENT_FUNCTIONS = ("var_pop", "var_samp", "stddev_pop", "stddev_samp")
+EXACT_IN_DOUBLE = 1 << 53
+
+
+class _Unsure(Exception):
+    """The result is left to the column-wise code (``results``)."""
+
+
+class SingleResults:
+    """Turns single states of one schema into results, exactly as the column-wise code does."""
+
+    def __init__(self, outputs: Mapping[str, Result]) -> None:
+        self._outputs = list(outputs.items())
+
+    @classmethod
+    def of(cls, state: pa.Schema) -> SingleResults | None:
+        """Return the results for state columns.
+
+        None for functions other than counts, sums, means, extremes, first, last, moments.
+        """
+        outputs: dict[str, Result] = {}
+        for name, function, parts in outputs_of(state):
+            result = _result_of(function, [part.name for part in parts])
+            if result is None:
+                return None
+            outputs[name] = result
+        return cls(outputs)
+
+    def of_row(self, row: Row) -> dict[str, Any] | None:
+        """Return the output columns of a row of state columns; None leaves the row to the columns."""
+        try:
+            return {name: result(row) for name, result in self._outputs}
+        except _Unsure:
+            return None
+
+
+def _result_of(function: str, columns: list[str]) -> Result | None:
+    name, arguments = split_function(function)
+    if name in AS_STORED:
+        return itemgetter(columns[0])
+    if name == "mean" and not arguments:
+        return _mean(*columns)
+    if name in MOMENT_FUNCTIONS:
+        return _moment(name, *columns)
+    return None
+
+
+def _mean(total_column: str, count_column: str) -> Result:
+    def mean(row: Row) -> float | None:
+        total, count = row[total_column], row[count_column]
+        if count is not None and abs(count) > EXACT_IN_DOUBLE:
+            raise _Unsure
+        return None if total is None or not count else float(total / count)
+
+    return mean
+
+
+def _moment(function: str, count_column: str, _: str, squares_column: str) -> Result:
+    fewer = 1 if function.endswith("samp") else 0
+    is_root = function.startswith("stddev")
+
+    def moment(row: Row) -> float | None:
+        count, squares = row[count_column] or 0, row[squares_column]
+        if squares is None:
+            squares = 0.0
+        if abs(count) > EXACT_IN_DOUBLE or squares < 0:
+            raise _Unsure
+        divisor = count - fewer
+        if divisor <= 0:
+            return None
+        return math.sqrt(squares / divisor) if is_root else float(squares / divisor)
+
+    return moment

@@ -1,0 +1,285 @@
+"""``StateScan``: the rows of a scan, as they come to a client."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from backends.encoding.given_values import python_rows
+from backends.encoding.keys import encode_keys
+from backends.encoding.operator_schema import TIMERS
+from backends.encoding.values import encode_values
+from spark_bridge.exceptions import RequestError
+from spark_bridge.queryable.client.discovery import KnownOperator
+from spark_bridge.queryable.client.results import to_pandas, to_polars
+from spark_bridge.queryable.client.state_views import StateView
+from spark_bridge.queryable.protocol import At, ScanRequest, StateAnswer
+from spark_bridge.queryable.routing.router import StateRouter
+from spark_bridge.state_format.layouts import SESSIONS, with_distinct_names
+from spark_bridge.state_format.stored_rows import (
+    AFTER,
+    BEFORE,
+    CHANGE_TYPE,
+    DELETE,
+    INSERT,
+    UPDATE,
+    changed_rows,
+    key_groups_of,
+)
+
+
+class StateScan:
+    """The rows of a state variable at one version, batch by batch as they come from the hosts.
+
+    Iterate over it for ``pyarrow.RecordBatch``es, or take all rows that are left at once; once only. Memory stays flat
+    while batches are used one after the other. A caller that stops early should ``close`` the scan, or use it in a
+    ``with``, so that the hosts stop too.
+
+            with client.scan("user_totals", prefix=("de",), columns=["user", "n"]) as rows:
+                for batch in rows:
+                    ...
+            frame = client.scan("user_totals", where=[("n", ">", 10)]).to_polars()
+    """
+
+    def __init__(self, answer: StateAnswer, limit: int | None, columns: Sequence[int] | None = None) -> None:
+        self._answer = answer
+        self._columns = columns
+        self._rows = self._limited(limit)
+
+    @property
+    def version(self) -> int:
+        """The version of all rows."""
+        return self._answer.version
+
+    @property
+    def schema(self) -> pa.Schema:
+        """The columns of every batch."""
+        schema = self._answer.schema
+        return schema if self._columns is None else pa.schema([schema.field(i) for i in self._columns])
+
+    def _limited(self, limit: int | None) -> Generator[pa.RecordBatch, None, None]:
+        left = limit
+        try:
+            for rows in self._answer.batches if left != 0 else ():
+                batch = rows if self._columns is None else rows.select(list(self._columns))
+                if left is not None:
+                    batch = batch.slice(0, left)
+                    left -= batch.num_rows
+                if batch.num_rows:
+                    yield batch
+                if left == 0:
+                    return
+        finally:
+            self._answer.close()
+
+    def __iter__(self) -> Iterator[pa.RecordBatch]:
+        return self._rows
+
+    def __next__(self) -> pa.RecordBatch:
+        return next(self._rows)
+
+    def to_arrow(self) -> pa.Table:
+        """Return all rows that are left."""
+        return pa.Table.from_batches(list(self._rows), self.schema)
+
+    def to_reader(self) -> pa.RecordBatchReader:
+        """Return all rows that are left as an Arrow stream."""
+        return pa.RecordBatchReader.from_batches(self.schema, self._rows)
+
+    def to_pandas(self) -> Any:
+        """Return all rows that are left as a pandas frame."""
+        return to_pandas(self.to_arrow())
+
+    def to_polars(self) -> Any:
+        """Return all rows that are left as a Polars frame. Raises ``RequestError`` if Polars is not installed."""
+        return to_polars(self.to_arrow())
+
+    def to_pylist(self) -> list[dict[str, Any]]:
+        """Return all rows that are left as dicts."""
+        rows: list[dict[str, Any]] = python_rows(self.to_arrow())
+        return rows
+
+    def close(self) -> None:
+        """End the scan, so that the hosts stop. Nothing happens if it has ended."""
+        self._rows.close()
+        self._answer.close()
+
+    def __enter__(self) -> StateScan:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+# ``client.diff``: the keys whose values differ between two versions.
+#
+# Both versions are read in the order of the stored keys and merged, so that memory grows with a batch of rows,
+# however large the state is and however many versions lie between. Stored keys begin with their key group, and a
+# partition has a range of key groups: so the order is the same in any number of partitions.
+
+
+class VersionDiff:
+    """The differences, batch by batch. Iterate over it once; ``close`` ends it early.
+
+    There is a row per key that differs: ``change_type`` ("insert", "update" or "delete"), the columns of the key, and
+    the structs ``before`` and ``after`` of its values, null where there are none. A list or map is one value; windows,
+    sessions and timers are rows of their own. Rows that have expired are in neither version.
+    """
+
+    def __init__(self, view: StateView, before: StateAnswer, after: StateAnswer) -> None:
+        self.from_version, self.to_version = before.version, after.version
+        self._answers = (before, after)
+        keys = len(view.codec.by) + (len(view.row_fields[0]) if view.kind in (SESSIONS, TIMERS) else 0)
+        self._sides = tuple(_Side(view, answer, keys) for answer in self._answers)
+        values = pa.struct(list(after.schema)[keys:])
+        structs = [pa.field(BEFORE, values), pa.field(AFTER, values)] if len(after.schema) > keys else []
+        named = list(with_distinct_names([*list(after.schema)[:keys], *structs, pa.field(CHANGE_TYPE, pa.string())]))
+        self.schema = pa.schema([named[-1], *named[:-1]])
+        self._num_keys = keys
+        self._batches = self._merged()
+
+    @classmethod
+    def begin(
+        cls, router: StateRouter, known: KnownOperator, view: StateView, first: At, last: At, deadline: float
+    ) -> VersionDiff:
+        """Begin to read both versions. Raises the errors of ``StateRouter.scan``, ``RequestError``."""
+        newest = _opened(router, known, view, last, deadline)
+        if first.version > newest.version:
+            newest.close()
+            raise RequestError(
+                f"A diff from version {first.version} to version {newest.version}: give the earlier version first."
+            )
+        try:
+            return cls(view, _opened(router, known, view, first, deadline), newest)
+        except BaseException:
+            newest.close()
+            raise
+
+    def __iter__(self) -> Iterator[pa.RecordBatch]:
+        return self._batches
+
+    def to_arrow(self) -> pa.Table:
+        """Return all differences that are left."""
+        return pa.Table.from_batches(list(self._batches), self.schema)
+
+    def close(self) -> None:
+        """End the reading, so that the hosts stop. Nothing happens if it has ended."""
+        for answer in self._answers:
+            answer.close()
+
+    def __enter__(self) -> VersionDiff:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _merged(self) -> Iterator[pa.RecordBatch]:
+        before, after = self._sides
+        try:
+            while True:
+                lasts = [last for last in (before.last(), after.last()) if last is not None]
+                if not lasts:
+                    return
+                batch = self._differing(before.taken(min(lasts)), after.taken(min(lasts)))
+                if batch.num_rows:
+                    yield batch
+        finally:
+            self.close()
+
+    def _differing(self, before: _Rows, after: _Rows) -> pa.RecordBatch:
+        of_before, of_after = changed_rows(
+            (before.ids, after.ids), (before.comparable(self._num_keys), after.comparable(self._num_keys))
+        )
+        types = np.where(of_after < 0, DELETE, np.where(of_before < 0, INSERT, UPDATE))
+        either = pa.array(np.where(of_after >= 0, of_after + len(before.ids), of_before), pa.int64())
+        n = self._num_keys
+        keys = [
+            pa.concat_arrays([b, a]).take(either) for b, a in zip(before.columns[:n], after.columns[:n], strict=True)
+        ]
+        structs = []
+        for side, positions in ((before, of_before), (after, of_after)) if len(self.schema) > n + 1 else ():
+            fields = list(self.schema.field(n + 1).type)
+            made = pa.StructArray.from_arrays(side.columns[n:], fields=fields)
+            structs.append(made.take(pa.array(positions, pa.int64(), mask=positions < 0)))
+        return pa.RecordBatch.from_arrays([pa.array(types, pa.string()), *keys, *structs], schema=self.schema)
+
+
+class _Rows:
+    """Some rows of one version: an id per row, which ascends, and the columns."""
+
+    def __init__(self, ids: pa.BinaryArray, columns: list[pa.Array]) -> None:
+        self.ids = ids
+        self.columns = columns
+
+    def slice(self, begin: int, end: int) -> _Rows:
+        return _Rows(self.ids[begin:end], [column[begin:end] for column in self.columns])
+
+    def comparable(self, num_keys: int) -> pa.Array:
+        """Return bytes that are equal where the values of rows are."""
+        values = [_without_maps(column) for column in self.columns[num_keys:]]
+        if not values:
+            return pa.repeat(pa.scalar(b""), len(self.ids))
+        return encode_values(pa.RecordBatch.from_arrays(values, names=[str(i) for i in range(len(values))]))
+
+
+class _Side:
+    """The rows of one version, of which one batch is held."""
+
+    def __init__(self, view: StateView, answer: StateAnswer, num_keys: int) -> None:
+        self._view = view
+        self._batches = answer.batches
+        self._num_keys = num_keys
+        empty = [pa.array([], field.type) for field in answer.schema]
+        self._empty = _Rows(pa.array([], pa.binary()), empty)
+        self._held = self._empty
+
+    def last(self) -> bytes | None:
+        """Return the last id of the rows that are held; None at the end."""
+        while not len(self._held.ids):
+            batch = next(self._batches, None)
+            if batch is None:
+                return None
+            self._held = _Rows(self._ids(batch), batch.columns)
+        last: bytes = self._held.ids[-1].as_py()
+        return last
+
+    def taken(self, last: bytes) -> _Rows:
+        """Return the rows up to that id, and hold the others."""
+        if not len(self._held.ids):
+            return self._empty
+        cut = pc.less_equal(self._held.ids, pa.scalar(last, pa.binary())).true_count
+        rows, self._held = self._held.slice(0, cut), self._held.slice(cut, len(self._held.ids))
+        return rows
+
+    def _ids(self, batch: pa.RecordBatch) -> pa.BinaryArray:
+        """Return bytes that tell rows apart and ascend as the rows do: the stored keys."""
+        view = self._view
+        n = len(view.codec.by)
+        keys = pa.RecordBatch.from_arrays(batch.columns[:n], schema=view.codec.columns_schema)
+        stored = view.codec.encode(keys)
+        inner = batch.columns[n : self._num_keys]
+        if not inner:
+            return stored
+        by_column = [keys.column(keys.schema.get_field_index(name)) for name in view.codec.stored.names]
+        # Timers are stored by the time when they fire, sessions after one another under their key.
+        columns = [*inner, *by_column] if view.kind == TIMERS else [*by_column, *inner]
+        made = pa.RecordBatch.from_arrays(columns, names=[str(i) for i in range(len(columns))])
+        return encode_keys(made, key_groups_of(stored))
+
+
+def _opened(router: StateRouter, known: KnownOperator, view: StateView, at: At, deadline: float) -> StateAnswer:
+    location = known.location
+    request = ScanRequest(location.run_id, location.operator.name, view.variable.name, at, collect=True)
+    return router.scan(location, request, deadline, in_order=True)
+
+
+def _without_maps(column: pa.Array) -> pa.Array:
+    """Return a column whose maps are lists of entries, which can be encoded."""
+    if not pa.types.is_map(column.type):
+        return column
+    entries = pa.list_(pa.struct([pa.field("key", column.type.key_type), pa.field("value", column.type.item_type)]))
+    return column.cast(entries)

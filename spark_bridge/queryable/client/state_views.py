@@ -1,0 +1,311 @@
+"""State variables as a client reads them: which column family has one, and how its values and rows look to users."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from backends.conf import DEFAULT_FAMILY
+from backends.encoding.given_values import python_value
+from backends.encoding.operator_schema import TIMERS, OperatorSchema, StateVariable
+from backends.encoding.schema import StateSchema, nullable
+from backends.encoding.single_rows import ValueDecoder
+from spark_bridge.aggregates.aggregator import result_fields, results
+from spark_bridge.exceptions import UnknownKvStateIdError
+from spark_bridge.queryable.client.arguments import KeyCodec, names_in_order
+from spark_bridge.queryable.client.results import KeyedResults, SingleResults, plain_values, whole
+from spark_bridge.state_format.layouts import (
+    END,
+    ENDS_FAMILY,
+    ENTRY_KEY,
+    ENTRY_VALUE,
+    EXPIRATION,
+    LIST,
+    LIST_VALUE,
+    MAP,
+    MAP_ENTRIES,
+    MAP_VALUE,
+    PRESENT,
+    ROWS,
+    SESSION_WINDOW,
+    SESSIONS,
+    START,
+    TAIL,
+    TIMERS_BY_KEY,
+    TTL_COLUMN,
+    VALUE,
+    WINDOWS,
+    family_of,
+    window_place,
+    with_distinct_names,
+)
+
+ONE_ROW = (VALUE, ROWS, WINDOWS)
+"""The kinds that have one stored value per key, which a client decodes itself."""
+ALL_ROWS_COLUMNS = {LIST: LIST_VALUE, MAP: MAP_VALUE, TIMERS: TIMERS, SESSIONS: SESSIONS, WINDOWS: WINDOWS}
+"""The kinds that have several rows per key, and the column of ``get_many`` that has all rows of a key."""
+
+
+@dataclass(frozen=True)
+class StateView:
+    """One state variable of one operator.
+
+    ``kind`` is that of the variable, or ``WINDOWS`` or ``SESSIONS`` for an aggregate by these. Make one with
+    ``state_view``. ``codec`` encodes a key (of windows: with the window).
+    """
+
+    operator: str
+    variable: StateVariable
+    kind: str
+    codec: KeyCodec
+
+    @cached_property
+    def family(self) -> str:
+        """The column family of single values."""
+        return DEFAULT_FAMILY if self.variable.kind == ROWS else family_of(self.variable)[0]
+
+    @cached_property
+    def schema(self) -> StateSchema:
+        """The schema of ``family``."""
+        return self.variable.families[self.family]
+
+    @cached_property
+    def window(self) -> str | None:
+        """The key column that is the window, if the kind is ``WINDOWS``."""
+        at = window_place(self.variable)
+        return None if at is None else str(self.codec.stored.names[at])
+
+    @cached_property
+    def without_window(self) -> KeyCodec:
+        """The codec of keys without the window, by which all windows are found.
+
+        The same as ``codec`` where there are no windows.
+        """
+        if self.window is None:
+            return self.codec
+        at = self.codec.stored.get_field_index(self.window)
+        by = tuple(name for name in self.codec.by if name != self.window)
+        return KeyCodec(self.operator, self.codec.stored.remove(at), by, self.codec.num_groups)
+
+    # -- single values -------------------------------------------------------------------------
+
+    @cached_property
+    def is_aggregate(self) -> bool:
+        """Whether the stored value is the state of aggregate functions, which has results."""
+        if self.variable.kind != ROWS:
+            return False
+        try:
+            return bool(result_fields(self.schema.value))
+        except ValueError:  # other names than the state columns of outputs have
+            return False
+
+    @cached_property
+    def value_fields(self) -> list[pa.Field]:
+        """The columns of a value, for the kinds that have one row per key."""
+        fields = result_fields(self.schema.value) if self.is_aggregate else list(self.schema.value)
+        return [pa.field(f.name, nullable(f.type)) for f in fields if f.name != TTL_COLUMN]
+
+    @property
+    def _has_ttl(self) -> bool:
+        return TTL_COLUMN in self.schema.value.names
+
+    def unexpired(self, values: pa.BinaryArray, at_ms: int) -> pa.BinaryArray:
+        """Return stored values; null where one had expired at ``at_ms``, in ms since 1970."""
+        if not self._has_ttl:
+            return values
+        states = self.schema.decode_values(values)
+        expired = pc.less_equal(states.column(states.schema.get_field_index(TTL_COLUMN)), at_ms)
+        if not pc.any(expired).as_py():
+            return values
+        return pc.if_else(expired.fill_null(False), pa.scalar(None, pa.binary()), values)
+
+    def value_columns(self, values: pa.BinaryArray, at_ms: int | None = None) -> list[pa.Array]:
+        """Return the columns of ``value_fields`` of stored values; null where there is no value, or it has expired.
+
+        It has expired if it had at ``at_ms``, in ms since 1970; None stands for now.
+        """
+        states = self.schema.decode_values(self.unexpired(values, now_ms() if at_ms is None else at_ms))
+        if self.is_aggregate:
+            columns = results(states)
+        else:
+            columns = [states.column(i) for i, f in enumerate(states.schema) if f.name != TTL_COLUMN]
+        fields = self.value_fields
+        return [c if c.type == f.type else c.cast(f.type) for c, f in zip(columns, fields, strict=True)]
+
+    @cached_property
+    def decode_one(self) -> Callable[[bytes], dict[str, Any] | None]:
+        """The function that returns the columns of one stored value, in a few microseconds for plain columns.
+
+        None if it has expired.
+        """
+        by_columns = self._one_by_columns
+        decoder = ValueDecoder.of(self.schema.value, self.schema.history)
+        single = SingleResults.of(self.schema.value) if self.is_aggregate else None
+        if decoder is None or (self.is_aggregate and single is None):
+            return by_columns
+        decode = decoder.decode
+        if self._has_ttl:
+            return lambda value: by_columns(value) if (row := decode(value)) is None else _alive(row)
+        if single is None:
+            return lambda value: by_columns(value) if (row := decode(value)) is None else row
+        of_row = single.of_row
+
+        def decode_state(value: bytes) -> dict[str, Any] | None:
+            row = decode(value)
+            result = None if row is None else of_row(row)
+            return by_columns(value) if result is None else result
+
+        return decode_state
+
+    def _one_by_columns(self, value: bytes) -> dict[str, Any] | None:
+        one = pa.array([value], pa.binary())
+        if self._has_ttl:
+            states = self.schema.decode_values(one)
+            if _alive({TTL_COLUMN: states.column(states.schema.get_field_index(TTL_COLUMN))[0].as_py()}) is None:
+                return None
+        return {f.name: python_value(c[0]) for f, c in zip(self.value_fields, self.value_columns(one), strict=True)}
+
+    def table(self, keys: pa.RecordBatch, values: pa.BinaryArray) -> pa.Table:
+        """Return a row per key: the columns of the key, then those of its value."""
+        known_keys, schema = self._table_schema
+        if keys.schema != known_keys:
+            schema = self._schema_behind(keys.schema)
+        return pa.Table.from_arrays([*keys.columns, *self.value_columns(values)], schema=schema)
+
+    @cached_property
+    def _table_schema(self) -> tuple[pa.Schema, pa.Schema]:
+        """The columns of keys as they mostly are, and of their rows."""
+        keys = self.codec.columns_schema
+        return keys, self._schema_behind(keys)
+
+    def _schema_behind(self, keys: pa.Schema) -> pa.Schema:
+        return with_distinct_names([*keys, *self.value_fields])
+
+    # -- rows ----------------------------------------------------------------------------------
+
+    @cached_property
+    def row_fields(self) -> tuple[list[pa.Field], list[pa.Field]]:
+        """The columns of a row after those of the key: the columns that tell a key's rows apart, and the value."""
+        inner: list[pa.Field] = []
+        if self.kind == TIMERS:
+            return [pa.field(EXPIRATION, pa.int64())], []
+        if self.kind == SESSIONS:
+            session = self.schema.value.field(SESSIONS).type.value_type
+            bounds = [session.field(name) for name in (START, END)]
+            state = pa.schema([f for f in session if f.name not in (START, END)])
+            return [pa.field(SESSION_WINDOW, pa.struct(bounds))], result_fields(state)
+        if self.kind == LIST:
+            value = list(self.schema.value.field(TAIL).type.value_type)
+        elif self.kind == MAP:
+            entry = self.schema.value.field(MAP_ENTRIES).type.value_type
+            inner = list(entry.field(ENTRY_KEY).type)
+            value = list(entry.field(ENTRY_VALUE).type)
+        else:
+            value = [] if self.schema.value.names == PRESENT.names and not self.is_aggregate else self.value_fields
+        return inner, [f for f in value if f.name != TTL_COLUMN]
+
+    @cached_property
+    def row_columns(self) -> tuple[list[str], list[str]]:
+        """The names of ``row_fields``. A host may rename them, so that no two columns of a table have the same name."""
+        inner, value = self.row_fields
+        return [f.name for f in inner], [f.name for f in value]
+
+    @cached_property
+    def scan_fields(self) -> list[pa.Field]:
+        """The columns of a scan, without key group and partition."""
+        inner, value = self.row_fields
+        return list(with_distinct_names([*self.codec.schema, *inner, *value]))
+
+    @property
+    def types(self) -> dict[str, pa.DataType]:
+        """The types of ``scan_fields``."""
+        return {f.name: f.type for f in self.scan_fields}
+
+    def rows_of(self, answer: pa.Table) -> KeyedResults:
+        """Return the rows of keys in a host's answer: ``position``, the columns of the key, those of the rows, and
+        others.
+        """
+        inner, value = self.row_columns
+        columns = answer.columns
+        at = 1 + len(self.codec.by)
+        keys = dict(zip(self.codec.by, columns[1:at], strict=True))
+        inner_columns = [whole(c) for c in columns[at : at + len(inner)]]
+        if self.window is not None:
+            inner, inner_columns = [self.window], [whole(keys[self.window])]
+        behind = at + len(self.row_columns[0])
+        return KeyedResults(
+            whole(columns[0]),
+            dict(zip(inner, inner_columns, strict=True)),
+            dict(zip(value, map(whole, columns[behind : behind + len(value)]), strict=True)),
+        )
+
+    def one_answer(self, rows: KeyedResults) -> Any:
+        """Return the result of ``get`` for the rows of one key: a list, or for a map a dict.
+
+        None if there are no rows.
+        """
+        if not len(rows.position):
+            return None
+        if self.kind == MAP:
+            return dict(zip(plain_values(rows.inner, hashable=True), plain_values(rows.value), strict=True))
+        in_order = rows.ordered(by_window=self.kind in (WINDOWS, SESSIONS))
+        return plain_values({**in_order.inner, **in_order.value})
+
+    def listed(self, rows: KeyedResults, n: int) -> pa.Array:
+        """Return all rows of each of ``n`` keys in a list, or a map; null for a key without rows."""
+        in_order = rows.ordered(by_window=self.kind in (WINDOWS, SESSIONS))
+        return in_order.maps(n) if self.kind == MAP else in_order.lists(n)
+
+    def listed_table(self, keys: pa.RecordBatch, listed: pa.Array) -> pa.Table:
+        """Return a row per key: the columns of the key, and all that ``listed`` has of it."""
+        schema = with_distinct_names([*keys.schema, pa.field(ALL_ROWS_COLUMNS[self.kind], listed.type)])
+        return pa.Table.from_arrays([*keys.columns, listed], schema=schema)
+
+
+def _alive(row: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the columns of a row without the time when it expires; None if it has expired."""
+    expiry = row.pop(TTL_COLUMN)
+    return None if expiry is not None and expiry <= now_ms() else row
+
+
+def now_ms() -> int:
+    """Return the time by which rows have expired, in ms since 1970, as hosts take it."""
+    return int(time.time() * 1000)
+
+
+def state_view(operator: str, schema: OperatorSchema, key_groups: int, state: str | None) -> StateView:
+    """Return the state variable that is asked for. ``state`` None means the only one, apart from timers.
+
+    Raises ``UnknownKvStateIdError`` naming the state variables that there are.
+    """
+    known = schema.in_use
+    if state is None:
+        named = list(known) if len(known) == 1 else [v for v in known if v.kind != TIMERS]
+    else:
+        named = [v for v in known if v.name == state]
+    if len(named) != 1:
+        names = ", ".join(f"{v.name!r} ({v.kind})" for v in known) or "none"
+        wanted = "needs state=, one of" if state is None else f"has no state variable {state!r}; there are"
+        raise UnknownKvStateIdError(f"Operator {operator!r} {wanted} its state variables: {names}.")
+    (variable,) = named
+    stored, kind = _stored_key(variable)
+    codec = KeyCodec(operator, stored, names_in_order(stored, schema.key_columns), key_groups)
+    return StateView(operator, variable, kind, codec)
+
+
+def _stored_key(variable: StateVariable) -> tuple[pa.Schema, str]:
+    """Return the columns of the key as they are stored, and the kind."""
+    if variable.kind == ROWS:
+        stored = variable.families[DEFAULT_FAMILY].key
+        if ENDS_FAMILY in variable.families:
+            return stored, SESSIONS
+        return stored, ROWS if window_place(variable) is None else WINDOWS
+    if variable.kind == TIMERS:
+        return family_of(variable, TIMERS_BY_KEY)[1].key, TIMERS
+    return family_of(variable)[1].key, variable.kind

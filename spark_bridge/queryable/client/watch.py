@@ -1,0 +1,261 @@
+"""``client.watch``: the changes of each version, as the version completes (a change feed)."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from spark_bridge.exceptions import (
+    ConnectionClosedError,
+    QueryEndedError,
+    QueryTimeoutError,
+    RequestLimitError,
+    StateVersionError,
+)
+from spark_bridge.queryable.client.discovery import ClusterAccess, KnownOperator
+from spark_bridge.queryable.protocol import (
+    AwaitRequest,
+    ChangesRequest,
+    CountReply,
+    RowBatchDecoder,
+    RowsReply,
+    pack_bytes,
+)
+from spark_bridge.queryable.routing.scatter_gather import Attempts
+
+AWAIT_SECONDS = 2.0
+"""A host waits this many seconds for the next version before it answers that there is none; ``close`` may take as long.
+"""
+VERSIONS_AT_ONCE = 64
+"""A watch that is far behind asks for at most this many versions at a time."""
+LAST_COLUMNS = 2
+"""Key group and partition, which come after all other columns."""
+
+
+@dataclass(frozen=True)
+class StateChange:
+    """The changes of the watched state in one version.
+
+    ``batch`` has a row per key, element, entry, window or timer that changed: ``version``, ``change_type`` ("insert",
+    "update" or "delete"), the columns of the key and of a map's user key, and the structs ``before`` and ``after`` of
+    the values. Keys that were written again with the same value are not in it.
+    """
+
+    version: int
+    batch: pa.RecordBatch
+
+
+class StateWatch:
+    """The changes of an operator's state, version by version: in order, no version skipped and none twice.
+
+    Iterate over it.
+
+        with client.watch("user_totals", keys=[42, 43]) as changes:
+            for change in changes:
+                print(change.version, change.batch.to_pylist())
+
+    It begins after ``from_version``, by default at the version that is completed now, and waits for the next version
+    without end. Versions that changed nothing of the watched state are left out. To go on later, or after an error,
+    make another watch with the ``version`` of the last change as ``from_version`` (or with ``position``, which also
+    counts versions that changed nothing).
+
+    A watch outlives hosts, coordinator and restarts of the query, if they come back within the ``timeout``. Else it
+    raises ``QueryTimeoutError``. If the query has ended and has not come back, all of its versions have been given, and
+    the iteration ends. It raises ``QueryEndedError`` at the beginning if the query has ended and is not read on. It
+    raises ``StateVersionError`` if the next versions are no longer retained, or if the query went back to an older
+    version than the watch has given: the later versions that the watch gave no longer hold. For one thread at a time;
+    ``close`` is for any thread.
+    """
+
+    def __init__(
+        self,
+        access: ClusterAccess,
+        operator: str,
+        keys: Any,
+        state: str | None,
+        query: str | None,
+        from_version: int | None,
+        timeout: float | None,
+    ) -> None:
+        self._access = access
+        self._ref = (operator, query)
+        self._keys = keys
+        self._state = state
+        self._timeout = access.timeout if timeout is None else timeout
+        self._position = from_version
+        self._run_id: str | None = None
+        self._given_by = ""
+        self._closed = threading.Event()
+        self._changes = self._all_changes()
+
+    @property
+    def position(self) -> int | None:
+        """The last version that was read; None before the first one, if no ``from_version`` was given."""
+        return self._position
+
+    def __iter__(self) -> Iterator[StateChange]:
+        return self
+
+    def __next__(self) -> StateChange:
+        return next(self._changes)
+
+    def close(self) -> None:
+        """End the watch. A thread that waits is told within ``AWAIT_SECONDS``."""
+        self._closed.set()
+
+    def __enter__(self) -> StateWatch:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _attempts(self) -> Attempts:
+        operator, _ = self._ref
+        deadline = time.monotonic() + self._timeout
+        return Attempts(f"watch({operator!r})", deadline, had_answer=self._run_id is not None)
+
+    def _all_changes(self) -> Iterator[StateChange]:
+        attempts, has_ended = self._attempts(), False
+        while not self._closed.is_set():
+            begun = self._position
+            try:
+                yield from self._next_changes(attempts.deadline)
+            except RequestLimitError:
+                if self._position == begun:
+                    raise
+                attempts = self._attempts()  # the caller took long over the changes: the rest is another answer
+            except Exception as error:  # noqa: BLE001 - delay raises errors that no attempt can help
+                if self._position != begun:
+                    attempts = self._attempts()
+                has_ended = has_ended or (isinstance(error, QueryEndedError) and self._run_id is not None)
+                try:
+                    delay = attempts.delay(error)
+                except (QueryEndedError, QueryTimeoutError):
+                    # What comes after the end is as good: the last request may have had too little time.
+                    if has_ended:
+                        return
+                    raise
+                self._access.moved(self._ref, error)
+                self._closed.wait(delay)
+            else:
+                attempts, has_ended = self._attempts(), False
+
+    def _next_changes(self, deadline: float) -> Iterator[StateChange]:
+        """Yield what has completed since the position; wait for that a while.
+
+        The position moves on with the changes that are given.
+        """
+        known = self._access.known(self._ref, deadline)
+        position = self._begin(known, deadline)
+        completed = self._completed(known, position, min(AWAIT_SECONDS, self._timeout / 2), deadline)
+        while position < completed and not self._closed.is_set():
+            until = min(completed, position + VERSIONS_AT_ONCE)
+            for change in self._changes_until(known, position, until, time.monotonic() + self._timeout):
+                self._position, self._given_by = change.version, known.location.run_id
+                yield change
+                if self._closed.is_set():
+                    return
+            self._position, self._given_by = until, known.location.run_id
+            position = until
+
+    def _begin(self, known: KnownOperator, deadline: float) -> int:
+        """Return the position: it is set at the beginning, and proved when the query has been restarted."""
+        location = known.location
+        if self._position is None:
+            self._position = max(location.completed_version, self._completed(known, 0, 0.0, deadline))
+            self._given_by = location.run_id
+        elif location.run_id != self._run_id and location.completed_version < self._position:
+            self._prove(known, self._position, deadline)
+        self._run_id = location.run_id
+        return self._position
+
+    def _prove(self, known: KnownOperator, position: int, deadline: float) -> None:
+        """Raise ``StateVersionError`` if a run begins before the position."""
+        location = known.location
+        is_first = self._run_id is None
+        # A location may be a little old, but a new run is located at the version with which it begins, or later.
+        try:
+            completed = self._completed(known, max(0, position - 1), AWAIT_SECONDS if is_first else 0.0, deadline)
+        except QueryEndedError:
+            completed = location.completed_version  # no later one comes
+        if completed >= position:
+            return
+        operator, _ = self._ref
+        query = f"{location.query_name or 'unnamed'}, {location.query_id}, run {location.run_id}"
+        of = f"operator {operator!r} (query {query})"
+        if is_first:
+            raise StateVersionError(
+                f"from_version={position} of {of} is not completed: the last completed version is {completed}. Has "
+                "the query gone "
+                "back? Read its state anew and watch from there."
+            )
+        raise StateVersionError(
+            f"The query was rolled back: {of} went on from version {completed}, but changes up to version {position} "
+            "have been given "
+            "already, which no longer hold. Read the state anew and watch from there."
+        )
+
+    # -- requests ------------------------------------------------------------------------------
+
+    def _completed(self, known: KnownOperator, after: int, seconds: float, deadline: float) -> int:
+        """Return the completed version once it is after ``after``, or the one that there is after ``seconds``."""
+        reply = self._access.ask_host(AwaitRequest(known.location.run_id, after, seconds), deadline)
+        if not isinstance(reply, CountReply):
+            raise ConnectionClosedError(f"A host answered a question for its version by {type(reply).__name__}.")
+        return reply.count
+
+    def _changes_until(self, known: KnownOperator, after: int, until: int, deadline: float) -> Iterator[StateChange]:
+        """Yield the changes of each version up to ``until``, each once all changes of the version are there."""
+        location = known.location
+        view = known.view(self._state)
+        body = b""
+        if self._keys is not None:
+            codec = view.without_window
+            body = pack_bytes(codec.encode(codec.columns(self._keys)).unique())
+        # A run that begins below the position may be past it by now: the host knows which run has made the version.
+        previous_run = self._given_by if self._given_by != location.run_id else ""
+        request = ChangesRequest(
+            location.run_id, location.operator.name, after, until, view.variable.name, previous_run
+        )
+        decoder = RowBatchDecoder()
+        version, parts = after, list[pa.RecordBatch]()
+        stream = self._access.stream(request, body, deadline)
+        try:
+            for reply, content in stream:
+                rows = decoder.decode(content) if isinstance(reply, RowsReply) else None
+                for part in () if rows is None else _by_version(rows):
+                    found = part.column(0)[0].as_py()
+                    if found != version and parts:
+                        yield StateChange(version, _one(parts))
+                        parts = []
+                    version = found
+                    parts.append(part)
+        finally:
+            stream.close()
+        if parts:
+            yield StateChange(version, _one(parts))
+
+
+def _by_version(rows: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
+    """Yield the rows of each version, by the first column."""
+    versions = np.asarray(rows.column(0))
+    bounds = [0, *(1 + np.flatnonzero(versions[1:] != versions[:-1])).tolist(), len(versions)]
+    for begin, end in itertools.pairwise(bounds):
+        if end > begin:
+            yield rows.slice(begin, end - begin)
+
+
+def _one(parts: list[pa.RecordBatch]) -> pa.RecordBatch:
+    """Return the rows of all parts as one batch, without key group and partition."""
+    wanted = list(range(parts[0].num_columns - LAST_COLUMNS))
+    if len(parts) == 1:
+        return parts[0].select(wanted)
+    (batch,) = pa.Table.from_batches(parts).select(wanted).combine_chunks().to_batches()
+    return batch

@@ -1,0 +1,595 @@
+"""One connection of a client to a ``KvStateServer``, by TCP or TLS.
+
+A connection has one request under way at a time. Every failure closes the connection, so that no answer is ever taken
+for the answer to another request.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import ssl
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from typing import Any, NoReturn, TypeAlias
+
+import msgspec
+import pyarrow as pa
+
+from spark_bridge.exceptions import ConnectionClosedError, HostUnavailableError, QueryableStateError, rebuilt_error
+from spark_bridge.queryable.protocol import (
+    FRAME_PREFIX,
+    MAX_HEADER_BYTES,
+    PROTOCOL,
+    Failure,
+    Hello,
+    Reply,
+    Request,
+    RowsReply,
+    Welcome,
+    decode_reply,
+    frame,
+)
+from spark_bridge.transport.tls import refusal
+
+FrameBody: TypeAlias = bytes | bytearray | memoryview | pa.Buffer
+REPLY_BUFFER_BYTES = 64 << 10
+SMALL_BODY = 16 << 10
+"""A smaller request is sent in one piece, so that it takes one packet on the wire or few."""
+MAX_REPLY_BYTES = 1 << 31
+CONNECT_SECONDS = 5.0
+"""A node that is gone does not even refuse a connection."""
+_OPTIONS = {
+    "TCP_NODELAY": 1,
+    # With these a client notices within some ten seconds that a node has vanished.
+    "TCP_KEEPIDLE": 5,
+    "TCP_KEEPINTVL": 2,
+    "TCP_KEEPCNT": 3,
+    "TCP_USER_TIMEOUT": 10_000,
+}
+
+
+class ClosedByPeerError(ConnectionClosedError):
+    """The host closed the connection before it answered: it was idle for long, or the host was restarted."""
+
+
+class ClientConnection:
+    """One connection, for one thread at a time.
+
+    Every method raises ``ConnectionClosedError`` or ``HostUnavailableError`` when it fails; the connection is closed
+    then. A ``deadline`` is a time of ``time.monotonic``.
+    """
+
+    __slots__ = ("_armed", "_buffer", "_end", "_sock", "_start", "_view", "address", "used_at", "welcome")
+
+    def __init__(self, address: str, token: str, tls: ssl.SSLContext | None, deadline: float) -> None:
+        self.address = address
+        self.used_at = 0.0
+        self._buffer = bytearray(REPLY_BUFFER_BYTES)
+        self._view = memoryview(self._buffer)
+        self._start = self._end = 0
+        self._armed = 0.0
+        self._sock = _connected(address, tls, deadline)
+        try:
+            self.send(Hello(PROTOCOL, token), b"", deadline)
+            reply, _ = self.receive(deadline)
+        except ClosedByPeerError as error:
+            # In TLS 1.3 a host refuses a client's certificate only after the handshake.
+            refused = refusal(address, error.__context__) if isinstance(error.__context__, ssl.SSLError) else None
+            raise refused or HostUnavailableError(f"{address} closed the connection at once: {error}") from None
+        if isinstance(reply, Failure):
+            self.close()
+            raise rebuilt_error(reply.error, reply.message)
+        if not isinstance(reply, Welcome):
+            self._fail(ConnectionClosedError(f"{address} answered the first frame by a {type(reply).__name__}."))
+        self.welcome: Welcome = reply
+
+    def send(self, header: Request, body: FrameBody, deadline: float) -> None:
+        """Send a request, header and body."""
+        self._arm(deadline)
+        head, content = frame(header, body)
+        try:
+            if len(content) <= SMALL_BODY:
+                self._sock.sendall(head + content if content else head)
+            else:
+                self._sock.sendall(head)
+                self._sock.sendall(content)
+        except TimeoutError:
+            self._fail(HostUnavailableError(f"{self.address} did not take a request of {len(content)} bytes in time."))
+        except OSError as error:
+            self._broken(error, begun=False)
+
+    def receive(self, deadline: float) -> tuple[Reply, memoryview]:
+        """Wait for the next frame, and return its header and body. The body is memory of the caller's own."""
+        buffered = self._end - self._start
+        if not buffered:
+            self._start = self._end = 0
+            self._arm(deadline)
+        while buffered < FRAME_PREFIX.size:
+            if self._start:
+                self._view[:buffered] = self._view[self._start : self._end]
+                self._start, self._end = 0, buffered
+            got = self._receive_into(self._view[buffered:] if buffered else self._buffer, deadline, begun=buffered > 0)
+            buffered += got
+            self._end += got
+        length, header_length = FRAME_PREFIX.unpack_from(self._buffer, self._start)
+        if header_length > length or header_length > MAX_HEADER_BYTES or length > MAX_REPLY_BYTES:
+            self._fail(
+                ConnectionClosedError(
+                    f"{self.address} sent a frame of {length} bytes with a header of {header_length}: is it a query "
+                    "address?"
+                )
+            )
+        total = FRAME_PREFIX.size + length
+        begin = self._start + FRAME_PREFIX.size
+        if total <= buffered:
+            content = begin + header_length
+            header = bytes(self._view[begin:content])
+            body = memoryview(bytes(self._view[content : self._start + total]))
+            self._start += total
+        else:
+            header, body = self._receive_rest(begin, header_length, length, deadline)
+        try:
+            return decode_reply(header), body
+        except msgspec.MsgspecError as error:
+            self._fail(ConnectionClosedError(f"{self.address} sent a header that makes no sense: {error}"))
+
+    def _receive_rest(self, begin: int, header_length: int, length: int, deadline: float) -> tuple[bytes, memoryview]:
+        """Receive the rest of a frame; return its header, and its body in memory of its own."""
+        content = begin + header_length
+        if self._end >= content:
+            header = bytes(self._view[begin:content])
+        else:
+            early = bytearray(header_length)
+            early[: self._end - begin] = self._view[begin : self._end]
+            self._receive_all(memoryview(early)[self._end - begin :], deadline)
+            header, content = bytes(early), self._end
+        body = memoryview(pa.allocate_buffer(length - header_length)).cast("B")
+        there = self._end - content
+        body[:there] = self._view[content : self._end]
+        self._start = self._end = 0
+        self._receive_all(body[there:], deadline)
+        return header, body
+
+    def _receive_all(self, into: memoryview, deadline: float) -> None:
+        while len(into):
+            into = into[self._receive_into(into, deadline, begun=True) :]
+
+    def _receive_into(self, into: bytearray | memoryview, deadline: float, *, begun: bool) -> int:
+        while True:
+            try:
+                got = self._sock.recv_into(into)
+            except TimeoutError:
+                if time.monotonic() < deadline:
+                    self._arm(deadline)
+                    continue
+                self._fail(HostUnavailableError(f"{self.address} did not answer in time."))
+            except OSError as error:
+                self._broken(error, begun=begun)
+            if not got:
+                kind = ConnectionClosedError if begun else ClosedByPeerError
+                self._fail(
+                    kind(f"{self.address} closed the connection{' in the middle of an answer' if begun else ''}.")
+                )
+            return got
+
+    def _arm(self, deadline: float) -> None:
+        """Set the socket's timeout to about the time until ``deadline``.
+
+        Setting it is a system call. So a timeout that ends a little before the deadline is left as it is; the wait is
+        repeated then.
+        """
+        left = deadline - time.monotonic()
+        if left <= 0:
+            self._fail(HostUnavailableError(f"There was no time left to ask {self.address}."))
+        if not self._armed <= left <= 2 * self._armed:
+            self._armed = 0.9 * left
+            self._sock.settimeout(self._armed)
+
+    def has_buffered(self) -> bool:
+        """Return whether bytes of the next frame are in this process already, where ``poll`` does not see them."""
+        if self._end > self._start:
+            return True
+        return isinstance(self._sock, ssl.SSLSocket) and self._sock.pending() > 0
+
+    def has_more(self) -> bool:
+        """Return whether bytes came after the last answer: then the connection is out of step."""
+        return self._end > self._start
+
+    def fileno(self) -> int:
+        """Return the socket's file descriptor, for ``poll``."""
+        return self._sock.fileno()
+
+    def _broken(self, error: OSError, *, begun: bool) -> NoReturn:
+        refused = refusal(self.address, error) if isinstance(error, ssl.SSLError) else None
+        kind = ConnectionClosedError if begun else ClosedByPeerError
+        self._fail(refused or kind(f"{self.address} closed the connection: {error}"))
+
+    def _fail(self, error: Exception) -> NoReturn:
+        self.close()
+        raise error
+
+    def close(self) -> None:
+        """Close the connection, also while it is in use. Closing it twice does no harm."""
+        self._sock.close()
+
+
+def _connected(address: str, tls: ssl.SSLContext | None, deadline: float) -> socket.socket:
+    ip, _, port = address.rpartition(":")
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise HostUnavailableError(f"There was no time left to connect to {address}.")
+    if not ip or not port.isdigit():
+        raise QueryableStateError(f"{address!r} is no address of the form ip:port.")
+    ip = ip.strip("[]")
+    try:
+        sock = socket.create_connection((ip, int(port)), timeout=min(left, CONNECT_SECONDS))
+    except OSError as error:
+        raise HostUnavailableError(f"{address} does not answer: {error}") from error
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in _OPTIONS.items():
+            if hasattr(socket, option):
+                sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+        return sock if tls is None else tls.wrap_socket(sock, server_hostname=ip)
+    except OSError as error:
+        sock.close()
+        refused = refusal(address, error) if isinstance(error, ssl.SSLError) else None
+        raise refused or HostUnavailableError(f"{address} closed the connection: {error}") from error
+
+
+# The connections of a client to one address, shared by its threads.
+
+
+MAX_CONNECTIONS = 64
+"""Connections to one address at the same time; a thread that needs one more waits for it."""
+MAX_IDLE_SECONDS = 300.0
+"""A connection that was not used for this many seconds is closed. Hosts close idle connections too, later."""
+
+
+class ConnectionPool:
+    """The connections to one address.
+
+    The connection used last is used next, so that surplus connections become old and are closed. ``_free`` guards the
+    number of open connections and wakes waiting threads; ``_idle`` is a deque, which needs no lock. ``lag_ms`` is the
+    lag in the last answer from there, which came ``answered_at`` (of ``time.monotonic``).
+    """
+
+    def __init__(self, address: str, token: str, tls: ssl.SSLContext | None) -> None:
+        self.lag_ms = 0
+        self.answered_at = 0.0
+        self._address = address
+        self._token = token
+        self._tls = tls
+        self._idle: deque[ClientConnection] = deque()
+        self._free = threading.Condition()
+        self._open = 0
+        self._waiting = 0
+        self._is_closed = False
+
+    def take(self, deadline: float) -> tuple[ClientConnection, bool]:
+        """Return a connection, and whether it has been used before. Wait for one until ``deadline``."""
+        try:
+            return self._idle.pop(), True
+        except IndexError:
+            pass
+        with self._free:
+            # Counted before the look at ``_idle``: ``give_back`` adds to ``_idle`` first, and looks at the count then.
+            self._waiting += 1
+            try:
+                while True:
+                    if self._is_closed:
+                        raise QueryableStateError("The connections have been closed; connect again.")
+                    if self._idle:
+                        try:
+                            return self._idle.pop(), True
+                        except IndexError:
+                            continue
+                    if self._open < MAX_CONNECTIONS:
+                        self._open += 1
+                        break
+                    left = deadline - time.monotonic()
+                    if left <= 0:
+                        raise HostUnavailableError(f"All {MAX_CONNECTIONS} connections to {self._address} were in use.")
+                    self._free.wait(left)
+            finally:
+                self._waiting -= 1
+        return self._new(deadline), False
+
+    def _new(self, deadline: float) -> ClientConnection:
+        try:
+            return ClientConnection(self._address, self._token, self._tls, deadline)
+        except BaseException:
+            self._forget()
+            raise
+
+    def replace(self, stale: ClientConnection, deadline: float) -> ClientConnection:
+        """Return a new connection instead of one that the host has closed.
+
+        Close the idle ones too, which are no better.
+        """
+        stale.close()
+        while self._idle:
+            try:
+                self._idle.pop().close()
+            except IndexError:
+                break
+            self._forget()
+        return self._new(deadline)
+
+    def give_back(self, connection: ClientConnection) -> None:
+        """Make a connection free for other threads."""
+        now = connection.used_at = time.monotonic()
+        idle = self._idle
+        idle.append(connection)
+        if self._waiting:
+            with self._free:
+                self._free.notify()
+        elif now - idle[0].used_at > MAX_IDLE_SECONDS:
+            self._drop_oldest(now)
+        if self._is_closed:
+            self.close()
+
+    def _drop_oldest(self, now: float) -> None:
+        try:
+            oldest = self._idle.popleft()
+        except IndexError:
+            return
+        if now - oldest.used_at > MAX_IDLE_SECONDS:
+            oldest.close()
+            self._forget()
+        else:
+            self._idle.appendleft(oldest)
+
+    def discard(self, connection: ClientConnection) -> None:
+        """Close a connection that cannot be used again."""
+        connection.close()
+        self._forget()
+
+    def _forget(self) -> None:
+        with self._free:
+            self._open -= 1
+            self._free.notify()
+
+    def close(self) -> None:
+        """Close all connections. A connection in use is closed when it is given back."""
+        with self._free:
+            self._is_closed = True
+            self._free.notify_all()
+        while self._idle:
+            try:
+                self._idle.pop().close()
+            except IndexError:
+                return
+
+
+# One request over a pooled connection, and its answer: of one frame, or a stream of frames.
+#
+# All requests only read. So a request that meets a connection which the server has closed meanwhile is sent again on
+# a new one.
+
+
+class KvExchange:
+    """A request that has been sent; its answer is still to be read or ``abandon``ed. For one thread."""
+
+    __slots__ = ("_connection", "_deadline", "_is_over", "_may_replace", "_pool", "_request", "address")
+
+    def __init__(self, address: str, pool: ConnectionPool, header: Request, body: FrameBody, deadline: float) -> None:
+        self.address = address
+        self._pool = pool
+        self._request = (header, body)
+        self._deadline = deadline
+        self._is_over = False
+        self._connection, self._may_replace = pool.take(deadline)
+        try:
+            self._connection.send(header, body, deadline)
+        except ClosedByPeerError as error:
+            self._replace(error, deadline)
+        except BaseException:
+            self.abandon()
+            raise
+
+    def _replace(self, error: ClosedByPeerError, deadline: float) -> None:
+        """Send the request again on a new connection, unless this connection was new."""
+        if not self._may_replace:
+            self.abandon()
+            raise error
+        self._may_replace = False
+        try:
+            self._connection = self._pool.replace(self._connection, deadline)
+        except BaseException:
+            self._is_over = True
+            raise
+        try:
+            self._connection.send(*self._request, deadline)
+        except BaseException:
+            self.abandon()
+            raise
+
+    def finish(self) -> tuple[Reply, memoryview]:
+        """Wait for the answer, which is one frame. Raises the host's own error."""
+        reply, body = self.next_frame(self._deadline)
+        self.release()
+        if type(reply) is Failure:
+            raise rebuilt_error(reply.error, reply.message)
+        return reply, body
+
+    def next_frame(self, deadline: float) -> tuple[Reply, memoryview]:
+        """Wait for the next frame, of any kind. After the last frame the caller must ``release``."""
+        try:
+            try:
+                reply = self._connection.receive(deadline)
+            except ClosedByPeerError as error:
+                self._replace(error, deadline)
+                reply = self._connection.receive(deadline)
+        except BaseException:
+            self.abandon()
+            raise
+        self._may_replace = False
+        lag_ms = getattr(reply[0], "lag_ms", None)
+        if lag_ms is not None:
+            self._pool.lag_ms, self._pool.answered_at = lag_ms, time.monotonic()
+        return reply
+
+    def release(self) -> None:
+        """Give the connection back, after the last frame has been read."""
+        if self._is_over:
+            return
+        if self._connection.has_more():
+            self.abandon()
+            raise ConnectionClosedError(f"{self.address} sent more than was asked for.")
+        self._is_over = True
+        self._pool.give_back(self._connection)
+
+    def abandon(self) -> None:
+        """Close the connection, because frames are, or may be, still to come. No effect after the exchange is over."""
+        if not self._is_over:
+            self._is_over = True
+            self._pool.discard(self._connection)
+
+    def has_buffered(self) -> bool:
+        """Return whether a part of the next frame is in this process already, where ``poll`` does not see it."""
+        return self._connection.has_buffered()
+
+    def fileno(self) -> int:
+        """Return the socket's file descriptor, for ``poll``."""
+        return self._connection.fileno()
+
+
+class KvStream(Iterator[tuple[Reply, memoryview]]):
+    """The frames that answer a scan, up to ``End``, which is the last one.
+
+    Each frame may take ``timeout`` seconds to come. A caller that stops early must ``close`` the stream. Raises the
+    host's own error.
+    """
+
+    def __init__(self, exchange: KvExchange, deadline: float, timeout: float) -> None:
+        self._exchange = exchange
+        self._deadline: float | None = deadline
+        self._timeout = timeout
+        self._is_over = False
+
+    def __next__(self) -> tuple[Reply, memoryview]:
+        if self._is_over:
+            raise StopIteration
+        deadline = time.monotonic() + self._timeout if self._deadline is None else self._deadline
+        self._deadline = None
+        try:
+            reply, body = self._exchange.next_frame(deadline)
+        except BaseException:
+            self._is_over = True
+            raise
+        if type(reply) is not RowsReply:
+            self._is_over = True
+            self._exchange.release()
+            if isinstance(reply, Failure):
+                raise rebuilt_error(reply.error, reply.message)
+        return reply, body
+
+    @property
+    def address(self) -> str:
+        """The address of the host that answers."""
+        return self._exchange.address
+
+    def is_ready(self, wait: float = 0.0) -> bool:
+        """Return whether a part of the next frame is here, after ``wait`` seconds at most."""
+        return self._exchange.has_buffered() or bool(select.select([self], [], [], wait)[0])
+
+    def has_buffered(self) -> bool:
+        """Return whether a part of the next frame is in this process already, where ``poll`` does not see it."""
+        return self._exchange.has_buffered()
+
+    def fileno(self) -> int:
+        """Return the socket's file descriptor, for ``poll``."""
+        return self._exchange.fileno()
+
+    def close(self) -> None:
+        """Close the connection; the host notices that and stops."""
+        self._is_over = True
+        self._exchange.abandon()
+
+
+# ``KvConnections``: connections to ``KvStateServer``s by address, kept and shared between threads.
+
+
+class KvConnections:
+    """Connections by address (``ip:port``), made when needed, for any number of threads, and for processes that fork.
+
+    ``timeout`` is the seconds that an answer may take where no deadline is given. A ``deadline`` is a time of
+    ``time.monotonic``. Every method raises the host's own error, ``HostUnavailableError`` if no host answers in time,
+    ``ConnectionClosedError`` if the connection breaks, and ``AccessDeniedError``.
+    """
+
+    def __init__(self, token: str, tls: ssl.SSLContext | None = None, timeout: float = 30.0) -> None:
+        self.timeout = timeout
+        self._token = token
+        self._tls = tls
+        self._pools: dict[str, ConnectionPool] = {}
+        self._pid = os.getpid()
+        self._is_closed = False
+
+    def _pool(self, address: str) -> ConnectionPool:
+        if self._pid != os.getpid():
+            # After a fork: the sockets belong to the parent process, and threads that are not here may hold its locks.
+            self._pools, self._pid = {}, os.getpid()
+        pool = self._pools.get(address)
+        if pool is None:
+            if self._is_closed:
+                raise QueryableStateError("The connections have been closed; connect again.")
+            pool = self._pools.setdefault(address, ConnectionPool(address, self._token, self._tls))
+        return pool
+
+    @property
+    def lag_ms(self) -> int:
+        """The lag in the last answer, in ms; 0 for none."""
+        newest = max(list(self._pools.values()), key=lambda pool: pool.answered_at, default=None)
+        return 0 if newest is None else newest.lag_ms
+
+    def begin(self, address: str, header: Request, body: FrameBody = b"", deadline: float | None = None) -> KvExchange:
+        """Send a request without waiting for the answer, so that several hosts can be asked at once."""
+        if deadline is None:
+            deadline = time.monotonic() + self.timeout
+        return KvExchange(address, self._pool(address), header, body, deadline)
+
+    def request(
+        self, address: str, header: Request, body: FrameBody = b"", deadline: float | None = None
+    ) -> tuple[Reply, memoryview]:
+        """Send a request, and wait for its answer of one frame."""
+        return self.begin(address, header, body, deadline).finish()
+
+    def stream(self, address: str, header: Request, body: FrameBody = b"", deadline: float | None = None) -> KvStream:
+        """Send a scan, and return the frames of its answer.
+
+        ``deadline`` is for the first frame; each further frame may take ``timeout`` seconds.
+        """
+        if deadline is None:
+            deadline = time.monotonic() + self.timeout
+        return KvStream(self.begin(address, header, body, deadline), deadline, self.timeout)
+
+    def welcome(self, address: str, deadline: float | None = None) -> Welcome:
+        """Return the greeting of a host: its id, and its limits on requests."""
+        pool = self._pool(address)
+        connection, _ = pool.take(time.monotonic() + self.timeout if deadline is None else deadline)
+        welcome = connection.welcome
+        pool.give_back(connection)
+        return welcome
+
+    def close(self) -> None:
+        """Close all connections for good. Requests of other threads may fail."""
+        self._is_closed = True
+        self.drop()
+
+    def drop(self) -> None:
+        """Close all connections; later requests open new ones."""
+        pools, self._pools = self._pools, {}
+        for pool in list(pools.values()):
+            pool.close()
+
+    def __enter__(self) -> KvConnections:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()

@@ -1,0 +1,532 @@
+"""The messages between query clients and ``KvStateServer``: frames over TCP, after Flink's queryable-state protocol.
+
+A frame has two lengths (uint32 each, little-endian), a header and a body. The first length is that of header and body
+together, the second that of the header. A header is a msgpack array, checked by msgspec. A body is keys or values
+(``byte_arrays``), or Arrow IPC. The first message of a client is ``Hello``. A request is answered by one frame, a scan
+by ``RowsReply`` frames and an ``EndOfRows``, a failed request by a ``Failure``.
+
+Arrow Flight was tried first. In a trial of bare servers over a dict, one client made 3,000 lookups a second with
+Flight, 10,400 with Redis, and 15,500 with frames like these.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Annotated, Any, Literal, Protocol
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+from msgspec import Struct
+
+from backends.conf import DEFAULT_FAMILY
+from backends.decoders import msgpack_decoder
+from backends.encoding.columns import EVEN_ROWS, EVEN_WIDTH, MAX_BYTES, binary_content, even_array, even_rows, record
+from coordinator_actor.messages import OperatorLocation
+from spark_bridge.exceptions import ConnectionClosedError, RequestError
+
+PROTOCOL = 1
+FRAME_PREFIX = struct.Struct("<II")
+"""Length of header and body together, length of the header."""
+MAX_HEADER_BYTES = 1 << 20
+
+Isolation = Literal["completed", "latest", "version"]
+Natural = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+Seconds = Annotated[float, msgspec.Meta(ge=0)]
+RunId = Annotated[str, msgspec.Meta(max_length=256)]
+Name = Annotated[str, msgspec.Meta(max_length=1024)]
+"""The name of an operator, query, state variable or column. The length is bounded because hosts remember names they
+were asked for.
+"""
+
+
+class At(Struct, frozen=True, array_like=True):
+    """The version to read.
+
+    - ``completed``: the last completed version, which must be ``version`` or later.
+    - ``latest``: the version that each partition has committed last.
+    - ``version``: exactly ``version``. With ``held_only`` it is not read from storage if the host no longer has it in
+      memory.
+    """
+
+    isolation: Isolation = "completed"
+    version: Natural = 0
+    held_only: bool = False
+
+
+class Hello(Struct, frozen=True, array_like=True, tag="hello"):
+    """The first message of a connection. Without a valid token a server answers nothing."""
+
+    protocol: int
+    token: str
+
+
+class LocateOperatorRequest(Struct, frozen=True, array_like=True, tag="locate"):
+    """Ask where an operator is. ``query`` is a name, query id or run id. Answered by ``LocateReply``."""
+
+    operator: Name
+    query: Name | None = None
+
+
+class LookupRequest(Struct, frozen=True, array_like=True, tag="lookup"):
+    """Ask for the stored values of keys; the body is the stored keys.
+
+    Answered by ``LookupReply``, whose body has as many values. ``forward``: this host asks the owners of partitions
+    that it does not own; without it such partitions are a ``NotOwnerError``.
+    """
+
+    run_id: RunId
+    operator: Name
+    at: At = At()
+    column_family: Name = DEFAULT_FAMILY
+    forward: bool = False
+
+
+class KeyRowsRequest(Struct, frozen=True, array_like=True, tag="rows"):
+    """Ask for the typed rows that keys have in a state variable: windows of an aggregate, list elements, map entries.
+
+    The body is the stored grouping keys, without a window. Answered like a ``ScanRequest``; the first column,
+    ``position``, is the position of the row's key. ``partitions`` are the partitions to look for the windows of
+    windowed keys, which may be in any partition; None means all that this host owns.
+    """
+
+    run_id: RunId
+    operator: Name
+    state: Name | None = None
+    at: At = At()
+    columns: Annotated[list[Name], msgspec.Meta(max_length=4096)] | None = None
+    forward: bool = False
+    partitions: list[Natural] | None = None
+
+
+class Comparison(Struct, frozen=True, array_like=True):
+    """The condition ``column operator values``: one value, or several for ``in``.
+
+    None for ``is null`` and ``is not null``. Values are JSON values. Values of types that JSON does not have are
+    strings that Arrow casts to the column's type; integers of more than 64 bits and NaN are strings too. With
+    ``is_base64`` all values are bytes in base64.
+    """
+
+    column: Name
+    comparison: Literal["=", "!=", "<", "<=", ">", ">=", "in", "is null", "is not null"]
+    values: list[str | int | float | bool] = []
+    is_base64: bool = False
+
+
+class ScanRequest(Struct, frozen=True, array_like=True, tag="scan"):
+    """Ask for the typed rows of a state variable, in the order of the stored keys within a partition.
+
+    ``start`` (included) and ``end`` (not included) bound the grouping key by its encoded columns without the key group,
+    within every key group. ``partitions`` None means all that this host owns, with ``forward`` all. All conditions of
+    ``where`` must hold. ``limit`` is the most rows of this answer. ``previous_run`` is the earlier run that has given
+    rows of this version already: if a later run has made the version anew, the answer is a ``StateVersionError``.
+    """
+
+    run_id: RunId
+    operator: Name
+    state: Name | None = None
+    at: At = At()
+    start: bytes | None = None
+    end: bytes | None = None
+    columns: Annotated[list[Name], msgspec.Meta(max_length=4096)] | None = None
+    where: Annotated[list[Comparison], msgspec.Meta(max_length=1024)] = []
+    limit: Natural | None = None
+    collect: bool = False
+    partitions: list[Natural] | None = None
+    forward: bool = False
+    previous_run: RunId = ""
+
+
+class CountRequest(Struct, frozen=True, array_like=True, tag="count"):
+    """Ask how many rows a ``ScanRequest`` would give. Answered by ``CountReply``."""
+
+    scan: ScanRequest
+
+
+class ChangesRequest(Struct, frozen=True, array_like=True, tag="changes"):
+    """Ask for the rows that the versions after ``after`` up to ``until`` changed, in the order of versions.
+
+    Changes of every layout are read from storage, so any host can answer. The body, if there is one, is the grouping
+    keys that matter. Answered as a ``ScanRequest``. ``previous_run`` is the run that gave the changes up to ``after``,
+    if that was an earlier run: if a later run has made the version ``after`` anew, the answer is a
+    ``StateVersionError``.
+    """
+
+    run_id: RunId
+    operator: Name
+    after: Natural
+    until: Natural
+    state: Name | None = None
+    previous_run: RunId = ""
+
+
+class AwaitRequest(Struct, frozen=True, array_like=True, tag="await"):
+    """Wait until a version after ``after`` is completed, for ``seconds`` at most.
+
+    Answered by ``CountReply`` with the completed version.
+    """
+
+    run_id: RunId
+    after: Natural
+    seconds: Seconds
+
+
+class OperatorsRequest(Struct, frozen=True, array_like=True, tag="operators"):
+    """Ask for the operators of all running queries. Answered by ``DescribeReply`` with a list."""
+
+
+class DescribeRequest(Struct, frozen=True, array_like=True, tag="describe"):
+    """Ask what this host holds and how it has answered; with ``forward`` all hosts of the operator's query.
+
+    Answered by ``DescribeReply``.
+    """
+
+    operator: Name | None = None
+    query: Name | None = None
+    forward: bool = False
+
+
+Request = (
+    Hello
+    | LocateOperatorRequest
+    | LookupRequest
+    | KeyRowsRequest
+    | ScanRequest
+    | CountRequest
+    | ChangesRequest
+    | AwaitRequest
+    | OperatorsRequest
+    | DescribeRequest
+)
+
+
+class Welcome(Struct, frozen=True, array_like=True, tag="welcome"):
+    """The answer to ``Hello``: who answers, and the limits on a request."""
+
+    protocol: int
+    host_id: str
+    max_request_bytes: int
+    max_keys: int
+
+
+class LocateReply(Struct, frozen=True, array_like=True, tag="located"):
+    """The body is the ``OperatorLocation`` in JSON."""
+
+
+class LookupReply(Struct, frozen=True, array_like=True, tag="values"):
+    """The body is the values at ``version``, in the order of the keys.
+
+    ``lag_ms`` ends the header of every answer from state. It is 0 unless the host follows a query elsewhere and is
+    late. It is then the ms since the host's cluster last looked for versions with success. ``frame`` leaves a 0 out.
+    """
+
+    version: int
+    lag_ms: int = 0
+
+
+class RowsReply(Struct, frozen=True, array_like=True, tag="batch"):
+    """Rows: the body is the next part of an Arrow IPC stream, with the schema in the first one.
+
+    The bodies of an answer's ``RowsReply`` frames, one after the other, are one IPC stream without the marker at its
+    end (``EndOfRows`` says that). Every body is whole IPC messages. The first body is the schema message and, unless
+    there are no rows at all, one record batch message. Each other body is exactly one record batch message. There are
+    no dictionaries and no compression. A record batch may have no rows: a server that has found no rows for long says
+    so that it is still at work. So a client may feed the bodies to one ``pa.ipc.open_stream``, or read each with
+    ``pa.ipc.read_message`` and ``read_record_batch``.
+    """
+
+    version: int
+    lag_ms: int = 0
+
+
+class EndOfRows(Struct, frozen=True, array_like=True, tag="end"):
+    """The end of an answer of rows; ``rows`` is how many there were."""
+
+    version: int
+    rows: int
+    lag_ms: int = 0
+
+
+class CountReply(Struct, frozen=True, array_like=True, tag="counted"):
+    """A number, at ``version``."""
+
+    version: int
+    count: int
+    lag_ms: int = 0
+
+
+class DescribeReply(Struct, frozen=True, array_like=True, tag="described"):
+    """The body is JSON."""
+
+
+class Failure(Struct, frozen=True, array_like=True, tag="failure"):
+    """A request has failed: the name of the error's class, and the error's text."""
+
+    error: str
+    message: str
+
+
+Reply = Welcome | LocateReply | LookupReply | RowsReply | EndOfRows | CountReply | DescribeReply | Failure
+
+_WITH_LAG = frozenset({LookupReply, RowsReply, EndOfRows, CountReply})
+_encode = msgspec.msgpack.Encoder().encode
+decode_request = msgpack_decoder(Request).decode
+decode_reply = msgpack_decoder(Reply).decode
+
+
+def frame(header: Request | Reply, body: bytes | bytearray | memoryview | pa.Buffer = b"") -> list[Any]:
+    """Return the parts of a frame, to be sent one after the other."""
+    encoded = _encode(header)
+    if type(header) in _WITH_LAG and not header.lag_ms:  # type: ignore[union-attr]
+        # The bytes of wire version 1: an array of one element less. Clients of that version ignore a further element.
+        encoded = bytes((encoded[0] - 1,)) + encoded[1:-1]
+    return [FRAME_PREFIX.pack(len(encoded) + len(body), len(encoded)) + encoded, body]
+
+
+# The reads that a ``KvStateServer`` answers from.
+#
+# ``HostReads`` reads the partitions of its host. ``ForwardingReads`` of a proxy asks other hosts for the partitions
+# that they own.
+
+
+@dataclass(frozen=True)
+class StateAnswer:
+    """Rows at a version. ``batches`` have ``schema``; closing them early releases everything that they hold.
+
+    A batch may be empty: a read that finds no rows for a second gives one, so that the server can check whether the
+    client still waits. In the answer to ``changes``, ``version`` is the last version that was read, and each batch
+    belongs to one version, which a column names.
+    """
+
+    version: int
+    schema: pa.Schema
+    batches: Iterator[pa.RecordBatch]
+
+    def close(self) -> None:
+        """End the answer early and release what it holds; nothing happens if it has ended."""
+        close = getattr(self.batches, "close", None)
+        if close is not None:
+            close()
+
+
+class StateReads(Protocol):
+    """Answers the requests of ``messages``. Safe from many threads. All rows of an answer are of one version.
+
+    Every method raises ``NotOwnerError`` if another host owns a partition, ``UnknownOperatorError``,
+    ``UnknownKvStateIdError`` naming the state variables that exist, ``StateVersionError`` naming the versions that can
+    be read, ``RequestError`` for a request that makes no sense, and what the coordinator raises.
+    """
+
+    def locate(self, operator: str, query: str | None) -> OperatorLocation:
+        """Return where an operator's partitions are. Raises ``QueryEndedError`` if its query has ended."""
+
+    def lookup(self, request: LookupRequest, keys: pa.BinaryArray) -> tuple[int, pa.BinaryArray]:
+        """Return the version, and the stored values of stored keys in the order asked; null where a key has no value.
+
+        With ``latest`` the version is the lowest one of the partitions asked. That version need not be completed, so it
+        is no floor for later reads.
+        """
+
+    def lookup_one(self, request: LookupRequest, key: bytes) -> tuple[int, bytes | None]:
+        """Return the result of ``lookup`` for one key; the fast path."""
+
+    def key_rows(self, request: KeyRowsRequest, keys: pa.BinaryArray) -> StateAnswer:
+        """Return the rows of stored grouping keys.
+
+        The first column, ``position`` (int64), is the index of the row's key. Rows are ordered by position, and within
+        a key as in a scan. The keys of aggregates by windows come without the window, and their key groups do not
+        count: the answer has the rows of those keys in this host's partitions (see ``windowed_keys``).
+        """
+
+    def scan(self, request: ScanRequest) -> StateAnswer:
+        """Return the rows of a state variable, partition after partition in the order of stored keys."""
+
+    def count(self, request: ScanRequest) -> tuple[int, int]:
+        """Return the version, and the number of rows that ``scan`` would give."""
+
+    def changes(self, request: ChangesRequest, keys: pa.BinaryArray | None) -> StateAnswer:
+        """Return the rows that versions have changed, in the order of versions; a batch belongs to one version."""
+
+    def await_completed(self, run_id: str, after: int, seconds: float) -> int:
+        """Return the completed version once it is after ``after``, or the one that there is after ``seconds``."""
+
+    def lag_ms(self, run_id: str) -> int:
+        """Return how many ms ago storage was last looked at, for a run that follows a query and is late; else 0."""
+
+    def operators(self) -> list[dict[str, Any]]:
+        """Return the operators of all running queries, ready for JSON."""
+
+    def describe(self, operator: str | None, query: str | None) -> dict[str, Any]:
+        """Return the description of this host's partitions, of one operator or of all, ready for JSON."""
+
+
+# The decoder of rows that come over the wire (see ``messages.RowsReply``).
+
+
+class RowBatchDecoder:
+    """Turns the bodies of one answer's ``Batch`` frames into record batches, without copying the rows."""
+
+    def __init__(self) -> None:
+        self.schema: pa.Schema | None = None
+
+    def decode(self, body: memoryview | bytes) -> pa.RecordBatch | None:
+        """Return the rows of a body; None if it has only the schema.
+
+        Raises ``ConnectionClosedError`` for any other body.
+        """
+        source = pa.BufferReader(pa.py_buffer(body))
+        try:
+            if self.schema is None:
+                self.schema = pa.ipc.read_schema(source)
+                if source.tell() == source.size():
+                    return None
+            return pa.ipc.read_record_batch(pa.ipc.read_message(source), self.schema)
+        except (pa.ArrowException, EOFError, OSError) as error:
+            raise ConnectionClosedError(f"Rows of {len(body)} bytes make no sense: {error}") from error
+
+
+# Keys and values as the body of a frame: their number, their lengths, their bytes.
+
+
+_COUNT = struct.Struct("<I")
+_LENGTH = struct.Struct("<i")
+_ABSENT = -1
+
+
+def pack_bytes(values: pa.BinaryArray) -> bytes:
+    """Return keys or values as a body: their number (uint32), their lengths (int32 each, -1 for null), their bytes."""
+    even = even_rows(values)
+    if even is not None:
+        n = len(even)
+        # Before Python 3.12 mypy does not know that numpy arrays have a buffer.
+        return b"".join((_COUNT.pack(n), _even_lengths(n, even.dtype.itemsize), even))  # type: ignore[arg-type]
+    content, offsets = binary_content(values.fill_null(b"") if values.null_count else values)
+    lengths = np.diff(offsets).astype("<i4")
+    if values.null_count:
+        lengths[~np.asarray(values.is_valid())] = _ABSENT
+    return b"".join((_COUNT.pack(len(values)), lengths.tobytes(), content.tobytes()))
+
+
+def unpack_bytes(body: memoryview | bytes) -> pa.BinaryArray:
+    """Return the keys or values of a body. Raises ``RequestError`` if the lengths do not fit the body."""
+    size = len(body)
+    count = _COUNT.unpack_from(body)[0] if size >= _COUNT.size else 0
+    begin = _COUNT.size + 4 * count
+    if size < max(begin, _COUNT.size):
+        raise RequestError(f"A body of {size} bytes cannot have {count} keys or values.")
+    width = _LENGTH.unpack_from(body, _COUNT.size)[0] if count else 0
+    is_whole = width > 0 and begin + count * width == size <= MAX_BYTES
+    if is_whole and bytes(body[_COUNT.size : begin]) == _even_lengths(count, width):
+        return even_array(np.frombuffer(body, record(width), count, begin))
+    lengths = np.frombuffer(body, "<i4", count, _COUNT.size)
+    offsets = np.zeros(count + 1, np.int64)
+    np.cumsum(np.maximum(lengths, 0), out=offsets[1:])
+    if (count and lengths.min() < _ABSENT) or begin + offsets[-1] != size or offsets[-1] > MAX_BYTES:
+        raise RequestError(
+            f"A body of {size} bytes does not have the lengths that it states, {offsets[-1]} bytes of {count} values."
+        )
+    present = lengths >= 0
+    buffers = [
+        None if present.all() else pa.py_buffer(np.packbits(present, bitorder="little")),
+        pa.py_buffer(offsets.astype(np.int32)),
+        pa.py_buffer(memoryview(body)[begin:]),
+    ]
+    return pa.Array.from_buffers(pa.binary(), count, buffers)
+
+
+def _even_lengths(n: int, width: int) -> bytes:
+    """Return ``n`` equal lengths; those of few short values are cached."""
+    if n > EVEN_ROWS or width > EVEN_WIDTH:
+        return _LENGTH.pack(width) * n
+    return _lengths_of(width)[: 4 * n]
+
+
+@lru_cache(EVEN_WIDTH)
+def _lengths_of(width: int) -> bytes:
+    return _LENGTH.pack(width) * EVEN_ROWS
+
+
+def pack_one(key: bytes) -> bytes:
+    """Return ``pack_bytes`` of one key or value."""
+    return struct.pack("<Ii", 1, len(key)) + key
+
+
+def unpack_one(body: memoryview | bytes) -> bytes | None:
+    """Return the one value of a body; None for null.
+
+    Raises ``RequestError`` if the body has another number of values.
+    """
+    if len(body) >= 8:
+        count, length = struct.unpack_from("<Ii", body)
+        if count == 1 and len(body) == 8 + max(length, 0) and length >= _ABSENT:
+            return None if length == _ABSENT else bytes(body[8:])
+    raise RequestError(f"A body of {len(body)} bytes is not one value.")
+
+
+# The context of a request while a thread works on it: deadline, cancellation, memory, and admission of slow work.
+#
+# Long work calls the functions of this module between its pieces, as deep inside as it likes: nested iterators need
+# not pass a context on. One thread answers a request, and the context is found by the thread. Without a context, as
+# in a client, the functions do nothing.
+
+
+class RequestContext(Protocol):
+    """Tells a server how the work on a request goes. Every method may raise, which ends the request."""
+
+    def raise_if_cancelled(self) -> None:
+        """Raise if the deadline is over, the client has left, or its token no longer allows the request."""
+
+    def before_slow_work(self) -> None:
+        """Prepare for work that may take long, such as loading from storage."""
+
+    def reserve_memory(self, nbytes: int) -> None:
+        """Reserve ``nbytes`` bytes more, until the request is answered."""
+
+
+class _OfThread(threading.local):
+    context: RequestContext | None = None
+
+
+_of_thread = _OfThread()
+
+
+@contextmanager
+def active_context(context: RequestContext) -> Iterator[None]:
+    """Make ``context`` that of this thread's work within the ``with``."""
+    before, _of_thread.context = _of_thread.context, context
+    try:
+        yield
+    finally:
+        _of_thread.context = before
+
+
+def raise_if_cancelled() -> None:
+    """Check deadline and cancellation; to be called between the pieces of long work, at next to no cost.
+
+    Raises what the context raises if the answer is no longer wanted.
+    """
+    context = _of_thread.context
+    if context is not None:
+        context.raise_if_cancelled()
+
+
+def before_slow_work() -> None:
+    """Say that work comes next that may take long. Raises what the context raises, as ``TooManyRequestsError``."""
+    context = _of_thread.context
+    if context is not None:
+        context.before_slow_work()
+
+
+def reserve_memory(nbytes: int) -> None:
+    """Reserve memory for a part of an answer, before more is read.
+
+    Raises what the context raises, as ``RequestLimitError``.
+    """
+    context = _of_thread.context
+    if context is not None:
+        context.reserve_memory(nbytes)

@@ -1,1 +1,0 @@
-"""The wire protocol of queries: messages, frames, connections of clients, and the reads behind a server."""

@@ -1,0 +1,295 @@
+"""The version of a host's answer: which version a request reads, and each partition at that version.
+
+A completed version is read from a partition's base, from accepted changes over the base, or from the before-images of
+older versions. ``PartitionState`` finds out which of these, by the version and its head. Nothing here waits for a
+commit, and no commit waits for a read. ``routing/version_alignment.py`` brings the answers of several hosts to one
+version.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TypeVar
+
+from backends.exceptions import StoreClosedError, VersionNotFoundError
+from backends.host_memory import BoundedDict
+from backends.partition.held_versions import VersionReads
+from coordinator_actor.exceptions import CoordinatorError, QueryEndedError
+from spark_bridge.exceptions import HostUnavailableError, NotOwnerError, RequestError, StateVersionError
+from spark_bridge.host.held_partitions import Instance
+from spark_bridge.host.host import Host
+from spark_bridge.host.registration import CompletedVersion
+from spark_bridge.queryable.protocol import At
+from spark_bridge.queryable.reads.operator_plan import OperatorPlan
+from spark_bridge.queryable.reads.version_copies import PartitionLoader, VersionCopies
+
+T = TypeVar("T")
+
+MAX_WAIT_SECONDS = 2.0
+"""A host waits at most this many seconds for a version that others say is completed, or for partitions that are being
+loaded or unloaded.
+"""
+_PAUSE_SECONDS = 0.005
+
+
+@dataclass(frozen=True)
+class PartitionView:
+    """One partition at a version, and the head of that version if it is known.
+
+    Reads raise ``VersionNotFoundError`` or ``StoreClosedError`` if the version is not there, or no longer.
+    """
+
+    partition: int
+    reads: VersionReads
+    version: int
+    head: str | None
+    instance: Instance | None = None
+
+
+class VersionedReader:
+    """Reads partitions at the version that a request asks for. Thread-safe."""
+
+    def __init__(self, host: Host, copies: VersionCopies, wait_seconds: float = MAX_WAIT_SECONDS) -> None:
+        self._host = host
+        self._copies = copies
+        self.wait_seconds = wait_seconds
+        self.loader = PartitionLoader(host, wait_seconds)
+
+    def read(
+        self,
+        plan: OperatorPlan,
+        partitions: Sequence[int],
+        at: At,
+        read: Callable[[PartitionView], T],
+        keep: ExitStack,
+    ) -> tuple[int, list[T]]:
+        """Return the version, and what ``read`` gives for each partition at that version.
+
+        With ``latest`` the partitions may be at different versions; the lowest one is returned.
+
+        ``read`` may be called again if the version has gone meanwhile; what it has opened before must not matter then.
+        What is read later, as iterators, may be read until ``keep`` is closed.
+
+        Raises ``StateVersionError``, ``NotOwnerError``, ``RequestError``, what the coordinator raises, and
+        ``HostUnavailableError`` if the coordinator does not say whether the version is completed, or a partition is
+        being loaded for longer than ``wait_seconds``.
+        """
+        if at.isolation == "completed":
+            return self._completed(plan, partitions, at.version, read)
+        if at.isolation == "latest":
+            return self._latest(plan, partitions, read)
+        return self._exactly(plan, partitions, at, read, keep)
+
+    # -- the last completed version ------------------------------------------------------------
+
+    def _completed(
+        self, plan: OperatorPlan, partitions: Sequence[int], floor: int, read: Callable[[PartitionView], T]
+    ) -> tuple[int, list[T]]:
+        deadline = time.monotonic() + self.wait_seconds
+        self._host.prepared.settle(plan.run_id, self.wait_seconds)
+        while True:
+            completed = self.completed(plan, floor)
+            found: list[T] = []
+            failure: Exception
+            try:
+                for partition in partitions:
+                    found.append(read(self._view(plan, partition, completed)))
+                return completed.version, found
+            except (VersionNotFoundError, StoreClosedError) as error:
+                failure = error
+            if time.monotonic() > deadline:
+                raise self._unsettled(plan, partitions[len(found)], failure) from failure
+            if self._host.completed.newest(plan.run_id) is completed:
+                self._settle(plan, partitions[len(found)], completed, failure)
+
+    def completed(self, plan: OperatorPlan, at_least: int) -> CompletedVersion:
+        """Return the last completed version, which is ``at_least`` or later.
+
+        Raises ``HostUnavailableError`` and ``StateVersionError`` as ``read`` does.
+        """
+        begun = time.monotonic()
+        completed = self._host.version_requests.completed_version(plan.run_id, at_least, self.wait_seconds)
+        if completed is None or completed.version < at_least:
+            if completed is None or not self._host.version_requests.has_asked_since(plan.run_id, begun):
+                there = (
+                    "none is known"
+                    if completed is None
+                    else f"version {completed.version} is the last one that is known"
+                )
+                raise HostUnavailableError(
+                    f"Host {self._host.info.host_id} could not find out within {self.wait_seconds:.1f} s whether "
+                    "version "
+                    f"{at_least} of operator {plan.operator!r} (run {plan.run_id}) is completed; {there} here. The "
+                    "coordinator does not answer."
+                )
+            raise StateVersionError(
+                f"Version {at_least} of operator {plan.operator!r} (run {plan.run_id}) is not completed; version "
+                f"{completed.version} is the last one that is."
+            )
+        return completed
+
+    def _view(self, plan: OperatorPlan, partition: int, completed: CompletedVersion) -> PartitionView:
+        instance = self._host.held.instance(plan.run_id, plan.operator, partition)
+        head = completed.head(plan.operator, partition)
+        if instance is None or (head is None and completed.version > 0):
+            instance = self.loader.load(plan, partition)
+            newest = self._host.completed.newest(plan.run_id)
+            if newest is None or newest.version != completed.version:
+                raise VersionNotFoundError(f"Version {completed.version} is not the last completed one any more.")
+            head = newest.head(plan.operator, partition)
+        self.loader.wait_loaded(instance, self.wait_seconds)
+        return PartitionView(partition, instance.state.reads, completed.version, head, instance)
+
+    def _settle(self, plan: OperatorPlan, partition: int, completed: CompletedVersion, failure: Exception) -> None:
+        """Do what may help a partition that does not have the last completed version."""
+        instance = self._host.held.instance(plan.run_id, plan.operator, partition)
+        if instance is None or isinstance(failure, StoreClosedError):
+            time.sleep(_PAUSE_SECONDS)  # the partition is being unloaded
+        elif instance.state.version > completed.version:
+            self._host.version_requests.completed_version(plan.run_id, completed.version + 1, _PAUSE_SECONDS)
+        else:
+            # Another host has made the version: this partition has other changes than those that count, or lacks some.
+            self.loader.load(plan, partition, again=True)
+
+    def _unsettled(self, plan: OperatorPlan, partition: int, failure: Exception) -> NotOwnerError:
+        return NotOwnerError(
+            f"Partition {partition} of operator {plan.operator!r} (run {plan.run_id}) could not be read in host "
+            f"{self._host.info.host_id} within {self.wait_seconds:.1f} s; locate it again. Last failure: {failure}"
+        )
+
+    # -- the latest version of each partition --------------------------------------------------
+
+    def _latest(
+        self, plan: OperatorPlan, partitions: Sequence[int], read: Callable[[PartitionView], T]
+    ) -> tuple[int, list[T]]:
+        found: list[T] = []
+        versions: list[int] = []
+        for partition in partitions:
+            version, one = self._latest_of(plan, partition, read)
+            versions.append(version)
+            found.append(one)
+        if versions:
+            return min(versions), found
+        self._host.prepared.settle(plan.run_id, self.wait_seconds)
+        return self.completed(plan, 0).version, found
+
+    def _latest_of(self, plan: OperatorPlan, partition: int, read: Callable[[PartitionView], T]) -> tuple[int, T]:
+        deadline = time.monotonic() + self.wait_seconds
+        while True:
+            instance = self.loader.held(plan, partition)
+            self.loader.wait_loaded(instance, self.wait_seconds)
+            version, head = instance.state.newest()
+            try:
+                return version, read(PartitionView(partition, instance.state.reads, version, head, instance))
+            except (VersionNotFoundError, StoreClosedError) as error:
+                if time.monotonic() > deadline:
+                    raise self._unsettled(plan, partition, error) from error
+                if isinstance(error, StoreClosedError):
+                    time.sleep(_PAUSE_SECONDS)
+
+    # -- an exact version ----------------------------------------------------------------------
+
+    def _exactly(
+        self,
+        plan: OperatorPlan,
+        partitions: Sequence[int],
+        at: At,
+        read: Callable[[PartitionView], T],
+        keep: ExitStack,
+    ) -> tuple[int, list[T]]:
+        if at.version < 0:
+            raise RequestError(f"version={at.version} is no version; the first one is 0.")
+        self.completed(plan, at.version)
+        return at.version, [self._exactly_of(plan, p, at, read, keep) for p in partitions]
+
+    def _exactly_of(
+        self, plan: OperatorPlan, partition: int, at: At, read: Callable[[PartitionView], T], keep: ExitStack
+    ) -> T:
+        deadline = time.monotonic() + self.wait_seconds
+        while True:
+            instance = self.loader.held(plan, partition)
+            self.loader.wait_loaded(instance, self.wait_seconds)
+            known = self._host.completed.at(plan.run_id, at.version)
+            head = None if known is None else known.head(plan.operator, partition)
+            try:
+                if head is None and at.version > instance.state.version:
+                    # The changes that were accepted for the version need not be those that the manifest names.
+                    raise VersionNotFoundError(
+                        f"Version {at.version} of partition {partition} of operator {plan.operator!r} is not held "
+                        "here; "
+                        f"version {instance.state.version} is."
+                    )
+                return read(PartitionView(partition, instance.state.reads, at.version, head, instance))
+            except StoreClosedError as error:
+                if time.monotonic() > deadline:
+                    raise self._unsettled(plan, partition, error) from error
+                time.sleep(_PAUSE_SECONDS)
+            except VersionNotFoundError as error:
+                if at.held_only:
+                    raise StateVersionError(str(error)) from error
+                break
+        copy = keep.enter_context(self._copies.at(plan.registration, plan.spec, partition, at.version))
+        return read(PartitionView(partition, copy.reads, at.version, None))
+
+
+# Waiting for the completion of a version, also in a host that nobody tells of the run.
+
+
+ASK_COORDINATOR_SECONDS = 1.0
+"""While somebody waits for a version of a run, the coordinator is asked so often."""
+_BRIEFLY_SECONDS = 0.001
+MAX_ASKED_RUNS = 1000
+
+
+class CompletionWait:
+    """Waits for completed versions. Thread-safe; the lock guards the times when the coordinator was asked.
+
+    ``wait_seconds``: how long the coordinator may take for its first answer about a run. ``on_ended`` is called with a
+    run that proves to be over.
+    """
+
+    def __init__(self, host: Host, wait_seconds: float, on_ended: Callable[[str], None]) -> None:
+        self._host = host
+        self._wait_seconds = wait_seconds
+        self._on_ended = on_ended
+        self._asked_at: BoundedDict[str, float] = BoundedDict(MAX_ASKED_RUNS)
+        self._lock = threading.Lock()
+
+    def await_completed(self, run_id: str, after: int, seconds: float) -> int:
+        """See ``StateReads``. Raises ``RetiredRunError`` if the run is over meanwhile."""
+        deadline = time.monotonic() + seconds
+        self._host.prepared.settle(run_id, self._wait_seconds)
+        newest = self._host.completed.newest(run_id)
+        if newest is None:
+            newest = self._host.version_requests.completed_version(run_id, 0, self._wait_seconds)
+        while newest is None or newest.version <= after:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                break
+            newest = self._host.completed.wait(run_id, after + 1, min(left, ASK_COORDINATOR_SECONDS))
+            if newest is None or newest.version <= after:
+                newest = self._ask_coordinator(run_id, after)
+                if newest is not None and newest.version <= after and self._host.version_requests.has_ended(run_id):
+                    raise QueryEndedError(f"The query of run {run_id} has ended at version {newest.version}.")
+        return -1 if newest is None else newest.version
+
+    def _ask_coordinator(self, run_id: str, after: int) -> CompletedVersion | None:
+        """Return the newest version that the coordinator knows; one waiting thread asks for all of them.
+
+        Nobody tells this host of versions if it has nothing of the run, nor that the run is over.
+        """
+        newest, now = self._host.completed.newest(run_id), time.monotonic()
+        with self._lock:
+            if newest is not None and now - self._asked_at.get(run_id, 0.0) < ASK_COORDINATOR_SECONDS / 2:
+                return newest
+            self._asked_at[run_id] = now
+        try:
+            return self._host.version_requests.completed_version(run_id, after + 1, _BRIEFLY_SECONDS)
+        except CoordinatorError:
+            self._host.completed.forget(run_id)  # so that the other waiting threads find out, too
+            self._on_ended(run_id)
+            raise

@@ -1,1 +1,0 @@
-"""The change feed: which keys each version has changed, and their values before."""

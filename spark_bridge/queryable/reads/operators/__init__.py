@@ -1,1 +1,0 @@
-"""What a host knows of the operators that it answers for."""

@@ -1,1 +1,0 @@
-"""The version of an answer: completed, prepared, or an older one that is loaded from storage."""

@@ -1,1 +1,0 @@
-"""The answer to one request: admitted, read, and sent row by row."""

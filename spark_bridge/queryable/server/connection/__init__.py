@@ -1,1 +1,0 @@
-"""The server's end of a connection: frames, the client behind them, errors, and failed handshakes."""

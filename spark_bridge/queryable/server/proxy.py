@@ -1,0 +1,572 @@
+"""``KvStateClientProxy``: in every host, a server that answers for all hosts (Flink's class of that name)."""
+
+from __future__ import annotations
+
+import logging
+import ssl
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import pyarrow as pa
+
+from backends.background_loop import failing_loops
+from backends.decoders import json_decoder
+from backends.host_memory import BoundedDict
+from coordinator_actor.coordinator_port import CoordinatorPort
+from coordinator_actor.exceptions import CoordinatorError, RetiredRunError
+from coordinator_actor.exceptions import QueryEndedError as EndedError
+from coordinator_actor.exceptions import UnknownOperatorError as UnknownError
+from coordinator_actor.messages import KvStateLocationOracle, OperatorLocation, OperatorSpec
+from spark_bridge.exceptions import (
+    HostUnavailableError,
+    QueryEndedError,
+    QueryTimeoutError,
+    SparkBridgeError,
+    UnknownOperatorError,
+)
+from spark_bridge.queryable.connections import KvConnections
+from spark_bridge.queryable.protocol import (
+    ChangesRequest,
+    DescribeReply,
+    DescribeRequest,
+    KeyRowsRequest,
+    LookupRequest,
+    ScanRequest,
+    StateAnswer,
+    StateReads,
+)
+from spark_bridge.queryable.routing.router import StateRouter
+from spark_bridge.queryable.routing.scatter_gather import FINAL_ERRORS, MOVED, Attempts, should_locate
+from spark_bridge.queryable.server.limits import RequestLimits
+from spark_bridge.queryable.server.server import KvStateServer
+
+if TYPE_CHECKING:
+    from spark_bridge.queryable.server.tokens import TokenVerifier
+
+# The location cache of a proxy: a ``KvStateLocationOracle`` per query, fetched when needed and refreshed while in
+# use.
+
+
+log = logging.getLogger(__name__)
+
+MAX_AGE_SECONDS = 2.0
+"""An oracle in use is fetched again at this age, aside from the requests that use it."""
+FETCH_SECONDS = 0.1
+"""However many requests find an oracle wrong, it is not fetched more often than that."""
+ENDED_SECONDS = 0.5
+"""A query that has ended is taken for ended for this many seconds, without asking again."""
+MAX_CACHED_RUNS = 1024
+FETCHES = "fetch the owners of the partitions of a query: requests use the owners that were known before"
+
+
+@dataclass
+class _CachedOracle:
+    """An oracle, and the locations that were made of it, by operator.
+
+    ``at`` is when it came, or when another one was asked for. ``fetched`` is the same, but -inf if the coordinator was
+    not asked.
+    """
+
+    oracle: KvStateLocationOracle
+    at: float
+    fetched: float = float("-inf")
+    locations: dict[str, OperatorLocation] = field(default_factory=dict)
+
+
+class LocationCache:
+    """Oracles by job, for any number of threads. ``_lock`` guards all dicts; reads of them take no lock.
+
+    A job is a query on its state location: a copy of a checkpoint, which has the same query id, is a job of its own.
+
+    ``coordinator`` may fail with ``HostUnavailableError``: the cached oracles go on serving then.
+    """
+
+    def __init__(self, coordinator: CoordinatorPort, clock: Callable[[], float] = time.monotonic) -> None:
+        self._coordinator = coordinator
+        self._clock = clock
+        self._cached: dict[str, _CachedOracle] = {}
+
+        self._jobs: dict[str, str] = {}
+        self._specs: dict[tuple[str, str], OperatorSpec] = {}
+        self._ended: BoundedDict[str, tuple[str, float]] = BoundedDict(MAX_CACHED_RUNS)
+        self._lock = threading.Lock()
+        self._fetching: dict[str, threading.Lock] = {}
+        self._used: set[str] = set()
+        self._wake = threading.Event()
+        self._stopping = threading.Event()
+        self._refresher: threading.Thread | None = None
+
+    def get(self, job_id: str) -> KvStateLocationOracle | None:
+        """Return the cached oracle of a job, also by its query id, or None. The coordinator is not asked."""
+        cached = self._cached.get(job_id)
+        if cached is not None:
+            return cached.oracle
+        return next((c.oracle for c in list(self._cached.values()) if c.oracle.query_id == job_id), None)
+
+    def update(self, job_id: str, oracle: KvStateLocationOracle | None) -> None:
+        """Cache an oracle of a job; None forgets the cached one. ``job_id`` may be its query id."""
+        if oracle is not None:
+            self._put(_CachedOracle(oracle, self._clock()))
+            return
+        with self._lock:
+            for job in [j for j, c in self._cached.items() if job_id in (j, c.oracle.query_id)]:
+                del self._cached[job]
+
+    def _put(self, cached: _CachedOracle) -> None:
+        with self._lock:
+            oracle = cached.oracle
+            job_id = oracle.state_location or oracle.query_id
+            self._cached[job_id] = cached
+            self._ended.pop(job_id, None)
+            self._jobs[oracle.run_id] = job_id
+            while len(self._jobs) > MAX_CACHED_RUNS:
+                run_id = next(iter(self._jobs))
+                del self._jobs[run_id]
+                self._specs = {key: spec for key, spec in self._specs.items() if key[0] != run_id}
+
+    def location(self, run_id: str, operator: str, *, with_schema: bool = False) -> OperatorLocation:
+        """Return where an operator of a run is: the same object as long as nothing changes.
+
+        It has a schema only ``with_schema``. Raises ``RetiredRunError`` if the run is unknown or not the query's newest
+        one, ``QueryEndedError``, ``UnknownOperatorError``, and ``HostUnavailableError`` if the operator is not cached
+        and the coordinator does not answer.
+        """
+        job_id = self._jobs.get(run_id)
+        cached = None if job_id is None else self._cached.get(job_id)
+        if job_id is None or cached is None:
+            job_id = self._find(run_id, operator)
+            cached = self._cached.get(job_id)
+        if cached is None:
+            raise self._not_running(job_id, run_id)
+        if cached.oracle.run_id != run_id:
+            raise RetiredRunError(
+                f"Run {run_id} of query {cached.oracle.query_id} has been replaced by run {cached.oracle.run_id}; "
+                "locate the operator again."
+            )
+        if self._clock() - cached.at > MAX_AGE_SECONDS:
+            self._refresh_soon(job_id)
+        location = cached.locations.get(operator)
+        if location is None or (with_schema and not location.operator.schema):
+            location = cached.locations[operator] = self._made(cached.oracle, operator, with_schema)
+        return location
+
+    def refresh(self, run_id: str) -> None:
+        """Fetch the oracle of a run again, because it has proved wrong or its owners do not answer.
+
+        Unless it was fetched just now.
+        """
+        job_id = self._jobs.get(run_id)
+        if job_id is not None:
+            self._fetch(job_id, FETCH_SECONDS)
+
+    def start(self) -> None:
+        """Allow refreshes, also again after ``stop``."""
+        self._wake.clear()  # else no thread would be started again
+        self._stopping.clear()
+
+    def stop(self) -> None:
+        """End the thread that refreshes."""
+        self._stopping.set()
+        self._wake.set()
+
+    # -- fetching from the coordinator ---------------------------------------------------------
+
+    def _find(self, run_id: str, operator: str) -> str:
+        """Return the job of a run that is not cached."""
+        known = self._jobs.get(run_id)
+        if known is not None:
+            # Its oracle was removed: the query has perhaps ended, and may have been started again.
+            ended = self._ended.get(known)
+            if ended is None or self._clock() - ended[1] > ENDED_SECONDS:
+                self._fetch(known, 0.0, operator)
+            return known
+        try:
+            found = self._coordinator.locate(operator, run_id)
+        except EndedError as error:
+            raise RetiredRunError(f"Run {run_id} is over; locate the operator again. ({error})") from error
+        except UnknownError as error:
+            raise RetiredRunError(f"Run {run_id} is not running; locate the operator again. ({error})") from error
+        self._specs[run_id, operator] = found.operator
+        self._fetch(run_id, 0.0, operator)
+        return self._jobs.get(run_id, run_id)
+
+    def _fetch(self, job_id: str, unless_since: float, operator: str | None = None) -> None:
+        """Fetch the oracle of a job, or of a run's job, unless it was fetched in the last ``unless_since`` seconds.
+
+        A thread that comes while another one fetches waits, and uses what that one has fetched.
+        """
+        begun = self._clock()
+        with self._lock:
+            fetching = self._fetching.setdefault(job_id, threading.Lock())
+        with fetching:
+            cached = self._cached.get(self._jobs.get(job_id, job_id))
+            if cached is not None and cached.fetched > begun - unless_since:
+                return
+            try:
+                oracle = self._coordinator.get_kv_state_location_oracle(job_id)
+                if oracle is None:
+                    names = [o.name for o in cached.oracle.operators] if cached is not None else []
+                    self._require_not_ended(job_id, [*names, operator][0])
+            except EndedError as error:
+                self.update(job_id, None)
+                with self._lock:
+                    self._ended[job_id] = str(error), self._clock()
+                return
+            except (CoordinatorError, HostUnavailableError) as error:
+                if cached is None:
+                    raise
+                log.info("Query %s is served by what was known of it before: %s", job_id, error)
+                oracle = None
+            if oracle is None:
+                # The coordinator does not know the query (yet), because the coordinator was replaced.
+                if cached is not None:
+                    cached.at = cached.fetched = self._clock()
+            elif cached is not None and cached.oracle == oracle:
+                cached.at = cached.fetched = self._clock()  # locations that were made of it stay
+            else:
+                now = self._clock()
+                self._put(_CachedOracle(oracle, now, now))
+
+    def _require_not_ended(self, job_id: str, operator: str | None) -> None:
+        """Raise the coordinator's ``QueryEndedError`` if it remembers that a query has ended."""
+        if operator is None:
+            return
+        try:
+            self._coordinator.locate(operator, job_id)
+        except UnknownError:
+            log.debug("The coordinator does not know query %s", job_id)
+
+    def _made(self, oracle: KvStateLocationOracle, operator: str, with_schema: bool) -> OperatorLocation:
+        if operator not in {o.name for o in oracle.operators}:
+            exist = ", ".join(repr(o.name) for o in oracle.operators)
+            raise UnknownOperatorError(
+                f"Query {oracle.name or oracle.query_id} (run {oracle.run_id}) has no operator {operator!r}; "
+                "operators that "
+                f"exist: {exist}."
+            )
+        owners = oracle.owners(operator)
+        spec = self._specs.get((oracle.run_id, operator))
+        if spec is None and with_schema:
+            spec = self._specs[oracle.run_id, operator] = self._coordinator.locate(operator, oracle.run_id).operator
+        return OperatorLocation(
+            oracle.query_id,
+            oracle.run_id,
+            oracle.name,
+            spec or OperatorSpec(operator, len(owners), ""),
+            oracle.key_groups,
+            oracle.completed_version,
+            owners,
+        )
+
+    def _not_running(self, job_id: str, run_id: str) -> Exception:
+        ended = self._ended.get(job_id)
+        if ended is not None:
+            return QueryEndedError(ended[0])
+        return RetiredRunError(f"Run {run_id} of query {job_id} is not running; locate the operator again.")
+
+    # -- refreshes of oracles in use -----------------------------------------------------------
+
+    def _refresh_soon(self, job_id: str) -> None:
+        self._used.add(job_id)
+        if self._wake.is_set() or self._stopping.is_set():
+            return
+        self._wake.set()
+        with self._lock:
+            if self._refresher is None or not self._refresher.is_alive():
+                self._refresher = threading.Thread(target=self._run, name="statestore-oracles", daemon=True)
+                self._refresher.start()
+
+    def _run(self) -> None:
+        while self._wake.wait():
+            self._wake.clear()
+            if self._stopping.is_set():
+                return
+            while self._used and not self._stopping.is_set():
+                job_id = self._used.pop()
+                try:
+                    self._fetch(job_id, MAX_AGE_SECONDS / 2)
+                except Exception as error:  # noqa: BLE001 - the thread must go on; cached oracles go on serving
+                    log.warning("The locations of query %s could not be fetched: %s", job_id, error)
+                    failing_loops.failed(self, FETCHES, "Look at the log of that host and of the coordinator.", error)
+                else:
+                    failing_loops.recovered(self)
+            # Wait, so that a coordinator that does not answer is not asked for every request.
+            self._stopping.wait(FETCH_SECONDS)
+
+
+# ``ForwardingReads``: answers for all hosts.
+#
+# This host's partitions are read here; the owners are asked for the others.
+
+
+T = TypeVar("T")
+
+MAX_RETRY_SECONDS = 1.0
+"""When owners have moved, a request is repeated here for at most this many seconds. The client has more time, and waits
+without taking room here.
+"""
+
+
+class ForwardingReads:
+    """``StateReads`` of a proxy: answers requests with ``forward`` for all partitions, others for this host's.
+
+    ``own`` returns what this host answers by itself, and ``address`` its own query address; both are called once, when
+    something is asked. Requests to other hosts have no ``forward``, so no request goes further than one step.
+    """
+
+    def __init__(
+        self,
+        own: Callable[[], StateReads],
+        address: Callable[[], str],
+        locations: LocationCache,
+        connections: KvConnections,
+        *,
+        patience: float = MAX_RETRY_SECONDS,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._find_own = own
+        self._address = address
+        self._locations = locations
+        self._connections = connections
+        self._patience = patience
+        self._clock = clock
+        self._sleep = sleep
+
+    @cached_property
+    def own(self) -> StateReads:
+        """The answers of this host."""
+        return self._find_own()
+
+    @cached_property
+    def router(self) -> StateRouter:
+        """The router that asks the other hosts."""
+        return StateRouter(self._connections, local=(self._address(), self.own), clock=self._clock, sleep=self._sleep)
+
+    # -- for all hosts -------------------------------------------------------------------------
+
+    def lookup(self, request: LookupRequest, keys: pa.BinaryArray) -> tuple[int, pa.BinaryArray]:
+        """See ``StateReads``."""
+        if not request.forward:
+            return self.own.lookup(request, keys)
+        return self._answer(
+            request,
+            lambda location, deadline: self.router.lookup(location, request.column_family, keys, request.at, deadline),
+        )
+
+    def lookup_one(self, request: LookupRequest, key: bytes) -> tuple[int, bytes | None]:
+        """See ``StateReads``."""
+        if not request.forward:
+            return self.own.lookup_one(request, key)
+        return self._answer(
+            request,
+            lambda location, deadline: self.router.lookup_one(
+                location, request.column_family, key, request.at, deadline
+            ),
+        )
+
+    def key_rows(self, request: KeyRowsRequest, keys: pa.BinaryArray) -> StateAnswer:
+        """See ``StateReads``."""
+        if not request.forward:
+            return self.own.key_rows(request, keys)
+        return _state_answer(
+            self._answer(
+                request,
+                lambda location, deadline: self.router.key_rows(location, request, keys, deadline),
+                with_schema=True,
+            )
+        )
+
+    def scan(self, request: ScanRequest) -> StateAnswer:
+        """See ``StateReads``.
+
+        The rows of ``partitions`` come in their order; without ``partitions`` the hosts' rows come as they arrive.
+        """
+        if not request.forward:
+            return self.own.scan(request)
+
+        def relocate(error: Exception) -> OperatorLocation:
+            self._moved(request.run_id, error)
+            try:
+                return self._locations.location(request.run_id, request.operator, with_schema=True)
+            except FINAL_ERRORS as gone:
+                raise RetiredRunError(str(gone)) from gone  # the client must find out which run is next
+
+        in_order = request.partitions is not None
+        return _state_answer(
+            self._answer(
+                request,
+                lambda location, deadline: self.router.scan(location, request, deadline, relocate, in_order=in_order),
+                with_schema=True,
+            )
+        )
+
+    def count(self, request: ScanRequest) -> tuple[int, int]:
+        """See ``StateReads``."""
+        if not request.forward:
+            return self.own.count(request)
+        return self._answer(request, lambda location, deadline: self.router.count(location, request, deadline))
+
+    # -- requests that any host can answer -----------------------------------------------------
+
+    def locate(self, operator: str, query: str | None) -> OperatorLocation:
+        """See ``StateReads``."""
+        return self.own.locate(operator, query)
+
+    def changes(self, request: ChangesRequest, keys: pa.BinaryArray | None) -> StateAnswer:
+        """See ``StateReads``."""
+        return self.own.changes(request, keys)
+
+    def await_completed(self, run_id: str, after: int, seconds: float) -> int:
+        """See ``StateReads``."""
+        return self.own.await_completed(run_id, after, seconds)
+
+    def lag_ms(self, run_id: str) -> int:
+        """See ``StateReads``. Every host of the cluster knows it."""
+        return self.own.lag_ms(run_id)
+
+    def operators(self) -> list[dict[str, Any]]:
+        """See ``StateReads``."""
+        return self.own.operators()
+
+    def describe(self, operator: str | None, query: str | None) -> dict[str, Any]:
+        """See ``StateReads``."""
+        return self.own.describe(operator, query)
+
+    # -- attempts ------------------------------------------------------------------------------
+
+    def _answer(
+        self,
+        request: LookupRequest | KeyRowsRequest | ScanRequest,
+        ask: Callable[[OperatorLocation, float], T],
+        *,
+        with_schema: bool = False,
+    ) -> T:
+        """Return the result of ``ask``; repeat the call for a little while if partitions have moved.
+
+        Raises what the owners raise.
+        """
+        run_id, operator = request.run_id, request.operator
+        begun = self._clock()
+        attempts: Attempts | None = None
+        while True:
+            try:
+                location = self._locations.location(run_id, operator, with_schema=with_schema)
+                return ask(location, begun + self._connections.timeout)
+            except (RetiredRunError, *FINAL_ERRORS) as error:
+                self._moved(run_id, error)
+                raise  # the client has named a run, and must find out which one is next
+            except MOVED as error:
+                attempts = attempts or Attempts("", begun + self._patience, clock=self._clock)
+                try:
+                    delay = attempts.delay(error)
+                except QueryTimeoutError:
+                    raise error from None  # the client has more time
+                self._moved(run_id, error)
+            self._sleep(delay)
+
+    def _moved(self, run_id: str, error: Exception) -> None:
+        if should_locate(error):
+            self._locations.refresh(run_id)
+
+
+def _state_answer(answer: StateAnswer) -> StateAnswer:
+    return StateAnswer(answer.version, answer.schema, answer.batches)
+
+
+FORWARDED_SECONDS = 30.0
+"""Another host may take this many seconds for an answer, or for the next rows of one."""
+DESCRIBE_SECONDS = 5.0
+
+
+def connections_to_hosts(token: str, tls: ssl.SSLContext | None = None) -> KvConnections:
+    """Return the connections of a proxy to other hosts. ``tls`` is the context of a client."""
+    return KvConnections(token, tls, FORWARDED_SECONDS)
+
+
+class KvStateClientProxy(KvStateServer):
+    """Answers queries of this host's state, and requests with ``forward`` for all hosts.
+
+    ``reads`` returns what this host answers from; it is first called when something is asked. ``coordinator`` says
+    where state is. ``hosts`` are the connections to other hosts, with the cluster's token (``connections_to_hosts``);
+    the proxy closes them when it shuts down. The other arguments are those of ``KvStateServer``.
+    """
+
+    def __init__(
+        self,
+        reads: Callable[[], StateReads],
+        coordinator: CoordinatorPort,
+        tokens: TokenVerifier,
+        hosts: KvConnections,
+        *,
+        ip: str,
+        port: int = 0,
+        limits: RequestLimits = RequestLimits(),  # noqa: B008 - frozen
+        tls: ssl.SSLContext | None = None,
+        host_id: str = "",
+    ) -> None:
+        self._hosts = hosts
+        self._locations = LocationCache(coordinator)
+        forwarding = ForwardingReads(reads, lambda: self.server_address, self._locations, self._hosts)
+        super().__init__(forwarding, tokens, ip=ip, port=port, limits=limits, tls=tls, host_id=host_id)
+
+    def get_kv_state_location_oracle(self, job_id: str) -> KvStateLocationOracle | None:
+        """Return who owns which partitions of a query, as far as this proxy knows; else None. From any thread.
+
+        ``job_id`` is the id of the query.
+        """
+        return self._locations.get(job_id)
+
+    def update_kv_state_location_oracle(self, job_id: str, oracle: KvStateLocationOracle | None) -> None:
+        """Tell the proxy who owns which partitions of a query; None makes it forget. From any thread.
+
+        The proxy fetches what it needs by itself, and again if it is old or proves wrong. This method is for callers
+        that know better.
+        """
+        self._locations.update(job_id, oracle)
+
+    def describe(self, request: DescribeRequest) -> dict[str, Any]:
+        """See ``KvStateServer``; with ``forward`` the answer has all hosts of the operator's query, as ``hosts``."""
+        if not request.forward or request.operator is None:
+            return super().describe(request)
+        location = self._reads.locate(request.operator, request.query)
+        addresses = dict.fromkeys(owner.query_address for owner in location.owners)
+        asked = DescribeRequest(request.operator, location.run_id)
+        return {"hosts": self._described(addresses, asked)}
+
+    def _described(self, addresses: Iterable[str], request: DescribeRequest) -> list[dict[str, Any]]:
+        """Return the descriptions of hosts; for a host that does not answer, the reason."""
+        deadline = time.monotonic() + DESCRIBE_SECONDS
+        answers: list[dict[str, Any]] = []
+        begun = []
+        for address in addresses:
+            if address == self.server_address:
+                answers.append(super().describe(request))
+                continue
+            try:
+                begun.append(self._hosts.begin(address, request, b"", deadline))
+            except (SparkBridgeError, OSError) as error:
+                answers.append({"query_address": address, "failure": str(error)})
+        for exchange in begun:
+            try:
+                reply, body = exchange.finish()
+            except (SparkBridgeError, CoordinatorError, OSError) as error:
+                answers.append({"query_address": exchange.address, "failure": str(error)})
+                continue
+            answers.append(json_decoder(dict[str, Any]).decode(body) if type(reply) is DescribeReply else {})
+        return answers
+
+    def start(self) -> None:
+        """See ``KvStateServer``."""
+        self._locations.start()
+        super().start()
+
+    def shutdown(self) -> None:
+        """See ``KvStateServer``."""
+        self._locations.stop()
+        super().shutdown()
+        self._hosts.drop()

@@ -1,0 +1,157 @@
+"""The token check: a client without a valid token gets no answer.
+
+There are two kinds of tokens. The cluster's secret token allows everything on every port. The coordinator gives it to
+every process of the Ray cluster, because Ray's namespaces are no boundary between processes. Read-only tokens
+(``coordinator_actor.access_tokens``) are for clients outside; they are valid for the query port, which only reads, and
+for HTTP. Those of administrators are the same to both, and may act on the page.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Collection
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from coordinator_actor.access_tokens import is_admin, is_issued, verified_id
+from coordinator_actor.exceptions import InvalidTokenError
+from spark_bridge.exceptions import AccessDeniedError, HostUnavailableError
+
+
+@dataclass(frozen=True)
+class Grant:
+    """The rights of a token.
+
+    ``name`` is ``cluster``, or the id of a token as ``statestore token list`` shows it. ``read_only`` is for the
+    cluster's ports; ``admin`` may act on the page.
+    """
+
+    name: str
+    read_only: bool
+    admin: bool = False
+
+
+MAX_TOKEN = 4096
+"""Longer tokens are refused unread."""
+CLUSTER_GRANT = Grant("cluster", read_only=False, admin=True)
+
+
+class TokenVerifier(Protocol):
+    """Checks tokens."""
+
+    def verify(self, token: str) -> Grant:
+        """Return the rights that a token has now. Raises ``AccessDeniedError``.
+
+        The check takes a few microseconds, so a connection can be checked again while it is used, and a revocation ends
+        it.
+        """
+
+
+class ClusterTokens:
+    """Checks the tokens of one cluster: its secret, and read-only tokens signed with the secret.
+
+    ``revoked`` returns the ids of revoked tokens, None while they are not known; ``clock`` returns seconds since 1970.
+    """
+
+    def __init__(
+        self, secret: str, revoked: Callable[[], Collection[str] | None], clock: Callable[[], float] = time.time
+    ) -> None:
+        self._secret = secret
+        self._encoded = secret.encode()
+        self._revoked = revoked
+        self._clock = clock
+
+    def verify(self, token: str) -> Grant:
+        """See ``TokenVerifier``.
+
+        Raises also ``HostUnavailableError`` if revocations are not known; the remedy is to ask again.
+        """
+        if not token:
+            raise AccessDeniedError(
+                "No token was given, and without one nothing is answered: a process attached to the Ray cluster gets "
+                "one by itself, "
+                "others need token= or STATESTORE_TOKEN (statestore token issue)."
+            )
+        if not is_issued(token):
+            if not hmac.compare_digest(token.encode(errors="replace"), self._encoded):
+                raise AccessDeniedError("The token is unknown: it is of another cluster, or none at all.")
+            return CLUSTER_GRANT
+        revoked = self._revoked()
+        if revoked is None:
+            raise HostUnavailableError(
+                "It is not known here at the moment which tokens have been revoked; ask again soon."
+            )
+        try:
+            name = verified_id(token, self._secret, revoked, self._clock())
+        except InvalidTokenError as error:
+            raise AccessDeniedError(str(error)) from error
+        return Grant(name, read_only=True, admin=is_admin(token))
+
+
+# Token check of the HTTP application, by the tokens that the coordinator has issued and revoked.
+
+
+log = logging.getLogger(__name__)
+
+REVOCATION_SECONDS = 2.0
+"""Seconds after which a replica asks again which tokens have been revoked."""
+STALE_SECONDS = 60.0
+"""A replica that has had no answer for this many seconds accepts read-only tokens no more."""
+
+
+class CoordinatorTokens:
+    """Verifies callers' tokens (a ``TokenVerifier``), and asks the coordinator which tokens have been revoked.
+
+    ``call`` calls a method of the coordinator by name, and blocks meanwhile.
+    """
+
+    def __init__(self, call: Callable[[str], Any], clock: Callable[[], float] = time.monotonic) -> None:
+        self._call = call
+        self._clock = clock
+        self._verifier: ClusterTokens | None = None
+        self._revoked: frozenset[str] = frozenset()
+        self._told_at = 0.0
+
+    def verify(self, token: str) -> Grant:
+        """Verify a token; see ``TokenVerifier``.
+
+        Raises ``HostUnavailableError`` as long as the coordinator has not been reached.
+        """
+        if self._verifier is None:
+            if not token:
+                raise AccessDeniedError("No token was given, and without one nothing is answered.")
+            raise HostUnavailableError(
+                "This application has not reached the coordinator yet, and cannot tell which tokens are valid."
+            )
+        return self._verifier.verify(token)
+
+    def ask(self) -> None:
+        """Ask the coordinator once for its tokens."""
+        secret: str = self._call("token")
+        self._revoked = frozenset(token.id for token in self._call("list_tokens") if token.revoked is not None)
+        self._told_at = self._clock()
+        self._verifier = ClusterTokens(secret, self._known)
+
+    def _known(self) -> frozenset[str] | None:
+        return self._revoked if self._clock() - self._told_at < STALE_SECONDS else None
+
+    @asynccontextmanager
+    async def kept_up(self) -> AsyncIterator[None]:
+        """Ask again every ``REVOCATION_SECONDS`` while the context is open."""
+        asking = asyncio.create_task(self._keep_asking())
+        try:
+            yield
+        finally:
+            asking.cancel()
+
+    async def _keep_asking(self) -> None:
+        while True:
+            try:
+                await asyncio.to_thread(self.ask)
+            except Exception as error:  # noqa: BLE001 - the coordinator may be restarting; ``verify`` says so
+                log.warning("The coordinator could not be asked for revoked tokens: %s", error)
+            await asyncio.sleep(REVOCATION_SECONDS)

@@ -1,1 +1,0 @@
-"""Who may ask: tokens, checked by signature or by the list of the coordinator."""

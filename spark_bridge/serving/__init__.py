@@ -1,1 +1,0 @@
-"""Serving the state of a checkpoint or savepoint from Ray actors, without Spark."""

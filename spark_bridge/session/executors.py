@@ -1,0 +1,339 @@
+"""The executors of a Spark session: on which machines they run, and with how many cores."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import time
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import ray
+
+from backends.background_loop import BackgroundLoop
+from coordinator_actor.coordinator_conf import HEAD_NODE
+from spark_bridge.session.settings import Shutdown
+from spark_bridge.transport.flight_client import silent_places
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+    from ray.util.placement_group import PlacementGroup
+
+log = logging.getLogger(__name__)
+
+DRIVER_ID = "driver"
+EXECUTOR_SECONDS = 60.0
+"""A session waits at its start at most this many seconds for the executors that it has asked for."""
+EXECUTOR_POLL_SECONDS = 0.2
+WAIT_NOTICE_SECONDS = 10.0
+"""After this many seconds a session says what it waits for, and who holds the CPUs."""
+
+
+def executor_cores(spark: SparkSession) -> dict[str, int]:
+    """Return the cores of the executors on each machine, by IP address, as Spark knows them now.
+
+    None are left when Spark has been stopped. Of ``local[n]``, whose tasks run in the driver's process, the machine is
+    this one.
+    """
+    context = spark.sparkContext
+    if context._jsc is None:  # the program has stopped Spark, and is about to end
+        return {}
+    scala = context._jsc.sc()
+    if scala.isLocal():
+        return {own_address(): max(1, min(context.defaultParallelism, os.cpu_count() or 1))}
+    cores: dict[str, int] = {}
+    active = scala.statusStore().executorList(True)
+    for i in range(active.size()):
+        executor = active.apply(i)
+        if executor.id() != DRIVER_ID:
+            ip = address_of(machine_of(str(executor.hostPort())))
+            cores[ip] = cores.get(ip, 0) + int(executor.totalCores())
+    return cores
+
+
+def await_executors(spark: SparkSession, count: int) -> None:
+    """Wait until ``count`` executors are there; go on without them after ``EXECUTOR_SECONDS``."""
+    store = spark.sparkContext._jsc.sc().statusStore()
+    began = time.monotonic()
+    deadline = began + EXECUTOR_SECONDS
+    is_told = False
+    while True:
+        active = store.executorList(True)
+        there = sum(active.apply(i).id() != DRIVER_ID for i in range(active.size()))
+        if there >= count:
+            return
+        if not is_told and time.monotonic() - began > WAIT_NOTICE_SECONDS:
+            log.warning("Of %d executors, %d are there. %s", count, there, cpus_in_words())
+            is_told = True
+        if time.monotonic() > deadline:
+            log.warning("Of %d executors, %d are there; hosts follow the others when they come", count, there)
+            return
+        time.sleep(EXECUTOR_POLL_SECONDS)
+
+
+def placement_group_of(strategy: str, count: int, cores: int, memory: str | int) -> PlacementGroup:
+    """Reserve Ray's resources for ``count`` executors, as RayDP does for ``placement_group_strategy=``.
+
+    Waits as long as it takes, like RayDP, and says after ``WAIT_NOTICE_SECONDS`` what it waits for. Raises
+    ``ValueError`` for a strategy that Ray does not have.
+    """
+    import ray
+    from raydp.utils import parse_memory_size
+
+    nbytes = parse_memory_size(memory) if isinstance(memory, str) else memory
+    group = ray.util.placement_group([{"CPU": cores, "memory": nbytes}] * count, strategy=strategy)
+    try:
+        if not group.wait(WAIT_NOTICE_SECONDS):
+            log.warning(
+                "The placement group of %d executors (%s, each with %d CPUs and %s of memory) is not there. %s",
+                count,
+                strategy,
+                cores,
+                mib(nbytes),
+                cpus_in_words(),
+            )
+            ray.get(group.ready())
+    except BaseException:
+        ray.util.remove_placement_group(group)
+        raise
+    return group
+
+
+def mib(nbytes: float) -> str:
+    """Return a number of bytes in MiB."""
+    return f"{nbytes / (1 << 20):.0f} MiB"
+
+
+def cpus_in_words() -> str:
+    """Return how many CPUs the Ray cluster has and who holds them, in words for whoever waits for executors."""
+    import ray
+
+    resources, available = ray.cluster_resources(), ray.available_resources()
+    total, free = (found.get("CPU", 0.0) for found in (resources, available))
+    memory, free_memory = (mib(found.get("memory", 0.0)) for found in (resources, available))
+    holders = _actors_with_cpus()
+    others = total - free - sum(cpus for cpus, _ in holders)
+    told = [f"{cpus:g} by {who}" for cpus, who in sorted(holders, reverse=True)[:MOST_HOLDERS]]
+    if len(holders) > MOST_HOLDERS:
+        told.append(f"{sum(c for c, _ in sorted(holders, reverse=True)[MOST_HOLDERS:]):g} by further actors")
+    if others > 0:
+        told.append(f"{others:g} by tasks and placement groups")
+    held = f" Held are {', '.join(told)}." if told else ""
+    return (
+        f"The Ray cluster has {total:g} CPUs, of which {free:g} are free.{held} Of {memory} of memory, {free_memory} "
+        "are free. Executors come when enough CPUs and memory are free: end what holds them, add a node, or ask for "
+        "fewer executors, fewer cores or less executor_memory."
+    )
+
+
+MOST_HOLDERS = 5
+"""The most actors that are named."""
+
+
+def _actors_with_cpus() -> list[tuple[float, str]]:
+    """Return the CPUs that each living actor holds, and its class, name and job."""
+    import ray
+    from ray.core.generated.gcs_pb2 import ActorTableData
+
+    accessor = ray._private.state.state._connect_and_get_accessor()
+    entrypoints = {job["JobID"]: job.get("Entrypoint", "") for job in ray._private.state.jobs()}
+    found = []
+    for serialized in accessor.get_actor_table(None, None):
+        actor = ActorTableData.FromString(serialized)
+        cpus = actor.required_resources.get("CPU", 0.0)
+        if cpus > 0 and actor.state == ActorTableData.ALIVE:
+            job = actor.job_id.hex()
+            program = entrypoints.get(job)
+            name = f" {actor.name!r}" if actor.name else ""
+            found.append((cpus, f"actor {actor.class_name}{name} of job {job}{f' ({program})' if program else ''}"))
+    return found
+
+
+def machine_of(host_port: str) -> str:
+    """Return the machine of what Spark says of an executor, which has no port until the block manager registers."""
+    machine, _, _ = host_port.rpartition(":")
+    return host_port if not machine or host_port.endswith("]") else machine
+
+
+def address_of(machine: str) -> str:
+    """Return the IP address of a machine by which Ray knows it; a name that nobody knows stays as it is."""
+    machine = machine.strip("[]")
+    try:
+        ip = socket.gethostbyname(machine)
+    except OSError:
+        return machine
+    return own_address() if ip.startswith("127.") else ip
+
+
+def own_address() -> str:
+    """Return the IP address of this machine in the Ray cluster."""
+    import ray
+
+    return str(ray.util.get_node_ip_address())
+
+
+# Gives up executors whose machine is gone or cut off, and gets others in their place.
+#
+# A machine that loses its power or its cable sends no reset. Spark waits two minutes for the heartbeat of an
+# executor, since the executor may be collecting garbage, and the stream stands still meanwhile. So a thread of the
+# driver connects to the ports of the executors, which a machine's kernel answers however busy or stopped the executor
+# is. Where nobody answers twice, Spark is told that the executors of that machine are lost.
+
+
+EXECUTOR_LOOK_SECONDS = 1.0
+"""Seconds between two looks: one connection to each executor, side by side."""
+FAILED_LOOKS = 2
+"""After this many looks in a row without an answer an executor counts as lost."""
+EXECUTOR_CLASS = "RayDPExecutor"
+SPARK_MESSAGES = "org.apache.spark.scheduler.cluster.CoarseGrainedClusterMessages"
+
+Place = tuple[str, int]
+
+
+class LostExecutors:
+    """Looks after the executors of a session, in a thread of its own.
+
+    With ``by_raydp`` the executors are RayDP's, which must be asked for others. Other cluster managers are told of the
+    loss, and start another one themselves.
+    """
+
+    def __init__(self, spark: SparkSession, shutdown: Shutdown, *, by_raydp: bool) -> None:
+        self._spark = spark
+        self._shutdown = shutdown
+        self._by_raydp = by_raydp
+        self._failed: dict[str, int] = {}
+        self._loop = BackgroundLoop(
+            self.look,
+            EXECUTOR_LOOK_SECONDS,
+            name="statestore-executors",
+            what="look after the executors: Spark waits minutes for those whose machine is gone",
+            remedy="Look at the log of the driver.",
+            is_ending=lambda: shutdown.is_ending,
+        )
+        if not spark.sparkContext._jsc.sc().isLocal():
+            self._loop.start()
+
+    def close(self) -> None:
+        """Look after the executors no more."""
+        self._loop.close(timeout=None)
+
+    def look(self) -> None:
+        """Give up executors that do not answer, and ask for others."""
+        if self._shutdown.is_ending:
+            return
+        all_executors = executor_places(self._spark)
+        executors = {i: place for i, place in all_executors.items() if place is not None}
+        silent = silent_places(set(executors.values()), refusals=False) if executors else set()
+        self._failed = {i: self._failed.get(i, 0) + 1 for i, place in executors.items() if place in silent}
+        lost = {i: executors[i] for i, times in self._failed.items() if times >= FAILED_LOOKS}
+        if lost and not is_cut_off(set(executors.values()), silent, own_address()):
+            self._give_up(lost, len(all_executors))
+
+    def _give_up(self, lost: Mapping[str, Place], total: int) -> None:
+        machines = {ip for ip, _ in lost.values()}
+        log.warning(
+            "Nobody answers at %s: executors %s are given up, and their tasks run elsewhere",
+            ", ".join(sorted(machines)),
+            ", ".join(sorted(lost)),
+        )
+        if self._by_raydp:
+            _end_executor_actors(machines)
+        context = self._spark.sparkContext
+        scala, jvm = context._jsc.sc(), context._jvm
+        for executor_id, (ip, _) in lost.items():
+            reason = jvm.org.apache.spark.scheduler.ExecutorProcessLost(
+                f"Nobody answers at {ip}.", jvm.scala.Option.empty(), False
+            )
+            # Both as Spark does with an executor whose heartbeats stay away (HeartbeatReceiver.expireDeadHosts).
+            scala.killAndReplaceExecutor(executor_id)
+            remove = getattr(jvm, f"{SPARK_MESSAGES}$RemoveExecutor")(executor_id, reason)
+            scala.schedulerBackend().driverEndpoint().send(remove)
+            self._failed.pop(executor_id, None)
+        if self._by_raydp:
+            # RayDP's master has those that are left, and starts as many as are missing from the total.
+            default_profile_only = jvm.org.apache.spark.api.python.PythonUtils.toScalaMap({})
+            scala.requestTotalExecutors(total, 0, default_profile_only)
+
+
+def executor_places(spark: SparkSession) -> dict[str, Place | None]:
+    """Return the address and port of each executor that Spark has, by its id; None for an executor whose port is not
+    known yet.
+    """
+    places = {}
+    active = spark.sparkContext._jsc.sc().statusStore().executorList(True)
+    for i in range(active.size()):
+        executor = active.apply(i)
+        if executor.id() != DRIVER_ID:
+            places[str(executor.id())] = place_of(str(executor.hostPort()))
+    return places
+
+
+def place_of(host_port: str) -> Place | None:
+    """Return address and port of an executor, from the words of Spark; None for one whose port is not known yet.
+
+    The place of an executor is that of its block manager, which registers after the executor itself.
+    """
+    machine = machine_of(host_port)
+    return None if machine == host_port else (address_of(machine), int(host_port[len(machine) + 1 :]))
+
+
+def is_cut_off(places: Collection[Place], silent: Collection[Place], own: str) -> bool:
+    """Return whether it is this machine that is cut off: executors are on several others, and no other one answers."""
+    others = {place for place in places if place[0] != own}
+    return len({ip for ip, _ in others}) > 1 and others <= set(silent)
+
+
+def _end_executor_actors(machines: Collection[str]) -> None:
+    """End RayDP's executors on machines that do not answer: Ray would start them a second time elsewhere."""
+    namespace = ray.get_runtime_context().namespace
+    for actor in ray._private.state.actors().values():
+        is_executor = actor["ActorClassName"].endswith(EXECUTOR_CLASS) and actor["State"] != "DEAD"
+        if is_executor and actor["Address"]["IPAddress"] in machines:
+            with suppress(ValueError):  # it has ended meanwhile, or is of another namespace
+                handle = ray.get_actor(actor["Name"], namespace=namespace)
+                if handle._actor_id.hex() == actor["ActorID"]:  # and not the one of that name in our namespace
+                    ray.kill(handle, no_restart=True)
+
+
+# Settings of RayDP for a session that outlives its machines.
+
+
+INSTANCES = "spark.executor.instances"
+MASTER_RESOURCES = "spark.ray.raydp_spark_master.actor.resource."
+SHUFFLE = {
+    # A machine that is cut off sends no reset. Spark would wait two minutes for its part of a shuffle.
+    "spark.shuffle.io.connectionTimeout": "5s",
+    "spark.shuffle.io.connectionCreationTimeout": "3s",
+    # A machine that stands still for half a minute is waited for all the same.
+    "spark.shuffle.io.retryWait": "1s",
+    "spark.shuffle.io.maxRetries": "8",
+}
+"""How long tasks wait for a machine from which they fetch what a shuffle has written. Where the driver knows that an
+executor is lost, they try no more.
+"""
+
+
+def master_on_head(given: Mapping[str, str]) -> dict[str, str]:
+    """Return settings that put RayDP's two master actors beside Ray's head, unless the user has said where.
+
+    They ask for nothing otherwise, and Ray puts them on any node. Executors that are lost do not come back without
+    them, so the loss of one machine would end the session with some bad luck.
+    """
+    if any(name.startswith(("spark.ray.raydp_spark_master.resource.", MASTER_RESOURCES)) for name in given):
+        return {}
+    return {f"{MASTER_RESOURCES}CPU": "0", f"{MASTER_RESOURCES}{HEAD_NODE}": "0.001"}
+
+
+class MasterSettings(dict[str, str]):
+    """Settings of a session, which reach RayDP's master without the number of executors.
+
+    The master starts no executor where ``INSTANCES`` of them are registered or were ever started again by Ray: it
+    never takes one of the latter off. A session of N executors that has lost N of them over time, and whose driver then
+    asks for one in the place of another that is lost, would not get it. Without the setting the master starts what the
+    driver asks for. RayDP hands its master a pickled copy, and adds the number to this object itself.
+    """
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, ({name: value for name, value in self.items() if name != INSTANCES},)

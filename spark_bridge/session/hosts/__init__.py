@@ -1,1 +1,0 @@
-"""The hosts of a session: started where its executors run, replaced and ended."""

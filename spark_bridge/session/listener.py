@@ -1,0 +1,430 @@
+"""The driver's StreamingQueryListener: registers queries, and tells their tasks where the hosts are.
+
+Spark calls ``onQueryStarted`` synchronously, before the first task; local properties set there reach every task of the
+query. A query that is refused is ended there (``query_refusal``). The refusal is a property as well: where the query
+cannot be ended, its first tasks raise it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import msgspec
+from py4j.protocol import Py4JError
+from pyspark.sql import SparkSession
+from pyspark.sql.streaming.listener import (
+    JStreamingQueryListener,
+    QueryProgressEvent,
+    QueryStartedEvent,
+    QueryTerminatedEvent,
+    StreamingQueryListener,
+)
+
+from backends import spans
+from backends.exceptions import InvalidStateStoreArgument, StateStoreError
+from backends.storage.checkpoint_storage import CheckpointStorage
+from coordinator_actor.actor import RayMetrics
+from coordinator_actor.durable.spark_commits import SparkCommits
+from coordinator_actor.exceptions import CoordinatorError
+from coordinator_actor.messages import WIRE_VERSION, QueryRegistration
+from spark_bridge.exceptions import SparkBridgeError
+from spark_bridge.operators.map_in_arrow import (
+    InitialEntries,
+    InitialState,
+    configured_key_groups,
+    duplicate_names,
+    make_initial_states,
+    nodes,
+    operators_in_plan,
+)
+from spark_bridge.session.ended_queries import DriverHeartbeats, EndedQueries, failure_text
+from spark_bridge.session.progress import (
+    BatchTraces,
+    StreamMetrics,
+    has_listeners,
+    newest_checkpoint,
+    newest_progress,
+    prices_of,
+    progress_of_batch,
+    tell_listeners,
+)
+from spark_bridge.session.settings import (
+    MIN_BATCHES_CONF,
+    SHARED_FILES_CONF,
+    STATE_LOCATION_CONF,
+    STORAGE_PRICES_CONF,
+    storage_settings,
+    unsafe_settings,
+)
+from spark_bridge.session.state_cluster import StateCluster
+from spark_bridge.task import executor as properties
+
+# Ending a query that may not run before its first batch, with our words as the error that its user sees.
+#
+# A listener cannot stop a query by raising an error, and ``stop()`` ends it without one. So the query is given its
+# error, and is marked as ended, while Spark's thread waits for the listener. That thread then looks whether the query
+# was ended, finds it so, and runs nothing: neither sources nor the checkpoint's offsets are touched.
+
+
+RATE = "rate"
+"""Spark's name for the sources that make batches on a quiet stream."""
+
+
+def end_with(jvm: Any, execution: Any, message: str) -> None:
+    """End a query (a JVM ``StreamExecution``) that has not begun; ``query.exception()`` then has the message.
+
+    To be called in ``onQueryStarted``; of a query that runs already, ``query.stop()`` must follow. Raises
+    ``Py4JError`` where Spark's classes are not as those of 3.5 and 4.2.
+    """
+    kind = execution.getClass()
+    # State and its cases stand beside StreamExecution, whose package is another one since Spark 4.1.
+    package = kind.getPackage().getName()
+    ended = kind.getClassLoader().loadClass(f"{package}.TERMINATED$").getField("MODULE$").get(None)
+    parameters = jvm.java.util.HashMap()
+    for name, value in (("id", execution.id()), ("runId", execution.runId()), ("message", message)):
+        parameters.put(name, str(value))
+    cause = jvm.java.lang.IllegalStateException(message)
+    words = jvm.PythonUtils.toScalaMap(parameters)
+    error = jvm.org.apache.spark.sql.streaming.StreamingQueryException("", cause, "", "", "STREAM_FAILED", words)
+    getattr(execution, "streamDeathCause_$eq")(error)
+    execution.state().set(ended)
+
+
+def sources_refusal(execution: Any, checkpoint: CheckpointStorage, operators: str) -> str | None:
+    """Return why a query cannot go on from its checkpoint with the sources that it has now, or None if it can.
+
+    Spark tells sources apart by their places. It takes no other number of them, which it says in an assertion that does
+    not name the cause, and it gives the offset of a source to whichever source has the place now. Reads the names of
+    ``offsets/``, the last file there, and a file for each ``rate`` source.
+    """
+    there = SparkCommits(checkpoint).sources()
+    if there is None:
+        return None
+    here = [node for node in nodes(execution.analyzedPlan()) if node.nodeName().startswith("StreamingRelation")]
+    rates = {place for place, node in enumerate(here) if node.sourceName() == RATE}
+    has_as_many = there.num_sources in (None, len(here))
+    if has_as_many and there.rates <= rates <= there.numbered:
+        return None
+    if has_as_many:
+        differs = (
+            f"sources that make batches while nothing comes at {_places(rates)} among its sources now, and the "
+            f"checkpoint {checkpoint.location} goes on with {_places(there.rates)}"
+        )
+    else:
+        differs = f"{len(here)} sources now, and the checkpoint {checkpoint.location} goes on with {there.num_sources}"
+    return (
+        f"[STATE_STORE_INVALID_CONFIG_AFTER_RESTART] The query has {differs}. Operators with a time mode "
+        '(processingTime, eventTime), and aggregates with output_mode="append" and a watermark, have one source of '
+        f"their own, which makes batches while nothing comes ({operators}). Give these operators the time mode and the "
+        "output mode that they had, and the query the sources that it had, or use a new checkpoint location."
+    )
+
+
+def _places(places: Collection[int]) -> str:
+    return ", ".join(f"place {place + 1}" for place in sorted(places)) or "no place"
+
+
+# The listener that Spark's JVM calls at each event of its queries. It reads only the needed figures of a progress.
+#
+# PySpark's own class copies each progress whole, of every query of the session. That takes a hundred calls into the
+# JVM, and each of its maps ends with an exception, whose class PySpark finds out by looking for packages in all jar
+# files of Spark. In short batches this was the largest part of the driver's time.
+
+
+BatchCommittedCallback = Callable[[str, int, Callable[[], str]], None]
+"""Takes a run, the batch that Spark has committed, and what gives all figures of its progress, as JSON."""
+
+
+class EventsInJava(JStreamingQueryListener):  # type: ignore[misc]
+    """Hands events of the JVM to a listener: of a progress the run and the batch, and its JSON if it is asked for."""
+
+    def __init__(self, listener: StreamingQueryListener, batch_committed: BatchCommittedCallback) -> None:
+        super().__init__(listener)
+        self._batch_committed = batch_committed
+
+    def onQueryProgress(self, jevent: Any) -> None:
+        """Tell which batch of which run Spark has committed."""
+        progress = jevent.progress()
+        run_id, batch_id = str(progress.runId().toString()), int(progress.batchId())
+        self._batch_committed(run_id, batch_id, lambda: str(progress.json()))
+
+    def onQueryIdle(self, jevent: Any) -> None:
+        """Do nothing: an idle query has no new version."""
+
+
+# Asks the running query whether Spark is at a batch, for no event tells of a batch that has begun.
+
+
+log = logging.getLogger(__name__)
+
+
+def is_at_work(execution: Any) -> bool:
+    """Return whether Spark has rows for a batch, and has not committed it. ``execution`` is Java's ``StreamingQuery``.
+
+    A stream that only looks for rows is not at work. False where Java does not answer, as when its session ends.
+    """
+    try:
+        status = execution.status()
+        return bool(status.isTriggerActive() and status.isDataAvailable())
+    except (Py4JError, OSError) as error:
+        log.info("Spark does not say whether it is at a batch: %s", error)
+        return False
+
+
+TEMPORARY_CHECKPOINT = re.compile(r"/temporary-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$")
+
+
+class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
+    """Joins the queries of one Spark session to one state cluster. ``_lock`` guards the tables of runs."""
+
+    def __init__(self, spark: SparkSession, cluster: StateCluster) -> None:
+        self._spark = spark
+        self._cluster = cluster
+        self._registrations: dict[str, QueryRegistration] = {}
+        self._properties: dict[str, Any] = {}
+        """By run, the local properties of the thread that runs the query, which its later jobs are given."""
+        self._lock = threading.Lock()
+        self._stopping = threading.Event()
+        self._in_java: Any = None
+        self._heartbeats = DriverHeartbeats(cluster.leases, cluster.coordinator, cluster.stopping, cluster.shutdown)
+        keep_serving = cluster.options.keep_serving
+        self._ended = EndedQueries(cluster.leases, cluster.coordinator, keep_serving, cluster.shutdown)
+        sink = RayMetrics({"namespace": cluster.options.namespace})
+        self._traces = BatchTraces()
+        self._metrics = StreamMetrics(sink, lambda run_id: newest_progress(cluster, run_id), cluster.shutdown)
+
+    def onQueryStarted(self, event: QueryStartedEvent) -> None:
+        """Register a query that has stateful operators, and set the properties of its tasks."""
+        refusal, execution = None, None
+        try:
+            execution = self._spark.streams.get(str(event.id))._jsq.streamingQuery()
+            trace = spans.run(str(event.runId))
+            with spans.span(trace.kind, trace, is_root=True, query_id=str(event.id), query_name=event.name) as span:
+                refusal = self._register(event, execution)
+                span.note(refused=refusal is not None)
+        except Exception as error:
+            log.exception("Registering query %s failed", event.runId)
+            refusal = f"Registering the query with the state store failed: {type(error).__name__}: {error}"
+        self._set(properties.REFUSAL, refusal)
+        if refusal is not None and execution is not None:
+            try:
+                end_with(self._spark._jvm, execution, f"StateStoreRefusedError: {refusal}")
+            except Exception:
+                # These are inner classes of Spark. The refusal stands all the same: tasks raise it.
+                log.exception("Query %s is refused by its first tasks", event.runId)
+
+    def _register(self, event: QueryStartedEvent, execution: Any) -> str | None:
+        declared = operators_in_plan(execution.analyzedPlan())
+        if not declared:
+            return None
+        operators = [o.spec for o in declared]
+        refusal = self._refuse(execution, [o.name for o in operators], duplicate_names(operators))
+        if refusal is not None:
+            return refusal
+        checkpoint = str(execution.resolvedCheckpointRoot())
+        state = self._state_location(checkpoint, str(event.id))
+        own = f"{checkpoint.rstrip('/')}/statestore"
+        options = {**storage_settings(self._spark), **self._cluster.conf.storage_options}
+        if state != own and CheckpointStorage.open(own, options).exists("query.json"):
+            return (
+                f"{checkpoint} holds state of its own ({own}), but {STATE_LOCATION_CONF} says that it is at {state}: "
+                f"the query would begin without it. Unset {STATE_LOCATION_CONF}, or move the state there."
+            )
+        machines = self._cluster.machines()
+        shared = str(self._spark.conf.get(SHARED_FILES_CONF, "false")).lower() == "true"
+        for location in (checkpoint, state):
+            if len(machines) > 1 and not shared and CheckpointStorage.open(location).is_local:
+                return (
+                    f"{location} is on a local disk, and this Ray cluster has {len(machines)} machines "
+                    f"({', '.join(machines)}): each would see files of its own. Use a checkpoint location on S3, "
+                    "Google Cloud Storage or Azure, put the state elsewhere with state_location=, or, if all machines "
+                    f"share that directory, set {SHARED_FILES_CONF}=true."
+                )
+        registration = QueryRegistration(
+            query_id=str(event.id),
+            run_id=str(event.runId),
+            name=event.name,
+            session_id=self._cluster.session_id,
+            checkpoint_location=checkpoint,
+            state_location=state,
+            operators=tuple(
+                msgspec.structs.replace(o, backend=self._cluster.conf.provider)
+                for o in sorted(operators, key=lambda o: o.name)
+            ),
+            key_groups=configured_key_groups(self._spark),
+            storage_options=options,
+            # A user may go back to any batch that Spark retains, so its state must be there.
+            min_versions_to_retain=max(
+                self._cluster.conf.min_versions_to_retain, int(self._spark.conf.get(MIN_BATCHES_CONF, "100") or 100)
+            ),
+            maintenance_interval=self._cluster.conf.maintenance_interval,
+        )
+        initial = self._initial_states(
+            registration, {o.spec.name: o.initial for o in declared if o.initial is not None}
+        )
+        answer = self._cluster.coordinator.register_query(registration, initial)
+        if answer.refusal is not None:
+            return answer.refusal
+        # After the coordinator's answer, which names the modes of processors that have changed.
+        names = ", ".join(o.name for o in registration.operators)
+        refusal = sources_refusal(execution, CheckpointStorage.open(checkpoint, options), names)
+        if refusal is not None:
+            self._cluster.coordinator.deactivate_instances(registration.run_id)
+            return refusal
+        with self._lock:
+            self._registrations[registration.run_id] = registration
+            self._properties[registration.run_id] = self._spark.sparkContext._jsc.sc().getLocalProperties()
+        self._ended.started(registration)
+        pace = partial(self._metrics.pace, registration.run_id)
+        self._heartbeats.add(registration, partial(is_at_work, execution), pace)
+        self._metrics.add(registration.run_id, registration.name or registration.query_id)
+        self._traces.add(registration, answer.completed_version)
+        self._set(properties.RUN_ID, registration.run_id)
+        self.publish_endpoints()
+        log.info(
+            "Registered query %s (run %s) at version %d",
+            registration.query_id,
+            registration.run_id,
+            answer.completed_version,
+        )
+        return None
+
+    def _initial_states(
+        self, registration: QueryRegistration, states: Mapping[str, InitialState]
+    ) -> InitialEntries | None:
+        """Make version 0 of a query that has no state yet; return None if it has state, or no initial state."""
+        storage = CheckpointStorage.open(registration.state_location, registration.storage_options)
+        if not states or next(iter(storage.list("manifests/")), None) is not None:
+            return None
+        started = time.time()
+        log.info("Making the initial state of %s", ", ".join(sorted(states)))
+        made = make_initial_states(registration, states, int(started * 1000), self._cluster.conf)
+        log.info("Made the initial state of %s in %.1f s", ", ".join(sorted(states)), time.time() - started)
+        return made
+
+    def publish_endpoints(self) -> None:
+        """Tell the jobs that this thread starts where the hosts are."""
+        options = self._cluster.options
+        self._set(properties.ADDRESSES, json.dumps(self._cluster.addresses()))
+        self._set(properties.TOKEN, self._cluster.token)
+        self._set(properties.HOST_FILES, self._cluster.host_files)
+        self._set(properties.WIRE, str(WIRE_VERSION))
+        self._set(properties.TIMEOUT, str(options.recovery_timeout))
+        self._set(properties.TRACING, options.tracing)
+        self._set(properties.TLS, None if options.tls is None else options.tls.to_json())
+
+    def publish_addresses(self, addresses: Sequence[str]) -> None:
+        """Tell the jobs that running queries start from now on where the hosts are."""
+        with self._lock:
+            running = list(self._properties.values())
+        for of_query in running:
+            of_query.setProperty(properties.ADDRESSES, json.dumps(list(addresses)))
+
+    def _state_location(self, checkpoint: str, query_id: str) -> str:
+        base = self._spark.conf.get(STATE_LOCATION_CONF, "") or ""
+        return f"{base.rstrip('/')}/{query_id}" if base else f"{checkpoint.rstrip('/')}/statestore"
+
+    def _refuse(self, execution: Any, names: list[str], duplicates: list[str]) -> str | None:
+        """Return why a query may not run, as far as only the running query shows it, or None."""
+        operators = ", ".join(sorted(set(names)))
+        if duplicates:
+            names_twice = ", ".join(map(repr, duplicates))
+            return f"Operator name {names_twice} is used twice in one query; give each a name of its own."
+        kind = str(execution.getClass().getSimpleName())
+        trigger = str(execution.trigger().getClass().getSimpleName())
+        if "Async" in kind:
+            return (
+                f"Query with state ({operators}) uses async progress tracking, which commits batches out of step with "
+                'their state; remove .option("asyncProgressTrackingEnabled", "true").'
+            )
+        if "Continuous" in kind or "Continuous" in trigger or "RealTime" in trigger:
+            return (
+                f"Query with state ({operators}) uses {trigger.rstrip('$')}, which has no micro-batches to version "
+                "state by; use trigger(processingTime=...) or trigger(availableNow=True)."
+            )
+        checkpoint = str(execution.resolvedCheckpointRoot())
+        if TEMPORARY_CHECKPOINT.search(checkpoint):
+            return (
+                f"Query with state ({operators}) has no checkpoint location, so its state could not outlive it; set "
+                '.option("checkpointLocation", ...) or spark.sql.streaming.checkpointLocation.'
+            )
+        try:
+            prices_of(self._spark.conf)
+        except InvalidStateStoreArgument as error:
+            return f"{STORAGE_PRICES_CONF}: {error}"
+        return unsafe_settings(self._spark)
+
+    def _set(self, key: str, value: str | None) -> None:
+        # setLocalProperty(key, None) removes the property.
+        self._spark.sparkContext._jsc.sc().setLocalProperty(key, value)
+
+    @property
+    def _jlistener(self) -> Any:
+        if self._in_java is None:
+            self._in_java = self._spark._jvm.PythonStreamingQueryListenerWrapper(
+                EventsInJava(self, self.batch_committed)
+            )
+        return self._in_java
+
+    def onQueryProgress(self, event: QueryProgressEvent) -> None:
+        """Report that a batch is done: ``commits/<N>`` is on disk, so the batch's version is completed."""
+        self.batch_committed(str(event.progress.runId), int(event.progress.batchId), lambda: str(event.progress.json))
+
+    def batch_committed(self, run_id: str, batch_id: int, progress_json: Callable[[], str]) -> None:
+        """Report a batch of any query of the session; those without stateful operators are passed over."""
+        with self._lock:
+            known = run_id in self._registrations
+        if known and not self._stopping.is_set():
+            progress = progress_json()
+            self._metrics.batch(run_id, progress)
+            self._traces.batch(run_id, batch_id, progress)
+            try:
+                with spans.span("driver.committed", spans.batch(run_id, batch_id + 1)):
+                    self._cluster.batch_committed(run_id, batch_id)
+                if has_listeners():
+                    # Spark tells of a batch when it comes to it: others may have been committed since.
+                    tell_listeners(
+                        run_id,
+                        progress_of_batch(self._cluster, run_id, batch_id),
+                        lambda: newest_checkpoint(self._cluster, run_id, prices_of(self._spark.conf)),
+                    )
+            except (CoordinatorError, StateStoreError, SparkBridgeError) as error:
+                # The first task of the next batch completes the version all the same.
+                log.log(self._level(), "Batch %d of run %s was not reported: %s", batch_id, run_id, error)
+
+    def onQueryIdle(self, event: Any) -> None:
+        """Do nothing: an idle query has no new version."""
+
+    def onQueryTerminated(self, event: QueryTerminatedEvent) -> None:
+        """Report that a run has ended: hosts answer from its last version as long as ``keep_serving`` says."""
+        run_id = str(event.runId)
+        with self._lock:
+            known = self._registrations.pop(run_id, None)
+            self._properties.pop(run_id, None)
+        self._heartbeats.remove(run_id)
+        self._metrics.remove(run_id)
+        self._traces.end(run_id, event.exception)
+        if known is not None and not self._stopping.is_set():
+            try:
+                self._ended.ended(known, failure_text(event.exception))
+            except (CoordinatorError, StateStoreError, SparkBridgeError) as error:
+                # The lease of the run ends by itself.
+                log.log(self._level(), "The end of run %s was not reported: %s", run_id, error)
+
+    def _level(self) -> int:
+        """Return the level for what the coordinator was not told: Spark tells of a query's end behind ``stop()``."""
+        return logging.INFO if self._stopping.is_set() else self._cluster.shutdown.log_level
+
+    def close(self) -> None:
+        """Stop the heartbeats."""
+        self._stopping.set()
+        self._heartbeats.close()
+        self._ended.close()
+        self._metrics.close()

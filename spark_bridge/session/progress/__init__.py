@@ -1,1 +1,0 @@
-"""The progress of a query, batch by batch: checkpoints, operators, metrics, traces."""

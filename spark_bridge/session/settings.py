@@ -1,0 +1,121 @@
+"""Spark settings that stateful operators need, and those that the state store reads.
+
+The options of ``init_spark`` and ``attach`` are in ``spark_bridge/host_actor.py``.
+
+Spark takes a query with these operators for stateless. It drops operators that it thinks empty and still commits the
+batch, so that their tasks would not run and their state would have no commit.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import ray
+from py4j.protocol import Py4JError
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+EMPTY_RELATION_RULE = "org.apache.spark.sql.catalyst.optimizer.PropagateEmptyRelation"
+EXCLUDED_RULES = "spark.sql.optimizer.excludedRules"
+STATELESS_AQE = "spark.sql.adaptive.streaming.stateless.enabled"
+AVAILABLE_NOW_WRAPPER = "spark.sql.streaming.triggerAvailableNowWrapper.enabled"
+MIN_BATCHES_CONF = "spark.sql.streaming.minBatchesToRetain"
+STATE_LOCATION_CONF = "spark.statestore.location"
+"""Where the state of queries is, if not in their checkpoint locations."""
+SHARED_FILES_CONF = "spark.statestore.sharedFileSystem"
+"""Set to true, it says that all machines share the directories of checkpoint and state."""
+STORAGE_PRICES_CONF = "spark.statestore.storagePrices"
+HADOOP_PREFIX = "spark.hadoop.fs.s3a."
+
+
+def excluded_rules(current: str | None) -> str:
+    """Return the excluded optimizer rules with ``EMPTY_RELATION_RULE`` among them."""
+    rules = [r.strip() for r in (current or "").split(",") if r.strip()]
+    return ",".join(rules if EMPTY_RELATION_RULE in rules else [*rules, EMPTY_RELATION_RULE])
+
+
+def redact(spark: SparkSession, name: str) -> None:
+    """Keep a local property out of Spark's event log.
+
+    Spark writes the local properties of each job into that log. It redacts properties with a name like token or secret,
+    but only those that are in its configuration as well (``EventLoggingListener.redactProperties``).
+    """
+    spark.sparkContext._jsc.sc().conf().set(name, "given to each job")
+
+
+def apply_settings(spark: SparkSession) -> None:
+    """Set on a live session the settings that stateful operators need."""
+    spark.conf.set(EXCLUDED_RULES, excluded_rules(spark.conf.get(EXCLUDED_RULES, None)))
+    spark.conf.set(STATELESS_AQE, "false")
+    # A rate source makes quiet streams tick. Beside it, availableNow of Spark 4.2 would make one batch of a backlog.
+    spark.conf.set(AVAILABLE_NOW_WRAPPER, "true")
+
+
+def unsafe_settings(spark: SparkSession) -> str | None:
+    """Return why the session's settings would lose state, or None if they would not."""
+    rules = [r.strip() for r in (spark.conf.get(EXCLUDED_RULES, "") or "").split(",")]
+    if EMPTY_RELATION_RULE not in rules:
+        return (
+            f"{EXCLUDED_RULES} must contain {EMPTY_RELATION_RULE}, or Spark skips state tasks of empty inputs; it was "
+            "changed after attach."
+        )
+    if str(spark.conf.get(STATELESS_AQE, "false")).lower() != "false":
+        return (
+            f"{STATELESS_AQE} must be false, or Spark skips state tasks of empty inputs; it was changed after attach."
+        )
+    return None
+
+
+def storage_settings(spark: SparkSession) -> dict[str, str]:
+    """Return the session's settings of S3, by their Spark names."""
+    return {k: v for k, v in spark.sparkContext.getConf().getAll() if k.startswith(HADOOP_PREFIX)}
+
+
+# Whether the session of this process is being shut down, by ``stop_spark`` or without it.
+#
+# A program may die of an error of its own, or stop Spark or Ray itself. Threads of the session then find Spark and
+# Ray half gone. Nothing is wrong that anybody could mend, and what they would log buries the program's own error.
+
+
+class Shutdown:
+    """The end of one session. ``is_spark_over`` says whether its Spark has been stopped, or is being stopped."""
+
+    def __init__(self, is_spark_over: Callable[[], bool] = lambda: False) -> None:
+        self._is_spark_over = is_spark_over
+        self._has_begun = threading.Event()
+        # Exit handlers run in reverse order: this one before those of RayDP and Ray, which were registered earlier.
+        atexit.register(self.begin)
+
+    def begin(self) -> None:
+        """Record that the session ends now."""
+        self._has_begun.set()
+        atexit.unregister(self.begin)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether Ray must not be asked any more: its interface would start another cluster."""
+        return self._has_begun.is_set() or not ray.is_initialized()
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether the session or its Spark ends: what fails then is no news."""
+        return self.is_over or self._is_spark_over()
+
+    @property
+    def log_level(self) -> int:
+        """The level for problems of the session's threads: a warning, or nothing to see during a shutdown."""
+        return logging.INFO if self.is_ending else logging.WARNING
+
+
+def spark_is_over(spark: SparkSession) -> bool:
+    """Return whether a Spark session has been stopped, or is being stopped, or its JVM is gone."""
+    context = spark.sparkContext._jsc
+    try:
+        return context is None or bool(context.sc().isStopped())
+    except (Py4JError, OSError):
+        return True

@@ -1,0 +1,520 @@
+"""The state side of one driver session: the coordinator it uses and the hosts it has started."""
+
+from __future__ import annotations
+
+import heapq
+import logging
+import math
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ray
+from ray.exceptions import RayError
+
+from backends.background_loop import BackgroundLoop, failing_loops
+from backends.exceptions import StateStoreError
+from coordinator_actor.actor import ClusterStore, get_or_create_coordinator
+from coordinator_actor.coordinator_port import CoordinatorPort
+from coordinator_actor.exceptions import CoordinatorError, HostUnavailableError
+from coordinator_actor.messages import other_version
+from coordinator_actor.reference import RayCoordinatorPort
+from spark_bridge.exceptions import EnvironmentProblemError, SessionError, SparkBridgeError
+from spark_bridge.host_actor import SessionOptions, host_files_dir, host_id_of, start_host
+from spark_bridge.session.settings import Shutdown
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+# Computes the places of a session's hosts: beside its executors, on all machines that have executors.
+#
+# Plain functions over names and numbers; ``host_placement.py`` asks Spark and Ray, and starts the hosts.
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The number of hosts for each node, by node id, and warnings for people."""
+
+    hosts: Mapping[str, int]
+    problems: tuple[str, ...] = ()
+
+
+def place_hosts(
+    executors: Mapping[str, int],
+    nodes: Mapping[str, str],
+    num_hosts: int | None,
+    standing: Mapping[str, int],
+    going: Collection[str] = (),
+) -> Placement:
+    """Return where the hosts of a session are to stand.
+
+    ``executors`` has the cores of the executors on each machine, by IP address; ``nodes`` the IP address of each node
+    of Ray that can take hosts; ``standing`` how many hosts stand on each node now. Without ``num_hosts`` there is one
+    host per core. Nodes at one address share its cores. Where no node has an executor, all nodes count alike. ``going``
+    are the addresses of machines that are to go, and so take no hosts: their cores ask for none elsewhere.
+    """
+    sharing = Counter(nodes.values())
+    cores = {node: executors[ip] / sharing[ip] for node, ip in nodes.items() if executors.get(ip)}
+    problems = []
+    without_node = sorted(ip for ip in executors if ip not in sharing)
+    if drained := [ip for ip in without_node if ip in going]:
+        problems.append(
+            f"{', '.join(drained)}, where executors run, are to go: hosts stand elsewhere, and tasks there reach state "
+            "over the network until their executors end."
+        )
+    if missing := [ip for ip in without_node if ip not in going]:
+        problems.append(
+            f"No node of Ray that can take hosts is at {', '.join(missing)}, where executors run: their tasks reach "
+            "state over the network. Start Ray there."
+        )
+    total = max(1, num_hosts or sum(n for ip, n in executors.items() if ip in sharing or ip not in going))
+    hosts = spread(total, cores or dict.fromkeys(nodes, 1.0), standing)
+    if not executors:
+        problems.append("No executor is there, so that the hosts stand on any nodes.")
+    without = sorted({nodes[node] for node in cores if not hosts.get(node)})
+    if without:
+        problems.append(
+            f"The executors at {', '.join(without)} have no host beside them: num_hosts={num_hosts} is fewer than the "
+            f"{len(cores)} machines with executors."
+        )
+    return Placement(hosts, tuple(problems))
+
+
+def spread(total: int, weights: Mapping[str, float], standing: Mapping[str, int]) -> dict[str, int]:
+    """Divide ``total`` hosts among nodes: one for each first, then in proportion to the weights (D'Hondt's method).
+
+    Among equals comes first who has more hosts now. If there are as many hosts as the weights add up to, they follow
+    the weights exactly.
+    """
+    hosts: dict[str, int] = {}
+    # The next host of a node is worth the less the more it has; the first one is worth more than any other.
+    queue = [(0.0, -weight, -standing.get(node, 0), node) for node, weight in weights.items()]
+    heapq.heapify(queue)
+    for _ in range(total if queue else 0):
+        _, weight, stands, node = queue[0]
+        hosts[node] = hosts.get(node, 0) + 1
+        heapq.heapreplace(queue, ((hosts[node] + 1) / -weight, weight, stands, node))
+    return hosts
+
+
+# The hosts of one session: started where its executors run, ended where none do any more, replaced with their nodes.
+#
+# A thread looks every ``PLACEMENT_LOOK_SECONDS`` at Spark's executors, at Ray's nodes and at the hosts. Ray says
+# whether a host lives: Ray starts a process that has died again on the same node; with its node a host is gone for
+# good. A host that is to go hands its partitions over first, and is ended when the coordinator says that the host
+# owns nothing any more.
+
+
+log = logging.getLogger(__name__)
+
+PLACEMENT_LOOK_SECONDS = 2.0
+"""Seconds between two looks. A look is one message to Ray for each host and one for all nodes."""
+START_AGAIN_SECONDS = 10.0
+"""A node on which a host could not be made gets another one after this many seconds."""
+SURPLUS_SECONDS = 30.0
+"""A host more than its node should have ends after this many seconds: an executor that is lost mostly comes back."""
+START_SECONDS = 120.0
+"""A session begins when its hosts answer, or fails after this many seconds."""
+STOP_SECONDS = 20.0
+"""Hosts that are to end must stop within this many seconds; they are killed then."""
+DEAD = "DEAD"
+
+
+@dataclass(frozen=True)
+class StandingHost:
+    """One host actor: its number in the session, the node on which it stands, and at what number its port is counted.
+
+    ``ready`` is the answer to the first question.
+    """
+
+    host_id: str
+    node_id: str
+    port_number: int
+    actor: Any
+    ready: Any
+
+
+class HostPlacement:
+    """Starts the hosts of a session and keeps them where they are to stand.
+
+    One thread at a time looks, and holds ``_looking``. ``executors`` gives the cores of the executors by IP address,
+    ``drained`` the ids of the nodes that are to go. ``report`` is told at every look what is not as it should be and
+    which hosts are to go, and answers with those that may end. ``hosts`` is replaced as a whole, for other threads to
+    read. Numbers of hosts never come again, those of ports do: host i answers queries at ``query_port + i`` for the
+    lowest i that no other host has.
+    """
+
+    def __init__(
+        self,
+        options: SessionOptions,
+        token: str,
+        executors: Callable[[], Mapping[str, int]],
+        drained: Callable[[], Collection[str]],
+        report: Callable[[Sequence[str], Sequence[str]], Collection[str]],
+        shutdown: Shutdown,
+    ) -> None:
+        self.hosts: tuple[StandingHost, ...] = ()
+        self._options = options
+        self._token = token
+        self._num_hosts = options.num_hosts
+        self.publish: Callable[[Sequence[str]], None] = lambda addresses: None
+        """Tells running queries where to ask for owners, whenever that has changed."""
+        self._published: list[str] = []
+        self._executors = executors
+        self._drained = drained
+        self._report = report
+        self._shutdown = shutdown
+        self._surplus_since: dict[str, float] = {}
+        self._looking = threading.Lock()
+        self._ending: list[threading.Thread] = []
+        self._started = 0
+        self._not_before: dict[str, float] = {}
+        self._problems: tuple[str, ...] = ()
+        self._loop = BackgroundLoop(
+            self.look,
+            PLACEMENT_LOOK_SECONDS,
+            name="statestore-placement",
+            what="look after the hosts: those that are lost with their machine are not replaced",
+            remedy="See whether Ray ('ray status') and the coordinator answer, and look at the log of the driver.",
+            is_ending=lambda: shutdown.is_ending,
+        )
+
+    def begin(self) -> None:
+        """Start the hosts, wait until they answer, and look after them from now on.
+
+        Raises ``ray.exceptions.RayError`` if a host cannot be started.
+        """
+        self.look()
+        ray.get([host.ready for host in self.hosts], timeout=START_SECONDS)
+        self._loop.start()
+
+    def close(self) -> None:
+        """End all hosts, and look after them no more."""
+        self._loop.close(timeout=None)
+        for ending in self._ending:
+            ending.join()
+        if not self._shutdown.is_over:
+            end_hosts(self.hosts)
+        self.hosts = ()
+
+    def scale(self, num_hosts: int | None) -> None:
+        """Have ``num_hosts`` hosts from now on, None for one per executor core. They come and go one by one."""
+        with self._looking:
+            self._num_hosts = num_hosts
+            self._surplus_since = dict.fromkeys((host.host_id for host in self.hosts), -math.inf)
+        self.look()
+
+    def look(self) -> None:
+        """Let go of hosts that are gone for good, start those that are missing, and end those that may end."""
+        if self._shutdown.is_over:
+            return
+        with self._looking:
+            nodes = {str(n["NodeID"]): str(n["NodeManagerAddress"]) for n in ray.nodes() if n["Alive"]}
+            self._let_go(nodes)
+            going = {*self._drained(), *ray._private.state.state.get_draining_nodes()}
+            usable = {node_id: ip for node_id, ip in nodes.items() if node_id not in going}
+            executors = self._executors()
+            standing = Counter(host.node_id for host in self.hosts if host.node_id in usable)
+            problems: list[str] = []
+            wanted: Mapping[str, int] = standing
+            if executors or not self.hosts:  # without executors nothing says where the hosts should be
+                placement = place_hosts(
+                    executors, usable, self._num_hosts, standing, {nodes[n] for n in going if n in nodes}
+                )
+                wanted = placement.hosts
+                problems += placement.problems
+                self._start(wanted, standing)
+                problems += self._misplaced(executors, nodes)
+            leaving = self._leaving(wanted, usable)
+            self._publish(leaving)
+            self._end(leaving, problems)
+
+    def _publish(self, leaving: Collection[str]) -> None:
+        """Let tasks of later batches ask hosts that stay. Those that are to go are told to only then."""
+        staying = [host for host in self.hosts if host.host_id not in leaving]
+        there, _ = ray.wait([h.ready for h in staying], num_returns=len(staying), timeout=0) if staying else ([], [])
+        addresses = []
+        for answer in there:
+            with suppress(RayError):  # it is gone, which the next look finds
+                addresses.append(str(ray.get(answer)))
+        if addresses and addresses != self._published:
+            self.publish(addresses)
+            self._published = addresses
+
+    def _leaving(self, wanted: Mapping[str, int], usable: Mapping[str, str]) -> list[str]:
+        """Return the hosts that are to go: all on nodes that are, and on the others what was too many for long."""
+        now = time.monotonic()
+        leaving, surplus = [], []
+        left = dict(wanted)
+        for host in self.hosts:  # the oldest stay
+            if host.node_id not in usable:
+                leaving.append(host.host_id)
+            elif left.get(host.node_id, 0) > 0:
+                left[host.node_id] -= 1
+            else:
+                surplus.append(host.host_id)
+        self._surplus_since = {host_id: self._surplus_since.get(host_id, now) for host_id in surplus}
+        return leaving + [h for h, since in self._surplus_since.items() if now - since >= SURPLUS_SECONDS]
+
+    def _end(self, leaving: Sequence[str], problems: Sequence[str]) -> None:
+        """Say what is wrong and who is to go, and end those that own nothing any more."""
+        if tuple(problems) != self._problems:
+            for problem in problems:
+                log.warning("%s", problem)
+            self._problems = tuple(problems)
+        released = set(self._report(problems, leaving)) & set(leaving)
+        ended = [host for host in self.hosts if host.host_id in released]
+        self.hosts = tuple(host for host in self.hosts if host not in ended)
+        self._ending = [thread for thread in self._ending if thread.is_alive()]
+        if ended:
+            log.info("Hosts %s have handed over what they had, and end", ", ".join(sorted(released)))
+            thread = threading.Thread(target=end_hosts, args=(ended,), name="statestore-host-end", daemon=True)
+            self._ending.append(thread)
+            thread.start()
+
+    def _let_go(self, nodes: Mapping[str, str]) -> None:
+        gone = [host for host in self.hosts if host.node_id not in nodes or is_dead(host.actor)]
+        for host in gone:
+            if host.node_id in nodes:
+                self._not_before[host.node_id] = time.monotonic() + START_AGAIN_SECONDS
+            level = self._shutdown.log_level
+            log.log(level, "Host %s is gone for good with node %s", host.host_id, host.node_id)
+            # Should Ray still wait for its node: nobody must start it any more.
+            ray.kill(host.actor, no_restart=True)
+        self.hosts = tuple(host for host in self.hosts if host not in gone)
+
+    def _start(self, wanted: Mapping[str, int], standing: Mapping[str, int]) -> None:
+        now = time.monotonic()
+        self._not_before = {node: at for node, at in self._not_before.items() if at > now}
+        missing = {node: count - standing.get(node, 0) for node, count in wanted.items()}
+        # One on each node, then the second ones: numbers go round the nodes.
+        for nth in range(max(missing.values(), default=0)):
+            for node_id in sorted(missing):
+                if nth < missing[node_id] and node_id not in self._not_before:
+                    self._start_one(node_id)
+
+    def _start_one(self, node_id: str) -> None:
+        taken = {host.port_number for host in self.hosts}
+        port_number = next(i for i in range(len(taken) + 1) if i not in taken)
+        query_port = self._options.query_port and self._options.query_port + port_number
+        number, self._started = self._started, self._started + 1
+        actor = start_host(self._options, self._token, number, query_port, node_id)
+        host_id = host_id_of(self._options, number)
+        self.hosts = (*self.hosts, StandingHost(host_id, node_id, port_number, actor, actor.address.remote()))
+        log.info("Started host %s on node %s", host_id, node_id)
+
+    def _misplaced(self, executors: Mapping[str, int], nodes: Mapping[str, str]) -> list[str]:
+        """Say which machines have hosts and no executors, though others have executors."""
+        machines = sorted({ip for host in self.hosts if (ip := nodes.get(host.node_id)) and ip not in executors})
+        if not machines or not set(nodes.values()) & executors.keys():
+            return []
+        return [f"Hosts stand on {', '.join(machines)}, where no executor runs (any more)."]
+
+
+def end_hosts(hosts: Sequence[StandingHost]) -> None:
+    """Let hosts unload what they hold and end; kill those that do not within ``STOP_SECONDS``."""
+    try:
+        stopping = [host.actor.stop.remote() for host in hosts]
+        if stopping:
+            ray.wait(stopping, num_returns=len(stopping), timeout=STOP_SECONDS)
+    finally:  # whatever Ray says to that, no host may stay
+        for host in hosts:
+            ray.kill(host.actor, no_restart=True)
+
+
+def is_dead(actor: Any) -> bool:
+    """Return whether Ray has given an actor up: it could not be made, or its node is gone."""
+    try:
+        return bool(ray._private.state.actors(actor._actor_id.hex()).get("State") == DEAD)
+    except RayError:
+        return False  # Ray does not say now
+
+
+REPORT_SECONDS = 2.0
+LEASE_SECONDS = 10.0
+"""How long a message that renews leases waits for its answer, in seconds: the next one may get through."""
+
+
+class StateCluster:
+    """Starts the hosts of one session in a Ray cluster, and the coordinator if no other session has started it.
+
+    ``executors`` gives the cores of the executors on each machine now, by IP address: the hosts stand there. Raises
+    ``InvalidRequestError`` if no node can take the coordinator, ``EnvironmentProblemError`` if the coordinator that is
+    there is of a release that speaks other messages.
+    """
+
+    def __init__(self, options: SessionOptions, executors: Callable[[], Mapping[str, int]], shutdown: Shutdown) -> None:
+        self.options = options
+        self.shutdown = shutdown
+        self.session_id = options.session_id
+        self.conf = options.conf
+        self.stopping: set[str] = set()
+        """The ids of runs that stop when the savepoint that is being made of them is done."""
+        get_or_create_coordinator(options.namespace, options.coordinator_name, options.coordinator_conf)
+        self.coordinator = RayCoordinatorPort(options.namespace, options.coordinator_name, options.recovery_timeout)
+        self.leases = RayCoordinatorPort(
+            options.namespace, options.coordinator_name, min(LEASE_SECONDS, options.recovery_timeout)
+        )
+        """The way of the messages that renew leases: none of them takes a lease's time."""
+        require_same_messages(self.coordinator)
+        self.token = self.coordinator.token()
+        session_dir = Path(ray._private.worker._global_node.get_session_dir_path())
+        self.host_files = str(host_files_dir(session_dir, options))
+        drained = ClusterStore(options.namespace, options.coordinator_name).drained
+        self._was_failing = False
+        self._reporting = BackgroundLoop(
+            self._report_failing_loops,
+            REPORT_SECONDS,
+            name="statestore-report",
+            what="tell the coordinator which background loops of the driver fail",
+            remedy="See whether the coordinator runs and can be reached from the driver ('statestore status').",
+            most_seconds=REPORT_SECONDS,
+            is_ending=lambda: shutdown.is_ending,
+        )
+        self.placement = HostPlacement(options, self.token, executors, drained, self._report_placement, shutdown)
+        try:
+            self.placement.begin()
+            self._reporting.start()
+        except BaseException:
+            self.stop()
+            raise
+
+    @property
+    def hosts(self) -> list[Any]:
+        """Return the actors of the session's hosts."""
+        return [host.actor for host in self.placement.hosts]
+
+    def _report_placement(self, problems: Sequence[str], leaving: Sequence[str]) -> tuple[str, ...]:
+        try:
+            return self.leases.place_session(self.session_id, tuple(problems), tuple(leaving)).released
+        except (CoordinatorError, StateStoreError, SparkBridgeError) as error:
+            log.log(self.shutdown.log_level, "The coordinator was not told where the hosts stand: %s", error)
+            return ()
+
+    def _report_failing_loops(self) -> None:
+        failing = failing_loops.now()
+        if failing or self._was_failing:
+            process = f"process {os.getpid()} on {ray.util.get_node_ip_address()} (session {self.session_id})"
+            self.leases.report_failing_loops(self.session_id, process, failing)
+            self._was_failing = bool(failing)
+
+    def addresses(self) -> list[str]:
+        """Return the Flight addresses of the hosts that answer now; a host that is being restarted is left out."""
+        return self._answers("address")
+
+    def query_addresses(self) -> list[str]:
+        """Return where these hosts answer query clients, ``ip:port``: for ``address=`` of ``QueryableStateClient``."""
+        return [address for address in self._answers("query_address") if address]
+
+    def _answers(self, method: str) -> list[str]:
+        answers = [getattr(host, method).remote() for host in self.hosts]
+        if not answers:
+            return []
+        ready, _ = ray.wait(answers, num_returns=len(answers), timeout=5)
+        said = []
+        for answer in ready:
+            try:
+                said.append(ray.get(answer))
+            except RayError as error:
+                host = answers.index(answer)
+                log.log(self.shutdown.log_level, "State store host %d does not answer now: %s", host, error)
+        return said
+
+    @staticmethod
+    def machines() -> list[str]:
+        """Return the IP addresses of the machines that are in the Ray cluster now."""
+        return sorted({str(n["NodeManagerAddress"]) for n in ray.nodes() if n["Alive"]})
+
+    def batch_committed(self, run_id: str, batch_id: int) -> None:
+        """Report that Spark has committed a batch: its version is completed, and the hosts may apply it."""
+        if self.coordinator.batch_committed(run_id, batch_id, by_driver=True):
+            try:
+                for host in self.hosts:
+                    host.on_progress.remote()
+            except (RayError, AttributeError) as error:
+                if not self.shutdown.is_over:  # Ray raises either once the program has called ray.shutdown()
+                    raise
+                raise HostUnavailableError(
+                    f"The hosts did not get batch {batch_id}: Ray has been shut down."
+                ) from error
+
+    def describe_hosts(self) -> list[dict[str, Any]]:
+        """Return the description of each host."""
+        described: list[dict[str, Any]] = ray.get([h.describe.remote() for h in self.hosts], timeout=30)
+        return described
+
+    def stop(self) -> None:
+        """Stop this session's hosts, and the coordinator if no other session uses it.
+
+        A program that has called ``ray.shutdown()`` reaches neither: Ray has ended the hosts, and the coordinator
+        forgets the session once its lease is over.
+        """
+        self._reporting.close()
+        is_alone = not self.shutdown.is_over and not self.coordinator.unregister_session(self.session_id)
+        self.coordinator.close()
+        self.leases.close()
+        self.placement.close()
+        if is_alone:
+            ray.kill(ray.get_actor(self.options.coordinator_name, namespace=self.options.namespace), no_restart=True)
+
+
+def require_same_messages(coordinator: CoordinatorPort) -> None:
+    """Raise ``EnvironmentProblemError`` unless the coordinator speaks this release's messages."""
+    try:
+        theirs: int | None = coordinator.wire_version()
+    except AttributeError:  # the actor is of a release without that message
+        theirs = None
+    if (problem := other_version("The coordinator that runs in this namespace", theirs, "this session")) is not None:
+        raise EnvironmentProblemError(problem)
+
+
+# The state store session of this process: one at a time, from ``init_spark`` or ``attach`` to ``stop_spark``.
+
+
+@dataclass(frozen=True)
+class Session:
+    """A Spark session that is joined to a state cluster; ``stop`` ends all that was started for it."""
+
+    spark: SparkSession
+    cluster: StateCluster
+    stop: Callable[[], None]
+
+
+_current: Session | None = None
+
+
+def begin_session(session: Session) -> None:
+    """Make ``session`` this process's session."""
+    global _current
+    _current = session
+
+
+def end_session() -> Session | None:
+    """Return this process's session, which it has no more from now on; None if there was none."""
+    global _current
+    session, _current = _current, None
+    return session
+
+
+def require_no_session() -> None:
+    """Raise ``SessionError`` if this process has a session."""
+    if _current is not None:
+        raise SessionError("This process has a state store session already; call stop_spark() before another one.")
+
+
+def current_cluster() -> StateCluster:
+    """Return the state cluster of this process's session. Raises ``SessionError`` if there is none."""
+    if _current is None:
+        raise SessionError("This process has no state store session; call init_spark or attach first.")
+    return _current.cluster
+
+
+def current_spark() -> SparkSession | None:
+    """Return the Spark session of this process's session; None if there is none."""
+    return None if _current is None else _current.spark

@@ -1,1 +1,0 @@
-"""What is rewritten: the operators, their variables, and the schema of the new rows."""

@@ -1,1 +1,0 @@
-"""``ProcessorTester``: unit tests of processors without a cluster."""

@@ -1,0 +1,350 @@
+"""The first page: the health of the system, and the delay and speed of each query."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.responses import RedirectResponse, Response
+
+from backends.encoding.operator_schema import TIMERS
+from backends.exceptions import StateStoreError
+from coordinator_actor.exceptions import CoordinatorError
+from coordinator_actor.savepoints.savepoint_format import SavepointInfo
+from spark_bridge.exceptions import RequestError, SparkBridgeError
+from spark_bridge.overview.faults import AT_WORK, COORDINATOR_PROCESS, awaited
+from spark_bridge.overview.model import ERROR, RUNNING, HostOverview, Operator, Partition, Query, query_pace
+from spark_bridge.ui.charts import (
+    MEASURES,
+    MOST_DURATION_BARS,
+    PHASES,
+    Part,
+    heat_map,
+    measure_in_words,
+    partition_measure,
+    sparkline,
+    steps,
+    strip,
+    timeline,
+)
+from spark_bridge.ui.live import default_directory
+from spark_bridge.ui.requests import PageCall, faults_about, reference, state_id, tables_of
+
+MOST_FAULTS = 20
+QUERIES_AT_ONCE = 100
+BUDGET = "host_memory"
+LOOKUP_VERBS = ("lookup", "get")
+
+
+def overview(call: PageCall) -> Response:
+    """Show the faults, the queries and the hosts."""
+    of = call.overview
+    paces = [(q, query_pace(q, of.taken_ms), sparkline(q.checkpoints)) for q in of.queries]
+    faulty = {fault.subject for fault in of.faults}
+    first = call.number("from", 0)
+    # What is wrong stands first, then what runs, and of that what is at a batch.
+    ordered = sorted(
+        paces,
+        key=lambda one: (not _is_faulty(one[0], faulty), one[0].status != RUNNING, not one[0].pending_partitions),
+    )
+    # From a checkpoint nobody knows whether the query runs.
+    at_work = [(q, p) for q, p, _ in paces if q.status in AT_WORK]
+    held = sum(_held(host.memory) for host in of.hosts)
+    budget = sum(host.memory.get(BUDGET, 0) for host in of.hosts)
+    idle = [p.freshness_ms or 0 for _, p in at_work if p.is_idle]
+    backlogs = [p.backlog_rows for _, p in at_work if p.backlog_rows is not None]
+    rates = [p.rows_per_second for _, p in at_work if p.rows_per_second is not None]
+    return call.render(
+        "overview.html",
+        errors=sum(fault.severity == ERROR for fault in of.faults),
+        faults=of.faults[:MOST_FAULTS],
+        faults_left=max(0, len(of.faults) - MOST_FAULTS),
+        queries=ordered[first : first + QUERIES_AT_ONCE],
+        faulty={q.query_id for q in of.queries if _is_faulty(q, faulty)},
+        first=first,
+        at_once=QUERIES_AT_ONCE,
+        running=sum(q.status == RUNNING for q in of.queries),
+        partitions=sum(o.num_partitions for q, _ in at_work for o in q.operators),
+        at_batch=sum(q.status == RUNNING and (q.batch_ms is not None or q.pending_partitions > 0) for q in of.queries),
+        waiting=sum(q.pending_partitions > 0 for q in of.queries),
+        rows_per_second=sum(rates) if rates else None,
+        idle=len(idle),
+        all_idle=bool(at_work) and len(idle) == len(at_work),
+        idle_ms=min(idle, default=0),
+        oldest=max((p.freshness_ms for _, p in at_work if p.freshness_ms is not None and not p.is_idle), default=None),
+        backlog=sum(backlogs) if backlogs else None,
+        lookup=_lookup_latency(of.hosts),
+        silent=sum(not host.answered for host in of.hosts),
+        held=held,
+        budget=budget,
+        memory=strip({"held": float(held)}, float(budget)),
+    )
+
+
+@dataclass(frozen=True)
+class _Latency:
+    """The percentiles of lookups at the host where they take longest."""
+
+    p50_ms: float
+    p99_ms: float
+
+
+def _lookup_latency(hosts: Sequence[HostOverview]) -> _Latency | None:
+    known = [
+        (float(figures["p99_ms"]), float(figures.get("p50_ms") or 0))
+        for host in hosts
+        for verbs in host.requests.values()
+        for verb, figures in verbs.items()
+        if verb in LOOKUP_VERBS and figures.get("requests") and figures.get("p99_ms") is not None
+    ]
+    return _Latency(max(known)[1], max(known)[0]) if known else None
+
+
+def _is_faulty(query: Query, faulty: set[str]) -> bool:
+    subjects = [f"operator {o.name} of query {query.title}" for o in query.operators]
+    return not faulty.isdisjoint([f"query {query.title}", *subjects])
+
+
+def _held(memory: dict[str, int]) -> int:
+    return sum(n for name, n in memory.items() if name != BUDGET)
+
+
+# The hosts: memory by its use, counters of their work, and statistics of their answers to requests.
+
+
+HOSTS_AT_ONCE = 50
+MOST_REQUEST_ROWS = 100
+"""At most this many rows of requests are shown, those with the most requests first."""
+
+
+@dataclass(frozen=True)
+class HostRow:
+    """A host with its memory: the strip, and bytes by holder, the largest first."""
+
+    host: HostOverview
+    held: int
+    budget: int
+    strip: list[Part]
+    holders: list[tuple[str, int]]
+
+
+@dataclass(frozen=True)
+class RequestRow:
+    """The requests of one operator and verb that a host has answered."""
+
+    host: str
+    operator: str
+    verb: str
+    figures: dict[str, Any]
+
+
+def hosts(call: PageCall) -> Response:
+    """Show the hosts."""
+    there = call.overview.hosts
+    first = call.number("from", 0)
+    shown = there[first : first + HOSTS_AT_ONCE]
+    kinds = sorted({name for host in there for name, nbytes in host.memory.items() if name != BUDGET and nbytes})
+    rows = [_row(host, kinds) for host in shown]
+    requests = [request for host in shown for request in _requests(host)]
+    requests.sort(key=lambda r: (-r.figures.get("failures", 0), -r.figures["requests"]))
+    subjects = {"hosts", COORDINATOR_PROCESS, *(f"host {host.host_id}" for host in there)}
+    return call.render(
+        "hosts.html",
+        faults=[fault for fault in call.overview.faults if fault.subject in subjects],
+        rows=rows,
+        kinds=kinds,
+        first=first,
+        at_once=HOSTS_AT_ONCE,
+        requests=requests[:MOST_REQUEST_ROWS],
+        requests_left=max(0, len(requests) - MOST_REQUEST_ROWS),
+        storage=sorted({kind for host in shown for kind in host.storage_requests}),
+    )
+
+
+def _row(host: HostOverview, kinds: list[str]) -> HostRow:
+    holders = {f"m{i % 8}": float(host.memory.get(kind, 0)) for i, kind in enumerate(kinds)}
+    held = sum(n for name, n in host.memory.items() if name != BUDGET)
+    budget = host.memory.get(BUDGET, 0)
+    by_size = sorted(((k, host.memory[k]) for k in kinds if host.memory.get(k)), key=lambda item: -item[1])
+    return HostRow(host, held, budget, strip(holders, float(max(budget, held))), by_size)
+
+
+def _requests(host: HostOverview) -> Iterator[RequestRow]:
+    for operator, verbs in host.requests.items():
+        for verb, figures in verbs.items():
+            yield RequestRow(host.host_id, operator, verb, figures)
+
+
+# One operator: its partitions by host, its hottest partitions, and its schema.
+
+
+PARTITIONS_AT_ONCE = 50
+HOTTEST = 10
+COLUMNS = ("partition", "keys", "bytes", "time", "rows", "lag")
+
+
+def named_operator(call: PageCall) -> tuple[Query, Operator]:
+    """Return the operator that the request names. Raises ``LookupError`` with those that there are."""
+    of, name = call.named_query(), call.given("operator")
+    for operator_ in of.operators:
+        if operator_.name == name:
+            return of, operator_
+    there = ", ".join(o.name for o in of.operators) or "none"
+    raise LookupError(f"Query {of.title} has no operator {name[:200]!r}; it has {there}.")
+
+
+def operator(call: PageCall) -> Response:
+    """Show an operator."""
+    of, one = named_operator(call)
+    there = [m for m in MEASURES if any(partition_measure(p, m) is not None for p in one.partitions)]
+    measure = call.given("by") if call.given("by") in there else (there[0] if there else "")
+    order = call.given("sort") if call.given("sort") in COLUMNS else "partition"
+    first = call.number("from", 0)
+    ordered = sorted(one.partitions, key=lambda p: _order(p, order))
+    hottest = sorted(one.partitions, key=lambda p: -(partition_measure(p, measure) or 0))[:HOTTEST] if measure else []
+    ref = reference(of, call.overview.queries)
+    return call.render(
+        "operator.html",
+        query=of,
+        operator=one,
+        faults=faults_about(call.overview.faults, f"operator {one.name} of query {of.title}"),
+        measures=there,
+        measure=measure,
+        heat=heat_map(one, measure) if measure else None,
+        hottest=[(p, measure_in_words(measure, partition_measure(p, measure))) for p in hottest],
+        in_words=measure_in_words,
+        bytes_of=lambda p: partition_measure(p, "bytes"),
+        partitions=ordered[first : first + PARTITIONS_AT_ONCE],
+        order=order,
+        columns=COLUMNS,
+        first=first,
+        at_once=PARTITIONS_AT_ONCE,
+        tables=[t for t in tables_of(call.overview) if (t.query, t.operator) == (ref, one.name)],
+    )
+
+
+def _order(partition: Partition, by: str) -> tuple[float, int]:
+    """Return the place of a partition: ascending by number, else those with most first."""
+    if by == "partition":
+        return (0.0, partition.partition)
+    value = partition.snapshot_lag if by == "lag" else partition_measure(partition, by)
+    return (-(value if value is not None else -1.0), partition.partition)
+
+
+# One query: where the time of its batches went, its checkpoints, watermark, late rows, TTLs and timers.
+
+
+CHECKPOINTS_AT_ONCE = 25
+
+
+def query(call: PageCall) -> Response:
+    """Show a query."""
+    of = call.named_query()
+    first = call.number("from", 0)
+    newest_first = of.checkpoints[::-1]
+    recent = of.checkpoints[-MOST_DURATION_BARS:]
+    known = [c for c in recent if c.rows is not None]
+    ref = reference(of, call.overview.queries)
+    about = (f"query {of.title}", *(f"operator {o.name} of query {of.title}" for o in of.operators))
+    return call.render(
+        "query.html",
+        query=of,
+        faults=faults_about(call.overview.faults, *about),
+        awaited=awaited(of),
+        pace=query_pace(of, call.overview.taken_ms),
+        timeline=timeline(of.checkpoints),
+        phases=PHASES,
+        steps=steps(recent),
+        rows=sum(c.rows or 0 for c in known),
+        late=sum(c.late or 0 for c in known),
+        duplicates=sum(c.duplicates or 0 for c in known),
+        removed=sum(c.removed or 0 for c in known),
+        known=len(known),
+        checkpoints=newest_first[first : first + CHECKPOINTS_AT_ONCE],
+        first=first,
+        at_once=CHECKPOINTS_AT_ONCE,
+        timed=[
+            (o, v, state_id(ref, o.name, v.name))
+            for o in of.operators
+            for v in o.variables
+            if v.ttl_ms is not None or v.kind == TIMERS
+        ],
+    )
+
+
+# Savepoints: list and describe them, and have one made.
+
+
+MOST_SAVEPOINTS = 100
+
+
+def savepoints_page(call: PageCall) -> Response:
+    """List the savepoints of a query, the newest first, and say how far one is that was asked for."""
+    queries = call.overview.queries
+    named = call.given("query")
+    query = call.named_query() if named or len(queries) == 1 else None
+    found: list[SavepointInfo] = []
+    problem, status = "", 200
+    if query is not None:
+        try:
+            found = call.system.savepoints(query, _directory(call))[::-1]
+        except (CoordinatorError, SparkBridgeError, StateStoreError) as error:
+            problem, status = str(error), 400
+    request = call.given("request")
+    return call.render(
+        "savepoints.html",
+        status,
+        query=query,
+        queries=[(reference(q, queries), q) for q in queries],
+        directory=None if query is None else (_directory(call) or default_directory(query)),
+        savepoints=found[:MOST_SAVEPOINTS],
+        left_out=max(0, len(found) - MOST_SAVEPOINTS),
+        problem=problem,
+        request=request,
+        progress=call.system.savepoint_status(request) if request else None,
+    )
+
+
+def savepoint_page(call: PageCall) -> Response:
+    """Describe a savepoint."""
+    query = call.named_query()
+    info = _described(call, query, check_files=False)
+    return call.render("savepoint.html", query=query, info=info, is_checked=False, directory=_directory(call))
+
+
+def check(call: PageCall) -> Response:
+    """Read every file of a savepoint, and compare it with what was written."""
+    query = call.named_query()
+    info = _described(call, query, check_files=True)
+    return call.render("savepoint.html", query=query, info=info, is_checked=True, directory=_directory(call))
+
+
+def trigger(call: PageCall) -> Response:
+    """Begin a savepoint, and show how far it is."""
+    query = call.named_query()
+    request = uuid.uuid4().hex
+    path = call.given("path") or None
+    if path is not None and not path.startswith("/") and "://" not in path:
+        raise RequestError(f"{path[:200]!r} is no absolute path or URL; hosts have working directories of their own.")
+    call.system.trigger_savepoint(request, query.run_id, path)
+    ref = reference(query, call.overview.queries)
+    return RedirectResponse(call.url("savepoints", query=ref, request=request, directory=path), 303)
+
+
+def _directory(call: PageCall) -> str | None:
+    """Return the directory that is asked for. Only an administrator may look into any."""
+    given = call.given("directory")
+    if given and not call.grant.admin:
+        raise RequestError("Another directory than the query's own is shown to an administrator only.")
+    return given or None
+
+
+def _described(call: PageCall, query: Query, *, check_files: bool) -> SavepointInfo:
+    """Describe the savepoint of that name in the directory that is listed. Raises ``RequestError``."""
+    name = call.given("name")
+    if not name or "/" in name or name in (".", ".."):
+        raise RequestError(f"{name[:200]!r} is no name of a savepoint.")
+    base = _directory(call) or default_directory(query)
+    return call.system.describe_savepoint(f"{base.rstrip('/')}/{name}", check_files=check_files)
