@@ -30,6 +30,7 @@ class Rewritings:
         with run.lock:
             if seconds <= 0:
                 run.rewriting.end(holder)
+                self._announce_owners(run)
                 return self._held(run, None, "nobody holds the query")
             run.lifetime.require_current()
             # The message may have waited for the lock until the hold was over.
@@ -96,6 +97,17 @@ class Rewritings:
             f"Storage did not say whether the files of run {run_id} were exchanged. The next heartbeat of its driver "
             "registers the run again, which settles that. Forget the keys again if the files were not exchanged."
         )
+
+    def _announce_owners(self, run: QueryState) -> None:
+        """Assign the partitions of a run after an exchange, so that each host learns the heads of its partitions.
+
+        After a restart of the coordinator no batch may come for long that would assign them.
+        """
+        if run.last_exchange and not run.assignment.is_made:
+            before = run.assignment.current
+            with suppress(UnknownHostError):
+                if assigned(self._registries, run) is not before:
+                    run.announce()
 
     @staticmethod
     def _lapsed(run: QueryState) -> LapsedHoldError:

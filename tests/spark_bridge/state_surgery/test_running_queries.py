@@ -226,14 +226,15 @@ def test_an_answer_that_is_lost_is_looked_up(cluster):
     cluster.batch({3: (4, OTHER)})
 
 
-def test_a_run_whose_exchange_storage_has_not_answered_is_registered_again(cluster, monkeypatch):
+@pytest.mark.parametrize("hosts_report_first", [True, False])
+def test_a_run_whose_exchange_storage_has_not_answered_is_registered_again(cluster, monkeypatch, hosts_report_first):
     """Storage writes the manifest of the exchange, and its answer is lost: the coordinator cannot tell what counts."""
     worked(cluster)
     port, real, lost = Port(cluster), RecordFiles.create, []
 
     def registered_again() -> None:
         """Hosts and the driver hear of it at their next heartbeats."""
-        for h in cluster.hosts:
+        for h in cluster.hosts if hosts_report_first else ():
             h.host.heartbeat()
         assert not cluster.c.driver_heartbeat("run1")
         cluster.start("run1")
@@ -246,7 +247,8 @@ def test_a_run_whose_exchange_storage_has_not_answered_is_registered_again(clust
             raise StorageError("the answer is lost")
 
     monkeypatch.setattr(RecordFiles, "create", create)
-    forget(cluster, port)
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(forget, cluster, port).result(PATIENCE)
     assert lost
     check_forgotten(cluster)
     cluster.batch({1: (9, OTHER), 2: (7, OTHER)})
