@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("backends", "coordinator_actor", "deploy", "pyspark_ray_statestore", "spark_bridge")
+PACKAGES = ("backends", "coordinator_actor", "deploy", "pyspark_ray_statestore", "ray_statestore", "spark_bridge")
 EXCEPTED = {"P", "T", "app", "hosts", "log", "main", "run", "scan", "sql"}
 """Conventions: type variables, a module's logger, Typer's and FastAPI's ``app``. The functions of commands and pages
 have their names, as ``hosts``, ``scan``, ``sql``, and ``run``, which is a subject of traces, too.

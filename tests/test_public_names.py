@@ -12,6 +12,7 @@ import sys
 
 import pytest
 
+import ray_statestore
 from tests.effort import effort
 
 PACKAGES = ("backends", "coordinator_actor", "spark_bridge")
@@ -84,3 +85,19 @@ def test_the_list_of_public_names_is_sorted_and_complete(package: str) -> None:
     assert sorted(imported.__all__) == sorted({*imported._HOMES, *(n for p, n in MODULES if p == package)})
     with pytest.raises(AttributeError, match="nothing_like_this"):
         _ = imported.nothing_like_this
+
+
+def test_ray_statestore_has_every_public_name() -> None:
+    """One import gives what the three packages give, and no two of them give the same name."""
+    names = [name for _, name in NAMES]
+    assert sorted(ray_statestore.__all__) == sorted(names) == sorted({*names})
+    for package, name in NAMES:
+        assert getattr(ray_statestore, name) is getattr(importlib.import_module(package), name), name
+    with pytest.raises(AttributeError, match=r"no attribute 'nothing_like_this'; it has .*init_spark"):
+        _ = ray_statestore.nothing_like_this
+
+
+def test_importing_ray_statestore_loads_neither_ray_nor_pyspark() -> None:
+    program = "import sys, ray_statestore; print(*{'ray', 'pyspark', 'pyarrow', 'rocksdict'} & {*sys.modules})"
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
+    assert ran.stdout.strip() == ""

@@ -16,7 +16,12 @@ else:
     import tomli as tomllib
 
 PAGE = ROOT / "docs" / "explanation" / "layout.md"
-STOREYS = (("deploy", "pyspark_ray_statestore"), ("spark_bridge",), ("coordinator_actor",), ("backends",))
+STOREYS = (
+    ("deploy", "pyspark_ray_statestore", "ray_statestore"),
+    ("spark_bridge",),
+    ("coordinator_actor",),
+    ("backends",),
+)
 """The root packages from top to bottom; those of one storey do not import each other."""
 ROOTS = [root for storey in STOREYS for root in storey]
 
@@ -106,7 +111,7 @@ def test_ray_and_spark_are_imported_where_the_page_says() -> None:
     assert importers("ray", "backends") == importers("pyspark", "backends") == set()
     assert importers("pyspark", "coordinator_actor") == importers("pyspark", "deploy") == set()
     assert importers("ray", "deploy") == {"deploy/state_api.py"}
-    assert importers("ray", "pyspark_ray_statestore") == set()
+    assert importers("ray", "pyspark_ray_statestore") == importers("ray", "ray_statestore") == set()
     assert importers("ray", "coordinator_actor") == {"coordinator_actor/actor.py", "coordinator_actor/reference.py"}
     within = {"/".join(p.split("/")[:2]) for p in importers("ray", "spark_bridge")} - {"spark_bridge/queryable"}
     within -= {"spark_bridge/state_data", "spark_bridge/state_surgery"}

@@ -11,7 +11,17 @@ import typer.main
 from spark_bridge.cli.main import app
 from tests.docs.pages import ROOT, SHELL, Page, commands, pages
 
-TOP = ("backends", "benchmarks", "coordinator_actor", "deploy", "docs", "examples", "spark_bridge", "tests")
+TOP = (
+    "backends",
+    "benchmarks",
+    "coordinator_actor",
+    "deploy",
+    "docs",
+    "examples",
+    "ray_statestore",
+    "spark_bridge",
+    "tests",
+)
 _CODE = re.compile(r"`([^`\n]+)`")
 _PATH = re.compile(rf"^(?:{'|'.join(TOP)})(?:/[\w.*<>-]+)*/?(?:::\w+)?$")
 _MODULE = re.compile(r"^(?:backends|coordinator_actor|spark_bridge)(?:\.\w+)+$")
