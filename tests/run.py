@@ -147,13 +147,19 @@ _STATE = [
 ]
 _HOSTS = [f"tests/spark_bridge/{name}" for name in ("demo", "host", "session", "task")]
 _OPERATORS = [
-    *(f"tests/spark_bridge/{name}" for name in ("aggregates", "alerts", "grafana", "operators", "state_format")),
-    *(f"tests/spark_bridge/{name}" for name in ("stateful", "streams", "test_pages.py")),
+    *(f"tests/spark_bridge/{name}" for name in ("aggregates", "alerts", "operators", "state_format")),
+    *(f"tests/spark_bridge/{name}" for name in ("stateful", "streams", "test_dashboard.py", "test_pages.py")),
 ]
 _QUERIES = ["tests/spark_bridge/queryable"]
 _PROTOCOL = ["tests/spark_bridge/transport", "tests/coordinator_actor", "tests/simulation"]
-_SURGERY = [f"tests/spark_bridge/{name}" for name in ("cli", "lookups", "overview", "serving", "state_surgery")]
-_CLIENTS = [f"tests/spark_bridge/queryable/{name}" for name in ("client", "protocol", "server", "sql")]
+_SURGERY = [
+    *(f"tests/spark_bridge/{name}" for name in ("cli", "overview", "state_surgery")),
+    *(f"tests/spark_bridge/test_{name}.py" for name in ("followed_query", "lookup_task", "wrong_use")),
+]
+_CLIENTS = [
+    f"tests/spark_bridge/queryable/{name}"
+    for name in ("client", "server", "sql", "test_connections.py", "test_wire.py")
+]
 _PAGE = ["tests/spark_bridge/ui"]
 _PLANTED = "tests/simulation/test_planted_faults.py"
 _OF_THE_TREE = [f"tests/test_{name}.py" for name in ("entry_points", "imports", "names", "public_names", "run")]

@@ -15,7 +15,7 @@ from tests.lab.lab import Lab
 from tests.lab.ray_nodes import ray_address, ray_environment, start_ray
 from tests.spark_bridge.conftest import wait_until
 
-# Otherwise: tests/spark_bridge/session/hosts/test_host_placement.py, on the nodes of a Ray cluster on one machine.
+# Otherwise: tests/spark_bridge/session/test_host_placement.py, on the nodes of a Ray cluster on one machine.
 pytestmark = [pytest.mark.cluster, pytest.mark.ray, pytest.mark.spark, pytest.mark.thorough]
 STATESTORE = str(Path(sys.executable).with_name("statestore"))
 

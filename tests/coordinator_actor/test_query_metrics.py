@@ -12,7 +12,7 @@ from coordinator_actor.messages import CommitFigures
 from coordinator_actor.metrics import QueryMetrics
 from tests.coordinator_actor.coordinator_world import World
 from tests.coordinator_actor.coordinators import acknowledge
-from tests.coordinator_actor.query.checkpoints_of_a_world import batches, begin, staged
+from tests.coordinator_actor.run.checkpoints_of_a_world import batches, begin, staged
 from tests.metric_sink import KeptMetrics
 
 REQUESTS = RequestCounts()

@@ -109,7 +109,7 @@ class PlantedFault:
     prepare: Prepare = as_it_is
 
 
-_LOOKUPS = "tests/coordinator_actor/query/versions/test_looked_up_versions.py"
+_LOOKUPS = "tests/coordinator_actor/run/test_looked_up_versions.py"
 
 FAULTS: Sequence[PlantedFault] = (
     PlantedFault(
@@ -263,7 +263,7 @@ FAULTS: Sequence[PlantedFault] = (
         "unseen-duplicate",
         "A host that has loaded a partition for a duplicate attempt alone does not look whether Spark has gone on.",
         unseen_duplicate,
-        test="tests/spark_bridge/queryable/reads/versions/test_prepared_versions.py::"
+        test="tests/spark_bridge/queryable/reads/test_prepared_versions.py::"
         "test_a_host_that_a_duplicate_attempt_has_opened_is_not_behind_spark",
     ),
     PlantedFault(
@@ -313,13 +313,13 @@ FAULTS: Sequence[PlantedFault] = (
         first_part_counts,
         range(100, 300),
         None,
-        "tests/coordinator_actor/query/test_retention.py::test_a_group_stays_as_long_as_a_manifest_needs_one_of_its_parts",
+        "tests/coordinator_actor/run/test_retention.py::test_a_group_stays_as_long_as_a_manifest_needs_one_of_its_parts",
     ),
     PlantedFault(
         "loads-pin-no-groups",
         "Maintenance removes groups that a load reads.",
         loads_pin_no_groups,
-        test="tests/coordinator_actor/query/test_retention.py::test_no_group_is_removed_that_a_load_reads",
+        test="tests/coordinator_actor/run/test_retention.py::test_no_group_is_removed_that_a_load_reads",
     ),
     PlantedFault(
         "kept-plan",
@@ -417,8 +417,7 @@ FAULTS: Sequence[PlantedFault] = (
         "blind-follower",
         "A follower does not look for a later manifest of the version that it serves.",
         blind_follower,
-        test="tests/spark_bridge/serving/test_followed_query.py::"
-        "test_changes_that_are_named_after_sparks_commit_are_taken_up",
+        test="tests/spark_bridge/test_followed_query.py::test_changes_that_are_named_after_sparks_commit_are_taken_up",
     ),
     PlantedFault(
         "unrenewed-uploads",
@@ -431,7 +430,7 @@ FAULTS: Sequence[PlantedFault] = (
         "silent-first-member",
         "The members of a group do not hear that its first member has failed to wait.",
         silent_first_member,
-        test="tests/spark_bridge/host/commits/test_group_commit.py::"
+        test="tests/spark_bridge/host/test_group_commit.py::"
         "test_members_do_not_wait_for_a_first_member_whose_wait_has_failed",
     ),
     PlantedFault(
@@ -446,13 +445,13 @@ FAULTS: Sequence[PlantedFault] = (
         "cold-moves",
         "Partitions move to a host that has not loaded them.",
         cold_moves,
-        test="tests/coordinator_actor/query/owners/test_moves.py::test_nothing_moves_to_a_host_that_has_not_loaded_it",
+        test="tests/coordinator_actor/run/test_moves.py::test_nothing_moves_to_a_host_that_has_not_loaded_it",
     ),
     PlantedFault(
         "trusting-givers",
         "A host whose partitions have moved takes the version that it knows for the newest.",
         trusting_givers,
-        test="tests/coordinator_actor/query/owners/test_moves.py::"
+        test="tests/coordinator_actor/run/test_moves.py::"
         "test_an_owner_that_has_given_partitions_away_never_answers_from_before_sparks_last_batch",
     ),
 )

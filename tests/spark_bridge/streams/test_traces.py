@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[3]
 pytestmark = [
     pytest.mark.ray,
     pytest.mark.spark,
-    pytest.mark.thorough,  # otherwise: task/test_traces.py, session/test_batch_traces.py, backends/tracing
+    pytest.mark.thorough,  # otherwise: task/test_traces.py, session/test_batch_traces.py, backends/test_spans.py
 ]
 
 

@@ -1,0 +1,296 @@
+"""Snapshots in manifests, what is kept and what is removed, and where Spark begins, without Ray."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from backends.formats.manifest import SnapshotRef
+from backends.storage.checkpoint_storage import CheckpointStorage
+from backends.storage.locations import FileRef
+from coordinator_actor.coordinator import Coordinator
+from coordinator_actor.durable.records import HISTORY
+from coordinator_actor.exceptions import UnknownHostError
+from coordinator_actor.messages import HostReport, SnapshotUploaded
+from coordinator_actor.run.holds import BUSY_SECONDS, UPLOAD
+from tests.coordinator_actor.coordinator_world import World
+from tests.coordinator_actor.coordinators import run_of
+from tests.coordinator_actor.run.retention_steps import begin, maintain, names, plan_spark, run_batches, upload
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    return World(tmp_path)
+
+
+def test_a_snapshot_is_named_by_the_next_manifest_once_and_shortens_the_lineage(world: World) -> None:
+    c = begin(world)
+    run_batches(world, c, 0, 4)
+    made = upload(world, c, 0)
+    assert c.lineage("run1", "op", 0, 5).snapshots == (made,)
+    run_batches(world, c, 5, 6)
+    named = [[len(p["snapshots"]) for p in m["operators"]["op"]["partitions"].values()] for m in world.manifests()]
+    assert named == [[0, 0]] * 5 + [[1, 0], [0, 0]]
+    again = begin(world, "run2")
+    assert again.lineage("run2", "op", 0, 7).snapshots == (made,)
+    assert again.lineage("run2", "op", 0, 4).snapshots == ()
+    assert [r.version for r in again.lineage("run2", "op", 0, 7).changelogs] == list(range(1, 8))
+
+
+def test_snapshots_of_a_stopped_query_are_there_for_the_next_run(world: World) -> None:
+    c = begin(world)
+    run_batches(world, c, 0, 2)
+    made = upload(world, c, 1)
+    c.deactivate_instances("run1")
+    assert len(world.manifests()) == 4
+    again = begin(world, "run2")
+    assert again.lineage("run2", "op", 1, 3).snapshots == (made,)
+    run_batches(world, again, 3, 3, "run2")
+    assert world.manifests()[-1]["parent"] == 5
+
+
+def test_a_checkpoint_that_is_removed_right_after_its_query_does_not_come_to_be_again(world: World) -> None:
+    c = begin(world)
+    run_batches(world, c, 0, 2)
+    upload(world, c, 1)
+    shutil.rmtree(world.root / "ck")
+    c.deactivate_instances("run1")
+    assert not (world.root / "ck").exists()
+
+
+def test_what_is_no_longer_kept_is_removed_and_the_rest_can_be_loaded(world: World) -> None:
+    c = begin(world)
+    for end in range(2, 21, 3):
+        run_batches(world, c, end - 2, end)
+        for p in (0, 1):
+            upload(world, c, p)
+        maintain(world, c)
+    run_batches(world, c, 21, 21)
+    maintain(world, c)
+    # 22 versions; 3 before the newest are kept and the base of an uncommitted one, so from the snapshot of 15 on.
+    assert world.manifests()[-1]["oldest"] == 15
+    for p in (0, 1):
+        assert names(world, p, "changelog") == list(range(16, 23))
+        assert names(world, p, "snapshot") == [15, 18, 21]
+        assert {15, 18, 21} <= set(names(world, p, "sst")) and len(names(world, p, "sst")) <= 4
+    assert sorted({m["version"] for m in world.manifests()}) == list(range(15, 23))
+    again = begin(world, "run2")
+    lineage = again.lineage("run2", "op", 0, 22)
+    assert [s.version for s in lineage.snapshots] == [15, 18, 21]
+    refs = [r.file for r in lineage.changelogs if r.version > 15] + [s.file for s in lineage.snapshots]
+    storage = world.storage(str(world.root / "ck/statestore"), {})
+    assert all(len(storage.read(ref)) == ref.size for ref in refs)
+
+
+def test_a_maintenance_removes_all_files_at_once(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    delete_all = CheckpointStorage.delete_all
+
+    def counted(storage: CheckpointStorage, paths: Sequence[str]) -> None:
+        asked.append(len(paths))
+        delete_all(storage, paths)
+
+    c = begin(world)
+    for end in (2, 5, 8, 11):
+        run_batches(world, c, end - 2, end)
+        for p in (0, 1):
+            upload(world, c, p)
+    maintain(world, c)
+    run_batches(world, c, 12, 12)
+
+    def count() -> int:
+        # The history of checkpoints is written meanwhile.
+        return sum(p.is_file() and p.parent.name != HISTORY for p in (world.root / "ck/statestore").rglob("*"))
+
+    before = count()
+    monkeypatch.setattr(CheckpointStorage, "delete_all", counted)
+    maintain(world, c)
+    assert asked == [before - count()] and asked[0] > 12
+
+
+def test_nothing_is_removed_before_a_manifest_says_so_and_while_a_partition_is_loaded(world: World) -> None:
+    c = begin(world)
+    for end in (2, 5, 8, 11):
+        run_batches(world, c, end - 2, end)
+        for p in (0, 1):
+            upload(world, c, p)
+    maintain(world, c)  # plans; no manifest says it yet
+    assert names(world, 0, "changelog") == list(range(1, 13))
+    run_batches(world, c, 12, 12)
+    c.lineage("run1", "op", 0, 13)  # a host begins to load partition 0
+    maintain(world, c)
+    assert names(world, 0, "changelog") == list(range(1, 14))
+    assert names(world, 1, "changelog") == list(range(7, 14))
+    world.now += BUSY_SECONDS
+    maintain(world, c)
+    assert names(world, 0, "changelog") == list(range(7, 14))
+
+
+def groups(world: World) -> list[int]:
+    return sorted(int(f.name.partition("-")[0]) for f in (world.root / "ck/statestore/groups").glob("*"))
+
+
+def run_grouped_batches(world: World, c: Coordinator, first: int, last: int) -> None:
+    for batch in range(first, last + 1):
+        plan_spark(world, batch)
+        world.run_grouped_batch(c, batch)
+        c.batch_committed("run1", batch)
+
+
+@pytest.mark.parametrize("behind", [0, 1])
+def test_a_group_stays_as_long_as_a_manifest_needs_one_of_its_parts(world: World, behind: int) -> None:
+    c = begin(world)
+    for end in (2, 5, 8, 11):
+        run_grouped_batches(world, c, end - 2, end)
+        for p in (0, 1):
+            if p != behind or end == 2:
+                upload(world, c, p)
+    maintain(world, c)
+    run_grouped_batches(world, c, 12, 12)
+    maintain(world, c)
+    # One partition begins with a snapshot of version 6, the other with one of version 3.
+    assert world.manifests()[-1]["oldest"] == 6 and groups(world) == list(range(4, 14))
+    storage = world.storage(str(world.root / "ck/statestore"), {})
+    lineage = begin(world, "run2").lineage("run2", "op", behind, 13)
+    assert [s.version for s in lineage.snapshots] == [3]
+    assert all(len(storage.read(r.file)) == r.file.size for r in lineage.changelogs if r.version > 3)
+
+
+def test_no_group_is_removed_that_a_load_reads(world: World) -> None:
+    c = begin(world)
+    for end in (2, 5, 8, 11):
+        run_grouped_batches(world, c, end - 2, end)
+        for p in (0, 1):
+            upload(world, c, p)
+    maintain(world, c)
+    run_grouped_batches(world, c, 12, 12)
+    c.lineage("run1", "op", 0, 13)  # a host begins to load partition 0
+    c.lineage("run1", "op", 1, 13, UPLOAD)  # which reads no changelogs
+    maintain(world, c)
+    assert groups(world) == list(range(6, 14)), "the load may begin with any version that the last manifest keeps"
+    world.now += BUSY_SECONDS
+    maintain(world, c)
+    assert groups(world) == list(range(7, 14))
+
+
+def test_litter_goes_when_its_version_is_no_longer_kept(world: World) -> None:
+    c = begin(world)
+    run_batches(world, c, 0, 0)
+    world.stage(world.open(c, 1, 0), 0, 1, "dies before it acknowledges")
+    assert names(world, 0, "changelog") == [1, 2]
+    for end in (3, 6, 9, 12):
+        run_batches(world, c, end - 2, end)
+        assert end > 6 or names(world, 0, "changelog")[:3] == [1, 2, 2]
+        for p in (0, 1):
+            upload(world, c, p)
+        maintain(world, c)
+    run_batches(world, c, 13, 13)
+    maintain(world, c)
+    assert names(world, 0, "changelog") == list(range(8, 15))
+
+
+def test_a_snapshot_of_another_lineage_or_another_host_does_not_count(world: World) -> None:
+    c = begin(world)
+    run_batches(world, c, 0, 1)
+    upload(world, c, 0, head="operators/op/2/0/default/2-other.changelog", counts=False)
+    lineage = c.lineage("run1", "op", 0, 2)
+    assert lineage.head is not None
+    made = SnapshotRef(2, lineage.head, FileRef("operators/op/2/0/default/2-x.snapshot", 1, "d"))
+    owner = world.open_owner(c, 0)
+    other = "h1" if owner.host_id == "h0" else "h0"
+    good = SnapshotUploaded("run1", "op", 0, owner.host_id, owner.incarnation, made, None)
+
+    def begin_upload() -> None:
+        c.lineage("run1", "op", 0, 2, UPLOAD)
+
+    begin_upload()
+    assert not c.snapshot_uploaded(msgspec.structs.replace(good, host_id=other))
+    with pytest.raises(UnknownHostError):
+        c.snapshot_uploaded(msgspec.structs.replace(good, incarnation="dead"))
+    gone = SnapshotRef(1, "h", FileRef("operators/op/2/0/default/1-gone.snapshot", 1, "d"))
+    begin_upload()
+    assert not c.snapshot_uploaded(msgspec.structs.replace(good, reused=gone))
+    begin_upload()
+    c.release_files("run1", "op", 0, UPLOAD)
+    assert not c.snapshot_uploaded(good), "the host has given it up, and nothing has protected its files since"
+    begin_upload()
+    world.now += BUSY_SECONDS + 1
+    c.register_host(owner, HostReport())
+    c.renew_leases(["run1"])
+    assert not c.snapshot_uploaded(good), "it was taken for dead"
+    begin_upload()
+    assert c.snapshot_uploaded(good) and not c.snapshot_uploaded(good)
+
+
+def test_going_back_keeps_the_snapshots_that_only_later_manifests_name(world: World) -> None:
+    c = begin(world)
+    run_batches(world, c, 0, 2)
+    made = upload(world, c, 0)
+    run_batches(world, c, 3, 5)
+    c.deactivate_instances("run1")
+    for batch in (3, 4, 5):
+        (world.root / f"ck/offsets/{batch}").unlink()
+        (world.root / f"ck/commits/{batch}").unlink()
+    again = begin(world, "run2")
+    assert run_of(again, "run2").versions.completed == 3
+    assert again.lineage("run2", "op", 0, 3).snapshots == (made,)
+    run_batches(world, again, 3, 3, "run2")
+    assert begin(world, "run3").lineage("run3", "op", 0, 4).snapshots == (made,)
+
+
+@pytest.mark.parametrize(
+    ("offsets", "commits", "version"),
+    [
+        ([], [], 0),
+        ([0], [], 0),
+        ([0, 1], [0], 1),
+        ([0, 1], [0, 1], 2),
+        ([0, 1, 2], [], 2),
+        ([2, 3], [2], 3),
+        ([0, 1, 2], [0], 2),
+        ([], [0, 1], 2),
+    ],
+)
+def test_the_version_needed_is_that_of_the_batch_that_spark_begins_with(
+    world: World, offsets: list[int], commits: list[int], version: int
+) -> None:
+    c = begin(world)
+    run_batches(world, c, 0, 3)
+    for batch in range(4):
+        (world.root / f"ck/commits/{batch}").unlink()
+        (world.root / f"ck/offsets/{batch}").unlink()
+    for batch in commits:
+        world.commit_spark(batch)
+    for batch in offsets:
+        plan_spark(world, batch)
+    assert world.coordinator().register_query(world.registration("run3")).completed_version == version
+
+
+def test_more_removed_from_sparks_logs_than_is_kept_is_refused_until_it_is_restored(world: World) -> None:
+    c = begin(world)
+    for end in (2, 5, 8, 11):
+        run_batches(world, c, end - 2, end)
+        for p in (0, 1):
+            upload(world, c, p)
+        maintain(world, c)
+    run_batches(world, c, 12, 12)
+    whole = {path: path.read_text() for name in ("offsets", "commits") for path in (world.root / "ck" / name).iterdir()}
+    for directory in ("offsets", "commits"):
+        for file in (world.root / "ck" / directory).iterdir():
+            if int(file.name) > 3:
+                file.unlink()
+    refusal = world.coordinator().register_query(world.registration("run2")).refusal
+    assert refusal is not None and "needs state version 4" in refusal and "versions 6 to 13 are kept" in refusal
+    for directory in ("offsets", "commits"):
+        for file in (world.root / "ck" / directory).iterdir():
+            file.unlink()
+    refusal = world.coordinator().register_query(world.registration("run2")).refusal
+    assert refusal is not None and "needs state version 0" in refusal
+    for path, text in whole.items():  # "Restore them"
+        path.write_text(text)
+    answer = world.coordinator().register_query(world.registration("run2"))
+    assert (answer.refusal, answer.completed_version) == (None, 13)

@@ -1,0 +1,124 @@
+"""The location cache of a proxy: who fetches a location, when that is done again, what is said of unknown queries."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from coordinator_actor.exceptions import RetiredRunError
+from spark_bridge.exceptions import HostUnavailableError, QueryEndedError, UnknownOperatorError
+from spark_bridge.queryable.server.proxy import LocationCache
+from tests.spark_bridge.queryable.memory_reads import eventually
+from tests.spark_bridge.queryable.server.oracle_source import Source, oracle_of
+
+
+def test_an_oracle_in_use_is_looked_at_again_aside_from_its_users() -> None:
+    now = [100.0]
+    source = Source()
+    source.running["q1"] = oracle_of("r1", "ip:1")
+    oracles = LocationCache(source, lambda: now[0])
+    try:
+        first = oracles.location("r1", "op")
+        assert (first.owners[0].query_address, source.fetched) == ("ip:1", 1)
+        now[0] += 1.9
+        assert oracles.location("r1", "op") is first and source.fetched == 1
+        source.running["q1"] = oracle_of("r1", "ip:2")
+        now[0] += 0.2
+        assert oracles.location("r1", "op") is first, "nobody waits for it"
+        eventually(lambda: oracles.location("r1", "op").owners[0].query_address == "ip:2")
+        assert source.fetched == 2
+        now[0] += 50
+        time.sleep(0.15)
+        assert source.fetched == 2, "what nobody uses is not looked at"
+        same = oracles.location("r1", "op")
+        eventually(lambda: source.fetched == 3)
+        time.sleep(0.02)
+        assert oracles.location("r1", "op") is same
+    finally:
+        oracles.stop()
+
+
+def test_oracles_that_are_started_again_are_looked_at_again() -> None:
+    now = [100.0]
+    source = Source()
+    source.running["q1"] = oracle_of("r1")
+    oracles = LocationCache(source, lambda: now[0])
+    try:
+        oracles.location("r1", "op")
+        oracles.start()
+        oracles.stop()
+        oracles.start()
+        now[0] += 2.1
+        oracles.location("r1", "op")
+        eventually(lambda: source.fetched == 2)
+    finally:
+        oracles.stop()
+
+
+def test_many_who_find_an_oracle_wrong_fetch_it_once() -> None:
+    now = [100.0]
+    source = Source()
+    source.running["q1"] = oracle_of("r1")
+    source.pause = 0.05
+    oracles = LocationCache(source, lambda: now[0])
+    oracles.location("r1", "op")
+    now[0] += 0.11
+    threads = [threading.Thread(target=oracles.refresh, args=("r1",)) for _ in range(20)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert source.fetched == 2
+    oracles.refresh("unknown run")
+    assert source.fetched == 2
+
+
+def test_what_the_coordinator_says_of_a_query_that_is_not_there() -> None:
+    now = [100.0]
+    source = Source()
+    source.running["q1"] = oracle_of("r1")
+    oracles = LocationCache(source, lambda: now[0])
+    assert oracles.location("r1", "op", with_schema=True).operator.schema == "schema"
+    # It does not answer, and then does not know the query: what is known goes on serving.
+    for source.away in (True, False):
+        del source.running["q1"]
+        now[0] += 1
+        oracles.refresh("r1")
+        assert oracles.location("r1", "op").run_id == "r1"
+        assert oracles.get("q1") == oracle_of("r1")
+        source.running["q1"] = oracle_of("r1")
+    # It says that the query has ended.
+    del source.running["q1"]
+    source.ended = {"q1", "r1"}
+    now[0] += 1
+    oracles.refresh("r1")
+    assert oracles.get("q1") is None
+    fetched = source.fetched
+    for _ in range(5):
+        with pytest.raises(QueryEndedError, match="q1 has ended"):
+            oracles.location("r1", "op")
+    assert source.fetched == fetched, "it is not asked every time"
+    # It runs again.
+    source.running["q1"] = oracle_of("r2")
+    now[0] += 1
+    with pytest.raises(RetiredRunError, match="replaced by run r2"):
+        oracles.location("r1", "op")
+    assert oracles.location("r2", "op").run_id == "r2"
+    # Nothing is known, and nobody answers.
+    fresh = LocationCache(source, lambda: now[0])
+    source.away = True
+    with pytest.raises(HostUnavailableError, match="away"):
+        fresh.location("r2", "op")
+
+
+def test_locations_of_an_oracle_that_was_given_need_no_coordinator() -> None:
+    source = Source()
+    source.away = True
+    oracles = LocationCache(source)
+    oracles.update("q1", oracle_of("r1", "ip:9"))
+    location = oracles.location("r1", "op")
+    assert (location.owners[1].query_address, location.operator.num_partitions, source.fetched) == ("ip:9", 2, 0)
+    with pytest.raises(UnknownOperatorError, match="'op'"):
+        oracles.location("r1", "other")
