@@ -321,6 +321,7 @@ def test_shutdown_leaves_nothing_and_can_be_followed_by_a_start(monkeypatch):
     monkeypatch.setattr(request_handler, "MAX_AWAIT_SECONDS", HANG)
     monkeypatch.setattr(server_module, "HELLO_SECONDS", HANG)
     monkeypatch.setattr(server_module, "SHUTDOWN_SECONDS", HANG)
+    eventually(lambda: query_threads() == [])  # those of earlier tests
     reads = MemoryReads(batches=[rows(0, 1000, 1000)] * 500)
     server = KvStateServer(reads, OneToken(), ip="127.0.0.1")
     address = server.server_address
