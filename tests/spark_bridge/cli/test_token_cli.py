@@ -70,8 +70,8 @@ def test_a_name_is_needed() -> None:
 # The program as it is installed, but for how long it waits for the coordinator.
 PROGRAM = f"""
 import runpy, sys
-from spark_bridge.cli.cluster import token as token_cli
-token_cli.ANSWER_SECONDS = {PATIENCE}
+from spark_bridge.cli import cluster_commands
+cluster_commands.TOKEN_ANSWER_SECONDS = {PATIENCE}
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """

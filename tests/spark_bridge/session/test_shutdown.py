@@ -23,14 +23,12 @@ PROGRAM = """
 import threading
 import pandas as pd
 from spark_bridge import aggregate, functions as S, init_spark
-from spark_bridge.session.cluster import lost_executors, spark_master
-from spark_bridge.session import state_cluster as host_placement
-from spark_bridge.session.queries import driver_heartbeats, listener
+from spark_bridge.session import executors, ray_cluster, state_cluster
 
-lost_executors.EXECUTOR_LOOK_SECONDS = host_placement.PLACEMENT_LOOK_SECONDS = 0.02
-spark_master.MASTER_LOOK_SECONDS = 0.02
+executors.EXECUTOR_LOOK_SECONDS = state_cluster.PLACEMENT_LOOK_SECONDS = 0.02
+ray_cluster.MASTER_LOOK_SECONDS = 0.02
 looks = threading.Semaphore(0)
-look = host_placement.HostPlacement.look
+look = state_cluster.HostPlacement.look
 
 def counted(placement):
     try:
@@ -38,7 +36,7 @@ def counted(placement):
     finally:
         looks.release()
 
-host_placement.HostPlacement.look = counted
+state_cluster.HostPlacement.look = counted
 settings = {"spark.log.level": "OFF", "spark.ui.enabled": "false", "spark.sql.shuffle.partitions": "1"}
 spark = init_spark("ends", num_executors=1, executor_cores=1, executor_memory="512m", configs=settings)
 pd.DataFrame({"k": [1, 2]}).to_parquet("clicks.parquet")
