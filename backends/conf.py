@@ -18,7 +18,7 @@ MOVED_PROVIDERS = {
     "backends.rocksdb.RocksDBStateStoreProvider": PROVIDERS["rocksdb"],
     "backends.file.FileStateStoreProvider": PROVIDERS["file"],
 }
-"""Where providers are now whose earlier import paths manifests and savepoints may name."""
+"""Maps earlier import paths of providers, which manifests and savepoints may name, to the current ones."""
 COMPRESSIONS = ("none", "lz4", "zstd")
 _MIB = 1 << 20
 
@@ -72,7 +72,7 @@ class StateStoreConf:
     - ``rocksdb_write_buffer_bytes``: memory for recent writes, shared by all stores of the process. None: a sixteenth
       of ``host_memory``.
     - ``rocksdb_memtable_bytes``: recent writes that one column family collects before it writes a file.
-    - ``rocksdb_bloom_filter_bits``: bits per key of the filters by which absent keys need not be read; 0 for none.
+    - ``rocksdb_bloom_filter_bits``: bits per key of the Bloom filters, which skip reads of absent keys; 0 for none.
     - ``rocksdb_compression``: of RocksDB's local files, and so of its snapshots: "none", "lz4" or "zstd".
     """
 
@@ -171,7 +171,7 @@ class StateStoreConf:
         except (ImportError, AttributeError, ValueError) as error:
             raise InvalidStateStoreArgument(f"provider={self.provider!r} cannot be imported: {error}") from error
         if not isinstance(found, type):
-            raise InvalidStateStoreArgument(f"provider={self.provider!r} names {found!r}, which is no class.")
+            raise InvalidStateStoreArgument(f"provider={self.provider!r} names {found!r}, which is not a class.")
         return found
 
     @staticmethod
@@ -235,7 +235,7 @@ class StateStoreId:
 class StateStoreProviderId:
     """A store as it is loaded for one run of a query. A restarted query never meets its older instances.
 
-    ``query_run_id`` may be given as a ``uuid.UUID``, and is its text then.
+    ``query_run_id`` may be given as a ``uuid.UUID``, and is converted to a string.
     """
 
     store_id: StateStoreId
@@ -246,7 +246,7 @@ class StateStoreProviderId:
         if isinstance(given, uuid.UUID):
             object.__setattr__(self, "query_run_id", str(given))
         elif not isinstance(given, str):
-            raise InvalidStateStoreArgument(f"query_run_id must be a text or a uuid.UUID, not {given!r}.")
+            raise InvalidStateStoreArgument(f"query_run_id must be a string or a uuid.UUID, not {given!r}.")
 
     def __str__(self) -> str:
         return f"StateStoreProviderId[{self.store_id}, queryRunId={self.query_run_id}]"

@@ -283,7 +283,7 @@ class ValueDecoder:
 
 
 def _code(kind: pa.DataType) -> str | None:
-    """Return the code by which ``struct`` reads a fixed-width column; None for another column."""
+    """Return the ``struct`` format code of a fixed-width column; None for another column."""
     if pa.types.is_boolean(kind):
         return "?"
     dtype = fixed_dtype(kind)
