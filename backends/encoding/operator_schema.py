@@ -273,8 +273,8 @@ def _check_settings(stored: OperatorSchema, declared: OperatorSchema) -> None:
         there, here = stored.settings[name], declared.settings[name]
         if there != here:
             raise IncompatibleSchemaError(
-                f"[STATE_STORE_INVALID_CONFIG_AFTER_RESTART] {name} cannot change from {there!r} to {here!r}: the stored state "
-                "would change its meaning."
+                f"[STATE_STORE_INVALID_CONFIG_AFTER_RESTART] {name} cannot change from {there!r} to {here!r}: "
+                "the stored state would change its meaning."
             )
     if stored.key_columns and declared.key_columns and stored.key_columns != declared.key_columns:
         raise IncompatibleSchemaError(

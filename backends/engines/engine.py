@@ -134,8 +134,8 @@ def backend_of(conf: StateStoreConf) -> BackendEngine:
     name, engine = getattr(found, "backend", None), getattr(found, "engine", None)
     if not isinstance(name, str) or not isinstance(engine, type):
         raise InvalidStateStoreArgument(
-            f"provider={conf.provider!r} names {found.__name__}, which is not a LocalStateStoreProvider: a host needs its "
-            "engine."
+            f"provider={conf.provider!r} names {found.__name__}, which is not a LocalStateStoreProvider: "
+            "a host needs its engine."
         )
     return BackendEngine(name, engine, bool(getattr(found, "opens_slowly", False)))
 

@@ -131,8 +131,8 @@ class LocalFiles:
     def listed(self, directory: str, after: str | None = None) -> list[tuple[str, int]]:
         """Return path and size of every finished file in a directory and below, sorted by path; "" is the root.
 
-        With ``after``, only of files whose paths sort after it. Files that come or go meanwhile may be left out. Raises
-        ``OSError``.
+        With ``after``, only of files whose paths sort after it. Files that are created or removed during the call may
+        be left out. Raises ``OSError``.
         """
         return [
             (path, size)
@@ -152,7 +152,7 @@ class LocalFiles:
                     if entry.is_dir():
                         left.append(f"{path}/")
                     else:
-                        with suppress(FileNotFoundError):  # removed meanwhile, or a link to nothing
+                        with suppress(FileNotFoundError):  # removed in between, or a dangling link
                             found.append((path, entry.stat().st_size))
         return sorted(found)
 
@@ -173,7 +173,7 @@ class LocalFiles:
             descriptor = os.open(staged, flags, _FILE_MODE)
         except FileNotFoundError:
             with self._lock:
-                self._durable.clear()  # directories that were known may have been removed since
+                self._durable.clear()  # known directories may have been removed since
             _make_directories(Path(staged).parent)
             descriptor = os.open(staged, flags, _FILE_MODE)
         if _shared_umask is not None:
@@ -226,7 +226,7 @@ def _check_is_file(found: os.stat_result, path: str) -> None:
 
 
 def _read(descriptor: int, start: int, length: int) -> bytes:
-    """Return part of a file, shorter if the file ends before: the system may give less than it is asked for."""
+    """Return part of a file, shorter if the file ends before: one system call may return less than requested."""
     pieces: list[bytes] = []
     while length and (piece := os.pread(descriptor, length, start)):
         pieces.append(piece)
