@@ -1,4 +1,4 @@
-"""The options of the state store. Unknown values are refused at once."""
+"""The options of the state store. Unknown values are rejected at once."""
 
 from __future__ import annotations
 
@@ -32,15 +32,16 @@ class StateStoreConf:
     - ``provider``: the backend that keeps the state: "rocksdb" (on local disk, for any size), "file"
       (in memory, for state that fits), or the import path of a subclass of
       ``backends.providers.standalone_provider.LocalStateStoreProvider``.
-    - ``storage_options``: how the checkpoint location is reached: Spark's ``spark.hadoop.fs.s3a.*``, or obstore's own.
+    - ``storage_options``: the options of the checkpoint location: Spark's ``spark.hadoop.fs.s3a.*``, or obstore's own.
 
     Durability and retention:
 
     - ``fsync``: on local disk, sync each file and its directories before a commit is acknowledged. False is faster, and
       loses the last commits at a power cut. A killed process loses nothing either way.
     - ``commit_linger``: the first commit of a host waits at most this many seconds for those of other partitions in
-      the same batch: their changelogs go into one object. It waits as long as writes have taken lately, on object
-      storage on while others come, and no longer than 10 ms on a local disk. 0: each changelog is a file of its own.
+      the same batch: their changelogs go into one object. The linger is as long as recent writes took. On object
+      storage it is extended while others come; on a local disk it is at most 10 ms. 0: each changelog is a separate
+      file.
     - ``compression``: of changelogs and of the file provider's snapshots: "none", "lz4" or "zstd".
     - ``min_versions_to_retain``: how many versions before the newest can always be opened (Spark:
       ``spark.sql.streaming.minBatchesToRetain``). Files that only older versions need are removed.
@@ -52,14 +53,14 @@ class StateStoreConf:
     Memory and work:
 
     - ``host_memory``: the memory of all stores of the process together, in bytes: RocksDB's caches and write buffers,
-      what running batches change, older versions, what was read last, scans. A process is one host. Not in it is the
-      state that the file provider keeps in memory.
+      changes of running batches, older versions, last reads, scans. A process is one host. The state that the file
+      provider keeps in memory is not included.
     - ``max_versions_in_memory``: how many versions before the newest are read as fast as the newest. The pairs that
-      were replaced since are kept in memory for them. Older versions are loaded into a copy when they are read. (Spark
-      has the same option.)
+      were replaced since are kept in memory for them. Older versions are loaded into a copy for a read. (Spark has the
+      same option.)
     - ``versions_in_memory_bytes``: the most memory for the replaced pairs, per store.
-    - ``track_total_number_of_rows``: count keys exactly. Each written key that the batch has not read must be looked up
-      for that. False shows the backend's estimate. (Spark has the same option.)
+    - ``track_total_number_of_rows``: count keys exactly. This needs a look-up of each written key that the batch has
+      not read. False shows the backend's estimate. (Spark has the same option.)
     - ``load_threads``, ``upload_threads``: how many files of one store are fetched, or uploaded, at once.
     - ``file_snapshot_part_bytes``: the file provider cuts its snapshots into files of about this size.
 

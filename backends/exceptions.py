@@ -1,7 +1,7 @@
 """Every error that the backends raise on purpose.
 
 All have one base class, so that a caller can tell a rejection by the state store from a bug. Messages say what was
-wrong, with which values, and what to do. Each class can be rebuilt from its message alone, so that errors can be sent
+wrong, name the values, and say what to do. Each class can be rebuilt from its message alone, so that errors can be sent
 to other processes.
 """
 

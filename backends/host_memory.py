@@ -160,7 +160,7 @@ class HostMemory:
         return self.limit // 4
 
     def claim_copy(self, nbytes: int) -> Claim | None:
-        """Count changes of a copy, ``nbytes`` large, including the memory for merging them; None if there is no room."""
+        """Count changes of a copy, ``nbytes`` large, with the memory for merging them; None if there is no room."""
         peak = PEAK_OF_COPY * nbytes
         with _lock:
             self._settle()
@@ -300,7 +300,7 @@ class HostMemory:
     def _make_room(self) -> None:
         """Drop spared memory, the oldest first, and then rows, until everything fits.
 
-        A reader may keep dropped memory alive for a while: so this drops no more than the excess at the beginning.
+        A reader may keep dropped memory alive for a while: so this stops once it has dropped the initial excess.
         """
         with _lock:
             self._settle()

@@ -116,8 +116,8 @@ class LoadedProviders(Generic[Store]):
     def _provider(self, provider_id: StateStoreProviderId, conf: StateStoreConf | None) -> Provider[Store]:
         if not isinstance(provider_id, StateStoreProviderId):
             raise InvalidStateStoreArgument(
-                f"{provider_id!r} is not a StateStoreProviderId. On the class, StateStore.get(provider_id, version, conf) "
-                "opens a store; get(key) is for a store that is open."
+                f"{provider_id!r} is not a StateStoreProviderId. On the class, StateStore.get(provider_id, version, "
+                "conf) opens a store; get(key) is for a store that is open."
             )
         conf = conf or StateStoreConf()
         with self._lock:

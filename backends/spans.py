@@ -130,7 +130,7 @@ def is_on() -> bool:
 def span(name: str, trace: Trace, /, *, is_root: bool = False, **attributes: Attribute) -> Span:
     """Begin a span of a trace, as a child of the current span if that is of the same trace, else of the root.
 
-    ``is_root``: it is the root itself, of which there is to be one.
+    ``is_root``: it is the only root itself.
     """
     return OFF if _tracer is None else _tracer.span(name, trace, attributes, is_root=is_root)
 

@@ -115,7 +115,7 @@ class PendingChanges:
         self._staged[(delta.meta.version, delta.meta.attempt)] = delta
 
     def accept(self, version: int, attempt: str) -> bool:
-        """Accept a staged attempt for its version, in place of an earlier one; return False if the attempt is unknown."""
+        """Accept a staged attempt for its version, in place of an earlier one; False if the attempt is unknown."""
         delta = self._staged.pop((version, attempt), None)
         if delta is None:
             held = self._accepted.get(version)

@@ -399,7 +399,7 @@ class Loading:
                 engine.close()
 
     def _replay(self, changelogs: Iterable[tuple[ChangelogRef, bytes]]) -> None:
-        """Apply changelogs in their order, several small ones at once. A load that is to continue loses none of them."""
+        """Apply changelogs in their order, several small ones at once. A load that is to continue loses none."""
         head = self.head
         waiting: list[tuple[ChangelogRef, Changes]] = []
         nbytes = 0

@@ -262,7 +262,7 @@ class PartitionState:
         self._apply_ms = (time.perf_counter() - started) * 1e3
 
     def pinned(self) -> AbstractContextManager[None]:
-        """Within the block, keep the pairs that the last versions replace for readers, even if they must be looked up."""
+        """Within the block, keep replaced pairs of the last versions for readers, even if a look-up is needed."""
         return self._before_images.pinned()
 
     # -- figures, the end ----------------------------------------------------------------------

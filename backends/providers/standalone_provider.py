@@ -281,7 +281,7 @@ class LocalStateStoreProvider(StateStoreProvider):
         return call(self.main)
 
     def copy_at(self, lineage: Lineage) -> PartitionState:
-        """Return a copy of the state at a version that the main copy no longer holds. All its readers share the copy."""
+        """Return a copy of the state at a version that the main copy no longer holds. All its readers share it."""
         with self._lock:
             self._check_open()
             copy = self._copies.get(lineage.head)

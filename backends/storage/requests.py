@@ -416,8 +416,8 @@ class Prices:
                 dollars = math.nan
             if name not in names or not 0 <= dollars < math.inf:
                 raise InvalidStateStoreArgument(
-                    f"{entry!r} is not a price: give {', '.join(f'{n}=' for n in names)} each with dollars of 0 or more "
-                    "(for 1,000 requests, or for a GiB), separated by commas."
+                    f"{entry!r} is not a price: give {', '.join(f'{n}=' for n in names)} each with dollars of 0 or "
+                    "more (for 1,000 requests, or for a GiB), separated by commas."
                 )
             given[name] = dollars
         return cls(**given)

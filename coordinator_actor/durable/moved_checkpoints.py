@@ -165,7 +165,7 @@ class _Opened:
 
 
 def _copy(opened: _Opened, target: CheckpointStorage, progress: Callable[[str], None]) -> None:
-    """Copy the files that are not copied yet. Raises ``CheckpointPlaceError`` if the original advances during the copy."""
+    """Copy the remaining files. Raises ``CheckpointPlaceError`` if the original advances during the copy."""
     source, before = opened.state, _moment(opened.log)
 
     def copy(path: str) -> None:
@@ -209,6 +209,7 @@ def _check_own_copy(opened: _Opened, copied: ManifestLog) -> None:
     path = None if newest is None else epoch_path(newest.epoch)
     if path is not None and not (opened.state.exists(path) and opened.state.get(path) == copied.storage.get(path)):
         raise CheckpointPlaceError(
-            f"A query has run on an earlier fork at {opened.checkpoint.location}, with the state at {copied.storage.location}. "
-            "If that state is no longer needed, remove it and run this again; else copy the checkpoint to another place."
+            f"A query has run on an earlier fork at {opened.checkpoint.location}, with the state at "
+            f"{copied.storage.location}. If that state is no longer needed, remove it and run this again; "
+            "else copy the checkpoint to another place."
         )

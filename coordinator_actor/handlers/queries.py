@@ -135,7 +135,7 @@ class Queries:
         return RegisteredQuery(None, manifests.epoch, run.versions.completed)
 
     def _finish_repeats(self, state_location: str) -> None:
-        """Write manifests for everything that runs on this state have acknowledged: a new run is about to replace them."""
+        """Write manifests for all acknowledged changes of runs on this state: a new run is about to replace them."""
         for other in self._runs.at_location(state_location):
             with other.lock:
                 if other.lifetime.is_current:

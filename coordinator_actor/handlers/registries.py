@@ -333,7 +333,7 @@ class RunRegistry:
         return replaced
 
     def stop(self, run: QueryState) -> None:
-        """Record that the query of a run has ended: nothing is active or pending; its last version can still be read."""
+        """Record that the query of a run has ended: nothing is active or pending; its last version stays readable."""
         with self._lock:
             run.stop(self._clock())
         self._end_work(run, STOPPED)
@@ -494,7 +494,7 @@ class HostRegistry:
             lease.is_reported = False
 
     def require(self, host_id: str, incarnation: str) -> None:
-        """Raise ``UnknownHostError`` unless this very incarnation is registered."""
+        """Raise ``UnknownHostError`` unless exactly this incarnation is registered."""
         lease = self.leases.get(host_id)
         if lease is None or lease.info.incarnation != incarnation:
             raise UnknownHostError(f"Host {host_id} (incarnation {incarnation}) is not registered; register it again.")
@@ -511,7 +511,7 @@ class HostRegistry:
         return nodes
 
     def leave(self, session_id: str, host_ids: Collection[str]) -> None:
-        """Take note that these hosts of a session, and no others, are to hand over what they own and go."""
+        """Mark these hosts of a session, and no others, as leaving: they hand over their partitions and end."""
         leaving = frozenset(host_ids)
         if self._leaving.get(session_id, frozenset()) != leaving:
             self._leaving[session_id] = leaving
@@ -520,7 +520,7 @@ class HostRegistry:
             self._leaving.pop(session_id, None)
 
     def staying(self, session_id: str) -> Mapping[str, str]:
-        """Return the node of each live host of a session that is not to go; of all of them if all are to go."""
+        """Return the node of each live host of a session that is not leaving; of all of them if all are leaving."""
         nodes, leaving = self.nodes_of_session(session_id), self._leaving.get(session_id, frozenset())
         return {host_id: node for host_id, node in nodes.items() if host_id not in leaving} or nodes
 
@@ -541,7 +541,7 @@ class HostRegistry:
         return lost
 
     def expire(self, before: float) -> list[str]:
-        """Drop the hosts that were last heard of before that time. Return their ids."""
+        """Drop the hosts whose last heartbeat was before that time. Return their ids."""
         lost = [h for h, lease in self.leases.items() if lease.seen < before]
         for host_id in lost:
             del self.leases[host_id]
@@ -551,11 +551,12 @@ class HostRegistry:
 class Registries:
     """The hosts, runs and instances of one coordinator.
 
-    ``lock`` guards all of them, ``started`` and ``last_needed`` included. Whoever needs the lock of a run, too, takes
-    the lock of the run first. Nothing waits for storage while it holds ``lock``.
+    ``lock`` guards all of them, ``started`` and ``last_needed`` included. A caller that also needs the lock of a run
+    takes the lock of the run first. Nothing waits for storage while it holds ``lock``.
 
-    ``clock`` gives seconds since 1970 and never goes back. ``last_needed`` is when hosts or drivers were heard of last.
-    For ``report_timeout`` seconds from the start on, hosts and drivers of an earlier coordinator may still report.
+    ``clock`` gives seconds since 1970 and never goes back. ``last_needed`` is the time of the last message from a host
+    or driver. For ``report_timeout`` seconds from the start on, hosts and drivers of an earlier coordinator may still
+    report.
     """
 
     def __init__(self, clock: Callable[[], float], report_timeout: float) -> None:
@@ -567,9 +568,9 @@ class Registries:
         self.started = self.last_needed = clock()
         self._reports_until = self.started + report_timeout
         self.placement_problems: BoundedDict[str, tuple[str, ...]] = BoundedDict(REMEMBERED_ENTRIES)
-        """By session, where hosts do not stand as they should."""
+        """By session, the hosts that are not placed as they should be."""
         self.failing: BoundedDict[str, tuple[str, float, tuple[FailingLoop, ...]]] = BoundedDict(REMEMBERED_ENTRIES)
-        """By session, the name of the driver's process, when it reported last, and its loops that fail."""
+        """By session, the name of the driver's process, the time of its last report, and its failing loops."""
         self._ended_sessions: BoundedDict[str, None] = BoundedDict(REMEMBERED_ENTRIES)
 
     def expects_reports(self) -> bool:
@@ -578,7 +579,7 @@ class Registries:
             return self.clock() < self._reports_until
 
     def needed(self) -> None:
-        """Take note that a host or a driver was heard of."""
+        """Record a message from a host or a driver."""
         with self.lock:
             self.last_needed = self.clock()
 
@@ -594,7 +595,7 @@ class Registries:
     def end_session(self, session_id: str) -> bool:
         """End a driver's session with its hosts and runs. Return whether other hosts are left."""
         with self.lock:
-            # The hosts are told to stop only afterwards, and must not bring the session back meanwhile.
+            # The hosts are ordered to stop only afterwards, and must not bring the session back before.
             self._ended_sessions[session_id] = None
             self.placement_problems.pop(session_id, None)
             self.failing.pop(session_id, None)
