@@ -112,7 +112,7 @@ class InstanceRegistry:
 
 REMEMBERED_ENTRIES = 1000
 LONGEST_FAILURE = 600
-LEASE_OVER = "its driver sent no heartbeat"
+LEASE_OVER = "its driver sent no more heartbeats"
 STOPPED = "its query ended"
 
 

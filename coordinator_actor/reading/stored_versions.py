@@ -134,7 +134,7 @@ class StateVersions:
         commits = SparkCommits(open_storage(place.checkpoint_location, place.options))
         file = log.query_file()
         if file is None:
-            raise MissingFileError(f"{storage.full_location('query.json')} does not exist: no state is stored there.")
+            raise MissingFileError(f"{storage.full_location('query.json')} does not exist: there is no state.")
         attempt = 0
         while True:
             attempt += 1
@@ -386,7 +386,7 @@ class VersionTimes:
             "none is kept" if not self.versions else f"version {self.versions[0]}, of {_in_words(self.completed_ms[0])}"
         )
         return VersionNotFoundError(
-            f"The state of {_in_words(ms)} at {self.location} is no longer kept: the first version that is kept is "
+            f"The state at {self.location} as of {_in_words(ms)} is unknown: the first version that is kept is "
             f"{first}. More are kept with a higher min_versions_to_retain (StateStoreConf)."
         )
 
