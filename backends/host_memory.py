@@ -44,8 +44,9 @@ KEPT_OF_COMMIT = 2
 PEAK_OF_COPY = 3
 """Peak number of copies of a copy's changes, while they are merged."""
 PEAK_OF_COMMIT = 3
-"""Peak number of copies of a commit's changes. While it is received it has them twice; then it has what it keeps, and
-its changelog.
+"""Peak number of copies of a commit's changes.
+
+While it is received it has them twice; then it has what it keeps, and its changelog.
 """
 MAX_WAITING = 1000
 """At most this many commits of a run wait for their turn: each has a thread of the server."""
@@ -173,8 +174,7 @@ class HostMemory:
 
     @contextmanager
     def admitted(self, run_id: str, nbytes: int, what: str, seconds: float) -> Iterator[None]:
-        """Admit a commit of ``nbytes`` bytes of changes, for a ``with`` block, once it fits in addition to the admitted
-        ones.
+        """Admit a commit of ``nbytes`` bytes of changes, for a ``with`` block, once it fits next to the admitted ones.
 
         Commits are admitted in order of arrival. One commit of each run is admitted even without room, so that a run
         never waits for the storage of another: memory exceeds its budget by at most that. Raises ``HostMemoryError``

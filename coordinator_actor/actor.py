@@ -168,8 +168,9 @@ class RayMetrics:
 log = logging.getLogger(__name__)
 
 MAX_PENDING = 50_000
-"""Messages that may wait at once in each concurrency group. None of them holds a thread, and each query has a separate
-limit.
+"""Messages that may wait at once in each concurrency group.
+
+None of them holds a thread, and each query has a separate limit.
 """
 
 

@@ -90,8 +90,9 @@ def message(group: Group) -> Callable[[MessageMethod], MessageMethod]:
 
 
 class CoordinatorPort:
-    """The messages that the coordinator answers. A subclass implements ``call``, which sends a message to the
-    coordinator.
+    """The messages that the coordinator answers.
+
+    A subclass implements ``call``, which sends a message to the coordinator.
 
     Every message may raise a ``CoordinatorError`` or a ``StateStoreError``, in addition to the errors that it names.
     Messages may arrive twice. Wherever a string is declared, a ``uuid.UUID`` is converted to one (``arguments.py``).
@@ -105,8 +106,7 @@ class CoordinatorPort:
 
     @message(Group.REGISTRATIONS)
     def register_host(self, info: HostInfo, report: HostReport) -> None:
-        """Register a host, for the first time or again, with all it holds: runs, and acknowledgements of running
-        batches.
+        """Register a host and all it holds, for the first time or again: runs, acknowledgements of running batches.
 
         The host is known at once. Its report is processed within a second, or, if the storage of a query hangs, when
         that recovers. If a query's storage fails, the answer to a heartbeat asks the host to report again.

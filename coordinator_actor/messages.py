@@ -294,8 +294,7 @@ class HostReport(Struct, frozen=True):
 
 
 class SavepointOrder(Struct, frozen=True):
-    """An order to a host to export ``version`` of these partitions (operator to numbers) to the savepoint at
-    ``location``.
+    """An order to export ``version`` of these partitions (operator to numbers) to the savepoint at ``location``.
 
     ``registration`` is that of the run, which the host may not know. If the query ``is_held`` until the savepoint is
     done, to be stopped with it, there are no batches that the export could slow down.
@@ -485,8 +484,7 @@ class OperatorLocation(Struct, frozen=True):
 
 
 WIRE_VERSION = 2
-"""Increase this whenever a message or one of its records changes so that processes of the release before cannot read
-it.
+"""Increase this whenever processes of the previous release cannot read a changed message or record.
 
 ``tests/fixtures/messages-<version>.txt`` has their shapes, and a test fails when they change.
 """

@@ -56,9 +56,7 @@ OPERATOR_FIGURES = {
 
 @dataclass(frozen=True)
 class Metric:
-    """One metric. ``role`` names the process that publishes it; each has the label ``namespace`` and those of
-    ``labels``.
-    """
+    """One metric. ``role`` names the publishing process; labels are ``namespace`` and those of ``labels``."""
 
     name: str
     kind: str

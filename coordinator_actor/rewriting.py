@@ -346,8 +346,7 @@ class Rewriting:
                         yield held[p].changelog
 
     def _index_has_keys(self, path: str) -> bool:
-        """Return whether an object of changelogs may have rows of the keys, including those of attempts that do not
-        count.
+        """Return whether an object of changelogs, even of attempts that do not count, may have rows of the keys.
 
         An object that earlier rewriting made has changelogs of versions that no manifest names any more.
         """
@@ -454,9 +453,7 @@ class Rewriting:
 
 
 class _Group:
-    """Collects changelogs for objects of about ``REWRITTEN_GROUP_BYTES``, and records the location of each in
-    ``places``.
-    """
+    """Collects changelogs for objects of about ``REWRITTEN_GROUP_BYTES``; records their locations in ``places``."""
 
     def __init__(self, storage: CheckpointStorage, places: dict[str, FileRef]) -> None:
         self._storage = storage
@@ -478,8 +475,9 @@ class _Group:
         return RewrittenFiles(version, self._named, {})
 
     def close(self) -> None:
-        """Write the collected changelogs. The object is named by the highest version in it, and stays as long as that
-        is needed.
+        """Write the collected changelogs.
+
+        The object is named by the highest version in it, and stays as long as that is needed.
         """
         if not self._members:
             return

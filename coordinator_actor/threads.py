@@ -112,9 +112,7 @@ class QueryThreads:
 
 
 def in_place(query: str, work: Work) -> Future[Any]:
-    """Do the work before returning: replaces ``QueryThreads.submit`` if no other message needs an answer during the
-    work.
-    """
+    """Do the work before returning: a ``QueryThreads.submit`` for callers that need no other answer in parallel."""
     future: Future[Any] = Future()
     _settle(future, work)
     return future

@@ -65,8 +65,9 @@ class StateEngine(Protocol):
         """
 
     def prepare(self, changes: Changes) -> Callable[[LocalState], None]:
-        """Prepare changes, in any thread and concurrently with reads and writes. Return the function that writes them
-        all.
+        """Prepare changes, in any thread and concurrently with reads and writes.
+
+        Return the function that writes them all.
 
         The function takes the state after the changes. It may be called much later, or never. After a crash the engine
         has all changes, none of them, or a ``state`` of no version (``LocalState.unfinished``), which no load can
@@ -359,9 +360,7 @@ class BufferedEngine:
 
     @contextmanager
     def _damage_noted(self) -> Iterator[None]:
-        """If the block fails and leaves the underlying engine without a version, drop this engine's version too: it
-        needs a load.
-        """
+        """If a failed block leaves the underlying engine without a version, drop this one's: it needs a load."""
         before = self._below.state
         try:
             yield
@@ -461,8 +460,9 @@ class DeferredEngine(BufferedEngine):
         self._is_written = True
 
     def load_sorted(self, parts: Iterable[tuple[str, SortedPairs]], unfinished: LocalState) -> None:
-        """Load pairs into the underlying engine. All later changes go there too, including those that lead to its
-        version.
+        """Load pairs into the underlying engine.
+
+        All later changes go there too, including those that lead to its version.
         """
         super().load_sorted(parts, unfinished)
         self._is_written = True

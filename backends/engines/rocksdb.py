@@ -109,8 +109,9 @@ class LocalRocksDB:
             shutil.rmtree(path)
 
     def _open(self, access: AccessType | None = None) -> None:
-        """Open the database for writing, or with ``access``, in place of the open one; if that fails, the old one stays
-        open.
+        """Open the database for writing, or with ``access``, in place of the open one.
+
+        If that fails, the old one stays open.
 
         A reader continues with the database that was open, whose files RocksDB still has open, and with its cache: rows
         that such a reader caches are from before the next write.
@@ -226,8 +227,9 @@ class LocalRocksDB:
             raise self._failure("read", error) from error
 
     def prepare(self, changes: Changes) -> Callable[[LocalState], None]:
-        """Collect all changes in write batches. Return the function that writes them, and the state with the last
-        batch.
+        """Collect all changes in write batches.
+
+        Return the function that writes them, and the state with the last batch.
 
         Between batches, the database is marked as unfinished, which is not a version. A crash between two batches
         leaves that mark.
@@ -392,9 +394,7 @@ class LocalRocksDB:
         return sum(estimated_keys(f.db) for n, f in self._families.items() if n != META_FAMILY)
 
     def memory_bytes(self) -> int:
-        """Return the memory of this database in bytes: its write buffers and fixed costs, without the shared block
-        cache.
-        """
+        """Return the bytes of this database's write buffers and fixed costs, without the shared block cache."""
         buffers = sum(write_buffer_bytes(f.db) for f in self._families.values())
         return buffers + (0 if self._own is None else self._own.nbytes)
 

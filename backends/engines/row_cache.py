@@ -122,8 +122,9 @@ class CacheBudget:
             return self._allowed(cache.share)
 
     def give(self, cache: RowCache, rows: CachedRows) -> bool:
-        """Give ``cache`` these rows in place of its current ones. Return False if there is no room: the cache is empty
-        then.
+        """Give ``cache`` these rows in place of its current ones.
+
+        Return False if there is no room: the cache is empty then.
         """
         cache.rows, cache.share = _NOTHING, None
         if rows is _NOTHING:
@@ -238,9 +239,7 @@ class RowCache:
         return pa.concat_arrays([held, values]).take(pa.array(order))
 
     def _keep(self, keys: pa.BinaryArray, hashes: KeyHashes, values: pa.BinaryArray, epoch: int) -> None:
-        """Hold the pairs that were read, unless pairs were written since the read began, or another thread changes the
-        rows.
-        """
+        """Hold pairs that were read, unless pairs were written since, or another thread changes the rows."""
         if not self._lock.acquire(blocking=False):
             return
         try:

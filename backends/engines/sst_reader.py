@@ -271,9 +271,7 @@ def _varints(data: Bytes, at: _Positions) -> tuple[_Positions, _Positions]:
 
 
 FIRST_BLOCKS, STEP_BLOCKS = 4, 256
-"""At most this many blocks are decoded together: few at first, because a reader may want only some pairs, and then
-more.
-"""
+"""At most this many blocks are decoded together: few at first for readers of only some pairs, and then more."""
 STEP_BYTES = 1 << 20
 """Blocks that have this many bytes together are not decoded with further ones."""
 MEAN_KEY_BYTES = 64

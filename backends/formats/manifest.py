@@ -424,8 +424,9 @@ class LocalState(msgspec.Struct, frozen=True):
 
 
 class SnapshotFile(Struct, frozen=True):
-    """One file of a snapshot: its name in the backend, and the place of its content. The descriptor holds small files
-    itself.
+    """One file of a snapshot: its name in the backend, and the place of its content.
+
+    The descriptor holds small files itself.
     """
 
     name: str

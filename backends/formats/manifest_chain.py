@@ -177,9 +177,7 @@ def head_of(chain: Chain, version: int, layout: Layout, partition: int, key_grou
 
 
 def _rescaled_head(below: OperatorEntry, version: int, layout: Layout, partition: int, key_groups: int) -> str:
-    """Return a name that identifies everything the state derives from: the changelogs of the earlier layout, and the
-    new one.
-    """
+    """Return a name for all that the state derives from: the earlier layout's changelogs, and the new layout."""
     heads = xxhash.xxh3_128()
     for p in _sources(below, partition_range(partition, layout.num_partitions, key_groups), key_groups):
         # An initial state has no partitions without rows.
@@ -369,8 +367,7 @@ def delta_bytes(manifest: Manifest) -> int:
 
 
 def full_bytes(chain: Chain, version: int, snapshot_bytes: Callable[[SnapshotRef], int | None]) -> int | None:
-    """Return the bytes of the files that a version is loaded from: a snapshot of each partition and the changelogs
-    after it.
+    """Return the bytes of a version's files: for each partition, a snapshot and the changelogs after it.
 
     Partitions without their own snapshot are loaded from the changelogs since the first version, or since an earlier
     layout; of an earlier layout, all files count. ``snapshot_bytes`` returns the bytes of a snapshot, None if they are

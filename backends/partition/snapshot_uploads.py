@@ -42,8 +42,9 @@ class SnapshotUploads:
         self.milliseconds = 0.0
 
     def store(self, earlier: SnapshotRef | None) -> SnapshotRef:
-        """Upload the completed version, except the files that ``earlier`` has. Commits and reads continue during the
-        upload.
+        """Upload the completed version, except the files that ``earlier`` has.
+
+        Commits and reads continue during the upload.
 
         The returned snapshot counts once a manifest names it. Raises ``StorageError``, ``StoreClosedError`` if the
         state is closed during the upload, ``VersionNotFoundError`` for the empty version 0.

@@ -217,8 +217,9 @@ class CheckpointStorage:
         self._read_in_pieces(ref, lambda piece, start: None)
 
     def _read_in_pieces(self, ref: FileRef, take: Callable[[bytes, int], None]) -> None:
-        """Pass each piece of a file, with its offset, to ``take``. If a connection breaks, continue after the last
-        piece.
+        """Pass each piece of a file, with its offset, to ``take``.
+
+        If a connection breaks, continue after the last piece.
 
         Raises as ``read`` does; the pieces passed so far are then invalid.
         """
@@ -302,8 +303,9 @@ class CheckpointStorage:
         return self.shared.has(self.full_location(ref.within), ref.offset + ref.size)
 
     def read_together(self, refs: Sequence[FileRef]) -> dict[str, bytes]:
-        """Return parts of one object by their paths, checked as by ``read``. Parts that are close to each other share
-        one request.
+        """Return parts of one object by their paths, checked as by ``read``.
+
+        Parts that are close to each other share one request.
 
         Missing or damaged parts are left out: ``read`` reports their errors. Raises ``StorageError``.
         """

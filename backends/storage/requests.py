@@ -169,8 +169,7 @@ class AdaptiveRateLimit:
             return turn - now
 
     def refused(self, seconds: float) -> None:
-        """Record that the service has throttled a request: no thread sends for ``seconds``, then the rate is lower than
-        before.
+        """Record throttling by the service: no thread sends for ``seconds``, and the rate is lower afterwards.
 
         Requests that were in flight together and are rejected together lower the rate once.
         """
@@ -230,9 +229,7 @@ class BucketTraffic:
         self._known: BoundedDict[str, Traffic] = BoundedDict(REMEMBERED_BUCKETS)
 
     def of(self, bucket: str, *, with_hedges: bool) -> Traffic:
-        """Return the rate limit and the hedges that the requests to a bucket share; ``bucket`` is its name with its
-        service.
-        """
+        """Return the shared rate limit and hedges of a bucket; ``bucket`` is its name with its service."""
         with self._lock:
             pace = AdaptiveRateLimit(bucket, self._clock, self._draw)
             return self._known.setdefault(bucket, Traffic(pace, Hedges() if with_hedges else None))

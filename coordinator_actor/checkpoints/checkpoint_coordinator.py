@@ -214,8 +214,9 @@ class PendingCheckpoints:
         return verdict is not None
 
     def cancel(self, checkpoint_id: int, reason: CancelReason, why: str) -> PendingCheckpoint | None:
-        """Cancel a checkpoint, and return it. Return None if the id is unknown, or if the checkpoint is being
-        completed.
+        """Cancel a checkpoint, and return it.
+
+        Return None if the id is unknown, or if the checkpoint is being completed.
         """
         with self._lock:
             attempt = self._attempts.get(checkpoint_id)

@@ -323,8 +323,9 @@ class ManifestLog:
     def refresh(
         self, folded: Callable[[], Iterable[Manifest]] | None = None, *, passes_over_damage: bool = False
     ) -> None:
-        """Read the manifests that are not known yet. ``folded`` returns the result of ``folds.read``, if it is under
-        way.
+        """Read the manifests that are not known yet.
+
+        ``folded`` returns the result of ``folds.read``, if it is under way.
 
         Raises ``DamagedFileError``. ``passes_over_damage`` is for readers: a damaged manifest that is older than the
         newest one is recorded in ``damages`` instead. Without the newest, the valid ones among the others are unknown.
@@ -447,8 +448,9 @@ class ManifestLog:
         return [manifest_path(self.manifests.pop(i)) for i in list(self.manifests) if i < newest and i not in kept]
 
     def append(self, manifest: Manifest, counter: CheckpointIDCounter) -> Manifest:
-        """Write a manifest durably at the next place of the epoch, with a new id if its own is taken. Return the
-        written one.
+        """Write a manifest durably at the next place of the epoch, with a new id if its own is taken.
+
+        Return the written one.
 
         Raises ``FencedError`` if another coordinator has taken over: then the manifest is not written. If an earlier
         call has written it and its answer was lost, it is found at its place and adopted. The manifest names the

@@ -202,9 +202,7 @@ def _goes_on(opened: _Opened) -> CheckpointPlaceError:
 
 
 def _check_own_copy(opened: _Opened, copied: ManifestLog) -> None:
-    """Raise ``CheckpointPlaceError`` if the copy differs from what this has written: a query may run on an earlier
-    fork.
-    """
+    """Raise ``CheckpointPlaceError`` if the copy is not as this wrote it: a query may run on an earlier fork."""
     newest = copied.epochs.newest()
     path = None if newest is None else epoch_path(newest.epoch)
     if path is not None and not (opened.state.exists(path) and opened.state.get(path) == copied.storage.get(path)):

@@ -231,9 +231,7 @@ def warm_up(run: QueryState, host_id: str) -> WarmUp | None:
 
 
 def gives(run: QueryState, host_id: str) -> bool:
-    """Return whether partitions of a host are to move, or have moved and the host has not yet learned of a later
-    version.
-    """
+    """Return whether partitions of a host are to move, or have moved and the host knows no later version yet."""
     held, announced = run.assignment, run.announcements.to(host_id)
     with held.lock:
         current = held.current

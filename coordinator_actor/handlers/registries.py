@@ -306,8 +306,9 @@ class RunRegistry:
         self.remember_over(run.run_id, LEASE_OVER)
 
     def add_stopped(self, run: QueryState) -> None:
-        """Register the last run on a state, whose query has ended, so that it can be read. Earlier ones are replaced,
-        and end.
+        """Register the last run on a state, whose query has ended, so that it can be read.
+
+        Earlier ones are replaced, and end.
 
         Raises ``RetiredRunError`` if a query has begun to run there since.
         """

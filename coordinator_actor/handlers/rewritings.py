@@ -105,9 +105,7 @@ class Rewritings:
         )
 
     def _copied(self, run: QueryState, now: float) -> str | None:
-        """Return the name of a process that copies the state of a run, or may do so and has not reported yet; None if
-        there is none.
-        """
+        """Return what copies a run's state, or may do so without having reported yet; None if nothing does."""
         savepoints = self._runs.savepoints_of(run.run_id)
         if run.files_in_use.is_uploading(now):
             return f"uploads of snapshots, or {BUSY_SECONDS:.0f} s after a restart of the coordinator"

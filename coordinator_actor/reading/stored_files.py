@@ -127,8 +127,9 @@ class SnapshotReader:
 
 
 def loaded_files(versions: StateVersions, reader: SnapshotReader) -> LoadedFiles:
-    """Return what the readable versions are loaded from. No load begins at a damaged snapshot: it begins at an older
-    one.
+    """Return what the readable versions are loaded from.
+
+    No load begins at a damaged snapshot: it begins at an older one.
 
     Retention follows the same rule. Grows with the partitions and their snapshots. Raises ``StorageError``.
     """

@@ -1,5 +1,6 @@
-"""Reads every file that a version can be loaded from. Reports damaged files, and whether the version can still be
-loaded.
+"""Reads every file that a version can be loaded from.
+
+Reports damaged files, and whether the version can still be loaded.
 
 Nothing is written or locked. A version has more files than its newest snapshots need: an older snapshot and the
 changelogs after it can replace a damaged newer one.

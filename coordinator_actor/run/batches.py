@@ -206,8 +206,9 @@ class RunningBatch:
             self._awaited = set()
 
     def wait_no_more(self) -> None:
-        """Write all changes that no manifest names yet. From now on write a manifest before each answer: the run is
-        replaced.
+        """Write all changes that no manifest names yet.
+
+        From now on write a manifest before each answer: the run is replaced.
 
         Acknowledged changes that no manifest names would be lost with the run.
         """

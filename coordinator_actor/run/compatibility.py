@@ -1,6 +1,4 @@
-"""Checks whether a program may continue from the stored state of a query; lists every reason why not, naming both
-sides.
-"""
+"""Checks whether a program may continue a query's stored state; lists every reason why not, naming both sides."""
 
 from __future__ import annotations
 

@@ -54,8 +54,9 @@ class Changed:
 
 
 class CheckpointHistory:
-    """The last checkpoints of a query, including those of earlier runs and coordinators. Moments are seconds since
-    1970.
+    """The last checkpoints of a query, including those of earlier runs and coordinators.
+
+    Moments are seconds since 1970.
 
     The lock of the run guards the counts, and must be held for ``begun``, ``acknowledged``, ``prepared`` and
     ``completed``. ``_lock`` guards the records, and is held for nothing else. ``_writing`` is held over storage, by the

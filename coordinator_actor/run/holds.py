@@ -53,8 +53,9 @@ class RewritingHold:
         self._clean: frozenset[str] = frozenset()
 
     def at(self, now: float) -> Hold | None:
-        """Return the hold; None if there is none. A hold past its end is dropped here, and stays dropped if the clock
-        goes back.
+        """Return the hold; None if there is none.
+
+        A hold past its end is dropped here, and stays dropped if the clock goes back.
         """
         if self._hold is not None and now >= self._hold.until:
             self._hold = None
@@ -191,8 +192,9 @@ class FilesInUse:
         return True
 
     def end(self, task: TaskKey, use: str, now: float = math.inf) -> bool:
-        """End a load or an upload. Return whether its files were protected until ``now``: else some may have been
-        removed.
+        """End a load or an upload.
+
+        Return whether its files were protected until ``now``: else some may have been removed.
         """
         known = self._uses.pop((task, use), None)
         return now < self._all_until or (known is not None and now < known.until)

@@ -21,8 +21,9 @@ log = logging.getLogger(__name__)
 
 
 def remove_garbage(run: QueryState, now: float) -> list[str]:
-    """Plan what the next manifest keeps, and remove the files that the last one does not keep. Return the removed
-    paths.
+    """Plan what the next manifest keeps, and remove the files that the last one does not keep.
+
+    Return the removed paths.
 
     Raises ``RetiredRunError`` if the run is over, ``FencedError`` if another coordinator has taken over.
     """

@@ -404,9 +404,7 @@ PINNED_BATCHES = 2
 one before is committed.
 """
 KEPT_BATCHES = 100
-"""At most this many records of each query are kept, as many as the batches that a user can roll back to (Spark's
-default).
-"""
+"""Records kept of each query: as many as the batches that a user can roll back to (Spark's default)."""
 REMOVED_EVERY = 16
 PIN_SECONDS = 24 * 3600.0
 """A query that has not looked anything up for this many seconds keeps no version any more."""

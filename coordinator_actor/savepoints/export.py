@@ -215,8 +215,7 @@ def _holds(storage: CheckpointStorage, ref: FileRef, copy: Path) -> bool:
 def copy_spark_files(
     spark_storage: CheckpointStorage, target_storage: CheckpointStorage, batch_id: int, below: str = SPARK_DIRECTORY
 ) -> list[FileRef]:
-    """Copy the files that Spark needs to continue after batch ``batch_id``, to the directory ``below``. Return the
-    copies.
+    """Copy Spark's files for continuing after batch ``batch_id`` to the directory ``below``. Return the copies.
 
     These are ``offsets`` and ``commits`` of that batch, ``offsets`` and, if it exists, ``commits`` of the batch before
     it, and all of ``sources``. Sources may be ahead of the batch: Spark reads from them only what follows its offsets.

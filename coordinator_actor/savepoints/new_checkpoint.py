@@ -262,8 +262,9 @@ class NewCheckpoint:
             self.checkpoint.delete(CLAIM)
 
     def remove(self) -> None:
-        """Remove everything that was written here. Only for the process that has claimed the place: it was empty
-        before.
+        """Remove everything that was written here.
+
+        Only for the process that has claimed the place: it was empty before.
         """
         self.checkpoint.delete(METADATA)  # first of all: a failed write may have succeeded
         self.state.delete_all([path for path, _ in self.state.list() if path != QUERY_FILE])

@@ -280,7 +280,7 @@ def test_bad_calls_are_refused_with_the_remedy(old: str, tmp_path: Path) -> None
     for call, said in (
         (lambda: rewritten(old, "nobody", same, new), "Operator 'nobody' does not exist"),
         (lambda: rewritten(old, "visits", same, new), r"has the state variables 'last', .*function=\{'name'"),
-        (lambda: rewritten(old, "visits", {"lost": same}, new), "no state variable 'lost'"),
+        (lambda: rewritten(old, "visits", {"lost": same}, new), "State variable 'lost' does not exist"),
         (lambda: rewritten(old, "visits", {}, new), "names no state variable"),
         (lambda: rewritten(old, "totals", "same", new), "must be a function"),
         (lambda: rewritten(old, [], same, new), "must name one operator"),

@@ -260,7 +260,7 @@ def test_a_holder_that_dies_holds_nobody_up_for_long_and_changes_nothing(cluster
     worked(cluster)
     holder = cluster.c.hold_query("name", "somebody", forgetting.HOLD_SECONDS, batches=True)
     assert (holder.waits_for, holder.version) == (None, 6)
-    with pytest.raises(InvalidRequestError, match="rewritten by somebody already"):
+    with pytest.raises(InvalidRequestError, match="being rewritten by somebody"):
         forget(cluster)
     with pytest.raises(BatchHeldError):
         cluster.batch({2: (4, "b")})
