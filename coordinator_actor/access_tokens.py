@@ -78,7 +78,7 @@ class AccessTokens:
     """The read-only tokens of a cluster. Safe from any thread. Changes are saved before they are answered.
 
     ``secret`` signs the tokens. ``clock`` gives seconds since 1970. The public methods answer messages of
-    ``CoordinatorPort``, but for ``revoked``.
+    ``CoordinatorPort``, except ``revoked``.
     """
 
     def __init__(self, secret: str, store: TokenStore, clock: Callable[[], float]) -> None:

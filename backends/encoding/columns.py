@@ -507,7 +507,7 @@ def aligned_binary(array: pa.BinaryArray) -> pa.BinaryArray:
     """Return a binary array with its offsets at a multiple of 4 bytes; copy them only if they are elsewhere.
 
     Arrow Flight leaves buffers wherever gRPC has put them. Arrow's query engine (``group_by``, ``join``, scans by
-    DuckDB) warns about such buffers, or refuses them.
+    DuckDB) warns about such buffers, or rejects them.
     """
     mask, bounds, content = array.buffers()
     if bounds is None or bounds.address % 4 == 0:
@@ -527,7 +527,7 @@ def _buffer(values: npt.NDArray[Any]) -> pa.Buffer:
     if not contiguous.size:
         return pa.py_buffer(b"")
     buffer = pa.py_buffer(contiguous.view(np.uint8))
-    # numpy takes the field of a single record for contiguous. Its values lie where the record has them.
+    # numpy treats the field of a single record as contiguous. Its values are where the record has them.
     if buffer.address % min(contiguous.itemsize, 8):
         return pa.py_buffer(contiguous.copy().view(np.uint8))
     return buffer

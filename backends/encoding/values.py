@@ -314,7 +314,7 @@ def _encode_lists(name: str, array: pa.Array) -> pa.BinaryArray:
     lengths = np.diff(ends).astype(_COUNT)
     counts = np.zeros(len(array), [("count", _COUNT)])
     counts["count"] = np.diff(offsets)
-    # The lengths, and the elements, of one row lie together already: they only need other offsets.
+    # The lengths, and the elements, of one row are already adjacent: they only need other offsets.
     return join_columns(
         [
             rows_as_binary(counts),

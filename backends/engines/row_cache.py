@@ -67,14 +67,14 @@ class _Share:
 class CacheBudget:
     """The memory that all caches of a process may have together, ``limit`` bytes, or less while ``room()`` is less.
 
-    A cache may have what the others leave, and its equal share in any case: if need be, the caches that have more than
-    theirs are emptied. While a cache moves to new arrays, its old arrays still take memory. The budget keeps a total,
-    and the caches in a heap by size. So the time to give memory grows with the logarithm of the number of caches (one
-    per partition and column family), and with the number of caches that are emptied.
+    A cache may use the memory that the others leave, and always its equal share: if necessary, caches above their share
+    are emptied. While a cache moves to new arrays, its old arrays still take memory. The budget keeps a total, and the
+    caches in a heap by size. So the time of an allocation grows with the logarithm of the number of caches (one per
+    partition and column family), and with the number of caches that are emptied.
 
-    ``_lock`` guards the giving of memory. A cache is emptied without the lock: any allocation, also one made here, may
-    release a scan that is no longer referred to, and with it the copy that the scan has read, and the cache of that
-    copy.
+    ``_lock`` guards allocations. A cache is emptied without the lock: any allocation of memory, including one made
+    here, may release a scan that is no longer referred to, and with it the copy that the scan has read, and the cache
+    of that copy.
     """
 
     def __init__(self, limit: int, room: Callable[[], int] | None = None) -> None:

@@ -164,8 +164,8 @@ def _head(chain: Chain, version: int, operator: str, partition: int) -> str | No
 def head_of(chain: Chain, version: int, layout: Layout, partition: int, key_groups: int = 0) -> str | None:
     """Return the changelog that made the state of a partition at a version, or the name that stands for one.
 
-    Such a name stands for the changelog where the chain has an earlier layout than ``layout``. None for the empty
-    version 0, and for a version that is not on the chain.
+    Such a name replaces the changelog if the chain has an earlier layout than ``layout``. None for the empty version 0,
+    and for a version that is not on the chain.
     """
     manifest = chain.get(version)
     held = manifest.operators.get(layout.operator) if manifest else None

@@ -407,7 +407,7 @@ def counted_scan(
         yield batch
 
 
-# Reads of one partition, each at one version: the engine's pairs under the changes that lie over the engine.
+# Reads of one partition, each at one version: the engine's pairs with the layers of changes over them.
 
 
 class VersionReads:

@@ -169,9 +169,9 @@ class Epochs:
     ) -> list[str]:
         """Claim the next epoch for a run, and close all lower ones: none of them gets another manifest.
 
-        Return the paths of all manifests, including those written until their epochs were closed. Raises
-        ``FencedError`` if a higher epoch is claimed: this process may have been suspended while others claimed, and
-        removed old claims. Another reason is that the newest claim ends the run.
+        Return the paths of all manifests, except new ones of an epoch that is not closed here and advances during the
+        call. Raises ``FencedError`` if a higher epoch is claimed: this process may have been suspended while others
+        claimed, and removed old claims. Another reason is that the newest claim ends the run.
         """
         taken: set[int] = set()  # epochs that a stale listing may leave out
         while True:

@@ -78,7 +78,7 @@ def move_checkpoint(
     if head is not None and head.version > 0 and not SparkCommits(opened.checkpoint).has_begun(head.version - 1):
         raise CheckpointPlaceError(
             f"{opened.checkpoint.location} has no offsets/{head.version - 1}, and the state at "
-            f"{opened.state.location} has come to version {head.version}: the checkpoint was not moved completely. "
+            f"{opened.state.location} is at version {head.version}: the checkpoint was not moved completely. "
             "Move its other files as well."
         )
     made = opened.log.places.record(opened.checkpoint.location, place)

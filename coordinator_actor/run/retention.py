@@ -32,7 +32,7 @@ def remove_garbage(run: QueryState, now: float) -> list[str]:
         if run.rewriting.at(now) is not None:
             return []
     # Before each plan: readers of storage record their look-ups without a message to the coordinator. The version of a
-    # record is the newest completed one, which no plan gives up that was begun before the record was written.
+    # record is the newest completed one. A plan that was begun before the record was written keeps that version.
     run.looked_up.look(now, run.lock)
     files.look(storage, versions.completed)
     with run.lock:

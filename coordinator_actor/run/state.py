@@ -420,7 +420,7 @@ class QueryState:
         """Name the unnamed snapshots in a manifest of the completed version, for the next run to find.
 
         Not if a later version is prepared: the manifest would no longer be the newest. Nor if the user has removed the
-        checkpoint, which the user may do right after ``stop()``: the checkpoint must not come to be again.
+        checkpoint, which the user may do right after ``stop()``: the checkpoint must not be recreated.
         """
         versions = self.versions
         if (
