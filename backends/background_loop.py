@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 LONGEST_BACKOFF_SECONDS = 30.0
 """A loop that fails again and again tries at least this often, unless its own interval is longer."""
 LONGEST_ERROR = 500
-"""Characters of an error that a report has."""
+"""Maximum length of an error in a report, in characters."""
 
 
 class FailingLoop(Struct, frozen=True):
@@ -44,7 +44,7 @@ class FailingLoops:
         self._lock = threading.Lock()
 
     def failed(self, loop: object, what: str, remedy: str, error: BaseException) -> FailingLoop:
-        """Note a failure of a loop, and return the loop's failures in a row."""
+        """Record a failure of a loop, and return the loop's consecutive failures."""
         text = f"{type(error).__name__}: {error}"[:LONGEST_ERROR]
         with self._lock:
             before = self._failing.get(id(loop))
@@ -53,7 +53,7 @@ class FailingLoops:
         return noted
 
     def recovered(self, loop: object) -> FailingLoop | None:
-        """Note that a loop has succeeded or ended. Return its failures before, None if it had none."""
+        """Record that a loop has succeeded or ended. Return its earlier failures, None if it had none."""
         if id(loop) not in self._failing:
             return None
         with self._lock:
@@ -128,7 +128,7 @@ class BackgroundLoop:
         failing_loops.recovered(self)
 
     def run_once(self) -> None:
-        """Call ``work``, and note whether it failed."""
+        """Call ``work``, and record whether it failed."""
         try:
             self._work()
         except Exception as error:  # noqa: BLE001 - the loop must survive
@@ -143,11 +143,13 @@ class BackgroundLoop:
     def _note(self, error: Exception) -> None:
         noted = failing_loops.failed(self, self._what, self._remedy, error)
         self._failures = noted.failures
-        # The first failure with its stack; then ever more rarely, since the overview says the rest.
+        # Log the first failure with its stack, and later ones ever more rarely: the overview shows the rest.
         if noted.failures == 1:
             log.warning("A background loop failed to %s; it tries again", self._what, exc_info=error)
         elif noted.failures & (noted.failures - 1) == 0:
-            log.warning("A background loop failed to %s, %d times in a row: %s", self._what, noted.failures, error)
+            log.warning(
+                "A background loop failed to %s: %d consecutive failures, last: %s", self._what, noted.failures, error
+            )
 
     def _ends(self) -> bool:
         return self._closed.is_set() or _process_ends.is_set() or self._is_ending()

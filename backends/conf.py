@@ -1,4 +1,4 @@
-"""The options of the state store. Unknown values are refused at once."""
+"""The options of the state store. Unknown values are rejected at once."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MOVED_PROVIDERS = {
     "backends.rocksdb.RocksDBStateStoreProvider": PROVIDERS["rocksdb"],
     "backends.file.FileStateStoreProvider": PROVIDERS["file"],
 }
-"""Where providers are now whose earlier import paths manifests and savepoints may name."""
+"""Maps earlier import paths of providers, which manifests and savepoints may name, to the current ones."""
 COMPRESSIONS = ("none", "lz4", "zstd")
 _MIB = 1 << 20
 
@@ -32,15 +32,16 @@ class StateStoreConf:
     - ``provider``: the backend that keeps the state: "rocksdb" (on local disk, for any size), "file"
       (in memory, for state that fits), or the import path of a subclass of
       ``backends.providers.standalone_provider.LocalStateStoreProvider``.
-    - ``storage_options``: how the checkpoint location is reached: Spark's ``spark.hadoop.fs.s3a.*``, or obstore's own.
+    - ``storage_options``: the options of the checkpoint location: Spark's ``spark.hadoop.fs.s3a.*``, or obstore's own.
 
     Durability and retention:
 
     - ``fsync``: on local disk, sync each file and its directories before a commit is acknowledged. False is faster, and
       loses the last commits at a power cut. A killed process loses nothing either way.
     - ``commit_linger``: the first commit of a host waits at most this many seconds for those of other partitions in
-      the same batch: their changelogs go into one object. It waits as long as writes have taken lately, on object
-      storage on while others come, and no longer than 10 ms on a local disk. 0: each changelog is a file of its own.
+      the same batch: their changelogs go into one object. The linger is as long as recent writes took. On object
+      storage it is extended while others come; on a local disk it is at most 10 ms. 0: each changelog is a separate
+      file.
     - ``compression``: of changelogs and of the file provider's snapshots: "none", "lz4" or "zstd".
     - ``min_versions_to_retain``: how many versions before the newest can always be opened (Spark:
       ``spark.sql.streaming.minBatchesToRetain``). Files that only older versions need are removed.
@@ -52,14 +53,14 @@ class StateStoreConf:
     Memory and work:
 
     - ``host_memory``: the memory of all stores of the process together, in bytes: RocksDB's caches and write buffers,
-      what running batches change, older versions, what was read last, scans. A process is one host. Not in it is the
-      state that the file provider keeps in memory.
+      changes of running batches, older versions, last reads, scans. A process is one host. The state that the file
+      provider keeps in memory is not included.
     - ``max_versions_in_memory``: how many versions before the newest are read as fast as the newest. The pairs that
-      were replaced since are kept in memory for them. Older versions are loaded into a copy when they are read. (Spark
-      has the same option.)
+      were replaced since are kept in memory for them. Older versions are loaded into a copy for a read. (Spark has the
+      same option.)
     - ``versions_in_memory_bytes``: the most memory for the replaced pairs, per store.
-    - ``track_total_number_of_rows``: count keys exactly. Each written key that the batch has not read must be looked up
-      for that. False shows the backend's estimate. (Spark has the same option.)
+    - ``track_total_number_of_rows``: count keys exactly. This needs a look-up of each written key that the batch has
+      not read. False shows the backend's estimate. (Spark has the same option.)
     - ``load_threads``, ``upload_threads``: how many files of one store are fetched, or uploaded, at once.
     - ``file_snapshot_part_bytes``: the file provider cuts its snapshots into files of about this size.
 
@@ -72,7 +73,7 @@ class StateStoreConf:
     - ``rocksdb_write_buffer_bytes``: memory for recent writes, shared by all stores of the process. None: a sixteenth
       of ``host_memory``.
     - ``rocksdb_memtable_bytes``: recent writes that one column family collects before it writes a file.
-    - ``rocksdb_bloom_filter_bits``: bits per key of the filters by which absent keys need not be read; 0 for none.
+    - ``rocksdb_bloom_filter_bits``: bits per key of the Bloom filters, which skip reads of absent keys; 0 for none.
     - ``rocksdb_compression``: of RocksDB's local files, and so of its snapshots: "none", "lz4" or "zstd".
     """
 
@@ -171,7 +172,7 @@ class StateStoreConf:
         except (ImportError, AttributeError, ValueError) as error:
             raise InvalidStateStoreArgument(f"provider={self.provider!r} cannot be imported: {error}") from error
         if not isinstance(found, type):
-            raise InvalidStateStoreArgument(f"provider={self.provider!r} names {found!r}, which is no class.")
+            raise InvalidStateStoreArgument(f"provider={self.provider!r} names {found!r}, which is not a class.")
         return found
 
     @staticmethod
@@ -235,7 +236,7 @@ class StateStoreId:
 class StateStoreProviderId:
     """A store as it is loaded for one run of a query. A restarted query never meets its older instances.
 
-    ``query_run_id`` may be given as a ``uuid.UUID``, and is its text then.
+    ``query_run_id`` may be given as a ``uuid.UUID``, and is converted to a string.
     """
 
     store_id: StateStoreId
@@ -246,7 +247,7 @@ class StateStoreProviderId:
         if isinstance(given, uuid.UUID):
             object.__setattr__(self, "query_run_id", str(given))
         elif not isinstance(given, str):
-            raise InvalidStateStoreArgument(f"query_run_id must be a text or a uuid.UUID, not {given!r}.")
+            raise InvalidStateStoreArgument(f"query_run_id must be a string or a uuid.UUID, not {given!r}.")
 
     def __str__(self) -> str:
         return f"StateStoreProviderId[{self.store_id}, queryRunId={self.query_run_id}]"

@@ -1,9 +1,9 @@
-"""msgspec's decoders, made by one thread at a time.
+"""msgspec's decoders, created by one thread at a time.
 
-msgspec (0.22) describes a type to itself when the type is decoded first, and keeps the description with the type before
-the description is complete. Another thread that decodes the type meanwhile, or a type that contains it, reads half a
-description, and the process ends with a segmentation fault. So the whole project decodes with these functions; ruff
-refuses msgspec's own.
+When msgspec (0.22) decodes a type for the first time, it builds a description of the type and attaches it to the type
+before the description is complete. If another thread decodes the same type, or a type that contains it, at that moment,
+it reads an incomplete description, and the process ends with a segmentation fault. So the whole project decodes with
+these functions; ruff rejects msgspec's own.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def _decoder(decoder: Any, kind: Any, dec_hook: DecHook | None) -> Any:
 
 
 def _after_fork() -> None:
-    """Make the lock anew: a thread that the forked process does not have may have held it."""
+    """Replace the lock after a fork: a thread that the forked process does not have may have held it."""
     global _making
     _making = threading.Lock()
 

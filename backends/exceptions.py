@@ -1,7 +1,8 @@
 """Every error that the backends raise on purpose.
 
-All have one base class, so that a caller can tell "the state store says no" from a bug. Messages say what was wrong,
-with which values, and what to do. Each class can be rebuilt from its message alone: so errors travel between processes.
+All have one base class, so that a caller can tell a rejection by the state store from a bug. Messages say what was
+wrong, name the values, and say what to do. Each class can be rebuilt from its message alone, so that errors can be sent
+to other processes.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ class UnsupportedTypeError(StateStoreError, TypeError):
 
 
 class SchemaMismatchError(StateStoreError):
-    """Stored bytes, or a stored schema, are not of the schema that they are read with."""
+    """Stored bytes, or a stored schema, do not have the schema that they are read with."""
 
 
 class IncompatibleSchemaError(SchemaMismatchError):
-    """The program declares a schema by which the stored state cannot be read on; the message names both schemas."""
+    """The program declares a schema that cannot read the stored state; the message names both schemas."""
 
 
 class UnsupportedLocationError(StateStoreError):
@@ -32,7 +33,7 @@ class UnsupportedLocationError(StateStoreError):
 
 
 class StorageError(StateStoreError):
-    """The storage failed for good, or for longer than retries last."""
+    """The storage failed permanently, or for longer than retries last."""
 
 
 class MissingFileError(StorageError):
@@ -44,7 +45,7 @@ class FileExistsInStorageError(StorageError):
 
 
 class DamagedFileError(StorageError):
-    """A file's content is not what was written; the message names the file."""
+    """A file's content differs from what was written; the message names the file."""
 
 
 class LocalStateDamagedError(StateStoreError):
@@ -56,11 +57,11 @@ class LocalDiskFullError(LocalStateDamagedError):
 
 
 class LoadEndedError(StateStoreError):
-    """A load was ended before it was through: nobody waits for it any more, or its run is over. Load again."""
+    """A load was ended before it completed: no caller waits for it any more, or its run is over. Load again."""
 
 
 class VersionNotFoundError(StateStoreError):
-    """A version that does not exist, or is no longer held; the message names the versions that are there."""
+    """A version that does not exist, or is no longer held; the message names the versions that are held."""
 
 
 class LineageMismatchError(StateStoreError):
@@ -72,7 +73,7 @@ class HostMemoryError(StateStoreError):
 
 
 class HostMemoryBusyError(StateStoreError):
-    """A commit has to wait for others of its host, whose memory they use; tasks ask again."""
+    """A commit has to wait for others of its host, which use the memory; tasks retry."""
 
 
 class StoreClosedError(StateStoreError):

@@ -1,4 +1,4 @@
-"""Named places at which a test can make the process die, hang or fail (after TiKV's ``fail`` points).
+"""Named points where a test can make the process die, hang or fail (after TiKV's ``fail`` points).
 
 In production the hook is None and a point costs one comparison.
 """
@@ -17,6 +17,6 @@ def set_hook(hook: Callable[[str], None] | None) -> None:
 
 
 def reached(point: str) -> None:
-    """Say that the process is at ``point``."""
+    """Report that the process is at ``point``."""
     if _hook is not None:
         _hook(point)

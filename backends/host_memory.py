@@ -1,17 +1,17 @@
 """One budget for the memory of all stores of a process: ``host_memory``.
 
-Memory is counted as long as it is in use: its holder keeps a ``Claim`` beside the memory, and the end of the claim
-takes the bytes off. So memory that a reader or a scan still keeps alive counts, too. The kinds of memory, and the rule
-for each when memory is short:
+Memory counts as long as it is in use: its holder keeps a ``Claim`` with the memory, and the end of the claim subtracts
+the bytes. So memory that a reader or a scan still keeps alive counts, too. The kinds of memory, and the rule for each
+when memory is short:
 
 - needed: changes of running batches, scans, copies that are read once, changes that a host's partition has not written
-  to its database yet (counted as copies), and what each open database takes for itself. Everything else makes room for
-  them. A commit or a scan that does not fit even then is refused. Copies have a quarter of the budget at most, and use
+  to its database yet (counted as copies), and the fixed memory of each open database. Everything else makes room for
+  them. A commit or a scan that does not fit even then is rejected. Copies have a quarter of the budget at most, and use
   the disk instead.
-- passing: requests that are being received, and changelogs that are being written. Everything that can be spared makes
-  room for them. They are over soon, so nothing is refused for them; a commit waits for its turn (``admitted``).
-- spared: before-images and last reads, a quarter of the budget at most. They never push anything else out; the oldest
-  of the process go first.
+- passing: requests that are being received, and changelogs that are being written. All spared memory makes room for
+  them. They are short-lived, so nothing is rejected for them; a commit waits for its turn (``admitted``).
+- spared: before-images and last reads, a quarter of the budget at most. They never evict anything else; the oldest of
+  the process are evicted first.
 - caches: the row cache has its share as long as nothing needs it. RocksDB's block cache and write buffers keep theirs.
 """
 
@@ -39,11 +39,15 @@ SPARED = (BEFORE_IMAGES, LAST_READS)
 ROW_CACHE, BLOCK_CACHE, WRITE_BUFFERS = "row_cache", "block_cache", "write_buffers"
 
 KEPT_OF_COMMIT = 2
-"""A commit keeps its changes, and what is prepared for the engine, which is about as large."""
+"""Copies of its changes that a commit keeps: the changes, and what is prepared for the engine, which is about as large.
+"""
 PEAK_OF_COPY = 3
-"""While changes of a copy are merged, they are there three times."""
+"""Peak number of copies of a copy's changes, while they are merged."""
 PEAK_OF_COMMIT = 3
-"""While it is received, a commit has its changes twice; then it has what it keeps, and its changelog."""
+"""Peak number of copies of a commit's changes.
+
+While it is received it has them twice; then it has what it keeps, and its changelog.
+"""
 MAX_WAITING = 1000
 """At most this many commits of a run wait for their turn: each has a thread of the server."""
 
@@ -52,7 +56,7 @@ _budgets: dict[tuple[int, int, int, int], HostMemory] = {}
 
 
 class Claim:
-    """Some bytes of a budget, until nobody refers to the claim any more."""
+    """Some bytes of a budget, counted until the claim is garbage-collected."""
 
     __slots__ = ("__weakref__", "_gone", "drop", "is_dropped", "kind", "nbytes", "number")
 
@@ -64,12 +68,12 @@ class Claim:
         self.kind = kind
         self.nbytes = nbytes
         self.drop = drop
-        """Lets go of what the claim stands for; None for what is needed."""
+        """Releases the memory of the claim; None for needed memory."""
         self.is_dropped = False
-        """Whether ``drop`` is being called, or was: whoever keeps what the claim stands for only now must not."""
+        """Whether ``drop`` is being called, or was: the owner of the memory must not start to keep it now."""
 
     def __del__(self) -> None:
-        # Any allocation may end a claim, also one that is made with a lock: so this takes none.
+        # Any allocation may end a claim, including one that is made under a lock: so this takes no lock.
         self._gone.append((self.kind, self.nbytes, self.number))
 
 
@@ -85,14 +89,14 @@ class RowCaches(Protocol):
         """The keys that were ``asked`` for since the start, and those of them that a cache had (``hits``)."""
 
     def shrink(self) -> None:
-        """Empty caches until all have no more than ``row_cache_room`` together."""
+        """Empty caches until their total is at most ``row_cache_room``."""
 
 
 class HostMemory:
-    """The memory that all stores of the process may have together, ``limit`` bytes.
+    """The memory that all stores of the process may use together, ``limit`` bytes.
 
-    Thread-safe. The lock of this module is held for a few additions, and nothing else is locked meanwhile. All loops
-    here are as long as what they let go of.
+    Thread-safe. The lock of this module is held for a few additions, and no other lock is taken under it. A loop here
+    is as long as the list of claims that it releases.
     """
 
     def __init__(self, conf: StateStoreConf) -> None:
@@ -104,7 +108,7 @@ class HostMemory:
         self._droppable: OrderedDict[int, ref[Claim]] = OrderedDict()
         self._number = 0
         self._measures: dict[str, Callable[[], int]] = {}
-        # Commits that were let in: their bytes, and how many each run has. Those that wait, in the order they came.
+        # Admitted commits: their bytes, and how many each run has. Waiting commits, in order of arrival.
         self._admitted = 0
         self._admitted_of: Counter[str] = Counter()
         self._waiting: deque[tuple[str, object]] = deque()
@@ -112,11 +116,11 @@ class HostMemory:
         self._row_caches: RowCaches | None = None
 
     def measure(self, kind: str, size: Callable[[], int]) -> None:
-        """Have ``held`` show what a cache of the process holds."""
+        """Include the size of a cache of the process in ``held``."""
         self._measures[kind] = size
 
     def share_row_caches(self, caches: RowCaches) -> None:
-        """Have row caches shrink when what is needed needs their memory."""
+        """Make row caches shrink when needed memory requires it."""
         self._row_caches = caches
         self.measure(ROW_CACHE, lambda: caches.used)
 
@@ -128,7 +132,7 @@ class HostMemory:
         return counted | {kind: size() for kind, size in list(self._measures.items())}
 
     def row_cache_counts(self) -> dict[str, int]:
-        """Return the keys that row caches were asked for, and those that they had; nothing where there are none."""
+        """Return the keys that row caches were asked for, and those that they had; empty without row caches."""
         return {} if self._row_caches is None else self._row_caches.counts
 
     def row_cache_room(self) -> int:
@@ -138,9 +142,9 @@ class HostMemory:
             return max(0, min(self.row_cache_bytes, self._working - sum(self._held.values())))
 
     def claim(self, kind: str, nbytes: int, what: str) -> Claim:
-        """Count bytes that are needed; last reads, before-images and the row cache make room for them.
+        """Count needed bytes; last reads, before-images and the row cache make room for them.
 
-        Raises ``HostMemoryError``, which names ``what`` is refused, if there is no room even then.
+        Raises ``HostMemoryError``, which names the rejected ``what``, if there is no room even then.
         """
         with _lock:
             self._settle()
@@ -153,11 +157,11 @@ class HostMemory:
 
     @property
     def copies_bytes(self) -> int:
-        """The bytes that all copies may have together: loads must not take the room of commits."""
+        """The bytes that all copies may use together: loads must not take the room of commits."""
         return self.limit // 4
 
     def claim_copy(self, nbytes: int) -> Claim | None:
-        """Count changes of a copy, ``nbytes`` large, with what merging them takes; None if there is no room."""
+        """Count changes of a copy, ``nbytes`` large, with the memory for merging them; None if there is no room."""
         peak = PEAK_OF_COPY * nbytes
         with _lock:
             self._settle()
@@ -170,12 +174,12 @@ class HostMemory:
 
     @contextmanager
     def admitted(self, run_id: str, nbytes: int, what: str, seconds: float) -> Iterator[None]:
-        """Let a commit of ``nbytes`` bytes of changes in, for a ``with``, once it fits beside the others that are in.
+        """Admit a commit of ``nbytes`` bytes of changes, for a ``with`` block, once it fits next to the admitted ones.
 
-        Commits go in the order in which they come. One of each run goes without room, too, so that a run never waits
-        for the storage of another: memory is above its budget by at most that. Raises ``HostMemoryError`` for changes
-        that could never be kept, and ``HostMemoryBusyError`` if it is not the commit's turn within ``seconds``, or if
-        ``MAX_WAITING`` of its run wait already.
+        Commits are admitted in order of arrival. One commit of each run is admitted even without room, so that a run
+        never waits for the storage of another: memory exceeds its budget by at most that. Raises ``HostMemoryError``
+        for changes that could never be kept, and ``HostMemoryBusyError`` if the commit is not admitted within
+        ``seconds``, or if ``MAX_WAITING`` commits of its run wait already.
         """
         if KEPT_OF_COMMIT * nbytes > self._working:
             raise HostMemoryError(self._refusal(what, KEPT_OF_COMMIT * nbytes, 0))
@@ -219,7 +223,7 @@ class HostMemory:
                 return True
             return not self._admitted_of[run_id] and next(t for t in self._waiting if t[0] == run_id) == ticket
 
-        # Whoever is in ends, and says so: nothing else needs to be waited for.
+        # An admitted commit ends and notifies: nothing else needs to be waited for.
         return self._turn.wait_for(is_its_turn, seconds)
 
     @property
@@ -239,18 +243,18 @@ class HostMemory:
         )
 
     def note(self, kind: str, nbytes: int) -> Claim:
-        """Count bytes that are held already, and cannot be refused any more; others make room for them."""
+        """Count bytes that are already held and can no longer be rejected; others make room for them."""
         with _lock:
             claim = self._new(kind, nbytes, None)
         self._make_room()
         return claim
 
     def spare(self, kind: str, nbytes: int, drop: Callable[[], None]) -> Claim | None:
-        """Count bytes that can be spared: ``drop`` is called, without a lock, when they must go.
+        """Count spared bytes: ``drop`` is called, without a lock, when they must be evicted.
 
-        None if there is no room even with all older ones gone: then they are not to be kept. ``drop`` must not keep
-        what it drops alive. It may be called before the caller has kept anything: so the caller looks at ``is_dropped``
-        once it has.
+        Return None if there is no room even without all older spared memory: then the caller must not keep them.
+        ``drop`` must not keep alive what it drops. It may be called before the caller keeps the memory: so the caller
+        checks ``is_dropped`` afterwards.
         """
         with _lock:
             self._settle()
@@ -259,18 +263,18 @@ class HostMemory:
             claim = self._new(kind, nbytes, drop)
             self._droppable[claim.number] = ref(claim)
         self._make_room()
-        # Room may have been made by this very claim: what is noted cannot be dropped.
+        # This very claim may have made room: memory counted by ``note`` cannot be dropped.
         return None if claim.is_dropped else claim
 
     def move(self, claim: Claim, kind: str) -> None:
-        """Count a claim as another kind from now on."""
+        """Change the kind of a claim."""
         with _lock:
             self._held[claim.kind] -= claim.nbytes
             self._held[kind] += claim.nbytes
             claim.kind = kind
 
     def resize(self, claim: Claim, nbytes: int) -> None:
-        """Count a claim that cannot be refused any more with ``nbytes`` bytes from now on."""
+        """Change the size of a claim that can no longer be rejected to ``nbytes`` bytes."""
         with _lock:
             self._held[claim.kind] += nbytes - claim.nbytes
             claim.nbytes = nbytes
@@ -289,14 +293,14 @@ class HostMemory:
             self._droppable.pop(number, None)
 
     def _spared_room(self) -> int:
-        """Return how many bytes may be spared: what is needed or passing pushes them out before it pushes rows out."""
+        """Return how many bytes may be spared: needed and passing memory evicts spared memory before rows."""
         others = sum(self._held[k] for k in (*NEEDED, *PASSING))
         return max(0, min(self.limit // 4, self._working - self.row_cache_bytes - others))
 
     def _make_room(self) -> None:
-        """Drop what is spared, the oldest first, and then rows, until everything fits.
+        """Drop spared memory, the oldest first, and then rows, until everything fits.
 
-        A reader may keep alive for a while what is dropped: so no more is dropped than was too much at the beginning.
+        A reader may keep dropped memory alive for a while: so this stops once it has dropped the initial excess.
         """
         with _lock:
             self._settle()
@@ -310,12 +314,12 @@ class HostMemory:
             if found is not None and found.drop is not None:
                 over -= found.nbytes
                 drop = found.drop
-                found = None  # or the claim would live on
+                found = None  # or the claim would stay alive
                 drop()
             if is_end:
                 break
         caches, room = self._row_caches, self.row_cache_room()
-        # To add up the caches of all partitions takes long: so only if they may not have all of their share.
+        # Adding up the caches of all partitions takes long: so only if they may not have all of their share.
         if caches is not None and room < self.row_cache_bytes and caches.used > room:
             caches.shrink()
 
@@ -337,10 +341,10 @@ V = TypeVar("V")
 
 
 class BoundedDict(dict[K, V]):
-    """Keep ``limit`` entries, and forget the oldest ones.
+    """Keep ``limit`` entries, and evict the oldest ones.
 
-    Setting a key again keeps its place, so that readers without a lock never miss it. Has no lock of its own.
-    Only ``d[key] = value`` and ``setdefault`` are bounded. Raises ``ValueError`` for a limit below 1.
+    Setting a key again keeps its place, so that readers without a lock never miss it. The dict has no lock. Only
+    ``d[key] = value`` and ``setdefault`` are bounded. Raises ``ValueError`` for a limit below 1.
     """
 
     def __init__(self, limit: int) -> None:
@@ -366,9 +370,10 @@ class BoundedDict(dict[K, V]):
 
 @dataclass(frozen=True)
 class HistogramBuckets:
-    """The counts of a histogram. ``cumulative`` has for each of ``bounds`` the values that were not above the bound.
+    """The counts of a histogram. ``cumulative`` has for each of ``bounds`` the number of values up to the bound.
 
-    ``count`` are all values, ``total`` is their sum. Those of several processes add up, for their bounds are the same.
+    ``count`` is the number of values, ``total`` is their sum. Histograms of several processes can be added, because
+    their bounds are the same.
     """
 
     bounds: tuple[float, ...]
@@ -378,7 +383,7 @@ class HistogramBuckets:
 
 
 class BucketCounts:
-    """Counts values since the process began. Not safe from several threads."""
+    """Counts values since the process began. Not thread-safe."""
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
         self._bounds = bounds

@@ -1,7 +1,7 @@
 """The providers that are loaded in a process, and the thread that maintains them (Spark: the object ``StateStore``).
 
 For programs that use providers without a host. ``StateStore.get`` and its like are those of the process-wide
-``backends.store.loaded_providers``. If there is a coordinator, it is told which instances are active.
+``backends.store.loaded_providers``. If there is a coordinator, the active instances are reported to it.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ class Provider(Protocol[Store_co]):
         """Open a version to read."""
 
     def do_maintenance(self) -> None:
-        """Take snapshots that are due, and remove what is no longer kept."""
+        """Take snapshots that are due, and remove files that are no longer kept."""
 
     def close(self) -> None:
         """Release memory and local files."""
 
 
 class Report(Protocol):
-    """The coordinator's answer to the report of an instance, which may be on its way."""
+    """The coordinator's pending or received answer to the report of an instance."""
 
     def result(self) -> Sequence[StateStoreProviderId]:
-        """Return the providers to unload here, for they are active elsewhere."""
+        """Return the providers to unload here, because they are active elsewhere."""
 
 
 class CoordinatorReference(Protocol):
@@ -55,7 +55,7 @@ class CoordinatorReference(Protocol):
         executor_id: str,
         other_provider_ids: Iterable[StateStoreProviderId] = (),
     ) -> Report:
-        """Tell the coordinator that an instance is active here, beside the other ones."""
+        """Report to the coordinator that an instance is active here, along with the other ones."""
 
     def verify_if_instance_active(self, provider_id: StateStoreProviderId, executor_id: str) -> bool:
         """Return whether an instance is active here, as far as the coordinator knows."""
@@ -64,8 +64,8 @@ class CoordinatorReference(Protocol):
 class LoadedProviders(Generic[Store]):
     """Loaded providers by their id. Many threads may use one object at once.
 
-    ``load`` makes a provider. ``coordinator`` returns the reference to the coordinator, or None where there is none.
-    ``_lock`` guards everything here, and is not held while a provider or the coordinator is called, but for ``load``
+    ``load`` makes a provider. ``coordinator`` returns the reference to the coordinator, or None if there is none.
+    ``_lock`` guards everything here, and is not held while a provider or the coordinator is called, except for ``load``
     and for getting the reference to the coordinator.
     """
 
@@ -101,9 +101,9 @@ class LoadedProviders(Generic[Store]):
             self._host, self._executor_id = host or self._host, executor_id
 
     def get(self, provider_id: StateStoreProviderId, version: int, conf: StateStoreConf | None = None) -> Store:
-        """Open a version to change it. The provider is loaded if need be, which starts maintenance.
+        """Open a version to change it. Load the provider if necessary, which starts maintenance.
 
-        Raises ``VersionNotFoundError``, and ``InvalidStateStoreArgument`` for what is no provider id or class.
+        Raises ``VersionNotFoundError``, and ``InvalidStateStoreArgument`` for an invalid provider id or class.
         """
         return self._provider(provider_id, conf).get_store(version)
 
@@ -116,8 +116,8 @@ class LoadedProviders(Generic[Store]):
     def _provider(self, provider_id: StateStoreProviderId, conf: StateStoreConf | None) -> Provider[Store]:
         if not isinstance(provider_id, StateStoreProviderId):
             raise InvalidStateStoreArgument(
-                f"{provider_id!r} is no StateStoreProviderId. On the class, StateStore.get(provider_id, version, conf) "
-                "opens a store; get(key) is for a store that is open."
+                f"{provider_id!r} is not a StateStoreProviderId. On the class, StateStore.get(provider_id, version, "
+                "conf) opens a store; get(key) is for a store that is open."
             )
         conf = conf or StateStoreConf()
         with self._lock:
@@ -206,10 +206,10 @@ class LoadedProviders(Generic[Store]):
         log.info("State Store maintenance task started")
 
     def do_maintenance(self) -> list[Future[None]]:
-        """Do one round: unload what is active elsewhere, and begin to maintain the rest.
+        """Do one round: unload providers that are active elsewhere, and begin to maintain the rest.
 
-        Returns at once, so that no slow upload holds up the next round. A provider whose last maintenance has not ended
-        is left alone.
+        Returns at once, so that a slow upload does not delay the next round. A provider whose last maintenance has not
+        ended is skipped.
         """
         log.debug("Doing maintenance")
         with self._lock:
@@ -222,7 +222,7 @@ class LoadedProviders(Generic[Store]):
                     continue
                 try:
                     begun.append(pool.submit(self._maintain, provider_id, provider))
-                except RuntimeError:  # stopped meanwhile
+                except RuntimeError:  # stopped in between
                     break
                 self._maintained[provider_id] = begun[-1]
         return begun
@@ -244,7 +244,7 @@ class LoadedProviders(Generic[Store]):
         coordinator = self._reference()
         with self._lock:
             is_reported = provider_id in self._reported
-        if coordinator is None or not is_reported:  # one that is just being loaded is not known yet
+        if coordinator is None or not is_reported:  # one that is just being loaded is not reported yet
             return True
         verified = coordinator.verify_if_instance_active(provider_id, self._executor_id)
         log.debug("Verified whether the loaded instance %s is active: %s", provider_id, verified)

@@ -1,7 +1,7 @@
-"""Makes spans by OpenTelemetry's SDK. Imported only while tracing is on.
+"""Makes spans with OpenTelemetry's SDK. Imported only while tracing is on.
 
-If a span cannot be made, by a fault of the SDK or of a processor that somebody has added, the fault is logged once and
-the span is left out. The traced work goes on.
+If a span cannot be made, because of a fault in the SDK or in a custom processor, the fault is logged once and the span
+is left out. The traced work continues.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class OpenTelemetryTracer:
         """See ``Tracer``."""
         try:
             return self._begun(name, trace, None, attributes, is_root=is_root)
-        except Exception as error:  # noqa: BLE001 - no step fails since nobody can trace it
+        except Exception as error:  # noqa: BLE001 - a failure to trace must not fail the step
             self.failed(error)
             return OFF
 
@@ -123,7 +123,7 @@ class OpenTelemetryTracer:
         return f"00-{current.trace_id:032x}-{current.span_id:016x}-{current.trace_flags:02x}".encode()
 
     def under(self, header: str) -> Span:
-        """See ``Tracer``. A header that is malformed is as none."""
+        """See ``Tracer``. A malformed header counts as no header."""
         found = _HEADER.fullmatch(header)
         if found is None:
             return OFF
@@ -155,7 +155,7 @@ class _LiveSpan(Span):
         if self._token is not None:
             contexts.detach(self._token)
         try:
-            # A generator that is not read to its end has not failed, and that a file is there is an answer of storage.
+            # A generator that is not read to its end has not failed, and "the file exists" is an answer of storage.
             if error is not None and not isinstance(error, GeneratorExit | FileExistsError):
                 self.fail(error_name(error))
             self.end()
@@ -169,7 +169,7 @@ class _LiveSpan(Span):
         self._span.add_event(name, _named(attributes))
 
     def fail(self, name: str) -> None:
-        """Note the class of the error with which the step has ended."""
+        """Record the class of the error that ended the step."""
         self._span.set_status(Status(StatusCode.ERROR, name))
         self._span.set_attribute("error.type", name)
 
@@ -179,7 +179,7 @@ class _LiveSpan(Span):
 
 
 class _Block(Span):
-    """A block with a context, and no span of its own."""
+    """A block with a context but without a span."""
 
     __slots__ = ("_context", "_token")
 
@@ -204,7 +204,7 @@ class _Ids(IdGenerator):
         self._next = threading.local()
 
     def given(self, trace_id: int, span_id: int) -> _GivenIds:
-        """Return a block in which this thread's next span has these ids."""
+        """Return a block that gives these ids to this thread's next span."""
         return _GivenIds(self._next, (trace_id, span_id))
 
     def generate_span_id(self) -> int:
@@ -247,8 +247,8 @@ def _named(attributes: Mapping[str, Attribute]) -> dict[str, str | int | float |
 
 # The provider that sends spans to a collector by OTLP over HTTP. Imported only if the setting asks for it.
 #
-# Spans are collected and sent by a thread of the SDK; what does not fit into its queue is dropped. So neither a slow
-# collector nor one that is gone holds anybody up. The variables ``OTEL_...`` count: sampler, queue, headers,
+# A thread of the SDK collects and sends spans; spans that do not fit into its queue are dropped. So neither a slow
+# collector nor a missing one delays the traced work. The variables ``OTEL_...`` apply: sampler, queue, headers,
 # resource.
 
 

@@ -13,11 +13,11 @@ from functools import wraps
 from hashlib import sha256
 from typing import NamedTuple, ParamSpec, Protocol, TypeVar
 
-# Subjects of traces, and the ids that follow from a subject: every process makes the same ones, and nobody sends
+# Subjects of traces, and the ids that are derived from a subject: every process derives the same ids without exchanging
 # them.
 #
-# A trace has a root span, which one process makes, often after other processes have made their spans. These spans
-# name the root as their parent, by an id that is a hash as well.
+# A trace has a root span, which one process makes, often after other processes have made their spans. These spans name
+# the root as their parent, by an id that is a hash as well.
 
 
 class Trace(NamedTuple):
@@ -43,7 +43,7 @@ def batch(run_id: str, version: int) -> Trace:
 
 
 def run(run_id: str) -> Trace:
-    """Return the trace of the start of a run, and of every time that a coordinator takes the run up again."""
+    """Return the trace of the start of a run, and of every recovery of the run by a coordinator."""
     return Trace("run", run_id)
 
 
@@ -59,7 +59,7 @@ Attribute = str | int | float | bool | None
 
 
 class Span:
-    """A span that is not there: what all functions here give while tracing is off.
+    """A no-op span: what all functions here return while tracing is off.
 
     As a context manager a span is the current one of its thread; it ends with the block, and an error that leaves the
     block is its status.
@@ -74,17 +74,17 @@ class Span:
         return None
 
     def note(self, **attributes: Attribute) -> None:
-        """Give the span more attributes."""
+        """Add attributes to the span."""
 
     def event(self, name: str, **attributes: Attribute) -> None:
-        """Note that something has happened now, as a part of what the span is about."""
+        """Record an event within the span, at the current time."""
 
 
 class Tracer(Protocol):
     """Makes spans while tracing is on. None of the methods raises an error or waits for an exporter."""
 
     def span(self, name: str, trace: Trace | None, attributes: dict[str, Attribute], *, is_root: bool) -> Span:
-        """Begin a span: see ``span`` below. Without a trace it stands below the current span, or begins a trace."""
+        """Begin a span: see ``span`` below. Without a trace it is a child of the current span, or begins a trace."""
 
     def finished(
         self,
@@ -117,7 +117,7 @@ _tracer: Tracer | None = None
 
 
 def set_tracer(tracer: Tracer | None) -> None:
-    """Have spans made by a tracer from now on; None switches tracing off."""
+    """Set the tracer that makes spans from now on; None switches tracing off."""
     global _tracer
     _tracer = tracer
 
@@ -128,9 +128,9 @@ def is_on() -> bool:
 
 
 def span(name: str, trace: Trace, /, *, is_root: bool = False, **attributes: Attribute) -> Span:
-    """Begin a span of a trace, below the current span if that is of the same trace, else below the root.
+    """Begin a span of a trace, as a child of the current span if that is of the same trace, else of the root.
 
-    ``is_root``: it is the root itself, of which there is to be one.
+    ``is_root``: it is the only root itself.
     """
     return OFF if _tracer is None else _tracer.span(name, trace, attributes, is_root=is_root)
 
@@ -141,7 +141,7 @@ def step(name: str, /, **attributes: Attribute) -> Span:
 
 
 def alone(name: str, /, **attributes: Attribute) -> Span:
-    """Begin a span below the current span, or else a trace of its own."""
+    """Begin a span as a child of the current span, or else a new trace."""
     return OFF if _tracer is None else _tracer.span(name, None, attributes, is_root=False)
 
 
@@ -187,7 +187,7 @@ def traced(name: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
 
 
 class Pool(ThreadPoolExecutor):
-    """Threads whose work stands below the span that was current where the work was submitted."""
+    """Threads whose work belongs to the span that was current when the work was submitted."""
 
     def submit(self, work: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         """Begin some work."""
@@ -195,16 +195,16 @@ class Pool(ThreadPoolExecutor):
 
 
 def headers() -> Sequence[tuple[bytes, bytes]]:
-    """Return the headers by which a call over the network names the current span."""
+    """Return the headers that name the current span in a call over the network."""
     header = None if _tracer is None else _tracer.header()
     return () if header is None else ((TRACEPARENT.encode(), header),)
 
 
 def under(header: str | None) -> Span:
-    """Return a block for a call that came over the network with that header: its span is the current one there."""
+    """Return a block for a call that came over the network with that header. The caller's span is current within it."""
     return OFF if _tracer is None or header is None else _tracer.under(header)
 
 
 def error_name(error: BaseException) -> str:
-    """Return the text of a span for an error: its class. A message may quote a user's data, and stands in the logs."""
+    """Return the label of an error in a span: its class. The message may quote a user's data, and is in the logs."""
     return type(error).__name__

@@ -72,7 +72,7 @@ class StateStore(ABC):
     def get_read_only(
         provider_id: StateStoreProviderId, version: int, conf: StateStoreConf | None = None
     ) -> StateStore:
-        """Open a version to read. The provider is loaded if need be."""
+        """Open a version to read. Load the provider if necessary."""
         return loaded_providers.get_read_only(provider_id, version, conf)
 
     @staticmethod
@@ -135,7 +135,7 @@ class StateStore(ABC):
     def get_range(
         self, start: bytes | None = None, end: bytes | None = None, column_family: str = DEFAULT_FAMILY
     ) -> Iterator[tuple[bytes, bytes]]:
-        """Return the pairs from ``start`` (included) to ``end`` (not included); None is no limit."""
+        """Return the pairs from ``start`` (included) to ``end`` (not included); None means no limit."""
 
     @abstractmethod
     def prefix_scan(self, prefix: bytes, column_family: str = DEFAULT_FAMILY) -> Iterator[tuple[bytes, bytes]]:
@@ -156,7 +156,7 @@ class StateStore(ABC):
         values: pa.Array | pa.ChunkedArray,
         column_family: str = DEFAULT_FAMILY,
     ) -> None:
-        """Set many values. Of a key that is given twice the last value counts. Sorted keys are fastest."""
+        """Set many values. For a key that is given twice, the last value wins. Sorted keys are fastest."""
 
     @abstractmethod
     def remove_many(self, keys: pa.Array | pa.ChunkedArray, column_family: str = DEFAULT_FAMILY) -> None:
@@ -170,7 +170,7 @@ class StateStore(ABC):
 
     @abstractmethod
     def create_column_family(self, name: str, use_multiple_values_per_key: bool = False) -> None:
-        """Make a column family, a map of its own; no error if the family exists.
+        """Create a column family, which is a separate map; no error if the family exists.
 
         With ``use_multiple_values_per_key`` (Spark's term) the values are lists: ``merge`` appends to a list,
         ``values_iterator`` reads a list, iterators and scans give a pair per element, ``put`` replaces a list by one
@@ -192,7 +192,7 @@ class StateStore(ABC):
 
     @abstractmethod
     def values_iterator(self, key: bytes, column_family: str = DEFAULT_FAMILY) -> Iterator[bytes]:
-        """Return the elements of a key's list, in the order in which they were appended; none if there is no list."""
+        """Return the elements of a key's list, in the order of their appends; none if there is no list."""
 
     @abstractmethod
     def commit(self) -> int:
@@ -217,14 +217,14 @@ class StateStoreProvider(ABC):
 
     @abstractmethod
     def get_store(self, version: int) -> StateStore:
-        """Open a version to change it: ``commit`` makes ``version + 1``, in place of one that may be there.
+        """Open a version to change it: ``commit`` makes ``version + 1``, in place of an existing one.
 
         Raises ``VersionNotFoundError`` naming the versions that exist.
         """
 
     @abstractmethod
     def get_read_store(self, version: int) -> StateStore:
-        """Open a version to read, while other stores write. Changes are refused. Any number may be open at once."""
+        """Open a version to read, while other stores write. Changes are rejected. Any number may be open at once."""
 
     @abstractmethod
     def latest_version(self) -> int:
@@ -236,12 +236,12 @@ class StateStoreProvider(ABC):
 
         The changes of the versions ``from_version + 1`` to ``to_version``, ascending, a batch per version and column
         family, sorted by key: the value before (null: there was none) and after (null: removed). In a family of lists
-        every element is a pair of its own. Raises ``VersionNotFoundError``.
+        every element is a separate pair. Raises ``VersionNotFoundError``.
         """
 
     @abstractmethod
     def do_maintenance(self) -> None:
-        """Take snapshots that are due, and remove what is no longer kept, while others read and write."""
+        """Take snapshots that are due, and remove files that are no longer kept, while others read and write."""
 
     @abstractmethod
     def close(self) -> None:
@@ -259,12 +259,12 @@ class StateStoreProvider(ABC):
 def load_provider(provider_id: StateStoreProviderId, conf: StateStoreConf) -> StateStoreProvider:
     """Make the provider that ``conf`` names.
 
-    Raises ``InvalidStateStoreArgument`` if that is no ``StateStoreProvider``.
+    Raises ``InvalidStateStoreArgument`` if that is not a ``StateStoreProvider``.
     """
     provider = conf.provider_class()(provider_id.store_id, conf)
     if not isinstance(provider, StateStoreProvider):
         raise InvalidStateStoreArgument(
-            f"provider={conf.provider!r} makes {provider!r}, which is no StateStoreProvider."
+            f"provider={conf.provider!r} makes {provider!r}, which is not a StateStoreProvider."
         )
     return provider
 

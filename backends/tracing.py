@@ -1,4 +1,4 @@
-"""Switching tracing on in a process: the setting ``STATESTORE_TRACING`` of the driver, which travels to all others.
+"""Switches tracing on in a process: the setting ``STATESTORE_TRACING`` of the driver, which is passed to all others.
 
 The setting is the address of a collector (``http://jaeger:4318``: OTLP over HTTP), ``otlp`` (a collector that the
 standard variables ``OTEL_EXPORTER_OTLP_...`` of each process name), or ``module:function``, which sets the provider, as
@@ -27,7 +27,7 @@ _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 _lock = threading.Lock()
 _done: str | None = None
-"""The setting by which this process makes spans."""
+"""The setting that this process makes spans with."""
 _tried: str | None = None
 """The setting that ``try_set_up`` was given last."""
 
@@ -38,21 +38,21 @@ def setting_of_environment() -> str | None:
 
 
 def checked_setting(setting: str | None) -> str | None:
-    """Return the setting. Raises ``InvalidStateStoreArgument`` for one that there is not."""
+    """Return the setting. Raises ``InvalidStateStoreArgument`` for an invalid one."""
     if setting is None or setting == OTLP or _URL.fullmatch(setting) or _FUNCTION.fullmatch(setting):
         return setting
     raise InvalidStateStoreArgument(
-        f"tracing={setting!r} is none: give the address of a collector without a user ('http://collector:4318'), "
-        f"{OTLP!r} for what the variables OTEL_EXPORTER_OTLP_... say, or 'module:function' ({TRACING_VARIABLE})."
+        f"tracing={setting!r} is not valid: give the address of a collector without a user ('http://collector:4318'), "
+        f"{OTLP!r} for the variables OTEL_EXPORTER_OTLP_..., or 'module:function' ({TRACING_VARIABLE})."
     )
 
 
 def set_up(setting: str | None, who: Mapping[str, str]) -> None:
     """Make spans in this process from now on, unless the setting is None. The first setting of a process counts.
 
-    ``who`` is added to the attributes of all spans. A provider that the process has already stays, such as that of
-    Ray's hook. Raises ``InvalidStateStoreArgument`` if OpenTelemetry or the function is not there, and what the
-    function raises.
+    ``who`` is added to the attributes of all spans. A provider that the process already has stays, such as that of
+    Ray's hook. Raises ``InvalidStateStoreArgument`` if OpenTelemetry or the function is missing, and the errors that
+    the function raises.
     """
     global _done
     if setting is None or setting == _done:
@@ -60,24 +60,22 @@ def set_up(setting: str | None, who: Mapping[str, str]) -> None:
     with _lock:
         if _done is not None:
             if _done != setting:
-                log.warning(
-                    "Tracing goes on as %r says, and not as %r: the first one of a process counts", _done, setting
-                )
+                log.warning("Tracing stays set to %r, not %r: the first setting of a process counts", _done, setting)
             return
         _begin(setting, who)
         _done = setting
 
 
 def try_set_up(setting: str | None, who: Mapping[str, str]) -> None:
-    """Do the same where work must go on without traces: an error is logged, once and not for each task of a worker."""
+    """Do the same as ``set_up``, but log an error instead of raising it, once and not for each task of a worker."""
     global _tried
     if setting == _tried:
         return
     _tried = setting
     try:
         set_up(setting, who)
-    except Exception:  # the work of the process goes on
-        log.exception("Tracing as %r says is off in this process", setting)
+    except Exception:  # the work of the process continues without traces
+        log.exception("Tracing with the setting %r is off in this process", setting)
 
 
 def _begin(setting: str, who: Mapping[str, str]) -> None:
@@ -96,7 +94,7 @@ def _begin(setting: str, who: Mapping[str, str]) -> None:
     provider = api.get_tracer_provider()
     if not isinstance(provider, TracerProvider):
         raise InvalidStateStoreArgument(
-            f"tracing={setting!r} has set no provider: the function is to call opentelemetry.trace.set_tracer_provider "
+            f"tracing={setting!r} has set no provider: the function must call opentelemetry.trace.set_tracer_provider "
             f"with a TracerProvider of opentelemetry.sdk, and the provider is {type(provider).__name__}."
         )
     if not isinstance(provider.get_tracer(INSTRUMENTATION), Tracer):
@@ -125,5 +123,5 @@ def _provider_maker(setting: str) -> Callable[[], object]:
             "driver, in Ray's workers and in Spark's executors."
         ) from error
     if not callable(function):
-        raise InvalidStateStoreArgument(f"tracing={setting!r} names {function!r}, which is no function.")
+        raise InvalidStateStoreArgument(f"tracing={setting!r} names {function!r}, which is not a function.")
     return function  # type: ignore[no-any-return]

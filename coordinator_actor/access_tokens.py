@@ -1,10 +1,10 @@
 """Tokens for clients outside the cluster: issued, listed, revoked, verified.
 
-A read-only token is ``ssr1.<id>.<expiry>.<signature>``. One of an administrator, ``ssa1....``, may besides act on the
-page, such as trigger a savepoint; to hosts it is a read-only token. The expiry is in seconds since 1970, or ``never``.
-The signature is HMAC-SHA256 with the cluster's secret. So every process that has the secret, as every host does,
-verifies a token by itself, and needs only the ids of the revoked tokens from the coordinator. The registry does not
-keep the tokens themselves: a lost token cannot be shown again.
+A read-only token is ``ssr1.<id>.<expiry>.<signature>``. An administrator's token, ``ssa1....``, also allows actions on
+the page, such as triggering a savepoint; to hosts it is a read-only token. The expiry is in seconds since 1970, or
+``never``. The signature is HMAC-SHA256 with the cluster's secret. So every process that has the secret, as every host
+does, verifies a token by itself, and needs only the ids of the revoked tokens from the coordinator. The registry does
+not keep the tokens themselves: a lost token cannot be shown again.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ EXPIRED_TOKEN_SECONDS = 30 * 86400.0
 
 
 class TokenStore(Protocol):
-    """Keeps the registry of tokens where a restarted coordinator finds it again."""
+    """Keeps the registry of tokens for a restarted coordinator."""
 
     def load(self) -> bytes | None:
         """Return the content that was saved last; None if none was."""
@@ -78,7 +78,7 @@ class AccessTokens:
     """The read-only tokens of a cluster. Safe from any thread. Changes are saved before they are answered.
 
     ``secret`` signs the tokens. ``clock`` gives seconds since 1970. The public methods answer messages of
-    ``CoordinatorPort``, but for ``revoked``.
+    ``CoordinatorPort``, except ``revoked``.
     """
 
     def __init__(self, secret: str, store: TokenStore, clock: Callable[[], float]) -> None:
@@ -103,7 +103,7 @@ class AccessTokens:
         """See ``CoordinatorPort``."""
         if not name.isprintable() or not name.strip() or len(name) > MAX_NAME:
             raise InvalidRequestError(
-                f"{name!r} is no name for a token: it needs 1 to {MAX_NAME} printable characters."
+                f"{name!r} is not a valid name of a token: it needs 1 to {MAX_NAME} printable characters."
             )
         if expires_in is not None and not 1 <= expires_in <= MAX_SECONDS:
             raise InvalidRequestError(
@@ -114,7 +114,7 @@ class AccessTokens:
             for token in self._tokens.values():
                 if token.name == name and token.is_valid(now):
                     raise InvalidRequestError(
-                        f"There is a token {name!r} already ({token.id}); revoke it first, or choose another name."
+                        f"A token {name!r} already exists ({token.id}); revoke it first, or choose another name."
                     )
             made = IssuedToken(
                 secrets.token_hex(8),
@@ -142,15 +142,15 @@ class AccessTokens:
             found = found or next((t for t in named if t.is_valid(now)), named[-1] if named else None)
             if found is None:
                 known = ", ".join(f"{t.name!r} ({t.id})" for t in self._tokens.values() if t.is_valid(now)) or "none"
-                raise InvalidRequestError(f"There is no token {id_or_name!r}; tokens that are valid: {known}.")
+                raise InvalidRequestError(f"Token {id_or_name!r} does not exist; tokens that are valid: {known}.")
             if found.revoked is None:
                 found = replace(found, revoked=now)
                 self._save({**self._tokens, found.id: found})
             return found
 
     def revoked(self) -> tuple[str, ...]:
-        """Return the ids that hosts must refuse although the signature is right. Needs no lock."""
-        return self._revoked  # without the lock, whose holder waits for the store: every heartbeat asks
+        """Return the ids that hosts must reject despite a valid signature. Needs no lock."""
+        return self._revoked  # no lock: its holder may wait for the store, and every heartbeat reads this
 
     def _save(self, tokens: dict[str, IssuedToken]) -> None:
         self._store.save(msgspec.json.encode(list(tokens.values())))

@@ -62,29 +62,29 @@ class ClusterStore:
         internal_kv._internal_kv_put(f"{self._prefix}/tokens", content, overwrite=True, namespace=KV_NAMESPACE)
 
     def drain(self, node_id: str) -> None:
-        """Take note that a node is to go: drivers let their hosts hand over what they own, and start none there."""
+        """Mark a node as draining: drivers make its hosts hand over their partitions, and start no hosts there."""
         internal_kv._internal_kv_put(f"{self._prefix}/drained/{node_id}", b"", namespace=KV_NAMESPACE)
 
     def keep(self, node_id: str) -> None:
-        """Take note that a node stays after all."""
+        """Cancel the draining of a node."""
         internal_kv._internal_kv_del(f"{self._prefix}/drained/{node_id}", namespace=KV_NAMESPACE)
 
     def drained(self) -> frozenset[str]:
-        """Return the ids of the nodes that are to go."""
+        """Return the ids of the draining nodes."""
         prefix = f"{self._prefix}/drained/"
         keys = internal_kv._internal_kv_list(prefix, namespace=KV_NAMESPACE)
         return frozenset(str(key, "utf-8").removeprefix(prefix) for key in keys)
 
 
-# Watches which nodes Ray has declared dead: a process that goes on there, behind a cut cable, must not act.
+# Watches which nodes Ray has declared dead: a process that keeps running there, cut off, must not act.
 
 
 NODE_WATCH_SECONDS = 1.0
-"""Seconds between two questions to Ray. One question is one message, and grows with the nodes."""
+"""Seconds between two requests to Ray. A request is one message, and grows with the nodes."""
 
 
 class NodeWatch:
-    """Asks Ray for its nodes in a thread of its own, so that nobody waits while Ray does not answer.
+    """Asks Ray for its nodes in a separate thread, so that no message waits while Ray does not answer.
 
     ``dead`` has the ids of the dead nodes, as far as Ray remembers them (1,000 by default).
     """
@@ -107,11 +107,11 @@ def _dead_nodes() -> frozenset[str]:
     return frozenset(str(node["NodeID"]) for node in ray.nodes() if not node["Alive"])
 
 
-# The number of times that Ray has started this process's actor again.
+# The number of restarts of this process's actor by Ray.
 
 
 def restarts_of_this_actor() -> int:
-    """Return how many times Ray had started this process's actor before: of two incarnations, the higher one counts."""
+    """Return how many times Ray had restarted this process's actor: of two incarnations, the higher one counts."""
     actor_id = ray.get_runtime_context().get_actor_id()
     assert actor_id is not None, "only an actor has restarts"
     return int(ray._private.state.actors(actor_id)["NumRestarts"])
@@ -168,15 +168,16 @@ class RayMetrics:
 log = logging.getLogger(__name__)
 
 MAX_PENDING = 50_000
-"""Messages that may wait at once in each concurrency group: none of them holds a thread, and each query has a bound of
-its own.
+"""Messages that may wait at once in each concurrency group.
+
+None of them holds a thread, and each query has a separate limit.
 """
 
 
 def steady_clock() -> Callable[[], float]:
     """Return a clock of seconds since 1970 that never goes back.
 
-    Leases must not depend on a system clock that somebody sets.
+    Leases must not depend on a system clock that may be set.
     """
     start = time.time() - time.monotonic()
     return lambda: start + time.monotonic()
@@ -245,7 +246,7 @@ class StateStoreCoordinator:
         return answer
 
     def _own_description(self) -> dict[str, Any]:
-        """Return the part of the coordinator's description that is about this process."""
+        """Return the part of the coordinator's description that concerns this process."""
         return {
             "namespace": self._namespace,
             "node_ip": self._node_ip,
@@ -258,7 +259,7 @@ class StateStoreCoordinator:
         }
 
     def _acknowledged(self, answers: Sequence[Acknowledged | Refused], seconds: float) -> None:
-        """Publish how long a message took, with its time in the queue, and whether a version is prepared."""
+        """Publish how long a message took, including its time in the queue, and whether a version is prepared."""
         self._acknowledgements.observe("statestore_acknowledge_seconds", seconds)
         if any(isinstance(a, Acknowledged) and a.manifest_id is not None for a in answers):
             self._acknowledgements.add("statestore_prepared_versions_total", 1)
@@ -287,7 +288,7 @@ def get_or_create_coordinator(
 ) -> Any:
     """Return the coordinator actor of a namespace. Start it if there is none; it outlives the driver that starts it.
 
-    It stands where ``CoordinatorConf.resources`` says. Raises ``InvalidRequestError`` if no node has these.
+    ``CoordinatorConf.resources`` determines its node. Raises ``InvalidRequestError`` if no node has these.
     """
     conf = conf or CoordinatorConf()
     total = ray.cluster_resources()

@@ -1,7 +1,7 @@
-"""The coordinator without Ray: it passes each message to its handler, and looks after leases, slow batches and garbage.
+"""The coordinator without Ray: it passes each message to its handler, and checks leases, slow batches and garbage.
 
-It carries on Spark's ``StateStoreCoordinator`` (instances), Flink's checkpoint coordinator (acknowledgements of all
-tasks make a completed checkpoint) and Flink's ``KvStateLocationOracle``. The clock and the storage are handed in.
+It combines Spark's ``StateStoreCoordinator`` (instances), Flink's checkpoint coordinator (acknowledgements of all tasks
+make a completed checkpoint) and Flink's ``KvStateLocationOracle``. The clock and the storage are injected.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ _ARGUMENTS = {message: Arguments(getattr(CoordinatorPort, message)) for message 
 class Coordinator(CoordinatorPort):
     """The coordinator of one namespace. Safe to use from many threads.
 
-    Three kinds of locks guard its state: the lock of each run (see ``QueryState``), under which storage may be asked,
-    the lock of its assignment (see ``RunAssignment``) and the lock of the registries (see ``Registries``), which nobody
-    holds for long. The concurrency group of a message (see ``coordinator_port.py``) says whether it may take the first
-    one.
+    Three kinds of locks guard its state: the lock of each run (see ``QueryState``), which may be held during requests
+    to storage, the lock of its assignment (see ``RunAssignment``) and the lock of the registries (see ``Registries``),
+    which is always held briefly. The concurrency group of a message (see ``coordinator_port.py``) determines whether it
+    may take the first one.
 
     ``clock`` gives seconds since 1970 and never goes back. ``in_background`` runs work that must not delay a message.
     ``apart`` runs work that may wait for the storage of one query. ``tokens`` are the read-only tokens of query
-    clients. ``dead_nodes`` gives the ids of the nodes that the cluster has declared dead, and waits for nothing.
+    clients. ``dead_nodes`` gives the ids of the nodes that the cluster has declared dead, without waiting.
     """
 
     def __init__(
@@ -96,18 +96,19 @@ class Coordinator(CoordinatorPort):
     def call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
         """Pass a message to its handler and return the answer.
 
-        An id may be a ``uuid.UUID``. Raises ``InvalidRequestError`` for one that is neither that nor a text.
+        An id may be a ``uuid.UUID``. Raises ``InvalidRequestError`` for an id that is neither that nor a string.
         """
         args_taken, kwargs_taken = _ARGUMENTS[method].take(args, kwargs)
         return self._answers[method](*args_taken, **kwargs_taken)
 
     def expire(self, stood_still: float = 0.0) -> None:
-        """Drop hosts and runs whose leases have run out, plan moves, warn of slow batches, give up overdue savepoints.
+        """Drop hosts and runs with expired leases, plan moves, warn of slow batches, fail overdue savepoints.
 
-        Leases do not run while the coordinator itself has stood still, for ``stood_still`` seconds since the last call:
-        heartbeats of that time may wait to be heard, or their senders may have stood still as well.
+        Leases do not run while the coordinator itself was suspended, for ``stood_still`` seconds since the last call:
+        heartbeats of that time may be waiting for an answer, or their senders may have been suspended as well.
         """
-        # All leases are compared with one reading of the clock: who stands still after that reading loses no host.
+        # All leases are compared with one reading of the clock: a process that is suspended after that reading loses no
+        # host.
         now = self._clock()
         with self.registries.lock:
             self.registries.prolong(stood_still, now)
@@ -119,9 +120,9 @@ class Coordinator(CoordinatorPort):
             self._look_at(run)
 
     def _look_at(self, run: QueryState) -> None:
-        """Warn of slow work of a run and give up its overdue savepoints, unless somebody is at work on the run.
+        """Warn of slow work of a run and fail its overdue savepoints, unless another thread works on the run.
 
-        Waits for no storage: the thread that ends leases looks.
+        It does not wait for storage, because the thread that ends leases calls it.
         """
         if not run.lock.acquire(blocking=False):
             return
@@ -139,7 +140,7 @@ class Coordinator(CoordinatorPort):
             run.lock.release()
 
     def _begin_once(self, what: str, run: QueryState, work: Callable[[], None]) -> None:
-        """Begin work on a run that may wait for storage, unless the same is under way already."""
+        """Begin work on a run that may wait for storage, unless the same work is already under way."""
         key = (what, run.run_id)
         with self._beginning:
             if key in self._under_way:
@@ -160,12 +161,12 @@ class Coordinator(CoordinatorPort):
         future.add_done_callback(partial(_log_failure, f"The {what} of run {run.run_id} failed"))
 
     def counts(self) -> tuple[int, int]:
-        """Return how many hosts live and how many queries run."""
+        """Return how many hosts are alive and how many queries run."""
         with self.registries.lock:
             return len(self.registries.hosts.leases), len(self.registries.runs.current())
 
     def running(self) -> list[QueryState]:
-        """Return the runs of queries that neither are over nor were replaced."""
+        """Return the runs of queries that are neither over nor replaced."""
         return self.registries.runs.current()
 
     def is_idle(self) -> bool:
@@ -175,10 +176,10 @@ class Coordinator(CoordinatorPort):
             return not registries.hosts.leases and self._clock() - registries.last_needed > self._conf.idle_timeout
 
     def maintain(self) -> None:
-        """Remove what runs no longer keep, of the runs whose maintenance interval is over.
+        """Remove files that runs no longer keep, for the runs whose maintenance interval is over.
 
-        Each run by itself: removing files may take long, and the storage of one may hang. Not to be called by several
-        threads at once.
+        Each run is handled separately: removing files may take long, and the storage of one may hang. Not to be called
+        by several threads at once.
         """
         now = self._clock()
         for run in self.registries.runs.current():

@@ -1,4 +1,4 @@
-"""The settings of a coordinator, and where it is found in a Ray cluster."""
+"""The settings of a coordinator, and its name in a Ray cluster."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NAMESPACE = "statestore"
 COORDINATOR_NAME = "StateStoreCoordinator"
 """The default Ray namespace, and the default name of the coordinator's actor in it."""
 HEAD_NODE = "node:__internal_head__"
-"""Ray's resource of the head node, whichever machine that is: a head that comes back has it, too."""
+"""Ray's resource of the head node, whichever machine that is: a replaced head has it, too."""
 HEAD_NODE_RESOURCES = MappingProxyType({HEAD_NODE: 0.001})
 
 
@@ -24,17 +24,18 @@ class CoordinatorConf:
 
     A host is lost after ``host_timeout`` without a heartbeat, a driver is gone after ``driver_timeout``. A coordinator
     ends itself after ``idle_timeout`` without a message from hosts or drivers. A savepoint fails after
-    ``savepoint_timeout``. A micro-batch that takes longer than ``slow_checkpoint`` is warned about. ``snapshot_lag``
-    says when a partition's snapshots lag behind. For ``report_timeout`` after its start, a coordinator expects reports
-    from the hosts and drivers of the coordinator before it, and gives nobody the partitions that others may hold.
+    ``savepoint_timeout``. A micro-batch that takes longer than ``slow_checkpoint`` is logged as a warning.
+    ``snapshot_lag`` says when a partition's snapshots lag behind. For ``report_timeout`` after its start, a coordinator
+    expects reports from the hosts and drivers of the coordinator before it, and does not assign partitions that other
+    hosts may hold.
 
-    ``resources`` are the Ray resources that the coordinator's actor takes, and so say where it stands: on the head
-    node, which does not come and go. For another place give some nodes a resource of their own (``ray start
+    ``resources`` are the Ray resources that the coordinator's actor takes, and so determine its node: by default the
+    head node, which is permanent. For another place, give some nodes a custom resource (``ray start
     --resources='{"coordinator": 1}'``), and name it here (``{"coordinator": 0.001}``).
 
-    ``log_format`` is that of the coordinator's log, "text" or "json", by default what ``STATESTORE_LOG_FORMAT`` says in
-    the driver's environment, else text. ``tracing`` says where its spans go (``backends.tracing``), by default
-    what ``STATESTORE_TRACING`` says there, else nowhere.
+    ``log_format`` is that of the coordinator's log, "text" or "json", by default the value of ``STATESTORE_LOG_FORMAT``
+    in the driver's environment, else text. ``tracing`` says where its spans go (``backends.tracing``), by default the
+    value of ``STATESTORE_TRACING`` there, else nowhere.
     """
 
     host_timeout: float = 10.0

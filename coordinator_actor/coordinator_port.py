@@ -56,7 +56,7 @@ MessageMethod = TypeVar("MessageMethod", bound=Callable[..., Any])
 
 
 class Group(Enum):
-    """A concurrency group: messages that are answered by the same threads (``dispatcher.py``).
+    """A concurrency group: messages that the same threads answer (``dispatcher.py``).
 
     Only messages of the group ``QUERIES`` may wait for storage, or for a lock that is held over storage.
     """
@@ -90,10 +90,12 @@ def message(group: Group) -> Callable[[MessageMethod], MessageMethod]:
 
 
 class CoordinatorPort:
-    """The messages that the coordinator answers. A subclass says in ``call`` how a message reaches the coordinator.
+    """The messages that the coordinator answers.
 
-    Every message may raise a ``CoordinatorError`` or a ``StateStoreError``, besides the errors that it names. Messages
-    may arrive twice. Wherever a text is declared, a ``uuid.UUID`` counts as its text; ``arguments.py`` sees to that.
+    A subclass implements ``call``, which sends a message to the coordinator.
+
+    Every message may raise a ``CoordinatorError`` or a ``StateStoreError``, in addition to the errors that it names.
+    Messages may arrive twice. Wherever a string is declared, a ``uuid.UUID`` is converted to one (``arguments.py``).
     """
 
     def call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
@@ -104,10 +106,10 @@ class CoordinatorPort:
 
     @message(Group.REGISTRATIONS)
     def register_host(self, info: HostInfo, report: HostReport) -> None:
-        """Make a host known, or known again, with all it holds: runs, and acknowledgements of running batches.
+        """Register a host and all it holds, for the first time or again: runs, acknowledgements of running batches.
 
-        The host is known at once. Its report is taken up within a second, or, where the storage of a query hangs, when
-        that goes on. What cannot be taken up, for a query's storage fails, a heartbeat asks for again.
+        The host is known at once. Its report is processed within a second, or, if the storage of a query hangs, when
+        that recovers. If a query's storage fails, the answer to a heartbeat asks the host to report again.
         """
 
     @message(Group.LEASES)
@@ -120,9 +122,9 @@ class CoordinatorPort:
     ) -> HostOrders:
         """Renew the lease of a host. Return the orders to the host about the runs that it holds.
 
-        ``held`` is the lowest version that the host has of each run, ``hand_over`` says how far it is with partitions
-        that are to move. The answer follows from these alone, so it does not matter whether an earlier answer arrived.
-        Waits for the storage of no query.
+        ``held`` is the lowest version that the host has of each run, ``hand_over`` is its progress with partitions that
+        are to move. The answer depends on these alone, so it does not matter whether an earlier answer arrived. Waits
+        for the storage of no query.
         """
 
     @message(Group.LEASES)
@@ -131,17 +133,17 @@ class CoordinatorPort:
 
     @message(Group.LEASES)
     def place_session(self, session_id: str, problems: Sequence[str], leaving: Sequence[str] = ()) -> SessionPlacement:
-        """Report where the hosts of a driver's session do not stand as they should, for ``describe``.
+        """Report hosts of a driver's session that are not placed as they should be, for ``describe``.
 
-        The hosts ``leaving`` are to go: their partitions move to the others. The driver says it again and again, until
-        the answer names them as released.
+        The hosts ``leaving`` are to go: their partitions move to the others. The driver repeats the message until the
+        answer names them as released.
         """
 
     @message(Group.LEASES)
     def report_failing_loops(self, session_id: str, process: str, failing: Sequence[FailingLoop]) -> None:
-        """Report which background loops of a driver's process fail now, for ``describe``; none of them fails if empty.
+        """Report the background loops of a driver's process that fail now, for ``describe``; empty if none fails.
 
-        ``process`` names the process for people. The driver says it again and again while a loop fails.
+        ``process`` names the process for people. The driver repeats the message while a loop fails.
         """
 
     @message(Group.LEASES)
@@ -151,7 +153,7 @@ class CoordinatorPort:
         """Return the partitions of runs that a host owns: run id to operator to partitions. The host unloads everything
         else.
 
-        Runs whose owners are not known (yet) are left out.
+        Runs without known owners (yet) are left out.
         """
 
     # -- queries -------------------------------------------------------------------------------
@@ -160,9 +162,9 @@ class CoordinatorPort:
     def register_query(
         self, registration: QueryRegistration, initial: Mapping[str, Mapping[int, PartitionEntry]] | None = None
     ) -> RegisteredQuery:
-        """Register a run that starts, or that is reported again. A newer run of the same state retires the older one.
+        """Register a run that starts, or that is reported again. A newer run of the same state replaces the older one.
 
-        ``initial`` names the files of version 0, by operator and partition, of a query that does not begin empty.
+        ``initial`` names the files of version 0, by operator and partition, of a query that begins with state.
         """
 
     @message(Group.LEASES)
@@ -179,17 +181,17 @@ class CoordinatorPort:
         """Renew the lease of a run, and complete its version if Spark has committed the batch without a message.
 
         False asks the driver to register the run again. ``is_stopping``: the driver makes a savepoint, to stop the
-        query with. ``is_at_work``: Spark has rows for a batch, and has not committed it. ``pace`` is that of the last
-        batch. May wait for the storage of the query; the lease is renewed before.
+        query with it. ``is_at_work``: Spark has rows for a batch, and has not committed it. ``pace`` is that of the
+        last batch. May wait for the storage of the query; the lease is renewed before.
         """
 
     @message(Group.QUERIES)
     def batch_committed(self, run_id: str, batch_id: int, *, by_driver: bool = False) -> bool:
         """Report that Spark has committed batch N, so that version N + 1 is completed. False if that was known.
 
-        ``by_driver``: the run's own driver has seen its Spark commit. Who has only seen ``commits/N`` cannot tell whose
-        it is: then raises ``FencedError`` if another coordinator has taken over.
-        The hosts learn of the completed version with their next heartbeat.
+        ``by_driver``: the run's own driver has seen its Spark commit. A caller that has only seen ``commits/N`` cannot
+        tell which run wrote it: then raises ``FencedError`` if another coordinator has taken over. The hosts learn of
+        the completed version with their next heartbeat.
         """
 
     @message(Group.QUERIES)
@@ -198,20 +200,20 @@ class CoordinatorPort:
 
     @message(Group.QUERIES)
     def serve_ended(self, registration: QueryRegistration, failure: str = "") -> RegisteredQuery:
-        """Report that the query of a run has ended. Hosts go on answering from its last completed version.
+        """Report that the query of a run has ended. Hosts continue to answer from its last completed version.
 
-        ``failure`` is the error with which it has ended, for people. Hosts answer as long as its driver renews the
-        lease, until ``deactivate_instances``, or until the query runs again. A coordinator that does not know the run
-        reads its manifests, and writes nothing. The answer has a refusal where the run was replaced, or its state is
-        not there any more.
+        ``failure`` is the error that ended the query, for people. Hosts answer as long as its driver renews the lease,
+        until ``deactivate_instances``, or until the query runs again. A coordinator that does not know the run reads
+        its manifests, and writes nothing. The answer has a refusal if the run was replaced, or if its state no longer
+        exists.
         """
 
     @message(Group.QUERIES)
     def take_up_versions(self, run_id: str, behind: float | None = None) -> RegisteredQuery:
-        """Take up the versions that a query, which runs elsewhere, has completed since its run is read here.
+        """Load the versions that a query, which runs elsewhere, has completed since its run was loaded here.
 
-        A follower, which asks again and again, says how many seconds ago its last successful look began (``behind``):
-        answers say so when that becomes long.
+        A follower, which polls, passes how many seconds ago its last successful look began (``behind``): answers report
+        it when that becomes long.
 
         The run must be one of ``serve_ended``. The answer has the last version, or a refusal if another run has claimed
         the state since.
@@ -223,8 +225,8 @@ class CoordinatorPort:
     def open_batch(self, request: OpenBatch) -> BatchGrant:
         """Open the partitions of a host for batch N, at version N. Return the owners and the state of the partitions.
 
-        The first task of the batch on a host asks for all tasks there. Raises ``BatchHeldError`` while the batch must
-        wait.
+        The first task of the batch on a host requests this for all tasks there. Raises ``BatchHeldError`` while the
+        batch must wait.
         """
 
     @message(Group.LOCATIONS)
@@ -237,8 +239,8 @@ class CoordinatorPort:
     ) -> tuple[Acknowledged | Refused, ...]:
         """Report the durable changes of several tasks of one host. Return an answer for each.
 
-        The last changes of a version are answered when its manifest is durable, too. Raises an error only if it would
-        refuse all messages.
+        The answer to the last changes of a version also waits until its manifest is durable. Raises an error only if it
+        would reject all messages.
         """
 
     @message(Group.LOCATIONS)
@@ -253,16 +255,16 @@ class CoordinatorPort:
     def lineage(self, run_id: str, operator: str, partition: int, version: int, use: str = "") -> Lineage:
         """Return the files that lead to a version of a partition. They stay while the partition is loaded.
 
-        That is for ``BUSY_SECONDS``, or for longer if ``renew_files`` says so, or until the load is over. ``use`` names
-        the load: the owner's has the host id, and ends with the first changes; any other one ends with
+        They stay for ``BUSY_SECONDS``, for longer if ``renew_files`` is called, or until the load is over. ``use``
+        names the load: the owner's has the host id, and ends with the first changes; any other one ends with
         ``release_files``. Raises ``VersionNotFoundError`` for a version that is no longer kept.
         """
 
     @message(Group.QUERIES)
     def renew_files(self, run_id: str, operator: str, partition: int, use: str) -> bool:
-        """Report that a load goes on: its files stay, also if their version is no longer kept otherwise.
+        """Report that a load is still under way: its files stay, even if their version is otherwise no longer kept.
 
-        False if the coordinator does not know of the load (any more); then ask for the lineage again.
+        False if the coordinator does not (or no longer) know the load; then ask for the lineage again.
         """
 
     @message(Group.QUERIES)
@@ -280,8 +282,8 @@ class CoordinatorPort:
     def rebalance(self, query: str | None = None) -> dict[str, int]:
         """Give every host its share of the partitions. Return how many partitions moved, by run.
 
-        ``query`` is a name, query id or run id; None stands for all queries. A run whose batch is under way moves its
-        partitions where the next batch begins, as usual, and counts as 0.
+        ``query`` is a name, query id or run id; None means all queries. A run with a batch under way moves its
+        partitions when the next batch begins, as usual, and counts as 0.
         """
 
     # -- savepoints ----------------------------------------------------------------------------
@@ -292,7 +294,7 @@ class CoordinatorPort:
     ) -> SavepointStatus:
         """Begin a savepoint of a running query (its name, query id or run id) below the directory ``path``.
 
-        ``request_id`` is chosen by the asker. The same request a second time begins nothing. Without ``path`` the
+        The caller chooses ``request_id``. A repeated request with the same id is a no-op. Without ``path`` the
         savepoint goes below the state's own location. With ``stop`` the next batch is held until the query is stopped.
         Raises ``UnknownQueryError``, ``InvalidRequestError``.
         """
@@ -303,21 +305,21 @@ class CoordinatorPort:
 
     @message(Group.QUERIES)
     def savepoint_exported(self, message: SavepointExported) -> None:
-        """Report that a host has exported a partition, or cannot."""
+        """Report that a host has exported a partition, or cannot export it."""
 
-    # -- files that are written anew -----------------------------------------------------------
+    # -- rewriting files --------------------------------------------------------------------------
 
     @message(Group.QUERIES)
     def hold_query(
         self, query: str, holder: str, seconds: float, *, batches: bool | None = None, hold: str = ""
     ) -> HeldQuery:
-        """Keep the files of a running query (its name, query id or run id) as they are for ``seconds``.
+        """Keep the files of a running query (its name, query id or run id) unchanged for ``seconds``.
 
-        Without ``hold`` the message begins a hold for ``holder`` (any text), which the answer identifies. With that
-        identity it renews the hold. While it lasts, no snapshot is uploaded, and no file is removed. With ``batches``
+        Without ``hold`` the message begins a hold for ``holder`` (any string), which the answer identifies. With that
+        identity it renews the hold. During the hold, no snapshot is uploaded, and no file is removed. With ``batches``
         the next batch and all later ones wait, too, as soon as nothing copies the state any more; the answer says what
-        is still under way. False releases the batches. 0 seconds end the holder's hold. Raises ``LapsedHoldError``
-        if that hold is over, ``InvalidRequestError`` if another holder holds the query, or it stops with a savepoint,
+        is still under way. False releases the batches. 0 seconds end the holder's hold. Raises ``LapsedHoldError`` if
+        that hold is over, ``InvalidRequestError`` if another holder holds the query, or it stops with a savepoint,
         ``UnknownQueryError``.
         """
 
@@ -326,31 +328,32 @@ class CoordinatorPort:
         """Exchange the files that the record at ``path`` names, under the hold with that identity.
 
         The hold must have lasted, and nothing must have been under way, since before these files were read, in this
-        ``epoch``. Hosts load what they hold of the run again. Raises ``LapsedHoldError`` if the hold is over, and
-        ``InvalidRequestError`` if the run has advanced: then nothing was done.
+        ``epoch``. Hosts then reload their partitions of the run. Raises ``LapsedHoldError`` if the hold is over, and
+        ``InvalidRequestError`` if the run has advanced: then nothing was changed.
         """
 
     # -- query clients -------------------------------------------------------------------------
 
     @message(Group.LOCATIONS)
     def locate(self, operator: str, query: str | None = None) -> OperatorLocation:
-        """Return where the partitions of an operator are.
+        """Return the owners of an operator's partitions, and their addresses.
 
-        ``query`` is a name, query id or run id, needed where several queries have the operator. Raises
-        ``QueryEndedError`` if the query that had the operator has ended, ``UnknownOperatorError``, and
-        ``UnknownRunError`` from a coordinator that was just started and may not know the query yet.
+        ``query`` is a name, query id or run id, needed if several queries have the operator. Raises ``QueryEndedError``
+        if the query that had the operator has ended, ``UnknownOperatorError``, and ``UnknownRunError`` from a
+        coordinator that was just started and may not know the query yet.
         """
 
     @message(Group.LOCATIONS)
     def operators(self) -> tuple[RunningOperator, ...]:
-        """Return the operators of all queries that run, or have ended and are read on.
+        """Return the operators of all queries that run, or have ended and are still read.
 
-        Of several ended queries with an operator of one name, the last one's is among them, if none that runs has it.
+        If several ended queries have an operator of one name, the last one's is included, unless a running query has
+        it.
         """
 
     @message(Group.LOCATIONS)
     def get_kv_state_location_oracle(self, job_id: str) -> KvStateLocationOracle | None:
-        """Return who owns which key groups of a query. None if the query neither runs nor is read on.
+        """Return who owns which key groups of a query. None if the query neither runs nor is still read.
 
         ``job_id`` is the query id, the state location, which no copy of the checkpoint shares, or the id of its run.
         """
@@ -359,9 +362,9 @@ class CoordinatorPort:
     def look_up(self, operator: str, query: str, by: str, batch_id: int) -> LookedUp:
         """Return which version a batch of the query ``by`` looks up in an operator of ``query``, and where it is.
 
-        The first task of the batch that asks has the completed version recorded; all others, also when the batch is run
-        again, are told the same one. It is kept until the query that looks up has come two batches further. Raises
-        ``VersionNotFoundError`` if it is not there any more as it was, and what ``locate`` raises.
+        The first task of the batch that asks has the completed version recorded; all others, including those of a
+        repeated batch, get the same one. It is kept until the query that looks up has come two batches further. Raises
+        ``VersionNotFoundError`` if it no longer exists as it was, and the errors of ``locate``.
         """
 
     # -- Spark's instances ---------------------------------------------------------------------
@@ -392,7 +395,7 @@ class CoordinatorPort:
 
     @message(Group.LOCATIONS)
     def token(self) -> str:
-        """Return the secret that tasks and clients show to hosts.
+        """Return the secret that tasks and clients present to hosts.
 
         Every process that can ask the coordinator may know the secret.
         """
@@ -407,7 +410,7 @@ class CoordinatorPort:
 
         It is read-only; with ``admin`` it may act on the page.
 
-        Raises ``InvalidRequestError`` if a valid token has that name, or for a name or time that cannot be.
+        Raises ``InvalidRequestError`` if a valid token has that name, or for an invalid name or time.
         """
 
     @message(Group.QUERIES)
@@ -416,7 +419,7 @@ class CoordinatorPort:
 
     @message(Group.QUERIES)
     def revoke_token(self, id_or_name: str) -> IssuedToken:
-        """Revoke a token for good. Revoking it again changes nothing. All hosts know it with their next heartbeat.
+        """Revoke a token permanently. Revoking it again is a no-op. All hosts learn of it with their next heartbeat.
 
         Raises ``InvalidRequestError`` with the names of the valid tokens.
         """
@@ -431,24 +434,25 @@ class CoordinatorPort:
     def checkpoint_stats(self, query: str, history_since: str = "") -> dict[str, Any]:
         """Return figures of a running query's micro-batches and savepoints: counts, durations, sizes, percentiles.
 
-        ``history`` has the last checkpoints of all its runs, as ``CheckpointRecord`` says. With the ``history_mark`` of
-        an earlier answer as ``history_since`` it has those that have come or changed since; ``history_first`` is then
-        the oldest that is still kept. ``history_is_all`` says that all are there, as where the coordinator is another.
+        ``history`` has the last checkpoints of all its runs, as ``CheckpointRecord`` defines. With the ``history_mark``
+        of an earlier answer as ``history_since`` it has those that were added or changed since; ``history_first`` is
+        then the oldest that is still kept. ``history_is_all`` says that all are included, for example from a new
+        coordinator.
         """
 
 
-# Converts the arguments of a message to the types of its declaration in ``coordinator_port.py``: ids are texts.
+# Converts the arguments of a message to the types of its declaration in ``coordinator_port.py``: ids are strings.
 #
-# A caller may hold an id as a ``uuid.UUID``. The coordinator's dicts have texts as keys, so that such an id would not
-# be found. So a UUID is converted to its text. An id of any other type is refused.
+# A caller may hold an id as a ``uuid.UUID``. The coordinator's dicts have strings as keys, so such an id would not be
+# found. So a UUID is converted to a string. An id of any other type is rejected.
 
 
 Take = Callable[[Any, str], Any]
-"""Returns a value with texts for ids, from the value and from words that say whose it is."""
+"""Converts ids to strings. The second argument names the field in error messages."""
 
 
 class Arguments:
-    """The arguments of one message. What is done grows with the texts in them."""
+    """The arguments of one message. The work grows with the number of strings in them."""
 
     def __init__(self, declared: Callable[..., Any]) -> None:
         self._message = declared.__name__
@@ -457,9 +461,9 @@ class Arguments:
         self._takes = {name: take for name in self._names if (take := _take(hints[name])) is not None}
 
     def take(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-        """Return the arguments with texts for ids. Raises ``InvalidRequestError`` for what is no id.
+        """Return the arguments with ids as strings. Raises ``InvalidRequestError`` for invalid ids.
 
-        Too many arguments and unknown ones are left as they are, for the handler to refuse.
+        Too many arguments and unknown ones are left as they are, for the handler to reject.
         """
         by_place = [self._taken(self._names[i], arg) if i < len(self._names) else arg for i, arg in enumerate(args)]
         return by_place, {name: self._taken(name, arg) for name, arg in kwargs.items()}
@@ -470,7 +474,7 @@ class Arguments:
 
 
 def _take(hint: Any) -> Take | None:
-    """Return the function that takes values declared as ``hint``; None if there is no text in them."""
+    """Return the function that converts values declared as ``hint``; None if they have no strings."""
     origin, args = get_origin(hint), get_args(hint)
     if hint is str:
         return _text
@@ -483,7 +487,7 @@ def _take(hint: Any) -> Take | None:
         return _several(_take(args[0]))
     if origin in (Mapping, dict):
         return _by_key(_take(args[0]), _take(args[1]))
-    # Records that name files are made by our own code alone, from other records.
+    # Records that name files are made only by our own code, from other records.
     if isinstance(hint, type) and issubclass(hint, Struct) and hint.__module__.startswith("coordinator_actor."):
         return _record(hint)
     return None
@@ -494,7 +498,7 @@ def _text(value: Any, where: str) -> Any:
         return value
     if isinstance(value, uuid.UUID):
         return str(value)
-    raise InvalidRequestError(f"The {where} must be a text or a uuid.UUID, not {value!r} ({type(value).__name__}).")
+    raise InvalidRequestError(f"The {where} must be a string or a uuid.UUID, not {value!r} ({type(value).__name__}).")
 
 
 def _optional(take: Take | None) -> Take | None:
@@ -546,7 +550,7 @@ def _record(kind: type[Struct]) -> Take | None:
         changes = {}
         for name, take in takes.items():
             held = getattr(value, name)
-            # A message may have thousands of records, and nearly all of their texts are texts.
+            # A message may have thousands of records, and nearly all of their strings need no conversion.
             if type(held) is not str and (new := take(held, f"{name} in {where}")) is not held:
                 changes[name] = new
         return msgspec.structs.replace(value, **changes) if changes else value

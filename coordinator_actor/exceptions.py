@@ -1,4 +1,4 @@
-"""Errors of the coordinator, and of its port. Over the network each travels as class name and message."""
+"""Errors of the coordinator, and of its port. Over the network each is sent as class name and message."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ class CoordinatorError(Exception):
 class SparkBridgeError(Exception):
     """Base of all errors of ``spark_bridge``, which has this name, too.
 
-    It stands here with those of its subclasses that the coordinator or its port raises, so that each error has one
+    It is defined here with those of its subclasses that the coordinator or its port raises, so that each error has one
     class.
     """
 
@@ -24,7 +24,7 @@ class QueryableStateError(SparkBridgeError):
 
 
 class UnknownLocationError(QueryableStateError):
-    """Nobody is known to have the state that was asked for (Flink: ``UnknownLocationException``)."""
+    """No host is known to have the requested state (Flink: ``UnknownLocationException``)."""
 
 
 class CoordinatorStoppedError(CoordinatorError):
@@ -32,15 +32,15 @@ class CoordinatorStoppedError(CoordinatorError):
 
 
 class UnknownHostError(CoordinatorError):
-    """The coordinator does not know the host (any more): the host must register again."""
+    """The coordinator does not (or no longer) know the host: the host must register again."""
 
 
 class ReplacedHostError(UnknownHostError):
-    """Another incarnation of the host has taken its place, or its node is dead: this incarnation must end itself."""
+    """Another incarnation of the host has replaced it, or its node is dead: this incarnation must end itself."""
 
 
 class UnknownRunError(CoordinatorError):
-    """The coordinator does not know the run (any more): its driver or a host must register it again."""
+    """The coordinator does not (or no longer) know the run: its driver or a host must register it again."""
 
 
 class RetiredRunError(CoordinatorError):
@@ -56,7 +56,7 @@ class StaleBatchError(CoordinatorError):
 
 
 class IncompleteBatchError(CoordinatorError):
-    """Spark has committed a batch of which some partitions never ran."""
+    """Spark has committed a batch although some of its partitions never ran."""
 
 
 class LineageError(CoordinatorError):
@@ -72,7 +72,7 @@ class UnknownOperatorError(CoordinatorError, UnknownLocationError):
 
 
 class WrongOperatorError(UnknownOperatorError):
-    """Several running queries have the operator, or the named query runs without it: to ask again does not help."""
+    """Several running queries have the operator, or the named query runs without it: a retry does not help."""
 
 
 class QueryEndedError(CoordinatorError, UnknownLocationError):
@@ -80,13 +80,13 @@ class QueryEndedError(CoordinatorError, UnknownLocationError):
 
 
 class BatchHeldError(CoordinatorError):
-    """The tasks of a batch have to wait: the query stops with a savepoint, or its files are written anew."""
+    """The tasks of a batch have to wait: the query stops with a savepoint, or its files are being rewritten."""
 
 
 class QueryBusyError(CoordinatorError):
-    """Too many messages about one query wait for an answer, so that no other is taken: its storage does not answer.
+    """Too many messages about one query wait for an answer, so that no other is accepted: its storage does not answer.
 
-    Tasks and query clients ask again until their time is over.
+    Tasks and query clients retry until their timeout.
     """
 
 
@@ -107,7 +107,7 @@ class InvalidTokenError(CoordinatorError):
 
 
 class CheckpointNotTriggeredError(CoordinatorError):
-    """A checkpoint may not be triggered now, or the tasks could not be told of it."""
+    """A checkpoint may not be triggered now, or its tasks could not be notified."""
 
 
 class CheckpointCoordinatorShutdownError(CoordinatorError):
@@ -135,4 +135,4 @@ class SavepointMismatchError(CoordinatorError):
 
 
 class CheckpointPlaceError(CoordinatorError):
-    """A checkpoint cannot be moved or forked as it is. Nothing that counts was changed."""
+    """A checkpoint cannot be moved or forked as it is. No relevant file was changed."""

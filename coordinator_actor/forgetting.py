@@ -1,10 +1,10 @@
-"""Forgets keys: exchanges the files of a query's kept versions for ones without the rows of the keys.
+"""Forgets keys: replaces the files of a query's kept versions with ones without the rows of the keys.
 
-Nothing that a version needs is touched before the new files count. They count from one manifest on, which is written
+No file that a version needs is touched before the new files count. They count from one manifest on, which is written
 under the fencing of all manifests. If the query does not run, the process that forgets writes the manifest, and claims
-an epoch for that. If the query runs, its coordinator does so between two batches. Whoever dies before leaves all as it
-was, and files that are removed when their versions are no longer kept. Whoever dies after that manifest leaves old
-files: forgetting the same keys again removes them.
+an epoch for that. If the query runs, its coordinator does so between two batches. A crash before that manifest leaves
+everything as it was, and files that are removed when their versions are no longer kept. A crash after that manifest
+leaves old files: forgetting the same keys again removes them.
 """
 
 from __future__ import annotations
@@ -39,24 +39,24 @@ log = logging.getLogger(__name__)
 
 FORGET_KEYS = "forget_keys"
 HOLD_SECONDS = 20.0
-"""A query waits this many seconds for a holder of its batches that does not say so again."""
+"""A query waits this many seconds for a holder of its batches that does not renew its hold."""
 HOLD_RENEW_SECONDS = 5.0
 MOST_HELD_SECONDS = 60.0
-"""Batches wait this many seconds for a writer whose storage hangs: then they go on, and the work begins again."""
+"""Batches wait this many seconds for a writer whose storage hangs: then they continue, and the work starts over."""
 FORGET_POLL_SECONDS = 0.05
 UNKNOWN_QUERY_SECONDS = 15.0
-"""A query that a coordinator has not heard of for this many seconds has ended."""
+"""A query that a coordinator has not known for this many seconds has ended."""
 FORGET_ATTEMPTS = 3
 """At most this many attempts: the query may advance in between, or the hold may lapse."""
 KeysOf = Callable[[OperatorSchema, int], ForgottenKeys]
-"""Makes the keys that are to go from the operator's schema and the number of key groups."""
+"""Makes the keys to forget from the operator's schema and the number of key groups."""
 
 
 class ForgottenReport(Struct, frozen=True):
     """The report of ``forget_keys``: no file below ``state_location`` has a row of the keys any more.
 
-    ``version`` is the newest version that was written anew, ``rows`` the number of rows that have gone (one counts in
-    each changelog and snapshot that had it), ``files`` that of the files that were removed.
+    ``version`` is the newest rewritten version, ``rows`` the number of removed rows (one counts in each changelog and
+    snapshot that had it), ``files`` the number of removed files.
     """
 
     state_location: str
@@ -82,10 +82,10 @@ class ForgetRequest:
 def forget_in_storage(place: StatePlace, request: ForgetRequest) -> ForgottenReport:
     """Forget keys in the state of a query that does not run.
 
-    If the query runs all the same, in another cluster, this call fences it off: its next commit raises ``FencedError``,
-    and the query must be started again. Spark may still commit the batch of a prepared version, so that version stays
-    and is rewritten as well. Raises ``VersionNotFoundError`` if the newest version can only be recovered by starting
-    the query, and what reading and writing raise.
+    If the query does run, in another cluster, this call fences it off: its next commit raises ``FencedError``, and the
+    query must be started again. Spark may still commit the batch of a prepared version, so that version stays and is
+    rewritten as well. Raises ``VersionNotFoundError`` if the newest version can only be recovered by starting the
+    query, and the errors of reading and writing.
     """
     work = _Work(place, request)
     work.look()
@@ -94,8 +94,8 @@ def forget_in_storage(place: StatePlace, request: ForgetRequest) -> ForgottenRep
     if newest is None:
         manifests.claim(f"{FORGET_KEYS}-{uuid.uuid4().hex}")
     else:
-        # Under the name of the last run, so that clients keep reading its state. If it runs all the same, it may not
-        # go on at a coordinator that was restarted: changelogs of its batch are about to go.
+        # Under the name of the last run, so that clients keep reading its state. If it does run, it may not continue at
+        # a restarted coordinator: changelogs of its batch are about to be removed.
         manifests.claim(newest.run_id, newest.layouts, newest.schema_ids, ends_run=True)
     # From here on no coordinator can prepare another version.
     versions = work.look()
@@ -106,7 +106,7 @@ def forget_in_storage(place: StatePlace, request: ForgetRequest) -> ForgottenRep
 
 def _exchange(manifests: ManifestLog, version: int, path: str) -> None:
     """Write the manifest of a version with the record at ``path``. Versions above it are given up."""
-    manifests.epochs.check()  # a run that has claimed the state since may have made versions that are not known here
+    manifests.epochs.check()  # a run that has claimed the state since may have made versions that are unknown here
     chain = manifests.chain()
     counter = CheckpointIDCounter()
     counter.ensure_above(manifests.last_id())
@@ -128,9 +128,9 @@ def forget_in_running(port: CoordinatorPort, query: str, request: ForgetRequest)
     """Forget keys in the state of a running query, by its name, query id or run id.
 
     Most files are rewritten while the stream runs. Then the next batch waits for the last ones and for the exchange.
-    Only an unbroken hold keeps retention from the new files. If the hold lapses, the work starts from scratch, at most
-    ``FORGET_ATTEMPTS`` times. Raises as ``forget_in_storage`` does, and ``InvalidRequestError`` if the query stops with
-    a savepoint.
+    Only an unbroken hold protects the new files from retention. If the hold lapses, the work starts from scratch, at
+    most ``FORGET_ATTEMPTS`` times. Raises as ``forget_in_storage`` does, and ``InvalidRequestError`` if the query stops
+    with a savepoint.
     """
     for attempt in range(FORGET_ATTEMPTS):
         try:
@@ -146,7 +146,7 @@ def forget_in_running(port: CoordinatorPort, query: str, request: ForgetRequest)
 
 
 def _forget_held(port: CoordinatorPort, holding: _Holding, request: ForgetRequest) -> ForgottenReport:
-    """Forget keys under one hold. Raises ``LapsedHoldError``: then nothing that was written may be used again."""
+    """Forget keys under one hold. Raises ``LapsedHoldError``: then no file written so far may be used again."""
     registration = holding.held.registration
     options = dict(registration.storage_options)
     work = _Work(StatePlace(registration.checkpoint_location, registration.state_location, options), request)
@@ -168,7 +168,7 @@ def _forget_held(port: CoordinatorPort, holding: _Holding, request: ForgetReques
 
 
 def await_hosts(port: CoordinatorPort, query: str, say: Callable[[str], None] = log.info) -> None:
-    """Wait until no host answers from the old files any more; a host that is silent loses its lease."""
+    """Wait until no host answers from the old files any more; a silent host loses its lease."""
     told: tuple[str, ...] = ()
     unknown_since: float | None = None
     while True:
@@ -176,7 +176,8 @@ def await_hosts(port: CoordinatorPort, query: str, say: Callable[[str], None] = 
             untold = port.hold_query(query, FORGET_KEYS, 0).untold
             unknown_since = None
         except UnknownQueryError:
-            # It has ended, and is not answered on; or the coordinator was restarted and has yet to hear of the query.
+            # The query has ended, and no host answers for it; or the coordinator was restarted and does not know it
+            # yet.
             unknown_since = time.monotonic() if unknown_since is None else unknown_since
             if time.monotonic() > unknown_since + UNKNOWN_QUERY_SECONDS:
                 return
@@ -206,7 +207,7 @@ class _Holding:
             self._renew,
             HOLD_RENEW_SECONDS,
             name="statestore-hold",
-            what=f"renew the hold of {query}: without it the exchange is refused, and says why",
+            what=f"renew the hold of {query}: without it the exchange is rejected with an error",
             most_seconds=HOLD_RENEW_SECONDS,
         )
 
@@ -215,7 +216,7 @@ class _Holding:
         return self
 
     def hold_batches(self, say: Callable[[str], None]) -> HeldQuery:
-        """Let the batches wait, and return when nothing is under way: copies of the state, then the last batch.
+        """Hold the batches, and return when nothing is under way: copies of the state, then the last batch.
 
         Raises ``LapsedHoldError``.
         """
@@ -249,7 +250,7 @@ class _Holding:
         try:
             self._port.hold_query(self._query, self._holder, 0)
         except Exception:  # it ends by itself
-            log.warning("%s goes on in %.0f s: its hold was not ended", self._query, HOLD_SECONDS, exc_info=True)
+            log.warning("%s continues in %.0f s: its hold was not ended", self._query, HOLD_SECONDS, exc_info=True)
 
 
 def _require_unfinished(versions: StateVersions) -> None:
@@ -284,16 +285,16 @@ class _Work:
         self._num_keys = 0
 
     def look(self, *, holds_prepared: bool = True) -> StateVersions:
-        """Return the versions up to the completed one, and the prepared one above it if there is any.
+        """Return the versions up to the completed one, and the prepared one above it if there is one.
 
-        A coordinator that runs the query prepares that version again where needed: then it can be left out. Raises what
-        ``StateVersions.resolve`` and ``entry`` raise.
+        A coordinator that runs the query prepares that version again if necessary: then it can be left out. Raises the
+        errors of ``StateVersions.resolve`` and ``entry``.
         """
         versions = StateVersions.look(self._place, open_storage=self._request.open_storage)
         completed = versions.resolve(None)
         if completed not in versions.chain:
             raise VersionNotFoundError(
-                f"There is no state at {self._place.state_location} yet: nothing can be forgotten."
+                f"No state exists at {self._place.state_location} yet: there are no keys to forget."
             )
         newest = completed
         commits = SparkCommits(self._request.open_storage(self._place.checkpoint_location, self._place.options))
@@ -324,7 +325,7 @@ class _Work:
         return self._rewriting.run(versions)
 
     def write(self, versions: StateVersions, manifests: ManifestLog) -> tuple[str, list[str]]:
-        """Write the record of the exchange. Return its path, and all files that were there before the exchange.
+        """Write the record of the exchange. Return its path, and all files that existed before the exchange.
 
         The listing of these also shows that every file that the record names exists in full size. Raises
         ``LapsedHoldError`` if one does not: another process has removed it.
@@ -345,7 +346,7 @@ class _Work:
         return path, [*sizes, *self.storage.unfinished("operators"), *self.storage.unfinished(GROUPS_DIRECTORY)]
 
     def adopted(self, port: CoordinatorPort, held: HeldQuery, path: str) -> None:
-        """Have the coordinator exchange the files; an answer that is lost is looked up in storage."""
+        """Ask the coordinator to exchange the files; if the answer is lost, look it up in storage."""
         try:
             port.adopt_rewritten(held.registration.run_id, held.hold, held.epoch, path)
         except Exception as error:

@@ -44,16 +44,16 @@ class BatchTimes(Struct, frozen=True):
     late_watermark_ms: int = 0
 
     def behind(self, lag_ms: int) -> BatchTimes:
-        """Return the times for rows that may be so far behind the watermark; watermarks do not go below 0."""
+        """Return the times for rows that may be late by ``lag_ms``; watermarks do not go below 0."""
         return BatchTimes(
             self.timestamp_ms, max(0, self.watermark_ms - lag_ms), max(0, self.late_watermark_ms - lag_ms)
         )
 
 
 class InputPace(Struct, frozen=True):
-    """The input of a query in its last batch, as Spark reports it: rows a second that came, and that were processed.
+    """The input of a query in its last batch, as Spark reports it: rows a second received, and rows a second processed.
 
-    ``backlog_rows`` are those that the sources have and the query has not read; None where no source says so.
+    ``backlog_rows`` are rows in the sources that the query has not read; None if no source reports them.
     """
 
     rows_per_second: float = 0.0
@@ -87,8 +87,8 @@ limits have it in ``OperatorFigures.custom``.
 class CommitFigures(Struct, frozen=True):
     """Counts and times of a task and its commit, for the history of checkpoints.
 
-    Of rows see ``OperatorFigures``; ``duplicates`` are rows that were dropped as such. ``steps`` has milliseconds by
-    step, at most ``MOST_STEPS``. ``storage`` is what the host has asked of the query's storage since its last commit of
+    For rows see ``OperatorFigures``; ``duplicates`` are rows that were dropped as such. ``steps`` has milliseconds by
+    step, at most ``MOST_STEPS``. ``storage`` are the host's requests to the query's storage since its last commit of
     that query: requests by kind, and bytes.
     """
 
@@ -102,11 +102,11 @@ class CommitFigures(Struct, frozen=True):
 
 
 MOST_STEPS = 16
-"""At most this many steps of a task are told apart: their names come from tasks."""
+"""At most this many steps of a task are distinguished: their names come from tasks."""
 
 
 class QueryRegistration(Struct, frozen=True):
-    """The message with which the driver registers a streaming query at its start.
+    """The driver's message that registers a streaming query at its start.
 
     ``state_location`` is the directory with ``manifests/`` and everything else of the state. ``checkpoint_location`` is
     Spark's own directory, whose ``commits/`` say which batches are committed. Of the versions before the completed one,
@@ -163,10 +163,10 @@ NOBODY = -1
 
 
 class OpenBatch(Struct, frozen=True):
-    """A host asks for a batch on behalf of the first of its tasks. The answer serves all its tasks.
+    """A host opens a batch on behalf of the first of its tasks. The answer serves all its tasks.
 
-    ``assignment`` is the number of the last assignment of this run that the host was told of, 0 for none. Tasks on this
-    host wait for the partitions in ``waiting`` (operator and number): the answer names their owners.
+    ``assignment`` is the number of the last assignment of this run that the host knows, 0 for none. Tasks on this host
+    wait for the partitions in ``waiting`` (operator and number): the answer names their owners.
     """
 
     run_id: str
@@ -182,10 +182,10 @@ class BatchGrant(Struct, frozen=True):
 
     ``heads`` maps operator and partition to the path of the changelog that made ``version`` (left out for the empty
     version 0). Files are unique and never overwritten, so this path identifies the whole lineage. ``owners`` has an
-    index into ``hosts`` for each partition of each operator; ``NOBODY`` for one whose holder may still report to a
-    coordinator that was just started, and that no task was said to wait for. Both are empty if the assignment that the
-    host knows still holds. ``epoch`` tells a grant of an older run from a grant of a newer one. With ``registration``
-    the host can report the query to a coordinator that has lost it. ``times`` are set if an operator of the query uses
+    index into ``hosts`` for each partition of each operator. It is ``NOBODY`` for a partition whose holder may still
+    report to a coordinator that was just started, and that no task was known to wait for. Both are empty if the host's
+    known assignment is still valid. ``epoch`` distinguishes grants of older and newer runs. With ``registration`` the
+    host can report the query to a coordinator that has lost it. ``times`` are set if an operator of the query uses
     them.
     """
 
@@ -202,7 +202,7 @@ class BatchGrant(Struct, frozen=True):
 class OpenGrant(Struct, frozen=True):
     """The owner of one partition, and the file that its state at ``version`` ends with; see ``BatchGrant``.
 
-    ``is_begun``: the batch above has begun, so Spark may have committed it, though nobody has said so yet.
+    ``is_begun``: the batch above has begun, so Spark may have committed it, even without a report.
     """
 
     owner: HostInfo
@@ -219,7 +219,7 @@ class Acknowledge(Struct, frozen=True):
 
     ``base`` is the head of the lineage that the changes apply to. ``duration`` is the time of the commit in seconds.
     ``stage`` is Spark's stage id, which is higher when the plan of the batch runs again; None: not known. ``figures``
-    say what the task has done, if that is known.
+    describe the work of the task, if known.
     """
 
     run_id: str
@@ -237,14 +237,14 @@ class Acknowledge(Struct, frozen=True):
 
 
 class Acknowledged(Struct, frozen=True):
-    """An acknowledgement was taken. ``manifest_id`` is set if a manifest names it, so that the version is prepared."""
+    """An acknowledgement was accepted. ``manifest_id``: a manifest names it, so the version is prepared."""
 
     version: int
     manifest_id: int | None
 
 
 class Refused(Struct, frozen=True):
-    """One of several messages was refused: the name of the error's class, and its message."""
+    """One of several messages was rejected: the name of the error's class, and its message."""
 
     error: str
     message: str
@@ -270,7 +270,7 @@ class Completed(Struct, frozen=True):
     """Version ``version`` of a run is completed. ``heads``: operator to partition of one host to changelog path.
 
     ``ended``: the query has ended, and no later version comes. ``rewritten`` names the last exchange of files, "" if
-    there was none: what a host has of the files before it must not be read any more.
+    there was none: earlier files that a host still has must not be read any more.
     """
 
     run_id: str
@@ -294,7 +294,7 @@ class HostReport(Struct, frozen=True):
 
 
 class SavepointOrder(Struct, frozen=True):
-    """A host is to export ``version`` of these partitions (operator to numbers) to the savepoint at ``location``.
+    """An order to export ``version`` of these partitions (operator to numbers) to the savepoint at ``location``.
 
     ``registration`` is that of the run, which the host may not know. If the query ``is_held`` until the savepoint is
     done, to be stopped with it, there are no batches that the export could slow down.
@@ -328,12 +328,12 @@ class ExportedFile(Struct, frozen=True):
 
     @property
     def ref(self) -> FileRef:
-        """Return the file as storage knows it."""
+        """Return the file as a ``FileRef``."""
         return FileRef(self.path, self.size, self.digest)
 
 
 class SavepointExported(Struct, frozen=True):
-    """A host has exported a partition for a savepoint, or cannot: ``failure`` says why.
+    """A host has exported a partition for a savepoint, or has failed: ``failure`` is the reason.
 
     ``files`` are by state variable. ``duration`` is in seconds.
     """
@@ -352,7 +352,7 @@ class SavepointExported(Struct, frozen=True):
 class SavepointStatus(Struct, frozen=True):
     """The status of a savepoint: ``path`` once it is done, ``failure`` if it has failed, else neither.
 
-    ``known`` is False if this coordinator has never heard of the savepoint.
+    ``known`` is False if this coordinator does not know the savepoint.
     """
 
     known: bool
@@ -361,11 +361,11 @@ class SavepointStatus(Struct, frozen=True):
 
 
 class HeldQuery(Struct, frozen=True):
-    """A query whose batches wait while files of its versions are written anew.
+    """A query whose batches wait while files of its versions are being rewritten.
 
-    ``waits_for`` says what is still under way. None: nothing is, and nothing begins as long as the batches are held;
+    ``waits_for`` names what is still under way. None: nothing is, and nothing begins as long as the batches are held;
     ``version`` is completed then. ``untold`` are the hosts that may still answer from files that were exchanged.
-    ``hold`` identifies the hold, "" if nobody holds the query.
+    ``hold`` identifies the hold, "" if there is none.
     """
 
     registration: QueryRegistration
@@ -380,9 +380,9 @@ class HandOver(Struct, frozen=True):
     """A host's progress with partitions that are to move, as its heartbeat reports it.
 
     ``number`` grows with each heartbeat: of two that overtake each other, the higher one counts. ``warm`` has the
-    versions of the copies that it has loaded of partitions that are to become its own, by run, operator and partition.
-    Of the runs in ``giving`` the host takes no version for the newest without a look at Spark's log. ``exchanged`` has
-    the last exchange of files of each run of which the host has nothing from before it.
+    versions of the loaded copies of partitions that the host is to own, by run, operator and partition. For the runs in
+    ``giving`` the host does not treat a version as the newest without a look at Spark's log. ``exchanged`` has the last
+    exchange of each run whose files from before it the host no longer has.
     """
 
     number: int = 0
@@ -392,8 +392,8 @@ class HandOver(Struct, frozen=True):
 
 
 class WarmUp(Struct, frozen=True):
-    """A host is to load copies of partitions before tasks ask for them: those that are its own of late, and those that
-    are to become so, while their owner goes on (Kafka Streams: warm-up replicas).
+    """An order to a host to load copies of partitions before tasks ask for them: partitions that it has owned since
+    recently, and partitions that it is to own, while their owner keeps serving (Kafka Streams: warm-up replicas).
 
     ``heads`` has the path of the changelog that made ``version``, by operator and partition; None for version 0.
     """
@@ -405,7 +405,7 @@ class WarmUp(Struct, frozen=True):
 
 
 class SessionPlacement(Struct, frozen=True):
-    """The answer to a driver that says which hosts are to go: those in ``released`` own nothing any more."""
+    """The answer to a driver's message about leaving hosts: those in ``released`` own nothing any more."""
 
     released: tuple[str, ...] = ()
 
@@ -413,15 +413,14 @@ class SessionPlacement(Struct, frozen=True):
 class HostOrders(Struct, frozen=True):
     """The answer to a host's heartbeat. ``known`` False asks the host to register again with its report.
 
-    ``savepoints`` come again until the partitions are acknowledged. A savepoint that is not ``pending`` (checkpoint ids
-    by run) any more is given up. ``revoked_tokens`` are the ids of all revoked read-only tokens. The
-    lease runs for ``lease_seconds`` from the heartbeat on: no partition of the host is given to another host meanwhile
-    where no batch begins, unless its node is dead, or the host has said that it is ``giving``. A host without an answer
-    for so long may have been replaced. ``warm_up`` comes again until the partitions have moved and the next version is
-    completed. ``giving`` has the runs of which partitions of the host may move, each with its completed version.
-    ``ended_runs`` are those runs of the host whose queries have ended, and whose last version is read on.
-    ``lags`` has the runs of its session that follow a query elsewhere and are late: the seconds since storage was last
-    looked at.
+    ``savepoints`` are repeated until the partitions are acknowledged. A savepoint that is no longer ``pending``
+    (checkpoint ids by run) is cancelled. ``revoked_tokens`` are the ids of all revoked read-only tokens. The lease runs
+    for ``lease_seconds`` from the heartbeat on. Until then, unless a batch begins, no partition of the host is given to
+    another host, except if its node is dead, or the host has reported that it is ``giving``. A host without an answer
+    for so long may have been replaced. ``warm_up`` is repeated until the partitions have moved and the next version is
+    completed. ``giving`` has the runs with partitions of the host that may move, each with its completed version.
+    ``ended_runs`` are those runs of the host whose queries have ended, and whose last version can still be read.
+    ``lags`` has the late runs of its session that follow a query elsewhere: the seconds since the last look at storage.
     """
 
     known: bool
@@ -440,7 +439,7 @@ class HostOrders(Struct, frozen=True):
 class RunningOperator(Struct, frozen=True):
     """One operator of a query. Versions ``oldest_version`` to ``completed_version`` can be read.
 
-    ``ended``: the query has ended, and hosts go on answering from its last version.
+    ``ended``: the query has ended, and hosts continue to answer from its last version.
     """
 
     query_id: str
@@ -456,7 +455,7 @@ class RunningOperator(Struct, frozen=True):
 class LookedUp(Struct, frozen=True):
     """A batch of another query reads ``version`` of the operator at ``location``.
 
-    It reads what had not expired at ``at_ms``, in ms since 1970.
+    It reads rows that had not expired at ``at_ms``, in ms since 1970.
     """
 
     location: OperatorLocation
@@ -478,21 +477,21 @@ class OperatorLocation(Struct, frozen=True):
 
 # The version of the messages between drivers, hosts, tasks and the coordinator, of one release or several.
 #
-# Durable formats and the port of query clients have versions of their own. These messages are between processes of
-# one Ray cluster, mostly of one session; but a coordinator outlives the sessions that use it, and machines are
-# upgraded one by one. Whoever joins asks first, and is refused in plain words, where a message of another shape would
-# fail somewhere.
+# Durable formats and the port of query clients have separate versions. These messages are between processes of one Ray
+# cluster, mostly of one session; but a coordinator outlives the sessions that use it, and machines are upgraded one by
+# one. A process that joins asks first, and gets a clear refusal, instead of a later failure on a message of another
+# shape.
 
 
 WIRE_VERSION = 2
-"""Count up whenever a message or a record of one changes such that processes of the release before cannot take it.
+"""Increase this whenever processes of the previous release cannot read a changed message or record.
 
-``tests/fixtures/messages-<version>.txt`` has their shapes, and a test fails when these are not so any more.
+``tests/fixtures/messages-<version>.txt`` has their shapes, and a test fails when they change.
 """
 
 
 def other_version(who: str, theirs: object, ours: str) -> str | None:
-    """Return why two processes cannot work together; None if they can. Theirs is None before there were versions."""
+    """Return why two processes cannot work together; None if they can. ``theirs`` None: it has no version."""
     if theirs == WIRE_VERSION:
         return None
     return (
@@ -504,7 +503,7 @@ def other_version(who: str, theirs: object, ours: str) -> str | None:
 
 # ``KvStateLocationOracle``: which host owns which key groups of which operator of one run of a query.
 #
-# After Flink's ``KvStateLocation``: a client gets it once, and then finds owners without asking again.
+# After Flink's ``KvStateLocation``: a client gets it once, and then finds owners without further requests.
 
 
 class OperatorOwners(Struct, frozen=True):
@@ -522,9 +521,9 @@ class OperatorOwners(Struct, frozen=True):
 class KvStateLocationOracle(Struct, frozen=True):
     """An immutable view of one run at one moment. Make one with ``of``.
 
-    It is small to send, since each host is listed once. ``key_groups`` is the query's fixed number of key groups.
-    Partition p of n owns the groups g with ``g * n // key_groups == p``. ``state_location`` tells the query from a copy
-    of its checkpoint, which has the same ``query_id``.
+    It is small to send, because each host is listed once. ``key_groups`` is the query's fixed number of key groups.
+    Partition p of n owns the groups g with ``g * n // key_groups == p``. ``state_location`` distinguishes the query
+    from a copy of its checkpoint, which has the same ``query_id``.
     """
 
     query_id: str
@@ -541,8 +540,7 @@ class KvStateLocationOracle(Struct, frozen=True):
             if not 1 <= operator.num_partitions <= self.key_groups:
                 raise InvalidRequestError(
                     f"Operator {operator.name!r} has {operator.num_partitions} partitions; there must be at least 1 "
-                    "and at most "
-                    f"as many as key groups ({self.key_groups})."
+                    f"and at most as many as key groups ({self.key_groups})."
                 )
             if min(operator.owners) < 0 or max(operator.owners) >= len(self.hosts):
                 raise InvalidRequestError(
@@ -576,14 +574,13 @@ class KvStateLocationOracle(Struct, frozen=True):
     def partition_of(self, operator: str, key_group: int) -> int:
         """Return the partition that owns a key group.
 
-        Raises ``UnknownOperatorError``, or ``InvalidRequestError`` if there is no such key group.
+        Raises ``UnknownOperatorError``, or ``InvalidRequestError`` if the key group does not exist.
         """
         n = self._operator(operator).num_partitions
         if not 0 <= key_group < self.key_groups:
             raise InvalidRequestError(
-                f"There is no key group {key_group} of operator {operator!r}: query {self.query_id} has "
-                f"{self.key_groups}, "
-                f"numbered from 0."
+                f"Operator {operator!r} has no key group {key_group}: query {self.query_id} has {self.key_groups}, "
+                "numbered from 0."
             )
         return key_group * n // self.key_groups
 
@@ -605,7 +602,6 @@ class KvStateLocationOracle(Struct, frozen=True):
                 return operator
         exist = ", ".join(repr(o.name) for o in self.operators) or "none"
         raise UnknownOperatorError(
-            f"Query {self.name or 'unnamed'} ({self.query_id}, run {self.run_id}) has no operator {name!r}; operators "
-            "that "
-            f"exist: {exist}."
+            f"Query {self.name or 'unnamed'} ({self.query_id}, run {self.run_id}) has no operator {name!r}; "
+            f"operators that exist: {exist}."
         )

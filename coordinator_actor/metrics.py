@@ -1,7 +1,7 @@
-"""The table of all metrics, and where their values go. Code, reference page, dashboards and alerts go by the table.
+"""The table of all metrics, and their sinks. Code, reference page, dashboards and alerts follow the table.
 
-Names follow Prometheus: base units (seconds, bytes), ``_total`` for what only grows. Ray puts ``ray_`` before each name
-and adds labels of its own.
+Names follow Prometheus: base units (seconds, bytes), ``_total`` for counters. Ray adds ``ray_`` before each name, and
+its own labels.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ REQUEST_DURATION_BOUNDS = (
     5.0,
     10.0,
 )
-"""The same for requests of query clients. Above them stands ``+Inf``."""
+"""The same for requests of query clients. ``+Inf`` follows them."""
 
 OPERATOR_FIGURES = {
     "numRowsTotal": "Pairs of all column families after the batch.",
@@ -56,7 +56,7 @@ OPERATOR_FIGURES = {
 
 @dataclass(frozen=True)
 class Metric:
-    """One metric. ``role`` says whose process has it; each has the label ``namespace`` and those of ``labels``."""
+    """One metric. ``role`` names the publishing process; labels are ``namespace`` and those of ``labels``."""
 
     name: str
     kind: str
@@ -66,7 +66,7 @@ class Metric:
 
     @property
     def exported(self) -> str:
-        """Return the name under which Prometheus finds the metric."""
+        """Return the name of the metric in Prometheus."""
         suffix = "_total" if self.kind == COUNTER and not self.name.endswith("_total") else ""
         return f"ray_{self.name}{suffix}"
 
@@ -169,7 +169,7 @@ METRICS: Mapping[str, Metric] = {
             "statestore_checkpoint_full_bytes",
             GAUGE,
             COORDINATOR,
-            "Bytes of all files from which the newest measured version is loaded.",
+            "Bytes of all files that the newest measured version is loaded from.",
             _QUERY,
         ),
         Metric(
@@ -323,7 +323,7 @@ class MetricSink(Protocol):
 
 
 def storage_totals(requests: RequestCounts, reached: Callable[..., None], **labels: str) -> None:
-    """Publish by ``reached`` what a process has asked of checkpoint storage."""
+    """Publish a process's requests to checkpoint storage with ``reached``."""
     for kind, count in requests.read().items():
         reached("statestore_storage_requests_total", count, **labels, kind=kind)
     for kind, count in requests.failures().items():
@@ -335,9 +335,9 @@ def storage_totals(requests: RequestCounts, reached: Callable[..., None], **labe
 
 
 def running_totals(sink: MetricSink) -> Callable[..., None]:
-    """Return a function ``reached(name, total, **labels)`` for counters of which only the sum so far is known.
+    """Return a function ``reached(name, total, **labels)`` for counters with a known running total.
 
-    A sum that is lower than before has begun anew at 0.
+    A total that is lower than before has restarted at 0.
     """
     before: dict[tuple[object, ...], float] = {}
 
@@ -350,7 +350,7 @@ def running_totals(sink: MetricSink) -> Callable[..., None]:
     return reached
 
 
-# The coordinator's metrics, made of counts that it keeps anyway. No batch waits for metrics.
+# The coordinator's metrics, derived from counts that it keeps anyway. No batch waits for metrics.
 
 
 RECENT_VERSIONS = 20
@@ -369,7 +369,7 @@ class _Shown:
 class QueryMetrics:
     """Publishes the figures of running queries: those of checkpoints once, when they are completed; others as they are.
 
-    A look costs a few microseconds for each query and new checkpoint, whatever partitions it has. ``clock`` is in
+    A look costs a few microseconds for each query and new checkpoint, regardless of its partitions. ``clock`` is in
     seconds since 1970. Checkpoints that were completed before this process began are not counted again. For one thread.
     """
 
@@ -382,7 +382,7 @@ class QueryMetrics:
 
     def publish(self, hosts: int, queries: int, running: Sequence[QueryState], requests: RequestCounts) -> None:
         """Publish what is new. ``requests`` are those to storage since the process began."""
-        # Again and again: what was set once, at the start of the process, was not exported.
+        # Repeatedly: a value that was set once, at the start of the process, was not exported.
         self._sink.set("statestore_coordinator_start_timestamp_seconds", self._began)
         self._sink.set("statestore_hosts", hosts)
         self._sink.set("statestore_queries", queries)

@@ -2,7 +2,7 @@
 
 Text is ``time LEVEL logger: message``. Line breaks in a message are shown as ``\n``; a traceback follows below its
 event, as in Spark's logs. With ``json`` an event with its traceback is one line, an object with ``time`` (ISO 8601,
-UTC), ``level``, ``logger``, ``message``, ``exception`` if there is one, and who logs: ``role``, ``namespace``,
+UTC), ``level``, ``logger``, ``message``, ``exception`` if there is one, and the process: ``role``, ``namespace``,
 ``node_ip`` and, of a host, ``host``.
 """
 
@@ -28,9 +28,9 @@ def format_of_environment() -> str:
 
 
 def checked_format(form: str) -> str:
-    """Return the format. Raises ``ValueError`` for one that there is not."""
+    """Return the format. Raises ``ValueError`` for an unknown one."""
     if form not in (TEXT, JSON_LINES):
-        raise ValueError(f"log_format={form!r} is none: it is {TEXT!r} or {JSON_LINES!r} ({LOG_FORMAT_VARIABLE}).")
+        raise ValueError(f"log_format={form!r} is unknown: it is {TEXT!r} or {JSON_LINES!r} ({LOG_FORMAT_VARIABLE}).")
     return form
 
 
@@ -38,7 +38,7 @@ def set_up_logging(form: str, who: Mapping[str, str]) -> None:
     """Log to the standard error of this process, which is an actor's, from now on. ``who`` is added to JSON."""
     handler = logging.StreamHandler()
     handler.setFormatter(JsonLines(who) if form == JSON_LINES else TextLines())
-    # What somebody has set up for text, by Ray's LoggingConfig, stays.
+    # Keep a plain-text format that Ray's LoggingConfig has set up.
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=form == JSON_LINES)
     for name in OURS:
         logging.getLogger(name).setLevel(logging.INFO)
@@ -82,9 +82,9 @@ def _one_line(text: str) -> str:
 
 # The scheduling priority of hosts and coordinator.
 #
-# Ray starts its workers with niceness 15 (``RAY_worker_niceness``). Where processors are busy, such a process gets a
-# thirtieth of the time of an ordinary process. That suits tasks, which must not slow down the node's own services.
-# Hosts and the coordinator are services: tasks and clients wait for them.
+# Ray starts its workers with niceness 15 (``RAY_worker_niceness``). On busy processors, such a process gets a thirtieth
+# of the time of an ordinary process. That suits tasks, which must not slow down the node's own services. Hosts and the
+# coordinator are services: tasks and clients wait for them.
 
 
 log = logging.getLogger(__name__)
@@ -95,9 +95,10 @@ _PASSES = 3
 def take_ordinary_priority() -> bool:
     """Give all threads of this process niceness 0 if the system allows it. Return whether they have it now.
 
-    That takes root, CAP_SYS_NICE or a limit on niceness (``ulimit -e``). Without one of them, set Ray's own option.
+    That requires root, CAP_SYS_NICE or a limit on niceness (``ulimit -e``). Without one of them, set Ray's own option.
     """
-    # Each thread has its own niceness, and a new thread takes that of its creator: maybe one that was not reached yet.
+    # Each thread has its own niceness, and a new thread inherits that of its creator, which may not have been changed
+    # yet.
     for _ in range(_PASSES):
         for thread in [int(path.name) for path in Path("/proc/self/task").glob("*")]:
             with contextlib.suppress(ProcessLookupError):  # it has ended
@@ -107,8 +108,7 @@ def take_ordinary_priority() -> bool:
                     os.setpriority(os.PRIO_PROCESS, thread, 0)
                 except PermissionError:
                     log.info(
-                        "This process keeps the niceness %d that Ray has given it, and is slow where processors are "
-                        "busy: "
+                        "This process keeps the niceness %d that Ray has given it, and is slow if processors are busy: "
                         "set RAY_worker_niceness=0 where Ray is started",
                         os.getpriority(os.PRIO_PROCESS, thread),
                     )

@@ -1,7 +1,7 @@
 """``StateStoreCoordinatorRef``: a reference to the coordinator, for a driver, a task or any Ray process.
 
 It has the messages of Spark's ``StateStoreCoordinatorRef``. In a PySpark task the messages go through a state store
-host, so that the worker need not join Ray. ``spark_bridge`` offers that way as an entry point.
+host, so that the worker need not join Ray. ``spark_bridge`` offers that transport as an entry point.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ Transport = Callable[[str, dict[str, Any]], Any]
 ENTRY_POINT = "statestore.executor_transport"
 RESTART_SECONDS = 60.0
 """How long messages wait, all together, for a coordinator that is being restarted."""
-# One thread, so that reports and deactivations arrive in the order in which they were made.
+# One thread, so that reports and deactivations arrive in the order of the calls.
 _reporters = ThreadPoolExecutor(max_workers=1, thread_name_prefix="statestore-report")
 
 
 def executor_transport() -> Transport | None:
-    """Return the way from the task that this process runs, as installed packages offer it; None outside a task."""
+    """Return the transport for the task that this process runs, as installed packages offer it; None outside a task."""
     for entry_point in entry_points(group=ENTRY_POINT):
         found: Transport | None = entry_point.load()()
         if found is not None:
@@ -90,9 +90,8 @@ class StateStoreCoordinatorRef:
                 return ray.get_actor(name, namespace=namespace)
             except ValueError as error:
                 raise CoordinatorStoppedError(
-                    f"There is no StateStoreCoordinator {name!r} in the Ray namespace {namespace!r}: it was stopped or "
-                    "never "
-                    "started. init_spark, attach or StateStoreCoordinatorRef.for_driver() start one."
+                    f"No StateStoreCoordinator {name!r} exists in the Ray namespace {namespace!r}: it was stopped or "
+                    "never started. init_spark, attach or StateStoreCoordinatorRef.for_driver() start one."
                 ) from error
 
         away_since: float | None = None
@@ -107,7 +106,7 @@ class StateStoreCoordinatorRef:
                 except RayTaskError:
                     raise
                 except RayError as error:
-                    # The coordinator may have received the message before it went down. Each message may be sent twice.
+                    # The coordinator may have received the message before it failed. Each message may be sent twice.
                     if isinstance(error, ActorUnavailableError):
                         away_since = away_since or time.monotonic()
                         if time.monotonic() < away_since + RESTART_SECONDS:
@@ -144,7 +143,7 @@ class StateStoreCoordinatorRef:
         )
 
     def verify_if_instance_active(self, provider_id: StateStoreProviderId, executor_id: str) -> bool:
-        """Return whether the coordinator knows that executor as the one that has the provider."""
+        """Return whether that executor has the provider, as far as the coordinator knows."""
         args = {"provider_id": provider_id, "executor_id": executor_id}
         return bool(self._transport("verify_if_instance_active", args))
 
@@ -159,14 +158,14 @@ class StateStoreCoordinatorRef:
         return locations
 
     def deactivate_instances(self, run_id: str | uuid.UUID) -> bool:
-        """Forget the instances of a run, also those of reports that are still on their way.
+        """Forget the instances of a run, including those of reports that are still on their way.
 
-        Raises ``InvalidRequestError`` if ``run_id`` is neither a text nor a ``uuid.UUID``.
+        Raises ``InvalidRequestError`` if ``run_id`` is neither a string nor a ``uuid.UUID``.
         """
         return bool(_reporters.submit(self._transport, "deactivate_instances", {"run_id": run_id}).result())
 
     def stop(self) -> None:
-        """Stop the coordinator for good."""
+        """Stop the coordinator permanently."""
         self._stop()
 
 
@@ -211,11 +210,11 @@ class RayCoordinatorPort(CoordinatorPort):
         self._closed.set()
 
     def call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
-        """Send one message and return the answer. A message that gets no answer is sent again."""
+        """Send one message and return the answer. A message without an answer is sent again."""
         deadline = time.monotonic() + self._timeout
         while True:
             if not ray.is_initialized():  # another call would start a cluster
-                raise HostUnavailableError(f"Ray has been shut down in this process: nobody is asked {method}.")
+                raise HostUnavailableError(f"Ray has been shut down in this process: {method} is not sent.")
             try:
                 if self._actor is None:
                     self._actor = ray.get_actor(self._name, namespace=self._namespace)

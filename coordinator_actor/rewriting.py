@@ -2,16 +2,16 @@
 
 All readable versions stay readable. In each partition that may have rows of the keys:
 
-- Each changelog that a readable version needs is written again, under a new name and on top of the new name of the one
+- Each changelog that a readable version needs is rewritten, under a new name and on top of the new name of the one
   below. So everything that was made of the old ones, in a host's memory or on its disk, belongs to another lineage, and
   hosts load the partition again.
-- The backend's engine rebuilds two snapshots from the rows that stay: the first one that a load needs, and the newest
+- The backend's engine rebuilds two snapshots from the remaining rows: the first one that a load needs, and the newest
   one. RocksDB's own files would keep removed rows and the key ranges of deleted files. The snapshots in between are
   dropped; a load applies changelogs instead.
 - Retention may have removed the changelog at the version of the first of these snapshots. An empty one takes its place:
-  a load needs its name alone.
+  a load needs only its name.
 
-An object that also has parts of other partitions is written again with those parts as they are.
+An object that also has parts of other partitions is rewritten with those parts unchanged.
 
 Reads and writes grow with the state of these partitions, with their changelogs of all readable versions, and by one
 request per shared object.
@@ -80,11 +80,11 @@ from coordinator_actor.savepoints.new_checkpoint import build_snapshot
 
 
 class ForgottenKeys:
-    """Keys whose rows are to go. ``columns`` are the values of the key columns, a row for each key.
+    """Keys whose rows are to be removed. ``columns`` are the values of the key columns, a row for each key.
 
-    A column of the stored key that is not among ``columns``, as a window, may have any value. ``families`` are the
-    column families of the operator. ``num_groups`` is the number of key groups, ``is_whole`` whether ``columns`` are
-    all the columns by which rows are routed, in their stored order: then only the partitions of these keys have rows.
+    A column of the stored key that is not among ``columns``, such as a window, may have any value. ``families`` are the
+    column families of the operator. ``num_groups`` is the number of key groups. ``is_whole``: ``columns`` are all the
+    routing columns, in their stored order, so that only the partitions of these keys have rows.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class ForgottenKeys:
     def without(self, family: str, pairs: SortedPairs) -> SortedPairs:
         """Return the pairs of a column family that belong to none of the keys.
 
-        A family that is in no schema has no rows, but notes of where a sweep stands, whose values are keys: none stays.
+        A family without a schema has no rows, but bookmarks of sweeps, whose values are keys: none of them is kept.
         """
         schema = self._families.get(family)
         if schema is None:
@@ -127,7 +127,7 @@ class ForgottenKeys:
 
 
 def _encoded(columns: pa.RecordBatch) -> pa.BinaryArray:
-    """Return the values of the columns as one value that is equal where all of them are: nulls and NaNs too."""
+    """Return the columns as one value that is equal if all of them are equal, including nulls and NaNs."""
     return encode_keys(columns, np.zeros(columns.num_rows, np.int64))
 
 
@@ -146,9 +146,9 @@ U = TypeVar("U")
 class Rewriting:
     """Rewrites the files of an operator without the rows of some keys.
 
-    ``run`` may be called again when more versions are there: it does not write again what it has written. That holds
-    only as long as nothing removes what it has written: no manifest names these files before the exchange.
-    ``removed_rows`` counts the rows of the keys in changelogs and snapshots: a row counts in each that has had it.
+    ``run`` may be called again when more versions exist: it does not repeat its writes. That holds only as long as
+    nothing removes the written files: no manifest names them before the exchange. ``removed_rows`` counts the rows of
+    the keys in changelogs and snapshots: a row counts in each that had it.
     """
 
     def __init__(
@@ -178,9 +178,9 @@ class Rewriting:
         self.removed_rows = 0
 
     def run(self, versions: StateVersions) -> RewrittenFiles:
-        """Write what the readable versions need. Return which files replace which ones.
+        """Write the files that the readable versions need. Return which files replace which ones.
 
-        Raises ``DamagedFileError``, ``MissingFileError``, ``StorageError``. Files written until then count for nothing;
+        Raises ``DamagedFileError``, ``MissingFileError``, ``StorageError``. Files written until then are ignored;
         retention removes them when their versions are no longer kept.
         """
         # Listed in each call: an upload that was under way in the last one may have ended since.
@@ -201,7 +201,7 @@ class Rewriting:
         return sorted({file.stored_in for file in files if not file.is_in(sizes)})
 
     def obsolete(self, paths: Iterable[str], versions: StateVersions) -> Iterator[str]:
-        """Give those of some unneeded files that may have rows of the keys, or belong to a replaced lineage."""
+        """Yield the unneeded files that may have rows of the keys, or belong to a replaced lineage."""
         replaced = tuple(
             f"{s.layout.directory(p)}/" for s, partitions in self._affected(versions).items() for p in partitions
         )
@@ -233,8 +233,9 @@ class Rewriting:
         """Return the partitions of each layout that are rewritten, the earliest layout first.
 
         The heads of an earlier layout name a partition that was made of it, whatever keys the partition has. A layout
-        may be on the chain twice, and has the same partitions both times. No later call adds or omits any, though the
-        layouts below may have left the chain: what was written since names the new heads as its bases.
+        may be on the chain twice, and has the same partitions both times. Later calls return the same partitions,
+        although the layouts below may have left the chain: files that were written since name the new heads as their
+        bases.
         """
         segments = list(reversed(chains.segments(versions.chain, self._operator)))
         while True:
@@ -289,7 +290,7 @@ class Rewriting:
     def _base(
         self, versions: StateVersions, new: dict[int, Manifest], layout: Layout, partition: int, version: int
     ) -> tuple[str | None, str | None]:
-        """Return the head below a version of a partition as it was, and as it is when the files are exchanged."""
+        """Return the head below a version of a partition before the exchange of files, and after it."""
         key_groups = versions.key_groups
         return (
             chains.head_of(versions.chain, version - 1, layout, partition, key_groups),
@@ -302,7 +303,7 @@ class Rewriting:
         meta, changes = read_changelog(data)
         kept = {family: self._forgotten.without(family, pairs) for family, pairs in changes.families.items()}
         self.removed_rows += changes.num_changes - sum(map(len, kept.values()))
-        # Below the lowest version that is kept there is no head any more, and none is looked for.
+        # Below the lowest version that is kept no head exists, and none is searched.
         meta = structs.replace(meta, base=base[1] if base[0] is not None and meta.base == base[0] else meta.base)
         return self._member(layout, partition, meta, Changes(kept))
 
@@ -318,7 +319,7 @@ class Rewriting:
         return GroupMember(meta, path, write_changelog(changes, meta, StateStoreConf().compression))
 
     def _move_changelogs(self, versions: StateVersions, loaded: LoadedFiles) -> None:
-        """Write the needed parts of objects that may have rows of the keys into new objects, as they are."""
+        """Write the needed parts of objects that may have rows of the keys into new objects, unchanged."""
         left = list(self._parts_of_others(versions, loaded))
         unknown = sorted({ref.stored_in for ref in left} - self._has_keys.keys())
         self._has_keys.update(zip(unknown, _parallel(INDEX_THREADS, self._index_has_keys, unknown), strict=True))
@@ -345,16 +346,16 @@ class Rewriting:
                         yield held[p].changelog
 
     def _index_has_keys(self, path: str) -> bool:
-        """Return whether an object of changelogs may have rows of the keys: also those of attempts that do not count.
+        """Return whether an object of changelogs, even of attempts that do not count, may have rows of the keys.
 
         An object that earlier rewriting made has changelogs of versions that no manifest names any more.
         """
         if path not in self._sizes:
-            return True  # it is missing: whoever reads its parts says so
+            return True  # it is missing: a reader of its parts reports that
         try:
             return any(self._may_have_keys(ref.path) for _, ref in read_index(self._storage, path, self._sizes[path]))
         except DamagedFileError as error:
-            log.warning("The index of %s is damaged, so its parts are written again: %s", path, error)
+            log.warning("The index of %s is damaged, so its parts are rewritten: %s", path, error)
             return True
 
     # -- snapshots -----------------------------------------------------------------------------
@@ -418,7 +419,7 @@ class Rewriting:
         return stored, removed
 
     def _move_snapshots(self, loaded: LoadedFiles, affected: dict[Segment, frozenset[int]]) -> None:
-        """Write the parts of whole snapshots in objects that may have rows of the keys into new objects, as they are.
+        """Write the parts of whole snapshots in objects that may have rows of the keys into new objects, unchanged.
 
         Such an object has no index. It has no rows of the keys if snapshots of other partitions account for each byte.
         """
@@ -441,7 +442,7 @@ class Rewriting:
                 self._take(one.ref, self._moved(held))
 
     def _moved(self, held: SnapshotDescriptor) -> snapshot.StoredSnapshot:
-        """Store a snapshot's descriptor, and its files that share an object with others, anew."""
+        """Rewrite a snapshot's descriptor, and its files that share an object with others."""
         beside = {f.name: f.file for f in held.files if f.file is not None and f.file.within is not None}
         small = {name: self._storage.read(ref) for name, ref in beside.items()}
         files = tuple(f for f in held.files if f.name not in beside)
@@ -452,7 +453,7 @@ class Rewriting:
 
 
 class _Group:
-    """Collects changelogs for objects of about ``REWRITTEN_GROUP_BYTES``, and notes in ``places`` where each one is."""
+    """Collects changelogs for objects of about ``REWRITTEN_GROUP_BYTES``; records their locations in ``places``."""
 
     def __init__(self, storage: CheckpointStorage, places: dict[str, FileRef]) -> None:
         self._storage = storage
@@ -462,7 +463,7 @@ class _Group:
         self._nbytes = 0
 
     def add(self, old: str, member: GroupMember) -> None:
-        """Take the changelog that stands in the place of ``old``."""
+        """Add the changelog that replaces ``old``."""
         self._named[old] = FileRef(member.path, len(member.data), "")
         self._members.append((old, member))
         self._nbytes += len(member.data)
@@ -470,11 +471,14 @@ class _Group:
             self.close()
 
     def names(self, version: int) -> RewrittenFiles:
-        """Return which names stand for which, also of what is not written yet. Where they are is not in it."""
+        """Return the replacements by name, including changelogs that are not written yet. It has no locations."""
         return RewrittenFiles(version, self._named, {})
 
     def close(self) -> None:
-        """Write what was collected. The object bears the highest version in it, and stays as long as that is needed."""
+        """Write the collected changelogs.
+
+        The object is named by the highest version in it, and stays as long as that is needed.
+        """
         if not self._members:
             return
         path = group_path(max(version_in(one.path) for _, one in self._members))

@@ -1,8 +1,8 @@
-"""The threads that answer messages, chosen so that a query whose storage hangs keeps no other message from its answer.
+"""The threads that answer messages. A query whose storage hangs does not delay messages about other queries.
 
 Messages about leases and locations wait for no storage and for no lock that is held over storage: they are answered at
-once, by the thread that takes the messages of their group. Registrations have threads of their own. All others are
-answered in the threads of the query that they are about (``query_threads.py``).
+once, by the thread that takes the messages of their group. Registrations have separate threads. All others are answered
+in the threads of their query (``query_threads.py``).
 """
 
 from __future__ import annotations
@@ -25,37 +25,37 @@ from coordinator_actor.exceptions import QueryBusyError
 
 # Threads for work that may wait for the storage of a query: each query has a few, and no more (bulkheads).
 #
-# So storage that hangs for one query keeps no other query from its work. Work waits in a queue of its query until one
+# So storage that hangs for one query does not block the work of another. Work waits in a queue of its query until one
 # of these threads is free. The queue is bounded as well.
 
 
 THREADS_PER_QUERY = 4
-"""Most work on a query goes one by one anyway, under the lock of its run."""
+"""Most work on a query is serialised anyway, under the lock of its run."""
 MOST_WAITING = 1000
-"""Five messages of each of 200 hosts."""
+"""The capacity of a query's queue: five messages of each of 200 hosts."""
 MOST_THREADS = 4096
 """Threads of all queries together; they are made when needed, and are kept."""
 
 Work = Callable[[], Any]
 Apart = Callable[[str, Work], "Future[Any]"]
-"""Does work that may wait for the storage of a query, given by its name, apart from whoever asks for it.
+"""Does work that may wait for the storage of a query, given by its name, independently of the caller.
 
-``QueryThreads.submit`` does, and ``in_place``.
+``QueryThreads.submit`` and ``in_place`` are such functions.
 """
 
 
 @dataclass
 class _Lane:
-    """The work of one query: how many threads are at it, and what waits for one of them, the oldest first."""
+    """The work of one query: the number of its busy threads, and the waiting work, the oldest first."""
 
     running: int = 0
     waiting: deque[tuple[Future[Any], Work]] = field(default_factory=deque)
 
 
 class QueryThreads:
-    """Runs the work of each query in threads of its own. Thread-safe: ``_lock`` guards the lanes.
+    """Runs the work of each query in separate threads. Thread-safe: ``_lock`` guards the lanes.
 
-    A lane exists while it has work. What a query occupies: ``threads`` threads and ``most_waiting`` pieces of work.
+    A lane exists while it has work. A query occupies at most ``threads`` threads and ``most_waiting`` pieces of work.
     """
 
     def __init__(self, threads: int = THREADS_PER_QUERY, most_waiting: int = MOST_WAITING) -> None:
@@ -66,9 +66,9 @@ class QueryThreads:
         self._pool = ThreadPoolExecutor(MOST_THREADS, thread_name_prefix="statestore-query-work")
 
     def submit(self, query: str, work: Work) -> Future[Any]:
-        """Begin some work of a query, or let it wait for its turn. Return its future at once.
+        """Begin some work of a query, or queue it. Return its future at once.
 
-        Raises ``QueryBusyError`` if as much as may wait already waits.
+        Raises ``QueryBusyError`` if the queue is full.
         """
         future: Future[Any] = Future()
         with self._lock:
@@ -77,7 +77,7 @@ class QueryThreads:
                 if len(lane.waiting) >= self._most_waiting:
                     raise QueryBusyError(
                         f"{len(lane.waiting)} messages about {query} wait already, and {lane.running} are being "
-                        "answered: most likely the storage of that query does not answer. Look at it, and try again."
+                        "answered: most likely the storage of that query does not answer. Check it, and retry."
                     )
                 lane.waiting.append((future, work))
                 return future
@@ -112,7 +112,7 @@ class QueryThreads:
 
 
 def in_place(query: str, work: Work) -> Future[Any]:
-    """Do the work before returning: what ``QueryThreads.submit`` is where nothing else is to be answered meanwhile."""
+    """Do the work before returning: a ``QueryThreads.submit`` for callers that need no other answer in parallel."""
     future: Future[Any] = Future()
     _settle(future, work)
     return future
@@ -123,14 +123,14 @@ def _settle(future: Future[Any], work: Work) -> None:
         return
     try:
         result = work()
-    except BaseException as error:  # noqa: BLE001 - whoever waits for it gets it
+    except BaseException as error:  # noqa: BLE001 - the waiting caller gets it
         future.set_exception(error)
     else:
         future.set_result(result)
 
 
 REGISTRATION_THREADS = 32
-"""A registration waits for a second where the storage of a query hangs."""
+"""A registration waits for a second if the storage of a query hangs."""
 
 _NAMES = {method: list(signature(getattr(CoordinatorPort, method)).parameters)[1:] for method in GROUPS}
 
@@ -148,7 +148,7 @@ class Dispatcher:
 
         Raises ``QueryBusyError`` if too many messages about the same query wait, ``KeyError`` for an unknown message.
         """
-        # Below the span of Ray's own tracing, where that is on.
+        # As a child of the span of Ray's own tracing, if that is on.
         answer = spans.carried(partial(self._coordinator.call, method, *args, **kwargs))
         group = GROUPS[method]
         if group is Group.QUERIES:
@@ -159,7 +159,7 @@ class Dispatcher:
 
 
 def query_of(method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """Return the run, or the query by its name, that a message is about; the message's own name if it is about none."""
+    """Return the run or query name that a message is about; the message's own name if it is about none."""
     given = {**dict(zip(_NAMES[method], args, strict=False)), **kwargs}
     for name in ("run_id", "query"):
         if given.get(name) is not None:
@@ -168,18 +168,15 @@ def query_of(method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str
     return method if record is None else str(record.run_id)
 
 
-# The loop that ends leases: it looks at them once a second for as long as the coordinator lives.
+# The loop that ends leases: it checks them once a second for as long as the coordinator lives.
 #
-# Nothing else ends the lease of a host or driver that is lost. So each part of a look runs whatever the others fail
-# at.
+# Nothing else ends the lease of a host or driver that is lost. So each part of a look runs even if the others fail.
 
 
 log = logging.getLogger(__name__)
 
 LEASE_WATCH_SECONDS = 1.0
-"""The seconds between two looks at the leases. A look that comes later by as much shows that the process stood
-still.
-"""
+"""The seconds between two looks at the leases. A delay of a look shows how long the process was suspended."""
 
 
 class Watched(Protocol):
@@ -189,17 +186,17 @@ class Watched(Protocol):
         """End the leases that are over; they have not run for ``stood_still`` seconds."""
 
     def counts(self) -> tuple[int, int]:
-        """Return how many hosts live and how many queries are registered."""
+        """Return how many hosts are alive and how many queries are registered."""
 
     def is_idle(self) -> bool:
-        """Return whether nobody needs the coordinator any more."""
+        """Return whether no host or driver needs the coordinator any more."""
 
 
 class LeaseWatch:
-    """Looks at the leases of a coordinator. The work of a look grows with its hosts and runs, not with partitions.
+    """Checks the leases of a coordinator. The work of a look grows with its hosts and runs, not with partitions.
 
     ``publish(hosts, queries)`` takes the numbers of live hosts and registered queries, ``end()`` ends the process when
-    nobody has needed the coordinator for its idle timeout. ``clock`` is monotonic, in seconds.
+    no message has come for the coordinator's idle timeout. ``clock`` is monotonic, in seconds.
     """
 
     def __init__(
@@ -217,18 +214,18 @@ class LeaseWatch:
         self._looked_at = clock()
 
     def loop(self) -> BackgroundLoop:
-        """Return the loop that looks, which is still to be started. It has no backoff: leases must end in time."""
+        """Return the loop that checks, which the caller must start. It has no backoff: leases must end in time."""
         return BackgroundLoop(
             self.look,
             LEASE_WATCH_SECONDS,
             name="statestore-leases",
-            what="look at the leases: lost hosts and drivers are not given up, or figures are not published",
+            what="check the leases: lost hosts and drivers are not given up, or figures are not published",
             remedy="Look at the coordinator's log ('statestore logs').",
             most_seconds=LEASE_WATCH_SECONDS,
         )
 
     def look(self) -> None:
-        """Look at the leases once. Raises the first error, after all parts of the look have run."""
+        """Check the leases once. Raises the first error, after all parts of the look have run."""
         late = self._clock() - self._looked_at - LEASE_WATCH_SECONDS
         failures = []
         expire = partial(self._coordinator.expire, late if late > LEASE_WATCH_SECONDS else 0.0)
@@ -246,5 +243,5 @@ class LeaseWatch:
 
     def _end_if_idle(self) -> None:
         if self._coordinator.is_idle():
-            log.info("Nobody has needed this coordinator for a while; it ends")
+            log.info("No host or driver has needed this coordinator for a while; it ends")
             self._end()

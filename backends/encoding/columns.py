@@ -311,7 +311,7 @@ EVEN_WIDTH = 1 << 8
 """The largest width whose offsets are shared."""
 _EVEN_OFFSETS: dict[int, pa.Buffer] = {}
 _EVEN_WIDTHS: dict[int, int] = {}
-"""The widths by the addresses of the shared offsets, which are kept for good."""
+"""Maps the addresses of the shared offsets to their widths. Entries are never removed."""
 
 
 @lru_cache(EVEN_WIDTH)
@@ -335,9 +335,9 @@ def _even_offsets(n: int, width: int) -> pa.Buffer:
 
 
 def even_rows(array: pa.BinaryArray) -> Records | None:
-    """Return the elements as records of one width, without a copy.
+    """Return the elements as records of equal width, without a copy.
 
-    None if the widths differ, or there are no elements, nulls, or only empty elements.
+    Return None if the widths differ, if there are nulls or no elements, or if all elements are empty.
     """
     n = len(array)
     mask, bounds, content = array.buffers()
@@ -507,7 +507,7 @@ def aligned_binary(array: pa.BinaryArray) -> pa.BinaryArray:
     """Return a binary array with its offsets at a multiple of 4 bytes; copy them only if they are elsewhere.
 
     Arrow Flight leaves buffers wherever gRPC has put them. Arrow's query engine (``group_by``, ``join``, scans by
-    DuckDB) warns about such buffers, or refuses them.
+    DuckDB) warns about such buffers, or rejects them.
     """
     mask, bounds, content = array.buffers()
     if bounds is None or bounds.address % 4 == 0:
@@ -527,7 +527,7 @@ def _buffer(values: npt.NDArray[Any]) -> pa.Buffer:
     if not contiguous.size:
         return pa.py_buffer(b"")
     buffer = pa.py_buffer(contiguous.view(np.uint8))
-    # numpy takes the field of a single record for contiguous. Its values lie where the record has them.
+    # numpy treats the field of a single record as contiguous. Its values are where the record has them.
     if buffer.address % min(contiguous.itemsize, 8):
         return pa.py_buffer(contiguous.copy().view(np.uint8))
     return buffer
@@ -537,7 +537,7 @@ def _one_line(schema: object) -> str:
     return str(schema).replace("\n", ", ")
 
 
-# Names of columns: the reserved prefix, and the rule by which columns that stand beside each other get other names.
+# Names of columns: the reserved prefix, and the rule that renames columns with equal names in one result.
 
 
 RESERVED_PREFIX = "__statestore_"

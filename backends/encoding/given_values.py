@@ -46,7 +46,7 @@ def is_missing(value: object, *, nan: bool = False) -> bool:
         return bool(np.isnat(value))
     if nan and isinstance(value, float | np.floating | Decimal):
         return value.is_nan() if isinstance(value, Decimal) else bool(np.isnan(value))
-    # Without importing pandas: if nobody has imported it, there is no such value.
+    # Do not import pandas: if the process has not imported it, no such value can exist.
     pandas = sys.modules.get("pandas")
     return pandas is not None and (value is getattr(pandas, "NaT", None) or value is getattr(pandas, "NA", None))
 
@@ -215,7 +215,7 @@ def _time(value: Any, kind: pa.DataType, lossless: bool) -> Any:
 
 
 def _nanoseconds(value: Any) -> int:
-    """Return the nanoseconds that pandas' times have besides Python's microseconds."""
+    """Return the nanoseconds that pandas times have in addition to Python's microseconds."""
     return getattr(value, "nanosecond", 0)
 
 
@@ -314,7 +314,7 @@ def cast_without_loss(given: pa.Array | pa.ChunkedArray, kind: pa.DataType) -> p
 
 
 def check_same(given: pa.Array | pa.ChunkedArray, made: pa.Array) -> None:
-    """Raise ``ValueError`` if numbers were rounded: what was made is not what was given when it is cast back."""
+    """Raise ``ValueError`` if numbers were rounded: the result, cast back, differs from the input."""
     kinds = (given.type, made.type)
     if kinds[0] == kinds[1] or not any(pa.types.is_floating(k) or pa.types.is_decimal(k) for k in kinds):
         return

@@ -27,10 +27,10 @@ from backends.encoding.columns import (
 )
 from backends.exceptions import InvalidStateStoreArgument, UnsupportedTypeError
 
-# XXH64 of many values at once, each with a seed of its own: https://xxhash.com, as Spark's ``xxhash64`` computes it.
+# XXH64 of many values at once, each with its own seed: https://xxhash.com, as Spark's ``xxhash64`` computes it.
 #
-# Values of fixed width are one round each. Strings are hashed side by side: the first eight bytes of all of them,
-# then the next eight of those that have 16 bytes or more, and so on.
+# Values of fixed width take one round each. Strings are hashed in parallel: the first eight bytes of all strings, then
+# the next eight of those that have 16 bytes or more, and so on.
 
 
 RowHashes = npt.NDArray[np.uint64]
@@ -40,7 +40,7 @@ LONG_STRING_BYTES = 512
 STRINGS_ONE_BY_ONE = 100
 """At most this many strings are hashed faster one by one."""
 HASH_STEP_ROWS = 1 << 15
-"""This many strings are hashed side by side: their words stay in the caches of a core."""
+"""This many strings are hashed in parallel: their words stay in the caches of a core."""
 
 _P1 = np.uint64(0x9E3779B185EBCA87)
 _P2 = np.uint64(0xC2B2AE3D27D4EB4F)
@@ -237,7 +237,7 @@ def partition_range(partition: int, num_partitions: int, num_groups: int) -> tup
             f"{num_partitions} partitions for {num_groups} key groups: there must be 1 to {num_groups}."
         )
     if not 0 <= partition < num_partitions:
-        raise InvalidStateStoreArgument(f"There is no partition {partition} of {num_partitions}.")
+        raise InvalidStateStoreArgument(f"Partition {partition} of {num_partitions} does not exist.")
     return -(-partition * num_groups // num_partitions), -(-(partition + 1) * num_groups // num_partitions)
 
 

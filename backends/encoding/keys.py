@@ -93,7 +93,7 @@ def _are_groups(groups: npt.NDArray[Any]) -> bool:
 def decode_keys(keys: pa.Array | pa.ChunkedArray, schema: pa.Schema) -> pa.RecordBatch:
     """Return the key columns of encoded keys, without the key group.
 
-    Raises ``SchemaMismatchError`` if the bytes are no keys of the schema.
+    Raises ``SchemaMismatchError`` if the bytes are not keys of the schema.
     """
     keys = as_binary("keys", keys)
     if keys.null_count:

@@ -52,7 +52,7 @@ class StateVariable:
     def __post_init__(self) -> None:
         if self.kind not in VARIABLE_KINDS:
             raise InvalidStateStoreArgument(
-                f"{self.kind!r} is no kind of state variable; there are {', '.join(VARIABLE_KINDS)}."
+                f"{self.kind!r} is not a kind of state variable; the kinds are {', '.join(VARIABLE_KINDS)}."
             )
 
     def family(self, declared: str) -> str:
@@ -71,11 +71,12 @@ class StateVariable:
 
 @dataclass(frozen=True)
 class OperatorSchema:
-    """The state variables of one operator, and the order in which its user names the columns of a key.
+    """The state variables of one operator, and the order of the key columns in the user's program.
 
-    ``key_columns`` differs from the stored order where a window is stored first, so that closed windows lie together.
-    ``settings`` are what else of the program must stay as it is for the state to mean the same, such as the time mode
-    of timers. Of several variables of one name at most one is not deleted, apart from the timers.
+    ``key_columns`` differs from the stored order if a window is stored first, so that closed windows are adjacent.
+    ``settings`` are other parts of the program that must not change, because the meaning of the state depends on them,
+    such as the time mode of timers. If several variables have the same name, at most one of them is not deleted, apart
+    from the timers.
     """
 
     variables: tuple[StateVariable, ...]
@@ -87,7 +88,7 @@ class OperatorSchema:
         for identity in identities:
             if identities.count(identity) > 1:
                 raise InvalidStateStoreArgument(
-                    f"State variable {identity[0]!r} is declared twice; give each a name of its own."
+                    f"State variable {identity[0]!r} is declared twice; give each declaration a different name."
                 )
 
     @classmethod
@@ -118,10 +119,10 @@ class OperatorSchema:
             if variable.name == name:
                 return variable
         known = ", ".join(repr(v.name) for v in self.in_use)
-        raise InvalidStateStoreArgument(f"There is no state variable {name!r}; there are {known or 'none'}.")
+        raise InvalidStateStoreArgument(f"State variable {name!r} does not exist; there are {known or 'none'}.")
 
     def compacted(self) -> OperatorSchema:
-        """Return the schema once all rows are written anew and deleted variables are gone, as in a savepoint."""
+        """Return the schema after all rows are rewritten and deleted variables are removed, as in a savepoint."""
         variables = (
             replace(v, families={name: replace(schema, history=()) for name, schema in v.families.items()})
             for v in self.variables
@@ -130,7 +131,7 @@ class OperatorSchema:
         return replace(self, variables=tuple(variables))
 
     def to_json(self) -> str:
-        """Return canonical JSON: equal schemas give equal text."""
+        """Return canonical JSON: equal schemas give equal strings."""
         rows = self.variables[0].families.get(DEFAULT_FAMILY) if len(self.variables) == 1 else None
         if rows is not None and self == OperatorSchema.of_rows(rows):
             return rows.to_json()
@@ -164,7 +165,7 @@ class OperatorSchema:
 
 @lru_cache(maxsize=256)
 def _from_json(text: str) -> OperatorSchema:
-    """Read each text once: tasks, loads and readers ask for the same few schemas again and again, 0.5 ms a time."""
+    """Parse each string once, which takes 0.5 ms: tasks, loads and readers request the same few schemas."""
     try:
         content = json.loads(text)
     except json.JSONDecodeError as error:
@@ -187,20 +188,19 @@ def _variable(content: object) -> StateVariable:
         }:
             schemas = {family: StateSchema.from_json(json.dumps(schema)) for family, schema in families.items()}
             return StateVariable(name, kind, schemas, ttl_ms, deleted)
-    raise InvalidStateStoreArgument(f"{content!r} is no state variable as OperatorSchema.to_json() writes it.")
+    raise InvalidStateStoreArgument(f"{content!r} is not a state variable as OperatorSchema.to_json() writes it.")
 
 
 def evolved(stored: OperatorSchema | None, declared: OperatorSchema, kind: str = "") -> OperatorSchema:
-    """Return the schema with which a program that declares ``declared`` continues the state ``stored`` (None: no
-    state).
+    """Return the schema for continuing the state ``stored`` (None: no state) with a program's ``declared``.
 
     Variables that the program does not declare stay, unused. A variable that the program deletes becomes a deleted one.
-    If the program also declares the variable again, the old one is deleted only if the new declaration cannot go on
-    from it: otherwise every restart would empty the variable. Rows of an operator without such variables must be
-    exactly as they were, but for the outputs of an aggregate, by the operator's ``kind``.
+    If the program also declares the variable again, the old one is deleted only if the new declaration cannot continue
+    it: otherwise every restart would empty the variable. Rows of an operator without such variables must be exactly as
+    they were, except for the outputs of an aggregate, depending on the operator's ``kind``.
 
-    The result does not change any more if it, or the program's own declaration, is declared again. Raises
-    ``IncompatibleSchemaError`` naming both sides; callers add the operator and what to do.
+    The result is stable: declaring it, or the program's own declaration, again does not change it. Raises
+    ``IncompatibleSchemaError`` naming both sides; callers add the operator and the remedy.
     """
     if any(v.kind == "rows" for v in (*declared.variables, *(stored.variables if stored else ()))):
         return _evolved_rows(stored, declared, may_change_outputs=kind in AGGREGATE_KINDS)
@@ -270,8 +270,8 @@ def _check_settings(stored: OperatorSchema, declared: OperatorSchema) -> None:
         there, here = stored.settings[name], declared.settings[name]
         if there != here:
             raise IncompatibleSchemaError(
-                f"[STATE_STORE_INVALID_CONFIG_AFTER_RESTART] {name} cannot change from {there!r} to {here!r}: what is "
-                "stored would mean something else."
+                f"[STATE_STORE_INVALID_CONFIG_AFTER_RESTART] {name} cannot change from {there!r} to {here!r}: "
+                "the stored state would change its meaning."
             )
     if stored.key_columns and declared.key_columns and stored.key_columns != declared.key_columns:
         raise IncompatibleSchemaError(
@@ -304,7 +304,7 @@ def _evolved_variable(stored: StateVariable, declared: StateVariable) -> StateVa
 
 
 def _beginning(declared: StateVariable, earlier: Iterable[StateVariable]) -> StateVariable:
-    """Return a variable that begins without rows, in families of its own if earlier variables had its name."""
+    """Return a variable that begins without rows. It gets new families if earlier variables had its name."""
     generation = max((_generation(name) for v in earlier for name in v.families), default=0) + 1
     suffix = f".-{generation}" if generation > 1 else ""
     families = {_declared(name) + suffix: replace(s, history=()) for name, s in declared.families.items()}

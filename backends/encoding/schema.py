@@ -31,9 +31,9 @@ class StateSchema:
     """The columns of the keys and values of one column family. Types are normalised on construction.
 
     ``history`` are the schemas that values were written with before, the oldest first: a stored row has the number of
-    its schema in ``[*history, value]``. ``backends.encoding.schema`` says which schema may follow on which.
-    ``zeros`` names the columns that begin with zero, not with null, in rows of earlier schemas: 0, an empty list, no
-    bytes. They are state columns of aggregates, whose state of no rows is not null.
+    its schema in ``[*history, value]``. ``backends.encoding.schema`` defines which schema may follow another. ``zeros``
+    names the columns that begin with zero, not with null, in rows of earlier schemas: 0, an empty list, no bytes. They
+    are state columns of aggregates, whose state of no rows is not null.
 
     Raises ``UnsupportedTypeError`` naming column and type, also for a map inside a key.
     """
@@ -66,7 +66,7 @@ class StateSchema:
             )
 
     def to_json(self) -> str:
-        """Return canonical JSON: equal schemas give equal text."""
+        """Return canonical JSON: equal schemas give equal strings."""
         content: dict[str, Any] = {
             "key": spark_struct_json(list(self.key)),
             "value": spark_struct_json(list(self.value)),
@@ -117,12 +117,12 @@ def _refuse_map(name: str, data_type: pa.DataType) -> None:
         _refuse_map(f"{name}.{child.name}", child.type)
 
 
-# The rules by which the schema of stored values may change.
+# Rules for changing the schema of stored values.
 #
 # They are those of Spark's Avro encoding of state (``StateSchemaCompatibilityChecker``): fields are matched by name,
 # may be added, removed and reordered, and numbers may get wider. Every earlier schema must be readable, not only the
-# last one, for rows of any of them may still be stored. Two more changes lose nothing and are allowed: decimals with
-# more digits, and strings as binary.
+# last one, because the store may still hold rows of any of them. Two more changes lose nothing and are allowed:
+# decimals with more digits, and strings as binary.
 
 
 _WIDENING = (pa.int8(), pa.int16(), pa.int32(), pa.int64(), pa.float32(), pa.float64())
@@ -130,8 +130,7 @@ _WIDENING = (pa.int8(), pa.int16(), pa.int32(), pa.int64(), pa.float32(), pa.flo
 
 
 def evolved_schema(stored: StateSchema, declared: StateSchema) -> StateSchema:
-    """Return the schema to go on with: the declared columns, and the stored history with the stored values' schema
-    added.
+    """Return the schema to continue with: the declared columns, and the stored history plus the stored values' schema.
 
     The history of ``declared`` is ignored. Raises ``IncompatibleSchemaError``.
     """
@@ -157,9 +156,9 @@ def evolved_schema(stored: StateSchema, declared: StateSchema) -> StateSchema:
 def evolved_outputs(stored: StateSchema, declared: StateSchema) -> StateSchema:
     """Return the schema of an aggregate after the program has added, removed or reordered outputs.
 
-    State columns are named ``<output>.<function>.<part>``. An added output begins with the state of no rows, also if an
-    earlier schema had the output: its old state is out of date. Raises ``IncompatibleSchemaError`` for an
-    output that means something else now.
+    State columns are named ``<output>.<function>.<part>``. An added output begins with the state of no rows, even if an
+    earlier schema had the output: its old state is out of date. Raises ``IncompatibleSchemaError`` for an output whose
+    meaning has changed.
     """
     if _other_columns(stored.value) != _other_columns(declared.value):
         raise IncompatibleSchemaError("other columns than those of outputs differ")
@@ -237,7 +236,7 @@ def _same_key(stored: StateSchema, declared: StateSchema) -> pa.Schema:
 
 
 def evolution_problem(earlier: pa.Schema, later: pa.Schema) -> str | None:
-    """Return why rows of ``earlier`` cannot be read as rows of ``later``; None if they can.
+    """Return the reason why rows of ``earlier`` cannot be read as rows of ``later``; None if they can.
 
     Both schemas are normalised, as those of a ``StateSchema``.
     """

@@ -2,7 +2,7 @@
 
 A column of one row costs Arrow and numpy hundreds of microseconds, an encoder or decoder here a few. It is made once
 per schema and gives exactly the result of the columns. Types and values that are not plain, and everything that the
-columns may refuse, are left to the column-wise code.
+columns may reject, are left to the column-wise code.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class KeyEncoder:
     def encode(self, key: Any) -> bytes | None:
         """Return the stored key: key group and columns. ``key`` is a tuple, or a plain value for one column.
 
-        None leaves the key to the columns: they convert values of another Python type than the column's own, or refuse
+        None leaves the key to the columns: they convert values of another Python type than the column's own, or reject
         them.
         """
         if type(key) is not tuple:
@@ -192,7 +192,7 @@ def _decimals(precision: int, scale: int) -> Column:
     def encode(value: Any, seed: int) -> tuple[int, bytes]:
         if value is None:
             return seed, null
-        # A large exponent would make a large integer; and a value with more digits than the scale may be refused.
+        # A large exponent would make a large integer; and a value with more digits than the scale may be rejected.
         if type(value) is not Decimal or not factor or not -scale <= value.adjusted() < precision:
             raise _Unsure
         numerator, denominator = value.as_integer_ratio()
@@ -283,7 +283,7 @@ class ValueDecoder:
 
 
 def _code(kind: pa.DataType) -> str | None:
-    """Return the code by which ``struct`` reads a fixed-width column; None for another column."""
+    """Return the ``struct`` format code of a fixed-width column; None for another column."""
     if pa.types.is_boolean(kind):
         return "?"
     dtype = fixed_dtype(kind)

@@ -16,8 +16,8 @@ from backends.exceptions import InvalidStateStoreArgument
 
 # Sorts many keys by their bytes, several times as fast as by comparing the keys one by one.
 #
-# The first bytes in which keys differ at all are compared as one integer. Keys of a table have most bytes in common:
-# an id of eight bytes differs in three or four, after two of the key group.
+# The first bytes where any keys differ are compared as one integer. Keys of a table have most bytes in common: an id of
+# eight bytes differs in three or four, after two of the key group.
 
 
 KEYS_BY_COMPARISON = 20_000
@@ -51,7 +51,7 @@ def key_order(keys: pa.BinaryArray) -> pa.Array:
 
 
 def _with_ties_resolved(keys: pa.BinaryArray, words: npt.NDArray[np.uint64], order: npt.NDArray[np.int64]) -> pa.Array:
-    """Return the order of keys; ``order`` is theirs by ``words``, of which equal ones are of keys that may differ."""
+    """Return the order of keys. ``order`` sorts them by ``words``; keys with equal words may still differ."""
     ordered = words[order]
     is_same = ordered[1:] == ordered[:-1]
     if not is_same.any():
@@ -101,7 +101,7 @@ class SortedPairs:
 
     @classmethod
     def last_wins(cls, keys: pa.BinaryArray, values: pa.BinaryArray) -> SortedPairs:
-        """Sort pairs that are given in the order in which they were written. Of equal keys the last one counts."""
+        """Sort pairs that are given in write order. Of equal keys, the last one wins."""
         if is_strictly_sorted(keys):
             return cls(keys, values)
         order = key_order(keys)
@@ -180,7 +180,7 @@ class SortedPairs:
         return self.slice(first, max(0, last - first))
 
     def within(self, ranges: Sequence[tuple[bytes, bytes | None]]) -> SortedPairs:
-        """Return the changes of keys in ascending ranges, of which no two overlap; only the last may have no end."""
+        """Return the changes of keys in ascending, non-overlapping ranges; only the last range may have no end."""
         if not len(self) or not ranges:
             return SortedPairs.empty()
         ends = [end for _, end in ranges if end is not None]
@@ -228,7 +228,7 @@ class SortedPairs:
         return SortedPairs(self.keys.slice(offset, length), self.values.slice(offset, length))
 
     def compact(self) -> SortedPairs:
-        """Return a copy: a slice keeps all of what it was cut from in memory."""
+        """Return a copy. A slice would keep its whole source in memory."""
         return SortedPairs(pa.concat_arrays([self.keys]), pa.concat_arrays([self.values]))
 
     def present(self) -> SortedPairs:

@@ -223,7 +223,7 @@ class _Layout:
         return lengths >= self.dtype.itemsize if self.has_data else lengths == self.dtype.itemsize
 
     def heads(self, content: Bytes, offsets: Offsets) -> npt.NDArray[Any]:
-        """Return the heads of the rows, all of which must fit."""
+        """Return the heads of the rows, which must all fit."""
         return gather_fixed(content, offsets[:-1], self.dtype) if self.has_data else content.view(self.dtype)
 
     @cached_property
@@ -314,7 +314,7 @@ def _encode_lists(name: str, array: pa.Array) -> pa.BinaryArray:
     lengths = np.diff(ends).astype(_COUNT)
     counts = np.zeros(len(array), [("count", _COUNT)])
     counts["count"] = np.diff(offsets)
-    # The lengths, and the elements, of one row lie together already: they only need other offsets.
+    # The lengths, and the elements, of one row are already adjacent: they only need other offsets.
     return join_columns(
         [
             rows_as_binary(counts),
@@ -346,16 +346,14 @@ def _decode_lists(content: Bytes, offsets: Offsets, mask: Mask, kind: pa.DataTyp
     return list_array(decoded, firsts, mask, kind)
 
 
-# The stored keys of lists of the provider API (``merge``): each element is a pair of its own; appending reads
-# nothing.
+# The stored keys of lists of the provider API (``merge``): each element is a separate pair, so appending reads nothing.
 #
 # The lists of processors (``ListState``) have another layout, see ``spark_bridge/state_format/layouts.py``.
 #
-# A column family of lists is stored under its name and a mark. The stored key of an element is the user's key, then
-# the version that appended the element, and its number within the commit. So elements follow in the order in which
-# they were appended. The user's key is escaped so that no key is a prefix of another one, and the order of keys
-# stays. (Spark's RocksDB provider has the same contract, ``useMultipleValuesPerKey`` and ``merge``, by RocksDB's
-# merge operator.)
+# A column family of lists is stored under its name and a mark. The stored key of an element is the user's key, then the
+# version that appended the element, and its number within the commit. So elements are stored in the order of their
+# appends. The user's key is escaped so that no key is a prefix of another one, and the order of keys stays. (Spark's
+# RocksDB provider has the same contract, ``useMultipleValuesPerKey`` and ``merge``, by RocksDB's merge operator.)
 
 
 _MARK = "!list"

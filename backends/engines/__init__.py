@@ -1,1 +1,1 @@
-"""Engines, each of which holds one partition on a machine: RocksDB, and sorted maps in memory."""
+"""Engines: RocksDB, and sorted maps in memory. An engine holds one partition on a machine."""

@@ -110,10 +110,10 @@ _ROUNDS = 2 * WAYS
 
 
 class CacheTable:
-    """The hash table, with room for a given number of rows, of which the first ``count`` are there.
+    """A hash table with room for a given number of rows. The first ``count`` rows are filled.
 
     Rows below ``count`` never change. ``count`` is raised when a row is complete, and only then does the table refer to
-    the row. So a reader that takes ``count`` first, and then trusts the table for rows below ``count`` only, never sees
+    the row. So a reader that reads ``count`` first, and then trusts the table for rows below ``count`` only, never sees
     half a row.
     """
 
@@ -202,10 +202,10 @@ class CacheTable:
 
 
 def _num_buckets(rows: int) -> int:
-    """Return the number of buckets with which the table is at most a quarter full.
+    """Return the number of buckets that keeps the table at most a quarter full.
 
-    In a table that is half full, one row in 400 would find no place in its bucket. Rounded up by an eighth at most, so
-    that a cache of a steady size keeps its number.
+    In a table that is half full, one row in 400 would not fit into its bucket. The result is rounded up by an eighth at
+    most, so that a cache of a steady size keeps its number.
     """
     wanted = max(16, rows * 4 // WAYS)
     step = 1 << max(0, wanted.bit_length() - 4)
@@ -331,7 +331,7 @@ class EvenRows(CacheTable):
         return self.widths is not None and self.widths[1] is not None
 
     def append(self, keys: pa.BinaryArray, values: pa.BinaryArray) -> int:
-        """Add rows, for which there must be room; return the number of the first one."""
+        """Add rows and return the number of the first one. The caller checks ``has_room`` first."""
         first, n = self.count, len(keys)
         added = self._records[first : first + n]
         added["key"] = even_rows(keys)
@@ -393,7 +393,7 @@ def _bytes_of(rows: Records) -> npt.NDArray[np.uint8]:
     return np.ascontiguousarray(rows).view(np.uint8).reshape(len(rows), rows.dtype.itemsize)
 
 
-# Rows of a ``RowCache`` with keys and values of any widths: binary arrays of Arrow, to which rows are appended.
+# Rows of a ``RowCache`` with keys and values of any widths, stored in append-only Arrow binary arrays.
 
 
 class VaryingRows(CacheTable):
@@ -468,7 +468,7 @@ class VaryingRows(CacheTable):
         return self.values.take(pa.array(rows, mask=is_null) if is_null.any() else pa.array(rows))
 
     def append(self, keys: pa.BinaryArray, values: pa.BinaryArray) -> int:
-        """Add rows, for which there must be room; return the number of the first one."""
+        """Add rows and return the number of the first one. The caller checks ``has_room`` first."""
         first = self.count
         _append(keys, self.key_content, self.key_offsets, first)
         _append(values, self.value_content, self.value_offsets, first)

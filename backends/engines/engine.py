@@ -29,13 +29,13 @@ from backends.host_memory import Claim, host_memory
 
 
 class StateEngine(Protocol):
-    """One version of the pairs. Reads may run in many threads; writes come one at a time, and with no read beside them.
+    """One version of the pairs. Reads may run in many threads; writes are serialised and exclude reads.
 
     Scans are the exception: a scan shows the pairs as they were at its call, whatever is written while it is consumed.
     """
 
     def __init__(self, path: Path, conf: StateStoreConf) -> None:
-        """Open the engine. Its local files, if it has any, are in the directory ``path``, which is its own."""
+        """Open the engine. Local files, if it has any, are in the directory ``path``, which no other engine uses."""
 
     @property
     def state(self) -> LocalState:
@@ -48,46 +48,48 @@ class StateEngine(Protocol):
     def get_many(self, keys: pa.BinaryArray, column_family: str, *, keep: bool = True) -> pa.BinaryArray:
         """Return the values in the order of ``keys``, which need not be sorted.
 
-        Null where a key has none, or there is no such family. ``keep`` False: the keys will hardly be read again, so a
-        cache need not make room for them.
+        The value is null if the key or the family does not exist. ``keep`` False: the keys are unlikely to be read
+        again, so a cache need not make room for them.
         """
 
     def get_one(self, key: bytes, column_family: str) -> bytes | None:
-        """Return the value of one key; None if the key has none, or there is no such family."""
+        """Return the value of one key; None if the key or the family does not exist."""
 
     def scan(self, start: bytes | None, end: bytes | None, column_family: str) -> Iterator[pa.RecordBatch]:
         """Return batches of ``key`` and ``value`` from ``start`` (included) to ``end`` (not included), in key order."""
 
     def scan_ranges(self, ranges: Sequence[KeyRange], column_family: str) -> Iterator[pa.RecordBatch]:
-        """Return the pairs of ascending ranges, of which no two overlap, one range after the other. See ``scan``.
+        """Return the pairs of ascending, non-overlapping ranges, one range after the other. See ``scan``.
 
         There may be thousands of ranges with few pairs each, or none: a batch has those of many of them.
         """
 
     def prepare(self, changes: Changes) -> Callable[[LocalState], None]:
-        """Get changes ready, in any thread and beside reads and writes; return the function that writes them all.
+        """Prepare changes, in any thread and concurrently with reads and writes.
 
-        The function takes the state to which the changes lead. It may be called much later, or never. After a crash
-        either all changes are there, or none, or a ``state`` of no version (``LocalState.unfinished``), from which no
-        load goes on. While the function writes, keys that do not change may be read.
+        Return the function that writes them all.
+
+        The function takes the state after the changes. It may be called much later, or never. After a crash the engine
+        has all changes, none of them, or a ``state`` of no version (``LocalState.unfinished``), which no load can
+        continue. While the function writes, keys that do not change may be read.
         """
 
     def load_sorted(self, parts: Iterable[tuple[str, SortedPairs]], unfinished: LocalState) -> None:
-        """Take the pairs of column families into an empty engine, faster than by ``prepare``.
+        """Write the pairs of column families into an empty engine, faster than ``prepare``.
 
-        No key comes twice, and none is removed. The engine holds ``unfinished`` then, which no load goes on from, until
-        a write after this one says what it holds.
+        Each key comes once, and none is removed. The engine then holds ``unfinished``, which no load can continue,
+        until a later write sets its state.
         """
 
     def capture(self, directory: Path) -> Callable[[], None]:
-        """Begin a snapshot of what the engine holds, in ``directory``, which exists.
+        """Begin a snapshot of the engine's content in ``directory``, which exists.
 
-        The call is quick. The function that is returned may take its time, while writes go on, and leaves the
-        snapshot's files in ``directory``.
+        The call is quick. The returned function may take long, runs concurrently with writes, and leaves the snapshot's
+        files in ``directory``.
         """
 
     def restore(self, directory: Path) -> None:
-        """Replace everything by the files that ``capture`` made; they, or ``directory`` itself, may be moved away.
+        """Replace everything with the files that ``capture`` made; they, or ``directory`` itself, may be moved away.
 
         Raises ``DamagedFileError`` or ``LocalStateDamagedError`` if the files are not usable; the engine is empty then.
         """
@@ -115,8 +117,8 @@ class StateEngine(Protocol):
 class BackendEngine:
     """The name of a backend, as snapshots record it, and its engine.
 
-    ``opens_slowly``: to open the engine for writing takes so long that a host does so only once it has something to
-    write (``DeferredEngine``).
+    ``opens_slowly``: opening the engine for writing takes so long that a host defers it until it has something to write
+    (``DeferredEngine``).
     """
 
     name: str
@@ -133,22 +135,22 @@ def backend_of(conf: StateStoreConf) -> BackendEngine:
     name, engine = getattr(found, "backend", None), getattr(found, "engine", None)
     if not isinstance(name, str) or not isinstance(engine, type):
         raise InvalidStateStoreArgument(
-            f"provider={conf.provider!r} names {found.__name__}, which is no LocalStateStoreProvider: a host needs its "
-            "engine."
+            f"provider={conf.provider!r} names {found.__name__}, which is not a LocalStateStoreProvider: "
+            "a host needs its engine."
         )
     return BackendEngine(name, engine, bool(getattr(found, "opens_slowly", False)))
 
 
-# Recognises, by the errors that files and engines raise, that the disk of the local copies is full.
+# Detects a full disk of the local copies by the errors that files and engines raise.
 
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _SAID = ("No space left on device", "Disk quota exceeded")
-"""What the system says; engines hand on the text alone."""
+"""Messages of the operating system. Engines pass on only the message."""
 
 
 def is_full_disk(error: BaseException | None) -> bool:
-    """Return whether an error says that a disk is full, itself or as what has caused it."""
+    """Return whether an error, or one of its causes, says that a disk is full."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in _FULL:
             return True
@@ -159,7 +161,7 @@ def is_full_disk(error: BaseException | None) -> bool:
 
 
 def disk_full(path: Path, error: BaseException) -> LocalDiskFullError:
-    """Return the error for a full disk, on which ``path`` is or was to be."""
+    """Return the error for a full disk that holds ``path``, or was to hold it."""
     there = next(p for p in (path, *path.absolute().parents) if p.exists())
     usage, mib = shutil.disk_usage(there), 1 << 20
     return LocalDiskFullError(
@@ -182,26 +184,29 @@ def writing_to(path: Path) -> Iterator[None]:
         raise
 
 
-# Engines that keep changes in memory, over the backend's own engine, which has the pairs of a snapshot.
+# Engines that buffer changes in memory, over the backend's own engine, which has the pairs of a snapshot.
 #
-# A copy that is made to be read once: a database that replays changelogs sorts each changelog by itself, for one read
-# a moment later. Here the first read sorts all changelogs together.
+# ``BufferedEngine`` serves a copy that is read once. A database that replays changelogs sorts each changelog by itself,
+# for one read a moment later. Here the first read sorts all changelogs together.
 #
-# A partition of a host that was just loaded: to open a database for writing takes twenty times as long as the rest of
-# a small load. So that waits until there is something worth writing.
+# ``DeferredEngine`` serves a host's partition that was just loaded. Opening a database for writing takes twenty times
+# as long as the rest of a small load, so it is deferred until there are enough changes to write.
 
 
 BUFFERED_CHANGES_BYTES = 128 << 20
-"""More changes of a copy than that go into the engine below."""
+"""A copy that buffers more bytes of changes than this writes them to the underlying engine."""
 UNWRITTEN_BYTES = 256 << 10
-"""More changes of a host's partition than that do: they are merged by all reads, and leave less memory for batches."""
+"""A host's partition that buffers more bytes than this writes them to the underlying engine: all reads merge buffered
+changes, and buffered changes leave less memory for batches.
+"""
 
 
 @dataclass(frozen=True)
 class _Held:
-    """The changes over the engine below. Never changed: a reader keeps to what it began with.
+    """The changes over the underlying engine. Immutable: a reader keeps the object that it began with.
 
-    ``is_over_pairs``: whether the engine below may have pairs. If not, keys that are removed need not be remembered.
+    ``is_over_pairs``: whether the underlying engine may have pairs. If not, keys that are removed need not be
+    remembered.
     """
 
     is_over_pairs: bool
@@ -216,16 +221,16 @@ class _Held:
         return frozenset(self.maps).union(*(changes.families for changes in self.unmerged))
 
     def with_more(self, changes: Changes, claim: Claim) -> _Held:
-        """Return these changes and those on top of them."""
+        """Return these changes with ``changes`` on top of them."""
         nbytes = self.nbytes + changes.nbytes
         return replace(self, unmerged=(*self.unmerged, changes), nbytes=nbytes, claims=(*self.claims, claim))
 
     def of(self, family: str) -> SortedMap:
-        """Return the changes of a family, of which none is unmerged."""
+        """Return the changes of a family, all of them merged."""
         return self.maps.get(family) or SortedMap(keeps_removed=self.is_over_pairs)
 
     def merged(self) -> _Held:
-        """Return the same changes, of which none is unmerged."""
+        """Return the same changes, all of them merged."""
         families = {family for changes in self.unmerged for family in changes.families}
         return replace(self, unmerged=(), maps={**self.maps, **{family: self._merged(family) for family in families}})
 
@@ -238,12 +243,13 @@ class _Held:
 
 
 class BufferedEngine:
-    """The engine of the backend that ``conf`` names, with changes over it; see ``StateEngine``.
+    """The engine of the backend that ``conf`` names, with changes buffered over it; see ``StateEngine``.
 
-    Of changes, only those of keys from ``start`` (included) to ``end`` (not included) are held: others are not read.
-    Where ``host_memory`` has no room for more changes of copies, they go into the engine below.
+    It holds only changes of keys from ``start`` (included) to ``end`` (not included); other keys are never read. If
+    ``host_memory`` has no room for more changes of copies, the changes go into the underlying engine.
 
-    A reader takes what is held first, and reads below then: changes that go below meanwhile show in both.
+    A reader takes the buffered changes first, and then reads the underlying engine. Changes that are flushed in between
+    appear in both.
     """
 
     def __init__(self, path: Path, conf: StateStoreConf, start: bytes | None = None, end: bytes | None = None) -> None:
@@ -251,7 +257,7 @@ class BufferedEngine:
         self._memory = host_memory(conf)
         self._range = (start, end)
         self._changing = threading.Lock()
-        """Held for moments: a reader that merges, and a write, each put other changes in the place of those held."""
+        """Held briefly: a reader that merges, and a write, each replace the buffered changes."""
         self._scans: weakref.WeakSet[SortedMapScan] = weakref.WeakSet()
         self._begin_with(self._below.state)
 
@@ -262,7 +268,7 @@ class BufferedEngine:
 
     @property
     def _most_bytes(self) -> int:
-        """More changes than that are not held."""
+        """Limit of buffered changes, in bytes."""
         return BUFFERED_CHANGES_BYTES
 
     @property
@@ -317,7 +323,7 @@ class BufferedEngine:
         return held.of(column_family)
 
     def prepare(self, changes: Changes) -> Callable[[LocalState], None]:
-        """Return a function that holds the changes."""
+        """Return a function that buffers the changes."""
         return lambda state: self._hold(changes, state)
 
     def _hold(self, changes: Changes, state: LocalState) -> None:
@@ -337,24 +343,24 @@ class BufferedEngine:
         if self._range == (None, None):
             return pairs
         cut = pairs.between(*self._range)
-        return cut if len(cut) == len(pairs) else cut.compact()  # a slice would hold the whole changelog
+        return cut if len(cut) == len(pairs) else cut.compact()  # a slice would keep the whole changelog in memory
 
     def _write_below(self) -> None:
-        """Have the engine below hold all."""
+        """Flush all changes to the underlying engine."""
         if not self._held.families and self.state == self._below.state:
             return
         self._changes(DEFAULT_FAMILY)
         self._write(Changes({f: held.between(None, None) for f, held in self._held.maps.items()}), self.state)
 
     def _write(self, changes: Changes, state: LocalState) -> None:
-        """Have the engine below hold changes, after which nothing is held any more."""
+        """Write changes to the underlying engine. Afterwards nothing is buffered."""
         with self._damage_noted():
             self._below.prepare(changes)(state)
         self._begin_with(state)
 
     @contextmanager
     def _damage_noted(self) -> Iterator[None]:
-        """If the block fails and leaves the engine below at no version, be at none, too: only a load helps then."""
+        """If a failed block leaves the underlying engine without a version, drop this one's: it needs a load."""
         before = self._below.state
         try:
             yield
@@ -364,20 +370,20 @@ class BufferedEngine:
             raise
 
     def load_sorted(self, parts: Iterable[tuple[str, SortedPairs]], unfinished: LocalState) -> None:
-        """Take pairs into the engine below."""
+        """Load pairs into the underlying engine."""
         try:
             self._below.load_sorted(parts, unfinished)
         finally:
             self._begin_with(self._below.state)
 
     def capture(self, directory: Path) -> Callable[[], None]:
-        """Begin a snapshot by the engine below."""
+        """Begin a snapshot of the underlying engine."""
         self._write_below()
-        with self._damage_noted():  # the first to open for writing finds what is damaged
+        with self._damage_noted():  # the first open for writing detects damage
             return self._below.capture(directory)
 
     def restore(self, directory: Path) -> None:
-        """Replace everything by the files of a snapshot."""
+        """Replace everything with the files of a snapshot."""
         try:
             self._below.restore(directory)
         finally:
@@ -392,11 +398,11 @@ class BufferedEngine:
         return self._below.num_keys() + unmerged + sum(len(run) for of in held.maps.values() for run in of.runs)
 
     def memory_bytes(self) -> int:
-        """Return the bytes of memory of the engine below and of the changes."""
+        """Return the bytes of memory of the underlying engine and of the changes."""
         return self._below.memory_bytes() + self._held.nbytes
 
     def num_files(self) -> int:
-        """Return the number of local files of the engine below."""
+        """Return the number of local files of the underlying engine."""
         return self._below.num_files()
 
     def clear(self) -> None:
@@ -413,10 +419,11 @@ class BufferedEngine:
 
 
 class DeferredEngine(BufferedEngine):
-    """The engine of a host's partition: until the first snapshot, or ``UNWRITTEN_BYTES``, changes stay in memory.
+    """The engine of a host's partition: changes stay in memory until the first snapshot, or ``UNWRITTEN_BYTES``.
 
-    From then on, everything goes into the engine below. If the process ends before, what is held is in changelogs, as
-    what a database has not written to its files. Where ``host_memory`` has no room, nothing is held.
+    From then on, everything goes into the underlying engine. If the process ends before, changelogs have the buffered
+    changes, as for a database that has not written its memory to files. If ``host_memory`` has no room, nothing is
+    buffered.
     """
 
     def __init__(self, path: Path, conf: StateStoreConf) -> None:
@@ -424,7 +431,8 @@ class DeferredEngine(BufferedEngine):
 
     def _begin_with(self, state: LocalState) -> None:
         super()._begin_with(state)
-        # Over no version nothing may be held: the engine below refuses changes, or is to get what makes a version.
+        # Without a version nothing may be buffered: the underlying engine rejects changes, or needs those that make a
+        # version.
         self._is_written = state.is_unfinished
 
     @property
@@ -432,14 +440,14 @@ class DeferredEngine(BufferedEngine):
         return -1 if self._is_written else UNWRITTEN_BYTES
 
     def prepare(self, changes: Changes) -> Callable[[LocalState], None]:
-        """Return a function that holds the changes, or that writes them."""
+        """Return a function that buffers the changes, or writes them."""
         if not self._is_written:
             return super().prepare(changes)
         write = self._below.prepare(changes)
         return lambda state: self._apply(changes, write, state)
 
     def _apply(self, changes: Changes, write: Callable[[LocalState], None], state: LocalState) -> None:
-        if not self._is_written:  # it has been loaded anew since, and holds changes
+        if not self._is_written:  # the engine was reloaded since, and buffers changes
             self._hold(changes, state)
             return
         try:
@@ -452,12 +460,15 @@ class DeferredEngine(BufferedEngine):
         self._is_written = True
 
     def load_sorted(self, parts: Iterable[tuple[str, SortedPairs]], unfinished: LocalState) -> None:
-        """Take pairs into the engine below, which is written from now on: what leads to its version, too."""
+        """Load pairs into the underlying engine.
+
+        All later changes go there too, including those that lead to its version.
+        """
         super().load_sorted(parts, unfinished)
         self._is_written = True
 
     def capture(self, directory: Path) -> Callable[[], None]:
-        """Begin a snapshot by the engine below, which is written from now on."""
+        """Begin a snapshot of the underlying engine, which gets all changes from now on."""
         captured = super().capture(directory)
         self._is_written = True
         return captured

@@ -60,7 +60,8 @@ BULK_ROWS = 1 << 16
 KEYS_ONE_BY_ONE = 12
 """At most this many keys are got faster one by one."""
 BULK_DIRECTORY = "bulk"
-"""Where files are written that the database then takes over. RocksDB leaves alone what it does not know."""
+"""Directory of files that the database takes over once they are written. RocksDB ignores names that it does not know.
+"""
 IDENTITY = "IDENTITY"
 """The name of the file with a database's id."""
 META_FAMILY = "__statestore__"
@@ -95,7 +96,7 @@ class LocalRocksDB:
         self._db: Any = None
         self._is_for_reading = False
         self._own: Claim | None = None
-        """Counts what the open database takes for itself."""
+        """Counts the memory that the open database uses."""
         self.state = LocalState()
         self._file_scans = FileScans(path)
         self._write_options = WriteOptions()
@@ -108,10 +109,12 @@ class LocalRocksDB:
             shutil.rmtree(path)
 
     def _open(self, access: AccessType | None = None) -> None:
-        """Open the database for writing, or with ``access``, in the place of what is open; if that fails, that stays.
+        """Open the database for writing, or with ``access``, in place of the open one.
 
-        Who reads goes on with the database that was open, whose files RocksDB has open, and with its cache: rows that
-        such a reader keeps are of a time before the next write.
+        If that fails, the old one stays open.
+
+        A reader continues with the database that was open, whose files RocksDB still has open, and with its cache: rows
+        that such a reader caches are from before the next write.
         """
         self._path.mkdir(parents=True, exist_ok=True)
         for name in (BULK_DIRECTORY, *FLUSH_DIRECTORIES):
@@ -147,13 +150,13 @@ class LocalRocksDB:
         self._opened, self._damage, self.state = object(), None, state
 
     def _open_for_writing(self) -> None:
-        """Have a database that may be written: an empty one, if there is none."""
+        """Open a database for writing; create an empty one if there is none."""
         if self._db is not None and not self._is_for_reading:
             return
         try:
             self._open()
         except LocalStateDamagedError as error:
-            # What is open can be read, but will never be more: a load must begin elsewhere.
+            # The open database can be read, but nothing can be added to it: a load must begin elsewhere.
             self.state, self._damage = LocalState.unfinished(self.state.head), str(error)
             raise
 
@@ -178,7 +181,7 @@ class LocalRocksDB:
     def get_many(
         self, keys: pa.BinaryArray, column_family: str = DEFAULT_FAMILY, *, keep: bool = True
     ) -> pa.BinaryArray:
-        """Return the values in the order of ``keys``; null where a key has none, or there is no such column family."""
+        """Return the values in the order of ``keys``; null if the key or the column family does not exist."""
         self._check_open()
         family = self._families.get(column_family)
         if family is None or not len(keys):
@@ -190,7 +193,7 @@ class LocalRocksDB:
         return family.cache.get_many(keys, lambda missing: self._read(family, missing), keep=keep)
 
     def get_one(self, key: bytes, column_family: str = DEFAULT_FAMILY) -> bytes | None:
-        """Return the value of one key; None if the key has none, or there is no such column family."""
+        """Return the value of one key; None if the key or the column family does not exist."""
         self._check_open()
         family = self._families.get(column_family)
         return None if family is None else self._get_one(family, key)
@@ -224,10 +227,11 @@ class LocalRocksDB:
             raise self._failure("read", error) from error
 
     def prepare(self, changes: Changes) -> Callable[[LocalState], None]:
-        """Collect all changes in write batches; return the function that writes them, and the state with the last
-        batch.
+        """Collect all changes in write batches.
 
-        Between several batches, the database is marked as unfinished, which is no version. A crash between two batches
+        Return the function that writes them, and the state with the last batch.
+
+        Between batches, the database is marked as unfinished, which is not a version. A crash between two batches
         leaves that mark.
         """
         self._check_open()
@@ -267,13 +271,13 @@ class LocalRocksDB:
             try:
                 cache.update(changes.families[name].keys, family_hashes, changes.families[name].values)
             except Exception:  # the pairs are written: an error now would leave the engine ahead of its partition
-                log.exception("The rows of family %r of %s that were read before are forgotten.", name, self._path)
+                log.exception("The cached rows of family %r of %s were dropped.", name, self._path)
                 cache.clear()
 
     def _write(self, batches: list[WriteBatch], state: LocalState) -> None:
         """Write all batches, and ``state`` with the last one.
 
-        If a write fails midway, or for want of room, nothing can be read any more.
+        If a write fails midway, or because the disk is full, the database can no longer be read.
         """
         unfinished = LocalState.unfinished(state.head)
         # No variable for the handle: a handle keeps the database open, and the frames of an error live as long as it.
@@ -286,15 +290,15 @@ class LocalRocksDB:
                     fault_points.reached("apply:batch")
                 self._db.write(batch, self._write_options)
             except BaseException as error:
-                # An interrupt may come after the first batch was written. A database that has found the disk full takes
-                # no more writes, though there is room again, before it is opened anew.
+                # An interrupt may come after the first batch was written. A database that has found the disk full
+                # accepts no more writes until it is reopened, even if there is room.
                 if i or not isinstance(error, Exception) or is_full_disk(error):
                     self.state, self._damage = unfinished, str(self._failure("write", error))
                     self._forget_rows()
                 raise
 
     def load_sorted(self, parts: Iterable[tuple[str, SortedPairs]], unfinished: LocalState) -> None:
-        """Write files, and have the empty database take them over."""
+        """Write files, and have the empty database ingest them."""
         self._check_open()
         self._open_for_writing()
         directory = self._path / BULK_DIRECTORY
@@ -304,7 +308,8 @@ class LocalRocksDB:
             files = write_sorted_files(given, directory, database_options(self._conf))
             for name in {name for name, _ in files} - self._families.keys():
                 self._create(name)
-            # On the disk before the files are: without the log, a crash would leave pairs in a database of version 0.
+            # Write this to the disk before the files: without the log, a crash would leave pairs in a database of
+            # version 0.
             self.prepare(Changes({}))(unfinished)
             self._families[META_FAMILY].db.flush()
             options = IngestExternalFileOptions()
@@ -345,7 +350,7 @@ class LocalRocksDB:
         return lambda: None
 
     def restore(self, directory: Path) -> None:
-        """Replace the database by a checkpoint's files."""
+        """Replace the database with a checkpoint's files."""
         self.close()
         shutil.rmtree(self._path, ignore_errors=True)
         self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -389,7 +394,7 @@ class LocalRocksDB:
         return sum(estimated_keys(f.db) for n, f in self._families.items() if n != META_FAMILY)
 
     def memory_bytes(self) -> int:
-        """Return the bytes of this database's write buffers and of its own, without the shared block cache."""
+        """Return the bytes of this database's write buffers and fixed costs, without the shared block cache."""
         buffers = sum(write_buffer_bytes(f.db) for f in self._families.values())
         return buffers + (0 if self._own is None else self._own.nbytes)
 
@@ -401,7 +406,7 @@ class LocalRocksDB:
     def clear(self) -> None:
         """Start over, empty."""
         if not self._closed and self.state == LocalState() and self.column_families == {DEFAULT_FAMILY}:
-            return  # every write brings a state of its own: nothing was written yet
+            return  # every write brings its state: nothing was written yet
         self.close()
         shutil.rmtree(self._path, ignore_errors=True)
         self._closed, self._damage = False, None
@@ -427,7 +432,8 @@ class LocalRocksDB:
             try:
                 db.close()
             except Exception:  # rocksdict raises plain Exception
-                # A compaction has met a damaged file, say. The files are a copy: who opens them again finds that out.
+                # For example, a compaction has met a damaged file. The files are a copy: the next open detects the
+                # damage.
                 log.warning("RocksDB in %s was closed with an error", self._path, exc_info=True)
 
     def _check_open(self) -> None:
@@ -443,7 +449,7 @@ class LocalRocksDB:
             return disk_full(self._path, error)
         return LocalStateDamagedError(
             f"RocksDB could not {verb} in {self._path}: {error}. If its disk is healthy and has room, "
-            "remove the directory: the state is loaded anew from the checkpoint location."
+            "remove the directory: the state is then loaded again from the checkpoint location."
         )
 
 

@@ -1,4 +1,4 @@
-"""Which scans of a RocksDB database are read from its files, and when RocksDB writes its files for one first."""
+"""Decides which scans read the files of a RocksDB database, and when RocksDB flushes its memory for one first."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from backends.engines.sst_reader import FEW_PAIRS, Table, TableScan, listed_tabl
 from backends.formats.changelog import Changes
 from backends.host_memory import BLOCK_CACHE, WRITE_BUFFERS, HostMemory, host_memory
 
-# What an open RocksDB says of a column family: numbers of keys and bytes, what is in memory alone, and the files.
+# Properties of a column family in an open RocksDB: numbers of keys and bytes, what is only in memory, and the files.
 
 
 _IN_MEMORY = ("rocksdb.num-entries-active-mem-table", "rocksdb.num-entries-imm-mem-tables")
@@ -49,7 +49,7 @@ def write_buffer_bytes(db: Rdict) -> int:
 
 
 def is_in_memory(db: Rdict) -> bool | None:
-    """Return whether some pairs are in RocksDB's memory alone; None if RocksDB does not say."""
+    """Return whether some pairs are only in RocksDB's memory; None if RocksDB does not say."""
     numbers = [db.property_int_value(name) for name in _IN_MEMORY]
     return None if None in numbers else any(numbers)
 
@@ -62,14 +62,14 @@ def described_tables(db: Rdict) -> list[Table] | None:
 log = logging.getLogger(__name__)
 
 FLUSH_DIRECTORY = "flush"
-"""Where a checkpoint is made only for what RocksDB does first: it writes to files what is in memory."""
+"""Directory of a checkpoint that is made only for its side effect: RocksDB flushes its memory to files first."""
 FLUSH_DIRECTORIES = (FLUSH_DIRECTORY, f"{FLUSH_DIRECTORY}.tmp")
-"""What a process that dies in a flush may leave: RocksDB begins a checkpoint in the last one."""
+"""Directories that a process which dies in a flush may leave: RocksDB begins a checkpoint in the last one."""
 FLUSHED_FILES = 8
-"""Where so many files wait to be merged, none is added for a scan: RocksDB would wait until they are fewer."""
+"""If this many files wait for compaction, a scan does not flush: RocksDB would stall until there are fewer."""
 FLUSH_PAIRS, FLUSH_PART = 500_000, 0.5
-"""A scan of so many pairs, and of such a part of all, is worth it that RocksDB writes its files: as many pairs are read
-for it as may have to be merged later for the file that is more.
+"""A scan of at least this many pairs, and of at least this share of all pairs, makes RocksDB flush its memory first:
+the scan reads as many pairs as a compaction may have to merge later because of the additional file.
 """
 
 
@@ -89,10 +89,10 @@ class FileScans:
         end: bytes | None,
         on_failure: OnFailure,
     ) -> TableScan | None:
-        """Return a scan of many pairs of a column family that are all in files; None if RocksDB is to scan them.
+        """Return a scan of many pairs of a column family that are all in files; None if RocksDB should scan them.
 
-        A scan of very many pairs, and of most of those that are there, has RocksDB write to files first what is in
-        memory alone. ``families`` are all column families of the database. ``on_failure`` makes the errors of the scan.
+        A scan of very many pairs, and of most of those that exist, makes RocksDB flush its memory to files first.
+        ``families`` are all column families of the database. ``on_failure`` makes the errors of the scan.
         """
         if len(start or b"") > KEY_GROUP_BYTES or len(end or b"") > KEY_GROUP_BYTES:
             return None
@@ -113,10 +113,10 @@ class FileScans:
         return open_scan(self._path, partial(described_tables, family), start, end, on_failure)
 
     def _flushed(self, database: Any, families: Sequence[Rdict], family: Rdict) -> bool:
-        """Have RocksDB write what is in memory to files, all column families at once; return whether it has.
+        """Flush RocksDB's memory to files, all column families at once; return whether it succeeded.
 
-        Its own flush is of one column family: after a crash, the version would not be that of the pairs. Where the disk
-        has hardly room, nothing is tried: RocksDB takes no more writes after a flush that fails.
+        RocksDB's own flush covers one column family: after a crash, the version would not match the pairs. If the disk
+        is nearly full, nothing is tried: RocksDB accepts no more writes after a flush that fails.
         """
         directory = self._path / FLUSH_DIRECTORY
         with self._flushing:  # scans may be opened side by side
@@ -128,7 +128,7 @@ class FileScans:
             try:
                 Checkpoint(database).create_checkpoint(str(directory))
             except Exception:  # rocksdict raises plain Exception
-                # What is in memory can be read all the same. A database that is damaged says so at its next write.
+                # The pairs in memory can still be read. A damaged database reports the damage at its next write.
                 log.warning("RocksDB scans %s itself: its files could not be written", self._path, exc_info=True)
                 return False
             finally:
@@ -136,23 +136,22 @@ class FileScans:
             return is_in_memory(family) is False
 
 
-# The options of a RocksDB database, what all databases of a process share, and what one takes for itself.
+# The options of a RocksDB database, the memory that all databases of a process share, and the memory of each database.
 
 
 ARENA_BYTES = 4 << 10
-"""What a column family takes of the write buffers with its first write, and again whenever that is full.
+"""The block of the write buffers that a column family takes with its first write, and again whenever the block is full.
 
-RocksDB takes 1 MiB if it is not told. All column families of all partitions of a process share the write buffers, and
-who writes while they are full writes files. So with 1 MiB a host of a hundred partitions wrote files in every batch.
+RocksDB's default is 1 MiB. All column families of all partitions of a process share the write buffers, and a write
+flushes to files while they are full. So with 1 MiB a host of a hundred partitions wrote files in every batch.
 """
 DATABASE_BYTES = 128 << 10
 FAMILY_BYTES = 72 << 10
-"""What an open database takes for itself, and each of its column families, the project's own (``META_FAMILY``)
-included.
+"""The memory of an open database, and of each of its column families, including the project's own (``META_FAMILY``).
 
-RocksDB has no figure for it. Measured is the growth of a process's resident memory from 150 to 450 open databases,
-without write buffers and block cache. It is 268 KiB with 2 column families, 397 with 4, and 622 with 7, the project's
-own among them (RocksDB of rocksdict 0.3, x86-64, glibc).
+RocksDB has no figure for it. It was measured as the growth of a process's resident memory from 150 to 450 open
+databases, without write buffers and block cache. It is 268 KiB with 2 column families, 397 with 4, and 622 with 7, the
+project's own among them (RocksDB of rocksdict 0.3, x86-64, glibc).
 """
 
 _shared_lock = threading.Lock()
@@ -173,9 +172,9 @@ def shared_memory(conf: StateStoreConf) -> SharedMemory:
     memory = host_memory(conf)
     with _shared_lock:
         if memory not in _shared:
-            # RocksDB's other cache has up to 64 shards, and none holds a block larger than itself. The shards of a
-            # cache of 64 MiB are smaller than the filter of a large file, which was then read anew for every key, at 70
-            # µs.
+            # RocksDB's other cache has up to 64 shards, and no shard holds a block larger than itself. The shards of a
+            # cache of 64 MiB are smaller than the filter of a large file: every key then read the filter from disk, in
+            # 70 µs.
             blocks = Cache.new_hyper_clock_cache(conf.block_cache_bytes, 0)
             buffers = WriteBufferManager(conf.write_buffer_bytes, False)
             rows = CacheBudget(conf.row_cache_bytes, memory.row_cache_room) if conf.row_cache_bytes else None
@@ -194,7 +193,7 @@ def database_options(conf: StateStoreConf) -> Options:
     options.create_if_missing(True)
     options.create_missing_column_families(True)
     options.set_atomic_flush(True)
-    # RocksDB would start 15 threads for each column family that it opens, be there one file to open or hundreds.
+    # RocksDB would start 15 threads for each column family that it opens, whether it has one file or hundreds.
     options.set_max_file_opening_threads(1)
     options.set_write_buffer_manager(shared.buffers)
     options.set_write_buffer_size(conf.rocksdb_memtable_bytes)
@@ -212,7 +211,7 @@ def database_options(conf: StateStoreConf) -> Options:
 
 
 def own_bytes(num_families: int) -> int:
-    """Return about what an open database takes for itself, without write buffers and caches."""
+    """Return the approximate memory of an open database, without write buffers and caches."""
     return DATABASE_BYTES + num_families * FAMILY_BYTES
 
 

@@ -161,13 +161,13 @@ def _batch(parts: list[pa.StructArray]) -> pa.RecordBatch:
     return pa.RecordBatch.from_arrays([keys, values], schema=PAIRS_SCHEMA)
 
 
-# Sorted pairs as files of RocksDB, which a database takes over as they are.
+# Sorted pairs as files of RocksDB, which a database ingests unchanged.
 #
 # A key costs about half of what it costs through a write buffer, which is flushed later.
 
 
 FILE_BYTES = 64 << 20
-"""A file has about this many bytes of keys and values: a compaction, or a later snapshot, makes whole files anew."""
+"""Target size of a file, in bytes of keys and values: a compaction, or a later snapshot, rewrites whole files."""
 FILE_STEP_ROWS = 1 << 10
 """At most this many pairs are Python objects at a time."""
 
@@ -177,8 +177,8 @@ def write_sorted_files(
 ) -> list[tuple[str, Path]]:
     """Write the pairs of column families to files in ``directory``; return the files, each with its family.
 
-    The keys of a file ascend. Parts that do not go on after the last one of their family begin a file. Families that
-    come without pairs have no file.
+    The keys of a file ascend. A part that does not follow the last part of its family begins a new file. Families
+    without pairs have no file.
     """
     made: list[tuple[str, Path]] = []
     open_files: dict[str, _SortedFile] = {}

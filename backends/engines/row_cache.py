@@ -1,15 +1,15 @@
 """A cache of pairs in front of RocksDB, which answers a thousand keys at once for a tenth of a microsecond each.
 
-RocksDB takes some microseconds per key, partly for the calls and Python objects of each key. Here keys and values lie
-in arrays, to which rows are only ever appended, and a hash table in numpy says which row a key has (``cache_table``). A
-look-up is a few calls of numpy and Arrow for all its keys together, and makes no Python object per key. A dict of the
-same pairs takes several times as long and twice the memory (``benchmarks/reads.py``).
+RocksDB takes some microseconds per key, partly for the calls and Python objects of each key. This cache stores keys and
+values in append-only arrays, and a hash table in numpy maps a key to its row (``cache_table``). A look-up is a few
+calls of numpy and Arrow for all its keys together, and makes no Python object per key. A dict of the same pairs takes
+several times as long and twice the memory (``benchmarks/reads.py``).
 
-When the arrays are full, all rows to which the table still refers move to new arrays, as in a log-structured store. If
+When the arrays are full, all rows that the table still refers to move to new arrays, as in a log-structured store. If
 the arrays may not grow, the oldest rows are dropped.
 
-Readers take no lock: they keep to the rows with which they began (``CachedRows``), and nothing of those that they look
-at changes. Writers take a lock, one per cache.
+Readers take no lock: they keep the rows that they began with (``CachedRows``), and those rows do not change. Writers
+take a lock, one per cache.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ from backends.engines.cached_rows import (
 CACHE_STEP_ROWS = 1 << 13
 """Keys that are looked up at once: so few that their temporary arrays stay in a processor's cache."""
 ROW_BYTES = 44
-"""The most bytes that a row takes beside its key and value."""
+"""The most bytes that a row takes in addition to its key and value."""
 SPARED_BYTES = 16
-"""If most keys have no value, values longer than this lie in an array of their own."""
+"""If most keys have no value, values longer than this are stored in a separate array."""
 CachedRows: TypeAlias = EvenRows | VaryingRows
 _NOTHING: CachedRows = VaryingRows(0, 0, 0)
 
 
 class _Share:
-    """The bytes that a cache has, until it lets go of this share, or until nobody refers to the cache any more."""
+    """The bytes that a cache has, until it releases this share, or until the cache is garbage-collected."""
 
     __slots__ = ("__weakref__", "_gone", "cache", "nbytes", "number")
 
@@ -60,21 +60,21 @@ class _Share:
         self.nbytes = nbytes
 
     def __del__(self) -> None:
-        # Any allocation may end a share, also one that is made with the budget's lock: so this takes none.
+        # Any allocation may end a share, including one that is made under the budget's lock: so this takes no lock.
         self._gone.append((self.number, self.nbytes))
 
 
 class CacheBudget:
     """The memory that all caches of a process may have together, ``limit`` bytes, or less while ``room()`` is less.
 
-    A cache may have what the others leave, and its equal share in any case: if need be, the caches that have more than
-    theirs are emptied. While a cache moves to new arrays, its old arrays still take memory. The budget keeps a total,
-    and the caches in a heap by size. So the time to give memory grows with the logarithm of the number of caches (one
-    per partition and column family), and with the number of caches that are emptied.
+    A cache may use the memory that the others leave, and always its equal share: if necessary, caches above their share
+    are emptied. While a cache moves to new arrays, its old arrays still take memory. The budget keeps a total, and the
+    caches in a heap by size. So the time of an allocation grows with the logarithm of the number of caches (one per
+    partition and column family), and with the number of caches that are emptied.
 
-    ``_lock`` guards the giving of memory. A cache is emptied without the lock: any allocation, also one made here, may
-    release a scan that is no longer referred to, and with it the copy that the scan has read, and the cache of that
-    copy.
+    ``_lock`` guards allocations. A cache is emptied without the lock: any allocation of memory, including one made
+    here, may release a scan that is no longer referred to, and with it the copy that the scan has read, and the cache
+    of that copy.
     """
 
     def __init__(self, limit: int, room: Callable[[], int] | None = None) -> None:
@@ -90,13 +90,13 @@ class CacheBudget:
         self._asked = self._hits = 0
 
     def count(self, asked: int, hits: int) -> None:
-        """Count keys that were asked for, and those of them that a cache had. For people: threads may lose a count."""
+        """Count requested keys, and those of them that a cache had. For people: threads may lose a count."""
         self._asked += asked
         self._hits += hits
 
     @property
     def counts(self) -> dict[str, int]:
-        """The keys that were asked for since the start, and those of them that a cache had."""
+        """The keys that were requested since the start, and those of them that a cache had."""
         return {"asked": self._asked, "hits": self._hits}
 
     @property
@@ -112,7 +112,7 @@ class CacheBudget:
             return self._used
 
     def shrink(self) -> None:
-        """Empty caches, the largest first, until all have no more than they may."""
+        """Empty caches, the largest first, until their total is within the limit."""
         with self._lock:
             self._empty(self.limit)
 
@@ -122,7 +122,10 @@ class CacheBudget:
             return self._allowed(cache.share)
 
     def give(self, cache: RowCache, rows: CachedRows) -> bool:
-        """Give ``cache`` these rows in place of its own. False if there is no room: the cache has none then."""
+        """Give ``cache`` these rows in place of its current ones.
+
+        Return False if there is no room: the cache is empty then.
+        """
         cache.rows, cache.share = _NOTHING, None
         if rows is _NOTHING:
             return True
@@ -155,13 +158,13 @@ class CacheBudget:
             share = None if found is None else found()
             cache = None if share is None else share.cache()
             if cache is not None and cache.share is share:
-                # Its writer may be about to change these rows, which does no harm: nobody reads them any more.
+                # Its writer may be about to change these rows, which does no harm: no reader uses them any more.
                 cache.rows, cache.share = _NOTHING, None
             found = share = cache = None  # or the share would live on
             self._settle()
 
     def _settle(self) -> None:
-        """Take off what caches have let go of."""
+        """Subtract the shares that caches have released."""
         while self._gone:
             number, nbytes = self._gone.popleft()
             if self._shares.pop(number, None) is not None:
@@ -182,7 +185,7 @@ class RowCache:
         self._budget = budget
         self.rows = _NOTHING
         self.share: _Share | None = None
-        """What the budget counts for the rows; only the budget sets both."""
+        """The budget's count of the rows; only the budget sets both."""
         self._epoch = 0
         self._lock = threading.Lock()
 
@@ -236,7 +239,7 @@ class RowCache:
         return pa.concat_arrays([held, values]).take(pa.array(order))
 
     def _keep(self, keys: pa.BinaryArray, hashes: KeyHashes, values: pa.BinaryArray, epoch: int) -> None:
-        """Hold the pairs that were read, unless pairs were written meanwhile, or another thread changes the rows."""
+        """Hold pairs that were read, unless pairs were written since, or another thread changes the rows."""
         if not self._lock.acquire(blocking=False):
             return
         try:
@@ -254,9 +257,7 @@ class RowCache:
             self._lock.release()
 
     def update(self, keys: pa.BinaryArray, hashes: KeyHashes, values: pa.BinaryArray) -> None:
-        """Take over what was written: distinct keys with their new values (null: removed). Keys that are not held stay
-        so.
-        """
+        """Apply a write: distinct keys with their new values (null: removed). Keys that are not held stay so."""
         with self._lock:
             self._epoch += 1
             for at in range(0, len(keys), CACHE_STEP_ROWS):

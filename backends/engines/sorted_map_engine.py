@@ -29,8 +29,8 @@ from backends.formats.manifest import LocalState
 #
 # A log-structured merge tree in memory: sorted runs in Arrow arrays, the older and larger ones below. A change adds a
 # run and merges it with the runs that are not much larger, so that the cost of a change follows its size. The old map
-# keeps its own list of runs and stays as it was. A run is cut into chunks of disjoint key ranges; a merge makes only
-# those chunks anew that it touches.
+# keeps its own list of runs and stays as it was. A run is cut into chunks of disjoint key ranges; a merge rebuilds only
+# the chunks that it touches.
 #
 # ``benchmarks/sorted_map.py`` compares it with a dict with sorted keys and with ``SortedDict``.
 
@@ -81,7 +81,7 @@ class Run:
         return self.chunks[at].get(key) if at >= 0 else (False, None)
 
     def under(self, newer: Run, *, is_lowest: bool) -> Run:
-        """Return both runs as one. Removed keys are dropped for good if no run lies below."""
+        """Return both runs as one. Tombstones of removed keys are dropped if there is no run below."""
         chunks: list[SortedPairs] = []
         changes = newer.pairs()
         for chunk, start, end in self._spans(changes.keys):
@@ -120,7 +120,7 @@ def _cut(pairs: SortedPairs) -> list[SortedPairs]:
     if len(pairs) <= 2 * per_chunk:
         return [pairs]
     bounds = np.linspace(0, len(pairs), len(pairs) // per_chunk + 1).astype(int).tolist()
-    # Copied, so that a chunk does not keep all of what it was cut from.
+    # Copied, so that a chunk does not keep its whole source in memory.
     return [pairs.slice(a, b - a).compact() for a, b in pairwise(bounds)]
 
 
@@ -314,7 +314,7 @@ class SortedMapEngine:
         return scan
 
     def prepare(self, changes: Changes) -> Callable[[LocalState], None]:
-        """Return a function that makes new maps, which share with the old ones what has not changed."""
+        """Return a function that makes new maps, which share the unchanged parts with the old ones."""
         return lambda state: self._apply(changes, state)
 
     def _apply(self, changes: Changes, state: LocalState) -> None:
@@ -324,7 +324,7 @@ class SortedMapEngine:
         self.state = state
 
     def load_sorted(self, parts: Iterable[tuple[str, SortedPairs]], unfinished: LocalState) -> None:
-        """Make maps of pairs; those that come in key order are in no need of a merge."""
+        """Make maps of pairs; pairs that come in key order need no merge."""
         self._check_open()
         ascending: dict[str, list[SortedPairs]] = {}
         self.state = unfinished

@@ -1,8 +1,8 @@
-"""RocksDB's own files, read by columns: many pairs at once, where an iterator hands over one after the other.
+"""Reads RocksDB's own files by columns: many pairs at once, where an iterator returns one after the other.
 
 The format is that of RocksDB's block-based tables, format version 6: blocks of pairs (``table_blocks``), found by an
-index. A file with anything else in it (a later format, merge operands, ranges that are removed) is refused when it is
-opened, and is read by RocksDB. So is a file of long keys, which RocksDB reads faster.
+index. A file with any other content (a later format, merge operands, range deletions) is rejected when it is opened,
+and RocksDB reads it. So is a file of long keys, which RocksDB reads faster.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from backends.exceptions import StoreClosedError
 
 # The blocks of a RocksDB table file, decoded to columns.
 #
-# Each key of a block names how many bytes it shares with the key before it. At a restart point a key is whole. All
-# runs between restart points are decoded beside each other, a step at a time.
+# Each key of a block names how many bytes it shares with the key before it. At a restart point a key is whole. All runs
+# between restart points are decoded in parallel, a step at a time.
 
 
 LONG_KEY_BYTES = 256
@@ -54,7 +54,7 @@ Words = npt.NDArray[np.uint64]
 
 
 class DamagedTableError(Exception):
-    """A file is not what was written."""
+    """A file differs from what was written."""
 
 
 def varint_at(data: bytes | memoryview, at: int) -> tuple[int, int]:
@@ -76,7 +76,7 @@ def restarts_at(block: bytes) -> int:
 
 
 def stored_pairs(data: bytes, at: int, stop: int) -> Iterator[tuple[bytes, bytes]]:
-    """Return the pairs of runs that lie between two positions, one after the other."""
+    """Return the pairs of the runs between two positions, one after the other."""
     key = b""
     while at < stop:
         shared, at = varint_at(data, at)
@@ -207,7 +207,7 @@ class _Entries:
 
     def _words(self, step: _Step, before: list[Words]) -> list[Words]:
         """Return the keys of a step in words of eight bytes: of the key before as many bytes as the key shares."""
-        # Where the whole key would begin, if its own bytes stood after those that it shares.
+        # Where the whole key would begin, if its own bytes followed those that it shares.
         begins = step.key_at - step.shared
         last = len(self._data) - _WORD.itemsize
         words = []
@@ -271,9 +271,7 @@ def _varints(data: Bytes, at: _Positions) -> tuple[_Positions, _Positions]:
 
 
 FIRST_BLOCKS, STEP_BLOCKS = 4, 256
-"""At most this many blocks are decoded together: few at first, for a reader may want no more than some pairs, and then
-more.
-"""
+"""At most this many blocks are decoded together: few at first for readers of only some pairs, and then more."""
 STEP_BYTES = 1 << 20
 """Blocks that have this many bytes together are not decoded with further ones."""
 MEAN_KEY_BYTES = 64
@@ -302,13 +300,13 @@ _FILTER = b"fullfilter."
 
 
 class UnknownTableError(Exception):
-    """A file has something in it that only RocksDB reads."""
+    """A file has content that only RocksDB reads."""
 
 
 class TableFile:
-    """One file of ``size`` bytes, which stays readable though RocksDB removes it meanwhile.
+    """One file of ``size`` bytes, which stays readable if RocksDB removes it after the open.
 
-    Raises ``UnknownTableError`` if it is to be read by RocksDB, ``FileNotFoundError`` if RocksDB has removed it.
+    Raises ``UnknownTableError`` if RocksDB must read it, ``FileNotFoundError`` if RocksDB has removed it.
     """
 
     def __init__(self, path: Path, size: int) -> None:
@@ -328,7 +326,7 @@ class TableFile:
         kind, _, _, self._context, meta_size = struct.unpack_from("<B4sIII", footer)
         version, magic = struct.unpack_from("<IQ", footer, _FOOTER - 12)
         if (kind, version, magic) != (_XXH3, _FORMAT_VERSION, _MAGIC):
-            raise UnknownTableError(f"{self._path} is no table of format {_FORMAT_VERSION} with checksums by XXH3.")
+            raise UnknownTableError(f"{self._path} is not a table of format {_FORMAT_VERSION} with checksums by XXH3.")
         meta = self._block(size - _FOOTER - meta_size - _TRAILER, meta_size)
         handles = {name: _handle(value) for name, value in stored_pairs(meta, 0, restarts_at(meta))}
         if unknown := [n for n in handles.keys() ^ _EXPECTED_BLOCKS if not n.startswith(_FILTER)]:
@@ -367,7 +365,7 @@ class TableFile:
             raise DamagedTableError(f"{self._path} should have {self.num_entries} pairs, and has {num_entries}.")
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         self._closed()
 
     def _steps(self, start: bytes | None, end: bytes | None) -> Iterator[list[Block]]:
@@ -466,9 +464,8 @@ def _newest(keys: pa.BinaryArray, values: pa.BinaryArray, last: bytes | None) ->
 
 # Scans of many pairs of a RocksDB column family, read from the files of the database.
 #
-# RocksDB's iterator hands its pairs to Python one by one. From the files they come by columns, in half the time.
-# Where some pairs are in RocksDB's memory alone, the scan is RocksDB's, or RocksDB writes them to files first
-# (``file_scans``).
+# RocksDB's iterator passes its pairs to Python one by one. From the files they come by columns, in half the time. If
+# some pairs are only in RocksDB's memory, RocksDB scans, or writes them to files first (``file_scans``).
 
 
 log = logging.getLogger(__name__)
@@ -476,7 +473,7 @@ log = logging.getLogger(__name__)
 FEW_PAIRS = 100_000
 """Fewer pairs are scanned about as fast by RocksDB."""
 _LISTINGS = 5
-"""So often the files are listed again because RocksDB has removed one of them meanwhile."""
+"""The files are listed at most this many times: RocksDB may remove one of them after a listing."""
 _LEVEL = re.compile(r"--- level (\d+) --- version# \d+ ---")
 _TABLE = re.compile(
     r" (\d+):(\d+)\[(\d+) \.\. (\d+)\]\['([0-9A-F]*)' seq:\d+, type:\d+ \.\. '([0-9A-F]*)' seq:\d+, type:\d+\]\(\d+\)"
@@ -547,8 +544,8 @@ def open_scan(
 ) -> TableScan | None:
     """Open the files that have keys of a range; None if RocksDB must read them.
 
-    All pairs of the scan must be in files; pairs that are written meanwhile may show or not. RocksDB may replace files
-    by others meanwhile.
+    All pairs of the scan must be in files; pairs that are written during the call may be included or not. RocksDB may
+    replace files during the call.
     """
     for _ in range(_LISTINGS):
         tables = list_tables()
@@ -572,7 +569,9 @@ def open_scan(
             if isinstance(error, FileNotFoundError):
                 continue
             if isinstance(error, UnknownTableError | OSError):
-                log.debug("RocksDB scans %s: %s", directory, error)  # too many files are open, say: it has them open
+                log.debug(
+                    "RocksDB scans %s: %s", directory, error
+                )  # too many files may be open, for example: RocksDB has them open
                 return None
             if isinstance(error, Exception):
                 raise failure("read", error) from error
@@ -598,7 +597,7 @@ class TableScan(Iterator[pa.RecordBatch]):
             if self._is_closed:
                 raise StoreClosedError("The store was closed while it was scanned.")
             if self._error is not None:
-                raise self._error  # a generator that has failed says ever after that it is at its end
+                raise self._error  # a generator that has failed only reports its end afterwards
             try:
                 pairs = next(self._batches, None)
                 if pairs is not None:
@@ -615,7 +614,7 @@ class TableScan(Iterator[pa.RecordBatch]):
             raise StopIteration
 
     def close(self) -> None:
-        """Let go of the files."""
+        """Close the files."""
         with self._reading:
             self._is_closed = True
             self._let_go()
@@ -631,7 +630,7 @@ def _pairs(run: Sequence[TableFile], start: bytes | None, end: bytes | None) -> 
 
 
 def _merged(runs: list[Iterator[SortedPairs]]) -> Iterator[SortedPairs]:
-    """Return the pairs of runs, each ascending, as one. Of equal keys that of the first run counts."""
+    """Return the pairs of runs, each ascending, as one. Of equal keys, that of the first run wins."""
     held = [SortedPairs.empty()] * len(runs)
     while True:
         for i in range(len(runs) - 1, -1, -1):

@@ -1,1 +1,1 @@
-"""Durable formats (changelogs, snapshots, manifests), the lineage that manifests give, and what may be removed."""
+"""Durable formats (changelogs, snapshots, manifests), the lineage that manifests define, and what may be removed."""

@@ -52,7 +52,7 @@ class Changes:
 
     @classmethod
     def together(cls, steps: Sequence[Changes]) -> Changes:
-        """Return the changes that lead where these lead, one after the other."""
+        """Return the combined changes of several steps, applied one after the other."""
         if len(steps) == 1:
             return steps[0]
         families: dict[str, list[SortedPairs]] = {}
@@ -122,7 +122,7 @@ def read_changelog(data: bytes, name: str = "the changelog") -> tuple[ChangelogM
         with pa.ipc.open_file(pa.py_buffer(data), options=options) as reader:
             meta, names = _read_meta(reader.schema, name)
             if not reader.schema.equals(PAIRS_SCHEMA, check_metadata=False):
-                raise DamagedFileError(f"{name} is no changelog: it has the columns {reader.schema.names}.")
+                raise DamagedFileError(f"{name} is not a changelog: it has the columns {reader.schema.names}.")
             if reader.num_record_batches != len(names):
                 raise DamagedFileError(
                     f"{name} is damaged: {reader.num_record_batches} batches for {len(names)} column families."
@@ -141,7 +141,7 @@ def read_changelog(data: bytes, name: str = "the changelog") -> tuple[ChangelogM
 
 
 def read_changelog_meta(data: bytes, name: str = "the changelog") -> ChangelogMeta:
-    """Read only which commit a changelog is. Raises as ``read_changelog`` does."""
+    """Read only the metadata of a changelog: its commit. Raises as ``read_changelog`` does."""
     try:
         with pa.ipc.open_file(pa.py_buffer(data)) as reader:
             return _read_meta(reader.schema, name)[0]
@@ -155,22 +155,22 @@ def _read_meta(schema: pa.Schema, name: str) -> tuple[ChangelogMeta, list[str]]:
         meta = json_decoder(ChangelogMeta).decode(metadata[_META])
         names = json_decoder(list[str]).decode(metadata[_FAMILIES])
     except (KeyError, msgspec.MsgspecError) as error:
-        raise DamagedFileError(f"{name} is no changelog, or is damaged: {error!r}") from error
+        raise DamagedFileError(f"{name} is not a changelog, or is damaged: {error!r}") from error
     if meta.format_version != CHANGELOG_FORMAT_VERSION:
         raise InvalidStateStoreArgument(
-            f"{name} has the format {meta.format_version}; this release reads {CHANGELOG_FORMAT_VERSION}. Use the "
-            "newer release."
+            f"{name} has the format {meta.format_version}; this release reads {CHANGELOG_FORMAT_VERSION}. "
+            "Use the newer release."
         )
     return meta, names
 
 
 # Changelog groups: the changelogs of several partitions and operators of one version, in one object.
 #
-# The changelogs come one after the other, each with the bytes that it would have as a file of its own. After them
-# come an index, sealed, and a footer: the index's length in bytes (8 bytes, little-endian) and ``MAGIC``. A manifest
-# names object, offset, size and digest of each part, so a load needs no index, and a damaged part leaves the others
-# readable. The index is for a coordinator that must put a version together without its manifest. The idea is that of
-# WarpStream and SlateDB: on object storage a request costs more than the bytes in it.
+# The changelogs come one after the other, each with the same bytes as a separate file would have. After them come an
+# index, sealed, and a footer: the index's length in bytes (8 bytes, little-endian) and ``MAGIC``. A manifest names
+# object, offset, size and digest of each part, so a load needs no index, and a damaged part leaves the others readable.
+# The index is for a coordinator that must reconstruct a version without its manifest. The idea is that of WarpStream
+# and SlateDB: on object storage a request costs more than the bytes in it.
 
 
 GROUPS_DIRECTORY = "groups"
@@ -180,11 +180,11 @@ MAGIC = b"STSTGRP1"
 GROUP_FORMAT_VERSION = 1
 _FOOTER_BYTES = 8 + len(MAGIC)
 _TAIL_BYTES = 64 << 10
-"""So much of the end is read first: the index of some hundred parts."""
+"""The first read of a group fetches this many bytes of its end: the index of some hundred parts."""
 
 
 class GroupMember(NamedTuple):
-    """A changelog that is written with others. ``path`` is its name, as if it were a file of its own."""
+    """A changelog that is written with others. ``path`` is the name that it would have as a separate file."""
 
     meta: ChangelogMeta
     path: str
@@ -192,7 +192,7 @@ class GroupMember(NamedTuple):
 
 
 class GroupPart(Struct, frozen=True):
-    """An entry of the index: which commit lies where. ``offset`` and ``size`` are in bytes."""
+    """An entry of the index: the position of one commit. ``offset`` and ``size`` are in bytes."""
 
     meta: ChangelogMeta
     path: str
@@ -246,8 +246,8 @@ def read_index(storage: CheckpointStorage, path: str, size: int) -> list[tuple[C
     index = unseal(tail[-length - _FOOTER_BYTES : -_FOOTER_BYTES], GroupIndex, name)
     if index.format_version != GROUP_FORMAT_VERSION:
         raise InvalidStateStoreArgument(
-            f"{name} has the format {index.format_version}; this release reads {GROUP_FORMAT_VERSION}. Use the newer "
-            "release."
+            f"{name} has the format {index.format_version}; this release reads {GROUP_FORMAT_VERSION}. "
+            "Use the newer release."
         )
     # The copy of a checkpoint has the same paths below another location.
     if index.path != path:

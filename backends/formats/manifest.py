@@ -1,7 +1,7 @@
-"""Manifests: the only truth about which files make a version (as in SlateDB and Iceberg).
+"""Manifests: the only source of truth about which files make a version (as in SlateDB and Iceberg).
 
-A manifest says what changed since its parent. Manifests are written once, create-if-absent, and never changed. Version
-V is the one that is found by walking the parents of the newest manifest of the highest epoch.
+A manifest says what changed since its parent. Manifests are written once, create-if-absent, and never changed. To find
+version V, walk the parents of the newest manifest of the highest epoch.
 """
 
 from __future__ import annotations
@@ -45,11 +45,12 @@ class PartitionEntry(Struct, frozen=True):
 
 
 class StoredEntries(Struct, frozen=True):
-    """The columns as they are written. ``directory`` has ``*`` in the place of the partition's number.
+    """The columns as they are written. ``directory`` has ``*`` in place of the partition's number.
 
     ``partition`` is None if the partitions are 0, 1, 2 and so on. ``groups`` are the objects that hold changelogs of
-    several partitions, ``group`` the number of the one that has a partition's (-1: the changelog is a file of its own),
-    and ``offset`` where in it, in bytes. None: all changelogs are files of their own, as before there were groups.
+    several partitions. ``group`` is the number of the object that holds a partition's changelog (-1: the changelog is a
+    separate file), and ``offset`` its position there, in bytes. None: all changelogs are separate files, as before
+    groups existed.
     """
 
     directory: str
@@ -70,7 +71,7 @@ class PartitionEntries(Mapping[int, PartitionEntry]):
     __slots__ = ("_rows", "stored")
 
     def __init__(self, stored: StoredEntries) -> None:
-        """Take over the columns; raises ``ValueError`` if they differ in length or name a group that is not there."""
+        """Take over the columns; raises ``ValueError`` if they differ in length or name a group that does not exist."""
         numbers = range(len(stored.attempt)) if stored.partition is None else stored.partition
         lengths = {len(c) for c in (stored.attempt, stored.changelog, stored.size, stored.digest, numbers)}
         if stored.group is not None or stored.offset is not None:
@@ -86,8 +87,7 @@ class PartitionEntries(Mapping[int, PartitionEntry]):
 
     @classmethod
     def of(cls, entries: Mapping[int, PartitionEntry]) -> PartitionEntries:
-        """Make columns of single entries, whose changelogs lie in directories that differ in the partition's number
-        only.
+        """Make columns of single entries. The directories of their changelogs differ only in the partition's number.
 
         Raises ``ValueError`` for other directories.
         """
@@ -100,7 +100,7 @@ class PartitionEntries(Mapping[int, PartitionEntry]):
         for p, row in zip(numbers, rows, strict=True):
             parent, _, name = row.changelog.path.rpartition("/")
             if parent != directory.replace("*", str(p)):
-                raise ValueError(f"{row.changelog.path} does not lie in {directory}, as the others do")
+                raise ValueError(f"{row.changelog.path} is not in {directory}, as the others are")
             names.append(name)
         groups: dict[str, int] = {}
         for row in rows:
@@ -179,7 +179,7 @@ def _template(partition: int, path: str) -> str:
     """Return the directory of a changelog with ``*`` for the partition's number: ``operators/op/4/*/default``."""
     parts = path.split("/")[:-1]
     if len(parts) < 2 or parts[-2] != str(partition) or "*" in path:
-        raise ValueError(f"{path} is no changelog of partition {partition}")
+        raise ValueError(f"{path} is not a changelog of partition {partition}")
     return "/".join((*parts[:-2], "*", parts[-1]))
 
 
@@ -201,7 +201,7 @@ NO_PARTITION_STAGES: Mapping[int, int] = MappingProxyType({})
 
 
 class ChangelogRef(Struct, frozen=True):
-    """A changelog file and the version to which it leads."""
+    """A changelog file and the version that it makes."""
 
     version: int
     file: FileRef
@@ -210,9 +210,9 @@ class ChangelogRef(Struct, frozen=True):
 class OperatorEntry(Struct, frozen=True):
     """One operator in a manifest: layout, schema id, backend, and the partitions that changed.
 
-    ``stage`` is the highest of Spark's stages in which these changes were made; None: not known. ``earlier_stages`` has
-    the stages of the partitions whose changes were made in a lower one: a plan that ran again has not reached them.
-    Both hold only within the run that wrote the manifest.
+    ``stage`` is the highest Spark stage that made these changes; None: not known. ``earlier_stages`` has the stages of
+    the partitions whose changes were made in a lower one: a plan that ran again has not reached them. Both hold only
+    within the run that wrote the manifest.
     """
 
     num_partitions: int
@@ -231,13 +231,13 @@ class OperatorEntry(Struct, frozen=True):
         partitions: Mapping[int, PartitionEntry],
         stages: Mapping[int, int] = NO_PARTITION_STAGES,
     ) -> OperatorEntry:
-        """Make the entry of what each partition contributed, in which of Spark's stages, where that is known."""
+        """Make the entry of the partitions' contributions, and of the Spark stages that made them, where known."""
         stage = max(stages.values(), default=None)
         earlier = {p: s for p, s in stages.items() if s != stage}
         return cls(num_partitions, schema_id, backend, PartitionEntries.of(partitions), stage, earlier)
 
     def stage_of(self, partition: int) -> int | None:
-        """Return the stage in which the changes of a partition were made; None: not known."""
+        """Return the stage that made the changes of a partition; None: not known."""
         return self.earlier_stages.get(partition, self.stage)
 
 
@@ -246,12 +246,13 @@ class Manifest(Struct, frozen=True):
 
     ``created_ms`` is when the version was prepared, in ms since 1970.
 
-    ``oldest`` is the oldest version that is kept (besides the empty 0). ``chain_from`` is the lowest version whose
+    ``oldest`` is the oldest version that is kept (apart from the empty 0). ``chain_from`` is the lowest version whose
     manifest is kept to make ``oldest``. Files that only lower versions need are being removed. ``sequence`` counts the
-    manifests of an epoch from 1 on, by which a query's coordinators fence each other; 0 in manifests from before there
-    were fences, and where nobody fences. ``parent_completed_ms`` is when the version below was completed, in ms since
-    1970; None where the coordinator that wrote this did not see that. ``rewritten`` are the paths of the records that
-    say which files of the versions below stand in other places by now, the oldest first (``rewritten_files.py``).
+    manifests of an epoch from 1 on, so that a query's coordinators can fence each other; it is 0 in manifests from
+    before fences existed, and for writers without fencing. ``parent_completed_ms`` is when the version below was
+    completed, in ms since 1970; None if the coordinator that wrote this did not see that. ``rewritten`` are the paths
+    of the records that map files of the versions below to their current places, the oldest first
+    (``rewritten_files.py``).
     """
 
     id: int
@@ -270,7 +271,7 @@ class Manifest(Struct, frozen=True):
 
 
 class SourcePartition(Struct, frozen=True):
-    """A partition of an earlier layout, from which another partition takes over a range of keys.
+    """A partition of an earlier layout. Another partition takes over a range of its keys.
 
     Its files are in ``directory``; ``backend`` is the name of the backend that made its snapshots.
     """
@@ -294,11 +295,11 @@ class Rescaled(Struct, frozen=True):
 
 
 class Lineage(Struct, frozen=True):
-    """The files from which one partition can be brought to ``version``.
+    """The files that bring one partition to ``version``.
 
     ``changelogs`` ascend to that version, one per version; ``snapshots`` ascend as well. Loading begins with the empty
     version 0 if the first changelog makes version 1, else with a snapshot, or with the partitions of an earlier layout
-    (``rescaled``), whose key groups have been divided anew.
+    (``rescaled``), whose key groups have been redistributed.
     """
 
     version: int
@@ -315,7 +316,7 @@ class Lineage(Struct, frozen=True):
 
     @property
     def oldest(self) -> float:
-        """The lowest version of which there is a file, of earlier layouts too; infinite if there is no file."""
+        """The lowest version that has a file, including files of earlier layouts; infinite if there is no file."""
         sources = self.rescaled.sources if self.rescaled is not None else ()
         lowest = [math.inf, *(source.lineage.oldest for source in sources)]
         lowest += [log.version for log in self.changelogs[:1]] + [snapshot.version for snapshot in self.snapshots[:1]]
@@ -327,10 +328,10 @@ class Lineage(Struct, frozen=True):
         return self.version == 0 and self.head is None
 
 
-# JSON records that carry their own digest, by which damage is found.
+# JSON records that carry their own digest, so that damage is detected.
 #
-# Manifests and the like are found by listing, so no ``FileRef`` has their digest. Such a file is one line of JSON,
-# and one line with the xxh3-128 of the first line.
+# Manifests and the like are found by listing, so no ``FileRef`` has their digest. Such a file is one line of JSON, and
+# one line with the xxh3-128 of the first line.
 
 
 T = TypeVar("T")
@@ -353,7 +354,7 @@ def unseal(data: bytes, kind: type[T], name: str) -> T:
     try:
         return json_decoder(kind, _decode).decode(content)
     except msgspec.MsgspecError as error:
-        raise DamagedFileError(f"{name} is no {kind.__name__} that this release can read: {error}") from error
+        raise DamagedFileError(f"{name} is not a {kind.__name__} that this release can read: {error}") from error
 
 
 def _encode(value: object) -> object:
@@ -377,7 +378,7 @@ def partition_directory(operator: str, num_partitions: int, partition: int, stor
 
 
 def changelog_path(operator: str, n: int, p: int, store: str, version: int, unique: str) -> str:
-    """Return where a changelog lies below the state location. ``unique`` differs for every file ever written."""
+    """Return the path of a changelog below the state location. ``unique`` differs for every file ever written."""
     return f"{partition_directory(operator, n, p, store)}/{changelog_name(version, unique)}"
 
 
@@ -387,12 +388,12 @@ def changelog_name(version: int, unique: str) -> str:
 
 
 def version_in(path: str) -> int:
-    """Return the version that a file's name begins with, ``<version>-<unique>.<kind>``; -1 if it is no such name."""
+    """Return the version that a file's name begins with, ``<version>-<unique>.<kind>``; -1 for any other name."""
     version, dash, _ = path.rsplit("/", 1)[-1].partition("-")
     return int(version) if dash and version.isdecimal() else -1
 
 
-# The mark that says which version an engine holds, and that a write has not ended.
+# The mark that says which version an engine holds, or that a write has not ended.
 
 
 _UNFINISHED = ", unfinished"
@@ -423,8 +424,9 @@ class LocalState(msgspec.Struct, frozen=True):
 
 
 class SnapshotFile(Struct, frozen=True):
-    """One file of a snapshot: its name in the backend, and where its content is. The descriptor holds small ones
-    itself.
+    """One file of a snapshot: its name in the backend, and the place of its content.
+
+    The descriptor holds small files itself.
     """
 
     name: str
@@ -443,12 +445,12 @@ class SnapshotDescriptor(Struct, frozen=True):
 
     @property
     def paths(self) -> frozenset[str]:
-        """The paths of the objects to which the snapshot refers."""
+        """The paths of the objects that the snapshot refers to."""
         return frozenset(f.file.stored_in for f in self.files if f.file is not None)
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the files to which the snapshot refers."""
+        """The bytes of the files that the snapshot refers to."""
         return sum(f.file.size for f in self.files if f.file is not None)
 
     def is_complete(self, sizes: Mapping[str, int]) -> bool:
@@ -457,5 +459,5 @@ class SnapshotDescriptor(Struct, frozen=True):
 
     @property
     def without_content(self) -> SnapshotDescriptor:
-        """The same with only the files that are in storage: what it takes to know which objects are needed."""
+        """The same descriptor with only the files that are in storage, which is enough to know the needed objects."""
         return structs.replace(self, files=tuple(f for f in self.files if f.file is not None))

@@ -1,6 +1,6 @@
 """Walks the chain of manifests: finds the versions that exist, and the lineage of a partition (the files that make it).
 
-Shared by a provider that keeps its own manifests and by the coordinator.
+Used by a provider that keeps its own manifests and by the coordinator.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Chain = Mapping[int, Manifest]
 
 
 class Layout(NamedTuple):
-    """Into how many partitions the state of an operator is divided, and which backend keeps them."""
+    """The number of partitions of an operator's state, and the backend that keeps them."""
 
     operator: str
     num_partitions: int
@@ -62,9 +62,9 @@ def walk(
     """Return the manifest per version from ``head`` down to its ``chain_from``, newest first.
 
     ``manifest`` reads the manifest of an id, None if there is none; ``name`` names its file, for messages. Raises
-    ``MissingFileError`` if a manifest is not there, ``DamagedFileError`` if one is not of the version that belongs
-    there. With ``gap`` the chain leaves that version out: ``gap`` is told the manifest whose parent that is, and the
-    error, and returns a manifest from which the chain goes on with the versions below, None if there is none.
+    ``MissingFileError`` if a manifest does not exist, ``DamagedFileError`` if one has an unexpected version. With
+    ``gap`` the chain leaves that version out: ``gap`` gets the child manifest and the error, and returns the manifest
+    that continues the chain with the versions below, None if there is none.
     """
     chain: dict[int, Manifest] = {}
     current, below = head, math.inf
@@ -81,7 +81,7 @@ def walk(
                 raise
             below = min(below, current.version - 1)
             if below == 0:
-                # Changelogs from version 1 on are applied to no state; these are applied to what is not known.
+                # Changelogs from version 1 on apply to the empty state; these apply to an unknown one.
                 chain.pop(1, None)
             current = gap(current, error)
     return chain
@@ -127,7 +127,7 @@ def segments(chain: Chain, operator: str, version: int | None = None) -> list[Se
 
 
 def entry(chain: Chain, version: int, operator: str, partition: int) -> PartitionEntry | None:
-    """Return the entry of a partition in a version, in the layout of that version; None if nothing."""
+    """Return the entry of a partition in a version, in the layout of that version; None if there is none."""
     manifest = chain.get(version)
     held = manifest.operators.get(operator) if manifest else None
     return held.partitions.get(partition) if held else None
@@ -164,8 +164,8 @@ def _head(chain: Chain, version: int, operator: str, partition: int) -> str | No
 def head_of(chain: Chain, version: int, layout: Layout, partition: int, key_groups: int = 0) -> str | None:
     """Return the changelog that made the state of a partition at a version, or the name that stands for one.
 
-    Such a name stands for the changelog where the chain has an earlier layout than ``layout``. None for the empty
-    version 0, and for a version that is not on the chain.
+    Such a name replaces the changelog if the chain has an earlier layout than ``layout``. None for the empty version 0,
+    and for a version that is not on the chain.
     """
     manifest = chain.get(version)
     held = manifest.operators.get(layout.operator) if manifest else None
@@ -177,9 +177,7 @@ def head_of(chain: Chain, version: int, layout: Layout, partition: int, key_grou
 
 
 def _rescaled_head(below: OperatorEntry, version: int, layout: Layout, partition: int, key_groups: int) -> str:
-    """Return a name that tells everything the state follows from: the changelogs of the earlier layout, and the new
-    one.
-    """
+    """Return a name for all that the state derives from: the earlier layout's changelogs, and the new layout."""
     heads = xxhash.xxh3_128()
     for p in _sources(below, partition_range(partition, layout.num_partitions, key_groups), key_groups):
         # An initial state has no partitions without rows.
@@ -205,9 +203,9 @@ def lineage(
 ) -> Lineage:
     """Return the files that make a partition's state at a version of the chain.
 
-    Where the chain has an earlier layout, the files are those of the earlier partitions that have some of the key
-    groups of this one; there are ``key_groups`` in all. For a partition that is itself only a source, ``wanted`` are
-    the key groups that the other partition has: below a still earlier change of the layout, no others are taken over.
+    If the chain has an earlier layout, the files are those of the earlier partitions that have some of the key groups
+    of this one; there are ``key_groups`` in all. For a partition that is itself only a source, ``wanted`` are the key
+    groups of the other partition: below a still earlier change of the layout, only these are taken over.
     """
     held = segments(chain, layout.operator, version)
     own = held.pop(0) if held and held[0].layout == layout else None
@@ -245,11 +243,11 @@ def _rescaled(
 
 # The rules of retention: the versions, manifests and files that must be kept, and the files to remove.
 #
-# Shared by a provider that keeps its own manifests and by the coordinator.
+# Used by a provider that keeps its own manifests and by the coordinator.
 
 
 class Base(NamedTuple):
-    """The start of a load in a segment: a snapshot, or (None) the state that lies below the segment."""
+    """The start of a load in a segment: a snapshot, or (None) the state below the segment."""
 
     segment: Segment
     partition: int
@@ -274,18 +272,18 @@ def retain(
 ) -> Retention:
     """Return the files that must be kept for the versions from ``target`` on.
 
-    ``floor`` is the oldest version that a manifest says is kept already. The oldest version kept is that of a snapshot
-    at or below ``target``: with a newer one, a version from ``target`` on could be lost. The snapshot must be sound,
-    for the files that lead past it are removed. An earlier layout is kept until every partition of the present one has
-    a snapshot of its own at or below ``target``; a partition that has one gives up its older files before.
+    ``floor`` is the oldest version that a manifest already declares as kept. The oldest version kept is that of a
+    snapshot at or below ``target``: with a newer one, a version from ``target`` on could be lost. The snapshot must be
+    sound, because the files that lead past it are removed. An earlier layout is kept until every partition of the
+    present one has its own snapshot at or below ``target``; a partition that has one gives up its older files before.
     """
-    target = max(target, floor)  # after going back to an older version, less may be asked for than is kept
+    target = max(target, floor)  # after a rollback to an older version, the target may be below what is kept
     bases: list[Base] = []
     lowest: list[int] = []  # per partition of the lowest layout that is kept
     for operator in operators:
         for segment in segments(chain, operator):
             if segment.first > target and versions_below(chain, segment):
-                # Versions of the layout below it are asked for as well; all of this one is kept.
+                # Versions of the layout below it are wanted as well; all of this one is kept.
                 bases += [Base(segment, p, None) for p in range_of(chain, segment)]
                 continue
             known = snapshots(chain, segment)
@@ -317,8 +315,8 @@ def range_of(chain: Chain, segment: Segment) -> Iterable[int]:
 def garbage(files: Iterable[str], needed: Collection[str], oldest: int) -> list[str]:
     """Return which of the partitions' ``files`` may be removed.
 
-    These are the files of versions up to the ``oldest`` kept that are not ``needed``. Files of later versions stay in
-    any case, for they may belong to a commit or an upload under way; they are removed when their version is no longer
+    These are the files of versions up to the ``oldest`` kept that are not ``needed``. Files of later versions always
+    stay, because they may belong to a commit or an upload under way; they are removed when their version is no longer
     kept.
     """
     return [f for f in files if f not in needed and 0 <= version_in(f) <= oldest]
@@ -330,7 +328,7 @@ def needed_files(
     files_of: Callable[[SnapshotRef], Collection[str]],
     unnamed: Iterable[SnapshotRef] = (),
 ) -> set[str]:
-    """Return the files to which something kept refers.
+    """Return the files that kept versions refer to.
 
     ``files_of`` names the files that a snapshot consists of; ``unnamed`` are snapshots that the next manifest will
     name.
@@ -360,7 +358,7 @@ def _overlap(one: Segment, other: Segment) -> bool:
     return one.layout == other.layout and one.first <= other.last and other.first <= one.last
 
 
-# The size of a version of the state in bytes: those that its batch has added, and those of a load.
+# The size of a version of the state in bytes: the bytes that its batch has added, and those of a load.
 
 
 def delta_bytes(manifest: Manifest) -> int:
@@ -369,11 +367,11 @@ def delta_bytes(manifest: Manifest) -> int:
 
 
 def full_bytes(chain: Chain, version: int, snapshot_bytes: Callable[[SnapshotRef], int | None]) -> int | None:
-    """Return the bytes of the files from which a version is loaded: of each partition a snapshot and what follows it.
+    """Return the bytes of a version's files: for each partition, a snapshot and the changelogs after it.
 
-    Partitions without a snapshot of their own are loaded from the changelogs since the first version, or since an
-    earlier layout; of that, all files count. ``snapshot_bytes`` says how many bytes a snapshot has, None if that is not
-    known; then neither is the sum. Goes over the versions of the chain a column at a time.
+    Partitions without their own snapshot are loaded from the changelogs since the first version, or since an earlier
+    layout; of an earlier layout, all files count. ``snapshot_bytes`` returns the bytes of a snapshot, None if they are
+    not known; the sum is then unknown, too. The versions of the chain are processed a column at a time.
     """
     total = 0
     for operator in chain[version].operators:

@@ -1,8 +1,8 @@
 """Snapshots: the whole state of one partition at one version, as files in the storage.
 
 A descriptor lists the files by name, size and digest. A file that an earlier snapshot has uploaded is not uploaded
-again: files are compared by content, so it does not matter which process, host or local directory they came from. The
-idea is that of RocksDB's and Flink's incremental checkpoints.
+again: files are compared by content, so their process, host or local directory does not matter. The idea is that of
+RocksDB's and Flink's incremental checkpoints.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from backends.storage.locations import FileRef, digest, file_digest
 
 _INLINE_BYTES = 64 << 10
 _TOGETHER_BYTES = 256 << 10
-"""SST files of more bytes are stored as they are: an object with several lives as long as one of them is needed."""
+"""Larger SST files are stored separately: an object with several files lives as long as one of them is needed."""
 
 
 class Watch(Protocol):
     """Receives the progress of ``download``; see ``backends.partition.load_watch.LoadWatch``."""
 
     def expect(self, files: int, nbytes: int) -> None:
-        """Take note of files that are needed."""
+        """Add files to those that are needed."""
 
     def begin_file(self, target: Path, size: int) -> None:
-        """Take note of a file that is being fetched."""
+        """Record that the fetch of a file begins."""
 
     def end_file(self, target: Path, *, is_done: bool) -> None:
-        """Take note of a file that was fetched, or was not."""
+        """Record that a file was fetched, or that the fetch failed."""
 
     def step(self, files: int = 0, nbytes: int = 0) -> None:
-        """Take note of a step of work."""
+        """Record a step of work."""
 
 
 class Digests:
@@ -60,7 +60,7 @@ class PreparedSnapshot(NamedTuple):
     """A snapshot whose large files are in storage, and which lacks its descriptor.
 
     ``files`` are those in storage, and those that the descriptor holds. ``small`` are other files by name, to be stored
-    beside the descriptor. ``written`` bytes have gone to storage.
+    with the descriptor. ``written`` bytes have gone to storage.
     """
 
     directory: str
@@ -72,7 +72,7 @@ class PreparedSnapshot(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """About as many bytes are still to be stored."""
+        """The approximate number of bytes that are still to be stored."""
         return sum(map(len, self.small.values())) + sum(len(f.content or b"") for f in self.files)
 
     def new_path(self, suffix: str) -> str:
@@ -81,7 +81,7 @@ class PreparedSnapshot(NamedTuple):
 
 
 class StoredSnapshot(NamedTuple):
-    """A snapshot that is in storage, what its descriptor says, and the bytes that were written for it."""
+    """A snapshot that is in storage, its descriptor, and the bytes that were written for it."""
 
     ref: SnapshotRef
     descriptor: SnapshotDescriptor
@@ -100,7 +100,7 @@ def upload(
     pool: ThreadPoolExecutor,
     is_cancelled: Callable[[], bool],
 ) -> StoredSnapshot:
-    """Upload the files in ``local`` but for those that ``earlier`` has, and a descriptor of its own.
+    """Upload the files in ``local``, except those that ``earlier`` has, and a descriptor in a separate file.
 
     Raises ``StorageError``. Files that were uploaded before the error are removed when their version is no longer kept.
     """
@@ -132,10 +132,10 @@ def prepare(
     small_bytes: int = 0,
     listed: dict[str, dict[str, int]] | None = None,
 ) -> PreparedSnapshot:
-    """Upload the large files in ``local`` but for those that ``earlier`` has.
+    """Upload the large files in ``local``, except those that ``earlier`` has.
 
-    ``listed`` has the files of several partitions, by the directory above theirs: it is filled when that must be known,
-    so that one listing does for all of them.
+    ``listed`` has the files of several partitions, by the directory above theirs. It is filled when they must be known,
+    so that all partitions share one listing.
 
     SST files of at most ``_TOGETHER_BYTES`` that later snapshots may share are left for the descriptor's object, the
     smallest first, up to ``small_bytes`` together. Raises as ``upload`` does.
@@ -151,7 +151,7 @@ def prepare(
         if f.file is not None and f.file.within is None
     }
     if any((sizes[path], known[path]) in reusable for path in large):
-        # An uploaded file that has been lost or cut short since is uploaded again.
+        # An uploaded file that has since been lost or truncated is uploaded again.
         above = directory if listed is None else directory.rsplit("/", 2)[0]
         listed = {} if listed is None else listed
         if above not in listed:
@@ -198,7 +198,7 @@ def _small(sizes: Mapping[Path, int], most: int) -> set[Path]:
 
 
 def store_alone(storage: CheckpointStorage, prepared: PreparedSnapshot) -> StoredSnapshot:
-    """Store the descriptor as a file of its own. Raises ``StorageError``."""
+    """Store the descriptor in a separate file. Raises ``StorageError``."""
     state = prepared.state
     assert state.head is not None and not prepared.small
     path = prepared.new_path(".snapshot")
@@ -212,9 +212,9 @@ def store_alone(storage: CheckpointStorage, prepared: PreparedSnapshot) -> Store
 def store_together(storage: CheckpointStorage, prepared: Sequence[PreparedSnapshot]) -> list[StoredSnapshot]:
     """Store the descriptors of several partitions and their small files in one object. Raises ``StorageError``.
 
-    The object has each partition's files one after the other, and its descriptor after them. It bears the highest of
-    the versions, so that it stays as long as one of the snapshots may be needed. What is in it is not shared with later
-    snapshots: otherwise the whole object would have to stay for a part.
+    The object has each partition's files one after the other, and its descriptor after them. Its name has the highest
+    of the versions, so that it stays as long as one of the snapshots may be needed. Later snapshots do not share its
+    content: otherwise the whole object would have to stay for a part.
     """
     if len(prepared) == 1 and not prepared[0].small:
         return [store_alone(storage, prepared[0])]
@@ -242,9 +242,10 @@ def store_together(storage: CheckpointStorage, prepared: Sequence[PreparedSnapsh
 
 
 def read_together(storage: CheckpointStorage, refs: Iterable[FileRef]) -> dict[str, bytes]:
-    """Return the contents of those of some files, by path, that lie in one object with others of them.
+    """Return the contents of those files, by path, that share an object with other files of ``refs``.
 
-    One request for an object. Left out is what is missing or damaged; reading it by itself says how.
+    This takes one request per object. Missing or damaged files are left out; reading such a file alone reports the
+    error.
     """
     by_object: dict[str, list[FileRef]] = {}
     for ref in refs:
@@ -277,8 +278,8 @@ def download(
 ) -> None:
     """Fetch a snapshot's files into a local directory, ``threads`` at once.
 
-    Files that an earlier call has fetched whole, before it failed, are not fetched again. Raises ``MissingFileError``
-    or ``DamagedFileError`` naming the file, ``InvalidStateStoreArgument`` for another backend's snapshot.
+    Files that an earlier call fetched completely before it failed are not fetched again. Raises ``MissingFileError`` or
+    ``DamagedFileError`` naming the file, ``InvalidStateStoreArgument`` for another backend's snapshot.
     """
     if snapshot.backend != backend:
         raise InvalidStateStoreArgument(

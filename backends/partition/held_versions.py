@@ -25,14 +25,14 @@ from backends.partition.layers import Delta, Layer, OlderVersion, PartitionConte
 class HeldVersions:
     """The completed version, the pending changes above it, and the before-images of the versions just below it.
 
-    How reads stay exact while versions advance: every read notes which layers it lays over the engine. ``applying``
-    first makes the delta a layer of all new reads, then waits for the reads that do not have it, and only then lets the
-    engine be written. A read that is still under way then takes the changed keys from the delta itself.
+    How reads stay exact while versions advance: every read registers which layers it uses over the engine. ``applying``
+    first makes the delta a layer of all new reads, then waits for the reads that do not have it, and only then allows
+    the engine to be written. A read that is still under way then takes the changed keys from the delta itself.
 
-    Locks: ``changed`` guards everything here, ``pending`` included. It is held for moments only, except to wait on it.
-    The completed version is read without it (see ``begin_read``). ``complete`` and ``load`` of a partition come one at
-    a time, by a lock of the partition that is always taken first. Only they write ``version``, ``head`` and the older
-    versions, with one exception: any thread that does not hold ``changed`` may call ``drop_older``.
+    Locks: ``changed`` guards everything here, ``pending`` included. It is held only briefly, except to wait on it. The
+    completed version is read without it (see ``begin_read``). ``complete`` and ``load`` of a partition are serialised
+    by a lock of the partition that is always taken first. Only they write ``version``, ``head`` and the older versions,
+    with one exception: any thread that does not hold ``changed`` may call ``drop_older``.
     """
 
     def __init__(self, engine: StateEngine, directory: str, conf: StateStoreConf, memory: HostMemory) -> None:
@@ -64,14 +64,14 @@ class HeldVersions:
     # -- the completed version -----------------------------------------------------------------
 
     def begin_loading(self) -> None:
-        """Let the reads under way end, and have new ones wait until ``end_loading``."""
+        """Wait for the reads under way to end, and make new ones wait until ``end_loading``."""
         with self.changed:
             self.is_loading = True
             self._completed = None
             self._wait_for_readers(lambda _: False)
 
     def end_loading(self, version: int, head: str | None) -> None:
-        """Show the version that was loaded. Pending changes that do not follow from it are dropped."""
+        """Show the version that was loaded. Pending changes that do not follow it are dropped."""
         with self.changed:
             self._older = []
             self.pending.drop_unrelated(version, head)
@@ -83,7 +83,7 @@ class HeldVersions:
     def applying(self, delta: Delta, before: Changes | None) -> Iterator[None]:
         """Show the version that ``delta`` makes; within the block the engine is written, with no read in the way.
 
-        ``before`` are the before-images of ``delta``, by which the version below can still be read; None: it cannot.
+        ``before`` are the before-images of ``delta``, which keep the version below readable; None: it cannot be read.
         If the block raises, the version below is shown again.
         """
         held = self.version, self.head, self._older
@@ -127,7 +127,7 @@ class HeldVersions:
         return kept
 
     def drop_older(self, one: OlderVersion) -> None:
-        """Let go of the before-images of a version, and of those below it, which need these; reads under way go on."""
+        """Drop the before-images of a version, and of those below it, which need these; reads under way continue."""
         with self.changed:
             if one in self._older:
                 self._older = self._older[self._older.index(one) + 1 :]
@@ -143,7 +143,7 @@ class HeldVersions:
         self.version, self.head = version, head
 
     def close(self) -> None:
-        """Refuse new reads, wait for those under way, and drop all that lies over the engine."""
+        """Reject new reads, wait for those under way, and drop all changes over the engine."""
         with self.changed:
             self.is_closed = True
             self._completed = None
@@ -174,7 +174,7 @@ class HeldVersions:
             steps = self.pending.steps(self.head, version, head)
         if steps is None:
             raise LineageMismatchError(
-                f"Version {version} ({head}) of {self._directory} does not follow from what is held here, version "
+                f"Version {version} ({head}) of {self._directory} does not follow the state that is held here, version "
                 f"{self.version} ({self.head}). Load it from storage."
             )
         if not steps:
@@ -184,18 +184,18 @@ class HeldVersions:
         return steps
 
     def drop_unrelated(self) -> None:
-        """Drop the pending changes that do not lead on from the completed version."""
+        """Drop the pending changes that do not continue from the completed version."""
         with self.changed:
             self.pending.drop_unrelated(self.version, self.head)
 
     def newest(self) -> tuple[int, str | None]:
-        """Return the version with all that was accepted, and its head."""
+        """Return the version including all accepted changes, and its head."""
         with self.changed:
             steps = self.pending.accepted_above(self.version, self.head)
             return (steps[-1].meta.version, steps[-1].file.path) if steps else (self.version, self.head)
 
     def nbytes(self) -> int:
-        """Return the memory of all that lies over the engine."""
+        """Return the memory of all changes over the engine."""
         with self.changed:
             return sum(layer.nbytes for layer in (*self.pending, *self._older))
 
@@ -203,7 +203,7 @@ class HeldVersions:
 
     @contextmanager
     def reading(self, version: int | None, head: str | None = None) -> Iterator[VersionView]:
-        """Keep a version as it is within the block. ``head``, if given, must have made the version."""
+        """Keep a version unchanged within the block. ``head``, if given, must have made the version."""
         reader = object()
         view = self.begin_read(reader, version, head)
         try:
@@ -212,7 +212,7 @@ class HeldVersions:
             self.end_read(reader)
 
     def begin_read(self, reader: object, version: int | None, head: str | None) -> VersionView:
-        """Return a view that stays as it is until ``end_read(reader)``. ``version`` None is the completed one.
+        """Return a view that does not change until ``end_read(reader)``. ``version`` None is the completed one.
 
         No lock is taken for the completed version: a writer first sets ``_completed`` and then looks for readers; a
         reader first registers and then checks ``_completed`` again. So one of the two sees the other. Raises
@@ -239,7 +239,7 @@ class HeldVersions:
                 self.changed.notify_all()
 
     def _wait_for_readers(self, may_stay: Callable[[tuple[Layer, ...]], bool]) -> None:
-        """Wait, with the lock, until the layers of all reads under way are such that they may stay."""
+        """Wait, with the lock, until ``may_stay`` accepts the layers of all reads under way."""
         self._num_waiting += 1
         try:
             self.changed.wait_for(lambda: all(may_stay(layers) for layers in list(self.readers.values())))
@@ -268,8 +268,8 @@ class HeldVersions:
         """Return the deltas from the completed version to ``version``: the accepted ones, or, if these do not end in
         ``head``, those that do.
 
-        The coordinator may have said already that a repeated attempt counts, while the answer to its acknowledgement is
-        still on its way.
+        The coordinator may already have accepted a repeated attempt, while the answer to its acknowledgement is still
+        on its way.
         """
         wanted = version - self.version
         steps = self.pending.accepted_above(self.version, self.head)[:wanted]
@@ -298,12 +298,12 @@ def _drop(versions: ref[HeldVersions], one: ref[OlderVersion]) -> None:
 
 
 def _not_dropped(older: list[OlderVersion]) -> list[OlderVersion]:
-    """Return the older versions above the newest one that was dropped meanwhile."""
+    """Return the older versions above the newest one that was dropped concurrently."""
     first = max((i + 1 for i, one in enumerate(older) if one.claim is not None and one.claim.is_dropped), default=0)
     return older[first:]
 
 
-# The pairs that the stream has read last: mostly the very pairs that its next commit replaces.
+# The pairs that the stream has read last: mostly the same pairs that its next commit replaces.
 
 
 @dataclass(frozen=True)
@@ -322,8 +322,8 @@ class _Read:
 class RecentReads:
     """The last bulk reads of each column family, up to ``max_bytes`` each, as long as ``memory`` can spare them.
 
-    Kept from a task's read to its commit, or to the next version. Needs no lock: every read and write is that of one
-    dict entry.
+    Kept from a task's read to its commit, or to the next version. Needs no lock: every read and write accesses one dict
+    entry.
     """
 
     def __init__(self, max_bytes: int, memory: HostMemory) -> None:
@@ -334,7 +334,7 @@ class RecentReads:
     def remember(self, head: str | None, column_family: str, read: SortedPairs) -> None:
         """Keep what was read at the version that ``head`` made.
 
-        An operator reads in steps, in ascending order of the keys: what follows on the last read is added to it.
+        An operator reads in steps, in ascending order of the keys: pairs that follow the last read are added to it.
         """
         held, last = self._reads.get(column_family), read.keys[-1].as_py()
         follows = held is not None and held.head == head and held.last < read.keys[0].as_py()
@@ -343,7 +343,7 @@ class RecentReads:
         claim = None
         if (earlier.parts or not follows) and nbytes <= self._max_bytes:
             claim = self._memory.spare(LAST_READS, read.nbytes, partial(_forget, ref(self), column_family))
-        if claim is None:  # a part of what was read is of no use, neither are the parts that follow
+        if claim is None:  # a part of a read is useless, and so are the parts that follow
             self._reads[column_family] = _Read(head, last)
         else:
             self._reads[column_family] = _Read(head, last, (*earlier.parts, read), (*earlier.claims, claim))
@@ -363,11 +363,11 @@ class RecentReads:
         return read_values.take(pa.array(at)) if (at >= 0).all() else None
 
     def forget(self, column_family: str) -> None:
-        """Drop what was read of a family: the task that has read it has committed, or the memory is needed."""
+        """Drop the reads of a family: the task that has read it has committed, or the memory is needed."""
         self._reads.pop(column_family, None)
 
     def forget_others(self, head: str | None) -> None:
-        """Drop what was read at other versions than the one that ``head`` made."""
+        """Drop the reads at other versions than the one that ``head`` made."""
         for family, read in list(self._reads.items()):
             if read.head != head:
                 self._reads.pop(family, None)
@@ -407,7 +407,7 @@ def counted_scan(
         yield batch
 
 
-# Reads of one partition, each at one version: the engine's pairs under the changes that lie over the engine.
+# Reads of one partition, each at one version: the engine's pairs with the layers of changes over them.
 
 
 class VersionReads:
@@ -437,8 +437,8 @@ class VersionReads:
     ) -> pa.BinaryArray:
         """Return the values at a version, in the order of ``keys``; null where a key has none. Sorted keys are fastest.
 
-        ``version`` None is the last completed one. With ``remember``, what is read may spare the commit that follows a
-        second look-up; queries, which no commit follows, say False. Raises ``VersionNotFoundError`` if the version, or
+        ``version`` None is the last completed one. ``remember`` keeps the result, which may save the following commit a
+        second look-up; queries, which no commit follows, pass False. Raises ``VersionNotFoundError`` if the version, or
         the one that the changelog ``head`` made, is not held.
         """
         started = time.perf_counter()
@@ -497,8 +497,8 @@ class VersionReads:
     ) -> Iterator[pa.RecordBatch]:
         """Return batches of ``key`` and ``value`` from ``start`` (included) to ``end`` (not included), in key order.
 
-        Shows the version as it is at the call, however long the scan takes and whatever is committed meanwhile. Raises
-        ``HostMemoryError`` if there is no room for the changes that lie over the engine.
+        Shows the version at the time of the call, however long the scan takes and whatever is committed during it.
+        Raises ``HostMemoryError`` if there is no room for the changes over the engine.
         """
         return self.scan_ranges([(start, end)], version, column_family, head=head)[0]
 
@@ -510,7 +510,7 @@ class VersionReads:
         *,
         head: str | None = None,
     ) -> list[Iterator[pa.RecordBatch]]:
-        """Scan several ranges, of which no two overlap: all scans show the same moment. See ``scan``."""
+        """Scan several ranges that do not overlap: all scans show the same moment. See ``scan``."""
         with self._versions.reading(version, head) as view:
             self._check_family(column_family, view)
             bases = [self._engine.scan(start, end, column_family) for start, end in ranges]
@@ -529,7 +529,7 @@ class VersionReads:
         *,
         head: str | None = None,
     ) -> Iterator[pa.RecordBatch]:
-        """Scan ascending ranges, of which no two overlap, one after the other; a batch may have pairs of many ranges.
+        """Scan ascending ranges that do not overlap, one after the other; a batch may have pairs of many ranges.
 
         See ``scan``.
         """
@@ -551,7 +551,7 @@ class VersionReads:
         return changes, claim
 
     def num_keys(self, version: int | None = None, *, head: str | None = None) -> int | None:
-        """Return the exact number of keys of all column families at a version; None if it is not at hand.
+        """Return the exact number of keys of all column families at a version; None if it is unknown.
 
         Raises as ``get_many``.
         """
@@ -559,7 +559,7 @@ class VersionReads:
             return self.counted(view)
 
     def counted(self, view: VersionView) -> int | None:
-        """Return the number of keys that a view shows; None if it is not at hand."""
+        """Return the number of keys that a view shows; None if it is unknown."""
         if not view.layers:
             return self._engine.state.num_keys
         last = view.layers[-1]
@@ -573,6 +573,6 @@ class VersionReads:
     def _check_family(self, column_family: str, view: VersionView) -> None:
         if column_family not in view.families:
             raise InvalidStateStoreArgument(
-                f"There is no column family {column_family!r} in {self._directory}; there are "
+                f"Column family {column_family!r} does not exist in {self._directory}; there are "
                 f"{', '.join(sorted(view.families))}. Create it with create_column_family."
             )

@@ -1,4 +1,4 @@
-"""Layers of later changes and before-images over the engine, by which reads see another version than the engine's."""
+"""Layers of later changes and before-images over the engine, which let reads see other versions than the engine's."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from backends.storage.locations import FileRef, digest
 
 @dataclass(frozen=True)
 class BeforeImage:
-    """The pairs that changes replace, and what counts their memory. The changes have the same keys."""
+    """The pairs that changes replace, and the claim to their memory. The changes have the same keys."""
 
     changes: Changes
     claim: Claim
@@ -35,8 +35,8 @@ class BeforeImage:
 class Delta:
     """One attempt's durable changes, which lead to a version.
 
-    ``before`` are the pairs that the changes replace, ``apply`` writes the changes to the engine. Both are made by
-    background threads while the changelog is written. ``claim`` counts the changes and what ``apply`` holds of them.
+    ``before`` are the pairs that the changes replace, ``apply`` writes the changes to the engine. Background threads
+    make both while the changelog is written. ``claim`` counts the memory of the changes and of ``apply``.
     """
 
     meta: ChangelogMeta
@@ -48,7 +48,7 @@ class Delta:
 
     @property
     def nbytes(self) -> int:
-        """Memory, also that of the before-images once they are there."""
+        """Memory in bytes, including that of the before-images once they exist."""
         is_there = self.before.done() and self.before.exception() is None
         before = self.before.result() if is_there else None
         return self.claim.nbytes + (0 if before is None else before.claim.nbytes)
@@ -71,7 +71,7 @@ class OlderVersion:
 
     @property
     def nbytes(self) -> int:
-        """Memory."""
+        """Memory in bytes."""
         return self.changes.nbytes
 
 
@@ -80,7 +80,7 @@ Layer: TypeAlias = Delta | OlderVersion
 
 @dataclass(frozen=True)
 class VersionView:
-    """A version as reads see it: the engine with ``layers`` over it, of which the last one counts most.
+    """A version as reads see it: the engine with ``layers`` over it. A later layer overrides an earlier one.
 
     ``head`` is the changelog that made the version, ``families`` are its column families.
     """
@@ -91,13 +91,13 @@ class VersionView:
     families: frozenset[str]
 
 
-# The changes of the running batch: durable, and not part of the completed version yet.
+# The changes of the running batch: durable, and not yet part of the completed version.
 
 
 class PendingChanges:
     """Staged attempts, and the accepted attempt of each version, over a completed version.
 
-    Has no lock of its own: ``HeldVersions.changed`` guards all access.
+    It has no lock: ``HeldVersions.changed`` guards all access.
     """
 
     def __init__(self, memory: HostMemory) -> None:
@@ -115,7 +115,7 @@ class PendingChanges:
         self._staged[(delta.meta.version, delta.meta.attempt)] = delta
 
     def accept(self, version: int, attempt: str) -> bool:
-        """Have a staged attempt count for its version, in place of an earlier one; False if the attempt is unknown."""
+        """Accept a staged attempt for its version, in place of an earlier one; False if the attempt is unknown."""
         delta = self._staged.pop((version, attempt), None)
         if delta is None:
             held = self._accepted.get(version)
@@ -152,7 +152,7 @@ class PendingChanges:
         return None if accepted is None else accepted.file.path
 
     def accepted_above(self, version: int, head: str | None) -> list[Delta]:
-        """Return the accepted changes that lead on from a version, one version after the other."""
+        """Return the accepted changes that continue from a version, one version after the other."""
         steps: list[Delta] = []
         while (delta := self._accepted.get(version + 1)) is not None and delta.meta.base == head:
             steps.append(delta)
@@ -162,7 +162,7 @@ class PendingChanges:
     def steps(self, base: str | None, version: int, head: str) -> list[Delta] | None:
         """Return the changes that lead from ``base`` to ``version`` as ``head`` made it; None if they are not held.
 
-        No changes if ``head`` is ``base``.
+        The list is empty if ``head`` is ``base``.
         """
         held = {delta.file.path: delta for delta in self}
         steps: list[Delta] = []
@@ -176,7 +176,7 @@ class PendingChanges:
         return steps
 
     def drop_unrelated(self, version: int, head: str | None) -> None:
-        """Drop the changes that do not lead on from a completed version."""
+        """Drop the changes that do not continue from a completed version."""
         follows = {head}
         for delta in sorted(self, key=lambda d: d.meta.version):
             if delta.meta.version > version and delta.meta.base in follows:
@@ -197,13 +197,13 @@ _KEPT = "kept-"
 
 
 class Scratch:
-    """Short-lived directories below ``root``, which is made when the first one is."""
+    """Short-lived directories below ``root``, which is created with the first one."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
 
     def kept(self, name: str) -> Path:
-        """Return the directory of a name, made if need be. It stays until ``drop_kept`` or ``clear``."""
+        """Return the directory of a name; create it if necessary. It stays until ``drop_kept`` or ``clear``."""
         directory = self._root / f"{_KEPT}{digest(name.encode())}"
         directory.mkdir(parents=True, exist_ok=True)
         return directory
@@ -224,12 +224,12 @@ class Scratch:
             shutil.rmtree(directory, ignore_errors=True)
 
     def clear(self) -> None:
-        """Remove everything that is left here, also by a process that was killed."""
+        """Remove everything that is left here, including files of a process that was killed."""
         shutil.rmtree(self._root, ignore_errors=True)
 
 
 class LocalDirectory:
-    """The directory ``path``, made if need be and locked until ``unlock`` or the end of the process.
+    """The directory ``path``, created if necessary and locked until ``unlock`` or the end of the process.
 
     ``engine`` is the engine's own directory in it. Raises ``ConcurrentCommitError`` if the directory is in use.
     """
@@ -275,7 +275,7 @@ class PartitionContext:
     """An engine and the durable files that it is loaded from.
 
     ``directory`` is the partition's own in the ``storage``, ``backend`` the name of the engine's backend, and
-    ``scratch`` gives local directories for files on their way.
+    ``scratch`` provides local directories for temporary files.
     """
 
     engine: StateEngine

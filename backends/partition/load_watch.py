@@ -20,9 +20,9 @@ LOG_SECONDS = 10.0
 
 
 class LoadProgress(Struct, frozen=True):
-    """Progress of a load: files and bytes, of all that the load is known to need, and steps of work of any kind.
+    """Progress of a load: files and bytes, the known totals that the load needs, and steps of work of any kind.
 
-    ``load`` differs from load to load. What it needs grows while it goes on: a snapshot first, then changelogs.
+    ``load`` differs from load to load. The totals grow during the load: a snapshot first, then changelogs.
     """
 
     load: str = ""
@@ -33,7 +33,7 @@ class LoadProgress(Struct, frozen=True):
     steps: int = 0
 
     def is_behind(self, other: LoadProgress) -> bool:
-        """Return whether ``other`` says that something has been done since. Another load has to do something first."""
+        """Return whether ``other`` shows progress since this one. A different load must have made some progress."""
         done = other.files, other.nbytes, other.steps
         return any(done) if self.load != other.load else (self.files, self.nbytes, self.steps) != done
 
@@ -46,12 +46,12 @@ class LoadProgress(Struct, frozen=True):
 
 
 class LoadWatch:
-    """Counts what one load does. ``what`` names the load in logs.
+    """Counts the work of one load. ``what`` names the load in logs.
 
     ``is_abandoned`` is asked between two steps: if it is true, or ``end`` was called, the next step raises
     ``LoadEndedError``. ``on_step`` is called after each step, in the thread that loads. Threads that fetch files call
-    ``begin_file`` and ``end_file``; the lock is held for moments. A look at the progress goes over the files that are
-    being fetched now, of which there are as many as ``load_threads``.
+    ``begin_file`` and ``end_file``; the lock is held briefly. Reading the progress iterates over the files that are
+    being fetched, which are at most ``load_threads``.
     """
 
     def __init__(
@@ -75,36 +75,38 @@ class LoadWatch:
         self._fetching: dict[Path, int] = {}
 
     def end(self, why: str, *, is_over: bool = False) -> None:
-        """Have the load end with its next step. ``is_over``: nobody goes on with what it has loaded."""
+        """End the load at its next step. ``is_over``: no later load will continue from it."""
         self.is_over = self.is_over or is_over
         self.ended = self.ended or why
 
     def check(self) -> None:
         """Raise ``LoadEndedError`` if the load is to end."""
         if self.ended is None and self._is_abandoned():
-            self.ended = "nobody waits for it any more"
+            self.ended = "no caller waits for it any more"
         if self.ended is not None:
-            raise LoadEndedError(f"The load of {self.what} was ended: {self.ended}. It had come to {self.progress()}.")
+            raise LoadEndedError(
+                f"The load of {self.what} was ended: {self.ended}. Its progress was {self.progress()}."
+            )
 
     @property
     def is_wanted(self) -> bool:
-        """Return whether the load is to go on, as far as is known before its next step."""
+        """Return whether the load is to continue, as far as is known before its next step."""
         return self.ended is None and not self._is_abandoned()
 
     def expect(self, files: int, nbytes: int) -> None:
-        """Take note of files that the load needs."""
+        """Add files to those that the load needs."""
         with self._lock:
             self._of_files += files
             self._of_bytes += nbytes
 
     def begin_file(self, target: Path, size: int) -> None:
-        """Take note that a file of ``size`` bytes is being written to ``target``: what is there counts at once."""
+        """Record that a file of ``size`` bytes is being written to ``target``: its bytes count as they arrive."""
         self.check()
         with self._lock:
             self._fetching[target] = size
 
     def end_file(self, target: Path, *, is_done: bool) -> None:
-        """Take note that a file is there, or that it could not be fetched."""
+        """Record that a file was fetched, or that the fetch failed."""
         with self._lock:
             size = self._fetching.pop(target)
             if is_done:
@@ -112,7 +114,7 @@ class LoadWatch:
                 self._nbytes += size
 
     def step(self, files: int = 0, nbytes: int = 0) -> None:
-        """Take note of a step of work: ``files`` files and ``nbytes`` bytes are done with it."""
+        """Record a step of work that completed ``files`` files and ``nbytes`` bytes."""
         with self._lock:
             self._steps += 1
             self._files += files
@@ -125,7 +127,7 @@ class LoadWatch:
         self.check()
 
     def progress(self) -> LoadProgress:
-        """Return how far the load has come."""
+        """Return the progress of the load."""
         with self._lock:
             under_way = sum(_size(path) for path in self._fetching)
             return LoadProgress(

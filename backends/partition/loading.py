@@ -1,6 +1,6 @@
 """Loading: bringing an engine to the version of a lineage.
 
-Loading begins with what the engine holds, a snapshot, an earlier layout or nothing, and goes on with changelogs.
+Loading begins with what the engine holds, a snapshot, an earlier layout or nothing, and continues with changelogs.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ from backends.storage.checkpoint_storage import CheckpointStorage
 
 # Rescaling: a partition takes over its range of keys from the partitions of an earlier layout.
 #
-# The layout of an operator changes when its query comes back with another number of partitions or another backend.
-# ``formats/manifest_chain.py`` says which partitions have the range; ``loading.py`` calls this.
+# The layout of an operator changes when its query restarts with another number of partitions or another backend.
+# ``formats/manifest_chain.py`` finds the partitions that have the range; ``loading.py`` calls this.
 
 
 def take_over(
@@ -60,7 +60,7 @@ def take_over(
     ``loaded`` opens an engine that holds a source. ``step`` is called after each batch of rows. The column families
     are those of all sources.
     """
-    # A process that dies meanwhile leaves a state that no lineage knows.
+    # A process that dies here leaves a state that no lineage knows.
     unfinished = LocalState.unfinished(rescaled.head)
     families: set[str] = set()
     num_keys = 0
@@ -83,7 +83,7 @@ def take_over(
     engine.prepare(Changes({family: SortedPairs.empty() for family in families}))(made)
 
 
-# The changelogs of a load, read ahead: some at once, and the first small ones while a snapshot is still fetched.
+# The changelogs of a load, read ahead: some at once, and the first small ones during the fetch of a snapshot.
 
 
 AHEAD_BYTES = 1 << 20
@@ -92,10 +92,10 @@ AHEAD_BYTES = 1 << 20
 
 
 class ChangelogReads:
-    """Reads changelogs in their order by ``threads`` threads. A context manager, at whose end no read goes on.
+    """Reads changelogs in their order with ``threads`` threads. A context manager; no read continues after its end.
 
-    At most twice as many changelogs as threads are in memory, and ``AHEAD_BYTES`` before the first one is asked for.
-    What another load of the process reads for all needs no thread here.
+    At most twice as many changelogs as threads are in memory, and ``AHEAD_BYTES`` before the first one is requested. A
+    read that another load of the process shares needs no thread here.
     """
 
     def __init__(self, storage: CheckpointStorage, changelogs: Sequence[ChangelogRef], threads: int) -> None:
@@ -136,16 +136,18 @@ class ChangelogReads:
     def _begun(self, ref: ChangelogRef) -> Callable[[], bytes]:
         """Begin to read a changelog; return the function that waits for its content."""
         if self._storage.is_being_shared(ref.file):
-            return partial(self._storage.read, ref.file)  # another load reads it, or has: a thread would only wait
+            return partial(
+                self._storage.read, ref.file
+            )  # another load reads it, or has read it: a thread would only wait
         if self._pool is None:
             self._pool = Pool(self._threads, thread_name_prefix="statestore-load")
         return self._pool.submit(self._storage.read, ref.file).result
 
 
-# Before-images: the pairs that changes replace, by which older versions are read and keys are counted.
+# Before-images: the pairs that changes replace. They serve reads of older versions, and the count of keys.
 #
-# A bulk look-up of old values costs time, so they are taken from what the stream has just read where possible, and
-# looked up only if keys are counted or a reader of an older version asks for it.
+# A bulk look-up of old values costs time. So they are taken from the stream's latest reads if possible, and looked up
+# only if keys are counted or a reader of an older version asks for it.
 
 
 class BeforeImages:
@@ -179,13 +181,13 @@ class BeforeImages:
                 self._pins -= 1
 
     def _are_looked_up(self) -> bool:
-        """Return whether before-images are worth looking up. Those at hand are kept in any case."""
+        """Return whether before-images are worth a look-up. Known before-images are always kept."""
         return self._counts_keys or bool(self._pins)
 
     def when_staged(self, meta: ChangelogMeta, changes: Changes) -> BeforeImage | None:
-        """Return the before-images if they can be told while the changelog is written; None for later, or for never.
+        """Return the before-images if they can be found while the changelog is written; None for later, or for never.
 
-        What the task has read is forgotten: its commit has come, and another attempt reads by itself.
+        The task's reads are dropped: its commit has come, and another attempt reads again.
         """
         if self._versions.is_loading:
             return None  # a background thread may not wait long
@@ -229,7 +231,7 @@ def replaced_pairs(engine: StateEngine, changes: Changes) -> Changes:
     """Return the pairs that ``changes`` replace in the engine: null where there is none."""
     if engine.state.num_keys == 0:
         return Changes({n: SortedPairs(p.keys, pa.nulls(len(p), pa.binary())) for n, p in changes.families.items()})
-    # Keys that are written and had not been read are mostly new ones, as those of a list's elements.
+    # Keys that are written without a prior read are mostly new ones, such as those of a list's elements.
     get = partial(engine.get_many, keep=False)
     return Changes({n: SortedPairs(p.keys, get(p.keys, n)) for n, p in changes.families.items()})
 
@@ -250,18 +252,16 @@ def state_after(below: LocalState, version: int, head: str, changes: Changes, be
 log = logging.getLogger(__name__)
 
 REPLAYED_BYTES = 1 << 20
-"""Changelogs are applied together up to this many bytes: each look-up of old values and each write has a price of its
-own.
-"""
+"""Changelogs are applied together up to this many bytes: each look-up of old values and each write has a fixed cost."""
 
 
 class Loading:
-    """One load of one engine, which nothing else uses meanwhile.
+    """One load of one engine, with exclusive access.
 
-    ``version`` and ``head`` say how far the load has come. A write that failed midway leaves the engine at no version,
-    and these at the one before the write. What a load has fetched and applied before it failed, the next one need not
-    fetch and apply again: files of a snapshot stay in the scratch space until a load succeeds. Of a load from an
-    earlier layout only the files of the partition stay at which it failed.
+    ``version`` and ``head`` are the progress of the load. A write that failed midway leaves the engine without a
+    version, while these still name the version before the write. A later load reuses what this one has fetched and
+    applied before it failed: files of a snapshot stay in the scratch space until a load succeeds. Of a load from an
+    earlier layout, only the files of the partition where it failed stay.
     """
 
     def __init__(
@@ -280,7 +280,7 @@ class Loading:
             above = 0 if start is None else start.version
             rest = [ref for ref in lineage.changelogs if ref.version > above]
             try:
-                # The changelogs need not wait for the snapshot, whose files are other requests.
+                # The changelogs need not wait for the snapshot, whose files are separate requests.
                 with ChangelogReads(self._context.storage, rest, self._context.conf.load_threads) as reads:
                     self._begin_at(start)
                     if [ref.version for ref in rest] != list(range(self.version + 1, lineage.version + 1)):
@@ -293,7 +293,7 @@ class Loading:
                 self._context.scratch.drop_kept()
                 return
             except LocalDiskFullError:
-                raise  # another way needs room, too
+                raise  # another start needs room, too
             except (MissingFileError, DamagedFileError, LocalStateDamagedError) as error:
                 first_error = first_error or error
                 log.warning(
@@ -303,9 +303,10 @@ class Loading:
         raise first_error
 
     def _starts(self, lineage: Lineage) -> list[SnapshotRef | LocalState | Rescaled | None]:
-        """Return where loading may begin, the best first.
+        """Return the possible starts of the load, the best first.
 
-        A snapshot, what the engine holds (``LocalState``), an earlier layout, or None for the empty version 0.
+        A start is a snapshot, what the engine holds (``LocalState``), an earlier layout, or None for the empty version
+        0.
         """
         heads: dict[int, str] = {ref.version: ref.file.path for ref in lineage.changelogs}
         if lineage.rescaled is not None:
@@ -365,7 +366,7 @@ class Loading:
                 raise DamagedFileError(f"{name} should hold {descriptor.state}, but its files hold {found}.")
             self.version, self.head = ref.version, ref.head
         finally:
-            shutil.rmtree(directory, ignore_errors=True)  # the engine has what it wants of it
+            shutil.rmtree(directory, ignore_errors=True)  # the engine has taken what it needs from it
         self._watch.step()
 
     def _take_over(self, rescaled: Rescaled) -> None:
@@ -379,12 +380,12 @@ class Loading:
 
     @contextmanager
     def _loaded(self, source: SourcePartition, *, start: bytes | None, end: bytes | None) -> Iterator[StateEngine]:
-        """Load a partition of an earlier layout into an engine of its own, for as long as the block lasts.
+        """Load a partition of an earlier layout into a separate engine, for the duration of the block.
 
         Of its changelogs, the engine need not hold more than the keys from ``start`` to ``end``.
         """
         context = self._context
-        # Keys are counted when they are taken over: to count them in a replay, each would have to be looked up.
+        # Keys are counted when they are taken over: counting them in a replay would need a look-up of each.
         conf = replace(context.conf, provider=source.backend, track_total_number_of_rows=False)
         backend = backend_of(conf)
         with context.scratch.directory() as directory:
@@ -398,7 +399,7 @@ class Loading:
                 engine.close()
 
     def _replay(self, changelogs: Iterable[tuple[ChangelogRef, bytes]]) -> None:
-        """Apply changelogs in their order, several small ones at once. A load that is to be gone on with loses none."""
+        """Apply changelogs in their order, several small ones at once. A load that is to continue loses none."""
         head = self.head
         waiting: list[tuple[ChangelogRef, Changes]] = []
         nbytes = 0
@@ -422,7 +423,7 @@ class Loading:
             self._apply(waiting)
 
     def _decoded(self, ref: ChangelogRef, data: bytes, head: str | None) -> Changes:
-        """Return the changes of a changelog, which are to lead on from ``head``."""
+        """Return the changes of a changelog, which must follow ``head``."""
         name = self._context.storage.full_location(ref.file.path)
         meta, changes = read_changelog(data, name)
         if meta.version != ref.version or meta.base != head:
@@ -433,7 +434,7 @@ class Loading:
         return changes
 
     def _apply(self, steps: Sequence[tuple[ChangelogRef, Changes]]) -> None:
-        """Apply the changes of changelogs, at least one, of which each leads on from the one before it."""
+        """Apply the changes of at least one changelog. Each changelog must follow the one before it."""
         last, _ = steps[-1]
         changes = Changes.together([changes for _, changes in steps])
         before = replaced_pairs(self._engine, changes) if self._context.conf.track_total_number_of_rows else None

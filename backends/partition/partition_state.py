@@ -1,9 +1,9 @@
 """The state of one partition: an engine at the completed version, with the running batch's changes on top.
 
-The engine (RocksDB, say) holds the last completed version. Commits of the running batch are durable as changelogs and
-stay beside the engine as deltas. So a batch is rolled back by dropping its deltas, and a reader of the completed
-version never sees them. For the versions just before it, the before-images of what changed are kept, so that those
-versions are read as fast as the newest.
+The engine (for example RocksDB) holds the last completed version. Commits of the running batch are durable as
+changelogs and stay outside the engine as deltas. So a batch is rolled back by dropping its deltas, and a reader of the
+completed version never sees them. For the versions just before it, the before-images of the changes are kept, so that
+those versions are read as fast as the newest.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ WriteChangelog = Callable[[CheckpointStorage, ChangelogMeta, str, bytes], FileRe
 
 
 def put_changelog(storage: CheckpointStorage, meta: ChangelogMeta, path: str, data: bytes) -> FileRef:
-    """Store a changelog as a file of its own."""
+    """Store a changelog as a separate file."""
     return storage.put_unique(path, data)
 
 
 class BatchAttempts:
     """Takes the changes that tasks commit to a partition. Many threads may stage at once.
 
-    ``bytes_written`` adds up over all changelogs, by the lock of ``HeldVersions``; ``changelog_ms`` is the time of the
-    last one, in milliseconds.
+    ``bytes_written`` adds up over all changelogs, under the lock of ``HeldVersions``; ``changelog_ms`` is the time of
+    the last one, in milliseconds.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class BatchAttempts:
 
         ``write`` stores the changelog, perhaps together with others, and returns when it is durable. Raises
         ``LineageMismatchError`` if ``meta.base`` is not held here as the version below, ``HostMemoryError`` if there is
-        no room for the changes. Changes that come again are never refused for room.
+        no room for the changes. Repeated changes are never rejected for lack of room.
         """
         started = time.perf_counter()
         storage, directory = self._context.storage, self._context.directory
@@ -75,7 +75,7 @@ class BatchAttempts:
         with self._versions.changed:
             is_repeated = self._versions.pending.is_held(meta.version)
         if is_repeated:
-            # It comes in the place of changes that stay until the version is completed, for which it is needed.
+            # It replaces changes that stay until the version is completed, because the completion needs them.
             claim = self._memory.note(STAGED, nbytes)
         else:
             claim = self._memory.claim(STAGED, nbytes, f"The commit of version {meta.version} of {directory}")
@@ -95,7 +95,7 @@ class BatchAttempts:
         return ref
 
     def accept(self, version: int, attempt: str) -> None:
-        """Have readers of ``version`` see an attempt that was acknowledged, in place of any attempt before it.
+        """Show an acknowledged attempt to readers of ``version``, in place of any attempt before it.
 
         Raises ``LineageMismatchError`` if nothing of that attempt is held.
         """
@@ -119,19 +119,18 @@ class BatchAttempts:
 
 
 class PartitionState:
-    """One partition's state: its versions are loaded and completed here, and its parts do all else.
+    """One partition's state. This class loads and completes its versions; its parts do everything else.
 
     ``reads`` answers at any version that is held, ``attempts`` takes the changes of the running batch, ``snapshots``
     uploads the completed version. All three may be used by many threads at once.
 
-    ``directory`` is the partition's own below the state location, see ``Layout.directory``. What an earlier process
-    left in ``local_dir`` is used if ``load`` finds it in the lineage, and thrown away if not. Raises
+    ``directory`` is the partition's own below the state location, see ``Layout.directory``. Files that an earlier
+    process left in ``local_dir`` are used if ``load`` finds them in the lineage, and discarded if not. Raises
     ``ConcurrentCommitError`` if ``local_dir`` is in use.
 
-    There are three locks, in the order in which they are taken. The lock of ``SnapshotUploads`` is held for a whole
-    upload. ``_mutation`` is held for ``load``, ``complete``, the capture of a snapshot and ``close``, so that one of
-    them at a time uses the engine. The lock of ``HeldVersions`` is held for moments, also for the figures here that add
-    up.
+    There are three locks, in the order of acquisition. The lock of ``SnapshotUploads`` is held for a whole upload.
+    ``_mutation`` is held for ``load``, ``complete``, the capture of a snapshot and ``close``, so that one of them at a
+    time uses the engine. The lock of ``HeldVersions`` is held briefly, also for the cumulative figures here.
     """
 
     def __init__(
@@ -188,7 +187,7 @@ class PartitionState:
         return self._engine.state.head == self._versions.head
 
     def newest(self) -> tuple[int, str | None]:
-        """Return the version with all that was accepted, and its head."""
+        """Return the version including all accepted changes, and its head."""
         return self._versions.newest()
 
     # -- loading and completing ----------------------------------------------------------------
@@ -212,14 +211,15 @@ class PartitionState:
             return changed.wait_for(lambda: not self._versions.is_loading, seconds)
 
     def load(self, lineage: Lineage, watch: LoadWatch | None = None) -> None:
-        """Bring the state to the version of ``lineage``, telling ``watch`` of the progress.
+        """Bring the state to the version of ``lineage``, and report the progress to ``watch``.
 
-        Goes on from what is held if that is part of the lineage, else from the nearest snapshot, else from the empty
-        version; if a snapshot turns out to be damaged, from an older one. Files are fetched in parallel and checked. If
-        no way leads to the version, the error of the first one is raised (``MissingFileError``, ``DamagedFileError``),
-        and the state is at some version of the lineage. The same holds for ``StorageError`` and ``LoadEndedError``: the
-        next load goes on from what this one has fetched and applied. Reads wait meanwhile. Pending changes that do not
-        follow from the loaded version are dropped. Raises ``LocalDiskFullError`` if there is no room.
+        The load starts from what is held if that is part of the lineage, else from the nearest snapshot, else from the
+        empty version; if a snapshot turns out to be damaged, from an older one. Files are fetched in parallel and
+        checked. If no start leads to the version, the error of the first one is raised (``MissingFileError``,
+        ``DamagedFileError``), and the state is at some version of the lineage. The same holds for ``StorageError`` and
+        ``LoadEndedError``: the next load continues from what this one has fetched and applied. Reads wait for the load.
+        Pending changes that do not follow the loaded version are dropped. Raises ``LocalDiskFullError`` if there is no
+        room.
         """
         started = time.perf_counter()
         versions = self._versions
@@ -238,10 +238,10 @@ class PartitionState:
             self._load_ms = (time.perf_counter() - started) * 1e3
 
     def complete(self, version: int, head: str) -> None:
-        """Apply held changes up to those whose changelog is ``head``: the version is committed for good.
+        """Apply held changes up to those whose changelog is ``head``. The version is then permanently committed.
 
-        Nothing happens if the state is there already. Raises ``LineageMismatchError`` if the changes are
-        not held here, or do not follow from the version that is: load the version from storage.
+        This is a no-op if the state is already there. Raises ``LineageMismatchError`` if the changes are not held here,
+        or do not follow the version that is: load the version from storage.
         """
         with self._mutation:
             self._versions.check_open()
@@ -262,17 +262,17 @@ class PartitionState:
         self._apply_ms = (time.perf_counter() - started) * 1e3
 
     def pinned(self) -> AbstractContextManager[None]:
-        """Within the block, keep what the last versions change for readers, even if that must be looked up."""
+        """Within the block, keep replaced pairs of the last versions for readers, even if a look-up is needed."""
         return self._before_images.pinned()
 
     # -- figures, the end ----------------------------------------------------------------------
 
     def write_out(self) -> None:
-        """Have the engine write what only its memory holds to its local files, so that others can use that memory.
+        """Flush the engine's memory to its local files, so that others can use that memory.
 
         Raises ``StoreClosedError``.
         """
-        # A capture writes all column families at one moment, and nothing has to be kept of it.
+        # A capture writes all column families at one moment, and nothing of it has to be kept.
         with self._local.scratch.directory() as captured, self._mutation:
             self._versions.check_open()
             self._engine.capture(captured)
@@ -281,7 +281,7 @@ class PartitionState:
         """Return the figures of this partition: times in ms are those of the last call of each kind.
 
         The number of keys is that of a version that is held (None: the last completed one), or the engine's own if it
-        is not at hand. Raises ``VersionNotFoundError``.
+        is unknown. Raises ``VersionNotFoundError``.
         """
         with self._versions.reading(version, head) as view, self._versions.changed:
             counted = self.reads.counted(view) if view.layers else None
@@ -322,7 +322,7 @@ def open_partition(
 ) -> PartitionState:
     """Open the state of one partition with the engine that ``conf`` names. See ``PartitionState``.
 
-    ``is_copy``: it will be read a little and thrown away, so that changes need not get into the engine's own order.
+    ``is_copy``: the state is for a few reads and then discarded, so changes need not be written to the engine.
     """
     backend = backend_of(conf)
     engine = BufferedEngine if is_copy else DeferredEngine if backend.opens_slowly else backend.engine

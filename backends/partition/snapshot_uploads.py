@@ -1,4 +1,4 @@
-"""Snapshots of the completed version: captured between two writes, and uploaded while commits and reads go on."""
+"""Snapshots of the completed version: captured between two writes, and uploaded concurrently with commits and reads."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ log = logging.getLogger(__name__)
 class SnapshotUploads:
     """Uploads snapshots of one partition, one at a time.
 
-    Locks: ``_uploading`` is held for a whole upload, and taken first. ``mutation`` is the partition's, held while the
-    engine is captured, so that nothing is written then. The lock of ``HeldVersions`` guards the figures: ``count`` and
-    ``bytes_written`` add up over all snapshots, ``milliseconds`` is the time of the last upload.
+    Locks: ``_uploading`` is held for a whole upload, and taken first. ``mutation`` is the partition's, held during the
+    capture of the engine, so that nothing is written then. The lock of ``HeldVersions`` guards the figures: ``count``
+    and ``bytes_written`` add up over all snapshots, ``milliseconds`` is the time of the last upload.
     """
 
     def __init__(self, context: PartitionContext, versions: HeldVersions, mutation: threading.Lock) -> None:
@@ -42,10 +42,12 @@ class SnapshotUploads:
         self.milliseconds = 0.0
 
     def store(self, earlier: SnapshotRef | None) -> SnapshotRef:
-        """Upload the completed version, but for the files that ``earlier`` has; commits and reads go on meanwhile.
+        """Upload the completed version, except the files that ``earlier`` has.
+
+        Commits and reads continue during the upload.
 
         The returned snapshot counts once a manifest names it. Raises ``StorageError``, ``StoreClosedError`` if the
-        state is closed meanwhile, ``VersionNotFoundError`` for the empty version 0.
+        state is closed during the upload, ``VersionNotFoundError`` for the empty version 0.
         """
         (made,) = store_snapshots([(self, self.prepare(earlier))])
         return made.ref
@@ -53,7 +55,7 @@ class SnapshotUploads:
     def prepare(
         self, earlier: SnapshotRef | None, small_bytes: int = 0, listed: dict[str, dict[str, int]] | None = None
     ) -> PreparedSnapshot:
-        """Do the part of ``store`` that concerns this partition alone: ``store_snapshots`` does the rest.
+        """Do the part of ``store`` that concerns only this partition: ``store_snapshots`` does the rest.
 
         Small files, up to ``small_bytes`` together, are left for that. ``listed``: see ``backends.formats.snapshot``.
         Raises as ``store`` does.
@@ -101,11 +103,11 @@ class SnapshotUploads:
             return snapshot.read_descriptor(self._context.storage, ref)
         except (MissingFileError, DamagedFileError) as error:
             directory = self._context.directory
-            log.warning("All of %s is uploaded, for an earlier snapshot is no help: %s", directory, error)
+            log.warning("All of %s is uploaded, because an earlier snapshot cannot be used: %s", directory, error)
             return None
 
     def _note(self, stored: StoredSnapshot) -> None:
-        """Take note of what was stored: the next snapshot may share its files."""
+        """Record a stored snapshot: the next snapshot may share its files."""
         self._last = stored.descriptor.without_content
         with self._versions.changed:
             self.count += 1
@@ -118,7 +120,7 @@ class SnapshotUploads:
         )
 
     def close(self) -> None:
-        """Wait for an upload under way, which ends with the file that it is at, and remove the local files."""
+        """Wait for an upload under way, which ends with its current file, and remove the local files."""
         with self._uploading:
             self._context.scratch.clear()
 
@@ -131,7 +133,7 @@ def store_snapshots(prepared: Sequence[tuple[SnapshotUploads, PreparedSnapshot]]
     return made
 
 
-# Two threads that prepare changes while their changelog is written. All partitions of the process share them.
+# Two threads that prepare changes during the write of their changelog. All partitions of the process share them.
 
 
 T = TypeVar("T")

@@ -1,6 +1,6 @@
-"""A store made of a version that can be read, and of uncommitted changes over it.
+"""A store that consists of a readable version and uncommitted changes over it.
 
-A provider only has to say how a version is read (``VersionReader``) and what a commit does.
+A provider only has to implement reads of a version (``VersionReader``) and the commit.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class WriteBuffer:
             self._flush()
 
     def put_many(self, keys: pa.BinaryArray, values: pa.BinaryArray) -> None:
-        """Set many values; null removes a key. Of equal keys the last one counts."""
+        """Set many values; null removes a key. Of equal keys, the last one wins."""
         self._flush()
         self._push(SortedPairs.last_wins(keys, values))
 
@@ -213,7 +213,7 @@ class OverlayStateStore(StateStore):
         values: pa.Array | pa.ChunkedArray,
         column_family: str = DEFAULT_FAMILY,
     ) -> None:
-        """Set many values. Of a key that is given twice the last value counts."""
+        """Set many values. For a key that is given twice, the last value wins."""
         keys, values = self._checked("keys", keys), self._checked("values", values)
         if len(keys) != len(values):
             raise InvalidStateStoreArgument(f"{len(keys)} keys came with {len(values)} values.")
@@ -376,14 +376,14 @@ class OverlayStateStore(StateStore):
         return isinstance(column_family, str) and lists.list_family_name(column_family) in self._families
 
     def _stored(self, column_family: str) -> str:
-        """Return the name by which a column family is stored."""
+        """Return the name that a column family is stored under."""
         if not isinstance(column_family, str):
-            raise InvalidStateStoreArgument(f"{column_family!r} is no column family's name: give a string.")
+            raise InvalidStateStoreArgument(f"{column_family!r} is not a column family's name: give a string.")
         if self._is_list(column_family):
             return lists.list_family_name(column_family)
         if column_family not in self._families or lists.is_list(column_family):
             raise InvalidStateStoreArgument(
-                f"There is no column family {column_family!r} in {self.id}; there are "
+                f"Column family {column_family!r} does not exist in {self.id}; there are "
                 f"{', '.join(sorted(map(lists.user_name, self._families)))}. Create it with create_column_family."
             )
         return column_family

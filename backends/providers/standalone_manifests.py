@@ -1,8 +1,8 @@
 """The manifests of a provider that is used alone, without a coordinator.
 
-They lie with the changelogs below the store's own directory. Every commit adds a manifest with the next number by
-create-if-absent, so that of two writers one is refused. Maintenance adds manifests of the newest version, too. Version
-V is the one on the parent chain of the newest manifest.
+They are stored with the changelogs below the store's own directory. Every commit adds a manifest with the next number
+by create-if-absent, so that of two writers one is rejected. Maintenance adds manifests of the newest version, too.
+Version V is the one on the parent chain of the newest manifest.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class StandaloneManifests:
         return self._head.version if self._head else 0
 
     def oldest_version(self) -> int:
-        """Return the oldest version that is kept, besides the empty 0."""
+        """Return the oldest version that is kept, apart from the empty 0."""
         return self._head.oldest if self._head else 0
 
     def lineage(self, version: int) -> Lineage:
@@ -159,7 +159,7 @@ class StandaloneManifests:
             while True:
                 self.check_head(version, expected_head)
                 below = {v: m for v, m in self._chain.items() if v < version}
-                # Going on from an older version must not lose the snapshots that only newer manifests name.
+                # Continuing from an older version must not lose the snapshots that only newer manifests name.
                 snapshots = self._snapshots(below, self._chain.values())
                 named = {s.file.path for s in self._snapshots(below)}
                 entry = PartitionEntry(attempt, changelog, tuple(s for s in snapshots if s.file.path not in named))
@@ -181,7 +181,7 @@ class StandaloneManifests:
         """Name a new snapshot in a manifest, and give up the versions below ``target(latest version)``.
 
         ``reused`` is the snapshot whose files the new one shares: if ``reused`` is no longer kept, the new one does not
-        count. ``is_sound`` tells whether all files of a snapshot are there. Returns the files that are kept.
+        count. ``is_sound`` returns whether all files of a snapshot exist. Returns the files that are kept.
         """
         with self._lock:
             while True:
@@ -263,7 +263,7 @@ class StandaloneManifests:
         )
 
     def _put(self, manifest: Manifest) -> bool:
-        """Write the next manifest. False if there is one of that number, which has been read then."""
+        """Write the next manifest. If that number already exists, read that manifest and return False."""
         _PROOFS.require(self._storage)
         try:
             self._storage.put_new(self._path(manifest.id), seal(manifest))
@@ -277,7 +277,7 @@ class StandaloneManifests:
         return True
 
     def garbage(self, kept: manifest_chain.Retention, files_of: Callable[[SnapshotRef], frozenset[str]]) -> list[str]:
-        """Return the files to which nothing kept refers; see ``retention_rules.garbage``.
+        """Return the files that kept versions do not refer to; see ``retention_rules.garbage``.
 
         No commit may be under way in this process.
         """

@@ -50,7 +50,7 @@ class LocalStateStoreProvider(StateStoreProvider):
     """Versions of one store, durable below ``<checkpoint location>/statestore/standalone/``.
 
     A subclass names its ``backend`` and its ``engine``. The engine works in ``local_dir``, which ``close`` keeps, and
-    which is used again if what it holds is of the lineage. Without ``local_dir``, a temporary directory is made, and
+    which is reused if its content belongs to the lineage. Without ``local_dir``, a temporary directory is created, and
     removed by ``close``. ``storage`` replaces the one at ``<checkpoint location>/statestore``.
 
     Locks: ``maintaining`` is held for a whole round of maintenance, and taken first. ``_lock`` guards everything else
@@ -207,7 +207,7 @@ class LocalStateStoreProvider(StateStoreProvider):
     # -- maintenance ---------------------------------------------------------------------------
 
     def do_maintenance(self) -> None:
-        """Take a snapshot if one is due, and remove what is no longer kept. Commits and reads go on meanwhile."""
+        """Take a snapshot if one is due, and remove files that are no longer kept. Commits and reads continue."""
         with self.maintaining:
             with self._lock:
                 self._check_open()
@@ -247,7 +247,7 @@ class LocalStateStoreProvider(StateStoreProvider):
                 in_use |= {ref.file.path, *self._files_of(ref)}
             return [path for path in garbage if path not in in_use]
         except (DamagedFileError, MissingFileError) as error:
-            # The files of a damaged snapshot are unknown: they cannot be told from garbage while it is kept.
+            # The files of a damaged snapshot are unknown: while it is kept, they cannot be distinguished from garbage.
             log.warning("Nothing of %s is removed: %s", self, error)
             return []
 
@@ -274,14 +274,14 @@ class LocalStateStoreProvider(StateStoreProvider):
     # -- for the stores ------------------------------------------------------------------------
 
     def read(self, lineage: Lineage, call: Callable[[PartitionState], T]) -> T:
-        """Call ``call`` with the main copy, if it holds that very version. Raises ``VersionNotFoundError``."""
+        """Call ``call`` with the main copy, if it holds exactly that version. Raises ``VersionNotFoundError``."""
         self._check_open()
         if lineage.head is None and self.main.head is not None:
             raise VersionNotFoundError(f"The empty version 0 of {self._id} is not held; held is {self.main.version}.")
         return call(self.main)
 
     def copy_at(self, lineage: Lineage) -> PartitionState:
-        """Return a copy of the state at a version that the main copy holds no more. All its readers share the copy."""
+        """Return a copy of the state at a version that the main copy no longer holds. All its readers share it."""
         with self._lock:
             self._check_open()
             copy = self._copies.get(lineage.head)
@@ -348,9 +348,9 @@ class _Copy:
 
 
 class _VersionReader:
-    """One version, read from the provider's main copy while that holds the version, and from another copy then.
+    """One version, read from the provider's main copy while that holds the version, and from another copy afterwards.
 
-    ``pins`` is held as long as the reader lives.
+    ``pins`` is held as long as the reader exists.
     """
 
     def __init__(self, provider: LocalStateStoreProvider, lineage: Lineage, pins: ExitStack) -> None:

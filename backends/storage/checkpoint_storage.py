@@ -1,7 +1,7 @@
 """The durable files of one state location: local disk, S3, GCS, Azure or memory, through obstore.
 
-Files are written once, create-if-absent, and never changed. A file to which a ``FileRef`` refers is read with its size
-and digest checked.
+Files are written once, create-if-absent, and never changed. A file that is read by a ``FileRef`` is checked against its
+size and digest.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ OpenStorage: TypeAlias = "Callable[[str, Mapping[str, str]], CheckpointStorage]"
 class CheckpointStorage:
     """The files below one location; made by ``open``. Many threads may use one object at once.
 
-    ``shared`` are objects of which others in the process read parts as well; None: nothing is shared.
+    ``shared`` are objects whose parts other readers in the process use as well; None: nothing is shared.
 
-    Transient errors (throttling, server errors, broken connections) are retried with growing waits for
-    ``retry_seconds`` seconds, then raised as ``StorageError``; permanent ones are raised at once.
+    Transient errors (throttling, server errors, broken connections) are retried with backoff for ``retry_seconds``
+    seconds, then raised as ``StorageError``; permanent ones are raised at once.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class CheckpointStorage:
             if self.is_local
             else ObjectFiles(stores, location.prefix, self._note_more)
         )
-        # What is in the memory of the process is never late.
+        # Storage in the memory of the process is never late.
         has_hedges = location.kind not in ("local", "memory")
         self._sender = RequestSender(
             self.location,
@@ -90,11 +90,11 @@ class CheckpointStorage:
         requests: RequestCounts | None = None,
         buckets: BucketTraffic | None = None,
     ) -> CheckpointStorage:
-        """Open the storage at an address; nothing is read or made yet.
+        """Open the storage at an address; nothing is read or written yet.
 
         ``options`` are Spark's ``spark.hadoop.fs.s3a.*`` or obstore's own. ``fsync`` concerns local disks only.
-        ``requests`` counts what is asked of the storage; on a local disk, too. ``buckets`` is what all requests to a
-        bucket share, by default with all of the process. Raises ``UnsupportedLocationError``, or
+        ``requests`` counts the requests to the storage; on a local disk, too. ``buckets`` is the shared state of all
+        requests to a bucket, by default shared with the whole process. Raises ``UnsupportedLocationError``, or
         ``InvalidStateStoreArgument`` for a wrong option.
         """
         parsed = parse_location(location)
@@ -134,7 +134,7 @@ class CheckpointStorage:
         return f"{self.location}/{path}"
 
     def _note_more(self, verb: str, number: int) -> None:
-        """Count requests of which what was sent needs more than the one that is counted for it."""
+        """Count the additional requests of an operation that needs more than the one already counted."""
         self._counts.note(verb, self.location, number)
 
     def put_new(self, path: str, data: bytes) -> FileRef:
@@ -144,7 +144,7 @@ class CheckpointStorage:
         """
         self._check_path(path)
         ref = FileRef(path, len(data), digest(data))
-        unanswered = False  # an attempt of ours may have written the file without our knowing
+        unanswered = False  # an attempt of ours may have written the file without an answer
 
         def put() -> bool:
             self._counts.moved(self.location, sent=len(data))
@@ -152,10 +152,10 @@ class CheckpointStorage:
                 self._files.put_new(path, data)
                 return True
             except FileExistsError:
-                return False  # of a local disk, which answers always
+                return False  # a local disk always answers
             except AlreadyExistsError:
-                # A repeated attempt may meet what the first one wrote before its answer was lost. S3 also
-                # answers "conflict" while another writer is busy, with nothing there in the end.
+                # A repeated attempt may find the file that the first one wrote before its answer was lost. S3 also
+                # answers "conflict" while another writer is active, even if no file exists in the end.
                 may_be_ours = unanswered
                 self._note_more("read", 1)
                 held = self._get_or_none(path)
@@ -175,7 +175,7 @@ class CheckpointStorage:
         return ref
 
     def replace(self, path: str, data: bytes) -> None:
-        """Write a file in place of the one that may be there: at each moment one of the two is there, whole.
+        """Write a file in place of an existing one, if there is one: at each moment one of the two exists, whole.
 
         Only for files of Spark's: those of the state are never overwritten. As durable as ``put_new``.
         """
@@ -217,9 +217,11 @@ class CheckpointStorage:
         self._read_in_pieces(ref, lambda piece, start: None)
 
     def _read_in_pieces(self, ref: FileRef, take: Callable[[bytes, int], None]) -> None:
-        """Give each piece of a file to ``take``, with its offset. Goes on after the last one if a connection breaks.
+        """Pass each piece of a file, with its offset, to ``take``.
 
-        Raises as ``read`` does: then the pieces that were given are worth nothing.
+        If a connection breaks, continue after the last piece.
+
+        Raises as ``read`` does; the pieces passed so far are then invalid.
         """
         if ref.within is not None:
             take(self.read(ref), 0)  # parts of an object are small
@@ -295,16 +297,17 @@ class CheckpointStorage:
         return data
 
     def is_being_shared(self, ref: FileRef) -> bool:
-        """Return whether ``read`` will find a part of an object in memory, or will wait for somebody who reads it."""
+        """Return whether ``read`` will find a part of an object in memory, or will wait for another reader of it."""
         if self.shared is None or ref.within is None:
             return False
         return self.shared.has(self.full_location(ref.within), ref.offset + ref.size)
 
     def read_together(self, refs: Sequence[FileRef]) -> dict[str, bytes]:
-        """Return parts of one object by their paths, checked as by ``read``: parts that lie near to each other are one
-        request.
+        """Return parts of one object by their paths, checked as by ``read``.
 
-        What is missing or damaged is left out: ``read`` says what is wrong with it. Raises ``StorageError``.
+        Parts that are close to each other share one request.
+
+        Missing or damaged parts are left out: ``read`` reports their errors. Raises ``StorageError``.
         """
         shared = {ref.path: self._shared_part(ref, is_new_reader=i == 0) for i, ref in enumerate(refs)}
         held = {path: data for path, data in shared.items() if data is not None}
@@ -330,7 +333,7 @@ class CheckpointStorage:
         return held | whole
 
     def _shared_part(self, ref: FileRef, *, is_new_reader: bool = True) -> bytes | None:
-        """Return a part of an object that many read at once, checked; None if it has to be read alone."""
+        """Return a part of an object that many read at once, checked; None if it must be read alone."""
         within = ref.within
         if self.shared is None or within is None:
             return None
@@ -363,7 +366,7 @@ class CheckpointStorage:
     def modified_ms(self, path: str) -> int | None:
         """Return when a file was written, in ms since 1970 by the clock of the storage; None if there is none.
 
-        Object storage says the second.
+        Object storage has a resolution of one second.
         """
         self._check_path(path)
 
@@ -388,7 +391,7 @@ class CheckpointStorage:
     def list(self, prefix: str = "", *, after: str | None = None) -> list[tuple[str, int]]:
         """Return path and size in bytes of every file in the directory ``prefix`` and below, sorted by path.
 
-        With ``after``, only those whose paths sort after it: an object store does not even look at the others.
+        With ``after``, only those whose paths sort after it: an object store skips the others.
         """
         if prefix.strip("/"):
             self._check_path(prefix.rstrip("/"))
@@ -409,7 +412,7 @@ class CheckpointStorage:
         self._sender.send("delete", path, delete)
 
     def delete_all(self, paths: Sequence[str]) -> None:
-        """Remove files, finished or not: ``MOST_FILES_AT_ONCE`` of them with one request where the storage can do so.
+        """Remove files, finished or not: ``MOST_FILES_AT_ONCE`` of them with one request if the storage supports it.
 
         No error for those that do not exist. Raises ``StorageError``: some may have been removed then, others not.
         """
@@ -448,7 +451,7 @@ class CheckpointStorage:
     def _check_path(self, path: str) -> None:
         if any(part in ("", ".", "..") for part in path.split("/")):
             raise InvalidStateStoreArgument(
-                f"{path!r} is no path below {self.location}: it must be relative, without empty parts, '.' or '..'."
+                f"{path!r} is not a path below {self.location}: it must be relative, without empty parts, '.' or '..'."
             )
 
     def _exists(self, path: str) -> FileExistsInStorageError:
@@ -456,23 +459,23 @@ class CheckpointStorage:
 
 
 def _nothing() -> None:
-    """Do nothing when a read is made a second time."""
+    """Do nothing when a read is repeated."""
 
 
-# Proves that a storage honours create-if-absent, on which the fencing of writers depends.
+# Proves that a storage honours create-if-absent, which the fencing of writers depends on.
 #
 # Of two coordinators that claim one epoch, or two that write one manifest, exactly one may succeed. Some stores that
-# speak S3 ignore ``If-None-Match`` and overwrite. Nobody would notice before state is lost. So the condition is tried
-# out before the first write that counts.
+# speak S3 ignore ``If-None-Match`` and overwrite. That would go unnoticed until state is lost. So the condition is
+# tested before the first write that counts.
 
 
 CREATE_PROBE = "create-if-absent"
-"""The file that is tried to be overwritten. It stays: whoever tries later needs one write."""
+"""The file that the test tries to overwrite. It stays: a later test then needs one write."""
 PROBED_LOCATIONS = 10_000
 
 
 class CreateIfAbsentProofs:
-    """The locations that were tried out. Thread-safe; nothing is locked while the storage is asked.
+    """The locations that were tested. Thread-safe; no lock is held during requests to the storage.
 
     A proof takes two small writes at a new location, one at any other, and none when it is remembered here.
     """
@@ -482,10 +485,10 @@ class CreateIfAbsentProofs:
         self._proven: BoundedDict[str, None] = BoundedDict(PROBED_LOCATIONS)
 
     def require(self, storage: CheckpointStorage) -> None:
-        """Raise ``UnsupportedLocationError``, which names the store, unless a file that exists is left as it is.
+        """Raise ``UnsupportedLocationError``, which names the store, unless it leaves an existing file unchanged.
 
         A local disk needs no proof: ``local_files`` links names, which the operating system does only once. Raises
-        ``StorageError`` if the storage cannot be asked.
+        ``StorageError`` if the storage cannot be reached.
         """
         if storage.is_local:
             return
@@ -493,8 +496,8 @@ class CreateIfAbsentProofs:
         with self._lock:
             if location in self._proven:
                 return
-        # At the second write the file exists, whoever has made it. The contents differ: a write whose answer was lost
-        # must not be taken for another one.
+        # At the second write the file exists, whichever process made it. The contents differ: a write whose answer was
+        # lost must not be confused with another one.
         if _creates(storage) and _creates(storage):
             raise UnsupportedLocationError(
                 f"{storage.store_name} overwrites files that it was asked to create only if they are absent "

@@ -1,6 +1,6 @@
-"""The meaning of obstore's errors: may the request be repeated, must it slow down, does it need new credentials?
+"""Classifies obstore's errors: may the request be repeated, must it slow down, does it need new credentials?
 
-obstore gives HTTP statuses and the service's codes only in the texts of its errors.
+obstore gives HTTP statuses and the service's codes only in its error messages.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _TRANSIENT_ERRNOS = {errno.EAGAIN, errno.EINTR, errno.EBUSY, errno.ESTALE, errno
 def is_transient(error: BaseError | OSError, *, is_local: bool) -> bool:
     """Return whether the same request may succeed later."""
     if isinstance(error, OSError):
-        # A large file's last answer was lost, and obstore tried to take back what is complete already.
+        # The answer to the last part of a large file was lost, and obstore tried to abort a complete upload.
         if code(error) == "NoSuchUpload":
             return True
         return error.errno in _TRANSIENT_ERRNOS or isinstance(error, TimeoutError | ConnectionError)
@@ -54,16 +54,16 @@ def is_transient(error: BaseError | OSError, *, is_local: bool) -> bool:
 
 
 def is_throttling(error: BaseException) -> bool:
-    """Return whether the service says that it gets too many requests: S3's SlowDown, or 503 or 429 without a body."""
+    """Return whether the service throttles: S3's SlowDown, or 503 or 429 without a body."""
     refused = _REFUSED.search(str(error))
     told = refused[1] if refused is not None else code(error)
     return told in _THROTTLING or (not told and _status(error) in ("503", "429"))
 
 
 def is_expired(error: BaseException, *, has_body: bool) -> bool:
-    """Return whether the credentials of a request were valid once and may be no longer.
+    """Return whether the credentials of a request were once valid and may have expired.
 
-    The answer to HEAD has no body with a code: S3 says 400 to one whose token has expired, and to hardly anything else.
+    The answer to HEAD has no body with a code: S3 answers 400 if the token has expired, and in hardly any other case.
     """
     if isinstance(error, UnauthenticatedError) or code(error) in _EXPIRED:
         return True
@@ -76,7 +76,7 @@ def is_out_of_range(error: BaseException) -> bool:
 
 
 def check_bucket(error: FileNotFoundError) -> None:
-    """Raise the error again if the bucket is missing: then nothing is known of the file."""
+    """Raise the error again if the bucket is missing: then nothing is known about the file."""
     if code(error) == "NoSuchBucket":
         raise error
 
@@ -88,15 +88,15 @@ def code(error: BaseException) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the text of an error, short enough for a message."""
+    """Return the message of an error, shortened for use in another message."""
     line = str(error).split("\n", 1)[0].split("<?xml", 1)[0].rstrip(": ")
     return f"{line}: {code(error)}" if code(error) else line
 
 
 def for_people(text: str, most: int) -> str:
-    """Return a text about storage as it may be shown: not longer than ``most``, and addresses without parameters.
+    """Return a string about storage as it may be shown: not longer than ``most``, and addresses without parameters.
 
-    A signature may be among these. What is too long loses its middle: services say at the end what was wrong.
+    The parameters may include a signature. A long string loses its middle: services put the cause at the end.
     """
     shown = _WORD.sub(lambda word: _without_parameters(word[0]), text)
     half = (most - 5) // 2
@@ -133,7 +133,8 @@ class _Place:
     failed: deque[float] = field(default_factory=lambda: deque(maxlen=MOST_FAILURES))
     error: str = ""
     kind: str = ""
-    """Of the last request that failed. Storage may refuse writes and answer reads: a full disk, a lost permission."""
+    """Kind of the last request that failed. Storage may reject writes and answer reads: a full disk, a lost permission.
+    """
     answered: dict[str, float] = field(default_factory=dict)
 
 
@@ -151,14 +152,14 @@ class TroubleTracker:
         self._places: BoundedDict[str, _Place] = BoundedDict(MOST_LOCATIONS)
 
     def began(self, kind: str, location: str) -> int:
-        """Take note of a request to a location. Return its number, with which ``ended`` must be called."""
+        """Record a request to a location. Return its number, which ``ended`` must be called with."""
         with self._lock:
             number = next(self._numbers)
             self._under_way[number] = (kind, location, self._clock())
             return number
 
     def ended(self, number: int, error: BaseException | None) -> None:
-        """Take note that a request was answered, or failed."""
+        """Record that a request was answered, or failed."""
         text = "" if error is None else for_people(first_line(error), LONGEST_TEXT)
         with self._lock:
             kind, location, _ = self._under_way.pop(number)
@@ -205,10 +206,10 @@ class TroubleTracker:
 
 # Hedged requests: a request that takes far longer than usual is sent a second time, and the first answer wins.
 #
-# Now and then a request takes ten times as long as others, for it has met a slow server, and the same request made
-# again takes the usual time. The idea is that of "The Tail at Scale" (Dean and Barroso, 2013). Only small requests
-# that may be carried out twice have a second one: a large request takes long for its size, and would only take
-# longer.
+# Occasionally a request takes ten times as long as others, because it has met a slow server, and the same request
+# repeated takes the usual time. The idea is that of "The Tail at Scale" (Dean and Barroso, 2013). Only small,
+# idempotent requests are hedged: a large request takes long because of its size, and a second one would slow it down
+# further.
 
 
 T = TypeVar("T")
@@ -221,15 +222,13 @@ REMEMBERED = 128
 FEWEST = 32
 """Nothing is usual before this many requests."""
 USUAL_SHARE, TIMES_USUAL = 0.95, 1.5
-"""A request is late that takes this many times as long as this share of its kind."""
+"""A request is late if it takes this many times as long as this share of its kind."""
 LEAST_SECONDS = 0.05
-"""No request is late before."""
+"""No request is late before this many seconds."""
 SHARE, MOST_AT_ONCE = 0.05, 8.0
 """At most this share of all requests is made twice, and at most this many in a row: all are late if storage hangs."""
 HEDGE_THREADS = 32
-"""At most this many requests are made by threads that may be left behind with the one that is late; others are made
-once.
-"""
+"""At most this many requests run in threads that may be left behind with the late one; others are made once."""
 
 
 class Hedges:
@@ -248,7 +247,7 @@ class Hedges:
         self._pool: ThreadPoolExecutor | None = None
 
     def took(self, kind: str, seconds: float) -> None:
-        """Take note of how long a small request took that was carried out."""
+        """Record the duration of a small request that succeeded."""
         with self._lock:
             self._durations.setdefault(kind, deque(maxlen=REMEMBERED)).append(seconds)
 
@@ -261,9 +260,9 @@ class Hedges:
         return max(LEAST_SECONDS, TIMES_USUAL * known[int(USUAL_SHARE * len(known))])
 
     def first_answer(self, kind: str, attempt: Callable[[], T], on_second: Callable[[], None]) -> T:
-        """Return the result of ``attempt``, which is called once more, by another thread, if the first call is late.
+        """Return the result of ``attempt``. If the first call is late, another thread calls it a second time.
 
-        ``on_second`` is called before the second call. The first call that returns wins; the other one goes on in its
+        ``on_second`` is called before the second call. The first call that returns wins; the other one continues in its
         thread until it ends. Raises what the first call has raised if neither returns.
         """
         late = self.late_after(kind)
@@ -292,7 +291,7 @@ class Hedges:
             return True
 
     def _started(self, attempt: Callable[[], T]) -> Future[T] | None:
-        """Call by another thread; None if all are at work."""
+        """Call ``attempt`` in another thread; None if all are busy."""
         with self._lock:
             if self._under_way >= HEDGE_THREADS:
                 return None

@@ -2,8 +2,8 @@
 
 obstore's own ``create`` is atomic, but syncs nothing, so that a name may be durable before its content is. Here a name
 appears only once its content is on the disk: after a power cut a file is whole or absent. Create-if-absent files
-(manifests, epochs) need that even before they are acknowledged. obstore also hands each request to threads of its own:
-what a few system calls do takes three times as long there.
+(manifests, epochs) need that even before they are acknowledged. obstore also passes each request to its own threads,
+where a few system calls take three times as long.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _shared_umask: int | None = None
 
 
 def make_process_files_private() -> None:
-    """Create all files of this process for its own user alone, but for durable files, which keep their modes.
+    """Make new files of this process accessible only to its own user, except durable files, which keep their modes.
 
-    State on a host's local disk is nobody else's business. RocksDB takes no mode for its files, only the umask.
+    Other users must not read the state on a host's local disk. RocksDB takes no mode for its files, only the umask.
     """
     global _shared_umask
     if _shared_umask is None:
@@ -40,7 +40,7 @@ class LocalFiles:
 
     def __init__(self, root: Path, *, fsync: bool) -> None:
         self._root = root
-        self._below = f"{root}/"  # a path of text takes a fifth of the time of a ``Path``
+        self._below = f"{root}/"  # a ``str`` path takes a fifth of the time of a ``Path``
         # We make all directories below this one, so we must sync their names.
         self._top = next(d for d in (root, *root.parents) if d.is_dir())
         self._fsync = fsync
@@ -68,7 +68,7 @@ class LocalFiles:
         self._put_new(path, copy)
 
     def replace(self, path: str, data: bytes) -> None:
-        """Write a file in place of the one that may be there: at each moment one of the two is there, whole."""
+        """Write a file in place of an existing one, if there is one: at each moment one of the two exists, whole."""
         self._put(path, lambda descriptor: self._write_all(descriptor, data), os.replace)
 
     def _put_new(self, path: str, write: Callable[[int], None]) -> None:
@@ -131,8 +131,8 @@ class LocalFiles:
     def listed(self, directory: str, after: str | None = None) -> list[tuple[str, int]]:
         """Return path and size of every finished file in a directory and below, sorted by path; "" is the root.
 
-        With ``after``, only of files whose paths sort after it. Files that come or go meanwhile may be left out. Raises
-        ``OSError``.
+        With ``after``, only of files whose paths sort after it. Files that are created or removed during the call may
+        be left out. Raises ``OSError``.
         """
         return [
             (path, size)
@@ -152,7 +152,7 @@ class LocalFiles:
                     if entry.is_dir():
                         left.append(f"{path}/")
                     else:
-                        with suppress(FileNotFoundError):  # removed meanwhile, or a link to nothing
+                        with suppress(FileNotFoundError):  # removed in between, or a dangling link
                             found.append((path, entry.stat().st_size))
         return sorted(found)
 
@@ -173,7 +173,7 @@ class LocalFiles:
             descriptor = os.open(staged, flags, _FILE_MODE)
         except FileNotFoundError:
             with self._lock:
-                self._durable.clear()  # directories that were known may have been removed since
+                self._durable.clear()  # known directories may have been removed since
             _make_directories(Path(staged).parent)
             descriptor = os.open(staged, flags, _FILE_MODE)
         if _shared_umask is not None:
@@ -226,7 +226,7 @@ def _check_is_file(found: os.stat_result, path: str) -> None:
 
 
 def _read(descriptor: int, start: int, length: int) -> bytes:
-    """Return part of a file, shorter if the file ends before: the system may give less than it is asked for."""
+    """Return part of a file, shorter if the file ends before: one system call may return less than requested."""
     pieces: list[bytes] = []
     while length and (piece := os.pread(descriptor, length, start)):
         pieces.append(piece)

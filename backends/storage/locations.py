@@ -45,10 +45,10 @@ class StoreOptions:
 def parse_location(location: str) -> Location:
     """Parse an address as Spark writes it. Raises ``UnsupportedLocationError`` with the remedy.
 
-    As by Hadoop's ``Path``, a ``file:`` address is taken literally: ``%20`` in it is not decoded.
+    As in Hadoop's ``Path``, a ``file:`` address is taken literally: ``%20`` in it is not decoded.
     """
     if not isinstance(location, str) or not location.strip():
-        raise InvalidStateStoreArgument(f"{location!r} is no location: give the directory to keep the state in.")
+        raise InvalidStateStoreArgument(f"{location!r} is not a location: give the directory to keep the state in.")
     scheme, colon, rest = location.partition(":")
     if not colon or "/" in scheme:
         return _local(location)
@@ -159,8 +159,8 @@ _CHUNK_BYTES = 4 << 20
 class FileRef(Struct, frozen=True, omit_defaults=True):
     """A file below the state location: its relative path, size in bytes, and xxh3-128 hex digest.
 
-    ``within`` None: the file lies at ``path``. Otherwise its bytes are a part of the object ``within``, from ``offset``
-    on, and ``path`` is only the name by which the content is known.
+    ``within`` None: the file is at ``path``. Otherwise its bytes are a part of the object ``within``, from ``offset``
+    on, and ``path`` is only the name of the content.
     """
 
     path: str
@@ -171,11 +171,11 @@ class FileRef(Struct, frozen=True, omit_defaults=True):
 
     @property
     def stored_in(self) -> str:
-        """The path of the object in which the bytes are."""
+        """The path of the object that has the bytes."""
         return self.path if self.within is None else self.within
 
     def is_in(self, sizes: Mapping[str, int]) -> bool:
-        """Return whether all bytes are there, by the sizes of all stored objects; an object that was cut has not."""
+        """Return whether all bytes exist, by the sizes of all stored objects; a truncated object does not have them."""
         size = sizes.get(self.stored_in, -1)
         return size == self.size if self.within is None else size >= self.offset + self.size
 

@@ -1,6 +1,6 @@
 """The files of one location on object storage or in memory, through obstore, with the methods of ``LocalFiles``.
 
-Errors are obstore's own. A call is one request, unless it says otherwise; ``sending`` repeats what fails.
+Errors are obstore's own. A call is one request, unless it says otherwise; ``sending`` retries failed requests.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
     from obstore import GetOptions
     from obstore.store import ClientConfig, ObjectStore, RetryConfig, S3Config, S3Credential, S3CredentialProvider
 
-# obstore's store for a location: which kind, with which options and credentials.
+# obstore's store for a location: its kind, options and credentials.
 
 
 _MEMORY_STORES: dict[str, MemoryStore] = {}
 _MEMORY_LOCK = threading.Lock()
-# Retries are ours: obstore's know no clock that a test can turn, share no pace, and repeat no create.
+# Retries are ours: obstore's have no clock that a test can control, share no rate limit, and do not repeat creates.
 _NO_RETRIES: RetryConfig = {"max_retries": 0}
-# A part is tried again soon; the whole file is, if that does not help.
+# A part is retried soon; if that does not help, the whole file is.
 _RETRIES_OF_PARTS: RetryConfig = {
     "max_retries": 4,
     "backoff": {"init_backoff": timedelta(seconds=0.1), "max_backoff": timedelta(seconds=2), "base": 2},
@@ -44,10 +44,10 @@ _RETRIES_OF_PARTS: RetryConfig = {
 
 
 class ObjectStores:
-    """obstore's stores of one location. Making one asks nobody. Many threads may share one.
+    """obstore's stores of one location. Construction does no I/O. Many threads may share one.
 
-    ``plain`` repeats nothing: that is the work of ``sending/sender.py``. ``in_parts`` is for large files that go up in
-    parts, and repeats each part by itself. Raises obstore's errors, and ``ValueError``, for a wrong option.
+    ``plain`` does not retry: ``sending/sender.py`` does. ``in_parts`` is for multipart uploads of large files, and
+    retries each part separately. Raises obstore's errors, and ``ValueError``, for a wrong option.
     """
 
     def __init__(self, location: Location, options: Mapping[str, str]) -> None:
@@ -72,11 +72,11 @@ class ObjectStores:
 
     @property
     def bucket(self) -> str:
-        """Return the bucket with the service that has it: what is asked for fewer requests."""
+        """Return the bucket with its service: the unit of rate limiting."""
         return f"{self._location.kind}://{self._location.container} {self.endpoint or ''}".strip()
 
     def renew(self) -> None:
-        """Ask for credentials again with the next requests: those that stores have fetched go with the stores."""
+        """Request new credentials with the next requests: the fetched ones are dropped with the stores."""
         self.plain, self._in_parts = _make_store(self._location, self._options), None
 
 
@@ -130,7 +130,7 @@ def _above_environment(config: Mapping[str, str | bool]) -> dict[str, str | bool
 def _tokenless_credentials(config: Mapping[str, str | bool]) -> S3CredentialProvider | None:
     """Return the given keys without a token, if the environment has a token; None otherwise.
 
-    obstore would send the token, which belongs to other keys.
+    obstore would send that token, which belongs to other keys.
     """
     key, secret = config.get("access_key_id"), config.get("secret_access_key")
     has_token = not config.keys().isdisjoint(("session_token", "aws_session_token", "token"))
@@ -148,14 +148,16 @@ def _tokenless_credentials(config: Mapping[str, str | bool]) -> S3CredentialProv
 MOST_FILES_AT_ONCE = 1000
 """S3 removes at most this many files with one request, and lists at most this many on one page."""
 PART_BYTES, _PARTS_AT_ONCE, _MOST_PARTS = 8 << 20, 4, 10_000
-"""The bytes of a part, in which large files go up, a few at once; and the most parts that S3 takes."""
+"""The bytes of a part of a multipart upload, the number of parts that are uploaded at once, and the most parts that S3
+accepts.
+"""
 _PIECE_BYTES = 4 << 20
 
 
 class ObjectFiles:
     """Reads, writes and removes the files below ``prefix``. Many threads and processes may do so at once.
 
-    ``note_more`` is told of requests beyond the first one of a call: their verb and their number.
+    ``note_more`` is called for requests beyond the first one of a call: their verb and their number.
     """
 
     def __init__(self, stores: ObjectStores, prefix: str, note_more: Callable[[str, int], None]) -> None:
@@ -169,14 +171,14 @@ class ObjectFiles:
         obstore.put(self._stores.plain, self._prefix + path, data, mode="create")
 
     def replace(self, path: str, data: bytes) -> None:
-        """Write a file in place of the one that may be there."""
+        """Write a file in place of an existing one, if there is one."""
         obstore.put(self._stores.plain, self._prefix + path, data)
 
     def put_file(self, path: str, source: Path | bytes, size: int) -> None:
-        """Write a large file in parts, some at once. obstore repeats a part that fails, at a pace of its own."""
+        """Write a large file in parts, some at once. obstore retries a part that fails, with its own backoff."""
         part = max(PART_BYTES, -(-size // _MOST_PARTS))
         if size > part:
-            # Each part, and to begin and to end them: one more than the parts.
+            # One request for each part, and to begin and to end the upload: one more than the parts.
             self._note_more("write", -(-size // part) + 1)
         store = self._stores.in_parts
         obstore.put(store, self._prefix + path, source, chunk_size=part, max_concurrency=_PARTS_AT_ONCE)
@@ -186,9 +188,9 @@ class ObjectFiles:
         return bytes(obstore.get(self._stores.plain, self._prefix + path).bytes())
 
     def read_ranges(self, path: str, starts: Sequence[int], lengths: Sequence[int]) -> list[bytes]:
-        """Return parts of a file; one part is shorter where the file ends before. Raises ``FileNotFoundError``.
+        """Return parts of a file; one part is shorter if the file ends before. Raises ``FileNotFoundError``.
 
-        Parts that lie near to each other are one request. If one of several begins after the end, all are empty.
+        Parts that are close to each other share one request. If one of several begins after the end, all are empty.
         """
         store, key = self._stores.plain, self._prefix + path
         try:
@@ -234,29 +236,29 @@ class ObjectFiles:
 
 # Reads objects that many loads of a process need at about the same time: each object once, for all loads.
 #
-# When a query starts, a host loads dozens of partitions, whose changelogs and small snapshots lie in the same few
-# objects. A request for each part of each partition takes longer than the bytes do.
+# When a query starts, a host loads dozens of partitions, whose changelogs and small snapshots are in the same few
+# objects. A request for each part of each partition takes longer than the transfer of the bytes.
 
 
 ALONE = 2
-"""The first readers of an object, this many, read their parts alone: one load asks once or twice.
+"""This many first readers of an object read their parts alone: one load asks once or twice.
 
-Where more loads are under way, the first one reads for all: they are most likely those of a host that starts anew.
+If more loads are under way, the first one reads for all: most likely their host is starting.
 """
 OBJECT_BYTES = 4 << 20
-"""At most this many bytes of an object are read for all. The parts after them are read alone."""
+"""At most this many bytes of an object are read for all. Later parts are read alone."""
 MOST_OBJECTS = 64
 MOST_BYTES = 16 << 20
-"""What is kept of all objects; what was used longest ago goes first."""
+"""Limit of the kept bytes of all objects; the least recently used object is evicted first."""
 
 
 class SharedObjects:
-    """The beginnings of objects that were read of late. Thread-safe: ``_lock`` guards the tables, not the requests.
+    """The beginnings of objects that were read recently. Thread-safe: ``_lock`` guards the tables, not the requests.
 
-    ``_asked`` counts the readers of each object, ``_held`` has what was read for all or is being read. Both are bounded
-    by ``MOST_OBJECTS``, the bytes by ``MOST_BYTES`` besides what is being read. ``_loads`` counts the loads under way.
-    ``spare(nbytes, drop)`` counts bytes in the memory of the process, as ``HostMemory.spare`` does, and returns None
-    where there is no room for them.
+    ``_asked`` counts the readers of each object, ``_held`` has the objects that were read for all or are being read.
+    Both are bounded by ``MOST_OBJECTS``, the bytes by ``MOST_BYTES`` plus those being read. ``_loads`` counts the loads
+    under way. ``spare(nbytes, drop)`` counts bytes in the memory of the process, as ``HostMemory.spare`` does, and
+    returns None if there is no room for them.
     """
 
     def __init__(self, spare: Callable[[int, Callable[[], None]], object | None]) -> None:
@@ -288,8 +290,8 @@ class SharedObjects:
     ) -> bytes | None:
         """Return a part of an object, unchecked; None if the caller has to read it alone.
 
-        ``read`` reads a given number of bytes from the object's beginning. The first one who needs them for all reads
-        them, and the others wait. What fails for one, others are not told: they read alone.
+        ``read`` reads a given number of bytes from the object's beginning. The first caller that needs them for all
+        reads them, and the others wait. If its read fails, the others do not get the error: they read alone.
         """
         if offset + size > OBJECT_BYTES:
             return None
@@ -315,7 +317,7 @@ class SharedObjects:
         try:
             found = read(OBJECT_BYTES)
         except (StorageError, MissingFileError):
-            pass  # whoever reads alone now is told
+            pass  # callers that read alone now get the error themselves
         finally:
             claim = self._spare(len(found), partial(self._forget, name)) if found else None
             with self._lock:
@@ -327,7 +329,7 @@ class SharedObjects:
                 self._shrink()
 
     def _forget(self, name: str) -> None:
-        """Keep an object no longer. Those who wait for it still get it."""
+        """Stop keeping an object. Callers that wait for it still get it."""
         with self._lock:
             self._held.pop(name, None)
             self._claims.pop(name, None)

@@ -1,7 +1,7 @@
 """Sends all requests to storage.
 
-Each attempt is counted and timed, waits for its turn (``pace.py``), is repeated where that may help, has a second
-request where it is late (``hedges.py``), and is made with new credentials where the old ones have expired.
+Each attempt is counted and timed, and waits for its turn (``pace.py``). It is retried where that may help, hedged with
+a second request if it is late (``hedges.py``), and sent with new credentials if the old ones have expired.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from backends.storage.failures import Hedges, TroubleTracker, first_line, is_exp
 
 
 KINDS = {"write": "put", "read": "get", "look up": "head", "list": "list", "delete": "delete"}
-"""The kind of request by what ``CheckpointStorage`` calls it in its errors."""
+"""The kind of request by the verb that ``CheckpointStorage`` uses in its errors."""
 SENT, RECEIVED = "sent_bytes", "received_bytes"
-"""Bytes of files that went to storage, and that came from there."""
+"""Bytes of files that were sent to storage, and received from it."""
 COUNTED_LOCATIONS = 10_000
 DURATIONS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
-"""Upper bounds of the buckets in which durations of requests are counted, in seconds."""
+"""Upper bounds of the histogram buckets of request durations, in seconds."""
 
 
 class RequestCounts:
-    """Requests since the process began, each attempt that was repeated as well. Many threads may share one.
+    """Requests since the process began, including every retry. Many threads may share one.
 
-    The parts of a large file count each, and so do the pages of a listing; parts that obstore repeats do not.
+    The parts of a large file count each, and so do the pages of a listing; parts that obstore retries do not.
     ``trouble`` knows those that fail and those that get no answer.
     """
 
@@ -58,14 +58,14 @@ class RequestCounts:
             self._at.setdefault(location, Counter())[KINDS[verb]] += times
 
     def moved(self, location: str, *, sent: int = 0, received: int = 0) -> None:
-        """Count the bytes of files that went to a location, or came from there."""
+        """Count the bytes of files that were sent to a location, or received from it."""
         with self._lock:
             counts = self._at.setdefault(location, Counter())
             counts[SENT] += sent
             counts[RECEIVED] += received
 
     def took(self, verb: str, seconds: float, failed: bool) -> None:
-        """Take note of how long a counted request took, and whether storage answered with an error."""
+        """Record how long a counted request took, and whether storage answered with an error."""
         with self._lock:
             self._durations[KINDS[verb]].add(seconds)
             self._failures[KINDS[verb]] += failed
@@ -86,7 +86,7 @@ class RequestCounts:
             return dict(self._counts)
 
     def at(self, location: str) -> dict[str, int]:
-        """Return the requests to a location by kind, and its bytes: nothing for what was never asked of it."""
+        """Return the requests to a location by kind, and its bytes; empty for an unused location."""
         with self._lock:
             return {name: n for name, n in self._at.get(location, {}).items() if n}
 
@@ -94,14 +94,14 @@ class RequestCounts:
 def used_since(now: Mapping[str, int], before: Mapping[str, int]) -> dict[str, int]:
     """Return the requests to a location between two answers of ``RequestCounts.at``.
 
-    What is lower than before was forgotten in between, and has begun anew at 0.
+    A count that is lower than before was evicted in between, and restarted at 0.
     """
     more = {name: n - before.get(name, 0) if n >= before.get(name, 0) else n for name, n in now.items()}
     return {name: n for name, n in more.items() if n}
 
 
 def used_together(*used: Mapping[str, int]) -> dict[str, int]:
-    """Return the sum of what was asked of several locations, or by several processes."""
+    """Return the sum of the requests to several locations, or by several processes."""
     return dict(sum((Counter(each) for each in used), Counter()))
 
 
@@ -110,30 +110,30 @@ def num_requests(used: Mapping[str, int]) -> int:
     return sum(used.get(kind, 0) for kind in KINDS.values())
 
 
-# The rate limit of requests to one bucket: a process slows down while the service says that it gets too many.
+# The rate limit of requests to one bucket: a process slows down while the service throttles it.
 #
-# S3 answers 503 "slow down" while a prefix gets more requests than it can take. If one thread backed off alone, the
+# S3 answers 503 "slow down" while a prefix gets more requests than it can serve. If one thread backed off alone, the
 # other threads would send in its place. So all threads of a process share one backoff: no thread sends for a moment,
-# then requests go at half the rate at which the service refused, and the rate grows again. The idea is that of the
-# adaptive retry mode of Amazon's SDKs, and of TCP.
+# then the rate restarts at half of the throttled rate, and grows again. The idea is that of the adaptive retry mode of
+# Amazon's SDKs, and of TCP.
 
 
 log = logging.getLogger(__name__)
 
 LEAST_RATE = 20.0
-"""Requests a second that go even while the service refuses all of them."""
+"""Minimum rate, in requests a second, even while the service rejects all of them."""
 GROWTH = 1.25
-"""By so much the rate grows with each second in which the service refuses nothing."""
+"""Growth factor of the rate per second without throttling."""
 FREE_AT = 2.0
-"""Nothing is held back any more once the rate is this many times the one at which the service refused."""
+"""The rate limit ends once the rate is this many times the throttled rate."""
 LONGEST_WAIT_SECONDS = 5.0
-"""No request waits longer for its turn, however many wait."""
+"""Maximum wait of a request for its turn, however many wait."""
 
 
 class AdaptiveRateLimit:
-    """The pace of one bucket. Many threads may share one. Memory: a few numbers.
+    """The rate limit of one bucket. Many threads may share one. Memory: a few numbers.
 
-    ``draw`` returns random numbers from 0 to 1: hosts that were refused together must not come back together.
+    ``draw`` returns random numbers from 0 to 1: hosts that were throttled together must not retry together.
     """
 
     def __init__(
@@ -143,21 +143,21 @@ class AdaptiveRateLimit:
         self._clock = clock
         self._draw = draw
         self._lock = threading.Lock()
-        self._rate: float | None = None  # requests a second from _quiet_until on; None: as they come
+        self._rate: float | None = None  # requests a second from _quiet_until on; None: unlimited
         self._quiet_until = 0.0
-        self._refused_at = 0.0  # the rate at which the service refused
+        self._refused_at = 0.0  # the rate when the service last throttled
         self._turn = 0.0  # when the next request may go
-        self._second = 0.0  # the begin of the second in which requests are counted
+        self._second = 0.0  # the start of the second that counts requests
         self._in_second = self._in_last_second = 0
 
     @property
     def is_slowed(self) -> bool:
-        """Whether requests are held back now."""
+        """Whether requests are throttled now."""
         with self._lock:
             return self._rate_at(self._clock()) is not None
 
     def wait_seconds(self) -> float:
-        """Take a turn for one request, and return for how many seconds to wait until the turn comes; mostly 0."""
+        """Take a turn for one request, and return the seconds to wait until the turn comes; mostly 0."""
         with self._lock:
             now = self._clock()
             self._count(now)
@@ -169,16 +169,16 @@ class AdaptiveRateLimit:
             return turn - now
 
     def refused(self, seconds: float) -> None:
-        """Take note that the service has refused a request: nobody sends for ``seconds``, then fewer than before.
+        """Record throttling by the service: no thread sends for ``seconds``, and the rate is lower afterwards.
 
-        Requests that were under way together and are refused together lower the rate once.
+        Requests that were in flight together and are rejected together lower the rate once.
         """
         with self._lock:
             now = self._clock()
             rate = self._rate_at(now)
             if rate is None:
                 self._refused_at = rate = max(LEAST_RATE, self._in_second, self._in_last_second)
-                log.warning("%s asks for fewer requests: they are held back for some seconds", self._bucket)
+                log.warning("%s throttles requests: they are delayed for some seconds", self._bucket)
                 self._rate = max(LEAST_RATE, rate / 2)
             elif now >= self._quiet_until:
                 self._rate = max(LEAST_RATE, rate / 2)
@@ -188,7 +188,7 @@ class AdaptiveRateLimit:
     def _rate_at(self, now: float) -> float | None:
         if self._rate is None:
             return None
-        # Who has waited for minutes may go: the exponent is bounded only so that the power is a number.
+        # A request that has waited for minutes may go: the exponent is bounded only so that the power is finite.
         rate: float = self._rate * GROWTH ** min(1000.0, max(0.0, now - self._quiet_until))
         if rate >= FREE_AT * self._refused_at:
             self._rate = None
@@ -210,7 +210,7 @@ REMEMBERED_BUCKETS = 1000
 
 @dataclass(frozen=True)
 class Traffic:
-    """The pace of a bucket, and the second requests for late ones; None where no request has one."""
+    """The rate limit and the hedges of a bucket; ``hedges`` is None if no request is hedged."""
 
     pace: AdaptiveRateLimit
     hedges: Hedges | None
@@ -229,9 +229,7 @@ class BucketTraffic:
         self._known: BoundedDict[str, Traffic] = BoundedDict(REMEMBERED_BUCKETS)
 
     def of(self, bucket: str, *, with_hedges: bool) -> Traffic:
-        """Return the rate limit and the hedges that the requests to a bucket share; ``bucket`` is its name with the
-        service that has it.
-        """
+        """Return the shared rate limit and hedges of a bucket; ``bucket`` is its name with its service."""
         with self._lock:
             pace = AdaptiveRateLimit(bucket, self._clock, self._draw)
             return self._known.setdefault(bucket, Traffic(pace, Hedges() if with_hedges else None))
@@ -241,9 +239,9 @@ _OF_PROCESS = BucketTraffic()
 
 
 def buckets_of_process() -> BucketTraffic:
-    """Return those that all storages of this process share.
+    """Return the traffic that all storages of this process share.
 
-    A function, so that a task of Spark, which is pickled with what opens its storage, takes no lock along.
+    It is a function, so that a Spark task, which is pickled with the opener of its storage, does not pickle a lock.
     """
     return _OF_PROCESS
 
@@ -253,17 +251,17 @@ T = TypeVar("T")
 _FIRST_WAIT_SECONDS = 0.1
 _LONGEST_WAIT_SECONDS = 5.0
 _EXPIRED_REMEDY = (
-    "The credentials have expired, and new ones were not to be had. Keys with a session token that stand in the "
-    "options or in the environment end with that token: start the query again with new ones. What renews itself are "
-    "credentials that the process fetches: from an instance profile, a container's endpoint or a web identity."
+    "The credentials have expired and could not be renewed. Keys with a session token in the options or in the "
+    "environment expire with that token: restart the query with new ones. Only credentials that the process fetches "
+    "are renewed: those of an instance profile, a container's endpoint or a web identity."
 )
 
 
 class RequestSender:
     """Sends the requests to one location. Many threads may share one.
 
-    ``traffic`` is what the bucket's requests share, None for a local disk. ``renew`` makes the following calls use new
-    credentials, if there are any.
+    ``traffic`` is the shared state of the bucket's requests, None for a local disk. ``renew`` makes the following calls
+    use new credentials, if there are any.
     """
 
     def __init__(
@@ -294,11 +292,11 @@ class RequestSender:
         on_second: Callable[[], None] | None = None,
         progress: Callable[[], int] = lambda: 0,
     ) -> T:
-        """Return the result of ``call``, which makes a request, and is repeated while an error may pass.
+        """Return the result of ``call``, which makes a request. Retry it on transient errors.
 
-        Raises ``StorageError`` once it has been repeated for ``retry_seconds`` without ``progress`` changing, and at
-        once for an error that will not pass. ``FileExistsError`` passes through. With ``on_second`` the request may be
-        made twice at the same time: see ``Hedges.first_answer``.
+        Raises ``StorageError`` after ``retry_seconds`` of retries without a change of ``progress``, and at once for a
+        permanent error. ``FileExistsError`` passes through. With ``on_second`` the request may be made twice at the
+        same time: see ``Hedges.first_answer``.
         """
         with spans.step(f"storage.{KINDS[verb]}", file=path) as span:
             return self._sent(verb, path, call, on_second, progress, span)
@@ -336,7 +334,7 @@ class RequestSender:
                     raise StorageError(f"{failed}: {first_line(error)}{remedy}") from error
                 if elapsed + wait > self._retry_seconds:
                     raise StorageError(f"{failed}, tried for {elapsed:.1f} s: {first_line(error)}") from error
-                # Jitter keeps many hosts that failed together from coming back together.
+                # Jitter keeps many hosts that failed together from retrying together.
                 pause = wait * random.uniform(0.5, 1.0)
                 if self._traffic is not None and is_throttling(error):
                     self._traffic.pace.refused(pause)
@@ -385,10 +383,10 @@ MONTH_SECONDS = 730 * 3600.0
 
 @dataclass(frozen=True)
 class Prices:
-    """Dollars: of 1,000 requests by kind, and of a GiB that goes to storage or comes from there.
+    """Prices in dollars: of 1,000 requests by kind, and of a GiB sent to storage or received from it.
 
     The defaults are those of S3 standard in us-east-1, read by machines of the same region: transfer costs nothing
-    there. What stored bytes cost is not in it.
+    there. The cost of stored bytes is not included.
     """
 
     put: float = 0.005
@@ -401,7 +399,7 @@ class Prices:
 
     @classmethod
     def parse(cls, text: str) -> Prices:
-        """Return the prices that a text gives, such as ``put=0.0054,received_gib=0.09``; others are the defaults.
+        """Return the prices in a string such as ``put=0.0054,received_gib=0.09``; others are the defaults.
 
         Raises ``InvalidStateStoreArgument``.
         """
@@ -415,8 +413,8 @@ class Prices:
                 dollars = math.nan
             if name not in names or not 0 <= dollars < math.inf:
                 raise InvalidStateStoreArgument(
-                    f"{entry!r} is no price: give {', '.join(f'{n}=' for n in names)} each with dollars of 0 or more "
-                    "(for 1,000 requests, or for a GiB), separated by commas."
+                    f"{entry!r} is not a price: give {', '.join(f'{n}=' for n in names)} each with dollars of 0 or "
+                    "more (for 1,000 requests, or for a GiB), separated by commas."
                 )
             given[name] = dollars
         return cls(**given)

@@ -1,12 +1,12 @@
-"""Triggers, completes and gives up checkpoints (Flink: ``CheckpointCoordinator``).
+"""Triggers, completes and cancels checkpoints (Flink: ``CheckpointCoordinator``).
 
 Differences from Flink, and the reasons:
 
 - Hooks run without any lock. So a storage that hangs delays only the tasks that acknowledge that one checkpoint.
-- A checkpoint whose completion fails stays pending, and a repeated acknowledgement tries again.
-- The last acknowledgement of a task counts, since Spark takes the attempt that ends last.
-- A completed checkpoint subsumes those with lower ids, not those with earlier timestamps, since clocks jump.
-- Nothing is triggered by an interval: Spark's micro-batches and the user's savepoints trigger.
+- A checkpoint whose completion fails stays pending, and a repeated acknowledgement retries it.
+- The last acknowledgement of a task counts, because Spark takes the attempt that ends last.
+- A completed checkpoint subsumes those with lower ids, not those with earlier timestamps, because clocks jump.
+- No timer triggers checkpoints: Spark's micro-batches and the user's savepoints do.
 """
 
 from __future__ import annotations
@@ -37,19 +37,20 @@ from coordinator_actor.exceptions import (
     InvalidRequestError,
 )
 
-# The pending checkpoints of one job: what has become of each, without any call to the outside.
+# The pending checkpoints of one job: the fate of each, without any call to the outside.
 
 
 log = logging.getLogger(__name__)
 
 RECENT_IDS = 16
-"""The number of finished checkpoints that are remembered, to tell late messages from wrong ones (as in Flink)."""
+"""The number of finished checkpoints that are remembered, to distinguish late messages from wrong ones (as in Flink).
+"""
 Verdict = tuple[CancelReason, str]
-"""The reason to give a checkpoint up."""
+"""The reason to cancel a checkpoint."""
 
 
 class Completing(NamedTuple):
-    """A checkpoint that its caller completes now, and tells of the outcome."""
+    """A checkpoint that its caller must complete now; the caller then reports the outcome."""
 
     pending: PendingCheckpoint
     completed: CompletedCheckpoint
@@ -57,10 +58,10 @@ class Completing(NamedTuple):
 
 @dataclass
 class _Attempt:
-    """One pending checkpoint, with what nobody else needs to know.
+    """One pending checkpoint, with its internal state.
 
-    ``completing`` is the id of the thread that completes the checkpoint. ``verdict`` is the reason to give the
-    checkpoint up if that completion fails. Without a verdict the checkpoint goes on waiting.
+    ``completing`` is the id of the thread that completes the checkpoint. ``verdict`` is the reason to cancel the
+    checkpoint if that completion fails. Without a verdict the checkpoint stays pending.
     """
 
     pending: PendingCheckpoint
@@ -69,9 +70,9 @@ class _Attempt:
 
 
 class PendingCheckpoints:
-    """The pending checkpoints of one job over a fixed set of tasks, and the ids of those that ended lately.
+    """The pending checkpoints of one job over a fixed set of tasks, and the ids of those that ended recently.
 
-    Thread-safe. ``_lock`` guards all here. It is held for moments, except to wait for the end of a completion.
+    Thread-safe. ``_lock`` guards everything here. It is held briefly, except to wait for the end of a completion.
     """
 
     def __init__(
@@ -147,7 +148,7 @@ class PendingCheckpoints:
             return _begin_completion(attempt, now) if pending.is_fully_acknowledged else Received.PENDING
 
     def decline(self, message: DeclineCheckpoint) -> Received | PendingCheckpoint:
-        """Give the checkpoint of a message up, and return the checkpoint. Waits and raises as ``acknowledge``."""
+        """Cancel the checkpoint that a message declines, and return it. Waits and raises as ``acknowledge``."""
         with self._lock:
             attempt = self._attempt(message, "decline")
             if attempt is None:
@@ -185,7 +186,7 @@ class PendingCheckpoints:
     # ---- the end of checkpoints
 
     def succeeded(self, completing: Completing, *, subsumes: bool) -> list[PendingCheckpoint]:
-        """Take note of a completion; return the checkpoints with lower ids, which are given up if ``subsumes``."""
+        """Record a completion; return the checkpoints with lower ids, which are cancelled if ``subsumes``."""
         pending, completed = completing
         with self._lock:
             pending.completed = completed
@@ -198,9 +199,10 @@ class PendingCheckpoints:
         return subsumed
 
     def failed(self, completing: Completing, verdict: Verdict | None) -> bool:
-        """Take note of a completion that failed; return whether the checkpoint is given up.
+        """Record a failed completion; return whether the checkpoint is cancelled.
 
-        It is if somebody wanted that meanwhile, or by ``verdict``. If not, it waits for another acknowledgement.
+        It is if its cancellation was requested during the completion, or by ``verdict``. If not, it waits for another
+        acknowledgement.
         """
         with self._lock:
             attempt = self._attempts[completing.pending.id]
@@ -212,7 +214,10 @@ class PendingCheckpoints:
         return verdict is not None
 
     def cancel(self, checkpoint_id: int, reason: CancelReason, why: str) -> PendingCheckpoint | None:
-        """Give a checkpoint up, and return it. Return None if there is none of that id, or if it is being completed."""
+        """Cancel a checkpoint, and return it.
+
+        Return None if the id is unknown, or if the checkpoint is being completed.
+        """
         with self._lock:
             attempt = self._attempts.get(checkpoint_id)
             if attempt is None or attempt.completing is not None:
@@ -220,19 +225,19 @@ class PendingCheckpoints:
             return self._end(attempt, reason, why)
 
     def cancel_all(self, reason: CancelReason, why: str) -> list[PendingCheckpoint]:
-        """Give all checkpoints up, and return them. One that is being completed goes if its completion fails."""
+        """Cancel all checkpoints, and return them. One that is being completed is cancelled if its completion fails."""
         with self._lock:
             return self._end_all(list(self._attempts.values()), reason, why)
 
     def cancel_older(self, timeout: float) -> list[PendingCheckpoint]:
-        """Give those up that were triggered ``timeout`` seconds ago or earlier, as ``cancel_all`` does."""
+        """Cancel those that were triggered ``timeout`` seconds ago or earlier, as ``cancel_all`` does."""
         with self._lock:
             now = self._clock()
             overdue = [a for a in self._attempts.values() if now - a.pending.started >= timeout]
             return self._end_all(overdue, CancelReason.EXPIRED, f"not complete within {timeout} s")
 
     def shut_down(self) -> list[PendingCheckpoint] | None:
-        """Give all up as ``cancel_all`` does, and take no more messages; None if that was done before."""
+        """Cancel all as ``cancel_all`` does, and accept no more messages; None if that was done before."""
         with self._lock:
             if self._shutdown:
                 return None
@@ -243,11 +248,11 @@ class PendingCheckpoints:
 
     @property
     def is_shut_down(self) -> bool:
-        """Return whether no more messages are taken."""
+        """Return whether no more messages are accepted."""
         return self._shutdown
 
     def _end_all(self, attempts: Collection[_Attempt], reason: CancelReason, why: str) -> list[PendingCheckpoint]:
-        """Give up checkpoints. One that is being completed is given up only if its completion fails."""
+        """Cancel checkpoints. One that is being completed is cancelled only if its completion fails."""
         ended = []
         for attempt in attempts:
             if attempt.completing is None:
@@ -277,7 +282,7 @@ def _begin_completion(attempt: _Attempt, now: float) -> Completing:
 
 @dataclass(frozen=True)
 class CheckpointHooks:
-    """What is called as a checkpoint goes on, and what a completed or failed one means for the others.
+    """Callbacks for the events of a checkpoint, and the effect of a completed or failed one on the others.
 
     All hooks are called without any lock held. If ``store`` raises, the checkpoint is not completed, and the
     acknowledger gets the error. So ``store`` may be called several times for one checkpoint. While it runs, other
@@ -286,25 +291,25 @@ class CheckpointHooks:
     """
 
     trigger: Callable[[PendingCheckpoint], None] | None = None
-    """Tells the tasks of a new checkpoint."""
+    """Notifies the tasks of a new checkpoint."""
     store: Callable[[CompletedCheckpoint], None] | None = None
     """Stores a checkpoint that all tasks have acknowledged."""
     completed: Callable[[CompletedCheckpoint], None] | None = None
-    """Hears of a checkpoint that is stored and no longer pending."""
+    """Called for a checkpoint that is stored and no longer pending."""
     cancelled: Callable[[PendingCheckpoint, Exception | None], None] | None = None
-    """Hears of a checkpoint that was given up (``PendingCheckpoint.cancelled`` says why), and of the error that made
+    """Called for a checkpoint that was cancelled (``PendingCheckpoint.cancelled`` says why), with the error that made
     its completion fail. An error of this hook is logged.
     """
     subsumes: bool = True
     """A completed checkpoint ends the pending ones with lower ids."""
     keeps_failed: bool = True
-    """A checkpoint that could not be stored stays pending with its acknowledgements: the next one tries again."""
+    """A checkpoint that could not be stored stays pending with its acknowledgements: the next one retries."""
 
 
 class CheckpointCoordinator:
     """The checkpoints of one job over a fixed set of tasks. Safe to use from many threads.
 
-    ``timeout``, in seconds: ``expire`` gives up older checkpoints (None: never). ``PendingCheckpoints`` has all state.
+    ``timeout``, in seconds: ``expire`` cancels older checkpoints (None: never). ``PendingCheckpoints`` has all state.
     """
 
     def __init__(
@@ -336,10 +341,10 @@ class CheckpointCoordinator:
     ) -> PendingCheckpoint:
         """Trigger a checkpoint and return it.
 
-        ``timestamp`` is the clock's unless given. ``checkpoint_id`` was taken from the counter before. The tasks in
+        ``timestamp`` defaults to the clock. ``checkpoint_id`` was taken from the counter before. The tasks in
         ``states`` count as having acknowledged. If these are all tasks, the checkpoint is completed on return (its
         ``completed`` is set), or the error of the completion is raised and nothing is pending. ``properties`` are
-        handed through to the completed checkpoint.
+        copied to the completed checkpoint.
 
         Raises ``CheckpointNotTriggeredError`` or ``CheckpointCoordinatorShutdownError`` with the reason.
         """
@@ -351,9 +356,9 @@ class CheckpointCoordinator:
             try:
                 self._hooks.trigger(pending)
             except Exception as error:
-                why = f"its tasks could not be told: {error}"
+                why = f"its tasks could not be notified: {error}"
                 if not self._cancel(pending.id, CancelReason.FAILED, why, error):
-                    log.exception("Telling the tasks of checkpoint %d failed after it was over", pending.id)
+                    log.exception("Notifying the tasks of checkpoint %d failed after its end", pending.id)
                     return pending
                 raise CheckpointNotTriggeredError(
                     f"Checkpoint {pending.id} of {self.job_id} was not triggered: {why}"
@@ -369,7 +374,7 @@ class CheckpointCoordinator:
         return self._complete(received) if isinstance(received, Completing) else received
 
     def receive_decline_message(self, message: DeclineCheckpoint) -> Received:
-        """Give a checkpoint up because a task declines it. The answer is true for a pending or a recently ended one.
+        """Cancel a checkpoint because a task declines it. The answer is true for a pending or a recently ended one.
 
         Raises ``InvalidRequestError`` for another job or an unknown task.
         """
@@ -401,16 +406,16 @@ class CheckpointCoordinator:
         self._tell_cancelled(subsumed)
         return Received.COMPLETED
 
-    # ---- giving up
+    # ---- cancelling
 
     def expire(self) -> list[int]:
-        """Give up the checkpoints that are older than the timeout. Return their ids."""
+        """Cancel the checkpoints that are older than the timeout. Return their ids."""
         expired = [] if self._timeout is None else self._pending.cancel_older(self._timeout)
         self._tell_cancelled(expired)
         return [pending.id for pending in expired]
 
     def cancel_checkpoint(self, checkpoint_id: int, reason: str) -> bool:
-        """Give a pending checkpoint up. Return False if there is none of that id, or if it is being completed."""
+        """Cancel a pending checkpoint. Return False if the id is unknown, or if the checkpoint is being completed."""
         return self._cancel(checkpoint_id, CancelReason.CANCELLED, reason)
 
     def _cancel(self, checkpoint_id: int, reason: CancelReason, why: str, error: Exception | None = None) -> bool:
@@ -420,11 +425,11 @@ class CheckpointCoordinator:
         return cancelled is not None
 
     def cancel_all(self, why: str) -> None:
-        """Give all pending checkpoints up."""
+        """Cancel all pending checkpoints."""
         self._tell_cancelled(self._pending.cancel_all(CancelReason.STOPPED, why))
 
     def shutdown(self) -> None:
-        """Give up all that is pending, and take no more messages.
+        """Cancel everything that is pending, and accept no more messages.
 
         A completion that is under way still counts if it succeeds.
         """

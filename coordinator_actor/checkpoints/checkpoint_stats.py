@@ -40,7 +40,7 @@ class CheckpointStats:
 
 @dataclass(frozen=True)
 class FailedCheckpointStats:
-    """One checkpoint that was given up, and why."""
+    """One cancelled checkpoint, and the reason."""
 
     id: int
     trigger_timestamp: float
@@ -81,13 +81,13 @@ class CheckpointStatsTracker:
         self._triggered = self._completed = self._failed = 0
 
     def on_triggered(self, pending: PendingCheckpoint) -> None:
-        """Take note that a checkpoint has begun."""
+        """Count a checkpoint that was triggered."""
         with self._lock:
             self._triggered += 1
             self._pending[pending.id] = pending
 
     def on_completed(self, completed: CompletedCheckpoint, figures: TaskFigures | None = None) -> None:
-        """Take note of a completed checkpoint. They may come out of order: the latest has the highest id."""
+        """Record a completed checkpoint. They may come out of order: the latest has the highest id."""
         spread = max(0.0, figures.last - figures.first) if figures else 0.0
         tasks = len(figures.tasks.keys) if figures else len(completed.states)
         stats = CheckpointStats(
@@ -110,7 +110,7 @@ class CheckpointStatsTracker:
                 self._figures.pop(oldest, None)
 
     def on_failed(self, checkpoint_id: int, reason: str) -> None:
-        """Take note that a checkpoint was given up."""
+        """Record a cancelled checkpoint."""
         with self._lock:
             pending = self._pending.pop(checkpoint_id, None)
             self._failed += 1
@@ -128,14 +128,14 @@ class CheckpointStatsTracker:
             return list(self._stats.values())
 
     def failures(self) -> list[FailedCheckpointStats]:
-        """Return the last checkpoints that were given up, in the order of their ends."""
+        """Return the last cancelled checkpoints, in the order of their ends."""
         with self._lock:
             return list(self._failures)
 
     def task_stats(self, checkpoint_id: int | None = None) -> dict[str, dict[str, list[float]]] | None:
         """Return the figures of each task of one checkpoint, the latest by default; None if it is not remembered.
 
-        They are per operator ``{"duration": [...], "size": [...]}`` by partition. A partition that is no task has 0 for
+        They are per operator ``{"duration": [...], "size": [...]}`` by partition. A partition without a task has 0 for
         both.
         """
         figures = self._figures_of(checkpoint_id)
@@ -173,7 +173,7 @@ class CheckpointStatsTracker:
         }
 
     def snapshot(self) -> dict[str, Any]:
-        """Return all figures as plain dicts, lists, numbers and texts, for JSON."""
+        """Return all figures as plain dicts, lists, numbers and strings, for JSON."""
         with self._lock:
             counts = self._counts()
             stats = list(self._stats.values())
@@ -247,8 +247,8 @@ def _name(task: TaskKey) -> str:
 
 # Finds the partitions of a run that are behind with their snapshots, and makes the warning that names them.
 #
-# After Spark 4.1 (SPARK-51358): a partition takes long to load after a failure if its newest snapshot is many
-# versions and many rounds of maintenance old. Nothing else shows that.
+# After Spark 4.1 (SPARK-51358): a partition takes long to load after a failure if its newest snapshot is many versions
+# and many rounds of maintenance old. Nothing else shows that.
 
 
 _LEAST = {
@@ -336,7 +336,7 @@ class SnapshotLag:
         self._reported: float | None = None
 
     def report_uploaded(self, key: TaskKey, version: int, now: float) -> None:
-        """Take note of a durable snapshot. It may come late: if a newer one is known, nothing changes.
+        """Record a durable snapshot. It may come late: if a newer one is known, nothing changes.
 
         Raises ``InvalidRequestError`` for a partition that the run does not have.
         """
@@ -382,8 +382,7 @@ class SnapshotLag:
         listed = ", ".join(named) + (f"{', and ' if named else ''}{more} more" if more else "")
         return (
             f"StateStoreCoordinator Snapshot Lag Report for queryRunId={self._run_id} - Number of state stores falling "
-            "behind: "
-            f"{len(lagging)} of {len(self._uploaded)} at version {latest_version}: {listed}. Loading them after a "
-            "failure takes "
-            "long; look at the logs of their hosts for uploads that fail or maintenance that does not keep up."
+            f"behind: {len(lagging)} of {len(self._uploaded)} at version {latest_version}: {listed}. "
+            "Loading them after a failure takes long; look at the logs of their hosts for uploads that fail or "
+            "maintenance that does not keep up."
         )

@@ -82,7 +82,7 @@ class CompletedCheckpoint:
 
 
 class CancelReason(Enum):
-    """Reasons for which a checkpoint is given up."""
+    """Reasons to cancel a checkpoint."""
 
     EXPIRED = "expired"
     DECLINED = "declined"
@@ -96,9 +96,9 @@ class CancelReason(Enum):
 class PendingCheckpoint:
     """A triggered checkpoint that waits for the acknowledgements of its tasks.
 
-    The lock of its coordinator guards it. Readers without that lock get copies or single values.
-    ``timestamp`` is given by who triggers the checkpoint. ``started`` is the time of the trigger by the coordinator's
-    clock, in seconds. ``properties`` are handed through to the completed checkpoint.
+    The lock of its coordinator guards it. Readers without that lock get copies or single values. ``timestamp`` is given
+    by the caller that triggers the checkpoint. ``started`` is the time of the trigger by the coordinator's clock, in
+    seconds. ``properties`` are copied to the completed checkpoint.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class PendingCheckpoint:
 
     @property
     def is_discarded(self) -> bool:
-        """Return whether the checkpoint is over: completed or given up."""
+        """Return whether the checkpoint is over: completed or cancelled."""
         return self.completed is not None or self.cancelled is not None
 
     @property
@@ -222,7 +222,7 @@ class PendingCheckpoint:
         place = self._tasks.index.get(task)
         if place is None:
             raise InvalidRequestError(
-                f"{task[0]}/{task[1]} is no task of checkpoint {self.id} of {self.job_id}, whose operators "
+                f"{task[0]}/{task[1]} is not a task of checkpoint {self.id} of {self.job_id}, whose operators "
                 f"and partition counts are {self._tasks.parallelism}."
             )
         return place
@@ -259,8 +259,8 @@ class Received(Enum):
 
     PENDING = "pending"  # taken; other tasks have not acknowledged yet
     COMPLETED = "completed"  # taken as the last one: the checkpoint is completed
-    ABORTED = "aborted"  # taken: the checkpoint is given up, since a task declined it or it could not be stored
-    LATE = "late"  # the checkpoint is over already: the message has changed nothing
+    ABORTED = "aborted"  # taken: the checkpoint is cancelled, because a task declined it or it could not be stored
+    LATE = "late"  # the checkpoint is already over: the message has changed nothing
     UNKNOWN = "unknown"  # no such checkpoint is remembered, or the coordinator is shut down
 
     def __bool__(self) -> bool:
@@ -273,7 +273,7 @@ class Received(Enum):
 class CheckpointIDCounter:
     """Ascending ids, shared by the checkpoints and savepoints of a query. Safe to use from many threads.
 
-    The counter lives in memory. Its maker passes the first id above all ids in storage, so that ids ascend for good.
+    The counter is only in memory. Its maker passes the first id above all ids in storage, so that ids always ascend.
     """
 
     def __init__(self, first: int = 1) -> None:
@@ -299,7 +299,7 @@ class CheckpointIDCounter:
         with self._lock:
             if count < self._next:
                 raise InvalidRequestError(
-                    f"The checkpoint id counter stands at {self._next} and cannot be set back to {count}: "
+                    f"The checkpoint id counter is at {self._next} and cannot be set back to {count}: "
                     "ids may have been given out already. Set it to that or more."
                 )
             self._next = count

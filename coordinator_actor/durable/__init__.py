@@ -1,1 +1,1 @@
-"""Records of a query in storage, beside its state: manifests, epochs, savepoint records, Spark's own commits."""
+"""Records of a query in storage, next to its state: manifests, epochs, savepoint records, Spark's own commits."""

@@ -2,11 +2,11 @@
 
 After SlateDB. Every coordinator claims an epoch, a number that only grows. Under its epoch it numbers its manifests
 from 1 on, without a gap: each is written create-if-absent at the one path that follows its last. A coordinator that has
-claimed an epoch closes all lower ones before it reads the manifests: it puts a *fence* at the path at which the next
-manifest of the epoch would be. So a manifest of a lower epoch was there before the fence, and is read; or its writer
-meets the fence, and gives up. Writing a manifest takes one request and no check after the request.
+claimed an epoch closes all lower ones before it reads the manifests: it puts a *fence* at the path of the next manifest
+of the epoch. So a manifest of a lower epoch was there before the fence, and is read; or its writer meets the fence, and
+gives up. Writing a manifest takes one request and no check after the request.
 
-A fence is never removed: the process that the fence must stop may stand still for days.
+A fence is never removed: the process that the fence must stop may be suspended for days.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class RecordFiles:
         self.storage.put_new(path, seal(record))
 
     def ensure(self, path: str, content: bytes) -> None:
-        """Write a file unless the path is taken. The path must say the content."""
+        """Write a file unless the path is taken. The path must determine the content."""
         try:
             self.storage.put_new(path, content)
         except FileExistsInStorageError:
@@ -78,9 +78,9 @@ class RecordFiles:
     def read_all(
         self, paths: list[str], kind: type[T], damaged: Callable[[str, DamagedFileError], None] | None = None
     ) -> list[T]:
-        """Read several records, without those that do not exist.
+        """Read several records, except those that do not exist.
 
-        Raises ``DamagedFileError``, unless ``damaged`` is to hear of the path and the error instead.
+        Raises ``DamagedFileError``, unless ``damaged`` is given: it is called with the path and the error instead.
         """
 
         def read(path: str) -> T | None:
@@ -103,18 +103,18 @@ class RecordFiles:
 EPOCHS = "epochs"
 MANIFESTS = "manifests"
 FENCE = b"fence\n"
-"""The content of every fence. A listing tells it from a manifest by its size, which no manifest has."""
+"""The content of every fence. In a listing its size distinguishes it from a manifest: no manifest has that size."""
 REMEMBERED_RUNS = 1000
 KEPT_CLAIMS = 32
-"""At least this many claims are kept: a version that no manifest names was made by a run of late."""
+"""At least this many claims are kept: a recent run may have made a version that no manifest names."""
 
 
 class EpochFile(Struct, frozen=True):
     """``epochs/<epoch>.json``: a coordinator has claimed an epoch for a run.
 
-    ``layouts`` and ``schema_ids`` (by operator) are those with which the run keeps its operators. ``earlier_runs`` are
-    the last ``REMEMBERED_RUNS`` runs before it; None in claims of releases that did not write them. ``ends_run``: a
-    process that is no coordinator has taken the state over under the name of its last run, which may claim it no more.
+    ``layouts`` and ``schema_ids`` (by operator) are those of the run's operators. ``earlier_runs`` are the last
+    ``REMEMBERED_RUNS`` runs before it; None in claims of releases that did not write them. ``ends_run``: a process
+    other than a coordinator has taken the state over under the name of its last run, which may not claim it again.
     """
 
     epoch: int
@@ -126,7 +126,7 @@ class EpochFile(Struct, frozen=True):
     ends_run: bool = False
 
     def ends(self, run_id: str) -> bool:
-        """Return whether this claim keeps a run from going on."""
+        """Return whether this claim keeps a run from continuing."""
         return self.ends_run and self.run_id == run_id
 
 
@@ -149,8 +149,8 @@ def place_in(path: str) -> tuple[int, int] | None:
 class Epochs:
     """The claimed epochs of one query, as one coordinator sees and extends them.
 
-    ``current`` is the epoch that this coordinator has claimed, 0 before the first claim. ``_looked`` is what the last
-    look has shown, for the claim that follows: the epochs, and the newest claim.
+    ``current`` is the epoch that this coordinator has claimed, 0 before the first claim. ``_looked`` is the result of
+    the last look, for the claim that follows: the epochs, and the newest claim.
     """
 
     def __init__(self, files: RecordFiles, coordinator_id: str) -> None:
@@ -169,9 +169,9 @@ class Epochs:
     ) -> list[str]:
         """Claim the next epoch for a run, and close all lower ones: none of them gets another manifest.
 
-        Return the paths of all manifests, as far as their epochs did not go on meanwhile. Raises ``FencedError`` if a
-        higher epoch is claimed: this process may have stood still while others claimed, and removed old claims. Another
-        reason is that the newest claim ends the run.
+        Return the paths of all manifests, except new ones of an epoch that is not closed here and advances during the
+        call. Raises ``FencedError`` if a higher epoch is claimed: this process may have been suspended while others
+        claimed, and removed old claims. Another reason is that the newest claim ends the run.
         """
         taken: set[int] = set()  # epochs that a stale listing may leave out
         while True:
@@ -200,9 +200,9 @@ class Epochs:
             return there
 
     def _close(self, epochs: Iterable[int], pool: ThreadPoolExecutor) -> list[str]:
-        """Put a fence after the last manifest of each epoch. Writers may be at work meanwhile.
+        """Put a fence after the last manifest of each epoch. Writers may still be active.
 
-        Return the paths of all manifests, also of those that the listing leaves out.
+        Return the paths of all manifests, including those that the listing leaves out.
         """
         closed: set[int] = set()
         last: dict[int, int] = {}
@@ -221,9 +221,10 @@ class Epochs:
         return there
 
     def _fence(self, last: tuple[int, int]) -> int:
-        """Put a fence at the first place after ``last`` at which there is no manifest. Return the sequence before it.
+        """Put a fence at the first place after ``last`` without a manifest. Return the sequence before it.
 
-        What was written since the listing is found at its place, and so is what a stale listing leaves out.
+        Manifests that were written since the listing are found at their places, and so are those that a stale listing
+        leaves out.
         """
         epoch, sequence = last[0], last[1] + 1
         while True:
@@ -282,7 +283,7 @@ class Epochs:
         return self._files.read(epoch_path(epoch), EpochFile)
 
     def obsolete(self) -> list[str]:
-        """Return the paths of the claims that nobody needs any more. The fences of their epochs stay."""
+        """Return the paths of the claims that are no longer needed. The fences of their epochs stay."""
         return [epoch_path(epoch) for epoch in self._files.numbers(EPOCHS) if epoch <= self.current - KEPT_CLAIMS]
 
     def runs(self) -> dict[str, EpochFile]:

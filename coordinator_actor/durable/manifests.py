@@ -44,16 +44,16 @@ from coordinator_actor.durable.records import SavepointRecords
 
 # ``folds/<epoch>-<sequence>.json``: copies of many successive manifests in one object, for readers that begin.
 #
-# A query keeps a manifest for each of the last hundred versions and more. A fold has ``FOLDED`` of them in one
-# object, so that a coordinator that takes the query up makes a few requests only. The manifests themselves stay, and
-# are the truth: a fold that is missing or damaged costs requests only.
+# A query keeps a manifest for each of the last hundred versions and more. A fold has ``FOLDED`` of them in one object,
+# so that a coordinator that recovers the query makes only a few requests. The manifests themselves stay, and are
+# authoritative: a fold that is missing or damaged costs only requests.
 
 
 log = logging.getLogger(__name__)
 
 FOLDS = "folds"
 FOLDED = 16
-"""A fold has this many manifests: of a hundred versions there are seven folds, and fewer than 16 manifests more."""
+"""Manifests of a fold: of a hundred versions there are seven folds, and fewer than 16 other manifests."""
 
 
 class FoldFile(Struct, frozen=True):
@@ -113,19 +113,19 @@ def _path(fold: FoldFile) -> str:
     return place_path(newest.epoch, newest.sequence).replace(MANIFESTS, FOLDS, 1)
 
 
-# ``rewritten/<version>-<unique>.json``: files of versions that were written anew, because their content must go.
+# ``rewritten/<version>-<unique>.json``: files of versions that were rewritten to remove some of their content.
 #
-# A manifest is never changed. So where the files that it names must go, as when keys are forgotten, a record says
-# which files stand in their place. A record counts from the manifest on that names it: that manifest is written under
-# the fencing of all manifests, so that no coordinator that has been replaced can exchange files. Each later manifest
-# names the record again, until no manifest of a version that the record is about is kept.
+# A manifest is never changed. So if the files that it names must be removed, as when keys are forgotten, a record names
+# their replacements. A record counts from the manifest on that names it: that manifest is written under the fencing of
+# all manifests, so that no coordinator that has been replaced can exchange files. Each later manifest names the record
+# again, until no manifest of a version that the record covers is kept.
 
 
 REWRITTEN = "rewritten"
 
 
 class RewrittenFiles(Struct, frozen=True):
-    """The files that stand in the place of others, by the paths of these: changelogs, and descriptors of snapshots.
+    """The files that replace others, by the paths of the replaced ones: changelogs, and descriptors of snapshots.
 
     They are of versions up to ``version``. Grows with the changed partitions and the versions that are kept.
     """
@@ -135,7 +135,7 @@ class RewrittenFiles(Struct, frozen=True):
     snapshots: dict[str, SnapshotRef]
 
     def of(self, manifest: Manifest) -> Manifest:
-        """Return a manifest with the files that count. A manifest that names them already stays as it is."""
+        """Return a manifest with the current files. A manifest that already names them is returned unchanged."""
         if manifest.version > self.version:
             return manifest
         operators = {name: self._operator(entry) for name, entry in manifest.operators.items()}
@@ -175,9 +175,9 @@ def still_named(paths: Iterable[str], chain_from: int) -> tuple[str, ...]:
     return tuple(path for path in dict.fromkeys(paths) if version_of(path) >= chain_from)
 
 
-# The record of the checkpoint that a state belongs to, for state that is not in the checkpoint itself.
+# The record of the checkpoint that a state belongs to, for state that is stored outside the checkpoint.
 #
-# Such a state is found by the query id, which a copy of a checkpoint shares with the original. So the state says
+# Such a state is found by the query id, which a copy of a checkpoint shares with the original. So the state records
 # where its checkpoint is: the newest record counts.
 
 
@@ -191,7 +191,7 @@ class CheckpointPlace(Struct, frozen=True):
     checkpoint_location: str
 
     def is_at(self, checkpoint_location: str) -> bool:
-        """Return whether that location is this place, whatever it is called: a link leads to the same place."""
+        """Return whether a location is this place, whatever its name: a link leads to the same place."""
         return _canonical(self.checkpoint_location) == _canonical(checkpoint_location)
 
 
@@ -202,12 +202,12 @@ class CheckpointPlaces:
         self._files = files
 
     def newest(self) -> CheckpointPlace | None:
-        """Return the record that counts, None for a state that does not say where its checkpoint is."""
+        """Return the newest record, None for a state that does not record its checkpoint."""
         numbers = self._files.numbers(CHECKPOINTS)
         return self._files.read(numbered_path(CHECKPOINTS, numbers[-1]), CheckpointPlace) if numbers else None
 
     def record(self, checkpoint_location: str, previous: CheckpointPlace | None) -> CheckpointPlace:
-        """Write the record that follows ``previous``; return it, or the one that somebody else has written first."""
+        """Write the record that follows ``previous``; return it, or the one that another process has written first."""
         place = CheckpointPlace(1 if previous is None else previous.number + 1, checkpoint_location)
         path = numbered_path(CHECKPOINTS, place.number)
         try:
@@ -220,7 +220,7 @@ class CheckpointPlaces:
 def checkpoint_command(verb: str, checkpoint_location: str, state_base: str, options: Mapping[str, str]) -> str:
     """Return ``statestore checkpoint <verb>`` for a checkpoint, as a user runs it.
 
-    Options of the storage have "..." in the place of their values, which may be secrets.
+    Values of storage options, which may be secrets, are replaced by "...".
     """
     words = ["statestore", "checkpoint", verb, checkpoint_location, "--state-location", state_base]
     for name in sorted(options):
@@ -229,19 +229,19 @@ def checkpoint_command(verb: str, checkpoint_location: str, state_base: str, opt
 
 
 def values_in_words(options: Mapping[str, str]) -> str:
-    """Return what to do about the values that ``checkpoint_command`` leaves out; empty if there are none."""
+    """Return instructions for the values that ``checkpoint_command`` leaves out; empty if there are none."""
     if not options:
         return ""
     return (
-        "\nPut the values of your program in the place of '...'. Leave secrets to the environment, such as "
+        "\nReplace '...' with the values of your program. Leave secrets to the environment, such as "
         "AWS_SECRET_ACCESS_KEY."
     )
 
 
 def is_inside(state_location: str, checkpoint_location: str) -> bool:
-    """Return whether the state lies in the checkpoint, so that both are copied and moved together."""
+    """Return whether the state is inside the checkpoint, so that both are copied and moved together."""
     if state_location.startswith(f"{checkpoint_location.rstrip('/')}/"):
-        return True  # as it is by default
+        return True  # the default
     return _canonical(state_location).startswith(f"{_canonical(checkpoint_location)}/")
 
 
@@ -282,10 +282,9 @@ class ManifestLog:
 
     ``epochs`` are its epochs, ``savepoints`` the records of its savepoints, ``places`` those of the places of its
     checkpoint, ``folds`` copies of manifests. ``manifests`` has those that were read, by id, as they were written.
-    ``rewritten`` names the records of files that were written anew, as the newest manifest does; ``chain`` goes by
-    these. ``damages`` has, by path, what is wrong with older manifests that ``refresh`` was to pass over, and with the
-    chain where it ``has_gaps`` because of them. ``_sequence`` is that of the last manifest of the claimed epoch that is
-    known to exist.
+    ``rewritten`` names the records of rewritten files, as the newest manifest does; ``chain`` applies them. ``damages``
+    has, by path, the faults of older manifests that ``refresh`` was to skip, and of the chain if it ``has_gaps``
+    because of them. ``_sequence`` is that of the last manifest of the claimed epoch that is known to exist.
     """
 
     def __init__(self, storage: CheckpointStorage, coordinator_id: str) -> None:
@@ -315,7 +314,7 @@ class ManifestLog:
         *,
         ends_run: bool = False,
     ) -> None:
-        """Claim the next epoch, then read all manifests: in this order nothing acknowledged can be missed."""
+        """Claim the next epoch, then read all manifests: in this order no acknowledged manifest can be missed."""
         there = self.epochs.claim(run_id, layouts, schema_ids, ends_run=ends_run)
         self._sequence = 0
         # If the newest is gone by now, another coordinator has claimed the state since: this one writes nothing more.
@@ -324,10 +323,12 @@ class ManifestLog:
     def refresh(
         self, folded: Callable[[], Iterable[Manifest]] | None = None, *, passes_over_damage: bool = False
     ) -> None:
-        """Read the manifests that are not known yet. ``folded`` returns what ``folds.read`` has, if it is under way.
+        """Read the manifests that are not known yet.
+
+        ``folded`` returns the result of ``folds.read``, if it is under way.
 
         Raises ``DamagedFileError``. ``passes_over_damage`` is for readers: a damaged manifest that is older than the
-        newest one is noted in ``damages`` instead. Without the newest nobody can tell which of the others count.
+        newest one is recorded in ``damages`` instead. Without the newest, the valid ones among the others are unknown.
         Raises ``MissingFileError`` if the newest manifest of each of ``LISTINGS`` listings is gone before it is read.
         """
         found: dict[str, DamagedFileError] = {}
@@ -335,8 +336,8 @@ class ManifestLog:
         gone: str | None = None
         for _ in range(LISTINGS):
             listed = self.storage.list(f"{MANIFESTS}/")
-            # A reader may stand still between the listing and its reads. If the newest manifest is gone by then, the
-            # older ones that are still there make a version that was current once, and no longer.
+            # A reader may be suspended between the listing and its reads. If the newest manifest is gone by then, the
+            # older ones that still exist make a version that was once current, and no longer is.
             gone = self._read((path for path, size in listed if size != len(FENCE)), folded, damaged)
             if gone is None:
                 break
@@ -393,9 +394,9 @@ class ManifestLog:
     def chain(self, *, leaves_out: bool = False) -> dict[int, Manifest]:
         """Return the manifest of each version, along the parents of the head, as far as they are kept.
 
-        They name the files that count: in the place of those that a record of ``rewritten`` gives up, the others.
-        Raises ``MissingFileError`` and ``DamagedFileError`` where a parent is not there or not the right one. With
-        ``leaves_out`` the chain has not its version, and ``damages`` says why.
+        They name the current files: files that a record of ``rewritten`` gives up are replaced. Raises
+        ``MissingFileError`` and ``DamagedFileError`` if a parent is missing or wrong. With ``leaves_out`` the chain
+        skips that version, and ``damages`` says why.
         """
         head = self.head()
         self.has_gaps = False
@@ -413,8 +414,8 @@ class ManifestLog:
             self.has_gaps = True
             if not self.damages:  # else these say why
                 self.damages = {f"{MANIFESTS}/": str(error)}
-            # What was written last before the missing one has the same versions below: a completed version does not
-            # change, and whoever goes back writes the version gone back to again before others.
+            # The manifest written last before the missing one has the same versions below: a completed version does not
+            # change, and a rollback first writes the version that it returns to again.
             older = [m for m in self.manifests.values() if m.id < (child.parent or 0)]
             last = max(older, key=lambda m: (m.epoch, m.id), default=None)
             return None if last is None else manifest(last.id)
@@ -424,7 +425,7 @@ class ManifestLog:
         )
 
     def record(self, path: str) -> RewrittenFiles:
-        """Read a record of files that were written anew. Raises ``MissingFileError`` or ``DamagedFileError``."""
+        """Read a record of rewritten files. Raises ``MissingFileError`` or ``DamagedFileError``."""
         return self._files.read(path, RewrittenFiles)
 
     def has_news(self) -> bool:
@@ -438,7 +439,7 @@ class ManifestLog:
         return [path for path in paths if version_of(path) < chain_from]
 
     def put_record(self, path: str, record: RewrittenFiles) -> None:
-        """Write a record of files that were written anew; it counts from the manifest on that names it."""
+        """Write a record of rewritten files; it counts from the manifest on that names it."""
         self._files.create(path, record)
 
     def forget(self, kept: Collection[int]) -> list[str]:
@@ -447,11 +448,13 @@ class ManifestLog:
         return [manifest_path(self.manifests.pop(i)) for i in list(self.manifests) if i < newest and i not in kept]
 
     def append(self, manifest: Manifest, counter: CheckpointIDCounter) -> Manifest:
-        """Write a manifest durably at the next place of the epoch, with a new id if its own is taken. Return it so.
+        """Write a manifest durably at the next place of the epoch, with a new id if its own is taken.
 
-        Raises ``FencedError`` if another coordinator has taken over: then the manifest is not written. What an earlier
-        call has written, whose answer was lost, is found at its place and taken up. The manifest names the records of
-        rewritten files that the last one named, too.
+        Return the written one.
+
+        Raises ``FencedError`` if another coordinator has taken over: then the manifest is not written. If an earlier
+        call has written it and its answer was lost, it is found at its place and adopted. The manifest names the
+        records of rewritten files that the last one named, too.
         """
         records = still_named((*self.rewritten, *manifest.rewritten), manifest.chain_from)
         manifest = msgspec.structs.replace(manifest, rewritten=records)
@@ -479,7 +482,7 @@ class ManifestLog:
         self._sequence = written.sequence
 
     def _name(self, manifest_id: int) -> str:
-        """Name a manifest for messages. Where one is missing that an earlier one names, only its id is known."""
+        """Name a manifest for messages. If one is missing that an earlier one names, only its id is known."""
         known = self.manifests.get(manifest_id)
         if known is not None:
             return self.storage.full_location(manifest_path(known))
@@ -495,7 +498,7 @@ class ManifestLog:
         self._files.ensure(QUERY_FILE, seal(content))
 
     def ensure_schema(self, schema_id: str, schema: str) -> None:
-        """Write a schema, a JSON text, once."""
+        """Write a schema, a JSON string, once."""
         self._files.ensure(schema_path(schema_id), schema.encode())
 
     def schema(self, schema_id: str) -> str:
@@ -525,20 +528,20 @@ def _is_schema(content: bytes, schema_id: str) -> bool:
 
 
 def _age(path: str) -> tuple[int, tuple[int, int]]:
-    """Return what orders the paths of manifests: those of earlier releases have no epoch in their names."""
+    """Return the sort key of a manifest's path: those of earlier releases have no epoch in their names."""
     place = place_in(path)
     return (0, (numbers_of([path])[0], 0)) if place is None else (1, place)
 
 
 def _is_older(path: str, head: Manifest) -> bool:
-    """Return whether a manifest was written before another one, by its path: nobody can read it."""
+    """Return, by its path, whether an unreadable manifest was written before another one."""
     place = place_in(path)
     if place is not None:
         return place < (head.epoch, head.sequence)
     return bool(head.sequence) or numbers_of([path]) < [head.id]
 
 
-# The schemas with which the versions of an operator were written.
+# The schema history of an operator's versions.
 
 
 def schema_history(chain: Mapping[int, Manifest], operator: str) -> list[tuple[str, int, int]]:

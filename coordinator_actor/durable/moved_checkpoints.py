@@ -1,9 +1,10 @@
-"""Checkpoints that were moved or copied while their state lies elsewhere: bind the state to the new place, or copy it.
+"""Binds the state of a moved checkpoint to its new place, or copies the state of a copied checkpoint. This is for state
+that is stored outside its checkpoint.
 
 Both may die anywhere and be run again. ``move_checkpoint`` writes one record. ``fork_checkpoint`` copies all files of
-the state to that of a new query id, and gives the checkpoint that id at last: until then the checkpoint is refused,
-for the state of its old id belongs to the original. The new id follows from the old one and the place, so that a
-second attempt goes on where the first one died.
+the state to that of a new query id, and gives the checkpoint that id at the end: until then the checkpoint is rejected,
+because the state of its old id belongs to the original. The new id is derived from the old one and the place, so that a
+second attempt continues where the first one died.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ from coordinator_actor.durable.spark_commits import METADATA, SparkCommits, quer
 from coordinator_actor.exceptions import CheckpointPlaceError
 
 _COPIED = ("schemas", EPOCHS, "operators", GROUPS_DIRECTORY, "savepoint-ids", HISTORY, AUDIT, REWRITTEN, MANIFESTS)
-"""In this order: what manifests name is there before they are."""
+"""In this order: the files that manifests name are copied before the manifests."""
 _THREADS = 8
 
 
 class BoundCheckpoint(Struct, frozen=True):
-    """A checkpoint and its state. ``is_new``: False if there was nothing to do."""
+    """A checkpoint and its state. ``is_new``: False if it was a no-op."""
 
     checkpoint_location: str
     state_location: str
@@ -55,7 +56,7 @@ def move_checkpoint(
     """Bind the state of a checkpoint that has been moved to ``checkpoint_location`` to that place.
 
     ``state_location`` is the base directory of ``spark.statestore.location``. Raises ``CheckpointPlaceError`` if the
-    checkpoint is still, or again, at its old place, or has come without its last batch; ``MissingFileError`` if there
+    checkpoint is still, or again, at its old place, or was moved without its last batch; ``MissingFileError`` if there
     is no checkpoint or no state of it.
     """
     opened = _Opened(checkpoint_location, state_location, dict(options or {}), open_storage)
@@ -77,13 +78,13 @@ def move_checkpoint(
     if head is not None and head.version > 0 and not SparkCommits(opened.checkpoint).has_begun(head.version - 1):
         raise CheckpointPlaceError(
             f"{opened.checkpoint.location} has no offsets/{head.version - 1}, and the state at "
-            f"{opened.state.location} has come to version {head.version}: the checkpoint was not moved completely. "
+            f"{opened.state.location} is at version {head.version}: the checkpoint was not moved completely. "
             "Move its other files as well."
         )
     made = opened.log.places.record(opened.checkpoint.location, place)
     if not made.is_at(opened.checkpoint.location):
         raise CheckpointPlaceError(
-            f"Somebody else has just moved the checkpoint of {opened.state.location} to {made.checkpoint_location}."
+            f"Another process has just moved the checkpoint of {opened.state.location} to {made.checkpoint_location}."
         )
     return opened.bound(is_new=True)
 
@@ -96,11 +97,11 @@ def fork_checkpoint(
     open_storage: OpenStorage = CheckpointStorage.open,
     progress: Callable[[str], None] = lambda step: None,
 ) -> BoundCheckpoint:
-    """Give the copy of a checkpoint at ``checkpoint_location`` a query id, and a copy of the state, of its own.
+    """Give the copy of a checkpoint at ``checkpoint_location`` a new query id, and a copy of the state.
 
     The original stays as it is. ``state_location`` is as for ``move_checkpoint``. Raises ``CheckpointPlaceError`` if
-    the original goes on meanwhile, if the copy is not complete, or if its state is not kept any more;
-    ``MissingFileError`` if there is no checkpoint or no state of it.
+    the original keeps running, if the copy is not complete, or if its state is no longer kept; ``MissingFileError`` if
+    there is no checkpoint or no state of it.
     """
     opened = _Opened(checkpoint_location, state_location, dict(options or {}), open_storage)
     place = opened.log.places.newest()
@@ -134,7 +135,7 @@ def fork_checkpoint(
 
 
 class _Opened:
-    """A checkpoint, and the state that its query id leads to, as they are at first."""
+    """A checkpoint, and the state of its query id, as they are at first."""
 
     def __init__(
         self, checkpoint_location: str, state_location: str, options: dict[str, str], open_storage: OpenStorage
@@ -148,7 +149,7 @@ class _Opened:
             raise MissingFileError(
                 f"{self.state.full_location(QUERY_FILE)} does not exist: there is no state of {checkpoint_location} "
                 f"below {state_location}. Give the directory of spark.statestore.location (state_location=). A "
-                "checkpoint that has its state in itself is moved and copied without this."
+                "checkpoint that contains its state is moved and copied without this."
             )
         if found.query_id != self.query_id:
             raise CheckpointPlaceError(
@@ -164,14 +165,14 @@ class _Opened:
 
 
 def _copy(opened: _Opened, target: CheckpointStorage, progress: Callable[[str], None]) -> None:
-    """Copy what is not there yet. Raises ``CheckpointPlaceError`` if the original goes on meanwhile."""
+    """Copy the remaining files. Raises ``CheckpointPlaceError`` if the original advances during the copy."""
     source, before = opened.state, _moment(opened.log)
 
     def copy(path: str) -> None:
         try:
             target.put_new(path, source.get(path))
         except FileExistsInStorageError:
-            return  # files are never changed: it is the same, by another process that does this
+            return  # files are never changed: another process that does the same has copied it
 
     try:
         for directory in _COPIED:
@@ -196,16 +197,17 @@ def _moment(log: ManifestLog) -> tuple[int, int]:
 
 def _goes_on(opened: _Opened) -> CheckpointPlaceError:
     return CheckpointPlaceError(
-        f"The query of {opened.state.location} goes on while its state is copied. Stop it, and run this again."
+        f"The query of {opened.state.location} advances while its state is copied. Stop it, and run this again."
     )
 
 
 def _check_own_copy(opened: _Opened, copied: ManifestLog) -> None:
-    """Raise ``CheckpointPlaceError`` unless the copy is as this made it: an earlier fork may have gone on with it."""
+    """Raise ``CheckpointPlaceError`` if the copy is not as this wrote it: a query may run on an earlier fork."""
     newest = copied.epochs.newest()
     path = None if newest is None else epoch_path(newest.epoch)
     if path is not None and not (opened.state.exists(path) and opened.state.get(path) == copied.storage.get(path)):
         raise CheckpointPlaceError(
-            f"An earlier fork at {opened.checkpoint.location} has gone on with the state at {copied.storage.location}. "
-            "If that is not needed any more, remove it and run this again; else copy the checkpoint to another place."
+            f"A query has run on an earlier fork at {opened.checkpoint.location}, with the state at "
+            f"{copied.storage.location}. If that state is no longer needed, remove it and run this again; "
+            "else copy the checkpoint to another place."
         )

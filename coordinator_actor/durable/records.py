@@ -1,8 +1,8 @@
-"""``history/<id>.json``: how the last checkpoints went, for people. It outlives coordinators, hosts and runs.
+"""``history/<id>.json``: figures of the last checkpoints, for people. They outlive coordinators, hosts and runs.
 
-A file has the last ``MOST_RECORDS`` checkpoints, and is named by the newest of them. So one file is all that must be
-read, and files before it may go. State never depends on these files: one that is lost or damaged costs figures only.
-The idea is that of Flink's checkpoint history, which its job manager keeps in memory.
+A file has the last ``MOST_RECORDS`` checkpoints, and is named by the newest of them. So a reader needs only one file,
+and earlier files may be removed. State never depends on these files: a lost or damaged one costs only figures. The idea
+is that of Flink's checkpoint history, which its job manager keeps in memory.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 HISTORY = "history"
 MOST_RECORDS = 300
 KEPT_FILES = 2
-"""The newest file, and the one before it, should the newest be damaged."""
+"""The newest file, and the one before it, in case the newest is damaged."""
 
 
 class StepTime(Struct, frozen=True, gc=False):
@@ -39,10 +39,10 @@ class StepTime(Struct, frozen=True, gc=False):
 class CheckpointRecord(Struct, frozen=True):
     """One completed version: a micro-batch of Spark's.
 
-    Moments are in ms since 1970 by the coordinator's clock, None where no coordinator saw them. They are: ``begun_ms``
+    Moments are in ms since 1970 by the coordinator's clock, None if no coordinator saw them. They are: ``begun_ms``
     when the first host opened the batch, ``first_acknowledged_ms`` and ``last_acknowledged_ms`` when tasks were done,
     ``prepared_ms`` when the manifest was durable, ``completed_ms`` when Spark's commit was seen. ``delta_bytes`` are
-    those of the changelogs; ``full_bytes`` those of all files from which the version is loaded, measured once in a
+    those of the changelogs; ``full_bytes`` those of all files that the version is loaded from, measured once in a
     maintenance interval. ``retried`` counts acknowledgements of partitions that had acknowledged the version before.
     ``rows``, ``updated``, ``removed``, ``late`` and ``duplicates`` are sums over all tasks. ``requests`` are those to
     checkpoint storage, of hosts and coordinator, since the version before, and ``storage`` the same by kind (put, get,
@@ -114,7 +114,7 @@ class CheckpointRecords:
         self._numbers: list[int] | None = None
 
     def load(self) -> tuple[CheckpointRecord, ...]:
-        """Return the records of the newest file that can be read; none if there is no file."""
+        """Return the records of the newest readable file; none if there is no file."""
         self._numbers = self._files.numbers(HISTORY)
         for number in reversed(self._numbers):
             try:
@@ -139,19 +139,19 @@ class CheckpointRecords:
         return [numbered_path(HISTORY, number) for number in known[:-KEPT_FILES]]
 
     def forget(self, paths: list[str]) -> None:
-        """Take note that these files are removed."""
+        """Forget files that were removed."""
         gone = set(paths)
         self._numbers = [n for n in self._numbers or () if numbered_path(HISTORY, n) not in gone]
 
 
 def as_plain(record: CheckpointRecord) -> dict[str, Any]:
-    """Return a record with what follows from it, as JSON types."""
+    """Return a record and its derived figures, as JSON types."""
     plain: dict[str, Any] = {**structs.asdict(record), "duration_ms": record.duration_ms, "phases": record.phases}
     plain["steps"] = {name: structs.asdict(step) for name, step in record.steps.items()}
     return plain
 
 
-# ``audit/<n>.json``: what was done to a query's state by hand, when and by whom. Records are never removed.
+# ``audit/<n>.json``: manual changes to a query's state: what, when and by whom. Records are never removed.
 
 
 AUDIT = "audit"
@@ -160,8 +160,9 @@ AUDIT = "audit"
 class AuditRecord(Struct, frozen=True):
     """One entry. ``what`` is the name of the function, ``status`` "begun" or "done", ``at_ms`` is in ms since 1970.
 
-    ``by`` is the user and the machine. ``version`` is the newest version that it is about. ``counts`` are numbers of
-    keys, rows and files. ``reference`` is what the caller gave, as the number of a request. No record has a key.
+    ``by`` is the user and the machine. ``version`` is the newest version that it concerns. ``counts`` are numbers of
+    keys, rows and files. ``reference`` is given by the caller, for example the number of a request. No record has a
+    key.
     """
 
     what: str
@@ -216,10 +217,10 @@ LOOKUPS = "lookups"
 
 
 class LookupRecord(Struct, frozen=True):
-    """A batch has looked up ``version``, which run ``made_by`` has made ("": nobody, the empty version 0).
+    """A batch has looked up ``version``, which run ``made_by`` has made ("": no run, the empty version 0).
 
-    ``at_ms`` is when it did so first, in ms since 1970: what has expired by then is not there, whenever it is looked up
-    again.
+    ``at_ms`` is when it first did so, in ms since 1970: rows that had expired by then are left out of every repeated
+    look-up.
     """
 
     version: int
@@ -248,7 +249,7 @@ class LookupRecords:
         return self._files.read_or_none(self.path(by, batch_id), LookupRecord)
 
     def make(self, by: str, batch_id: int, record: LookupRecord) -> LookupRecord:
-        """Write the record of a batch, and return the one that counts: another one's, if that was first."""
+        """Write the record of a batch, and return the one that counts: that of another writer, if it was first."""
         path = self.path(by, batch_id)
         try:
             self._files.create(path, record)
@@ -271,7 +272,7 @@ class LookupRecords:
         self._files.storage.delete_all([self.path(by, batch_id) for batch_id in batches])
 
 
-# Records of the savepoints that were begun, also to hold a run that is being stopped with one.
+# Records of begun savepoints. They also hold a run that is being stopped with a savepoint.
 
 
 DIRECTORY = "savepoint-ids"
@@ -283,7 +284,7 @@ KEPT_RECORDS = 20
 class SavepointRecord(Struct, frozen=True):
     """``savepoint-ids/<id>.json``: a savepoint was begun. Its own metadata file says whether it was finished.
 
-    With ``stop``, no batch of the run ``run_id`` after the version may run before the driver of the run says so.
+    With ``stop``, no batch of the run ``run_id`` after the version may run until the driver of the run allows it.
     """
 
     checkpoint_id: int
@@ -318,7 +319,7 @@ class SavepointRecords:
         return self._files.numbers(DIRECTORY)
 
     def all(self) -> list[SavepointRecord]:
-        """Return the records of the last savepoints that were begun, by ascending id."""
+        """Return the records of the last begun savepoints, by ascending id."""
         return self._read(self.ids())
 
     def _read(self, ids: list[int]) -> list[SavepointRecord]:
@@ -334,10 +335,10 @@ class SavepointRecords:
         return next((r for r in reversed(held) if _released_path(r.checkpoint_id) not in there), None)
 
     def obsolete(self, held: int | None) -> list[str]:
-        """Return the paths of the records that are not kept; ``held`` is kept in any case."""
+        """Return the paths of the records that are not kept; ``held`` is always kept."""
         old = [i for i in self.ids()[:-KEPT_RECORDS] if i != held]
         return [path for i in old for path in (savepoint_record_path(i), _released_path(i))]
 
     def release(self, checkpoint_id: int) -> None:
-        """Write durably that the savepoint has failed that a run was to be stopped with. The run goes on."""
+        """Write durably that the stop-with-savepoint of the run has failed. The run continues."""
         self._files.ensure(_released_path(checkpoint_id), b"")

@@ -21,8 +21,8 @@ METADATA = "metadata"
 class SparkCommits:
     """Spark's own ``commits/`` and ``offsets/`` of a checkpoint: the batches that are committed, and planned.
 
-    Made anew for each run: while a run lasts, what Spark has planned does not change. Several threads may call, since
-    the offsets that ``times`` remembers are replaced as a whole. ``SparkLogs`` shares the answers among threads.
+    Created for each run: during a run, Spark's plans do not change. Several threads may call, because the offsets that
+    ``times`` remembers are replaced as a whole. ``SparkLogs`` shares the answers among threads.
     """
 
     def __init__(self, storage: CheckpointStorage) -> None:
@@ -49,7 +49,7 @@ class SparkCommits:
         return begun + 1 if done is not None and done >= begun else begun
 
     def had_begun(self, batch_id: int) -> bool:
-        """Return whether a batch was planned when ``next_batch`` was asked last."""
+        """Return whether a batch was planned at the last call of ``next_batch``."""
         return self._begun is not None and batch_id <= self._begun
 
     def last_begun(self) -> int | None:
@@ -91,9 +91,9 @@ class SparkCommits:
         return BatchTimes(own.batchTimestampMs, own.batchWatermarkMs, late)
 
     def sources(self) -> PlannedSources | None:
-        """Return what the offsets of the last planned batch say of the query's sources; None if there is no batch.
+        """Return what the offsets of the last planned batch say about the query's sources; None if there is no batch.
 
-        Also None where sources have names (``v2`` with Spark's source evolution): names, not places, tell them apart.
+        Also None if sources have names (``v2`` with Spark's source evolution): names, not places, identify them.
         """
         last = self.last_begun()
         if last is None:
@@ -132,9 +132,9 @@ class SparkCommits:
 class PlannedSources(NamedTuple):
     """The sources of the last planned batch.
 
-    ``num_sources`` is None in offsets of format 2, which leave out a source that has given nothing. ``numbered`` are
-    the places of sources whose offsets are plain numbers. Among them are ``rates``, the places of ``rate`` sources,
-    such as those that make batches on a quiet stream.
+    ``num_sources`` is None in offsets of format 2, which leave out a source without data. ``numbered`` are the places
+    of sources whose offsets are plain numbers. Among them are ``rates``, the places of ``rate`` sources, such as those
+    that make batches on a quiet stream.
     """
 
     num_sources: int | None
@@ -149,7 +149,7 @@ def query_id_of(checkpoint: CheckpointStorage) -> str:
         content = json.loads(checkpoint.get(METADATA))
     except MissingFileError as error:
         raise MissingFileError(
-            f"{name} does not exist: {checkpoint.location} is no checkpoint location of a query that has started."
+            f"{name} does not exist: {checkpoint.location} is not a checkpoint location of a query that has started."
         ) from error
     except ValueError as error:
         raise DamagedFileError(f"{name} is damaged: {error}") from error
@@ -160,7 +160,7 @@ def query_id_of(checkpoint: CheckpointStorage) -> str:
 
 
 def write_query_id(checkpoint: CheckpointStorage, query_id: str) -> None:
-    """Give a checkpoint another query id: the next start of its query has it. Each moment has the old or the new id."""
+    """Give a checkpoint another query id, which the next start of its query uses. The write is atomic."""
     # Hadoop's checksum of the old content, on a local disk. Without it, nothing is checked.
     checkpoint.delete(f".{METADATA}.crc")
     checkpoint.replace(METADATA, json.dumps({"id": query_id}, separators=(",", ":")).encode())

@@ -42,7 +42,7 @@ from coordinator_actor.run.state import QueryState
 
 
 def catch_up(runs: RunRegistry, run: QueryState) -> None:
-    """Complete the prepared version if Spark has committed its batch, even if nobody has said so yet.
+    """Complete the prepared version if Spark has committed its batch, even if no message has reported it yet.
 
     Raises ``FencedError`` if another coordinator has taken over.
     """
@@ -56,8 +56,8 @@ def catch_up(runs: RunRegistry, run: QueryState) -> None:
 def advance(runs: RunRegistry, run: QueryState, batch_id: int, *, is_own: bool = False) -> None:
     """Complete version ``batch_id``, as Spark's commits say. Raises ``StaleBatchError`` or ``InvalidRequestError``.
 
-    ``is_own``: the run's driver or a task of its next batch says so. Else the commit was only seen, and it may be that
-    of a run in another cluster which has replaced this one: raises ``FencedError`` if there is such a run.
+    ``is_own``: the run's driver or a task of its next batch reported it. Else the commit was only seen, and it may be
+    that of a run in another cluster which has replaced this one: raises ``FencedError`` if there is such a run.
     """
     completed = run.versions.completed
     if batch_id == completed:
@@ -68,14 +68,12 @@ def advance(runs: RunRegistry, run: QueryState, batch_id: int, *, is_own: bool =
         )
     if batch_id != completed + 1:
         raise InvalidRequestError(
-            f"Version {batch_id} of run {run.run_id} cannot be completed: version {completed} is the last completed "
-            "one."
+            f"Version {batch_id} of run {run.run_id} cannot be completed: the last completed version is {completed}."
         )
     if not run.spark_logs.has(batch_id - 1):
         raise InvalidRequestError(
             f"Version {batch_id} of run {run.run_id} cannot be completed: Spark's commits/{batch_id - 1} does not "
-            "exist in "
-            f"{run.registration.checkpoint_location}, or no longer."
+            f"exist in {run.registration.checkpoint_location}, or no longer."
         )
     if not is_own:
         _require_own(run)
@@ -83,7 +81,7 @@ def advance(runs: RunRegistry, run: QueryState, batch_id: int, *, is_own: bool =
 
 
 def _require_own(run: QueryState) -> None:
-    """Raise ``FencedError`` unless a commit that was seen is surely this run's: others claim an epoch before theirs."""
+    """Raise ``FencedError`` unless a seen commit is certainly this run's: others claim an epoch before theirs."""
     run.manifests.epochs.check()
 
 
@@ -96,7 +94,7 @@ def _complete(runs: RunRegistry, run: QueryState, version: int) -> None:
 
 
 class Batches:
-    """Opens batches and takes the acknowledgements of their tasks. Whatever changes a run is done under its lock."""
+    """Opens batches and takes the acknowledgements of their tasks. All changes to a run are made under its lock."""
 
     def __init__(self, registries: Registries) -> None:
         self._registries = registries
@@ -117,8 +115,8 @@ class Batches:
             self._require_host(request.host_id, request.incarnation)
             if batch_id < run.batch.highest_opened:
                 raise StaleBatchError(
-                    f"A task of batch {batch_id} is too late: batch {run.batch.highest_opened} of run {run.run_id} has "
-                    "begun."
+                    f"A task of batch {batch_id} is too late: "
+                    f"batch {run.batch.highest_opened} of run {run.run_id} has begun."
                 )
             advance(self._runs, run, batch_id, is_own=True)
             if run.savepoint_hold.holds(batch_id):
@@ -129,7 +127,7 @@ class Batches:
             hold = run.rewriting.at(self._registries.clock())
             if hold is not None and hold.holds(batch_id):
                 raise BatchHeldError(
-                    f"Batch {batch_id} of run {run.run_id} waits: {hold.holder} writes files of its versions anew."
+                    f"Batch {batch_id} of run {run.run_id} waits: {hold.holder} rewrites files of its versions."
                 )
             is_new = batch_id > run.batch.highest_opened
             waiting = [task for task in request.waiting if run.has_partition(*task)]
@@ -154,7 +152,7 @@ class Batches:
         run.lifetime.require_served()
         run.require_partition(operator, partition)
         owner = assigned(self._registries, run).owner(operator, partition)
-        # Without the lock of the run, which may be held over storage. The version first: the chain goes on having it.
+        # Without the lock of the run, which may be held over storage. Read the version first: the chain keeps it.
         completed = run.versions.completed
         head = run.versions.head(completed, operator, partition)
         is_begun = run.may_be_committed(completed)
@@ -176,7 +174,7 @@ class Batches:
             run.require_partition(operator, partition)
             versions = run.versions
             if use == UPLOAD and run.rewriting.at(self._registries.clock()) is not None:
-                raise BatchHeldError(f"No snapshot of run {run_id} is taken while its files are written anew.")
+                raise BatchHeldError(f"No snapshot of run {run_id} is taken while its files are being rewritten.")
             if version > versions.completed:
                 raise InvalidRequestError(
                     f"Version {version} is not completed; {versions.completed} is the last one that is."
@@ -184,8 +182,7 @@ class Batches:
             if version not in versions.readable:
                 raise VersionNotFoundError(
                     f"Version {version} of query {run.registration.name or 'unnamed'} ({run.registration.query_id}) is "
-                    "no longer "
-                    f"kept; there are the versions {versions.readable[0]} to {versions.readable[-1]}."
+                    f"no longer kept; there are the versions {versions.readable[0]} to {versions.readable[-1]}."
                 )
             found = versions.lineage(operator, partition, version)
             run.files_in_use.begin(
@@ -220,8 +217,8 @@ class Batches:
             run.require_partition(*task)
             self._require_host(message.host_id, message.incarnation)
             if not run.files_in_use.end(task, UPLOAD, self._registries.clock()):
-                # The report is late: the host has given the upload up, or was taken for dead. Files of it that nobody
-                # protected any more may have been removed.
+                # The report is late: the host has given the upload up, or was considered dead. Some of its files were
+                # unprotected and may have been removed.
                 return False
             assignment = run.assignment.current
             owner = None if assignment is None else assignment.find(*task)
@@ -236,7 +233,7 @@ class Batches:
         self, run_id: str, host_id: str, incarnation: str, messages: Sequence[Acknowledge]
     ) -> tuple[Acknowledged | Refused, ...]:
         """See ``CoordinatorPort``."""
-        # All of one version: those of an older one are refused.
+        # All of one version: those of an older one are rejected.
         trace = spans.batch(run_id, max((m.version for m in messages), default=0))
         with spans.span("coordinator.acknowledge", trace, host=host_id, num_partitions=len(messages)):
             return self._acknowledge_many(run_id, host_id, incarnation, messages)
@@ -250,7 +247,7 @@ class Batches:
             self._require_host(host_id, incarnation)
             current = run.assignment.current
             for message in messages:
-                # Whoever has changed a partition that has no owner yet holds it.
+                # A host that has changed a partition without an owner holds it.
                 if current is None or current.find(message.operator, message.partition) is None:
                     run.assignment.report((message.operator, message.partition), host_id)
             assignment = assigned(self._registries, run)
@@ -290,7 +287,7 @@ class Batches:
             if query is not None and not run.is_named(query):
                 continue
             run.assignment.unbalance()
-            # Whoever is at work on a run may wait for its storage. Its next batch moves the partitions.
+            # The thread that works on a run may wait for its storage. Its next batch moves the partitions.
             if not run.lock.acquire(blocking=False):
                 moved[run.run_id] = 0
                 continue
@@ -316,7 +313,7 @@ class Batches:
 def _checked(run: QueryState, message: Acknowledge, assignment: Assignment) -> Acknowledged | None:
     """Raise an error unless the changes may be taken.
 
-    Return the answer if they were taken before, and the answer to that message was lost; else None.
+    Return the earlier answer if they were taken before, and that answer was lost; else None.
     """
     task = (message.operator, message.partition)
     run.require_partition(*task)
@@ -327,7 +324,7 @@ def _checked(run: QueryState, message: Acknowledge, assignment: Assignment) -> A
         )
     versions, batch = run.versions, run.batch
     if message.version - 1 == versions.completed:
-        # The batch may have been opened before a restart of the coordinator, and the host has yet to say so.
+        # The batch may have been opened before a restart of the coordinator, and the host has yet to report it.
         batch.opened(versions.completed)
     if message.version != batch.highest_opened + 1 or message.version <= versions.completed:
         raise StaleBatchError(
@@ -349,7 +346,7 @@ def _checked(run: QueryState, message: Acknowledge, assignment: Assignment) -> A
     return Acknowledged(message.version, prepared.id if batch.is_named(task) else None)
 
 
-# Lookups of one query in the state of another: the version that a batch reads, and where it is.
+# Lookups of one query in the state of another: the version that a batch reads, and its location.
 
 
 class Lookups:
@@ -367,6 +364,6 @@ class Lookups:
         try:
             record = run.looked_up.resolve(by, batch_id, self._registries.clock(), run.lock)
         except VersionNotFoundError:
-            run.manifests.epochs.check()  # one that has been replaced does not know the versions of its successor
+            run.manifests.epochs.check()  # a replaced coordinator does not know the versions of its successor
             raise
         return LookedUp(location, record.version, record.at_ms)

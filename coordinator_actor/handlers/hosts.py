@@ -1,4 +1,4 @@
-"""Handles the messages of hosts about themselves: hosts come, send heartbeats, learn of their runs, and go."""
+"""Handles the messages of hosts about themselves: registration, heartbeats, runs, end."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ from coordinator_actor.threads import Apart
 log = logging.getLogger(__name__)
 
 TAKE_UP_SECONDS = 1.0
-"""How long the answer to a registration waits for the host's report to be taken up."""
+"""How long the answer to a registration waits until the host's report is processed."""
 
 
 class Hosts:
-    """Registers hosts, renews their leases, and answers each heartbeat with what the host is to do.
+    """Registers hosts, renews their leases, and answers each heartbeat with orders for the host.
 
     ``apart`` does work that may wait for the storage of a query. ``dead_nodes`` gives the ids of the nodes that the
-    cluster has declared dead, without waiting: a process that still runs there has no say any more.
+    cluster has declared dead, without waiting: a process that still runs there is ignored.
     """
 
     def __init__(
@@ -82,18 +82,18 @@ class Hosts:
         for registration in sorted(report.registrations, key=lambda r: r.run_id not in self._runs.by_id):
             if not self._runs.is_over(registration.run_id):
                 begun += self._begin_to_take_up(registration, report, info)
-        # What cannot be taken up is that query's own trouble: the host is known all the same.
+        # If a report cannot be processed, only that query is affected: the host is still known.
         deadline = time.monotonic() + TAKE_UP_SECONDS
         for future in begun:
-            with suppress(TimeoutError, FutureTimeoutError):  # it is taken up when the storage goes on
+            with suppress(TimeoutError, FutureTimeoutError):  # it is processed when the storage recovers
                 future.exception(timeout=max(0.0, deadline - time.monotonic()))
 
     def _begin_to_take_up(
         self, registration: QueryRegistration, report: HostReport, info: HostInfo
     ) -> list[Future[Any]]:
-        """Begin to take up the report of a host about a run, in threads that no message about the run waits for.
+        """Begin to process the report of a host about a run, in threads that no message about the run waits for.
 
-        Return the one future, or none if as many reports as may wait already wait.
+        Return a list with the future, empty if the queue of waiting reports is full.
         """
         run_id = registration.run_id
         self._runs.expect(run_id)
@@ -104,7 +104,7 @@ class Hosts:
             self._ask_again(info)
             if not isinstance(error, QueryBusyError):
                 raise
-            log.warning("The report of host %s about run %s is asked for again: %s", info.host_id, run_id, error)
+            log.warning("Host %s must report run %s again: %s", info.host_id, run_id, error)
             return []
         return [future]
 
@@ -119,7 +119,7 @@ class Hosts:
                     _take_report(run, report, self._registries.clock())
         except BaseException:
             run_id = registration.run_id
-            log.warning("The report of host %s about run %s is asked for again", info.host_id, run_id, exc_info=True)
+            log.warning("Host %s must report run %s again", info.host_id, run_id, exc_info=True)
             self._ask_again(info)
             raise
         finally:
@@ -166,18 +166,18 @@ class Hosts:
             if run.run_id not in held or said == run.last_exchange:
                 run.rewriting.note_clean(host_id)
         current = [run for run in of_session if run.lifetime.is_current and run.assignment.is_made]
-        # Before what is completed: a run goes from this list with the version that is announced below.
+        # Before the completed versions: a run leaves this list with the version that is announced below.
         giving = {run.run_id: run.versions.completed for run in current if gives(run, host_id)}
         completed: list[Completed] = []
         for run_id, run in known.items():
             announced = None if run_id in over else run.announcements.to(host_id)
-            # What the host has given away has moved, or stays: it goes on from this version as usual.
+            # The partitions that the host has given away have moved, or stay: it continues from this version as usual.
             is_over = run_id in lease.hand_over.giving and run_id not in giving and run in current
             if announced is not None and (
                 held[run_id] < announced.version or is_over or run.rewriting.is_to_be_told(now)
             ):
                 completed.append(announced)
-        # Also of runs of which the host holds nothing yet: it may own partitions that no task has opened.
+        # Including runs that the host holds nothing of yet: it may own partitions that no task has opened.
         savepoints = tuple(order for run in of_session for order in self._savepoint_orders(run, host_id))
         pending = {r.run_id: s.pending() for r in of_session if (s := self._runs.savepoints_of(r.run_id)) is not None}
         return HostOrders(
@@ -201,7 +201,7 @@ class Hosts:
 
     def _savepoint_orders(self, run: QueryState, host_id: str) -> list[SavepointOrder]:
         savepoints = self._runs.savepoints_of(run.run_id)
-        # The holder of the lock may be waiting for storage. The orders come again with the next heartbeat.
+        # The holder of the lock may be waiting for storage. The next heartbeat repeats the orders.
         is_pending = savepoints is not None and run.lifetime.is_current and savepoints.pending()
         if savepoints is None or not is_pending or not run.lock.acquire(blocking=False):
             return []
@@ -255,17 +255,17 @@ class Hosts:
         return owned
 
     def expire(self, now: float) -> None:
-        """Drop the hosts that were not heard of for the host timeout before ``now``, and those on dead nodes."""
+        """Drop the hosts without a heartbeat for the host timeout before ``now``, and those on dead nodes."""
         dead = self._dead_nodes()
         with self._registries.lock:
             for info in self._registries.hosts.expire_nodes(dead) if dead else ():
                 log.warning("Node %s of host %s is dead; the host's partitions move", info.node_id, info.host_id)
             for host_id in self._registries.hosts.expire(now - self._timeout):
-                log.warning("Host %s has not been heard of for %.0f s; its partitions move", host_id, self._timeout)
+                log.warning("Host %s has sent no heartbeat for %.0f s; its partitions move", host_id, self._timeout)
 
 
 def _take_report(run: QueryState, report: HostReport, now: float) -> None:
-    """Take up what a host has opened and has acknowledged, after a restart of the coordinator."""
+    """Record the batches that a host has opened and acknowledged, after a restart of the coordinator."""
     run.batch.opened(report.opened.get(run.run_id, -1))
     known: dict[int, dict[TaskKey, PartitionEntry]] = {}
     for message in report.pending:
@@ -277,7 +277,7 @@ def _take_report(run: QueryState, report: HostReport, now: float) -> None:
             known[message.version] = run.batch.acknowledged(message.version)
         entry = PartitionEntry(message.attempt, message.file)
         is_news = task not in known[message.version] or run.batch.is_newer(task, message.stage)
-        # What is known already may still say the stage of its task.
+        # A known acknowledgement may still lack the stage of its task.
         is_same = known[message.version].get(task) == entry
         if (is_news or is_same) and message.base == run.versions.head(message.version - 1, *task):
             stages = {} if message.stage is None else {task: message.stage}

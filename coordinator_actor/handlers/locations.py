@@ -20,7 +20,7 @@ from coordinator_actor.run.state import QueryState
 class Locations:
     """Finds the owners of operators' partitions.
 
-    Takes the lock of no run: that may be held while storage is asked, and clients must not wait for it.
+    Takes the lock of no run: that may be held during requests to storage, and clients must not wait for it.
     """
 
     def __init__(self, registries: Registries) -> None:
@@ -40,9 +40,8 @@ class Locations:
             if self._registries.expects_reports() and not is_final:
                 age = self._registries.clock() - self._registries.started
                 raise UnknownRunError(
-                    f"No query with an operator {operator!r} has been reported yet to this coordinator, which has been "
-                    "there for "
-                    f"{age:.1f} s; ask again."
+                    f"No query with an operator {operator!r} has been reported yet to this coordinator, "
+                    f"which was started {age:.1f} s ago; ask again."
                 )
             exist = ", ".join(sorted({f"{o.name!r}" for r in named for o in r.registration.operators})) or "none"
             where = "No running query" if query is None else f"No running query {query!r}"
@@ -85,8 +84,7 @@ class Locations:
         of = last.registration
         raise QueryEndedError(
             f"Query {of.name or 'unnamed'} ({of.query_id}, run {of.run_id}), which had the operator {operator!r}, "
-            f"ended at {at} "
-            f"({last.why}). Start it again, or read its state from the checkpoint with read_state."
+            f"ended at {at} ({last.why}). Start it again, or read its state from the checkpoint with read_state."
         )
 
     def operators(self) -> tuple[RunningOperator, ...]:
@@ -138,9 +136,9 @@ class Locations:
 
 
 def _meant(having: Sequence[QueryState]) -> list[QueryState]:
-    """Return the runs that a caller means who names only an operator that they all have.
+    """Return the runs that a caller means by an operator name that they all have.
 
-    Queries that run come first. Of ended ones the last counts, as where one is started again and again.
+    Running queries come first. Of ended ones the last counts, for example if one is started repeatedly.
     """
     running = [run for run in having if run.lifetime.is_current]
     return running or sorted(having, key=lambda run: run.lifetime.stopped_at or 0.0)[-1:]
@@ -150,14 +148,14 @@ def _meant(having: Sequence[QueryState]) -> list[QueryState]:
 
 
 MOST_LOST = 100
-"""At most this many queries whose drivers were lost are named, the last ones."""
+"""At most this many queries with lost drivers are named, the last ones."""
 
 REPORTED_SECONDS = 30.0
-"""A driver that has loops that fail reports them every few seconds; an older report counts no more."""
+"""A driver with failing loops reports them every few seconds; an older report no longer counts."""
 
 
 class Figures:
-    """Describes the coordinator and its queries as plain dicts, lists, numbers and texts."""
+    """Describes the coordinator and its queries as plain dicts, lists, numbers and strings."""
 
     def __init__(self, coordinator_id: str, registries: Registries) -> None:
         self._coordinator_id = coordinator_id

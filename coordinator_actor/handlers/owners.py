@@ -1,13 +1,13 @@
-"""Gives the partitions of a run owners among the live hosts. ``query/owners/partition_owners.py`` decides which ones.
+"""Assigns the partitions of a run to live hosts. ``query/owners/partition_owners.py`` decides which ones.
 
-A coordinator that was just started knows no owner of the runs that were there before it. For a while it goes by what
-hosts report that they hold, and leaves the other partitions without an owner: the host that reports first must not get
-the partitions that other hosts hold. Only a partition that a task waits for is given to a host that is there.
+A coordinator that was just started knows no owners of earlier runs. For a while it relies on the partitions that hosts
+report, and leaves the other partitions without an owner: the host that reports first must not get the partitions that
+other hosts hold. Only a partition that a task waits for is assigned to a known host.
 
-A new owner loads its partitions before tasks ask for them (``HostOrders.warm_up``): an executor with few cores has its
-tasks ask one after the other. A partition whose owner is lost has another one at once. One whose owner lives moves
-warm: the new owner loads a copy while the old one goes on, and takes over between two batches. Before that, its copy is
-nearly complete, and the old owner answers nothing any more without a look at Spark's log (``HostOrders.giving``).
+A new owner loads its partitions before tasks ask for them (``HostOrders.warm_up``): an executor with few cores runs its
+tasks one after the other. A partition whose owner is lost gets another one at once. One whose owner is alive moves
+warm: the new owner loads a copy while the old one keeps serving, and takes over between two batches. Before that, its
+copy is nearly complete, and the old owner answers nothing without a look at Spark's log (``HostOrders.giving``).
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ def assigned(
 ) -> Assignment:
     """Return the assignment of a run, a new one if hosts have come or gone. Waits for no storage.
 
-    With ``moves``, partitions whose new owners are warm move away from living hosts; with ``rebalance`` all that are to
-    move do so now. Both are for moments between two batches, and nothing moves while hosts still report. Tasks wait for
-    the partitions in ``waiting``: these have owners, also while hosts still report. Raises ``UnknownHostError`` if the
-    session has no live host.
+    With ``moves``, partitions whose new owners are warm move away from living hosts; with ``rebalance`` all planned
+    moves happen now. Both are for moments between two batches, and nothing moves while hosts still report. Tasks wait
+    for the partitions in ``waiting``: these get owners even while hosts still report. Raises ``UnknownHostError`` if
+    the session has no live host.
     """
     with run.assignment.lock:
         began, before = spans.now(), run.assignment.current
@@ -54,7 +54,7 @@ def assigned(
 
 
 def _trace(run: QueryState, began: int, before: Assignment | None, after: Assignment) -> None:
-    """Make the span of a new assignment, in the trace of the batch that goes on, or comes next."""
+    """Make the span of a new assignment, in the trace of the current or next batch."""
     moved = 0 if before is None else sum(before.find(*task) != after.find(*task) for task in run.tasks())
     trace = spans.batch(run.run_id, run.versions.completed + 1)
     planned = len(run.assignment.planned)
@@ -88,12 +88,12 @@ def _assigned(
     tasks = list(run.tasks())
     if current is not None:
         owned.update({t: owner.host_id for t in tasks if (owner := current.find(*t)) is not None})
-        # Whoever was to have the partition of a lost host may have it loaded.
+        # The host that was to get the partition of a lost host may have loaded it.
         owned.update({t: receiver for t, receiver in held.planned.items() if owned.get(t) not in nodes})
     before = {task: host_id for task, host_id in owned.items() if host_id in nodes}
     names = {f"{operator}/{partition}": (operator, partition) for operator, partition in tasks}
     known = {name: host_id for name, task in names.items() if (host_id := moving.get(task, before.get(task)))}
-    # Only what is kept or waited for is placed, so that each host has its share of that.
+    # Only kept or awaited partitions are placed, so that each host has its share of those.
     wanted = set(waiting)
     placed = [name for name, task in names.items() if not reporting or name in known or task in wanted]
     salt = run.registration.query_id
@@ -116,12 +116,12 @@ def _assigned(
             if former is None or former.host_id != owner.host_id:
                 instance = StateStoreProviderId(StateStoreId(location, *task), run.run_id)
                 registries.instances.report(instance, owner.ip, owner.host_id)
-            # Another incarnation of a host has nothing of what the host has owned.
+            # Another incarnation of a host has none of the partitions that the host has owned.
             has_it = before.get(task) == owner.host_id if former is None else _same(former, owner)
             if not has_it:
                 new.setdefault(owner.host_id, set()).add(task)
     completed = run.versions.completed
-    # Of several that an earlier coordinator has let hold a partition, all but the owner have given it away.
+    # If an earlier coordinator let several hosts hold a partition, all but the owner have given it away.
     givers = [*before.items(), *reported]
     given = {host_id: completed for task, host_id in givers if by_task.get(task) not in (None, host_id)}
     held.given = {**{host_id: at for host_id, at in held.given.items() if at >= completed}, **given}
@@ -174,14 +174,14 @@ def _ready(registries: Registries, run: QueryState, current: Assignment) -> dict
 
 
 def plan_moves(registries: Registries, run: QueryState) -> None:
-    """Take hosts into account that have come or are to go, and make moves if no batch is under way.
+    """Take new and leaving hosts into account, and make moves if no batch is under way.
 
-    Waits for nobody: who is at work on the run may wait for storage. Plans nothing before all partitions have owners.
+    Does not wait: a thread that works on the run may wait for storage. Plans nothing before all partitions have owners.
     """
     held = run.assignment
     if not held.is_made:
         return
-    with suppress(UnknownHostError):  # the last host is just going
+    with suppress(UnknownHostError):  # the last host is just leaving
         if not _spread(registries, run):
             assigned(registries, run)
         if held.planned and run.lock.acquire(blocking=False):
@@ -195,7 +195,7 @@ def plan_moves(registries: Registries, run: QueryState) -> None:
 
 
 def _spread(registries: Registries, run: QueryState) -> bool:
-    """Give all hosts their share of a run of which no host has anything yet: nothing is lost by moving at once.
+    """Give all hosts their share of a run that no host holds anything of yet: an immediate move loses nothing.
 
     Hosts may come between the registration of a run and its first batch. Return whether that was done.
     """
@@ -217,7 +217,7 @@ def _spread(registries: Registries, run: QueryState) -> bool:
 
 
 def warm_up(run: QueryState, host_id: str) -> WarmUp | None:
-    """Return the partitions of a run that a host is to load before tasks ask for them. Needs no lock of the run."""
+    """Return the partitions of a run that a host must load before tasks ask for them. Needs no lock of the run."""
     completed, new = run.versions.completed, run.assignment.new_owners
     wanted = [task for task, receiver in run.assignment.planned.items() if receiver == host_id]
     if completed and new.version == completed:
@@ -231,7 +231,7 @@ def warm_up(run: QueryState, host_id: str) -> WarmUp | None:
 
 
 def gives(run: QueryState, host_id: str) -> bool:
-    """Return whether partitions of a host are to move, or have moved and the host was not told of a later version."""
+    """Return whether partitions of a host are to move, or have moved and the host knows no later version yet."""
     held, announced = run.assignment, run.announcements.to(host_id)
     with held.lock:
         current = held.current
@@ -245,7 +245,7 @@ def gives(run: QueryState, host_id: str) -> bool:
 def needed_by(run: QueryState) -> set[str]:
     """Return the hosts that own partitions of a run, or that tasks of the batch under way may ask for owners.
 
-    These tasks know the hosts that were there when the batch began. Needs no lock of the run.
+    These tasks know the hosts of the time when the batch began. Needs no lock of the run.
     """
     with run.assignment.lock:
         current, given = run.assignment.current, dict(run.assignment.given)

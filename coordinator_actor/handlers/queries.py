@@ -1,4 +1,4 @@
-"""Handles the messages of a driver about its queries: runs begin, live and end."""
+"""Handles the messages of a driver about its queries: start, leases and end of runs."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ log = logging.getLogger(__name__)
 class Queries:
     """Registers runs, completes their versions and ends them.
 
-    ``coordinator_id`` stands in the epochs that are claimed. ``_registering`` has a lock per state location, held while
-    a run claims the state there; the registries' lock guards the dict.
+    ``coordinator_id`` is written to the claimed epochs. ``_registering`` has a lock per state location, held while a
+    run claims the state there; the registries' lock guards the dict.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Queries:
             )
             return RegisteredQuery(ended, 0, 0)
         if look.query is None and (look.newest is not None or manifests.manifests):
-            # It is written before the first epoch, and says of how many key groups the keys are.
+            # It is written before the first epoch, and records the number of key groups.
             raise MissingFileError(
                 f"{storage.full_location(QUERY_FILE)} does not exist, but its directory has state: it was removed, or "
                 "is kept elsewhere. Restore it from a copy."
@@ -96,7 +96,7 @@ class Queries:
         completed = look.completed
         lag = replace(self._conf.snapshot_lag, maintenance_interval=registration.maintenance_interval)
         run = QueryState(registration, manifests, commits, self._registries.clock, lag)
-        # No host holds anything of a run that nobody has claimed the state for.
+        # No host holds anything of a run that has not claimed the state.
         run.assignment.awaits_reports = was_known
         if was_known:
             run.files_in_use.await_renewals(self._registries.clock())
@@ -122,7 +122,7 @@ class Queries:
         )
         self._runs.add(run, savepoints, was_over=was_over)
         if run.versions.completed and not was_known:
-            # Hosts load what there is while Spark plans the first batch.
+            # Hosts load existing state while Spark plans the first batch.
             with suppress(UnknownHostError):
                 assigned(self._registries, run)
         log.info(
@@ -135,24 +135,24 @@ class Queries:
         return RegisteredQuery(None, manifests.epoch, run.versions.completed)
 
     def _finish_repeats(self, state_location: str) -> None:
-        """Have manifests name all that runs on this state have acknowledged: a new run is about to replace them."""
+        """Write manifests for all acknowledged changes of runs on this state: a new run is about to replace them."""
         for other in self._runs.at_location(state_location):
             with other.lock:
                 if other.lifetime.is_current:
                     try:
                         other.batch.wait_no_more()
                     except FencedError:
-                        log.info("Run %s has been replaced in another cluster already", other.run_id)
+                        log.info("Run %s was already replaced in another cluster", other.run_id)
 
     @staticmethod
     def _claim(run: QueryState, initial: Mapping[str, Mapping[int, PartitionEntry]] | None, *, was_known: bool) -> None:
-        """Claim the state. The run is not known to anybody before this has succeeded."""
+        """Claim the state. The run is not visible to others before this has succeeded."""
         while True:
             run.claim(initial)
             operators = evolved_operators(run)
             if operators == run.registration.operators:
                 break
-            # An older run has gone on to other schemas meanwhile: this one has to follow upon them.
+            # An older run has changed the schemas in the meantime: this one has to follow them.
             run.adopt(operators)
         run.take_over(was_known=was_known)
 
@@ -162,7 +162,7 @@ class Queries:
             return [run_id for run_id in run_ids if not self._renewed(run_id)]
 
     def _renewed(self, run_id: str) -> bool:
-        """Renew the lease of a run. Return whether the run is known: registered, or over for good."""
+        """Renew the lease of a run. Return whether the run is known: registered, or permanently over."""
         run = self._runs.find(run_id)
         if run is not None and not run.lifetime.ended:
             run.lifetime.seen(self._registries.clock())
@@ -180,11 +180,11 @@ class Queries:
             return known
         with run.lock:
             try:
-                # The progress event of a batch may have met a coordinator that was being restarted.
+                # The progress event of a batch may have reached a coordinator that was being restarted.
                 catch_up(self._runs, run)
                 if not is_stopping:
                     run.savepoint_hold.end_recorded()
-            finally:  # storage that fails is no reason to show no batch
+            finally:  # failing storage must not hide the batch
                 run.spark.heard(is_at_work, run.versions.completed, self._registries.clock())
                 run.spark.pace = pace
         return True
@@ -193,9 +193,9 @@ class Queries:
         """See ``CoordinatorPort``."""
         run = self._runs.awaited(run_id)
         if by_driver and run.lifetime.is_current and run.versions.completed == batch_id:
-            run.spark_logs.has(batch_id)  # without the lock: the next batch's tasks may come meanwhile
+            run.spark_logs.has(batch_id)  # without the lock: tasks of the next batch may arrive during the request
         with run.lock:
-            # Also of a query that has ended: its last batch may be committed without anybody having said so.
+            # Also for a query that has ended: its last batch may be committed without a report.
             before = run.versions.completed
             if not run.lifetime.is_served or batch_id + 1 <= before:
                 return False
@@ -249,8 +249,8 @@ class Queries:
         manifests = ManifestLog(storage, self._coordinator_id)
         newest = manifests.epochs.newest()
         if newest is None or newest.run_id != run_id:
-            by = "there is no state any more" if newest is None else f"run {newest.run_id} has replaced it"
-            return RegisteredQuery(f"Run {run_id} is over for good: {by} at {registration.state_location}.", 0, 0)
+            by = "the state no longer exists" if newest is None else f"run {newest.run_id} has replaced it"
+            return RegisteredQuery(f"Run {run_id} is permanently over: {by} at {registration.state_location}.", 0, 0)
         commits = SparkCommits(self._open_storage(registration.checkpoint_location, registration.storage_options))
         completed = commits.next_batch()
         manifests.refresh()
@@ -262,7 +262,7 @@ class Queries:
             return RegisteredQuery(f"Version {completed} of run {run_id} has no manifest.", 0, completed)
         run.stop(self._registries.clock())
         self._runs.add_stopped(run)
-        log.info("Run %s, whose query has ended, is read on at version %d", run_id, completed)
+        log.info("Run %s, whose query has ended, can be read at version %d", run_id, completed)
         return RegisteredQuery(None, newest.epoch, completed)
 
     def take_up_versions(self, run_id: str, behind: float | None = None) -> RegisteredQuery:
@@ -271,22 +271,22 @@ class Queries:
         run.lifetime.require_served()
         began = self._registries.clock()
         if behind is not None and run.looked_at is None:
-            run.looked_at = began - behind  # before storage is asked, which may fail from the beginning
+            run.looked_at = began - behind  # before requests to storage, which may fail from the beginning
         if run.lifetime.stopped_at is None:
             raise InvalidRequestError(f"Run {run_id} runs here: its versions are completed by its own batches.")
         with run.lock:
             newest = run.manifests.epochs.newest()
             if newest is None or newest.run_id != run_id:
-                by = "nobody" if newest is None else f"run {newest.run_id}"
+                by = "no run" if newest is None else f"run {newest.run_id}"
                 return RegisteredQuery(f"The state of run {run_id} is claimed by {by}.", 0, run.versions.completed)
             completed = run.commits.next_batch()
             exchange, known = run.last_exchange, run.versions.chain.get(run.versions.completed)
-            # The version that is served may get another manifest: files were exchanged, as when keys are forgotten, or
-            # some tasks of its batch have run again, whose changes are named after Spark's commit.
+            # The served version may get another manifest: files were exchanged, as when keys are forgotten, or some
+            # tasks of its batch have run again, whose changes are named after Spark's commit.
             is_news = completed > run.versions.completed or newest.epoch > run.manifests.epoch
             if is_news or run.manifests.has_news():
                 run.manifests.refresh()
-                # A batch may be committed of which no manifest tells: the query's own coordinator puts it together.
+                # A batch may be committed that no manifest names: the query's own coordinator reconstructs it.
                 if completed in run.manifests.chain():
                     run.take_up(completed, newest.epoch)
                     current = run.versions.chain.get(completed)
@@ -298,14 +298,14 @@ class Queries:
         return RegisteredQuery(None, newest.epoch, run.versions.completed)
 
     def _finish(self, run: QueryState) -> None:
-        """Complete what Spark has committed, and write what the next run is to find. The query has ended."""
+        """Complete the versions that Spark has committed, and write the files for the next run. The query has ended."""
         run_id = run.run_id
         with run.lock:
             if not run.lifetime.is_current:
                 return
             try:
-                # Nobody may have said yet that the last batch is committed. What has come again of it is known here
-                # alone.
+                # The commit of the last batch may not have been reported yet. Only this coordinator knows its repeated
+                # acknowledgements.
                 catch_up(self._runs, run)
             except (StorageError, CoordinatorError):
                 log.warning("The last version of run %s is not completed; the next run does it", run_id, exc_info=True)
@@ -320,13 +320,13 @@ class Queries:
                 log.warning("The last checkpoints of run %s are not in the history", run_id, exc_info=True)
 
     def overdue(self, now: float) -> list[QueryState]:
-        """Return the runs whose drivers were not heard of for the driver timeout before ``now``."""
+        """Return the runs whose drivers have not renewed their leases for the driver timeout before ``now``."""
         with self._registries.lock:
             return [r for r in self._runs.by_id.values() if now - r.lifetime.driver_seen > self._conf.driver_timeout]
 
     def forget(self, gone: Sequence[QueryState]) -> None:
         """End runs whose leases are over. Not to be called under the lock of the registries."""
         for run in gone:
-            # Not for good: a machine may have slept, and the driver (only the driver) may bring the run back.
-            log.warning("The driver of run %s has not been heard of; the run is forgotten", run.run_id)
+            # Not permanently: a machine may have slept, and the driver (only the driver) may bring the run back.
+            log.warning("The driver of run %s has sent no heartbeat; the run is forgotten", run.run_id)
             self._runs.forget(run, LEASE_OVER)

@@ -37,7 +37,7 @@ Executor = tuple[str, str]
 class InstanceRegistry:
     """The providers that each executor has loaded (Spark: ``StateStoreCoordinator``). The debug messages are Spark's.
 
-    Instances are kept by run, since the instances of a run go together and other runs may have many.
+    Instances are kept by run, because the instances of a run are removed together and other runs may have many.
     """
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class InstanceRegistry:
     ) -> list[StateStoreProviderId]:
         """Make an instance active at an executor. Return those of ``others`` that are active elsewhere by now.
 
-        As in Spark, an instance that no executor has reported stays: a restarted coordinator knows of none at first.
+        As in Spark, an instance that no executor has reported stays: a restarted coordinator knows none at first.
         """
         # One tuple per executor, not one per instance.
         executor = self._executors.setdefault((host, executor_id), (host, executor_id))
@@ -112,7 +112,7 @@ class InstanceRegistry:
 
 REMEMBERED_ENTRIES = 1000
 LONGEST_FAILURE = 600
-LEASE_OVER = "its driver was not heard of"
+LEASE_OVER = "its driver sent no more heartbeats"
 STOPPED = "its query ended"
 
 
@@ -120,8 +120,8 @@ STOPPED = "its query ended"
 class OverRun:
     """A run that is over, for clients that still ask for its state, and for people.
 
-    ``at`` is in seconds since 1970: when it ended, or when its driver was last heard of. ``was_running``: its query had
-    not ended, as far as its driver has said.
+    ``at`` is in seconds since 1970: when it ended, or when its driver sent the last heartbeat. ``was_running``: its
+    query had not ended, as far as its driver has reported.
     """
 
     registration: QueryRegistration
@@ -140,9 +140,9 @@ class OverRun:
 class RunRegistry:
     """The runs that a coordinator knows.
 
-    ``by_id`` has the registered runs. A run is *over* if it is to be unloaded: for good, or (``LEASE_OVER``) until its
-    driver registers it again. The last ``REMEMBERED_ENTRIES`` such runs are remembered, and as many savepoint requests
-    of ended runs. ``lock`` guards everything here; see ``Registries``.
+    ``by_id`` has the registered runs. A run is *over* if it is to be unloaded: permanently, or (``LEASE_OVER``) until
+    its driver registers it again. The last ``REMEMBERED_ENTRIES`` such runs are remembered, and as many savepoint
+    requests of ended runs. ``lock`` guards everything here; see ``Registries``.
     """
 
     def __init__(self, lock: threading.RLock, instances: InstanceRegistry, clock: Callable[[], float]) -> None:
@@ -162,7 +162,7 @@ class RunRegistry:
     # -- finding -------------------------------------------------------------------------------
 
     def get(self, run_id: str) -> QueryState:
-        """Return a registered run. Raises ``RetiredRunError`` if it is over for good, else ``UnknownRunError``."""
+        """Return a registered run. Raises ``RetiredRunError`` if it is permanently over, else ``UnknownRunError``."""
         with self._lock:
             run = self.by_id.get(run_id)
             if run is None and self.is_over_for_good(run_id):
@@ -172,7 +172,7 @@ class RunRegistry:
         return run
 
     def awaited(self, run_id: str) -> QueryState:
-        """Return a registered run, as ``get`` does. Wait for a run that a host has reported, and storage is read for.
+        """Return a registered run, as ``get`` does. If a host has reported the run, wait until storage is read for it.
 
         Not for messages that must not wait for storage.
         """
@@ -181,12 +181,12 @@ class RunRegistry:
         return self.get(run_id)
 
     def expect(self, run_id: str) -> None:
-        """Take note that the report of a host about a run is being taken up."""
+        """Record that the report of a host about a run is being processed."""
         with self._lock:
             self._expected[run_id] += 1
 
     def expect_no_more(self, run_id: str) -> None:
-        """Take note that the report of a host about a run is taken up, or could not be."""
+        """Record that the report of a host about a run was processed, or failed."""
         with self._changed:
             self._expected[run_id] -= 1
             if not self._expected[run_id]:
@@ -194,7 +194,7 @@ class RunRegistry:
             self._changed.notify_all()
 
     def is_expected(self, run_id: str) -> bool:
-        """Return whether the report of a host about a run is being taken up."""
+        """Return whether the report of a host about a run is being processed."""
         with self._lock:
             return run_id in self._expected
 
@@ -211,7 +211,7 @@ class RunRegistry:
     def served(self) -> list[QueryState]:
         """Return the registered runs that hosts answer from: those whose queries run, and of ended ones the last.
 
-        Where a query has run again, its earlier runs are replaced.
+        If a query runs again, its earlier runs are replaced.
         """
         with self._lock:
             return [run for run in self.by_id.values() if run.lifetime.is_served]
@@ -242,12 +242,12 @@ class RunRegistry:
     # -- runs that are over --------------------------------------------------------------------
 
     def is_over(self, run_id: str) -> bool:
-        """Return whether the run is over, for good or until its driver registers it again."""
+        """Return whether the run is over, permanently or until its driver registers it again."""
         with self._lock:
             return run_id in self._over
 
     def is_over_for_good(self, run_id: str) -> bool:
-        """Return whether the run is over for good."""
+        """Return whether the run is permanently over."""
         with self._lock:
             return self._over.get(run_id, LEASE_OVER) != LEASE_OVER
 
@@ -262,10 +262,10 @@ class RunRegistry:
             return list(self._ended.values())
 
     def lost(self) -> list[OverRun]:
-        """Return the runs whose drivers were lost while their queries ran, and which nobody has started again since."""
+        """Return the runs whose drivers were lost while their queries ran, and that were not started again since."""
         with self._lock:
             there = {run.registration.state_location for run in self.by_id.values()}
-            found = {e.registration.state_location: e for e in self._ended.values()}  # of a place, the last one
+            found = {e.registration.state_location: e for e in self._ended.values()}  # of a location, the last one
         return [e for at, e in found.items() if e.why == LEASE_OVER and e.was_running and at not in there]
 
     def at_location(self, state_location: str) -> list[QueryState]:
@@ -278,8 +278,8 @@ class RunRegistry:
     def add(self, run: QueryState, savepoints: RunSavepoints, *, was_over: bool) -> None:
         """Register a run that has claimed its state. Runs on the same state are replaced, and end.
 
-        ``was_over``: the run was over for good when its registration began. Raises ``RetiredRunError`` if the run was
-        stopped since: a host had reported it, and its storage was slower than its driver.
+        ``was_over``: the run was permanently over when its registration began. Raises ``RetiredRunError`` if the run
+        was stopped since: a host had reported it, and its storage was slower than its driver.
         """
         run_id, location = run.run_id, run.registration.state_location
         with self._lock:
@@ -306,9 +306,11 @@ class RunRegistry:
         self.remember_over(run.run_id, LEASE_OVER)
 
     def add_stopped(self, run: QueryState) -> None:
-        """Register the last run on a state, whose query has ended, to be read on. Earlier ones are replaced, and end.
+        """Register the last run on a state, whose query has ended, so that it can be read.
 
-        Raises ``RetiredRunError`` if a query has begun to run there meanwhile.
+        Earlier ones are replaced, and end.
+
+        Raises ``RetiredRunError`` if a query has begun to run there since.
         """
         location = run.registration.state_location
         with self._lock:
@@ -326,19 +328,19 @@ class RunRegistry:
         replaced = self.at_location(location)
         for other in replaced:
             other.lifetime.retire(run_id)
-            if other.lifetime.stopped_at is not None:  # its driver has reported its end already
+            if other.lifetime.stopped_at is not None:  # its driver has already reported its end
                 del self.by_id[other.run_id]
                 self._over[other.run_id] = f"replaced by {run_id}"
         return replaced
 
     def stop(self, run: QueryState) -> None:
-        """Take note that the query of a run has ended: nothing is active or pending; its last version is read on."""
+        """Record that the query of a run has ended: nothing is active or pending; its last version stays readable."""
         with self._lock:
             run.stop(self._clock())
         self._end_work(run, STOPPED)
 
     def end(self, run: QueryState, why: str) -> None:
-        """End a run: nothing of it is active or pending any more, and nobody reads it."""
+        """End a run: nothing of it is active or pending any more, and it can no longer be read."""
         was_running = run.lifetime.is_current
         run.lifetime.end()
         with self._lock:
@@ -347,13 +349,13 @@ class RunRegistry:
         self._end_work(run, why)
 
     def note_failure(self, run_id: str, failure: str) -> None:
-        """Take note of the error with which the query of a run has ended; "" if it has ended without one."""
+        """Record the error that ended the query of a run; "" if it has ended without one."""
         with self._lock:
             if failure:
                 self._failures[run_id] = failure[:LONGEST_FAILURE]
 
     def failure(self, run_id: str) -> str:
-        """Return the error with which the query of a run has ended, or ""."""
+        """Return the error that ended the query of a run, or ""."""
         with self._lock:
             return self._failures.get(run_id, "")
 
@@ -388,15 +390,15 @@ class RunRegistry:
 
 
 REMEMBERED_HOSTS = 10_000
-"""The newest incarnation is known of at most this many hosts, also when its lease is over."""
+"""The newest incarnation is remembered for at most this many hosts, even after their leases are over."""
 
 
 @dataclass
 class HostLease:
-    """One host, and when it was last heard of, in seconds by the coordinator's clock.
+    """One host, and the time of its last heartbeat, in seconds by the coordinator's clock.
 
-    ``is_reported``: what the host has reported is taken up, or is being taken up. ``held`` has the partitions that it
-    held when it registered, by run and operator. ``hand_over`` is what its last heartbeat has said of moves.
+    ``is_reported``: the host's report is processed, or is being processed. ``held`` has the partitions that it held
+    when it registered, by run and operator. ``hand_over`` is the report of its last heartbeat about moves.
     """
 
     info: HostInfo
@@ -407,7 +409,7 @@ class HostLease:
 
 
 class HostLeases(UserDict[str, HostLease]):
-    """The leases by host id. ``generation`` counts the changes of the set of hosts, or of what a host says of itself.
+    """The leases by host id. ``generation`` counts the changes of the set of hosts, or of a host's own data.
 
     A host that registers again as the same incarnation at the same address changes nothing.
     """
@@ -430,8 +432,8 @@ class HostLeases(UserDict[str, HostLease]):
 class HostRegistry:
     """The live hosts. A host that registers with a new incarnation replaces the old incarnation.
 
-    Which incarnation is the newer one does not follow from who speaks last: a machine that was cut off comes back with
-    an incarnation that Ray has replaced meanwhile (fencing, by the number of the actor's restart).
+    The last message does not decide which incarnation is newer: a machine that was cut off may return with an
+    incarnation that Ray has since replaced (fencing, by the number of the actor's restart).
     """
 
     def __init__(self) -> None:
@@ -487,13 +489,13 @@ class HostRegistry:
         return lease
 
     def ask_again(self, host_id: str, incarnation: str) -> None:
-        """Let the next heartbeat ask a host for its report, which could not be taken up."""
+        """Make the next heartbeat ask a host for its report, which could not be processed."""
         lease = self.leases.get(host_id)
         if lease is not None and lease.info.incarnation == incarnation:
             lease.is_reported = False
 
     def require(self, host_id: str, incarnation: str) -> None:
-        """Raise ``UnknownHostError`` unless this very incarnation is registered."""
+        """Raise ``UnknownHostError`` unless exactly this incarnation is registered."""
         lease = self.leases.get(host_id)
         if lease is None or lease.info.incarnation != incarnation:
             raise UnknownHostError(f"Host {host_id} (incarnation {incarnation}) is not registered; register it again.")
@@ -510,7 +512,7 @@ class HostRegistry:
         return nodes
 
     def leave(self, session_id: str, host_ids: Collection[str]) -> None:
-        """Take note that these hosts of a session, and no others, are to hand over what they own and go."""
+        """Mark these hosts of a session, and no others, as leaving: they hand over their partitions and end."""
         leaving = frozenset(host_ids)
         if self._leaving.get(session_id, frozenset()) != leaving:
             self._leaving[session_id] = leaving
@@ -519,7 +521,7 @@ class HostRegistry:
             self._leaving.pop(session_id, None)
 
     def staying(self, session_id: str) -> Mapping[str, str]:
-        """Return the node of each live host of a session that is not to go; of all of them if all are to go."""
+        """Return the node of each live host of a session that is not leaving; of all of them if all are leaving."""
         nodes, leaving = self.nodes_of_session(session_id), self._leaving.get(session_id, frozenset())
         return {host_id: node for host_id, node in nodes.items() if host_id not in leaving} or nodes
 
@@ -540,7 +542,7 @@ class HostRegistry:
         return lost
 
     def expire(self, before: float) -> list[str]:
-        """Drop the hosts that were last heard of before that time. Return their ids."""
+        """Drop the hosts whose last heartbeat was before that time. Return their ids."""
         lost = [h for h, lease in self.leases.items() if lease.seen < before]
         for host_id in lost:
             del self.leases[host_id]
@@ -550,11 +552,12 @@ class HostRegistry:
 class Registries:
     """The hosts, runs and instances of one coordinator.
 
-    ``lock`` guards all of them, ``started`` and ``last_needed`` included. Whoever needs the lock of a run, too, takes
-    the lock of the run first. Nothing waits for storage while it holds ``lock``.
+    ``lock`` guards all of them, ``started`` and ``last_needed`` included. A caller that also needs the lock of a run
+    takes the lock of the run first. Nothing waits for storage while it holds ``lock``.
 
-    ``clock`` gives seconds since 1970 and never goes back. ``last_needed`` is when hosts or drivers were heard of last.
-    For ``report_timeout`` seconds from the start on, hosts and drivers of an earlier coordinator may still report.
+    ``clock`` gives seconds since 1970 and never goes back. ``last_needed`` is the time of the last message from a host
+    or driver. For ``report_timeout`` seconds from the start on, hosts and drivers of an earlier coordinator may still
+    report.
     """
 
     def __init__(self, clock: Callable[[], float], report_timeout: float) -> None:
@@ -566,9 +569,9 @@ class Registries:
         self.started = self.last_needed = clock()
         self._reports_until = self.started + report_timeout
         self.placement_problems: BoundedDict[str, tuple[str, ...]] = BoundedDict(REMEMBERED_ENTRIES)
-        """By session, where hosts do not stand as they should."""
+        """By session, the hosts that are not placed as they should be."""
         self.failing: BoundedDict[str, tuple[str, float, tuple[FailingLoop, ...]]] = BoundedDict(REMEMBERED_ENTRIES)
-        """By session, the name of the driver's process, when it reported last, and its loops that fail."""
+        """By session, the name of the driver's process, the time of its last report, and its failing loops."""
         self._ended_sessions: BoundedDict[str, None] = BoundedDict(REMEMBERED_ENTRIES)
 
     def expects_reports(self) -> bool:
@@ -577,7 +580,7 @@ class Registries:
             return self.clock() < self._reports_until
 
     def needed(self) -> None:
-        """Take note that a host or a driver was heard of."""
+        """Record a message from a host or a driver."""
         with self.lock:
             self.last_needed = self.clock()
 
@@ -593,7 +596,7 @@ class Registries:
     def end_session(self, session_id: str) -> bool:
         """End a driver's session with its hosts and runs. Return whether other hosts are left."""
         with self.lock:
-            # The hosts are told to stop only afterwards, and must not bring the session back meanwhile.
+            # The hosts are ordered to stop only afterwards, and must not bring the session back before.
             self._ended_sessions[session_id] = None
             self.placement_problems.pop(session_id, None)
             self.failing.pop(session_id, None)

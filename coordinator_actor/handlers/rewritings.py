@@ -16,7 +16,7 @@ from coordinator_actor.savepoints.savepoint_coordinator import status_of
 
 
 class Rewritings:
-    """Holds runs, and exchanges their files. Whatever changes a run is done under its lock."""
+    """Holds runs, and exchanges their files. All changes to a run are made under its lock."""
 
     def __init__(self, registries: Registries) -> None:
         self._registries = registries
@@ -31,7 +31,7 @@ class Rewritings:
             if seconds <= 0:
                 run.rewriting.end(holder)
                 self._announce_owners(run)
-                return self._held(run, None, "nobody holds the query")
+                return self._held(run, None, "no holder holds the query")
             run.lifetime.require_current()
             # The message may have waited for the lock until the hold was over.
             now = self._registries.clock()
@@ -40,8 +40,8 @@ class Rewritings:
                 raise self._lapsed(run)
             if known is not None and known.holder != holder:
                 raise InvalidRequestError(
-                    f"The files of run {run.run_id} are being rewritten by {known.holder} already; ask again when "
-                    "that is done."
+                    f"The files of run {run.run_id} are already being rewritten by {known.holder}; "
+                    "retry when that is done."
                 )
             if run.savepoint_hold.batch_id is not None:
                 raise InvalidRequestError(
@@ -50,12 +50,12 @@ class Rewritings:
                 )
             held = known if hold and known is not None else run.rewriting.begin(holder, now, seconds)
             catch_up(self._runs, run)
-            # What may take long is waited for before any batch has to wait.
+            # Wait for long operations before any batch has to wait.
             waits_for = self._copied(run, now)
             first = None if batches is False else held.batch_id
             if batches and waits_for is None and first is None:
                 first = run.next_batch_to_hold
-            # What was asked of storage may have taken long: the hold lasts from now on.
+            # Requests to storage may have taken long: the hold starts now.
             held = run.rewriting.renew(held, self._registries.clock(), seconds, first)
             waits_for = waits_for or _worked_on(run, held)
             if waits_for is None:
@@ -68,7 +68,7 @@ class Rewritings:
         with run.lock:
             run.lifetime.require_current()
             if path in run.manifests.rewritten:
-                return  # the message has come twice
+                return  # the message was repeated
             record = run.manifests.record(path)
             now = self._registries.clock()
             held = run.rewriting.at(now)
@@ -77,11 +77,11 @@ class Rewritings:
             is_quiet = not self._copied(run, now) and not _worked_on(run, held)
             if not is_quiet or run.manifests.epoch != epoch or record.version != run.versions.completed:
                 raise InvalidRequestError(
-                    f"Run {run_id} has gone on (version {run.versions.completed}, epoch {run.manifests.epoch}) since "
+                    f"Run {run_id} has advanced (version {run.versions.completed}, epoch {run.manifests.epoch}) since "
                     f"its files up to version {record.version} were rewritten in epoch {epoch}. Nothing was changed; "
-                    "begin again."
+                    "start over."
                 )
-            with suppress(UnknownHostError):  # no host is there that would have to be told
+            with suppress(UnknownHostError):  # there is no host that needs to learn of it
                 assigned(self._registries, run)
             try:
                 run.adopt_rewritten(path, record)
@@ -90,9 +90,9 @@ class Rewritings:
             else:
                 run.rewriting.exchanged(now)
                 return
-        # The manifest may be there, or may come late: then the exchange counts, and the program that has asked for it
-        # removes the old files, which this run would go on with. A new claim of the state settles what counts.
-        self._runs.forget(run, "nobody knows whether its files were exchanged")
+        # The manifest may exist, or may appear later: then the exchange counts, and the program that has asked for it
+        # removes the old files, which this run would continue with. A new claim of the state settles it.
+        self._runs.forget(run, "it is unknown whether its files were exchanged")
         raise StorageError(
             f"Storage did not say whether the files of run {run_id} were exchanged. The next heartbeat of its driver "
             "registers the run again, which settles that. Forget the keys again if the files were not exchanged."
@@ -117,9 +117,7 @@ class Rewritings:
         )
 
     def _copied(self, run: QueryState, now: float) -> str | None:
-        """Return the name of what copies the state of a run, or may do so and has not reported yet; None if nothing
-        does.
-        """
+        """Return what copies a run's state, or may do so without having reported yet; None if nothing does."""
         savepoints = self._runs.savepoints_of(run.run_id)
         if run.files_in_use.is_uploading(now):
             return f"uploads of snapshots, or {BUSY_SECONDS:.0f} s after a restart of the coordinator"
@@ -138,7 +136,7 @@ class Rewritings:
 
 
 def _worked_on(run: QueryState, hold: Hold | None) -> str | None:
-    """Return which batch is under way though the run is held; None if none is, so that nothing is written."""
+    """Return which batch is under way despite the hold; None if none is, so that nothing is written."""
     first = None if hold is None else hold.batch_id
     if first is None:
         return "the batches, which are not held"
@@ -146,11 +144,11 @@ def _worked_on(run: QueryState, hold: Hold | None) -> str | None:
     return None if is_quiet else f"batch {first - 1}"
 
 
-# The messages about savepoints: users ask for them, hosts report what they have exported.
+# The messages about savepoints: users request them, hosts report what they have exported.
 
 
 class Savepoints:
-    """Begins savepoints of running queries, and passes on what hosts export for them."""
+    """Begins savepoints of running queries, and forwards the reports of hosts about them."""
 
     def __init__(self, registries: Registries) -> None:
         self._registries = registries

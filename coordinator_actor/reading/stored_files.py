@@ -33,15 +33,15 @@ SNAPSHOT_READ_THREADS = 16
 _RECORDS = {
     EPOCHS: ("epoch", "it says which run has the state; only the last ones stay"),
     "checkpoints": ("place", "it says where the checkpoint is"),
-    "savepoint-ids": ("savepoint id", "its number is not given again"),
-    FOLDS: ("fold", "it has copies of manifests, to be read with few requests"),
-    REWRITTEN: ("exchange of files", "it says which files stand in the place of those that manifests name"),
-    AUDIT: ("audit record", "it says what was done by hand; it is never removed"),
+    "savepoint-ids": ("savepoint id", "its number is not reused"),
+    FOLDS: ("fold", "it has copies of manifests, so that few requests read them"),
+    REWRITTEN: ("exchange of files", "it maps files that manifests name to their replacements"),
+    AUDIT: ("audit record", "it records manual changes; it is never removed"),
     HISTORY: ("history", "it is for people; a newer one replaces it"),
-    "standalone": ("standalone store", "a provider that is used alone, with manifests of its own"),
+    "standalone": ("standalone store", "a provider that is used alone, with separate manifests"),
 }
 UNKNOWN = "not known: a damaged manifest may name it"
-"""What keeps a file that no manifest names, where one of them cannot be read."""
+"""What keeps a file that no manifest names, if one of them cannot be read."""
 _SINGLE = {QUERY_FILE: "it says whose state this is", CREATE_PROBE: "it shows that the store overwrites nothing"}
 _KINDS = {"changelog": "changelog", "snapshot": "snapshot", "sst": "snapshot file", "part": "snapshot file"}
 
@@ -50,7 +50,7 @@ _KINDS = {"changelog": "changelog", "snapshot": "snapshot", "sst": "snapshot fil
 class StoredFile:
     """One file below the state location. ``kept_by`` says what needs it; nothing if retention may remove it.
 
-    ``why`` says what becomes of a file that nothing keeps.
+    ``why`` explains the fate of a file that nothing keeps.
     """
 
     path: str
@@ -90,7 +90,7 @@ class LoadedFiles(NamedTuple):
 
 
 class SnapshotReader:
-    """Reads the descriptors of snapshots, each once, and tells which snapshots are whole.
+    """Reads the descriptors of snapshots, each once, and finds out which snapshots are whole.
 
     ``sizes`` are those of a listing that was made after the manifests were read.
     """
@@ -127,9 +127,11 @@ class SnapshotReader:
 
 
 def loaded_files(versions: StateVersions, reader: SnapshotReader) -> LoadedFiles:
-    """Return what the readable versions are loaded from. A damaged snapshot begins no load: an older one does.
+    """Return what the readable versions are loaded from.
 
-    Retention goes by the same rule. Grows with the partitions and their snapshots. Raises ``StorageError``.
+    No load begins at a damaged snapshot: it begins at an older one.
+
+    Retention follows the same rule. Grows with the partitions and their snapshots. Raises ``StorageError``.
     """
     oldest = versions.oldest
     named = {
@@ -296,15 +298,15 @@ def _why_not(version: int, versions: StateVersions) -> str:
 
 # Reads copies of a query's partitions from storage: all pairs at a version, or the pairs that versions have written.
 #
-# After Spark's state data source. Nothing is written, locked or kept back: a reader makes its own copy of one
-# partition after the other in a temporary directory, also while the query runs. Retention does not know of readers.
-# So a version may be removed before it is read; the error then says so.
+# After Spark's state data source. Nothing is written, locked or retained: a reader makes its own copy of one partition
+# after the other in a temporary directory, even while the query runs. Retention does not know of readers. So a version
+# may be removed before it is read; the error then says so.
 
 
 class ChangedPairs(NamedTuple):
     """Pairs of one column family that a version has written.
 
-    A null ``before`` means that there was no value before, a null ``after`` that there is none any more.
+    A null ``before`` means that the key is new, a null ``after`` that it was removed.
     """
 
     keys: pa.BinaryArray
@@ -316,7 +318,7 @@ class ChangedPairs(NamedTuple):
 def opened_partition(
     place: StatePlace, piece: Piece, version: int | None = None, *, open_storage: OpenStorage = CheckpointStorage.open
 ) -> Iterator[PartitionState]:
-    """Give a copy of a partition at a version of its lineage (None: the last one), in a temporary directory.
+    """Yield a copy of a partition at a version of its lineage (None: the last one), in a temporary directory.
 
     Raises ``VersionNotFoundError`` if the version was removed after the read was planned, else the errors of
     ``PartitionState.load``.

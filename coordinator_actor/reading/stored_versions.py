@@ -1,6 +1,6 @@
-"""Finds out which versions of a query's state can be read, and which files each of them takes.
+"""Finds out which versions of a query's state can be read, and which files each of them needs.
 
-A reader looks at the manifests, also while the query runs. It writes and locks nothing.
+A reader looks at the manifests, even while the query runs. It writes and locks nothing.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from coordinator_actor.durable.spark_commits import SparkCommits, query_id_of
 
 STATE_DIRECTORY = "statestore"
 LOOKS = 5
-"""How often the manifests are read again while retention removes some of them."""
+"""How often the manifests are read again if retention removes some of them during the read."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def find_state(
     """Return where the state of the query with that checkpoint location is.
 
     ``state_location`` is the base directory of ``spark.statestore.location``, where each query has a directory named by
-    its id. Without state there, the directory beside Spark's own files is taken. Raises ``MissingFileError`` if neither
+    its id. If it has no state, the directory next to Spark's own files is used. Raises ``MissingFileError`` if neither
     has state.
     """
     given = dict(options or {})
@@ -94,8 +94,8 @@ def find_state(
             return StatePlace(checkpoint.location, storage.location, given)
     raise MissingFileError(
         f"No state of a query is kept at {' or '.join(places)}: there is no query.json. Give the checkpoint location "
-        "of a query "
-        "with operators of the state store, and state_location= if spark.statestore.location was set when it ran."
+        "of a query with operators of the state store, and state_location= if spark.statestore.location was set when "
+        "it ran."
     )
 
 
@@ -104,8 +104,8 @@ class StateVersions:
     """The versions of a query's state, as its storage showed them at one moment.
 
     ``chain`` has a manifest per version. ``completed`` is the version after the last batch that Spark has committed.
-    ``damages`` says by path what is wrong with manifests that were passed over: the chain may not have their versions.
-    Then ``loadable`` has the versions that can be loaded all the same.
+    ``damages`` has, by path, the faults of manifests that were skipped: the chain may not have their versions. Then
+    ``loadable`` has the versions that can still be loaded.
     """
 
     place: StatePlace
@@ -126,8 +126,8 @@ class StateVersions:
     ) -> StateVersions:
         """Read the manifests. Raises ``MissingFileError``, ``DamagedFileError``.
 
-        ``passes_over_damage`` is for those who tell people what is whole and what is not (``damages``): only damage of
-        the newest manifest, without which nobody knows which others count, is an error then.
+        ``passes_over_damage`` is for callers that report damage to people (``damages``). Then only damage of the newest
+        manifest is an error, because without it the valid ones among the others are unknown.
         """
         storage = open_storage(place.state_location, place.options)
         log = ManifestLog(storage, "reader")
@@ -138,7 +138,7 @@ class StateVersions:
         attempt = 0
         while True:
             attempt += 1
-            # The commits before the manifests: a committed batch has a manifest.
+            # Read the commits before the manifests: a committed batch has a manifest.
             completed = commits.next_batch()
             log.refresh(passes_over_damage=passes_over_damage)
             try:
@@ -151,13 +151,13 @@ class StateVersions:
                 continue
             if log.has_gaps:
                 found = replace(found, loadable=tuple(found._loadable()))
-            # If not even the last completed version is kept, then later versions were completed meanwhile.
+            # If not even the last completed version is kept, then later versions were completed during the look.
             if found.readable or completed == 0 or attempt == LOOKS:
                 return found
 
     @property
     def readable(self) -> Sequence[int]:
-        """Return the versions that can be read. The empty version 0 is one as long as nothing was removed."""
+        """Return the versions that can be read. The empty version 0 is one until something is removed."""
         if self.loadable is not None:
             return self.loadable
         if not self.chain:
@@ -168,7 +168,7 @@ class StateVersions:
         return range(oldest, min(newest, self.completed) + 1)
 
     def _loadable(self) -> Iterator[int]:
-        """Give the completed versions that can be loaded by what a chain with gaps names."""
+        """Yield the completed versions that can be loaded from the files that a chain with gaps names."""
         head = self.chain[max(self.chain)] if self.chain else None
         for first, last in spans(sorted(self.chain)) if head is not None else ():
             assert head is not None
@@ -177,9 +177,9 @@ class StateVersions:
             yield from range(max(start, head.oldest), min(last, self.completed) + 1)
 
     def _loadable_from(self, first: int, last: int) -> int:
-        """Return the first version of a part of the chain that has snapshots to be loaded from in all its partitions.
+        """Return the first version of a part of the chain that has loadable snapshots in all its partitions.
 
-        It is above the last one where there is none.
+        The result is above the last version if there is none.
         """
         starts = [
             _first_start(chains.lineage(self.chain, last, chains.layout_of(name, entry), p, self.key_groups), first)
@@ -198,17 +198,17 @@ class StateVersions:
         return self.chain[max(self.chain)].oldest if self.chain else 0
 
     def base(self, lineage: Lineage) -> int:
-        """Return the version of the snapshot from which a partition is kept; -1 if it is kept from its beginning.
+        """Return the version of the snapshot that a partition is kept from; -1 if it is kept from its beginning.
 
         Changelogs that lead to that snapshot, and older snapshots and layouts, are removed, or will be.
         """
         return max((ref.version for ref in lineage.snapshots if ref.version <= self.oldest), default=-1)
 
     def resolve(self, version: int | None) -> int:
-        """Return the version asked for; None asks for the last completed one.
+        """Return the requested version; None requests the last completed one.
 
-        Raises ``VersionNotFoundError`` with the versions that exist, and ``DamagedFileError`` where the last completed
-        one cannot be read because of a manifest that was passed over.
+        Raises ``VersionNotFoundError`` with the versions that exist, and ``DamagedFileError`` if the last completed one
+        cannot be read because of a manifest that was skipped.
         """
         there = self.readable
         if version is None:
@@ -219,14 +219,15 @@ class StateVersions:
                 )
             if not there and self.completed == 0:
                 raise VersionNotFoundError(
-                    f"No batch of {self.place.checkpoint_location} is committed yet, so there is no completed version "
-                    f"of the state at {self.place.state_location}. Start the query, and wait for its first batch."
+                    f"No batch of {self.place.checkpoint_location} is committed yet, so the state at "
+                    f"{self.place.state_location} has no completed version. Start the query, and wait for its "
+                    "first batch."
                 )
             if self.completed not in there:
                 other = "Name one of them with version=, or start the query" if there else "Start the query"
                 raise VersionNotFoundError(
-                    f"Spark's commits at {self.place.checkpoint_location} say that version {self.completed} is the "
-                    f"last completed one, but at {self.place.state_location} {self._there()}. {other}: it recovers "
+                    f"Spark's commits at {self.place.checkpoint_location} say that the last completed version is "
+                    f"{self.completed}, but at {self.place.state_location} {self._there()}. {other}: it recovers "
                     "what it can, or says what is missing."
                 )
             return there[-1]
@@ -249,11 +250,11 @@ class StateVersions:
         if not there and self.chain and self.completed:
             return f"the versions from {self.chain[max(self.chain)].oldest} to {max(self.chain)} are kept"
         if not there:
-            return "there is no completed version"
+            return "no version is completed"
         return f"there are the versions {named(there)}" if len(there) > 1 else f"there is version {there[0]}"
 
     def operators(self, version: int) -> Mapping[str, OperatorEntry]:
-        """Return the operators at a readable version. The empty version 0 is taken to have those of the first one."""
+        """Return the operators at a readable version. The empty version 0 counts as having those of the first one."""
         return self.chain[version if version in self.chain else min(self.chain)].operators
 
     def entry(self, operator: str, version: int) -> OperatorEntry:
@@ -261,9 +262,8 @@ class StateVersions:
         operators = self.operators(version)
         if operator not in operators:
             raise InvalidStateStoreArgument(
-                f"There is no operator {operator!r} in version {version} of the state at {self.place.state_location}; "
-                "there "
-                f"are {', '.join(map(repr, sorted(operators)))}."
+                f"Operator {operator!r} does not exist in version {version} of the state at "
+                f"{self.place.state_location}; there are {', '.join(map(repr, sorted(operators)))}."
             )
         return operators[operator]
 
@@ -307,7 +307,7 @@ class StateVersions:
         return Reading(self.place, operator, end, schema, tuple(pieces), self.key_groups, entry.num_partitions)
 
     def pieces(self, operator: str, entry: OperatorEntry, version: int) -> Iterator[Piece]:
-        """Give the partitions of an operator at a version, whose entry this is."""
+        """Yield the partitions of an operator at a version, whose entry this is."""
         layout: Layout = chains.layout_of(operator, entry)
         for p in range(layout.num_partitions):
             lineage = chains.lineage(self.chain, version, layout, p, self.key_groups)
@@ -315,7 +315,7 @@ class StateVersions:
 
 
 def _first_start(lineage: Lineage, first: int) -> int | None:
-    """Return the first version from ``first`` on at which a load of a lineage's version may begin; None if none is."""
+    """Return the first version from ``first`` on where a load of a lineage's version may begin; None if none."""
     heads = {ref.version: ref.file.path for ref in lineage.changelogs}
     starts = [s.version for s in lineage.snapshots if s.version >= first and heads.get(s.version) == s.head]
     below = lineage.rescaled
@@ -326,7 +326,7 @@ def _first_start(lineage: Lineage, first: int) -> int | None:
 
 
 def spans(versions: Iterable[int]) -> list[tuple[int, int]]:
-    """Return ascending versions as the first and the last of those without a gap between them."""
+    """Return ascending versions as pairs: the first and last version of each stretch without a gap."""
     found: list[tuple[int, int]] = []
     for version in versions:
         if found and found[-1][1] == version - 1:
@@ -341,7 +341,7 @@ def named(versions: Iterable[int]) -> str:
     return " and ".join(f"{a} to {b}" if a < b else f"{a}" for a, b in spans(versions))
 
 
-# Times at which each version of a query's state was completed, and so the version that was seen at a time.
+# Times when each version of a query's state was completed, and so the version that was visible at a time.
 
 
 @dataclass(frozen=True)
@@ -349,8 +349,8 @@ class VersionTimes:
     """The versions that can be read, ascending, and when each was completed, in ms since 1970.
 
     The next version's manifest says when a version was completed. Of the last version, and of one after which the
-    coordinator was replaced, the history of checkpoints does, 10 s later at most. Where neither does, the time counts
-    at which Spark committed the batch, a moment before. The empty version 0 was always there.
+    coordinator was replaced, the history of checkpoints does, 10 s later at most. If neither does, the time of Spark's
+    commit of the batch counts, which is a moment before. The empty version 0 has always existed.
     """
 
     location: str
@@ -386,7 +386,7 @@ class VersionTimes:
             "none is kept" if not self.versions else f"version {self.versions[0]}, of {_in_words(self.completed_ms[0])}"
         )
         return VersionNotFoundError(
-            f"Nobody knows what the state at {self.location} was at {_in_words(ms)}: the first version that is kept is "
+            f"The state at {self.location} as of {_in_words(ms)} is unknown: the first version that is kept is "
             f"{first}. More are kept with a higher min_versions_to_retain (StateStoreConf)."
         )
 
@@ -416,7 +416,7 @@ class _OtherTimes:
 
 
 def ms_of(time: str | datetime) -> int:
-    """Return a time in ms since 1970. A text is of ISO 8601; without a zone the time is UTC.
+    """Return a time in ms since 1970. A string has the format ISO 8601; without a zone the time is UTC.
 
     Raises ``InvalidStateStoreArgument``.
     """
@@ -426,7 +426,7 @@ def ms_of(time: str | datetime) -> int:
         return int(aware.timestamp() * 1000)
     except (AttributeError, TypeError, ValueError) as error:
         raise InvalidStateStoreArgument(
-            f'as_of={time!r} is no time: give a datetime, or a text such as "2026-01-01T00:00:00" (UTC).'
+            f'as_of={time!r} is not a time: give a datetime, or a string such as "2026-01-01T00:00:00" (UTC).'
         ) from error
 
 

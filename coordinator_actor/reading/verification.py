@@ -1,7 +1,9 @@
-"""Reads every file from which a version can be loaded, and says which are damaged, and whether it still can be.
+"""Reads every file that a version can be loaded from.
 
-Nothing is written or locked. A version has more files than its newest snapshots need: with an older snapshot and the
-changelogs after it, a damaged newer one is got round.
+Reports damaged files, and whether the version can still be loaded.
+
+Nothing is written or locked. A version has more files than its newest snapshots need: an older snapshot and the
+changelogs after it can replace a damaged newer one.
 """
 
 from __future__ import annotations
@@ -25,12 +27,12 @@ from coordinator_actor.reading.stored_files import opened_partition
 from coordinator_actor.reading.stored_versions import Piece, StateVersions
 
 VERIFY_THREADS = 8
-"""Files that are read at once. Changelogs are held in memory meanwhile, files of snapshots are not."""
+"""Files that are read at once. Changelogs are held in memory during the read, files of snapshots are not."""
 
 
 @dataclass(frozen=True)
 class Damage:
-    """A file that is not as it was written. ``path`` is below the state location; ``version`` is the file's own.
+    """A file that differs from what was written. ``path`` is below the state location; ``version`` is the file's own.
 
     For a file that shares an object with others, ``path`` is the object's. A manifest has no operator, a schema no
     partition.
@@ -65,7 +67,7 @@ class Verification:
 
 @dataclass(frozen=True)
 class _File:
-    """A changelog with the path of the one below it, where that is known, or a snapshot; in the partition it is of."""
+    """A changelog with the path of the one below it, if known, or a snapshot; and its partition."""
 
     operator: str
     partition: int
@@ -106,14 +108,14 @@ def verify_version(
     progress: Callable[[int, int], None] = lambda done, total: None,
     open_storage: OpenStorage = CheckpointStorage.open,
 ) -> Verification:
-    """Read all files from which a version (None: the last completed one) can be loaded, each once.
+    """Read all files that a version (None: the last completed one) can be loaded from, each once.
 
-    Manifests that ``versions`` was to pass over are named among the damages, and so are schemas. A program that
-    declares the same operators runs without the files of their schemas.
+    Damages include manifests that ``versions`` was to skip, and schemas. A program that declares the same operators
+    runs without the files of their schemas.
 
-    ``reads_rows`` also loads every partition, as a host would, and reads all its pairs. ``progress`` hears how many
-    files of how many are read; descriptors of snapshots name more while they are read. Memory grows with the number of
-    files. Raises ``VersionNotFoundError``, ``StorageError`` if storage cannot be asked.
+    ``reads_rows`` also loads every partition, as a host would, and reads all its pairs. ``progress`` is called with the
+    number of files read and the total, which grows as descriptors of snapshots are read. Memory grows with the number
+    of files. Raises ``VersionNotFoundError``, ``StorageError`` if storage cannot be reached.
     """
     at = versions.resolve(version)
     storage = open_storage(versions.place.state_location, versions.place.options)
@@ -146,7 +148,7 @@ def verify_version(
         for done, (path, part, read) in enumerate(zip(parts, parts.values(), second, strict=True), len(files) + 1):
             note(path, part.ref.stored_in, part.of, read)
             progress(done, len(files) + len(parts))
-        # A damaged index keeps no version from being loaded: it is there for a version without a manifest.
+        # A damaged index does not prevent a load: it is only for a version without a manifest.
         groups = {f.stored_in: f for f in files.values() if f.changelog is not None and f.stored_in != f.path}
         sizes = dict(storage.list(GROUPS_DIRECTORY)) if groups else {}
         for path, of, what in zip(
@@ -171,7 +173,7 @@ def verify_version(
 
 
 def damages_of_manifests(versions: StateVersions) -> tuple[Damage, ...]:
-    """Return the damages of the manifests that were passed over."""
+    """Return the damages of the manifests that were skipped."""
     return tuple(Damage(path, None, None, None, what) for path, what in versions.damages.items())
 
 
@@ -188,7 +190,7 @@ def _damaged_schemas(versions: StateVersions, operators: Mapping[str, OperatorEn
 
 
 def _damaged_records(storage: CheckpointStorage) -> list[Damage]:
-    """Return the damages of the other records. A query does not start where one that it needs is damaged."""
+    """Return the damages of the other records. A query does not start if one that it needs is damaged."""
     records, damages = RecordFiles(storage), list[Damage]()
 
     def note(path: str, error: DamagedFileError) -> None:
@@ -206,14 +208,14 @@ class AnyRecord(Struct):
 
 def _files(versions: StateVersions, operator: str, partition: int, lineage: Lineage) -> Iterator[_File]:
     kept_from = versions.base(lineage)
-    base, below = None, 0  # below the first version there is nothing
+    base, below = None, 0  # there is nothing below the first version
     if lineage.rescaled is not None:
         base, below = lineage.rescaled.head, lineage.rescaled.version
         for source in lineage.rescaled.sources if kept_from < 0 else ():
             yield from _files(versions, operator, _partition_of(source.directory), source.lineage)
     for ref in lineage.changelogs:
         if ref.version > kept_from:
-            # Where a manifest is damaged, the version below may not be known.
+            # If a manifest is damaged, the version below may be unknown.
             yield _File(operator, partition, changelog=ref, base=base, knows_base=below == ref.version - 1)
         base, below = ref.file.path, ref.version
     for held in lineage.snapshots:
@@ -227,7 +229,7 @@ def _partition_of(directory: str) -> int:
 
 
 def _check(storage: CheckpointStorage, file: _File) -> tuple[int, str | None, SnapshotDescriptor | None]:
-    """Return how many bytes were read, what is damaged, and what the file is if it describes a snapshot."""
+    """Return the number of bytes read, the damage, and the descriptor if the file describes a snapshot."""
     try:
         if file.changelog is not None:
             return _check_changelog(storage, file, file.changelog), None, None
@@ -271,7 +273,7 @@ def _check_changelog(storage: CheckpointStorage, file: _File, ref: ChangelogRef)
 
 
 def _is_loadable(versions: StateVersions, lineage: Lineage, bad: set[str]) -> bool:
-    """Return whether files that are sound lead to the version, as loading looks for them."""
+    """Return whether sound files lead to the version, by the same search as loading."""
     kept_from = versions.base(lineage)
     heads = {ref.version: ref.file.path for ref in lineage.changelogs}
     starts = [
@@ -282,7 +284,7 @@ def _is_loadable(versions: StateVersions, lineage: Lineage, bad: set[str]) -> bo
         and ref.file.path not in bad
     ]
     if kept_from >= 0:
-        pass  # what lies below is removed, or will be
+        pass  # everything below is removed, or will be
     elif lineage.rescaled is not None:
         if all(_is_loadable(versions, source.lineage, bad) for source in lineage.rescaled.sources):
             starts.append(lineage.rescaled.version)

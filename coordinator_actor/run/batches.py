@@ -1,15 +1,15 @@
 """The micro-batch of a run that is under way: which of its tasks have acknowledged their changes.
 
-A prepared batch may come again: Spark tries a task once more, or a ``foreachBatch`` function runs the plan twice. The
-attempt that was acknowledged last counts, so it takes another manifest. Spark's stage tells the two apart:
+A prepared batch may be repeated: Spark retries a task, or a ``foreachBatch`` function runs the plan twice. The attempt
+that was acknowledged last counts, so it needs another manifest. Spark's stage distinguishes the two cases:
 
-- A task that is tried again comes in its old stage. Its manifest is written before it is answered.
-- A plan that runs again comes in a new stage, with all tasks of an operator or with some. It has one manifest: when the
-  last task has come, or, if it comes in part, when the version completes.
+- A retried task has its old stage. Its manifest is written before it is answered.
+- A plan that runs again has a new stage, with all tasks of an operator or with some. It has one manifest: when the last
+  task has come, or, if only some come, when the version completes.
 
-A stage is new if a lower one is known of that task. Of a task whose stage is not known, none is new. Manifests say the
-stage of each task. After a restart a host's report of a higher stage counts for more than the manifest, and one of the
-same stage does not: two hosts may report attempts of one stage, and the manifest knows which was the last.
+A stage is new if a lower one is known for that task. If the stage of a task is not known, no stage of it is new.
+Manifests record the stage of each task. After a restart a host's report of a higher stage overrides the manifest, and
+one of the same stage does not: two hosts may report attempts of one stage, and the manifest knows which was the last.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class RunningBatch:
     ``highest_opened`` is the highest batch id that a host has opened, -1 before the first. ``pending`` is the
     checkpoint that is being acknowledged, ``prepared`` the last one whose manifest was written, until its version is
     completed. ``prepare(version, checkpoint id, changes)`` writes the manifest. The lock of the run guards everything
-    here. What was refused with an error has changed nothing here. Memory grows with the number of tasks.
+    here. A call that raises an error has changed nothing here. Memory grows with the number of tasks.
     """
 
     def __init__(
@@ -63,11 +63,11 @@ class RunningBatch:
         self._tasks = tuple(tasks)
         self._prepare = prepare
         self._warned_of: int | None = None
-        # The stage in which each task has acknowledged the version last, where it is known.
+        # The stage of each task's last acknowledgement of the version, if known.
         self._stages: dict[TaskKey, int] = {}
-        # Of the prepared version: what has come again and no manifest names yet, with the seconds that it took,
+        # Of the prepared version: repeated changes that no manifest names yet, with their duration in seconds,
         self._repeated: dict[TaskKey, tuple[PartitionEntry, float]] = {}
-        # the tasks that are still to come in the stage in which the plan runs again, and that stage of each operator.
+        # the tasks that are still to come in the stage that runs the plan again, and that stage of each operator.
         self._awaited: set[TaskKey] = set()
         self._repeating: dict[str, int] = {}
         self._may_wait = True
@@ -81,7 +81,7 @@ class RunningBatch:
         )
 
     def opened(self, batch_id: int) -> None:
-        """Take note that a host has opened a batch, as it reports or by its acknowledgement."""
+        """Record that a host has opened a batch, as it reports directly or by its acknowledgement."""
         self.highest_opened = max(self.highest_opened, batch_id)
 
     def begin(self, batch_id: int) -> None:
@@ -94,7 +94,7 @@ class RunningBatch:
     # -- what is known -------------------------------------------------------------------------
 
     def acknowledged(self, version: int) -> dict[TaskKey, PartitionEntry]:
-        """Return the changes that were acknowledged of a version that is not completed yet: the last of each task."""
+        """Return the acknowledged changes of a version that is not completed yet: the last of each task."""
         if self._is_prepared(version):
             assert self.prepared is not None
             return {**self.prepared.states, **{task: entry for task, (entry, _) in self._repeated.items()}}
@@ -103,25 +103,25 @@ class RunningBatch:
         return {}
 
     def is_taken(self, version: int, task: TaskKey, entry: PartitionEntry) -> bool:
-        """Return whether these are the changes of a prepared version that a task has acknowledged last."""
+        """Return whether these are a task's last acknowledged changes of a prepared version."""
         return self._is_prepared(version) and self._last(task) == entry
 
     def is_named(self, task: TaskKey) -> bool:
-        """Return whether a manifest of the prepared version names what the task has acknowledged last."""
+        """Return whether a manifest of the prepared version names the last acknowledged changes of a task."""
         return task not in self._repeated
 
     def is_newer(self, task: TaskKey, stage: int | None) -> bool:
-        """Return whether a stage of a task is known to come after the one in which the task has acknowledged last."""
+        """Return whether a stage of a task is known to be later than the stage of its last acknowledgement."""
         return stage is not None and stage > self._stages.get(task, stage)
 
     @property
     def is_repeated(self) -> bool:
-        """Return whether tasks of the prepared version have come again that no manifest names yet."""
+        """Return whether tasks of the prepared version were repeated and no manifest names their changes yet."""
         return bool(self._repeated)
 
     @property
     def stages(self) -> Mapping[TaskKey, int]:
-        """Return the stage in which each task has acknowledged the version last, where it is known."""
+        """Return the stage of each task's last acknowledgement of the version, if known."""
         return MappingProxyType(self._stages)
 
     def _is_prepared(self, version: int) -> bool:
@@ -145,8 +145,8 @@ class RunningBatch:
         """Take the changes of partitions. The last missing ones write the manifest. Return whether one names them.
 
         Changes of a prepared version make another manifest with a higher id; see the head of this file for when.
-        ``durations`` are in seconds, ``stages`` are Spark's stage ids, where they are known. What goes over all tasks
-        is done for a manifest and for a new stage, not for every message.
+        ``durations`` are in seconds, ``stages`` are Spark's stage ids, if known. Loops over all tasks run for a
+        manifest and for a new stage, not for every message.
         """
         with self._noted(stages) as earlier:
             if self._is_prepared(version):
@@ -169,8 +169,8 @@ class RunningBatch:
             self._start(version, kept, f"it could not be completed: {error}")
             raise
         if batch.is_discarded and batch.completed is None:
-            # The lease of the driver has run out meanwhile, which waits for nobody.
-            raise RetiredRunError(f"Run {self._run_id} is over: its checkpoint {batch.id} was given up.")
+            # The lease of the driver, which waits for no lock, has expired in between.
+            raise RetiredRunError(f"Run {self._run_id} is over: its checkpoint {batch.id} was cancelled.")
         return self.pending is None
 
     def _acknowledge_again(
@@ -197,7 +197,7 @@ class RunningBatch:
         return not self._repeated
 
     def end_repeat(self) -> None:
-        """Write the manifest of a version that has come again in part: what did not come again stays as it was.
+        """Write the manifest of a version that was repeated in part: the other partitions stay as they were.
 
         If it cannot be written, nothing has changed, and the next call writes it under another id.
         """
@@ -206,9 +206,11 @@ class RunningBatch:
             self._awaited = set()
 
     def wait_no_more(self) -> None:
-        """Write what no manifest names yet, and from now on write a manifest before each answer: the run is replaced.
+        """Write all changes that no manifest names yet.
 
-        What is acknowledged and named by no manifest would be lost with the run.
+        From now on write a manifest before each answer: the run is replaced.
+
+        Acknowledged changes that no manifest names would be lost with the run.
         """
         self._may_wait = False
         self.end_repeat()
@@ -225,7 +227,7 @@ class RunningBatch:
                 self._receive(batch, task, entry, duration)
             if batch.completed is None:
                 raise InvalidRequestError(
-                    f"Checkpoint {batch.id} of run {self._run_id} was given up; the run has ended."
+                    f"Checkpoint {batch.id} of run {self._run_id} was cancelled; the run has ended."
                 )
         except BaseException as error:
             self.checkpoints.cancel_checkpoint(batch.id, f"its manifest could not be written: {error}")
@@ -239,7 +241,7 @@ class RunningBatch:
 
     @contextmanager
     def _noted(self, stages: Mapping[TaskKey, int]) -> Iterator[dict[TaskKey, int]]:
-        """Note the stages, unless the block fails. Give those of the same tasks that were known before."""
+        """Record the stages, unless the block fails. Yield the earlier known stages of the same tasks."""
         earlier = {task: self._stages[task] for task in stages if task in self._stages}
         self._stages.update({task: max(stage, earlier.get(task, stage)) for task, stage in stages.items()})
         try:
@@ -251,7 +253,7 @@ class RunningBatch:
             raise
 
     def _start(self, version: int, states: Mapping[TaskKey, PartitionEntry], why: str = "") -> PendingCheckpoint:
-        """Begin a checkpoint. One that is pending is given up: ``why``, or because of the batch that has begun."""
+        """Begin a checkpoint. A pending one is cancelled: ``why``, or because of the batch that has begun."""
         if self.pending is not None:
             self.checkpoints.cancel_checkpoint(self.pending.id, why or f"batch {version - 1} has begun")
         self.pending = self.checkpoints.trigger_checkpoint(states=states, properties={"version": version})
@@ -261,12 +263,12 @@ class RunningBatch:
         self._prepare(checkpoint.properties["version"], checkpoint.id, checkpoint.states)
         self.pending, self.prepared = None, checkpoint
 
-    # -- going on ------------------------------------------------------------------------------
+    # -- advancing --------------------------------------------------------------------------------
 
     def restore_prepared(self, manifest: Manifest) -> None:
-        """Take up a version that was prepared before the coordinator was restarted.
+        """Recover a version that was prepared before the coordinator was restarted.
 
-        The manifest knows better than the hosts which attempts were the last ones, but for those of a later stage.
+        The manifest, not the hosts, determines the last attempts, except those of a later stage.
         """
         changes = changes_in(manifest)
         self.prepared = CompletedCheckpoint(
@@ -285,7 +287,7 @@ class RunningBatch:
         self._stages, self._repeated, self._awaited, self._repeating = {}, {}, set(), {}
 
     def give_up(self, why: str) -> None:
-        """Give the pending checkpoint up."""
+        """Cancel the pending checkpoint."""
         if self.pending is not None:
             self.checkpoints.cancel_checkpoint(self.pending.id, why)
             self.pending = None
@@ -305,19 +307,19 @@ class RunningBatch:
         )
 
 
-# Reads of Spark's commit log and offset log: each is made once, beside the messages that need it, without a lock.
+# Reads of Spark's commit log and offset log: each is made once, outside the lock and in parallel to the messages.
 #
 # A batch waits for two writes, its changes and its manifest. Before them its first task needs two facts: the batch
 # before is committed, and the times of its own batch. The driver reports a committed batch while Spark plans the next
-# one, so that the first fact is known when the tasks come. Callers that need the same answer at the same time share
-# one request.
+# one, so that the first fact is known when the tasks come. Callers that need the same answer at the same time share one
+# request.
 
 
 T = TypeVar("T")
 
 
 class _SingleFlight(Generic[T]):
-    """One request for all threads that ask for the same batch, and its answer until one asks for another batch."""
+    """One request for all threads that ask for the same batch, and its answer until another batch is requested."""
 
     def __init__(self, ask: Callable[[int], T]) -> None:
         self._ask = ask
@@ -335,7 +337,7 @@ class _SingleFlight(Generic[T]):
                 answer = self._answer
             if is_ours:
                 return self._asked(batch_id, answer)
-            # The thread that asked raises its error, and a no may be older than this call: then ask again.
+            # The thread that asked raises its error, and a False may be older than this call: then ask again.
             if answer.exception() is None and (told := answer.result()):
                 return told
 
@@ -368,17 +370,18 @@ class SparkLogs:
         self._times = _SingleFlight(commits.times)
 
     def has(self, batch_id: int) -> bool:
-        """Return whether Spark has committed a batch. While a run lasts, what is committed stays so."""
+        """Return whether Spark has committed a batch. During a run, a committed batch stays committed."""
         return self._committed.at(batch_id)
 
     def times(self, batch_id: int) -> BatchTimes:
-        """Return the times of a batch that Spark has planned. Raises what ``SparkCommits.times`` raises."""
+        """Return the times of a batch that Spark has planned. Raises the errors of ``SparkCommits.times``."""
         return self._times.at(batch_id)
 
     def ahead(self, batch_id: int, *, is_before_open: bool, uses_time: bool) -> None:
-        """Read what opening a batch needs, both at the same time: is the batch before committed, and the batch's times.
+        """Read what opening a batch needs, both at the same time: whether the batch before is committed, and the
+        batch's times.
 
-        Raises what ``has`` and ``times`` raise.
+        Raises the errors of ``has`` and ``times``.
         """
         if not is_before_open:
             if uses_time:
@@ -408,7 +411,7 @@ class LoggedTimes:
         self._known: tuple[int, BatchTimes] | None = None
         self._clock = clock
         self.rose_at: float | None = None
-        """When the watermark was read that counts still, by the clock of the coordinator."""
+        """When the current watermark was first read, by the clock of the coordinator."""
 
     @property
     def last(self) -> BatchTimes | None:
@@ -439,26 +442,25 @@ class LoggedTimes:
         return self._uses_time and (known is None or known[0] != batch_id)
 
 
-# The time since which Spark works on a batch, as the driver reports it.
+# The time since Spark began to work on a batch, as the driver reports it.
 #
-# The checkpoint of a batch begins when a task opens the state. Before that Spark plans the batch and reads the
-# source; after the last acknowledgement the sink writes. By the checkpoint alone it would look as if no batch ran
-# meanwhile.
+# The checkpoint of a batch begins when a task opens the state. Before that Spark plans the batch and reads the source;
+# after the last acknowledgement the sink writes. The checkpoint alone would suggest that no batch runs in these phases.
 
 
 class SparkAtWork:
-    """The reports of a run's driver, in a heartbeat a second. The lock of the run must be held for ``heard`` alone."""
+    """The reports of a run's driver, in a heartbeat a second. The lock of the run must be held only for ``heard``."""
 
     def __init__(self) -> None:
         self.pace: InputPace | None = None
         """The pace of the input in the last batch that the driver knows."""
         # The completed version, and since when Spark is at the batch after it;
         self._running: tuple[int, float] | None = None
-        # the version that was completed last, and since when Spark was at its batch. Others may read beside ``heard``.
+        # the version that was completed last, and since when Spark was at its batch. Others may read during ``heard``.
         self._made: tuple[int, float] | None = None
 
     def heard(self, is_at_work: bool, completed: int, now: float) -> None:
-        """Take note of a heartbeat. ``completed`` is the completed version: after it, another batch is at work."""
+        """Record a heartbeat. ``completed`` is the completed version: after it, another batch is at work."""
         running = self._running
         if running is not None and completed == running[0] + 1:
             self._made = (completed, running[1])

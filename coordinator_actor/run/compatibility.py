@@ -1,4 +1,4 @@
-"""Says whether a program may go on from the stored state of a query, or every reason why not, with both sides named."""
+"""Checks whether a program may continue a query's stored state; lists every reason why not, naming both sides."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from coordinator_actor.run.versions import tasks_of
 
 
 def refusal_of(run: QueryState, stored: QueryFile | None, place: CheckpointPlace | None) -> str | None:
-    """Return why the run may not go on from the stored state, or None. Reads storage; changes nothing.
+    """Return why the run may not continue from the stored state, or None. Reads storage; changes nothing.
 
-    ``stored`` and ``place`` are what the state says of its query and of its checkpoint's place.
+    ``stored`` and ``place`` are the state's records of its query and of its checkpoint's place.
     """
     registration = run.registration
     where = registration.state_location
@@ -39,16 +39,15 @@ def refusal_of(run: QueryState, stored: QueryFile | None, place: CheckpointPlace
     if stored is not None and stored.query_id != registration.query_id:
         return (
             f"The state at {where} belongs to query {stored.query_id}, and this is query {registration.query_id}: the "
-            "checkpoint's metadata file was replaced or the directory shared. Use a checkpoint location of its own."
+            "checkpoint's metadata file was replaced or the directory shared. Use a separate checkpoint location."
         )
     refusal = place_refusal(run, place)
     if refusal is not None:
         return refusal
     if stored is not None and stored.key_groups != registration.key_groups:
         return (
-            f"The state at {where} has {stored.key_groups} key groups, fixed when it was first made, and the program "
-            "asks for "
-            f"{registration.key_groups}; set spark.statestore.keyGroups={stored.key_groups}."
+            f"The state at {where} has {stored.key_groups} key groups, fixed when it was created, and the program "
+            f"asks for {registration.key_groups}; set spark.statestore.keyGroups={stored.key_groups}."
         )
     base = _base(run)
     if base is not None:
@@ -58,11 +57,9 @@ def refusal_of(run: QueryState, stored: QueryFile | None, place: CheckpointPlace
     if run.versions.oldest > run.versions.completed:
         return (
             f"Spark begins {registration.checkpoint_location} with batch {run.versions.completed}, and so needs state "
-            "version "
-            f"{run.versions.completed}, but at {where} versions {run.versions.oldest} to {max(run.versions.chain)} are "
-            "kept: more of Spark's offsets and "
-            "commits were removed than min_versions_to_retain allows for. Restore them, or use a new checkpoint "
-            "location."
+            f"version {run.versions.completed}, but at {where} versions {run.versions.oldest} to "
+            f"{max(run.versions.chain)} are kept: more of Spark's offsets and commits were removed than "
+            "min_versions_to_retain allows for. Restore them, or use a new checkpoint location."
         )
     if run.versions.completed > 0 and run.versions.completed not in run.versions.chain:
         return _missing_version(run, is_known=stored is not None)
@@ -70,7 +67,7 @@ def refusal_of(run: QueryState, stored: QueryFile | None, place: CheckpointPlace
 
 
 def place_refusal(run: QueryState, place: CheckpointPlace | None) -> str | None:
-    """Return why the run may not use a state whose checkpoint is at ``place`` (None: it does not say), or None."""
+    """Return why the run may not use a state whose checkpoint is at ``place`` (None: it has no record), or None."""
     registration = run.registration
     state, here = registration.state_location, registration.checkpoint_location
     if place is None or is_inside(state, here) or place.is_at(here):
@@ -81,14 +78,17 @@ def place_refusal(run: QueryState, place: CheckpointPlace | None) -> str | None:
         f"The state at {state} belongs to the checkpoint at {place.checkpoint_location}, and this one is at {here}: "
         "two checkpoints must not share a state. If the checkpoint was moved, run\n"
         f"  {checkpoint_command('move', here, base, options)}\n"
-        "If this is a copy that is to have a state of its own, run\n"
+        "If this is a copy that needs a separate state, run\n"
         f"  {checkpoint_command('fork', here, base, options)}"
         f"{values_in_words(options)}"
     )
 
 
 def bound_elsewhere(run: QueryState, place: CheckpointPlace | None) -> str | None:
-    """Record where the checkpoint is, unless ``place`` says so already; return why the run may not go on, or None."""
+    """Record where the checkpoint is, unless ``place`` already says so.
+
+    Return why the run may not continue, or None.
+    """
     registration, places = run.registration, run.manifests.places
     if is_inside(registration.state_location, registration.checkpoint_location):
         return None
@@ -101,8 +101,7 @@ def _program_refusal(run: QueryState, base: Manifest) -> str | None:
     if set(declared) != set(base.operators):
         return (
             f"The state at {where} has the operators {_names(base.operators)}, and the program has {_names(declared)}; "
-            "give "
-            "the operators their old names, or use a new checkpoint location."
+            "give the operators their old names, or use a new checkpoint location."
         )
     for spec in declared.values():
         try:
@@ -113,10 +112,10 @@ def _program_refusal(run: QueryState, base: Manifest) -> str | None:
 
 
 def evolved_operators(run: QueryState) -> tuple[OperatorSpec, ...]:
-    """Return the run's operators with their evolved schemas: the stored ones with what the program has changed.
+    """Return the run's operators with their evolved schemas: the stored ones with the program's changes.
 
-    Only for a run that is not refused. The result is the same however often this is called, also for a run that was
-    given these operators already. Reads storage; changes nothing. Raises ``IncompatibleSchemaError``.
+    Only for a run that is not rejected. The result is the same however often this is called, including for a run that
+    already has these operators. Reads storage; changes nothing. Raises ``IncompatibleSchemaError``.
     """
     base = _base(run)
     return tuple(
@@ -125,7 +124,10 @@ def evolved_operators(run: QueryState) -> tuple[OperatorSpec, ...]:
 
 
 def _base(run: QueryState) -> Manifest | None:
-    """Return the manifest of the state that the run goes on from. Changes by versions above it are not known to it."""
+    """Return the manifest of the state that the run continues from.
+
+    The run does not know changes by versions above it.
+    """
     below = [version for version in run.versions.chain if version <= run.versions.completed]
     return run.versions.chain[max(below)] if below else None
 
@@ -155,17 +157,16 @@ def _schema_refusal(run: QueryState, base: Manifest, spec: OperatorSpec, error: 
             "program=dataframe), where function makes the new rows of the old ones."
         )
     return (
-        f"The state of operator {spec.name!r} at {where} cannot be gone on with as the program declares it now. "
-        f"{error} "
-        "Restore the old declaration, put a state variable of another name in its place, or use a new checkpoint "
+        f"The state of operator {spec.name!r} at {where} cannot be continued as the program declares it now. {error} "
+        "Restore the old declaration, replace it with a state variable of another name, or use a new checkpoint "
         "location."
     )
 
 
 def _missing_version(run: QueryState, *, is_known: bool) -> str | None:
-    """Return why the run cannot go on from the completed version, which no manifest names, or None if it can.
+    """Return why the run cannot continue from the completed version, which no manifest names, or None if it can.
 
-    ``is_known``: the state has been of this query before. Then its tasks never ran in the batches since its last
+    ``is_known``: the state already belongs to this query. Then its tasks never ran in the batches since its last
     version, and Spark can repeat these if it still has the first one's offsets.
     """
     completed = run.versions.completed

@@ -1,7 +1,7 @@
 """The history of one run's checkpoints: counted while they are made, and kept in ``history/`` for people.
 
-Nothing of a batch waits for it: records are counted in memory, and written some seconds later by a thread of the
-query's own, many versions at once.
+No batch waits for it: records are counted in memory, and written some seconds later by one of the query's threads, many
+versions at once.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from coordinator_actor.durable.records import MOST_RECORDS, CheckpointRecord, Ch
 from coordinator_actor.messages import MOST_STEPS, Acknowledge, CommitFigures
 
 WRITE_SECONDS = 10.0
-"""How long a record may wait to be written: so much of the history is lost with a coordinator that is killed."""
+"""How long a record may wait to be written. A coordinator that is killed loses this much of the history."""
 
 
 @dataclass
@@ -41,10 +41,10 @@ class _Counted:
 
 @dataclass(frozen=True)
 class Changed:
-    """The records that have come or changed since a mark, by ascending id.
+    """The records that were added or changed since a mark, by ascending id.
 
     ``first`` is the id of the oldest record that is kept, changed or not, None if there is none; ``mark`` is the one to
-    ask with next. ``is_all``: these are all records, since nothing is known of the mark that was asked with.
+    pass next time. ``is_all``: these are all records, because the given mark is unknown.
     """
 
     records: tuple[CheckpointRecord, ...]
@@ -54,11 +54,13 @@ class Changed:
 
 
 class CheckpointHistory:
-    """The last checkpoints of a query, those of earlier runs and coordinators too. Moments are seconds since 1970.
+    """The last checkpoints of a query, including those of earlier runs and coordinators.
 
-    The lock of the run guards what is counted, and must be held for ``begun``, ``acknowledged``, ``prepared`` and
-    ``completed``. ``_lock`` guards the records, and nothing else happens under it. ``_writing`` is held over storage,
-    by whoever writes or tidies up the history, and nobody else takes it.
+    Moments are seconds since 1970.
+
+    The lock of the run guards the counts, and must be held for ``begun``, ``acknowledged``, ``prepared`` and
+    ``completed``. ``_lock`` guards the records, and is held for nothing else. ``_writing`` is held over storage, by the
+    thread that writes or cleans up the history, and is taken for nothing else.
     """
 
     def __init__(self, files: CheckpointRecords, now: float, used: Callable[[], dict[str, int]] = dict) -> None:
@@ -69,7 +71,7 @@ class CheckpointHistory:
         self._records: dict[int, CheckpointRecord] = {}
         self._changed: dict[int, int] = {}  # the number of the last change of each record
         self._num_changes = 0
-        self._name = uuid.uuid4().hex  # marks of another coordinator's history are none of this one
+        self._name = uuid.uuid4().hex  # marks of another coordinator's history are unknown to this one
         self._unwritten = False
         self._is_loaded = False
         self._written = now
@@ -79,11 +81,11 @@ class CheckpointHistory:
     # -- counting ------------------------------------------------------------------------------
 
     def begun(self, version: int, now: float) -> None:
-        """Take note that a host has opened the batch that makes a version."""
+        """Record that a host has opened the batch that makes a version."""
         self._counted.setdefault(version, _Counted(now))
 
     def acknowledged(self, version: int, messages: Sequence[Acknowledge], now: float) -> None:
-        """Take note of accepted changes. The last ones of a partition count, as in the manifest."""
+        """Record accepted changes. The last ones of a partition count, as in the manifest."""
         counted = self._counted.setdefault(version, _Counted(now))
         counted.first = now if counted.first is None else counted.first
         counted.last = now
@@ -95,7 +97,7 @@ class CheckpointHistory:
                 counted.storage.update(message.figures.storage)
 
     def prepared(self, version: int, now: float) -> None:
-        """Take note that a manifest of the version is durable."""
+        """Record that a manifest of the version is durable."""
         self._counted.setdefault(version, _Counted(now)).prepared = now
 
     def completed(self, manifest: Manifest, now: float) -> None:
@@ -111,7 +113,7 @@ class CheckpointHistory:
             self._unwritten = True
 
     def measured(self, manifest: Manifest, full_bytes: int | None) -> None:
-        """Take note of how many bytes loading a completed version takes. It is written with the next record."""
+        """Record the number of bytes that a load of a completed version reads. It is written with the next record."""
         with self._lock:
             record = self._records.get(manifest.id)
             if record is not None:
@@ -149,9 +151,9 @@ class CheckpointHistory:
             return self._unwritten
 
     def write(self, now: float) -> None:
-        """Read what earlier coordinators have left, if that was not done yet, and write what is not written.
+        """Read the records of earlier coordinators, if that was not done yet, and write those that are not written.
 
-        Raises ``StorageError``; then nothing is forgotten, and the next call tries again.
+        Raises ``StorageError``; then nothing is forgotten, and the next call retries.
         """
         with self._writing:
             if not self._is_loaded:
@@ -164,7 +166,7 @@ class CheckpointHistory:
             try:
                 self._files.write(records)
             except FileExistsInStorageError:
-                # Another coordinator has seen the same version completed.
+                # Another coordinator has seen the completion of the same version.
                 self._load()
             except BaseException:
                 with self._lock:
@@ -192,7 +194,7 @@ class CheckpointHistory:
         self._changed = {i: self._changed[i] for i in self._records}
 
     def tidy_up(self, delete_all: Callable[[Sequence[str]], None]) -> None:
-        """Remove the files that newer ones replace, by ``delete_all``."""
+        """Remove the files that newer ones replace, with ``delete_all``."""
         with self._writing:
             paths = self._files.obsolete()
             if paths:

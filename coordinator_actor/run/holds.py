@@ -1,4 +1,4 @@
-"""Lets a run's batches wait while files of its versions are written anew, as when keys are forgotten."""
+"""Holds a run's batches while files of its versions are being rewritten, as when keys are forgotten."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from coordinator_actor.checkpoints.pending_checkpoint import TaskKey
 from coordinator_actor.durable.records import SavepointRecords
 
 TOLD_SECONDS = 60.0
-"""For this many seconds hosts are told again of the version whose files were exchanged: an answer to a heartbeat may be
-lost.
+"""For this many seconds the version whose files were exchanged is announced to hosts again: an answer to a heartbeat
+may be lost.
 """
 
 
@@ -25,8 +25,8 @@ lost.
 class Hold:
     """A hold: its identity, its owner, its end in seconds by the coordinator's clock, and the first batch that waits.
 
-    ``batch_id`` None: no batch waits yet. No snapshot is uploaded, and no file removed: a program that rewrites files
-    of kept versions has files of these versions there that no manifest names yet.
+    ``batch_id`` None: no batch waits yet. During a hold no snapshot is uploaded, and no file removed: a program that
+    rewrites files of kept versions has written files of these versions that no manifest names yet.
     """
 
     id: str
@@ -40,7 +40,7 @@ class Hold:
 
 
 class RewritingHold:
-    """The hold of one run, in memory alone. The lock of the run guards it.
+    """The hold of one run, only in memory. The lock of the run guards it.
 
     If the holder dies, its hold lapses and the run continues. A lapsed hold never comes back, because retention may
     have removed the files that were written under it. So the coordinator exchanges files only under a hold that has
@@ -53,13 +53,16 @@ class RewritingHold:
         self._clean: frozenset[str] = frozenset()
 
     def at(self, now: float) -> Hold | None:
-        """Return the hold; None if there is none. A hold whose time is over ends here, even if the clock goes back."""
+        """Return the hold; None if there is none.
+
+        A hold past its end is dropped here, and stays dropped if the clock goes back.
+        """
         if self._hold is not None and now >= self._hold.until:
             self._hold = None
         return self._hold
 
     def begin(self, holder: str, now: float, seconds: float) -> Hold:
-        """Begin a hold. The same holder gets the hold that it has: its message may have come twice."""
+        """Begin a hold. The same holder gets its existing hold: the message may be a repetition."""
         known = self.at(now)
         is_known = known is not None and known.holder == holder
         self._hold = Hold(known.id if known and is_known else uuid.uuid4().hex, holder, None, now + seconds)
@@ -71,37 +74,37 @@ class RewritingHold:
         return self._hold
 
     def end(self, holder: str) -> None:
-        """Let the batches go on, if this holder has held them."""
+        """Release the batches, if this holder has held them."""
         if self._hold is not None and self._hold.holder == holder:
             self._hold = None
 
     def exchanged(self, now: float) -> None:
-        """Take note that files were exchanged: hosts must hear that the same version has other heads."""
+        """Record that files were exchanged: hosts must learn that the same version has other heads."""
         self._clean = frozenset()
         self._told_until = now + TOLD_SECONDS
 
     def is_to_be_told(self, now: float) -> bool:
-        """Return whether hosts are told of the completed version though they have it."""
+        """Return whether the completed version is announced to hosts that already have it."""
         return now < self._told_until
 
     def note_clean(self, host_id: str) -> None:
-        """Take note that a host has nothing of the files before the exchange any more. Needs no lock."""
+        """Record that a host no longer has any of the files from before the exchange. Needs no lock."""
         if host_id not in self._clean:
             self._clean |= {host_id}
 
     def is_clean(self, host_id: str) -> bool:
-        """Return whether a host has said so since the exchange. Needs no lock."""
+        """Return whether a host has reported that since the exchange. Needs no lock."""
         return host_id in self._clean
 
 
-# Lets a run's batches wait while the run is being stopped with a savepoint.
+# Holds a run's batches while the run is being stopped with a savepoint.
 
 
 class SavepointHold:
     """The hold of one run. The lock of the run guards writes; its record in storage outlives the coordinator.
 
     ``batch_id`` is the first batch that must wait; None if no batch must. ``record_id`` is the savepoint whose record
-    holds the run, where an earlier coordinator has begun the hold.
+    holds the run, if an earlier coordinator has begun the hold.
     """
 
     def __init__(self, records: SavepointRecords) -> None:
@@ -114,17 +117,17 @@ class SavepointHold:
         return self.batch_id is not None and batch_id >= self.batch_id
 
     def begin(self, batch_id: int) -> None:
-        """Let the tasks of a batch wait."""
+        """Hold the tasks of a batch."""
         self.batch_id, self.record_id = batch_id, None
 
     def take_over(self, run_id: str) -> None:
-        """Go on with the hold that an earlier coordinator has begun and not ended, if there is one."""
+        """Take over a hold that an earlier coordinator has begun and not ended, if there is one."""
         hold = self._records.hold_of(run_id)
         if hold is not None:
             self.batch_id, self.record_id = hold.version, hold.checkpoint_id
 
     def end(self) -> None:
-        """Let all batches go on."""
+        """Release all batches."""
         self.batch_id, self.record_id = None, None
 
     def end_recorded(self) -> None:
@@ -138,9 +141,9 @@ class SavepointHold:
 
 
 BUSY_SECONDS = 900.0
-"""How long a load or an upload is believed to go on if nothing more is heard of it."""
+"""Timeout of a load or an upload without renewal, in seconds."""
 FILES_RENEW_SECONDS = 300.0
-"""A load says so often that it goes on: two of these messages may be lost."""
+"""Interval of a load's renewals: two of these messages may be lost."""
 UPLOAD = "upload"
 """The use of files by the upload of a snapshot; a load by the owner of a partition has the owner's host id."""
 
@@ -161,8 +164,8 @@ class FilesInUse:
     """The files of loads and uploads that are under way. The lock of the run guards everything here.
 
     A partition may be loaded several times at once: by its owner, for a savepoint, for readers of older versions. Each
-    is a use of its own, named by whoever loads, and ends no other one. Times are in seconds, by the coordinator's
-    clock. There are as many entries as loads in ``BUSY_SECONDS``; those that are over go when retention looks.
+    is a separate use, named by its loader, and ends no other one. Times are in seconds, by the coordinator's clock.
+    There are as many entries as loads in ``BUSY_SECONDS``; expired entries are dropped when retention looks.
     """
 
     def __init__(self) -> None:
@@ -170,18 +173,18 @@ class FilesInUse:
         self._all_until = -math.inf
 
     def await_renewals(self, now: float) -> None:
-        """Take all files for being used: loads that an earlier coordinator knew of have yet to say that they go on."""
+        """Treat all files as in use: loads that an earlier coordinator knew have yet to renew."""
         self._all_until = now + BUSY_SECONDS
 
     def begin(self, task: TaskKey, use: str, now: float, *, is_rescaling: bool, oldest: float) -> None:
-        """Take note that a host loads a partition with the changelogs of versions from ``oldest`` on.
+        """Record that a host loads a partition with the changelogs of versions from ``oldest`` on.
 
         ``is_rescaling``: from the files of an earlier layout.
         """
         self._uses[task, use] = _Use(now + BUSY_SECONDS, is_rescaling, oldest)
 
     def renew(self, task: TaskKey, use: str, now: float) -> bool:
-        """Take note that a load goes on. Return False if it is not known, or was given up: then files may be gone."""
+        """Renew a load. Return False if it is not known, or has expired: then files may be gone."""
         known = self._uses.get((task, use))
         if known is None or known.until <= now:
             return False
@@ -189,23 +192,26 @@ class FilesInUse:
         return True
 
     def end(self, task: TaskKey, use: str, now: float = math.inf) -> bool:
-        """End a load or an upload. Return whether it may have lasted until ``now``: else files may have gone since."""
+        """End a load or an upload.
+
+        Return whether its files were protected until ``now``: else some may have been removed.
+        """
         known = self._uses.pop((task, use), None)
         return now < self._all_until or (known is not None and now < known.until)
 
     def is_uploading(self, now: float) -> bool:
-        """Return whether a snapshot is being uploaded, or may be: an earlier coordinator has known of it."""
+        """Return whether a snapshot is being uploaded, or may be: an earlier coordinator may have known of it."""
         return now < self._all_until or any(use == UPLOAD and held.until > now for (_, use), held in self._uses.items())
 
     def oldest(self, now: float) -> float:
-        """Return the lowest version of which changelogs are being read; infinite if none is.
+        """Return the lowest version with changelogs that are being read; infinite if there is none.
 
-        Groups of changelogs lie in no partition's directory.
+        Groups of changelogs are in no partition's directory.
         """
         return min((use.oldest for use in self._uses.values() if use.until > now), default=math.inf)
 
     def directories(self, layouts: Mapping[str, Layout], now: float) -> tuple[str, ...]:
-        """Return the directories in which nothing may be removed now."""
+        """Return the directories where no file may be removed now."""
         self._uses = {key: use for key, use in self._uses.items() if use.until > now}
         if now < self._all_until or any(use.is_rescaling for use in self._uses.values()):
             # New partitions are being made from the files of the old ones, whichever these are.
@@ -215,8 +221,8 @@ class FilesInUse:
 
 # The known files of a run's partitions in storage, so that not every maintenance has to list directories.
 #
-# Manifests name the files that were needed and are not any more. Only a listing finds files that no manifest has
-# named: files of dead attempts and of earlier coordinators. A listing also shows snapshots that have lost files.
+# Manifests name the files that were needed and no longer are. Only a listing finds files that no manifest has named:
+# files of dead attempts and of earlier coordinators. A listing also shows snapshots that have lost files.
 
 
 LISTED_EVERY = 10
@@ -224,11 +230,11 @@ LISTED_EVERY = 10
 
 
 class KnownFiles:
-    """The files of one run's partitions. Its one maintenance alone uses this.
+    """The files of one run's partitions. Only the run's single maintenance uses this.
 
-    ``paths`` are those that are or were in storage and that this coordinator has not removed since. They are as many as
-    the last listing had, and what manifests have named since. ``_sizes`` are those of the last listing, in bytes, which
-    began when ``_listed`` was the completed version.
+    ``paths`` are those that are or were in storage and that this coordinator has not removed since. Their number is
+    that of the last listing, plus what manifests have named since. ``_sizes`` are those of the last listing, in bytes,
+    which began when ``_listed`` was the completed version.
     """
 
     def __init__(self) -> None:
@@ -255,15 +261,15 @@ class KnownFiles:
         self._maintenances += 1
 
     def list_again(self) -> None:
-        """Have the next ``look`` list: files have come of which no host has told."""
+        """Make the next ``look`` list: there are new files that no host has reported."""
         self._maintenances = 0
 
     def needed(self, paths: Iterable[str]) -> None:
-        """Take note of files that manifests name."""
+        """Add files that manifests name."""
         self.paths.update(paths)
 
     def removed(self, paths: Collection[str]) -> None:
-        """Take note that files are gone."""
+        """Drop files that were removed."""
         self.paths.difference_update(paths)
         for path in paths:
             self._sizes.pop(path, None)
@@ -271,8 +277,8 @@ class KnownFiles:
     def is_whole(self, ref: SnapshotRef, descriptor: SnapshotDescriptor | None) -> bool:
         """Return whether a snapshot can be loaded; not if its descriptor is unknown.
 
-        The last listing must have shown all its files in full size, but for those of later versions: hosts say that a
-        snapshot is there when it is durable.
+        The last listing must have shown all its files in full size, except those of later versions: hosts report a
+        snapshot only when it is durable.
         """
         if descriptor is None:
             return False

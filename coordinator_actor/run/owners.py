@@ -42,15 +42,14 @@ def assign(
     """Return the host of each partition. ``current`` owners are kept if they are among ``hosts``.
 
     ``hosts`` maps host id to node id; a sequence of host ids counts as the hosts of one node. With ``rebalance`` a host
-    keeps no more than its share, so that a new host gets its own share, and no more partitions move than that takes.
-    ``salt``, for example a query id, keeps queries with the same operators and fewer partitions than hosts from using
-    the same hosts. The order of partitions and hosts does not matter. Raises ``UnknownHostError`` if there are no
-    hosts.
+    keeps no more than its share, so that a new host gets a share, with the fewest possible moves. ``salt``, for example
+    a query id, keeps queries with the same operators and fewer partitions than hosts from using the same hosts. The
+    order of partitions and hosts does not matter. Raises ``UnknownHostError`` if there are no hosts.
     """
     nodes = hosts if isinstance(hosts, Mapping) else dict.fromkeys(hosts, "")
     if not nodes:
-        raise UnknownHostError(f"There is no live state store host to own the {len(partitions)} partitions; start one.")
-    # In the order of hashes, so that among equals no node is preferred for its name.
+        raise UnknownHostError(f"No live state store host exists to own the {len(partitions)} partitions; start one.")
+    # In the order of hashes, so that no node is preferred among equals because of its name.
     seed = xxhash.xxh64_intdigest(salt.encode())
     host_hashes = {h: xxhash.xxh64_intdigest(h.encode(), seed) for h in nodes}
     names = sorted(nodes, key=lambda h: (host_hashes[h], h))
@@ -79,8 +78,8 @@ def assign(
 def shares(total: int, loads: Counts, nodes: Sequence[str], *, keep: bool = False) -> Counts:
     """Return how many of ``total`` partitions each host should own.
 
-    ``loads`` is how many each host owns now, ``nodes`` its node. Where shares cannot be equal, the hosts that own most
-    now get one more. Of all shares that are as equal as the head of this file says, these take the fewest moves. With
+    ``loads`` is how many each host owns now, ``nodes`` its node. If shares cannot be equal, the hosts that own most now
+    get one more. Of all shares that are as equal as the head of this file requires, these take the fewest moves. With
     ``keep`` no host gets less than its load; the shares may then exceed ``total``.
     """
     members: defaultdict[str, list[int]] = defaultdict(list)
@@ -119,7 +118,7 @@ def _filled(loads: Counts, share: int) -> Counts:
 
 
 def _even(loads: Counts, share: int) -> Counts:
-    """Divide a node's share among its hosts. Where it cannot be equal, the most loaded hosts get one more."""
+    """Divide a node's share among its hosts. If it cannot be equal, the most loaded hosts get one more."""
     each, more = divmod(share, len(loads))
     result = np.full(len(loads), each, np.int64)
     result[np.argsort(-loads, kind="stable")[:more]] += 1
@@ -196,9 +195,9 @@ class Assignment:
     """The owner of every partition of a run.
 
     ``number`` grows with every change in a run. ``generation`` is that of the set of hosts, ``reports`` the number of
-    reports that are taken into account. ``owners`` has, per operator, an index into ``hosts`` for each partition, or
-    ``NOBODY``. ``of_host`` has the partitions of each host, by host id. ``is_partial``: some partitions have no owner
-    yet, since the host that holds them may still report.
+    reports that were used. ``owners`` has, per operator, an index into ``hosts`` for each partition, or ``NOBODY``.
+    ``of_host`` has the partitions of each host, by host id. ``is_partial``: some partitions have no owner yet, because
+    the host that holds them may still report.
     """
 
     number: int
@@ -249,25 +248,25 @@ class Assignment:
 
 @dataclass(frozen=True)
 class NewOwners:
-    """The partitions that hosts own since the completed ``version`` is the newest, and did not before, by host."""
+    """The partitions that hosts own since the completed version became ``version``, and did not before, by host."""
 
     version: int = 0
     of_host: Mapping[str, frozenset[TaskKey]] = field(default_factory=dict)
 
 
 class RunAssignment:
-    """The assignment of one run, and what is known before the first one is made.
+    """The assignment of one run, and the reports before the first one is made.
 
-    ``current`` is None until the first batch or question. ``reported`` has the hosts that acknowledgements of
-    partitions came from; ``reports`` counts them. ``awaits_reports``: another coordinator has known the run, so hosts
-    may hold partitions of it. ``is_unbalanced``: hosts may have more than their share, and what is to move is not
-    planned yet.
+    ``current`` is None until the first batch or request. ``reported`` has the hosts that acknowledgements of partitions
+    came from; ``reports`` counts them. ``awaits_reports``: another coordinator has known the run, so hosts may hold
+    partitions of it. ``is_unbalanced``: hosts may have more than their share, and the moves are not planned yet.
 
     ``planned`` has the new owner of each partition that is to move from one living host to another: the difference to
-    the target assignment. ``given`` has the completed version at which a host has given partitions away last. Until a
-    later version is completed, that host does not know. ``new_owners`` load what they own before tasks ask for it.
+    the target assignment. ``given`` has the completed version at the time when a host last gave partitions away. Until
+    a later version is completed, that host does not know of it. ``new_owners`` load their partitions before tasks ask
+    for them.
 
-    ``lock`` guards all changes here. Nobody waits for storage while it is held, so clients learn of owners while a
+    ``lock`` guards all changes here. It is not held during requests to storage, so clients learn of owners while a
     query's storage hangs. It is taken after the lock of the run, and before that of the registries.
     """
 
@@ -289,19 +288,19 @@ class RunAssignment:
         return current is not None and not current.is_partial
 
     def report(self, task: TaskKey, host_id: str, *, overrides: bool = False) -> None:
-        """Take note that a host has a partition. The first report counts, unless this one ``overrides`` it."""
+        """Record that a host has a partition. The first report counts, unless this one ``overrides`` it."""
         with self.lock:
             if overrides or task not in self.reported:
                 self.reported[task] = host_id
                 self.reports += 1
 
     def unbalance(self) -> None:
-        """Let the next batch give every host its share."""
+        """Make the next batch give every host its share."""
         with self.lock:
             self.is_unbalanced = True
 
     def change(self, assignment: Assignment, planned: Mapping[TaskKey, str] | None) -> None:
-        """Put an assignment in force, and the moves that are to follow; None if nobody has planned them."""
+        """Activate an assignment, and the planned moves that follow; None if no moves are planned."""
         with self.lock:
             self.current = assignment
             self.planned = planned or {}
@@ -312,7 +311,7 @@ class RunAssignment:
 
 
 class Announcements:
-    """The completed version as hosts are told of it. The lock of the run guards ``prepare`` alone."""
+    """The completed version as it is announced to hosts. The lock of the run guards only ``prepare``."""
 
     def __init__(self, run_id: str, versions: QueryVersions, assignment: RunAssignment) -> None:
         self._run_id = run_id

@@ -1,4 +1,4 @@
-"""Finds the changes of a version that Spark has committed although no manifest of that version was seen.
+"""Finds the changes of a version that Spark has committed without a known manifest of that version.
 
 Hosts may have died together with an earlier coordinator after their acknowledgements. The changelogs are durable, and
 each names its run and its base.
@@ -78,7 +78,7 @@ def stored_changes(
 
 
 def _alone(log: ManifestLog, version: int) -> dict[str, list[tuple[str, int]]]:
-    """Return path and size of the changelogs of a version that are files of their own, by directory, the last first."""
+    """Return path and size of the changelogs of a version in separate files, by directory, the last first."""
     found: dict[str, list[tuple[str, int]]] = {}
     for path, size in reversed(log.storage.list("operators")):
         directory, _, name = path.rpartition("/")
@@ -88,7 +88,7 @@ def _alone(log: ManifestLog, version: int) -> dict[str, list[tuple[str, int]]]:
 
 
 def _grouped(log: ManifestLog, version: int) -> dict[_Commit, PartitionEntry]:
-    """Return the changes of a version that lie in groups, of every run. Reads the indices of that version's groups.
+    """Return the changes of a version in groups, of every run. Reads the indices of that version's groups.
 
     Raises ``DamagedFileError`` if one cannot be read.
     """
@@ -127,7 +127,7 @@ def _stored_changelog(
 
 
 def incomplete_message(batch_id: int, missing: list[TaskKey], total: int) -> str:
-    """Return why a batch that ran only in part, or not at all, stops the query, and how to go on."""
+    """Return why a batch that ran only in part, or not at all, stops the query, and how to continue."""
     did = "consumed only a part of its DataFrame (head, limit, take)" if len(missing) < total else NOT_CONSUMED
     return (
         f"Spark committed batch {batch_id}, but {len(missing)} of {total} state partitions never ran in it "
@@ -139,7 +139,7 @@ NOT_CONSUMED = "did not consume its DataFrame at all"
 
 
 def how_to_repeat(first: int, last: int) -> str:
-    """Return how a user has Spark repeat the batches ``first`` to ``last``, the last that it has committed."""
+    """Return how a user makes Spark repeat the batches ``first`` to ``last``, the last that it has committed."""
     if first == last:
         files = (
             f"commits/{first} and offsets/{first + 1} in the checkpoint location (and commits/.{first}.crc and "
@@ -155,7 +155,7 @@ def how_to_repeat(first: int, last: int) -> str:
     return f"Make it consume all of it in every batch, delete {files}, and start the query again: it repeats {repeats}."
 
 
-# Reads a query's records for the first time, at the registration, with requests side by side where possible.
+# Reads a query's records for the first time, at the registration, with parallel requests if possible.
 
 
 REQUESTS_AT_ONCE = 8
@@ -163,9 +163,9 @@ REQUESTS_AT_ONCE = 8
 
 @dataclass(frozen=True)
 class FirstLook:
-    """The newest claim, the query that the state belongs to, where its checkpoint is, and what Spark has committed.
+    """The newest claim, the query that the state belongs to, the place of its checkpoint, and Spark's commits.
 
-    ``place`` is None also where the state lies in its checkpoint.
+    ``place`` is also None if the state is inside its checkpoint.
     """
 
     newest: EpochFile | None
@@ -180,10 +180,10 @@ def first_look(
     commits: SparkCommits,
     prove: Callable[[CheckpointStorage], None],
 ) -> FirstLook:
-    """Read what decides about a registration, and all manifests. Raises what reading raises.
+    """Read what decides about a registration, and all manifests. Raises the errors of these reads.
 
-    Changes nothing. A state that is the query's own is given to ``prove`` meanwhile, which says by
-    ``UnsupportedLocationError`` that a query cannot be kept there: it is for the caller to ask again.
+    Changes nothing. In parallel, the query's own state is passed to ``prove``, which raises
+    ``UnsupportedLocationError`` if a query cannot be kept there: the caller may retry.
     """
 
     def prove_own() -> None:
@@ -199,7 +199,7 @@ def first_look(
         is_apart = not is_inside(registration.state_location, registration.checkpoint_location)
         place = pool.submit(manifests.places.newest) if is_apart else None
         proof = pool.submit(prove_own)
-        # Spark's commits before the manifests: an older run may go on meanwhile, and a committed batch has a manifest.
+        # Spark's commits before the manifests: an older run may still advance, and a committed batch has a manifest.
         completed = commits.next_batch()
         manifests.refresh(folded.result)
         proof.result()

@@ -1,6 +1,6 @@
 """The removal of files from storage: only files that the newest manifest, which is durable, no longer keeps.
 
-The rules are in ``backends/formats/manifest_chain.py``; this file removes by them.
+The rules are in ``backends/formats/manifest_chain.py``; this file applies them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ log = logging.getLogger(__name__)
 
 
 def remove_garbage(run: QueryState, now: float) -> list[str]:
-    """Plan what the next manifest keeps, and remove what the last one does not keep. Return the removed paths.
+    """Plan what the next manifest keeps, and remove the files that the last one does not keep.
+
+    Return the removed paths.
 
     Raises ``RetiredRunError`` if the run is over, ``FencedError`` if another coordinator has taken over.
     """
@@ -29,8 +31,8 @@ def remove_garbage(run: QueryState, now: float) -> list[str]:
     with run.lock:
         if run.rewriting.at(now) is not None:
             return []
-    # Before each plan: readers of storage record what they look up without telling the coordinator. The version of a
-    # record is the newest completed one, which no plan gives up that was begun before the record was there.
+    # Before each plan: readers of storage record their look-ups without a message to the coordinator. The version of a
+    # record is the newest completed one. A plan that was begun before the record was written keeps that version.
     run.looked_up.look(now, run.lock)
     files.look(storage, versions.completed)
     with run.lock:
@@ -48,17 +50,17 @@ def remove_garbage(run: QueryState, now: float) -> list[str]:
             return []
         in_use = run.files_in_use.directories(versions.layouts, now)
         oldest_in_use = run.files_in_use.oldest(now)
-        # The chain is never changed, only replaced. A load that begins from now on is told of no file that is not kept.
+        # The chain is never changed, only replaced. A load that begins from now on gets only files that are kept.
         chain, refs = versions.chain, _snapshots(run)
         kept = {m.id for m in chain.values()}
         manifests = [*run.manifests.forget(kept), *run.manifests.folds.forget(kept)]
-    # Without the lock, since there may be a million files.
+    # Without the lock: there may be a million files.
     descriptors = _read_descriptors(run, refs)
     found: list[str] = []
     try:
         needed = manifest_chain.needed_files(chain, recorded, lambda s: descriptors[s.file.path].paths, unnamed)
     except KeyError as error:
-        # As long as that snapshot is kept, nobody can tell which files belong to it.
+        # As long as that snapshot is kept, its files are unknown.
         log.warning("Nothing of run %s is removed: the snapshot %s is damaged", run.run_id, error)
     else:
         files.needed(needed)
@@ -75,9 +77,11 @@ def remove_garbage(run: QueryState, now: float) -> list[str]:
 
 
 def tidy_records(run: QueryState) -> None:
-    """Fold manifests, and remove claims and savepoint records that nobody needs: who begins has to read them all.
+    """Fold manifests, and remove claims and savepoint records that are no longer needed: a new coordinator reads them
+    all.
 
-    To be called after ``remove_garbage`` by the same thread, which has seen that nobody has taken over.
+    To be called after ``remove_garbage`` by the same thread, which has checked that no other coordinator has taken
+    over.
     """
     manifests = run.manifests
     with run.lock:
@@ -91,7 +95,7 @@ def tidy_records(run: QueryState) -> None:
 
 
 def loaded_bytes(run: QueryState) -> tuple[Manifest, int | None] | None:
-    """Return the newest completed version, and the bytes of the files from which it is loaded, if they are known."""
+    """Return the newest completed version, and the bytes of the files that it is loaded from, if they are known."""
     with run.lock:
         versions = run.versions
         chain, completed, descriptors = versions.completed_chain, versions.completed, versions.descriptors
@@ -118,7 +122,7 @@ def _snapshots(run: QueryState) -> list[SnapshotRef]:
 
 
 def _read_descriptors(run: QueryState, refs: list[SnapshotRef]) -> Mapping[str, SnapshotDescriptor]:
-    """Return the descriptors of these snapshots by path, and keep them and no others in memory.
+    """Return the descriptors of these snapshots by path, and keep only them in memory.
 
     Each is read once, by ``READERS`` threads. Those of damaged snapshots are left out. Raises ``StorageError``.
     """
@@ -143,7 +147,7 @@ def _read_descriptors(run: QueryState, refs: list[SnapshotRef]) -> Mapping[str, 
             for descriptors in pool.map(lambda parts: dict(read(parts)), unread.values()):
                 found |= descriptors
     with run.lock:
-        # Snapshots may have been taken up meanwhile.
+        # Snapshots may have been added in between.
         added = {path: d for path, d in run.versions.descriptors.items() if path not in held}
         run.versions.keep_descriptors({**found, **added})
     return {**found, **added}

@@ -1,4 +1,4 @@
-"""One registered run of a query. ``QueryState`` owns all facts that the coordinator knows of the run."""
+"""One registered run of a query. ``QueryState`` owns all facts that the coordinator knows about the run."""
 
 from __future__ import annotations
 
@@ -29,25 +29,25 @@ from coordinator_actor.run.owners import Announcements, RunAssignment
 from coordinator_actor.run.recovery import StoredChanges, incomplete_message, stored_changes
 from coordinator_actor.run.versions import NO_STAGES, LookedUpVersions, ManifestWriter, QueryVersions, tasks_of
 
-# The lifetime of one registered run: running, ended and read on, replaced by a newer run, or over.
+# The lifetime of one registered run: running, ended and still read, replaced by a newer run, or over.
 
 
 RECORDS_EVERY = 60
-"""Old claims and savepoint records are looked for in one maintenance of this many."""
+"""One maintenance in this many looks for old claims and savepoint records."""
 
 
 def _share_of(run_id: str) -> float:
-    """Return a share from 0 to 1, by which runs that begin together are maintained one after the other."""
+    """Return a share from 0 to 1, which staggers the maintenance of runs that begin together."""
     return zlib.crc32(run_id.encode()) / (1 << 32)
 
 
 class RunLifetime:
     """The lifetime of a run. Needs no lock: each value is replaced as a whole. Moments are of the coordinator's clock.
 
-    ``driver_seen`` is when the driver was heard of last. ``stopped_at`` is when the query ended: from then on the run
-    changes nothing, and hosts go on answering from its last version, until the run is over (``ended``). ``retired_by``
-    is the newer run that has replaced this one. ``maintained`` is when garbage was removed last; at first a time before
-    the run began, which differs from run to run.
+    ``driver_seen`` is the time of the driver's last message. ``stopped_at`` is when the query ended: from then on the
+    run changes nothing, and hosts continue to answer from its last version, until the run is over (``ended``).
+    ``retired_by`` is the newer run that has replaced this one. ``maintained`` is when garbage was removed last; at
+    first a time before the run began, which differs from run to run.
     """
 
     def __init__(self, registration: QueryRegistration, now: float) -> None:
@@ -60,7 +60,7 @@ class RunLifetime:
         self._maintenances = 0
 
     def seen(self, now: float) -> None:
-        """Take note of a sign of life of the driver."""
+        """Record a message of the driver."""
         self.driver_seen = now
 
     def prolong(self, seconds: float, now: float) -> None:
@@ -68,21 +68,21 @@ class RunLifetime:
         self.driver_seen = min(now, self.driver_seen + seconds)
 
     def maintained_at(self, now: float) -> None:
-        """Take note that garbage is being removed."""
+        """Record that garbage is being removed."""
         self.maintained = now
         self._maintenances += 1
 
     @property
     def records_are_due(self) -> bool:
-        """Return whether this maintenance looks for records that nobody needs any more: the first one, and few more."""
+        """Return whether this maintenance looks for records that are no longer needed: the first one, and few more."""
         return self._maintenances % RECORDS_EVERY == 1
 
     def retire(self, run_id: str) -> None:
-        """Take note that a newer run replaces this one."""
+        """Record that a newer run replaces this one."""
         self.retired_by = run_id
 
     def end(self) -> None:
-        """Take note that the run is over: it may change nothing any more, and nobody reads it."""
+        """Record that the run is over: it may not change anything any more, and can no longer be read."""
         self.ended = True
 
     @property
@@ -106,7 +106,7 @@ class RunLifetime:
         if self.retired_by is not None:
             raise RetiredRunError(
                 f"Run {run.run_id} of query {run.query_id} has been replaced by run {self.retired_by} on the same "
-                f"checkpoint ({run.checkpoint_location}); only the newer one may go on."
+                f"checkpoint ({run.checkpoint_location}); only the newer one may continue."
             )
         if self.ended or self.stopped_at is not None:
             raise RetiredRunError(f"Run {run.run_id} is over; start the query again.")
@@ -115,17 +115,17 @@ class RunLifetime:
 log = logging.getLogger(__name__)
 
 LAG_SECONDS = 5.0
-"""A follower looks about once a second. It is late if its last successful look began longer ago than that."""
+"""A follower looks about once a second. It is late if its last successful look began longer ago than this."""
 
 
 class QueryState:
     """One registered run of a query.
 
-    ``lock`` guards all writes to the run and its parts: ``versions``, ``batch`` and ``files_in_use``. It is held while
-    the run's storage is asked, so messages that must not wait for storage do not take the lock. They read values that
-    are only ever replaced as a whole: the chain and the completed version, the registration, the announcements to
+    ``lock`` guards all writes to the run and its parts: ``versions``, ``batch`` and ``files_in_use``. It is held during
+    requests to the run's storage, so messages that must not wait for storage do not take the lock. They read values
+    that are only ever replaced as a whole: the chain and the completed version, the registration, the announcements to
     hosts, and the lifetime of the run, which they also write. ``assignment``, the checkpoints and ``spark_logs`` have
-    locks of their own. ``is_taken_up``: this coordinator has not claimed the state, and may only read it.
+    separate locks. ``is_taken_up``: this coordinator has not claimed the state, and may only read it.
     """
 
     def __init__(
@@ -164,7 +164,7 @@ class QueryState:
         )
         self.is_taken_up = False
         self.looked_at: float | None = None
-        """When a follower last began to look at storage with success; None of a run that follows no query."""
+        """When a follower's last successful look at storage began; None if the run follows no query."""
         self._writer = ManifestWriter(self.run_id, manifests, self.versions, self.counter, clock)
         self._clock = clock
         self._lag_conf = snapshot_lag or SnapshotLagConf()
@@ -174,7 +174,7 @@ class QueryState:
     # -- what the program declares -------------------------------------------------------------
 
     def adopt(self, operators: tuple[OperatorSpec, ...]) -> None:
-        """Take the declarations with their schemas as they have become over all runs. Nothing else of them differs."""
+        """Take the declarations with their schemas evolved over all runs. Nothing else of them differs."""
         self.registration = msgspec.structs.replace(self.registration, operators=operators)
         self._specs = {o.name: o for o in operators}
         self.schema_ids = {o.name: OperatorSchema.from_json(o.schema).id for o in operators}
@@ -220,30 +220,30 @@ class QueryState:
             )
 
     def lag(self, now: float) -> float:
-        """Return how many seconds ago storage was last looked at by a follower that is late; else 0."""
+        """Return how many seconds ago a late follower last looked at storage; else 0."""
         behind = 0.0 if self.looked_at is None else now - self.looked_at
         return behind if behind > LAG_SECONDS else 0.0
 
     def stop(self, now: float) -> None:
-        """Take note that the query has ended: the run changes nothing any more, and its last version is read on."""
+        """Record that the query has ended: the run changes nothing any more, and its last version can still be read."""
         self.registration = msgspec.structs.replace(self.registration, ended=True)
         self.lifetime.stopped_at = now
 
     # -- beginning -----------------------------------------------------------------------------
 
     def load(self, completed: int) -> None:
-        """Take up the manifests as they were read; ``completed`` is the version that Spark has committed."""
+        """Load the manifests as they were read; ``completed`` is the version that Spark has committed."""
         self.versions.load(self.manifests.chain(), completed)
 
     def take_up(self, completed: int, epoch: int) -> None:
-        """Take up the manifests of a run whose query has ended, as they were read; ``epoch`` is the run's last one.
+        """Load the manifests of a run whose query has ended, as they were read; ``epoch`` is the run's last one.
 
         Claims and writes nothing: the user may have removed the checkpoint, or may start the query elsewhere.
         """
         self.is_taken_up = True
         self.manifests.epochs.current = epoch
         self.load(completed)
-        # What the query has removed is known here from earlier looks.
+        # Files that the query has removed are known here from earlier looks.
         oldest, chain = self.versions.oldest, self.versions.chain
         self.versions.load({v: m for v, m in chain.items() if v >= oldest})
         self.manifests.forget({m.id for m in self.versions.chain.values()})
@@ -252,12 +252,12 @@ class QueryState:
         self.announce()
 
     def claim(self, initial: Mapping[str, Mapping[int, PartitionEntry]] | None) -> None:
-        """Claim the next epoch, take up what storage has then, and complete what Spark has committed.
+        """Claim the next epoch, load what storage has then, and complete what Spark has committed.
 
-        ``initial`` has the files of version 0 of a query that does not begin empty. Raises ``IncompleteBatchError``.
+        ``initial`` has the files of version 0 of a query that begins with state. Raises ``IncompleteBatchError``.
         """
         manifests, versions = self.manifests, self.versions
-        # What a manifest names is in storage.
+        # Files that a manifest names are in storage.
         named = {operator.schema_id for m in versions.chain.values() for operator in m.operators.values()}
         for operator in self.registration.operators:
             if self.schema_ids[operator.name] not in named:
@@ -277,12 +277,12 @@ class QueryState:
     def take_over(self, *, was_known: bool = True) -> None:
         """Begin the work of this run on the claimed state, with a prepared version or a held batch if there is one.
 
-        What an older coordinator may still write counts for nothing from now on. ``was_known``: the run has claimed the
-        state before, so that a savepoint may hold it.
+        Later writes of an older coordinator are ignored. ``was_known``: the run has claimed the state before, so that a
+        savepoint may hold it.
         """
         versions = self.versions
         if self._replace_record():
-            log.info("Run %s goes back to version %d", self.run_id, versions.completed)
+            log.info("Run %s rolls back to version %d", self.run_id, versions.completed)
         following = versions.chain.get(versions.completed + 1)
         if following is not None and following.run_id == self.run_id:
             self.batch.restore_prepared(following)
@@ -290,7 +290,7 @@ class QueryState:
             self._begun_before = versions.completed
         versions.carry_snapshots()
         if self.last_exchange:
-            self.rewriting.exchanged(self._clock())  # an earlier coordinator may not have told all hosts
+            self.rewriting.exchanged(self._clock())  # an earlier coordinator may not have informed all hosts
         self.announce()
         if was_known:
             self.savepoint_hold.take_over(self.run_id)
@@ -300,10 +300,10 @@ class QueryState:
     def _replace_record(self) -> bool:
         """Make the state the record of this epoch. Return whether versions above the completed one are given up.
 
-        They are given up if the user has removed Spark's last batches: with other rows to come, no later version may be
-        put together with them. A version that was merely not committed in time stays, since its batch comes again with
-        the same rows. Snapshots that only manifests that are given up name are named again, also for the sake of an
-        earlier layout: manifests of the run's own layout cannot name its snapshots.
+        They are given up if the user has removed Spark's last batches: the rows to come may differ, so no later version
+        may be put together with them. A version that was merely not committed in time stays, because its batch is
+        repeated with the same rows. Snapshots that only abandoned manifests name are named again, also for the sake of
+        an earlier layout: manifests of the run's own layout cannot name its snapshots.
         """
         versions = self.versions
         chain, completed = versions.chain, versions.completed
@@ -346,11 +346,12 @@ class QueryState:
     ) -> int | None:
         """Take the changes of partitions. Return the id of the manifest if one names them, else None.
 
-        ``durations`` are in seconds. ``stages`` are Spark's stage ids, where they are known.
+        ``durations`` are in seconds. ``stages`` are Spark's stage ids, if known.
         """
         if version - 1 == self._begun_before:
             # Spark commits the batch once an earlier coordinator and this one have each acknowledged a part of it, and
-            # no manifest of it is written. Whoever has claimed the state since removes changelogs without a manifest.
+            # no manifest of it is written. A run that has claimed the state since removes changelogs without a
+            # manifest.
             self.manifests.epochs.check()
         is_named = self.batch.acknowledge(version, changes, durations, stages)
         return self.versions.chain[version].id if is_named else None
@@ -362,7 +363,7 @@ class QueryState:
         self.versions.record_retention()
 
     def complete(self, version: int) -> None:
-        """Take a version as completed: Spark has committed its batch."""
+        """Complete a version: Spark has committed its batch."""
         versions = self.versions
         is_ours = self.batch.highest_opened >= version - 1
         if version not in versions.chain or (is_ours and versions.chain[version].run_id != self.run_id):
@@ -372,7 +373,7 @@ class QueryState:
             self._require_own_schemas(version)
         elif self.batch.is_repeated:
             # The plan has run again in part. Spark runs no more of it, and the last attempts count. If this manifest
-            # cannot be written, the version is not completed, and the next try writes one again.
+            # cannot be written, the version is not completed, and the next attempt writes one again.
             self.batch.end_repeat()
         elif self._writer.is_uncertain:
             # A manifest whose writing failed may exist all the same, or appear later. A completed version must not
@@ -419,7 +420,7 @@ class QueryState:
         """Name the unnamed snapshots in a manifest of the completed version, for the next run to find.
 
         Not if a later version is prepared: the manifest would no longer be the newest. Nor if the user has removed the
-        checkpoint, which the user may do right after ``stop()``: the checkpoint must not come to be again.
+        checkpoint, which the user may do right after ``stop()``: the checkpoint must not be recreated.
         """
         versions = self.versions
         if (
@@ -439,22 +440,22 @@ class QueryState:
         if self.lifetime.is_current and self.history.is_unwritten and self.manifests.query_file() is not None:
             self.history.write(self._clock())
 
-    # -- files that are written anew -----------------------------------------------------------
+    # -- rewriting files --------------------------------------------------------------------------
 
     @property
     def next_batch_to_hold(self) -> int:
-        """Return the first batch of which no task has begun: one may have begun before this coordinator."""
+        """Return the first batch without any begun task: one may have begun before this coordinator."""
         completed = self.versions.completed
         has_begun = self.batch.highest_opened >= completed or self._begun_before == completed
         return completed + 1 if has_begun else completed
 
     @property
     def last_exchange(self) -> str:
-        """Return the path of the record of the last exchange of files, "" if there is none that still counts."""
+        """Return the path of the record of the last exchange of files, "" if none still counts."""
         return self.manifests.rewritten[-1] if self.manifests.rewritten else ""
 
     def adopt_rewritten(self, path: str, record: RewrittenFiles) -> None:
-        """Exchange files of the kept versions for those that a record names; the completed version is the newest one.
+        """Replace files of the kept versions with those that a record names; the completed version is the newest one.
 
         From then on a partition whose files were exchanged has another head: hosts load it again.
         """
@@ -463,7 +464,7 @@ class QueryState:
         self.files.list_again()
         self.announce()
 
-    # -- what hosts are told -------------------------------------------------------------------
+    # -- announcements to hosts -------------------------------------------------------------------
 
     def announce(self) -> None:
         """Prepare the announcements of the completed version to hosts."""
@@ -472,7 +473,7 @@ class QueryState:
     # -- snapshots -----------------------------------------------------------------------------
 
     def snapshot_uploaded(self, task: TaskKey, version: int, now: float) -> None:
-        """Take note of a snapshot that counts, for the warning about partitions whose snapshots lag behind."""
+        """Record a snapshot that counts, for the warning about partitions whose snapshots lag behind."""
         if self._lag is not None:
             self._lag.report_uploaded(task, version, now)
 

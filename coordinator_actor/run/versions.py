@@ -27,7 +27,7 @@ class QueryVersions:
     ``chain`` has a manifest per version. ``completed`` is the version after the last batch that Spark has committed;
     the chain may have one more, prepared version. ``layouts`` are those of the run, by operator. ``unnamed`` are
     snapshots that no manifest of a completed version names yet. ``planned`` is the retention for the next manifest,
-    ``recorded`` the retention that the last manifest says. ``descriptors`` has the contents of snapshots by path.
+    ``recorded`` the retention of the last manifest. ``descriptors`` has the contents of snapshots by path.
     """
 
     def __init__(self, layouts: Mapping[str, Layout], key_groups: int) -> None:
@@ -62,12 +62,12 @@ class QueryVersions:
 
     @property
     def oldest(self) -> int:
-        """Return the oldest version that is kept, besides the empty version 0."""
+        """Return the oldest version that is kept, apart from the empty version 0."""
         return self.chain[max(self.chain)].oldest if self.chain else 0
 
     @property
     def readable(self) -> range:
-        """Return the completed versions that are kept. The empty version 0 is one as long as nothing was removed."""
+        """Return the completed versions that are kept. The empty version 0 is one until something is removed."""
         chain, completed = self.chain, self.completed
         if not chain:
             return range(completed, completed + 1)
@@ -94,7 +94,7 @@ class QueryVersions:
     def snapshots(self, operator: str, partition: int, version: int) -> tuple[SnapshotRef, ...]:
         """Return a partition's snapshots of versions up to ``version``, ascending, in the layout of the run.
 
-        Also those that no manifest names yet.
+        They include those that no manifest names yet.
         """
         held = manifest_chain.segments(self.chain, operator, self.completed)
         named: list[SnapshotRef] = []
@@ -117,9 +117,9 @@ class QueryVersions:
         reused: SnapshotRef | None,
         descriptor: SnapshotDescriptor | None = None,
     ) -> bool:
-        """Take up an uploaded snapshot. Return False if it is of no use: of another lineage, or not of a kept version.
+        """Add an uploaded snapshot. Return False if it is useless: of another lineage, or not of a kept version.
 
-        ``reused`` is the earlier snapshot with which it shares files, ``descriptor`` what is in it, if that is known.
+        ``reused`` is the earlier snapshot that it shares files with, ``descriptor`` its content, if known.
         """
         known = {s.file.path for s in self.snapshots(*task, self.completed)}
         counts = (
@@ -136,13 +136,13 @@ class QueryVersions:
         return counts
 
     def unnamed_in(self, layout: Layout, partition: int) -> tuple[SnapshotRef, ...]:
-        """Return the unnamed snapshots of a partition of a layout; those of another layout than the run's are none."""
+        """Return the unnamed snapshots of a partition of a layout; none if the layout is not the run's."""
         if layout != self.layouts[layout.operator]:
             return ()
         return self.unnamed.get((layout.operator, partition), ())
 
     def carry_snapshots(self) -> None:
-        """Take up the snapshots that only manifests above the completed version name.
+        """Add the snapshots that only manifests above the completed version name.
 
         These manifests may be replaced.
         """
@@ -169,7 +169,7 @@ class QueryVersions:
         self._pinned[holder] = version
 
     def unpin(self, holder: int | str) -> None:
-        """Let go of the version that was kept for a savepoint or for lookups."""
+        """Release the version that was kept for a savepoint or for lookups."""
         self._pinned.pop(holder, None)
 
     @property
@@ -178,38 +178,38 @@ class QueryVersions:
         return self._pinned
 
     def plan_retention(self, min_versions_to_retain: int, is_sound: Callable[[SnapshotRef], bool]) -> None:
-        """Decide which versions the next manifest keeps. ``is_sound`` says whether a snapshot can be loaded."""
+        """Decide which versions the next manifest keeps. ``is_sound`` returns whether a snapshot can be loaded."""
         target = max(0, self.completed - min_versions_to_retain - 1)
         target = min((target, *self._pinned.values()))
         self.planned = manifest_chain.retain(self.completed_chain, self.layouts, target, self.oldest, is_sound)
 
     def keep_descriptors(self, descriptors: dict[str, SnapshotDescriptor]) -> None:
-        """Keep the contents of these snapshots, by path, and of no others."""
+        """Keep only the contents of these snapshots, by path."""
         self.descriptors = descriptors
 
-    # -- going on ------------------------------------------------------------------------------
+    # -- advancing --------------------------------------------------------------------------------
 
     def load(self, chain: dict[int, Manifest], completed: int | None = None) -> None:
-        """Take up the chain as it is in storage, and the version that Spark has committed, if it is given."""
+        """Load the chain from storage, and the version that Spark has committed, if it is given."""
         self.chain = chain
         if completed is not None:
             self.completed = completed
 
     def plan_anew(self) -> None:
-        """Forget the planned retention: the snapshots that it relies on have been exchanged."""
+        """Drop the planned retention: the snapshots that it relies on have been exchanged."""
         self.planned = None
 
     def record_retention(self) -> None:
-        """Take note that the planned retention is in a durable manifest."""
+        """Record that the planned retention is in a durable manifest."""
         self.recorded = self.planned
 
     def appended(self, manifest: Manifest) -> None:
-        """Take up a manifest that was written, as the newest one."""
+        """Add a manifest that was written, as the newest one."""
         kept = {v: m for v, m in self.chain.items() if manifest.chain_from <= v < manifest.version}
         self.chain = {**kept, manifest.version: manifest}
 
     def complete(self, version: int) -> None:
-        """Take a version of the chain as completed. Its manifest now names snapshots for good."""
+        """Mark a version of the chain as completed. From now on its manifest names its snapshots permanently."""
         self.completed = version
         for name, operator in self.chain[version].operators.items():
             for partition, named in operator.partitions.snapshots.items():
@@ -232,7 +232,7 @@ def changes_in(manifest: Manifest) -> dict[TaskKey, PartitionEntry]:
     }
 
 
-# Writes the manifests of one run, each of which prepares a version or names more snapshots of one.
+# Writes the manifests of one run. Each prepares a version or names more snapshots of one.
 
 
 NO_SNAPSHOTS: Mapping[TaskKey, tuple[SnapshotRef, ...]] = MappingProxyType({})
@@ -242,7 +242,7 @@ NO_STAGES: Mapping[TaskKey, int] = MappingProxyType({})
 class ManifestWriter:
     """Extends the chain of a run's versions, in storage and in memory. The lock of the run guards everything here.
 
-    ``is_uncertain``: the last manifest could not be written, as far as is known; it may exist all the same.
+    ``is_uncertain``: the write of the last manifest seems to have failed; the manifest may still exist.
     """
 
     def __init__(
@@ -262,14 +262,14 @@ class ManifestWriter:
         self._clock = clock
 
     def note_completed(self, version: int) -> None:
-        """Take note that a version is completed now, for the manifest of the next one."""
+        """Record that a version is completed now, for the manifest of the next one."""
         self._completed = version, self._now_ms()
 
     def _completed_ms(self, version: int) -> int | None:
         return None if self._completed is None or self._completed[0] != version else self._completed[1]
 
     def begin_with(self, initial: Mapping[str, Mapping[int, PartitionEntry]], schema_ids: Mapping[str, str]) -> None:
-        """Write the manifest of version 0 of a state that does not begin empty."""
+        """Write the manifest of version 0 of a query that begins with state."""
         operators = {
             name: OperatorEntry.of(layout.num_partitions, schema_ids[name], layout.backend, dict(initial.get(name, {})))
             for name, layout in self._versions.layouts.items()
@@ -300,7 +300,7 @@ class ManifestWriter:
         """Write the manifest of a version, from the changes of every partition of these layouts.
 
         ``manifest_id`` was taken from the counter before; the next one is taken by default. ``stages`` are the stages
-        in which these changes were made, where they are known.
+        that made these changes, if known.
         """
         versions = self._versions
         below = versions.chain.get(version - 1)
@@ -335,9 +335,9 @@ class ManifestWriter:
         )
 
     def write_again(self, version: int, found: Mapping[TaskKey, tuple[SnapshotRef, ...]] = NO_SNAPSHOTS) -> None:
-        """Write the manifest of a version once more, as the newest one and under this epoch, naming more snapshots.
+        """Write the manifest of a version again, as the newest one and under this epoch, naming more snapshots.
 
-        The time at which the version was prepared stays.
+        The time when the version was prepared stays.
         """
         chain = self._versions.chain
         current = chain[version]
@@ -356,16 +356,16 @@ class ManifestWriter:
                 id=self._counter.get_and_increment(),
                 epoch=self._log.epoch,
                 operators=operators,
-                # What a newer manifest has let go of does not come back.
+                # Files that a newer manifest has released do not come back.
                 oldest=max(current.oldest, self._versions.oldest),
                 chain_from=max(current.chain_from, min(chain)),
             )
         )
 
     def adopt(self, path: str, record: RewrittenFiles) -> None:
-        """Write the manifest of the newest version once more, with the record at ``path``, which counts from then on.
+        """Write the manifest of the newest version again, with the record at ``path``, which counts from then on.
 
-        The manifests of the versions below stay as they are; the record says which files they mean.
+        The manifests of the versions below stay as they are; the record maps the files that they name.
         """
         versions = self._versions
         chain = {version: record.of(manifest) for version, manifest in versions.chain.items()}
@@ -404,9 +404,7 @@ PINNED_BATCHES = 2
 one before is committed.
 """
 KEPT_BATCHES = 100
-"""At most this many records of each query are kept, as many as the batches to which a user can go back (Spark's
-default).
-"""
+"""Records kept of each query: as many as the batches that a user can roll back to (Spark's default)."""
 REMOVED_EVERY = 16
 PIN_SECONDS = 24 * 3600.0
 """A query that has not looked anything up for this many seconds keeps no version any more."""
@@ -433,27 +431,28 @@ class Versions(Protocol):
         """Keep a version."""
 
     def unpin(self, holder: int | str) -> None:
-        """Let go of the version that a holder has kept."""
+        """Release the version that a holder has kept."""
 
 
 class LookedUpVersions:
-    """Resolves, records and keeps looked-up versions. The lock of the run guards what is kept."""
+    """Resolves, records and keeps looked-up versions. The lock of the run guards the kept versions."""
 
     def __init__(self, records: LookupRecords, versions: Versions) -> None:
         self._records = records
         self._versions = versions
         self._pins: dict[str, dict[int, LookupRecord]] = {}
         self._used: dict[str, float] = {}
-        """By query that looks up, when it did last, by the coordinator's clock: also a batch that is run again."""
+        """By query that looks up, the time of its last look-up, by the coordinator's clock, including repeated batches.
+        """
         self._under_way = 0
         self._seen: dict[tuple[str, int], LookupRecord] = {}
         """The records that the last look has found, so that each is read once."""
 
     def resolve(self, by: str, batch_id: int, now: float, lock: AbstractContextManager[object]) -> LookupRecord:
-        """Return the record of a batch; the completed version is recorded for a batch that has none.
+        """Return the record of a batch; for a batch without one, record the completed version.
 
-        ``lock`` is that of the run. It is not held while storage is asked: the run goes on with its own batches. Raises
-        ``VersionNotFoundError`` if the recorded version is not there any more as it was.
+        ``lock`` is that of the run. It is not held during requests to storage: the run continues with its own batches.
+        Raises ``VersionNotFoundError`` if the recorded version no longer exists as it was.
         """
         with lock:
             self._used[by] = now
@@ -470,7 +469,7 @@ class LookedUpVersions:
                 holder = f"lookup {self._under_way} under way"
                 completed = self._versions.completed
                 made = LookupRecord(completed, self._maker(completed), int(now * 1000))
-                self._versions.pin(holder, completed)  # before the record is there, retention may come
+                self._versions.pin(holder, completed)  # before the record is written, retention may run
             try:
                 record = self._records.make(by, batch_id, made)  # another task may have been first: its record counts
                 with lock:
@@ -505,7 +504,7 @@ class LookedUpVersions:
         if version and self._maker(version) != record.made_by:
             return (
                 f"Batch {batch_id} of query {by} has looked up version {version} as run {record.made_by} had made it. "
-                f"The query that is looked up went back since, and run {self._maker(version)} has made it anew."
+                f"The query that is looked up has rolled back since, and run {self._maker(version)} has replaced it."
             )
         return ""
 
@@ -534,11 +533,11 @@ class LookedUpVersions:
             self._versions.unpin(f"lookups of {by}")
 
     def look(self, now: float, lock: AbstractContextManager[object]) -> None:
-        """Take up the records in storage, which earlier coordinators and readers of storage have made too.
+        """Load the records in storage, which earlier coordinators and readers of storage have made too.
 
-        Lets go of queries that have not looked anything up for ``PIN_SECONDS``, and removes the records of those that
-        have not for ``LOOKUP_RECORD_SECONDS``. ``lock`` is the lock of the run, as in ``resolve``. The run's
-        maintenance alone calls this. Raises ``StorageError``.
+        Releases versions of queries that have not looked anything up for ``PIN_SECONDS``, and removes the records of
+        those that have not for ``LOOKUP_RECORD_SECONDS``. ``lock`` is the lock of the run, as in ``resolve``. Only the
+        run's maintenance calls this. Raises ``StorageError``.
         """
         with lock:
             pinned = [(by, batch_id) for by, held in self._pins.items() for batch_id in held]

@@ -1,7 +1,7 @@
 """Writes the files of a savepoint: the rows of one partition as Parquet, and copies of Spark's own files.
 
-Exports run beside the stream, in the processes that own the state. So an export takes one batch at a time, reports
-after each batch how long it took and how much of that the processor worked, and lets the caller sleep.
+Exports run concurrently with the stream, in the processes that own the state. So an export takes one batch at a time,
+reports after each batch how long it took and how much processor time it used, and lets the caller sleep.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from coordinator_actor.savepoints.savepoint_format import KEY_GROUP_COLUMN, colu
 
 ROW_GROUP_ROWS = 100_000
 ROW_GROUP_BYTES = 32 << 20
-"""The bytes of keys and values as they are stored: a row group of long rows has fewer rows."""
+"""The bytes of keys and values in their stored form: a row group of long rows has fewer rows."""
 SPARK_DIRECTORY = "spark"
 _COPY_ATTEMPTS = 20
 _COPY_THREADS = 8
@@ -57,12 +57,12 @@ def export_partition(
 
     ``variable`` is the column family. ``batches`` have ``key`` and ``value`` (binary, encoded by
     ``backends.encoding.keys`` and ``backends.encoding.values``, by any schema of the history), ascending by key over
-    all batches, as ``VersionReads.scan`` gives them. The file is made in ``scratch`` (any local directory) and then
-    uploaded. ``throttle`` is called after each batch with the seconds that the batch took, and the seconds of a
-    processor that this thread had of them; it may sleep.
+    all batches, as ``VersionReads.scan`` yields them. The file is made in ``scratch`` (any local directory) and then
+    uploaded. ``throttle`` is called after each batch with the seconds that the batch took, and the seconds of processor
+    time that this thread used for it; it may sleep.
 
-    The same pairs give the same bytes, however they come in batches. So a file that an earlier attempt has uploaded is
-    either the same, and stays, or was cut short when that attempt died, and is replaced.
+    The same pairs give the same bytes, however they are divided into batches. So a file that an earlier attempt has
+    uploaded is either the same, and stays, or was truncated when that attempt died, and is replaced.
 
     Raises ``SchemaMismatchError`` if the pairs are not of ``schema``, ``SavepointError`` if they are not in order or of
     other key groups, ``StoreClosedError`` if ``is_cancelled``, ``StorageError``.
@@ -91,7 +91,7 @@ def export_partition(
 def file_schema(schema: StateSchema) -> pa.Schema:
     """Return the Arrow schema of a file: key group, key columns, value columns.
 
-    All but the first may be null, at every depth: Parquet would refuse rows whose struct is null. The ``StateSchema``
+    All but the first may be null, at every depth: Parquet would reject rows whose struct is null. The ``StateSchema``
     in the metadata says which columns may not be null.
     """
     keys, values = column_names(schema)
@@ -106,7 +106,7 @@ def _readable(schema: pa.Schema) -> pa.Schema:
 
 
 class _Writer:
-    """Turns pairs into rows, and cuts them into row groups by the number and the bytes of the rows alone."""
+    """Turns pairs into rows, and cuts them into row groups only by the number and the bytes of the rows."""
 
     def __init__(self, local: Path, schema: StateSchema, first_group: int, last_group: int, name: str) -> None:
         self.rows = 0
@@ -183,7 +183,7 @@ class _Writer:
 
     def _flush(self) -> None:
         if self._pending_rows:
-            # In one piece, so that not even the pages depend on how the rows came in batches.
+            # In one piece, so that not even the pages depend on the division into batches.
             table = pa.Table.from_batches(self._pending, self._schema).combine_chunks()
             self._parquet.write_table(table, row_group_size=self._pending_rows)
         self._pending, self._pending_rows, self._pending_bytes = [], 0, 0
@@ -215,14 +215,12 @@ def _holds(storage: CheckpointStorage, ref: FileRef, copy: Path) -> bool:
 def copy_spark_files(
     spark_storage: CheckpointStorage, target_storage: CheckpointStorage, batch_id: int, below: str = SPARK_DIRECTORY
 ) -> list[FileRef]:
-    """Copy what Spark needs to go on after batch ``batch_id``, to the directory ``below``. Return the copies.
+    """Copy Spark's files for continuing after batch ``batch_id`` to the directory ``below``. Return the copies.
 
-    These are ``offsets`` and ``commits`` of that batch, ``offsets`` and, if it exists, ``commits`` of the batch
-    before it,
-    and all of ``sources``.
-    Sources may be ahead of the batch: Spark reads from them only what lies after its offsets. Spark appends to and
-    compacts sources meanwhile. Whenever a file vanishes, all are listed again. Hadoop's hidden checksums are not
-    copied: they are optional, and Spark's storage makes its own.
+    These are ``offsets`` and ``commits`` of that batch, ``offsets`` and, if it exists, ``commits`` of the batch before
+    it, and all of ``sources``. Sources may be ahead of the batch: Spark reads from them only what follows its offsets.
+    Spark appends to and compacts sources during the copy. Whenever a file vanishes, all are listed again. Hadoop's
+    hidden checksums are not copied: they are optional, and Spark's storage makes its own.
 
     Raises ``SavepointError`` if the batch is not committed, or if the sources keep changing; ``StorageError``.
     """
@@ -230,22 +228,22 @@ def copy_spark_files(
     for path in spark_log_files(spark_storage, batch_id):
         try:
             copied.append(_copy(spark_storage, target_storage, path, below))
-        except MissingFileError as error:  # Spark has gone on since, and has removed the file
+        except MissingFileError as error:  # Spark has advanced since, and has removed the file
             if path in _needed_logs(batch_id):
                 raise _no_logs(spark_storage, batch_id, [path]) from error
     return copied + _copy_sources(spark_storage, target_storage, below)
 
 
 def spark_log_files(storage: CheckpointStorage, batch_id: int) -> list[str]:
-    """Return which of Spark's ``offsets`` and ``commits`` a query needs to go on after a batch.
+    """Return which of Spark's ``offsets`` and ``commits`` a query needs to continue after a batch.
 
-    Raises ``SavepointError`` if the batch is not committed, or if Spark does not keep its offsets any more.
+    Raises ``SavepointError`` if the batch is not committed, or if Spark no longer keeps its offsets.
     """
     needed = _needed_logs(batch_id)
     absent = [path for path in needed if not storage.exists(path)]
     if absent:
         raise _no_logs(storage, batch_id, absent)
-    # Spark does not read it to go on, and a user may have removed it.
+    # Spark does not need it to continue, and a user may have removed it.
     before = f"commits/{batch_id - 1}"
     return [*needed, before] if batch_id > 0 and storage.exists(before) else needed
 
@@ -256,8 +254,8 @@ def _needed_logs(batch_id: int) -> list[str]:
 
 def _no_logs(storage: CheckpointStorage, batch_id: int, absent: Sequence[str]) -> SavepointError:
     return SavepointError(
-        f"Nothing can go on after batch {batch_id} of {storage.location}: {', '.join(absent)} does not exist there. "
-        "Only a batch that Spark has committed, and keeps the offsets of, can be gone on from."
+        f"No query can continue after batch {batch_id} of {storage.location}: {', '.join(absent)} does not exist "
+        "there. The batch must be committed by Spark, and Spark must still keep its offsets."
     )
 
 
@@ -270,20 +268,19 @@ def _copy_sources(spark: CheckpointStorage, target: CheckpointStorage, below: st
             copies = pool.map(lambda path: _copy_if_there(spark, target, path, below), new)
             copied.update({path: copy for path, copy in zip(new, copies, strict=True) if copy is not None})
             now = _visible(spark)
-            # A listing takes time. A file removed meanwhile may have been replaced by a file that the listing does not
-            # show.
+            # A listing takes time. A file that was removed during it may have been replaced by a file that the listing
+            # does not show.
             if all(path in copied for path in listed) and set(listed) <= set(now):
                 return [copied[path] for path in listed]
             listed = now
     raise SavepointError(
-        f"The files in {spark.full_location('sources')} changed {_COPY_ATTEMPTS} times while they were copied; take "
-        "the "
-        "savepoint again when less is going on."
+        f"The files in {spark.full_location('sources')} changed {_COPY_ATTEMPTS} times while they were copied; "
+        "take the savepoint again when there is less load."
     )
 
 
 def _visible(storage: CheckpointStorage) -> list[str]:
-    """Return the files of the sources, without those that Hadoop takes for hidden."""
+    """Return the files of the sources, without those that Hadoop treats as hidden."""
     return [path for path, _ in storage.list("sources") if not path.rpartition("/")[2].startswith(".")]
 
 

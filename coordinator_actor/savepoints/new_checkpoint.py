@@ -1,15 +1,15 @@
 """Makes a new checkpoint, with the state of a savepoint, with rewritten state or with given rows.
 
-Everything is checked before anything is written. ``query.json`` with the id of the new query is written first, then the
-snapshots of all partitions and the manifest; Spark's ``sources``, ``offsets`` and ``commits`` before or after these;
-and Spark's ``metadata`` with that id last. Before ``metadata`` exists, Spark gives the query an id of its own, and the
-coordinator refuses the query, since ``query.json`` names another id. Where the state lies elsewhere, there is no state
-of Spark's id at the version that ``commits`` ask for. So whoever dies half-way never leaves a checkpoint that starts
-with only a part of the state. (With a manifest but without ``offsets`` and ``commits`` the query would be refused as
-well: Spark would begin with batch 0.)
+All checks run before the first write. ``query.json`` with the id of the new query is written first, then the snapshots
+of all partitions and the manifest; Spark's ``sources``, ``offsets`` and ``commits`` before or after these; and Spark's
+``metadata`` with that id last. Before ``metadata`` exists, Spark gives the query a new id, and the coordinator rejects
+the query, because ``query.json`` names another id. If the state is stored outside the checkpoint, no state of Spark's
+id exists at the version that ``commits`` require. So a crash half-way never leaves a checkpoint that starts with only a
+part of the state. (With a manifest but without ``offsets`` and ``commits`` the query would be rejected as well: Spark
+would begin with batch 0.)
 
-The place is taken by a file that only one can create: ``query.json`` where the state lies in the checkpoint, else a
-file of its own in the checkpoint, for then each caller has a state of its own.
+A file with create-if-absent claims the place: ``query.json`` if the state is inside the checkpoint, else a separate
+file in the checkpoint, because then each caller has a separate state.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from coordinator_actor.durable.manifests import QUERY_FILE, ManifestLog, QueryFi
 from coordinator_actor.durable.spark_commits import METADATA
 from coordinator_actor.exceptions import SavepointError
 
-# Makes a version of one partition from nothing but its pairs: for restored savepoints and initial states.
+# Makes a version of one partition only from its pairs: for restored savepoints and initial states.
 
 
 STORE = "default"
@@ -59,9 +59,9 @@ def build_partition(
     """Write the version ``meta.version`` of a partition: a changelog without changes as its head, and a snapshot.
 
     ``pairs`` come by column family, each batch sorted. If a key comes several times, the last pair counts, and a null
-    value removes the key; ``is_distinct`` says that no key comes twice. ``meta.base`` must name no changelog: nobody
-    may take this changelog for changes to the empty version 0. ``scratch`` is a local directory for temporary files.
-    Also returns the number of pairs. Raises ``StorageError``.
+    value removes the key; ``is_distinct`` says that no key comes twice. ``meta.base`` must not name a changelog, so
+    that this changelog cannot be confused with changes to the empty version 0. ``scratch`` is a local directory for
+    temporary files. Also returns the number of pairs. Raises ``StorageError``.
     """
     path = changelog_path(meta.operator, meta.num_partitions, meta.partition, STORE, meta.version, uuid.uuid4().hex)
     empty = Changes({family: SortedPairs.empty() for family in families})
@@ -94,7 +94,7 @@ def build_snapshot(
 ) -> tuple[StoredSnapshot, int]:
     """Write a snapshot of a partition at ``version``, which the changelog at the path ``head`` has made.
 
-    The files lie beside that changelog. Nothing but ``pairs`` is in them. See ``build_partition`` for the rest.
+    The files are in the directory of that changelog, and contain only ``pairs``. See ``build_partition`` for the rest.
     """
     backend = backend_of(conf)
     empty = Changes({family: SortedPairs.empty() for family in families})
@@ -139,15 +139,15 @@ def build_snapshot(
 
 
 CLAIM = "statestore-claim"
-"""Whoever creates this file makes the checkpoint, whose state lies elsewhere."""
+"""The caller that creates this file makes the checkpoint, whose state is stored outside it."""
 _SPARKS_OWN = ("offsets", "commits", "sources", "state", "statestore")
 
 
 @dataclass(frozen=True)
 class NewCheckpoint:
-    """A checkpoint location, and the state of its query at ``version``, with which the query begins.
+    """A checkpoint location, and the state at ``version`` that its query begins with.
 
-    ``how`` says in names and messages how the state came there, as "restored".
+    ``how`` names the origin of the state in names and messages, for example "restored".
     """
 
     checkpoint: CheckpointStorage
@@ -182,7 +182,7 @@ class NewCheckpoint:
 
     @property
     def run_id(self) -> str:
-        """Return the run that the state counts as made by."""
+        """Return the run that is recorded as the maker of the state."""
         return f"{self.how}-{self.query_id}"
 
     @cached_property
@@ -194,7 +194,7 @@ class NewCheckpoint:
         target = _canonical(self.checkpoint)
         if source is not None and (target == _canonical(source) or target.startswith(f"{_canonical(source)}/")):
             raise SavepointError(
-                f"{self.checkpoint.location} lies in the {what} {source.location}: choose a directory outside of it."
+                f"{self.checkpoint.location} is inside the {what} {source.location}: choose a directory outside of it."
             )
         held = [name for name in _SPARKS_OWN if self.checkpoint.list(name)]
         held += [name for name in (METADATA, f".{METADATA}.crc", CLAIM) if self.checkpoint.exists(name)]
@@ -206,17 +206,17 @@ class NewCheckpoint:
             )
 
     def claim(self) -> None:
-        """Take the place. Raises ``SavepointError`` if somebody else has just taken it, and leaves nothing there."""
+        """Claim the place. If another process has just claimed it, raise ``SavepointError`` and write nothing."""
         storage, path = (self.state, QUERY_FILE) if self._has_state_inside else (self.checkpoint, CLAIM)
         query = seal(QueryFile(self.query_id, self.key_groups))
         try:
             storage.put_new(path, query)
         except FileExistsInStorageError as error:
-            raise SavepointError(f"Somebody else is making a checkpoint at {storage.location} now.") from error
+            raise SavepointError(f"Another process is making a checkpoint at {storage.location} now.") from error
         if not self._has_state_inside:
-            if self.checkpoint.exists(METADATA):  # whoever has finished meanwhile has given the claim back
+            if self.checkpoint.exists(METADATA):  # another process has finished in between and released its claim
                 self.checkpoint.delete(CLAIM)
-                raise SavepointError(f"Somebody else has just made a checkpoint at {self.checkpoint.location}.")
+                raise SavepointError(f"Another process has just made a checkpoint at {self.checkpoint.location}.")
             self.state.put_new(QUERY_FILE, query)
 
     @property
@@ -231,7 +231,8 @@ class NewCheckpoint:
     def changelog_meta(self, operator: str, partition: int, num_partitions: int, origin: str) -> ChangelogMeta:
         """Return the metadata of the head of a partition; ``origin`` names the source of the state.
 
-        Its base is no version here: nobody may take the changelog for the first changes to the empty version 0.
+        Its base is not a version here, so that the changelog cannot be confused with the first changes to the empty
+        version 0.
         """
         attempt = f"{self.how}-{origin.rpartition('/')[2]}"
         return ChangelogMeta(
@@ -261,12 +262,15 @@ class NewCheckpoint:
             self.checkpoint.delete(CLAIM)
 
     def remove(self) -> None:
-        """Remove everything that was written here. Only for whoever has claimed the place: it was empty before."""
-        self.checkpoint.delete(METADATA)  # first of all: a write that failed may have been done
+        """Remove everything that was written here.
+
+        Only for the process that has claimed the place: it was empty before.
+        """
+        self.checkpoint.delete(METADATA)  # first of all: a failed write may have succeeded
         self.state.delete_all([path for path, _ in self.state.list() if path != QUERY_FILE])
         for directory in ("offsets", "commits", "sources"):
             self.checkpoint.delete_all([path for path, _ in self.checkpoint.list(directory)])
-        self.state.delete(QUERY_FILE)  # last of all: until then the place is taken
+        self.state.delete(QUERY_FILE)  # last of all: until then the place is claimed
         if not self._has_state_inside:
             self.checkpoint.delete(CLAIM)
 

@@ -1,6 +1,6 @@
-"""Restores a savepoint to a new checkpoint location, from which a query goes on exactly after the savepoint.
+"""Restores a savepoint to a new checkpoint location. A query there continues exactly after the savepoint.
 
-``new_checkpoint`` says in which order the files of the checkpoint are written, and why. Each partition is built by its
+``new_checkpoint`` defines the write order of the checkpoint's files, and the reasons. Each partition is built by its
 backend's own engine in a scratch directory, from the row groups that have some of its key groups. It is uploaded as the
 snapshot that its first version begins with.
 """
@@ -47,13 +47,13 @@ from coordinator_actor.savepoints.savepoint_format import (
     read_metadata,
 )
 
-# Lists the differences between a savepoint and the program that is to go on from it, with both sides named.
+# Lists the differences between a savepoint and the program that is to continue it, naming both sides.
 
 
 def differences(
     metadata: SavepointMetadata, operators: Sequence[OperatorSpec | str], *, allow_non_restored_state: bool
 ) -> list[str]:
-    """Return the differences that keep the program from going on, one line each.
+    """Return the differences that keep the program from continuing, one line each.
 
     Names in ``operators`` only choose operators of the savepoint. Declarations are the whole program, which must then
     have a place for all state unless ``allow_non_restored_state``.
@@ -130,7 +130,7 @@ class RestoredSavepoint(Struct, frozen=True):
     """The new checkpoint location that a savepoint was restored to.
 
     ``version`` is the version of its state; the query begins with the batch of this number. ``batch_id`` is the last
-    batch that Spark takes as committed; None if a new query starts with the state (``state_only``).
+    batch that is committed for Spark; None if a new query starts with the state (``state_only``).
     """
 
     checkpoint_location: str
@@ -168,7 +168,7 @@ def restore_into_checkpoint(
     new_query_id: Callable[[], str] = lambda: str(uuid.uuid4()),
     open_storage: OpenStorage = CheckpointStorage.open,
 ) -> RestoredSavepoint:
-    """Make the new ``checkpoint_location`` from the savepoint at ``path``. A query started there goes on after it.
+    """Make the new ``checkpoint_location`` from the savepoint at ``path``. A query started there continues after it.
 
     ``num_partitions`` (for all operators, or by name) and ``backend`` are by default those that ``operators`` declare,
     else those of the savepoint. ``operators`` are names, which choose what is restored, or the program's declarations,
@@ -178,12 +178,12 @@ def restore_into_checkpoint(
 
     ``state_location`` is the base directory of ``spark.statestore.location``, if the session has that. ``threads``
     partitions are built at once, in ``scratch`` (by default the system's temporary directory). ``scratch`` holds these
-    partitions, and the files of a savepoint that is not on a local disk. ``progress`` is told of each step, from
+    partitions, and the files of a savepoint that is not on a local disk. ``progress`` is called for each step, from
     several threads. ``clock`` gives seconds since 1970.
 
     Raises, before anything is written: ``SavepointError`` (no savepoint, or a target that is in use),
     ``SavepointMismatchError`` with all differences, ``DamagedFileError`` naming every file that is missing or damaged,
-    ``InvalidStateStoreArgument``. Raises later ``StorageError``; the directory is then to be removed.
+    ``InvalidStateStoreArgument``. Raises later ``StorageError``; the directory must then be removed.
     """
     options = dict(storage_options or {})
     savepoint = open_storage(path, options)
@@ -250,8 +250,7 @@ def _targets(
     if found:
         raise SavepointMismatchError(
             f"The savepoint of query {metadata.query_name or metadata.query_id} (checkpoint {metadata.checkpoint_id}) "
-            "does not "
-            "fit the program:\n" + "\n".join(f"- {line}" for line in found)
+            "does not fit the program:\n" + "\n".join(f"- {line}" for line in found)
         )
     targets = []
     for one in wanted:
@@ -262,13 +261,12 @@ def _targets(
         if isinstance(n, bool) or not isinstance(n, int) or not 1 <= n <= metadata.key_groups:
             raise InvalidStateStoreArgument(
                 f"num_partitions={n!r} for operator {operator.name!r} must be an int from 1 to {metadata.key_groups}, "
-                "the number "
-                "of key groups, which is fixed for the life of the state."
+                "the number of key groups, which is fixed for the life of the state."
             )
         conf = StateStoreConf(
             provider=backend or (spec.backend if spec else operator.backend), storage_options=dict(options)
         )
-        backend_of(conf)  # raises before anything is written if there is no such backend
+        backend_of(conf)  # raises before anything is written if the backend does not exist
         targets.append(_Target(operator, n, conf))
     return targets
 
@@ -317,8 +315,8 @@ class _Restore:
             if rows[target.operator.name] != exported:
                 raise DamagedFileError(
                     f"Operator {target.operator.name!r} has {exported} rows in the savepoint, but "
-                    f"{rows[target.operator.name]} "
-                    "were found in its files: their key groups are not those that the metadata file says."
+                    f"{rows[target.operator.name]} were found in its files: their key groups differ from those in the "
+                    "metadata file."
                 )
         made = {
             t.operator.name: OperatorEntry.of(
@@ -399,7 +397,7 @@ def _columns(columns: list[pa.Array], names: list[str], n: int) -> pa.RecordBatc
 
 
 def _write_spark(checkpoint: CheckpointStorage, files: Sequence[FileRef], local: Mapping[str, Path]) -> None:
-    """Write Spark's own files, but for ``metadata``."""
+    """Write Spark's own files, except ``metadata``."""
     order = ("sources", "offsets", "commits")
     paths = {ref.path.removeprefix(f"{SPARK_DIRECTORY}/"): local[ref.path] for ref in files}
     for target in sorted(paths, key=lambda p: (order.index(p.partition("/")[0]), p)):

@@ -1,8 +1,8 @@
-"""Makes the savepoints that users ask for (Flink: ``SavepointCoordinator``).
+"""Makes the savepoints that users request (Flink: ``SavepointCoordinator``).
 
-A savepoint coordinator stands beside the checkpoint coordinator of a run and shares its id counter: micro-batches and
+A savepoint coordinator runs next to the checkpoint coordinator of a run and shares its id counter: micro-batches and
 savepoints neither wait for each other nor end each other. Nor do two savepoints (as in Flink since 1.2): each belongs
-to the user who asked for it.
+to the user who requested it.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class SavepointCoordinator(CheckpointCoordinator):
     """The savepoints of one job. Safe to use from many threads.
 
     ``store`` writes a savepoint that all tasks have acknowledged, and returns its path. It is called once per
-    savepoint, without any lock held. If it raises, the savepoint has failed. ``trigger`` tells the tasks of a new
+    savepoint, without any lock held. If it raises, the savepoint has failed. ``trigger`` notifies the tasks of a new
     savepoint; ``timeout`` and ``clock`` are those of a ``CheckpointCoordinator``.
 
     ``_futures_lock`` guards the futures and paths. It is never held together with the lock of ``PendingCheckpoints``.
@@ -92,15 +92,15 @@ class SavepointCoordinator(CheckpointCoordinator):
     def trigger_savepoint(
         self, timestamp: float | None = None, *, properties: Mapping[str, Any] | None = None
     ) -> Future[str]:
-        """Begin a savepoint. The result of the future is its path. ``properties`` are handed through to ``store``.
+        """Begin a savepoint. The result of the future is its path. ``properties`` are passed to ``store``.
 
         The future fails with ``SavepointExpiredError``, ``SavepointDeclinedError``,
         ``CheckpointCoordinatorShutdownError``, or ``SavepointFailedError`` whose cause is the error. Cancelling the
-        future before ``store`` is called gives the savepoint up.
+        future before ``store`` is called cancels the savepoint.
         """
         future: Future[str] = Future()
         checkpoint_id = self.id_counter.get_and_increment()
-        # Before anything can call back: the savepoint may be over before the trigger returns.
+        # Before any callback can run: the savepoint may be over before the trigger returns.
         with self._futures_lock:
             self._futures[checkpoint_id] = future
         began = spans.now()
@@ -139,7 +139,7 @@ class SavepointCoordinator(CheckpointCoordinator):
             self._paths[completed.id] = path
 
     def _hand_over(self, completed: CompletedCheckpoint) -> None:
-        """Hand the path to the user who asked for the savepoint."""
+        """Pass the path to the user who requested the savepoint."""
         with self._futures_lock:
             future, path = self._storing.pop(completed.id), self._paths.pop(completed.id)
         future.set_result(path)
@@ -175,9 +175,9 @@ class SavepointCoordinator(CheckpointCoordinator):
 
 # The savepoints of one run: orders to hosts, the copy of Spark's own files, and the metadata at the end.
 #
-# The stream goes on meanwhile. A savepoint is of one completed version, and retention keeps this version until the
+# The stream keeps running. A savepoint is of one completed version, and retention keeps this version until the
 # savepoint is done. With ``stop`` the tasks of the next batch are held, so that no sink sees a batch after the
-# savepoint; they go on if the savepoint fails. A savepoint does not outlive its coordinator: the user asks again.
+# savepoint; they continue if the savepoint fails. A savepoint does not outlive its coordinator: the user retries.
 
 
 log = logging.getLogger(__name__)
@@ -190,7 +190,7 @@ InBackground = Callable[[Callable[[], None]], None]
 
 @dataclass
 class _Savepoint:
-    """A savepoint that was asked for, of ``version``. It has ``begun`` when that version is completed.
+    """A requested savepoint of ``version``. It has ``begun`` when that version is completed.
 
     With ``stop`` the query is held after that version.
     """
@@ -215,9 +215,9 @@ def status_of(request: Future[str]) -> SavepointStatus:
 class RunSavepoints:
     """The savepoints of one run.
 
-    The lock of the run guards everything here. It must be held in every call but ``pending``, ``exported`` and
-    ``shutdown``. ``requests`` are the future paths, by request id; as others read them without that lock, they are only
-    ever replaced as a whole.
+    The lock of the run guards everything here. It must be held in every call except ``pending``, ``exported`` and
+    ``shutdown``. ``requests`` are the future paths, by request id; because others read them without that lock, they are
+    only ever replaced as a whole.
     """
 
     def __init__(
@@ -247,7 +247,7 @@ class RunSavepoints:
         )
 
     def trigger(self, request_id: str, base: str, *, stop: bool) -> None:
-        """Begin a savepoint below the directory ``base``. The same request a second time begins nothing.
+        """Begin a savepoint below the directory ``base``. A repeated request with the same id is a no-op.
 
         Raises ``InvalidRequestError`` if no batch is committed yet.
         """
@@ -257,17 +257,17 @@ class RunSavepoints:
         version = run.versions.completed
         if stop:
             if self._stopping is not None:
-                raise InvalidRequestError(f"Run {run.run_id} is being stopped with a savepoint already.")
+                raise InvalidRequestError(f"Run {run.run_id} is already being stopped with a savepoint.")
             # The sink may have seen a batch that has begun: the savepoint is of the version after that batch.
             begun = run.commits.last_begun()
             version = max(run.versions.completed, run.batch.highest_opened + 1, 0 if begun is None else begun + 1)
             held = run.savepoint_hold.batch_id
             if held is not None and held > run.batch.highest_opened:
-                version = held  # an earlier coordinator has let no batch after this version begin
+                version = held  # an earlier coordinator has not allowed any batch after this version
         if version == 0:
             raise InvalidRequestError(
-                f"No batch of query {run.registration.query_id} is committed yet, so there is no state to save; wait "
-                "for one."
+                f"No batch of query {run.registration.query_id} is committed yet, so no state exists to save; "
+                "wait for one."
             )
         if stop:
             run.savepoint_hold.begin(version)
@@ -304,7 +304,7 @@ class RunSavepoints:
                 self._in_background(lambda c=checkpoint_id, h=held: self._copy_spark_files(c, h))  # type: ignore[misc]
 
     def _copy_spark_files(self, checkpoint_id: int, held: _Savepoint) -> None:
-        """Copy Spark's files. Runs without the lock of the run, since it takes time."""
+        """Copy Spark's files. Runs without the lock of the run, because it takes time."""
         registration = self._run.registration
         try:
             with spans.span("savepoint.spark_files", self._trace(checkpoint_id)):
@@ -324,7 +324,7 @@ class RunSavepoints:
         self.coordinator.receive_acknowledge_message(message)
 
     def exported(self, message: SavepointExported) -> None:
-        """Take note that a host has exported a partition, or cannot.
+        """Record that a host has exported a partition, or has failed.
 
         Without the lock of the run: the last partition writes the metadata.
         """
@@ -338,7 +338,7 @@ class RunSavepoints:
         self._acknowledge(message.checkpoint_id, task, message.files, size, message.duration)
 
     def orders_for(self, host_id: str, assignment: Assignment) -> Iterator[SavepointOrder]:
-        """Yield what a host has yet to export."""
+        """Yield the orders that a host has yet to carry out."""
         run = self._run
         pending = self.coordinator.get_pending_checkpoints()
         for checkpoint_id, held in list(self._held.items()):
@@ -387,7 +387,7 @@ class RunSavepoints:
         return self._open_storage(location, self._run.registration.storage_options)
 
     def settle(self) -> None:
-        """Give up overdue savepoints, and let go of the versions and holds that are no longer needed."""
+        """Fail overdue savepoints, and release the versions and holds that are no longer needed."""
         self.settle_in_memory()
         if self.holds_in_vain:
             self._let_go()
@@ -398,7 +398,7 @@ class RunSavepoints:
         return self._stopping is not None and self._stopping.done() and self._stopping.exception() is not None
 
     def settle_in_memory(self) -> None:
-        """Give up overdue savepoints, and let go of the versions that are no longer needed. Asks no storage."""
+        """Fail overdue savepoints, and release the versions that are no longer needed. Does no I/O."""
         self.coordinator.expire()
         pending = self.coordinator.get_pending_checkpoints()
         for checkpoint_id in [c for c in self._held if c not in pending]:
@@ -406,7 +406,7 @@ class RunSavepoints:
             self._run.versions.unpin(checkpoint_id)
 
     def _let_go(self) -> None:
-        """Let the run go on, since the savepoint has failed that the run was to be stopped with.
+        """Release the run, because the savepoint that it was to be stopped with has failed.
 
         The failure is written first, for a later coordinator.
         """
@@ -415,7 +415,7 @@ class RunSavepoints:
                 self._run.manifests.savepoints.release(self._stopping_id)
             except StorageError:
                 log.warning(
-                    "Run %s is held until the failure of its savepoint is written down", self._run.run_id, exc_info=True
+                    "Run %s is held until the failure of its savepoint is recorded", self._run.run_id, exc_info=True
                 )
                 return
         self._stopping, self._stopping_id = None, None
@@ -428,7 +428,7 @@ class RunSavepoints:
 
 
 def savepoint_families(schema: str) -> dict[str, str]:
-    """Return the column families that a savepoint has of an operator, with their schemas and all history."""
+    """Return the column families of an operator in a savepoint, with their schemas and all history."""
     variables = OperatorSchema.from_json(schema).variables
     return {name: s.to_json() for v in variables if not v.deleted for name, s in v.families.items()}
 

@@ -61,10 +61,10 @@ class SavepointVariable(Struct, frozen=True):
 
 
 class SavepointOperator(Struct, frozen=True):
-    """One operator. A restore takes its backend and number of partitions if nothing else is asked for.
+    """One operator. A restore uses its backend and number of partitions by default.
 
-    ``operator_schema`` is the JSON of its ``OperatorSchema``. Older releases, whose operators all had rows of their
-    own, did not write it.
+    ``operator_schema`` is the JSON of its ``OperatorSchema``. Older releases, whose operators all had their own rows,
+    did not write it.
     """
 
     name: str
@@ -86,7 +86,7 @@ class SavepointMetadata(Struct, frozen=True):
     """The content of ``_metadata.json``.
 
     ``batch_id`` is the batch that Spark committed last, ``version`` the state after that batch (one more).
-    ``created_ms`` is in ms since 1970. ``checkpoint_location`` is where the query ran. ``spark_files`` lie below
+    ``created_ms`` is in ms since 1970. ``checkpoint_location`` is where the query ran. ``spark_files`` are below
     ``spark/``.
     """
 
@@ -186,7 +186,7 @@ def _operator_problems(operator: SavepointOperator, key_groups: int) -> Iterable
             if file.path != file_path(operator.name, variable.name, file.first_group, file.last_group):
                 yield f"{file.path} is not the name of key groups {file.first_group} to {file.last_group} of {what}"
             if file.first_group != at:
-                yield f"key groups of {what} are missing or there twice where {file.path} begins ({at} comes next)"
+                yield f"key groups of {what} are missing or duplicated where {file.path} begins ({at} comes next)"
             at = file.last_group + 1
         if at != key_groups:
             yield f"the key groups of {what} end with {at - 1}, but there are {key_groups}"
@@ -225,9 +225,9 @@ def write_metadata(storage: CheckpointStorage, metadata: SavepointMetadata) -> F
     absent = [file.path for file in metadata.files() if there.get(file.path) != file.size]
     if absent:
         raise SavepointError(
-            f"{len(absent)} files of the savepoint at {storage.location} are missing or not of the size they were "
-            "written "
-            f"with: {some_of(absent)}. Somebody else has written there or removed them; take another savepoint."
+            f"{len(absent)} files of the savepoint at {storage.location} are missing or do not have the size they "
+            f"were written with: {some_of(absent)}. Another process has written there or removed them; take another "
+            "savepoint."
         )
     return storage.put_new(METADATA_FILE, seal(metadata))
 
@@ -241,11 +241,9 @@ def read_metadata(storage: CheckpointStorage) -> SavepointMetadata:
         data = storage.get(METADATA_FILE)
     except MissingFileError as error:
         raise SavepointError(
-            f"{storage.location} is no savepoint: there is no {METADATA_FILE} in it. It is not the directory of a "
-            "savepoint "
-            "(<base>/savepoint-<query>-<checkpoint>), or of one that was never finished, or was deleted in part; "
-            "remove "
-            "such a directory by hand."
+            f"{storage.location} is not a savepoint: it has no {METADATA_FILE}. Either it is not the directory of a "
+            "savepoint (<base>/savepoint-<query>-<checkpoint>), or the savepoint was never finished, or was partly "
+            "deleted; remove such a directory by hand."
         ) from error
     name = storage.full_location(METADATA_FILE)
     found = unseal(data, _Version, name).format_version
@@ -303,9 +301,9 @@ def read_stored_savepoints(
 def remove_stored_savepoint(
     path: str, storage_options: Mapping[str, str] | None = None, *, open_storage: OpenStorage = CheckpointStorage.open
 ) -> None:
-    """Remove a savepoint: first its metadata file, so that a half-deleted one is no savepoint, then its other files.
+    """Remove a savepoint: first its metadata file, so that a half-deleted one does not count, then its other files.
 
-    Files that do not belong to the savepoint stay. Raises ``SavepointError`` for a path that is no savepoint.
+    Files that do not belong to the savepoint stay. Raises ``SavepointError`` for a path without a savepoint.
     """
     storage = open_storage(path, storage_options or {})
     read_metadata(storage)
@@ -333,7 +331,7 @@ def verify_stored_savepoint(
     threads: int = 2,
     open_storage: OpenStorage = CheckpointStorage.open,
 ) -> SavepointInfo:
-    """Read all files of a savepoint and compare them with what was written.
+    """Read all files of a savepoint and compare them with their recorded digests.
 
     Raises ``SavepointError``, or ``DamagedFileError`` naming every file that is missing or damaged.
     """
@@ -347,7 +345,7 @@ def verify_stored_savepoint(
 def check_files(
     storage: CheckpointStorage, files: Sequence[FileRef], scratch: Path, *, keep: bool, threads: int
 ) -> dict[str, Path]:
-    """Return local copies of files, by path, after comparing each with what was written.
+    """Return local copies of files, by path, after comparing each with its recorded digest.
 
     Files of a local storage are not copied. Others are fetched into ``scratch``, where they stay if ``keep``. Raises
     ``DamagedFileError`` naming every file that is missing or damaged, ``StorageError``.
@@ -377,7 +375,7 @@ def check_files(
 
 
 def _checked(storage: CheckpointStorage, ref: FileRef) -> Path:
-    """Return the path of a file of a local storage after comparing it with what was written."""
+    """Return the path of a file of a local storage after comparing it with its recorded digest."""
     path = Path(storage.full_location(ref.path))
     if not path.is_file():
         raise MissingFileError(f"{path} ({ref.size} bytes) does not exist.")

@@ -208,9 +208,9 @@ def test_get_loads_a_provider_and_opens_any_of_its_versions(process_wide, provid
 
 def test_get_on_the_class_is_not_mistaken_for_reading_a_value(process_wide):
     for wrong in (b"a", "id", None, StateStoreId("ck", "op", 0)):
-        with pytest.raises(InvalidStateStoreArgument, match=r"no StateStoreProviderId.* get\(key\) is for a store"):
+        with pytest.raises(InvalidStateStoreArgument, match=r"not a StateStoreProviderId.* get\(key\) is for a store"):
             StateStore.get(wrong, 0)
-    with pytest.raises(InvalidStateStoreArgument, match="no StateStoreProviderId"):
+    with pytest.raises(InvalidStateStoreArgument, match="not a StateStoreProviderId"):
         StateStore.get_read_only(b"a", 0)
     assert not StateStore.is_maintenance_running()
 
@@ -260,7 +260,7 @@ def test_many_threads_share_one_provider(loaded, provider_id, coordinator):
 
 
 def test_what_cannot_be_loaded_is_refused_and_not_kept(loaded, provider_id):
-    with pytest.raises(InvalidStateStoreArgument, match="which is no StateStoreProvider"):
+    with pytest.raises(InvalidStateStoreArgument, match="which is not a StateStoreProvider"):
         loaded.get(provider_id(), 0, conf_of(NoProvider))
     with pytest.raises(InvalidStateStoreArgument, match="cannot be imported"):
         loaded.get(provider_id(), 0, StateStoreConf(provider="no.such.Provider"))

@@ -60,7 +60,7 @@ def test_no_setting(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("setting", ["on", "jaeger:4318", "http://", "http://me:secret@c:4318", "a:b:c", "a b:c", ":f"])
 def test_settings_that_there_are_not(setting: str) -> None:
-    with pytest.raises(InvalidStateStoreArgument, match="is none: give the address of a collector"):
+    with pytest.raises(InvalidStateStoreArgument, match="is not valid: give the address of a collector"):
         checked_setting(setting)
 
 
@@ -93,7 +93,7 @@ def test_a_provider_that_is_there_stays() -> None:
 
 REFUSED = {
     "mine:idle": "has set no provider",
-    "mine:number": "which is no function",
+    "mine:number": "which is not a function",
     "mine:nothing": "names no function of this process: module 'mine' has no attribute",
     "not_there:set_up": "No module named 'not_there'",
 }

@@ -118,7 +118,7 @@ def test_revoked_by_name_or_id_for_good(world: World, tokens: AccessTokens) -> N
         verified_id(another, SECRET, tokens.revoked(), world.now + 6)
     world.now += 6
     assert verified_id(tokens.issue_token("first"), SECRET, tokens.revoked(), world.now)
-    with pytest.raises(InvalidRequestError, match=r"no token 'third'; tokens that are valid: 'second' \("):
+    with pytest.raises(InvalidRequestError, match=r"Token 'third' does not exist; tokens that are valid: 'second' \("):
         tokens.revoke_token("third")
 
 
@@ -147,7 +147,7 @@ def test_tokens_that_have_long_expired_are_forgotten(world: World, tokens: Acces
 
 @pytest.mark.parametrize("name", ["", "  ", "two\nlines", "x" * 101, "\x1b[31m"])
 def test_names_that_cannot_be(tokens: AccessTokens, name: str) -> None:
-    with pytest.raises(InvalidRequestError, match="no name"):
+    with pytest.raises(InvalidRequestError, match="not a valid name"):
         tokens.issue_token(name)
 
 

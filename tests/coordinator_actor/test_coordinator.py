@@ -264,7 +264,7 @@ def test_what_a_refused_program_is_told_to_change_lets_it_go_on(world: World, st
     named = re.search(r"key groups \((\d+)\); lower num_partitions", refusal or "")
     assert named is not None and refusal_of(operators=(OperatorSpec("op", int(named[1]), SCHEMA),)) is None
     refusal = refusal_of(query_id="another")
-    assert refusal is not None and refusal.endswith("Use a checkpoint location of its own.")
+    assert refusal is not None and refusal.endswith("Use a separate checkpoint location.")
     own = {"checkpoint_location": f"{world.root}/own", "state_location": f"{world.root}/own/statestore"}
     assert refusal_of(query_id="another", **own) is None
 
@@ -563,7 +563,7 @@ def test_changes_that_come_while_the_run_ends_are_not_answered_as_taken(
         message = world.stage(world.open(started, 0, partition), partition, 0, "t")
         if partition == 1:
             monkeypatch.setattr(batch, "_receive", ends)
-            with pytest.raises(RetiredRunError, match="its checkpoint 1 was given up"):
+            with pytest.raises(RetiredRunError, match="its checkpoint 1 was cancelled"):
                 acknowledge(started, message)
         else:
             acknowledge(started, message)

@@ -163,7 +163,7 @@ def test_a_report_that_cannot_be_taken_up_is_asked_for_again(
 
     world.put_hook = full
     again.register_host(world.host(0), report)
-    assert "about run healthy is asked for again" in caplog.text and "disk full" in caplog.text
+    assert "must report run healthy again" in caplog.text and "disk full" in caplog.text
     assert again.coordinator.counts()[0] == 1, "the host is known"
     assert again.heartbeat_host("h0", "a", {"healthy": 0}).known is False
     world.put_hook = None

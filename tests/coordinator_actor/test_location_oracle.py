@@ -58,7 +58,7 @@ def test_an_unknown_operator_is_told_what_exists() -> None:
 
 @pytest.mark.parametrize("key_group", [-1, 64])
 def test_there_are_only_so_many_key_groups(key_group: int) -> None:
-    with pytest.raises(InvalidRequestError, match=rf"key group {key_group} .*has 64"):
+    with pytest.raises(InvalidRequestError, match=rf"key group {key_group}: .*has 64"):
         oracle({"op": [0]}).location_of("op", key_group)
 
 

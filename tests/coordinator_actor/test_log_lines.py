@@ -48,5 +48,5 @@ def test_the_environment_says_which_format(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv(LOG_FORMAT_VARIABLE, "json")
     assert CoordinatorConf().log_format == "json"
     monkeypatch.setenv(LOG_FORMAT_VARIABLE, "xml")
-    with pytest.raises(ValueError, match="log_format='xml' is none: it is 'text' or 'json'"):
+    with pytest.raises(ValueError, match="log_format='xml' is unknown: it is 'text' or 'json'"):
         CoordinatorConf()

@@ -118,17 +118,19 @@ def test_what_is_neither_text_nor_uuid_is_refused(message: str) -> None:
     hints = get_type_hints(declared)
     for name in inspect.signature(declared).parameters:
         if hints.get(name) in (str, str | None):
-            with pytest.raises(InvalidRequestError, match=f"{name} of {message} must be a text or a uuid.UUID, not 5"):
+            with pytest.raises(
+                InvalidRequestError, match=f"{name} of {message} must be a string or a uuid.UUID, not 5"
+            ):
                 Arguments(declared).take((), {name: 5})
             assert Arguments(declared).take((), {name: RUN}) == ([], {name: str(RUN)})
 
 
 def test_records_have_texts_and_several_ids_are_no_text(started: Coordinator) -> None:
-    with pytest.raises(InvalidRequestError, match="run_id in request of open_batch must be a text"):
+    with pytest.raises(InvalidRequestError, match="run_id in request of open_batch must be a string"):
         started.open_batch(OpenBatch(5, 0, "h0", "a"))  # type: ignore[arg-type]
     with pytest.raises(InvalidRequestError, match="run_ids of verify_instances must be several values"):
         started.verify_instances("h0", "a", str(RUN))
-    with pytest.raises(InvalidStateStoreArgument, match=r"query_run_id must be a text or a uuid\.UUID, not 5"):
+    with pytest.raises(InvalidStateStoreArgument, match=r"query_run_id must be a string or a uuid\.UUID, not 5"):
         StateStoreProviderId(StateStoreId("/ck", "op", 0), 5)  # type: ignore[arg-type]
 
 

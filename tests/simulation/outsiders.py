@@ -484,7 +484,7 @@ class Rewriter(Outsider):
     def is_excused(self, error: BaseException, process: Process) -> bool:
         """Return whether what goes wrong in this world explains an error."""
         self._check_left()
-        faults, is_spark = self._world.faults, "Nothing can go on" in str(error)
+        faults, is_spark = self._world.faults, "No query can continue" in str(error)
         may_fail = faults.storage_error or faults.late_write or self._world.healed_at is not None
         if self._files() and not self._is_again and not may_fail:
             raise Violation(f"A rewrite has failed without a fault of storage, and has left {self._files()[:5]}.")

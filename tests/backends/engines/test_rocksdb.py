@@ -180,7 +180,7 @@ def test_a_local_directory_that_an_error_says_to_remove_is_loaded_anew(location,
     with open_provider(location, local_dir=tmp_path / "local") as provider:
         commit(provider, 0, a="1", b="1", c="1", d="1")
         ends_midway(OSError("Input/output error"))
-        with pytest.raises(LocalStateDamagedError, match="loaded anew from the checkpoint location") as damaged:
+        with pytest.raises(LocalStateDamagedError, match="loaded again from the checkpoint location") as damaged:
             commit(provider, 1, a="2", b="2", c="2", d="2", e="2")
     directory = re.search(r"RocksDB could not \w+ in (\S+): .*remove the directory", str(damaged.value))
     assert directory is not None

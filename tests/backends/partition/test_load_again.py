@@ -140,7 +140,7 @@ def test_a_load_that_is_ended_is_gone_on_with(files: Files, conf: StateStoreConf
     state = opened(files, conf, tmp_path / "b")
     watch = LoadWatch("version 8", is_abandoned=lambda: state.version < 8 and watch.progress().files == 3)
     with pytest.raises(
-        LoadEndedError, match=r"of version 8 was ended: nobody waits .* 3 of 8 files, 1\.\d of 4\.\d MiB"
+        LoadEndedError, match=r"of version 8 was ended: no caller waits .* 3 of 8 files, 1\.\d of 4\.\d MiB"
     ):
         state.load(lineage, watch)
     assert (state.version, rows(state)) == (3, 30)

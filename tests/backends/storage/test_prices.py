@@ -23,5 +23,5 @@ def test_what_is_not_given_is_the_default_and_the_text_says_all() -> None:
 
 @pytest.mark.parametrize("text", ["putt=1", "put", "put=", "put=x", "put=-1", "put=nan", "put=inf", "put=1,get"])
 def test_what_is_no_price_is_refused_with_those_that_there_are(text: str) -> None:
-    with pytest.raises(InvalidStateStoreArgument, match=r"is no price: give put=, get=, .* dollars"):
+    with pytest.raises(InvalidStateStoreArgument, match=r"is not a price: give put=, get=, .* dollars"):
         Prices.parse(text)

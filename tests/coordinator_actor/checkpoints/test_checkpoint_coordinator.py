@@ -203,7 +203,7 @@ def test_messages_that_belong_to_nothing(world: World) -> None:
         (decline(A, 1, job_id="another"), coord.receive_decline_message),
         (decline(("op", 2), 1), coord.receive_decline_message),
     ):
-        with pytest.raises(InvalidRequestError, match=r"another.*job|op/2 is no task"):
+        with pytest.raises(InvalidRequestError, match=r"another.*job|op/2 is not a task"):
             receive(message)  # type: ignore[operator]
     assert not coord.receive_acknowledge_message(ack(A, 2)) and not coord.receive_decline_message(decline(A, 2))
     assert pending.num_acknowledged == 0 and not pending.is_discarded
@@ -239,7 +239,7 @@ def test_a_checkpoint_may_be_started_with_states_and_properties(world: World) ->
     with pytest.raises(StorageError, match="full"):
         coord.trigger_checkpoint(7, states={A: "a3", B: "b3"})
     assert coord.get_number_of_pending_checkpoints() == 0 and seen.cancelled == [3]
-    with pytest.raises(InvalidRequestError, match="no task"):
+    with pytest.raises(InvalidRequestError, match="not a task"):
         coord.trigger_checkpoint(8, states={("op", 9): "x"})
     assert coord.get_number_of_pending_checkpoints() == 0
 

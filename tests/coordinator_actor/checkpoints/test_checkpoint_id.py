@@ -18,7 +18,7 @@ def test_the_counter_counts_and_only_goes_forward() -> None:
     assert [counter.get_and_increment() for _ in range(4)] == [1, 2, 3, 4] and counter.get() == 5
     counter.set_count(1337)
     assert [counter.get_and_increment(), counter.get_and_increment()] == [1337, 1338]
-    with pytest.raises(InvalidRequestError, match="stands at 1339 and cannot be set back to 1338"):
+    with pytest.raises(InvalidRequestError, match="is at 1339 and cannot be set back to 1338"):
         counter.set_count(1338)
     counter.set_count(1339)
     counter.ensure_above(10)

@@ -192,7 +192,7 @@ def test_an_original_that_goes_on_is_not_forked(world: Elsewhere) -> None:
         if "manifests" in step:
             world.batch(c, "run2", 2)
 
-    with pytest.raises(CheckpointPlaceError, match="goes on while its state is copied"):
+    with pytest.raises(CheckpointPlaceError, match="advances while its state is copied"):
         fork_checkpoint(copy, world.base, progress=another_batch)
     assert json.loads((world.root / "copy/metadata").read_text()) == {"id": "q"}
     assert fork_checkpoint(copy, world.base).is_new
@@ -258,7 +258,7 @@ def test_what_an_earlier_fork_has_made_of_its_state_is_not_taken_for_the_origina
     assert world.start(world.coordinator(), "run2", "copy") is None
     shutil.rmtree(world.root / "copy")
     world.copy()
-    with pytest.raises(CheckpointPlaceError, match=f"earlier fork at .*/copy has gone on .*{forked.query_id}"):
+    with pytest.raises(CheckpointPlaceError, match=f"has run on an earlier fork at .*/copy, .*{forked.query_id}"):
         fork_checkpoint(str(world.root / "copy"), world.base)
 
 
@@ -339,7 +339,7 @@ def test_the_command_that_a_refusal_prints_lets_the_checkpoint_go_on(world: Else
     refusal = world.start(world.coordinator(), "run2", copy, storage_options=options)
     printed = re.search(rf"^  statestore (checkpoint {verb} .+)$", refusal or "", re.MULTILINE)
     assert printed is not None and refusal is not None and "hunter2" not in refusal, refusal
-    assert "Put the values of your program in the place of '...'" in refusal
+    assert "Replace '...' with the values of your program" in refusal
     command = printed[1]
     for name, value in options.items():
         assert command.count(f"--storage-option {name}=...") == 1
@@ -388,9 +388,7 @@ def test_a_state_of_an_earlier_fork_is_removed_or_the_checkpoint_copied_to_anoth
     copy = world.copy()
     with pytest.raises(CheckpointPlaceError) as refused:
         fork_checkpoint(copy, world.base)
-    state = re.search(
-        r"has gone on with the state at (\S+)\. If that is not needed any more, remove it", str(refused.value)
-    )
+    state = re.search(r"with the state at (\S+)\. If that state is no longer needed, remove it", str(refused.value))
     assert state is not None
     if removes:
         shutil.rmtree(state[1])

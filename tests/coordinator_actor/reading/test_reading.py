@@ -163,13 +163,13 @@ def test_versions_that_are_not_there_are_named(stream):
         versions.reading("op", "2")
     with pytest.raises(InvalidStateStoreArgument, match="from_version=2 is above to_version=1"):
         versions.reading_of_changes("op", 2, 1)
-    with pytest.raises(InvalidStateStoreArgument, match=r"no operator 'other' .* there are 'op'"):
+    with pytest.raises(InvalidStateStoreArgument, match=r"Operator 'other' does not exist .* there are 'op'"):
         versions.reading("other")
 
 
 def test_before_the_first_batch_there_is_the_empty_version_or_none(stream):
     s = stream(0)
-    with pytest.raises(VersionNotFoundError, match="there is no completed version"):
+    with pytest.raises(VersionNotFoundError, match="has no completed version"):
         look(s).reading("op")
     s.begin(0, {1: 1})
     assert rows_of(look(s).reading("op")) == {}
@@ -419,7 +419,7 @@ def test_commits_without_a_manifest_are_not_passed_over(stream):
     s.world.plan_spark(2)
     s.world.commit_spark(2)
     versions = look(s)
-    with pytest.raises(VersionNotFoundError, match=r"version 3 is the last completed one, but .* versions 0 to 2"):
+    with pytest.raises(VersionNotFoundError, match=r"the last completed version is 3, but .* versions 0 to 2"):
         versions.reading("op")
     assert rows_of(versions.reading("op", 2)) == s.at[2]
 
@@ -438,7 +438,9 @@ def test_going_back_behind_what_is_kept_leaves_nothing_to_read(stream):
     for batch in range(3, 12):
         for directory in ("commits", "offsets"):
             (s.world.root / "ck" / directory / str(batch)).unlink(missing_ok=True)
-    with pytest.raises(VersionNotFoundError, match=f"version 3 is the last .* versions from {oldest} to 12 are kept"):
+    with pytest.raises(
+        VersionNotFoundError, match=f"the last completed version is 3, .* versions from {oldest} to 12 are kept"
+    ):
         look(s).reading("op")
 
 

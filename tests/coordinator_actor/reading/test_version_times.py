@@ -84,13 +84,13 @@ def test_tables_as_of_a_time_say_what_was_answered_then(cluster: Cluster) -> Non
 def test_wrong_times(cluster: Cluster) -> None:
     place = str(cluster.root / "ck")
     for as_of in ("yesterday", 17, ""):
-        with pytest.raises(InvalidStateStoreArgument, match="is no time: give a datetime"):
+        with pytest.raises(InvalidStateStoreArgument, match="is not a time: give a datetime"):
             state_table(place, "totals", as_of=as_of)  # type: ignore[arg-type]
     with pytest.raises(InvalidStateStoreArgument, match="give one of them"):
         state_table(place, "totals", version=1, as_of="2026-01-01")
     assert ms_of("1970-01-01T00:00:01+00:00") == ms_of("1970-01-01T00:00:01") == 1000
     kept = VersionTimes("ck", (3, 4), (5_000, 6_000))
-    with pytest.raises(VersionNotFoundError, match=r"at 1970-01-01 00:00:04.999.*version 3, of 1970-01-01 00:00:05"):
+    with pytest.raises(VersionNotFoundError, match=r"as of 1970-01-01 00:00:04.999.*version 3, of 1970-01-01 00:00:05"):
         kept.version_at(4_999)
     assert kept.version_at(5_000) == 3
 

@@ -200,7 +200,7 @@ def test_a_restarted_coordinator_gives_the_run_the_same_schemas(stream: Callable
     assert granted() == expected.to_json()
 
 
-@pytest.mark.parametrize("remedy", ["Restore the old declaration", "put a state variable of another name in its place"])
+@pytest.mark.parametrize("remedy", ["Restore the old declaration", "replace it with a state variable of another name"])
 def test_what_a_refused_declaration_is_told_to_change_lets_it_go_on(query: Query, remedy: str) -> None:
     query.go_on(program(value("a")))
     refusal = refusal_of(query.run(program(value("a", TEXTS))))

@@ -220,7 +220,7 @@ def test_a_version_that_was_made_anew_is_another_one(world: World, c: Coordinato
     with pytest.raises(VersionNotFoundError, match="versions 0 to 2 are kept"):
         look_up(another, 0)
     batch(world, another, "run2")
-    with pytest.raises(VersionNotFoundError, match=r"as run run1 had made it.*run run2 has made it anew"):
+    with pytest.raises(VersionNotFoundError, match=r"as run run1 had made it.*run run2 has replaced it"):
         look_up(another, 0)
     assert look_up(another, 1).version == 3
 

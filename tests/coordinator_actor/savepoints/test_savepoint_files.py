@@ -263,7 +263,7 @@ def test_a_log_that_spark_removes_meanwhile_is_missed_only_if_it_is_needed(
     assert isinstance(spark, Purged)
     spark.root, spark.gone = root, gone
     if is_needed:
-        with pytest.raises(SavepointError, match=f"after batch 4 .* {gone} does not exist there. Only a batch"):
+        with pytest.raises(SavepointError, match=f"after batch 4 .* {gone} does not exist there. The batch must"):
             copy_spark_files(spark, storage(tmp_path / "sp"), BATCH)
         return
     copies = {ref.path for ref in copy_spark_files(spark, storage(tmp_path / "sp"), BATCH)}
@@ -339,9 +339,9 @@ def test_what_is_no_savepoint_is_refused_everywhere(made: Savepoint, tmp_path: P
     (made.path / "_metadata.json").unlink()
     for path in (made.path, tmp_path / "nowhere"):
         for call in (read_stored_savepoint, verify_stored_savepoint, remove_stored_savepoint):
-            with pytest.raises(SavepointError, match=r"is no savepoint: there is no _metadata\.json"):
+            with pytest.raises(SavepointError, match=r"is not a savepoint: it has no _metadata\.json"):
                 call(str(path), open_storage=storage)
-        with pytest.raises(SavepointError, match="is no savepoint"):
+        with pytest.raises(SavepointError, match="is not a savepoint"):
             restore_into_checkpoint(str(path), str(tmp_path / "new"), open_storage=storage)
     assert (made.path / "operators").exists() and not (tmp_path / "new").exists()
 
@@ -354,9 +354,9 @@ def test_deletion_begins_with_the_metadata_file(made: Savepoint) -> None:
     with pytest.raises(OSError, match="dead"):
         remove_stored_savepoint(str(made.path), open_storage=Dying.open)
     assert not (made.path / "_metadata.json").exists() and (made.path / "operators").exists()
-    with pytest.raises(SavepointError, match=r"was deleted in part; remove such a directory by hand") as left:
+    with pytest.raises(SavepointError, match=r"was partly deleted; remove such a directory by hand") as left:
         remove_stored_savepoint(str(made.path), open_storage=storage)
-    shutil.rmtree(str(left.value).partition(" is no savepoint")[0])
+    shutil.rmtree(str(left.value).partition(" is not a savepoint")[0])
     assert read_stored_savepoints(str(made.path.parent), open_storage=storage) == []
 
 
@@ -392,7 +392,7 @@ def _with_a_file_twice(m: SavepointMetadata) -> SavepointMetadata:
     ("change", "message"),
     [
         (_without_a_file, "the key groups of variable 'default' of operator 'op' end with 23, but there are 32"),
-        (_with_a_file_twice, "missing or there twice where operators/op/default/key-groups-00000-00007.parquet begins"),
+        (_with_a_file_twice, "missing or duplicated where operators/op/default/key-groups-00000-00007.parquet begins"),
         (lambda m: msgspec.structs.replace(m, version=9), "version 9 is not that after batch 4"),
         (lambda m: msgspec.structs.replace(m, operators=()), "its operators are none"),
         (lambda m: msgspec.structs.replace(m, operators=m.operators * 2), "each must be there once"),

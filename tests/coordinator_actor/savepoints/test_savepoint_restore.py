@@ -260,7 +260,7 @@ def test_all_differences_are_in_one_message(made: Savepoint, tmp_path: Path) -> 
         ({"num_partitions": {"op": 2.0}}, "must be an int from 1 to 32"),
         ({"backend": "redis"}, "provider='redis' is unknown"),
         ({"backend": "nowhere.Provider"}, "cannot be imported"),
-        ({"backend": "pathlib.Path"}, "is no LocalStateStoreProvider"),
+        ({"backend": "pathlib.Path"}, "is not a LocalStateStoreProvider"),
         ({"operators": []}, "must name one operator or more"),
         ({"operators": ["op", "op"]}, "each of them once"),
         ({"threads": 0}, "threads=0"),
@@ -299,7 +299,7 @@ def test_a_target_in_the_savepoint_is_refused(made: Savepoint, tmp_path: Path) -
     before = tree(made.path)
     (tmp_path / "link").symlink_to(made.path)
     for target in (made.path, made.path / "new", tmp_path / "link/new"):
-        with pytest.raises(SavepointError, match="lies in the savepoint"):
+        with pytest.raises(SavepointError, match="is inside the savepoint"):
             restore(made, target)
     assert tree(made.path) == before
     restore(made, made.path.with_name(f"{made.path.name}-restored"))
@@ -333,7 +333,7 @@ def test_rows_of_other_key_groups_than_the_metadata_says_stop_a_restore(made: Sa
     variable = msgspec.structs.replace(operator.variables[0], files=tuple(files))
     operator = msgspec.structs.replace(operator, variables=(variable,))
     (made.path / "_metadata.json").write_bytes(seal(msgspec.structs.replace(metadata, operators=(operator,))))
-    with pytest.raises(DamagedFileError, match="are not those that the metadata file says"):
+    with pytest.raises(DamagedFileError, match="differ from those in the metadata file"):
         restore(made, tmp_path / "new")
     assert not (tmp_path / "new/metadata").exists()
 
@@ -345,7 +345,7 @@ def test_of_two_restores_to_one_place_one_wins(made: Savepoint, tmp_path: Path) 
                 restore(made, tmp_path / "new")
             return super().put_new(path, data)
 
-    with pytest.raises(SavepointError, match="Somebody else is making a checkpoint"):
+    with pytest.raises(SavepointError, match="Another process is making a checkpoint"):
         restore_into_checkpoint(
             str(made.path), str(tmp_path / "new"), open_storage=lambda p, o: Slow.open(p, o, fsync=False)
         )

@@ -97,7 +97,7 @@ def test_a_savepoint_that_cannot_even_be_begun_holds_nothing(stream):
 def test_only_one_can_stop_a_query(stream):
     s = stream()
     s.trigger(stop=True)
-    with pytest.raises(InvalidRequestError, match="being stopped with a savepoint already"):
+    with pytest.raises(InvalidRequestError, match="already being stopped with a savepoint"):
         s.trigger("r2", stop=True)
     assert s.trigger(stop=True).known
     s.trigger("r3")

@@ -76,7 +76,7 @@ def test_an_error_among_the_faults_is_exit_code_1(stream: Make) -> None:
     ("args", "message"),
     [
         (("checkpoints", "other"), "No single query is named 'other'"),
-        (("checkpoints", "--prices", "puts=1"), "'puts=1' is no price: give put=, get=,"),
+        (("checkpoints", "--prices", "puts=1"), "'puts=1' is not a price: give put=, get=,"),
         (("partitions", "--operator", "nope"), "has no operator 'nope'; it has op"),
     ],
 )

@@ -113,7 +113,7 @@ def test_as_long_as_the_session_lives(world: World, port: Port, queries: Callabl
         assert is_read(port, 1)
     world.now += 100
     port.c.expire()
-    assert not is_read(port, 1), "its driver was not heard of"
+    assert not is_read(port, 1), "its driver sent no more heartbeats"
 
 
 def test_with_which_error_a_query_has_ended(world: World, port: Port, queries: Callable[..., EndedQueries]) -> None:

@@ -137,7 +137,7 @@ def test_a_continuous_trigger(spark: Any, tmp_path: Path) -> None:
     ("setting", "value", "remedy"),
     [
         ("spark.statestore.location", "hdfs://somewhere/state", "state_location="),
-        ("spark.statestore.storagePrices", "putt=0.005", "spark.statestore.storagePrices: 'putt=0.005' is no price"),
+        ("spark.statestore.storagePrices", "putt=0.005", "spark.statestore.storagePrices: 'putt=0.005' is not a price"),
     ],
 )
 def test_a_setting_that_cannot_be(stream: Stream, spark: Any, setting: str, value: str, remedy: str) -> None:

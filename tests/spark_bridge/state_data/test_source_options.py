@@ -74,12 +74,12 @@ def test_state_is_made_of_a_snapshot_of_that_batch_or_an_earlier_one(flow: Flow)
         ({"startingVersion": "latest"}, "A table has no option 'startingVersion'"),
         ({"readRegisteredTimers": True}, f"{CONFLICT} The options 'stateVarName', 'readRegisteredTimers'"),
         ({"snapshotStartBatchId": "-1"}, r"^\[STDS_INVALID_OPTION_VALUE.IS_NEGATIVE\].*'snapshotStartBatchId'"),
-        ({"stateVarName": "totals"}, f"{INVALID}'stateVarName': There is no state variable 'totals'; there are "),
+        ({"stateVarName": "totals"}, f"{INVALID}'stateVarName': State variable 'totals' does not exist; there are "),
         (
             {"stateVarName": "totals", "readChangeFeed": True, "changeStartBatchId": 1},
-            f"{INVALID}'stateVarName': There is no state variable 'totals'; there are ",
+            f"{INVALID}'stateVarName': State variable 'totals' does not exist; there are ",
         ),
-        ({"operator": "ops"}, f"{INVALID}'operator': There is no operator 'ops' .* there are 'op'"),
+        ({"operator": "ops"}, f"{INVALID}'operator': Operator 'ops' does not exist .* there are 'op'"),
         ({"batchId": "x"}, f"{INVALID}'batchId': it is 'x'"),
         ({"flattenCollectionTypes": "maybe"}, f"{INVALID}'flattenCollectionTypes': .* true or false"),
         (

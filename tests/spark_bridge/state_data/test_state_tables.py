@@ -333,7 +333,7 @@ def test_rows_of_earlier_schemas_are_read_as_each_version_has_them(flow):
         (1, None, {"extra": None, "n": 2.0}),
         (4, {"extra": None, "n": 1.0}, {"extra": "new", "n": 1.5}),
     ]
-    with pytest.raises(InvalidStateStoreArgument, match=r"no state variable 'visits'; there are .*'new'"):
+    with pytest.raises(InvalidStateStoreArgument, match=r"State variable 'visits' does not exist; there are .*'new'"):
         state_table(f.location, "op", "visits")
     assert state_table(f.location, "op", "visits", 3).num_rows == 1
     assert set(state_metadata_table(f.location).column("stateVarName").to_pylist()) == {
@@ -493,7 +493,7 @@ def test_of_keys_that_were_seen_there_is_when_they_are_forgotten(tmp_path, withi
 def test_the_variable_must_be_named_if_there_are_several(worked, flow, tmp_path):
     with pytest.raises(InvalidStateStoreArgument, match=r"'total', 'visits', 'pages', 'timers'.*state="):
         state_table(worked.location, "op")
-    with pytest.raises(InvalidStateStoreArgument, match="no state variable 'pagesx'"):
+    with pytest.raises(InvalidStateStoreArgument, match="State variable 'pagesx' does not exist"):
         state_table(worked.location, "op", "pagesx")
     with pytest.raises(InvalidStateStoreArgument, match="there are 'op'"):
         state_table(worked.location, "other", "total")

@@ -392,7 +392,7 @@ def test_what_is_kept_by_time_goes_with_its_key(tmp_path):
 @pytest.mark.parametrize(
     ("operator", "keys", "error", "message"),
     [
-        ("other", [("a", 0)], InvalidStateStoreArgument, "no operator 'other'"),
+        ("other", [("a", 0)], InvalidStateStoreArgument, "Operator 'other' does not exist"),
         ("op", [], InvalidStateStoreArgument, "keys= is empty"),
         ("op", ["a"], UnknownKeyOrNamespaceError, "tuple of 2 values"),
         ("op", [("a", "b")], UnknownKeyOrNamespaceError, "Key column 'shard' is int32"),

@@ -278,9 +278,9 @@ def test_a_dry_run_counts_and_shows_and_writes_nothing(old: str, tmp_path: Path)
 def test_bad_calls_are_refused_with_the_remedy(old: str, tmp_path: Path) -> None:
     new = tmp_path / "new"
     for call, said in (
-        (lambda: rewritten(old, "nobody", same, new), "There is no operator 'nobody'"),
+        (lambda: rewritten(old, "nobody", same, new), "Operator 'nobody' does not exist"),
         (lambda: rewritten(old, "visits", same, new), r"has the state variables 'last', .*function=\{'name'"),
-        (lambda: rewritten(old, "visits", {"lost": same}, new), "no state variable 'lost'"),
+        (lambda: rewritten(old, "visits", {"lost": same}, new), "State variable 'lost' does not exist"),
         (lambda: rewritten(old, "visits", {}, new), "names no state variable"),
         (lambda: rewritten(old, "totals", "same", new), "must be a function"),
         (lambda: rewritten(old, [], same, new), "must name one operator"),
@@ -305,7 +305,7 @@ def test_bad_calls_are_refused_with_the_remedy(old: str, tmp_path: Path) -> None
         rewritten(old, "totals", same, new, version=99)
     with pytest.raises(MissingFileError):
         rewritten(str(tmp_path / "nothing"), "totals", same, new)
-    with pytest.raises(SavepointError, match="lies in the checkpoint"):
+    with pytest.raises(SavepointError, match="is inside the checkpoint"):
         rewritten(old, "totals", same, Path(old) / "new")
     assert not tree(tmp_path)
     rewritten(old, "totals", same, new)
@@ -400,12 +400,12 @@ def test_two_who_make_one_checkpoint_with_state_elsewhere(tmp_path: Path) -> Non
 
     first, second, third = new(), new(), new()
     first.claim()
-    with pytest.raises(SavepointError, match="Somebody else is making a checkpoint"):
+    with pytest.raises(SavepointError, match="Another process is making a checkpoint"):
         second.claim()
     first.checkpoint.put_new("offsets/0", b"v1")
     first.finish()
     held = tree(tmp_path)
-    with pytest.raises(SavepointError, match="Somebody else has just made"):
+    with pytest.raises(SavepointError, match="Another process has just made"):
         third.claim()
     assert tree(tmp_path) == held and "ck/offsets/0" in held and not any("claim" in path for path in held)
     first.remove()

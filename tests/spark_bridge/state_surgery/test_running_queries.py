@@ -262,7 +262,7 @@ def test_a_holder_that_dies_holds_nobody_up_for_long_and_changes_nothing(cluster
     worked(cluster)
     holder = cluster.c.hold_query("name", "somebody", forgetting.HOLD_SECONDS, batches=True)
     assert (holder.waits_for, holder.version) == (None, 6)
-    with pytest.raises(InvalidRequestError, match="rewritten by somebody already"):
+    with pytest.raises(InvalidRequestError, match="being rewritten by somebody"):
         forget(cluster)
     with pytest.raises(BatchHeldError):
         cluster.batch({2: (4, "b")})
@@ -273,7 +273,7 @@ def test_a_holder_that_dies_holds_nobody_up_for_long_and_changes_nothing(cluster
     with pytest.raises(LapsedHoldError, match="has lapsed"):
         cluster.c.adopt_rewritten("run1", holder.hold, holder.epoch, written_record(cluster))
     assert cluster.client().get("totals", 1)["n"] == 5
-    forget(cluster)  # "ask again when that is done"
+    forget(cluster)  # "retry when that is done"
     check_forgotten(cluster)
 
 
@@ -339,7 +339,7 @@ def test_uploads_and_reports_that_are_under_way_are_waited_for(cluster):
         cluster.c.lineage("run1", "totals", 1, 6, UPLOAD)
     cluster.c.release_files("run1", "totals", 0, UPLOAD)
     assert cluster.c.hold_query("name", "me", forgetting.HOLD_SECONDS, batches=True).waits_for is None
-    assert cluster.c.hold_query("name", "me", 0).waits_for == "nobody holds the query"
+    assert cluster.c.hold_query("name", "me", 0).waits_for == "no holder holds the query"
     cluster.c.lineage("run1", "totals", 1, 6, UPLOAD)
 
 

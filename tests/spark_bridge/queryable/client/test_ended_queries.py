@@ -133,7 +133,7 @@ def test_a_checkpoint_that_was_removed_does_not_come_to_be_again(cluster: Cluste
     end(cluster)
     shutil.rmtree(cluster.root / "ck")
     cluster.port.c = cluster.world.coordinator(0)
-    assert "there is no state any more" in str(cluster.c.serve_ended(last).refusal)
+    assert "the state no longer exists" in str(cluster.c.serve_ended(last).refusal)
     assert not (cluster.root / "ck").exists()
 
 
@@ -166,7 +166,7 @@ def test_it_is_over_when_the_driver_says_so_or_is_gone(cluster: Cluster) -> None
     cluster.c.expire()
     for h in cluster.hosts:
         h.host.register()
-    with pytest.raises(QueryEndedError, match="its driver was not heard of"):
+    with pytest.raises(QueryEndedError, match="its driver sent no more heartbeats"):
         cluster.c.locate("totals")
     (over,) = cluster.c.registries.runs.ended()
     assert cluster.c.serve_ended(over.registration).refusal is None, "the driver is back"
