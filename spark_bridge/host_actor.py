@@ -109,7 +109,7 @@ def require_same_driver(options: SessionOptions) -> None:
 MOST_PARTITIONS = 100
 """Operators of more partitions have one value for each host: the number of series must not follow the partitions."""
 HOST_METRICS_SECONDS = 5.0
-"""Seconds between two looks at what a host holds, which costs some microseconds for each partition."""
+"""Seconds between two collections of a host's figures, each of which costs some microseconds per partition."""
 _COUNTS = ("loads", "commits", "snapshots", "keys_read", "keys_written")
 
 
@@ -129,7 +129,7 @@ class HostMetrics:
 
     def publish(self, described: Mapping[str, Any], names: Mapping[str, str]) -> None:
         """Publish a host's description of itself. ``names`` are the titles of queries by run id."""
-        # Again and again: what was set once, at the start of the process, was not exported.
+        # Set repeatedly: a value set once, at the start of the process, was not exported.
         self._sink.set("statestore_host_restarts", self._restarts)
         for name in _COUNTS:
             self._total(f"statestore_{name}_total", described[name])
@@ -156,7 +156,7 @@ class HostMetrics:
             nbytes[at] = nbytes.get(at, 0) + one["memory_bytes"]
             lag = max(0, one["version"] - one["snapshot_version"])
             lags[query, operator] = max(lag, lags.get((query, operator), 0))
-        for gone in self._held - keys.keys():  # Ray forgets no series: what a host no longer holds is 0
+        for gone in self._held - keys.keys():  # Ray forgets no series: set those that the host has dropped to 0
             keys[gone] = nbytes[gone] = 0
             lags.setdefault(gone[:2], 0)
         for (query, operator, partition), count in keys.items():
@@ -183,13 +183,13 @@ log = logging.getLogger(__name__)
 
 HEARTBEAT_SECONDS = 1.0
 LOCATE_SECONDS = 5.0
-"""How long the proxy waits for the coordinator, in seconds: it answers from the owners that it knows meanwhile."""
+"""How long the proxy waits for the coordinator, in seconds. In that time it answers from the owners that it knows."""
 SWITCH_SECONDS = 0.0005
 """How long a thread keeps the interpreter while others wait, in seconds: a lookup must not wait for ten commits."""
 
 
 class StateStoreHost:
-    """One named Ray actor per executor core; see ``Host`` for what it does."""
+    """One named Ray actor per executor core; see ``Host`` for its duties."""
 
     def __init__(self, host_id: str, token: str, options: SessionOptions, query_port: int) -> None:
         require_same_driver(options)
@@ -237,7 +237,7 @@ class StateStoreHost:
         self._reads = HostReads(self._host)
         sink = RayMetrics({"namespace": namespace, "host": host_id})
         self._metrics = HostMetrics(sink, self._queries.statistics, self._host.files.requests, info.restart)
-        # Before the coordinator, and so any client, hears of the address.
+        # Before the coordinator, and so any client, learns the address.
         self._queries.start()
         self._host.register()
         self._write_host_file(token)

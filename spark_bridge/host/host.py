@@ -145,7 +145,7 @@ class Host:
         grant = self.grants.for_task(task)
         if not self.registration.owns(grant.owner):
             return OpenReply(grant.owner.address, grant.version)
-        # Before the state is loaded, which may take long: a coordinator that is restarted meanwhile must know.
+        # Before the state is loaded, which may take long: a coordinator that restarts during the load must know.
         self.held.note_opened(grant.registration, task.batch_id)
         # Before that, too: those that are loaded first are stored together with those that are loaded next.
         self.group_commits.opened(task.run_id, task.batch_id + 1, task.operator, task.partition)
@@ -207,7 +207,7 @@ class Host:
         self.held.note_ended(orders.ended_runs)
         if orders.known:
             self._looked_at = {run_id: self._clock() - lag for run_id, lag in orders.lags.items()}
-        # Before the versions are noted: what may move is looked after from here on.
+        # Before the versions are recorded: from here on, partitions that may move are tracked.
         self.hand_overs.follow(hand_over.number, orders)
         self._orders.carry_out(by_run)
         if orders.known:

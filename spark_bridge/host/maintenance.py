@@ -45,7 +45,7 @@ object.
 
 
 class _Ready(NamedTuple):
-    """A partition whose snapshot is to be stored with others; ``earlier`` is the one with which it shares files."""
+    """A partition whose snapshot is to be stored with others; ``earlier`` is the snapshot that it shares files with."""
 
     instance: Instance
     earlier: SnapshotRef | None
@@ -70,7 +70,7 @@ class _Together:
             return self._taken() if is_due else []
 
     def end(self) -> list[_Ready]:
-        """Take note that a thread has prepared all its own; return what it is to store. Waits for the other threads."""
+        """Record that a thread has prepared all its snapshots; wait for the others, and return those it is to store."""
         with self._changed:
             self._at_work -= 1
             self._changed.notify_all()
@@ -119,10 +119,10 @@ class Maintenance:
         self._hooks.append(work)
 
     def do_maintenance(self) -> list[Future[None]]:
-        """Unload partitions that are another's by now, and begin the work that is due; return what was begun.
+        """Unload partitions that another host owns, and begin the work that is due; return what was begun.
 
-        That are uploads of snapshots, and, while the write buffers or the room for unwritten changes are more than half
-        full, the writing of files by partitions to which nothing was committed since the last maintenance.
+        The work is uploads of snapshots. While the write buffers or the room for unwritten changes are more than half
+        full, it is also flushes of partitions that have had no commit since the last maintenance.
         """
         log.debug("Doing maintenance")
         for work in self._hooks:
@@ -144,7 +144,8 @@ class Maintenance:
                     continue  # no manifest names a snapshot any more, and nothing is written
                 running = self._uploading.get(key)
                 version = instance.state.version
-                # A partition made of an earlier layout's files is expensive to load until it has a snapshot of its own.
+                # A partition built from files of an earlier layout is expensive to load until it has its first
+                # snapshot.
                 if instance.rescaled_at is not None:
                     is_due = version > instance.rescaled_at
                 else:
@@ -174,12 +175,14 @@ class Maintenance:
             try:
                 lease.is_held()
             except (CoordinatorError, SparkBridgeError, StateStoreError) as error:
-                log.warning("The coordinator was not told that the upload of %s goes on: %s", key, error)
+                log.warning(
+                    "Could not report to the coordinator that the upload of %s is still running: %s", key, error
+                )
 
     def _unload_unread(self) -> None:
-        """Unload the partitions of ended queries that nobody has read since the last maintenance.
+        """Unload the partitions of ended queries that had no reader since the last maintenance.
 
-        The next reader has them loaded again. So ended queries take no memory in the long run.
+        The next reader loads them again. So ended queries take no memory in the long run.
         """
         for instance in self._held.all():
             if self._held.has_ended(instance.registration.run_id) and not instance.state.is_loading:

@@ -68,7 +68,7 @@ class PartitionFiles:
         Removes what is there of other runs of the query than this one and those in use.
         """
         runs = self._local_dir / registration.query_id
-        # Listed first: a run that begins meanwhile is noted before it has a directory.
+        # Listed first: a run that begins during this call is recorded before it has a directory.
         listed = list(runs.iterdir()) if runs.exists() else []
         used = {*runs_in_use(), registration.run_id} if listed else set()
         for left in listed:
@@ -90,8 +90,8 @@ class PartitionFiles:
     ) -> bool:
         """Move the local files of a closed partition to where ``open_own`` looks for them; return whether they exist.
 
-        They are of an older run of the query, or of this one. A head names what made a version, whichever run goes on
-        from it: ``PartitionState.load`` finds out whether the files are of the run's lineage.
+        They belong to an older run of the query, or to this one. A head names the commit that made a version, even if
+        another run continues from it: ``PartitionState.load`` checks whether the files belong to the run's lineage.
         """
         local = self._local(registration, spec, partition)
         if left.local_dir == local:
@@ -120,9 +120,9 @@ class PartitionFiles:
         return open_partition(local, storage, directory, conf)
 
     def _storage_of(self, registration: QueryRegistration) -> CheckpointStorage:
-        """Return the storage of a query's state, one for all partitions: each storage has connections of its own."""
+        """Return the storage of a query's state, one for all partitions: each storage opens its own connections."""
         key = (registration.state_location, tuple(sorted(registration.storage_options.items())))
-        with self._lock:  # to open asks nobody
+        with self._lock:  # opening does no I/O
             storage = self._storages.get(key)
             if storage is None:
                 storage = self._storages[key] = self.open_storage(
@@ -198,8 +198,8 @@ class FileLease:
                 self.lineage()  # a coordinator that was restarted knows of no load
         except (CoordinatorError, SparkBridgeError, StateStoreError) as error:
             log.warning(
-                "The coordinator was not told that version %d of %s is still being loaded; it is told again in %.0f s: "
-                "%s",
+                "Could not report to the coordinator that version %d of %s is still being loaded; "
+                "retrying in %.0f s: %s",
                 self._version,
                 self._partition,
                 FILES_RENEW_SECONDS,

@@ -25,7 +25,7 @@ version.
 
 
 class PartitionReads:
-    """Thread-safe, without a lock of its own: a partition's state guards itself."""
+    """Thread-safe without a lock: a partition's state guards itself."""
 
     def __init__(
         self,
@@ -103,10 +103,10 @@ class PartitionReads:
     # -- queries -------------------------------------------------------------------------------
 
     def load(self, run_id: str, operator: str, partition: int, *, again: bool = False) -> Instance:
-        """Note the last completed version of a partition, as the coordinator knows it now, and return it loaded.
+        """Record the coordinator's last completed version of a partition, and return the partition loaded at it.
 
-        ``again``: even if it is loaded, for it does not have that version. Raises ``NotOwnerError`` if the partition is
-        another host's, and what the coordinator raises.
+        With ``again``, ask even if the partition is loaded, because it lacks that version. Raises ``NotOwnerError`` if
+        another host owns the partition, and what the coordinator raises.
         """
         grant = self._own_grant(run_id, operator, partition)
         if grant.is_begun:

@@ -1,8 +1,8 @@
 """Asks Spark's own log whether the version that this host has prepared is completed, so that no reader is behind Spark.
 
-Hosts hear of completed versions from the coordinator, and the coordinator from the driver, after Spark has gone on, or
-never if a message is lost. Until then, a read looks for the file ``commits/N`` that Spark has written by the
-time at which ``awaitTermination`` or ``processAllAvailable`` returns.
+The coordinator tells hosts of completed versions, and the driver tells the coordinator, after Spark has moved on. If a
+message is lost, hosts never learn of them. Until then, a read looks for the file ``commits/N``, which Spark has written
+by the time ``awaitTermination`` or ``processAllAvailable`` returns.
 """
 
 from __future__ import annotations
@@ -73,9 +73,9 @@ class PreparedVersions:
         held.on_run_ended(self._forget)
 
     def accepted(self, registration: QueryRegistration, version: int, under: int | None = None) -> None:
-        """Take note that the coordinator has accepted changes for a version.
+        """Record that the coordinator has accepted changes for a version.
 
-        ``under`` is the number of the host's registration before it sent changes of its own.
+        ``under`` is the number of the host's registration before it sent its own changes.
         """
         with self._noting:
             if under is not None:
@@ -102,7 +102,7 @@ class PreparedVersions:
     def _may_be_others(self, run_id: str) -> bool:
         number = self._registration.number
         is_again = number > 1 and self._taken_under.get(run_id) != number
-        return is_again and not self._held.has_ended(run_id)  # nobody makes versions of a query that has ended
+        return is_again and not self._held.has_ended(run_id)  # an ended query makes no versions
 
     def is_settled(self, run_id: str) -> bool:
         """Return whether the last version that was prepared here is known to be completed."""
@@ -146,7 +146,7 @@ class PreparedVersions:
         return newest is not None and newest.version >= version
 
     def _begin_look(self, prepared: _Prepared, now: float) -> None:
-        # A thread of its own: storage may hang for longer than this reader waits.
+        # In a separate thread: storage may hang for longer than this reader waits.
         threading.Thread(target=self._look, args=(prepared,), name="statestore-commit-look", daemon=True).start()
         prepared.is_looking, prepared.begun, prepared.failure = True, now, None
 
@@ -196,7 +196,7 @@ class PreparedVersions:
 
     def _failed(self, prepared: _Prepared, failure: Exception) -> Exception:
         if isinstance(failure, CoordinatorError):
-            return type(failure)(*failure.args)  # an error of its own for every thread
+            return type(failure)(*failure.args)  # a new error for every thread
         of = prepared.registration
         return HostUnavailableError(
             f"Host {self._registration.info.host_id} could not find out whether Spark has committed batch "
@@ -219,8 +219,8 @@ class PreparedVersions:
 ASK_SECONDS = 0.02
 """The completed version is asked for at most once in this many seconds, however many readers wait for it."""
 UNKNOWN_RUN_SECONDS = 0.5
-"""A host believes for this many seconds that there is no such run: any client may name any run, and each question
-costs.
+"""TTL of a cached answer that a run does not exist, in seconds: a client may name any run, and each question to the
+coordinator costs.
 """
 IDLE_RUN_SECONDS = 60.0
 """A host without partitions of a run remembers for this many seconds what the coordinator said of the run last."""
@@ -233,8 +233,8 @@ class _Asking:
     """The questions for one run. The thread that holds ``lock`` asks for all that wait.
 
     ``at`` is when the last question was asked, ``answered`` when the last question that has been answered was asked;
-    both are times of ``time.monotonic``. ``refusal``: the coordinator said that there is no such run. ``has_ended``:
-    the coordinator said that the query has ended, and that the last version is read on.
+    both are times of ``time.monotonic``. ``refusal``: the coordinator answered that the run does not exist.
+    ``has_ended``: it answered that the query has ended, and that its last version stays readable.
     """
 
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -247,7 +247,7 @@ class _Asking:
         """Raise what the coordinator has said just now."""
         refusal = self.refusal
         if refusal is not None and time.monotonic() - self.at < UNKNOWN_RUN_SECONDS:
-            raise type(refusal)(*refusal.args)  # an error of its own for every thread
+            raise type(refusal)(*refusal.args)  # a new error for every thread
 
 
 class VersionRequests:
@@ -285,7 +285,7 @@ class VersionRequests:
             try:
                 if run_id not in self._held.registrations:
                     asking.raise_refusal()
-                # Another thread may have asked meanwhile.
+                # Another thread may have asked since.
                 pause = asking.at + ASK_SECONDS - time.monotonic()
                 newest = self._completed.wait(run_id, at_least, min(left, pause))
                 if newest is None or newest.version < at_least:
@@ -319,9 +319,9 @@ class VersionRequests:
         return asking is not None and asking.answered >= moment
 
     def forget_idle_runs(self) -> None:
-        """Forget the versions of runs that this host has no part of, when nobody has asked for ``IDLE_RUN_SECONDS``.
+        """Forget the versions of runs that this host has no part of, after ``IDLE_RUN_SECONDS`` without a reader.
 
-        Nobody tells this host that such a run is over. The next reader has the coordinator asked again.
+        This host gets no message when such a run is over. The next reader asks the coordinator again.
         """
         until = time.monotonic() - IDLE_RUN_SECONDS
         for run_id in self._completed.runs():
