@@ -138,7 +138,7 @@ class ClientConnection:
             self._fail(ConnectionClosedError(f"{self.address} sent a header that makes no sense: {error}"))
 
     def _receive_rest(self, begin: int, header_length: int, length: int, deadline: float) -> tuple[bytes, memoryview]:
-        """Receive the rest of a frame; return its header, and its body in memory of its own."""
+        """Receive the rest of a frame; return its header, and its body in newly allocated memory."""
         content = begin + header_length
         if self._end >= content:
             header = bytes(self._view[begin:content])
@@ -184,7 +184,7 @@ class ClientConnection:
         """
         left = deadline - time.monotonic()
         if left <= 0:
-            self._fail(HostUnavailableError(f"There was no time left to ask {self.address}."))
+            self._fail(HostUnavailableError(f"The timeout ended before {self.address} could be asked."))
         if not self._armed <= left <= 2 * self._armed:
             self._armed = 0.9 * left
             self._sock.settimeout(self._armed)
@@ -221,9 +221,9 @@ def _connected(address: str, tls: ssl.SSLContext | None, deadline: float) -> soc
     ip, _, port = address.rpartition(":")
     left = deadline - time.monotonic()
     if left <= 0:
-        raise HostUnavailableError(f"There was no time left to connect to {address}.")
+        raise HostUnavailableError(f"The timeout ended before a connection to {address} was opened.")
     if not ip or not port.isdigit():
-        raise QueryableStateError(f"{address!r} is no address of the form ip:port.")
+        raise QueryableStateError(f"{address!r} is not an address of the form ip:port.")
     ip = ip.strip("[]")
     try:
         sock = socket.create_connection((ip, int(port)), timeout=min(left, CONNECT_SECONDS))
@@ -309,7 +309,7 @@ class ConnectionPool:
     def replace(self, stale: ClientConnection, deadline: float) -> ClientConnection:
         """Return a new connection instead of one that the host has closed.
 
-        Close the idle ones too, which are no better.
+        Close the idle ones too, which the host has closed as well.
         """
         stale.close()
         while self._idle:
@@ -368,8 +368,7 @@ class ConnectionPool:
 
 # One request over a pooled connection, and its answer: of one frame, or a stream of frames.
 #
-# All requests only read. So a request that meets a connection which the server has closed meanwhile is sent again on
-# a new one.
+# All requests only read. So a request on a connection that the server has closed is sent again on a new one.
 
 
 class KvExchange:
@@ -578,7 +577,7 @@ class KvConnections:
         return welcome
 
     def close(self) -> None:
-        """Close all connections for good. Requests of other threads may fail."""
+        """Close all connections; this is final. Requests of other threads may fail."""
         self._is_closed = True
         self.drop()
 

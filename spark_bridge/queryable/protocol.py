@@ -123,8 +123,8 @@ class ScanRequest(Struct, frozen=True, array_like=True, tag="scan"):
 
     ``start`` (included) and ``end`` (not included) bound the grouping key by its encoded columns without the key group,
     within every key group. ``partitions`` None means all that this host owns, with ``forward`` all. All conditions of
-    ``where`` must hold. ``limit`` is the most rows of this answer. ``previous_run`` is the earlier run that has given
-    rows of this version already: if a later run has made the version anew, the answer is a ``StateVersionError``.
+    ``where`` must hold. ``limit`` is the most rows of this answer. ``previous_run`` is the earlier run that has already
+    returned rows of this version: if a later run has remade the version, the answer is a ``StateVersionError``.
     """
 
     run_id: RunId
@@ -152,8 +152,8 @@ class ChangesRequest(Struct, frozen=True, array_like=True, tag="changes"):
     """Ask for the rows that the versions after ``after`` up to ``until`` changed, in the order of versions.
 
     Changes of every layout are read from storage, so any host can answer. The body, if there is one, is the grouping
-    keys that matter. Answered as a ``ScanRequest``. ``previous_run`` is the run that gave the changes up to ``after``,
-    if that was an earlier run: if a later run has made the version ``after`` anew, the answer is a
+    keys that matter. Answered as a ``ScanRequest``. ``previous_run`` is the run that returned the changes up to
+    ``after``, if that was an earlier run: if a later run has remade the version ``after``, the answer is a
     ``StateVersionError``.
     """
 
@@ -181,7 +181,7 @@ class OperatorsRequest(Struct, frozen=True, array_like=True, tag="operators"):
 
 
 class DescribeRequest(Struct, frozen=True, array_like=True, tag="describe"):
-    """Ask what this host holds and how it has answered; with ``forward`` all hosts of the operator's query.
+    """Ask for a description of this host and its answers; with ``forward`` of all hosts of the operator's query.
 
     Answered by ``DescribeReply``.
     """
@@ -233,10 +233,10 @@ class RowsReply(Struct, frozen=True, array_like=True, tag="batch"):
     """Rows: the body is the next part of an Arrow IPC stream, with the schema in the first one.
 
     The bodies of an answer's ``RowsReply`` frames, one after the other, are one IPC stream without the marker at its
-    end (``EndOfRows`` says that). Every body is whole IPC messages. The first body is the schema message and, unless
-    there are no rows at all, one record batch message. Each other body is exactly one record batch message. There are
-    no dictionaries and no compression. A record batch may have no rows: a server that has found no rows for long says
-    so that it is still at work. So a client may feed the bodies to one ``pa.ipc.open_stream``, or read each with
+    end (``EndOfRows`` marks the end). Every body is whole IPC messages. The first body is the schema message and,
+    unless there are no rows, one record batch message. Each other body is exactly one record batch message. There are
+    no dictionaries and no compression. A record batch may have no rows: a server that has found no rows for long sends
+    one as a heartbeat. So a client may feed the bodies to one ``pa.ipc.open_stream``, or read each with
     ``pa.ipc.read_message`` and ``read_record_batch``.
     """
 
@@ -315,11 +315,11 @@ class StateAnswer:
 
 
 class StateReads(Protocol):
-    """Answers the requests of ``messages``. Safe from many threads. All rows of an answer are of one version.
+    """Answers the requests of ``messages``. Thread-safe. All rows of an answer are of one version.
 
     Every method raises ``NotOwnerError`` if another host owns a partition, ``UnknownOperatorError``,
-    ``UnknownKvStateIdError`` naming the state variables that exist, ``StateVersionError`` naming the versions that can
-    be read, ``RequestError`` for a request that makes no sense, and what the coordinator raises.
+    ``UnknownKvStateIdError`` naming the state variables that exist, ``StateVersionError`` naming the readable versions,
+    ``RequestError`` for an invalid request, and the errors of the coordinator.
     """
 
     def locate(self, operator: str, query: str | None) -> OperatorLocation:
@@ -329,7 +329,7 @@ class StateReads(Protocol):
         """Return the version, and the stored values of stored keys in the order asked; null where a key has no value.
 
         With ``latest`` the version is the lowest one of the partitions asked. That version need not be completed, so it
-        is no floor for later reads.
+        is not a lower bound for later reads.
         """
 
     def lookup_one(self, request: LookupRequest, key: bytes) -> tuple[int, bytes | None]:

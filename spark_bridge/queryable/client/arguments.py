@@ -72,7 +72,7 @@ def key_columns(schema: pa.Schema, keys: Any) -> list[Any] | NamedColumns | None
         return _of_array(schema, pa.array(keys))
     if not isinstance(keys, Iterable):
         raise UnknownKeyOrNamespaceError(
-            f"{keys!r} ({type(keys).__name__}) are no keys; give a list, an array or a table."
+            f"keys must be a list, an array or a table, not {keys!r} ({type(keys).__name__})."
         )
     return None
 
@@ -241,7 +241,7 @@ class KeyCodec:
             if any(not issubclass(kind, tuple | list | dict) for kind in kinds) or set(map(len, keys)) - {width}:
                 wrong = next(k for k in keys if not isinstance(k, tuple | list) or len(k) != width)
                 raise UnknownKeyOrNamespaceError(
-                    f"Key {wrong!r} is no key of {self.owner}: give a tuple of {width} values in that order, or a "
+                    f"Key {wrong!r} is not a key of {self.owner}: give a tuple of {width} values in that order, or a "
                     "dict by name."
                 )
             columns = [list(values) for values in zip(*keys, strict=True)] if keys else [[]] * width
@@ -259,7 +259,7 @@ class KeyCodec:
     def _by_name(self, key: Mapping[str, Any]) -> tuple[Any, ...]:
         if set(key) != set(self.by):
             raise UnknownKeyOrNamespaceError(
-                f"Key {key!r} is no key of {self.owner}: a dict must have exactly these columns."
+                f"Key {key!r} is not a key of {self.owner}: a dict must have exactly these columns."
             )
         return tuple(key[name] for name in self.by)
 
@@ -305,7 +305,7 @@ def names_in_order(stored: pa.Schema, key_columns: Sequence[str]) -> tuple[str, 
 
 
 ScanBounds: TypeAlias = tuple[bytes | None, bytes | None]
-"""The first key, and the first one after the last; None where there is no such bound."""
+"""The first key, and the first one after the last; None for a missing bound."""
 _STRING_END = 2
 """The bytes that the end of a string takes in a stored key."""
 
@@ -313,10 +313,10 @@ _STRING_END = 2
 def key_range(
     codec: KeyCodec, window: str | None, prefix: Any, start: Any, end: Any
 ) -> tuple[ScanBounds, list[tuple[Any, ...]]]:
-    """Return bounds on the key, in the order of ``by``: as a range of bytes, and as conditions that must hold besides.
+    """Return bounds on the key, in the order of ``by``: as a range of bytes, and as extra conditions.
 
-    The range is without key group. Where a window is stored before columns that come before it in ``by``, only whole
-    leading columns are possible, as conditions. Raises ``RequestError`` and ``UnknownKeyOrNamespaceError``.
+    The range is without key group. If a window is stored before columns that precede it in ``by``, only whole leading
+    columns are possible, as conditions. Raises ``RequestError`` and ``UnknownKeyOrNamespaceError``.
     """
     if codec.is_in_order:
         of_prefix: ScanBounds = (None, None) if prefix is None else range_of_prefix(codec, prefix)
@@ -325,9 +325,7 @@ def key_range(
         if first is not None and behind is not None and behind < first:
             bounds = {"prefix": prefix, "start": start, "end": end}
             named = ", ".join(f"{name}={value!r}" for name, value in bounds.items() if value is not None)
-            raise RequestError(
-                f"No key of {codec.owner} can be within {named}: the end of these bounds lies below their start."
-            )
+            raise RequestError(f"No key of {codec.owner} can be within {named}: these bounds end before they start.")
         return (first, behind), []
     conditions: list[tuple[Any, ...]] = []
     if prefix is not None:
@@ -426,12 +424,14 @@ def _comparison(condition: WhereCondition, types: Mapping[str, pa.DataType]) -> 
     if isinstance(condition, Comparison):
         return condition
     if not isinstance(condition, tuple | list) or len(condition) not in (2, 3) or not isinstance(condition[0], str):
-        raise RequestError(f"where: {condition!r} is no condition; give (column, operator, value), as ('n', '>', 10).")
+        raise RequestError(
+            f"where: {condition!r} is not a condition; give (column, operator, value), as ('n', '>', 10)."
+        )
     column, operator, *given = condition
     name: Any = _ALSO.get(operator, operator)
     name = name.lower() if isinstance(name, str) else name
     if name not in OPERATORS:
-        raise RequestError(f"where: {operator!r} is no operator; there are {', '.join(OPERATORS)}.")
+        raise RequestError(f"where: {operator!r} is not an operator; there are {', '.join(OPERATORS)}.")
     if (name in ("is null", "is not null")) != (not given):
         raise RequestError(f"where: {condition!r}: 'is null' and 'is not null' take no value, all others one.")
     values = list(given[0]) if name == "in" else given
@@ -502,7 +502,7 @@ def requested_version(isolation: str, version: int | None) -> At:
     """Return the version that a call asks for. Raises ``RequestError`` for one that there cannot be."""
     if version is not None:
         if isinstance(version, bool) or not isinstance(version, int) or version < 0:
-            raise RequestError(f"version={version!r} is no version; they are numbers from 0 on.")
+            raise RequestError(f"version={version!r} is not a version; versions are numbers from 0 on.")
         if isolation != "completed":
             raise RequestError(f"version={version} says which version is read; leave isolation={isolation!r} out.")
         return At("version", version)
@@ -516,4 +516,4 @@ def requested_version(isolation: str, version: int | None) -> At:
 def check_limit(limit: int | None) -> None:
     """Raise ``RequestError`` for a value that cannot be a limit."""
     if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 0):
-        raise RequestError(f"limit={limit!r} is no number of rows.")
+        raise RequestError(f"limit={limit!r} is not a number of rows.")

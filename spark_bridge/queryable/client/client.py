@@ -78,15 +78,15 @@ class QueryableStateClient:
     version that each host committed last, partition by partition, before Spark commits. ``version=`` is a version that
     is still retained.
 
-    **Time.** A call waits for hosts that are restarted or moved, and for a query that is started again, until its
-    ``timeout`` (seconds; by default the client's) is over. Then it raises ``QueryTimeoutError`` with the last failure,
-    or ``QueryEndedError`` for a query that has not come back. A client that has never read of an ended query is told so
-    at once.
+    **Time.** A call waits for hosts that are restarted or moved, and for a query that is restarted, until its
+    ``timeout`` (seconds; by default the client's) has elapsed. Then it raises ``QueryTimeoutError`` with the last
+    failure, or ``QueryEndedError`` for a query that has not come back. A client that has never read an ended query
+    raises ``QueryEndedError`` at once.
 
     **Errors** are ``QueryableStateError``s that say what was asked and what exists: ``UnknownOperatorError``,
     ``QueryEndedError``, ``UnknownKvStateIdError`` (no such state variable), ``UnknownKeyOrNamespaceError`` (a value
     that cannot be a key), ``StateVersionError``, ``AccessDeniedError``, ``RequestLimitError``, ``QueryTimeoutError``.
-    An absent key is no error.
+    An absent key is not an error.
     """
 
     def __init__(self, discovery: Discovery, connections: KvConnections, router: StateRouter, timeout: float) -> None:
@@ -127,18 +127,18 @@ class QueryableStateClient:
     ) -> QueryableStateClient:
         """Connect to the state store.
 
-        Without ``address``: from a process in the Ray cluster, which finds coordinator, hosts and token by itself. Ray
-        is joined if it is not joined yet. With the ``address`` of a host, ``ip:port`` or ``statestore://ip:port``, or
-        of several hosts, of which one that answers is used: from a process that has neither Ray nor Spark. Then a
-        ``token`` is needed, as ``statestore token`` issues it. ``STATESTORE_ADDRESS`` and ``STATESTORE_TOKEN`` in the
-        environment are the defaults of both.
+        Without ``address``, the process must be able to reach the Ray cluster: it finds coordinator, hosts and token by
+        itself, and joins Ray if it has not joined yet. With the ``address`` of a host, ``ip:port`` or
+        ``statestore://ip:port``, or of several hosts, the process needs neither Ray nor Spark; the client uses a host
+        that answers. Then a ``token`` is needed, as ``statestore token`` issues it. ``STATESTORE_ADDRESS`` and
+        ``STATESTORE_TOKEN`` in the environment are the defaults of both.
 
-        ``direct``: whether the owners of partitions are asked themselves, or all through the host at ``address``, which
-        asks the others. By default the latter only if there is an ``address``. ``tls``, a ``TlsConf`` or an
-        ``ssl.SSLContext`` of a client, must be given where hosts use TLS. ``timeout`` is the seconds of every call that
-        names none.
+        ``direct``: whether the client asks the owners of partitions itself, or sends everything to the host at
+        ``address``, which asks the others. By default the latter only if there is an ``address``. ``tls``, a
+        ``TlsConf`` or an ``ssl.SSLContext`` of a client, must be given where hosts use TLS. ``timeout`` is in seconds,
+        for every call without its own.
 
-        With an address nothing is looked up yet: a wrong address or token shows with the first call.
+        With an address, ``connect`` does no I/O: a wrong address or token shows with the first call.
         """
         address, token = from_environment(address, token)
         context = tls.client_context() if isinstance(tls, TlsConf) else tls
@@ -150,9 +150,8 @@ class QueryableStateClient:
             return cls(found, connections, StateRouter(connections), timeout)
         if token is None:
             raise QueryableStateError(
-                "address= needs a token= as well (or STATESTORE_TOKEN in the environment): hosts answer nobody "
-                "without one. "
-                "`statestore token` issues them."
+                "address= needs a token= as well (or STATESTORE_TOKEN in the environment): hosts reject clients "
+                "without one. `statestore token` issues them."
             )
         addresses = addresses_of(address)
         connections = KvConnections(token, context, timeout)
@@ -321,16 +320,16 @@ class QueryableStateClient:
         version: int | None = None,
         timeout: float | None = None,
     ) -> StateScan:
-        """Return the rows of a state variable, as they come.
+        """Return the rows of a state variable as a stream.
 
         There is a row per key, list element, map entry, window, session or timer.
 
-        ``prefix``: the keys that begin with these columns, if it is a tuple (or a value that is no string), as
-        ``("de",)``; or with this string, if it is one. ``start`` (included) and ``end`` (not included) bound the key in
-        the order of ``by``; they are one column, or a tuple of the first columns. ``where``: conditions, all of which
-        must hold, as ``[("n", ">", 10), ("country", "in", ["de", "fr"])]``; operators are =, !=, <, <=, >, >=, in, is
-        null, is not null. ``columns``: the wanted columns; by default all but ``key_group``, ``partition_id`` and, with
-        a TTL, ``ttl_expiration_ms``. ``limit``: the most rows, of any keys.
+        ``prefix`` selects keys by their beginning: a tuple (or a value other than a string) is the first columns, as
+        ``("de",)``; a string is the beginning of the key. ``start`` (included) and ``end`` (not included) bound the key
+        in the order of ``by``; they are one column, or a tuple of the first columns. ``where``: conditions that must
+        all hold, as ``[("n", ">", 10), ("country", "in", ["de", "fr"])]``; operators are =, !=, <, <=, >, >=, in,
+        is null, is not null. ``columns``: the wanted columns; by default all but ``key_group``, ``partition_id`` and,
+        with a TTL, ``ttl_expiration_ms``. ``limit``: the most rows, of any keys.
 
         Rows come in no order. ``timeout`` is for the first of them, and then for each wait.
         """

@@ -103,7 +103,7 @@ class CoordinatorDiscovery:
         coordinator = self._coordinator
         if self._within is not None and left < DISCOVERY_SECONDS:
             if left <= 0:
-                raise HostUnavailableError("There was no time left to ask the coordinator.")
+                raise HostUnavailableError("The timeout ended before the coordinator could be asked.")
             coordinator = self._within(left)
         location = coordinator.locate(operator, query)
         self._addresses = addresses_in(location) or self._addresses
@@ -280,7 +280,7 @@ class KnownOperators:
         return known
 
     def _refresh(self, ref: OperatorRef, known: KnownOperator) -> None:
-        # Set before the look-up, so that other threads use the location meanwhile. Two threads at once look it up
+        # Set before the look-up, so that other threads use the location during it. Two threads at once look it up
         # twice.
         known.located_at = self._clock()
 

@@ -23,7 +23,7 @@ FORMS = ("arrow", "pandas", "polars", "pylist")
 def check_form(as_: str) -> None:
     """Raise ``RequestError`` for an unknown form."""
     if as_ not in FORMS:
-        raise RequestError(f"as_={as_!r} is no form of a table; there are {', '.join(map(repr, FORMS))}.")
+        raise RequestError(f"as_={as_!r} is not a form of a table; there are {', '.join(map(repr, FORMS))}.")
 
 
 def formed(table: pa.Table, as_: str) -> Any:

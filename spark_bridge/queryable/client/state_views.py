@@ -83,7 +83,7 @@ class StateView:
 
     @cached_property
     def without_window(self) -> KeyCodec:
-        """The codec of keys without the window, by which all windows are found.
+        """The codec of keys without the window, which finds all windows.
 
         The same as ``codec`` where there are no windows.
         """
@@ -126,9 +126,9 @@ class StateView:
         return pc.if_else(expired.fill_null(False), pa.scalar(None, pa.binary()), values)
 
     def value_columns(self, values: pa.BinaryArray, at_ms: int | None = None) -> list[pa.Array]:
-        """Return the columns of ``value_fields`` of stored values; null where there is no value, or it has expired.
+        """Return the columns of ``value_fields`` of stored values; null where a value is absent or has expired.
 
-        It has expired if it had at ``at_ms``, in ms since 1970; None stands for now.
+        Expiry is judged at ``at_ms``, in ms since 1970; None stands for now.
         """
         states = self.schema.decode_values(self.unexpired(values, now_ms() if at_ms is None else at_ms))
         if self.is_aggregate:
@@ -275,7 +275,7 @@ def _alive(row: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def now_ms() -> int:
-    """Return the time by which rows have expired, in ms since 1970, as hosts take it."""
+    """Return the time that decides whether rows have expired, in ms since 1970, in the form that hosts expect."""
     return int(time.time() * 1000)
 
 

@@ -1,8 +1,8 @@
 """``ChangeFeed``: the changes of each version, read from the changelogs of every layout.
 
-The feed also tells the values that changed keys had before. A host knows these of its own partitions as long as the
-version is in memory. So a client that watches a running query costs no more than reading the changelogs. Else a copy
-from storage has them, which goes on from version to version (``FollowerCopies``).
+The feed also returns the earlier values of changed keys. A host knows these of its own partitions as long as the
+version is in memory. So a client that watches a running query costs no more than reading the changelogs. Otherwise the
+values come from a copy that is loaded from storage and advances from version to version (``FollowerCopies``).
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def _values(
     return reads.get_many(keys, version, family, head=head, remember=False)
 
 
-# The manifests of the runs whose changes are read: which run has made which version, and from which files.
+# The manifests of the runs whose changes are read: they name the run and the files of each version.
 
 
 MANIFESTS_IDLE_SECONDS = 60.0
@@ -170,7 +170,7 @@ class RunManifests:
         return list(self._runs)
 
     def versions(self, plan: OperatorPlan, completed: int) -> StateVersions:
-        """Read the manifests that are new, and return the versions up to ``completed``, all of which have manifests.
+        """Read the new manifests, and return the versions up to ``completed``, all of which have manifests.
 
         Raises ``RetiredRunError`` if a newer run has begun.
         """
@@ -206,7 +206,7 @@ class RunManifests:
     def release_idle(self) -> None:
         """Forget runs that were not read for a while and are not registered here.
 
-        Nobody would tell this host of their end.
+        This host gets no message when they end.
         """
         until = self._clock() - MANIFESTS_IDLE_SECONDS
         with self._lock:
@@ -230,9 +230,9 @@ def require_same_history(plan: OperatorPlan, versions: StateVersions, after: int
     if previous_run in runs and made.run_id in runs and runs.index(made.run_id) > runs.index(previous_run):
         return
     raise StateVersionError(
-        f"The query was rolled back: version {after} of operator {plan.operator!r} was made anew by run "
-        f"{made.run_id}, but what "
-        f"run {previous_run} has given of it already no longer holds. Read the state anew, and watch it from there."
+        f"The query was rolled back: version {after} of operator {plan.operator!r} was remade by run "
+        f"{made.run_id}, so the rows that run {previous_run} returned of it are invalid. Read the state again, "
+        "and watch it from there."
     )
 
 
@@ -260,11 +260,10 @@ class ChangeFeed:
         keys: pa.BinaryArray | None,
         previous_run: str = "",
     ) -> StateAnswer:
-        """Return the rows that the versions after ``after`` up to ``until`` changed, of some grouping keys or of
-        all.
+        """Return the rows that the versions after ``after`` up to ``until`` changed, of some or all grouping keys.
 
-        ``previous_run`` is the earlier run that gave the changes before. Raises ``StateVersionError`` if versions are
-        missing, or do not follow from what that run gave, ``RequestError`` if there can be none, ``RetiredRunError`` if
+        ``previous_run`` is the earlier run that returned the changes before. Raises ``StateVersionError`` if versions
+        are missing, or do not follow from that run's, ``RequestError`` if there can be none, ``RetiredRunError`` if
         a newer run has begun.
         """
         if after > until:
@@ -344,7 +343,7 @@ class ChangeFeed:
         self._manifests.release_idle()
 
     def _drop(self, run_id: str | None) -> None:
-        # The manifests first: a copy that is given back meanwhile is not kept then (``is_known``).
+        # The manifests first, so that a copy that is given back during this call is not kept (``is_known``).
         self._manifests.drop(run_id)
         self._copies.drop(run_id)
 

@@ -46,7 +46,7 @@ LONG_ROWS = 1 << 8
 class FoundPairs:
     """Stored pairs that were found in one partition, and the positions of their keys, ascending.
 
-    ``more`` has, by position, the pairs that are too long to be stored beside the key: chunks of lists, entries of
+    ``more`` has, by position, the pairs that are too long to be stored with the key: chunks of lists, entries of
     large maps.
     """
 
@@ -183,7 +183,7 @@ def _ranks(keys: pa.BinaryArray) -> npt.NDArray[np.int64]:
 def _rows_of_long(
     plan: OperatorPlan, rows: VariableRows, pairs: Iterator[pa.RecordBatch], position: int
 ) -> Iterator[pa.RecordBatch]:
-    """Yield the part of a key's rows that is stored elsewhere; it comes before the part beside the key."""
+    """Yield the part of a key's rows that is stored elsewhere; it comes before the part stored with the key."""
     for batch in pairs:
         raise_if_cancelled()
         for at in range(0, batch.num_rows, LONG_ROWS):

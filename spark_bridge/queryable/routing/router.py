@@ -155,11 +155,11 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_renew_locks)
 
 
-# The version of a query's answer, where several hosts answer: all answers are brought to one version.
+# The version of a query's answer if several hosts answer: all answers are brought to one version.
 #
-# Hosts hear of a completed version one after the other, so their first answers may be of different versions. Then the
+# Hosts learn of a completed version one after the other, so their first answers may be of different versions. Then the
 # hosts that are ahead are asked again for exactly the lowest version, which they usually still hold. So two round
-# trips are enough, unless one host is far behind. ``reads/versions/answer_version.py`` decides within one host.
+# trips are enough, unless one host is far behind. ``reads/answer_version.py`` decides within one host.
 #
 # A large request goes out in chunks, one after the other. The answer to the first chunk fixes the version of all
 # chunks.
@@ -278,7 +278,7 @@ class PinnedVersion:
 
 
 def read_in_chunks(chunks: Sequence[P], at: At, read: Callable[[P, At], tuple[int, T]]) -> tuple[int, list[T]]:
-    """Return the version, and what ``read`` answers to each of the chunks, of which there is at least one."""
+    """Return the version, and the answer of ``read`` to each of the chunks; there is at least one."""
     pinned = PinnedVersion(at)
     version = 0
     answers: list[T] = []
@@ -502,7 +502,7 @@ class StateRouter:
     def _scan_shares(
         self, location: OperatorLocation, partitions: list[int] | None, in_order: bool
     ) -> list[tuple[str, list[int]]]:
-        """Return the addresses to ask, and for which partitions.
+        """Return the addresses to ask, each with its partitions.
 
         A proxy is asked for the partitions of several owners in one scan, owner by owner.
         """
@@ -520,7 +520,7 @@ class StateRouter:
         """Return the version of a scan, which all hosts are then asked for: the later one of an owner's and the
         location's.
 
-        An owner is asked because other hosts may not have heard of the run for long.
+        An owner is asked because other hosts may not have received the run's versions for long.
         """
         address, partitions = shares[0]
         if self._via is not None:
@@ -542,7 +542,7 @@ class StateRouter:
                 f"{address} knows no completed version of run {request.run_id}: it could not ask the coordinator."
             )
         completed = max(completed, location.completed_version)
-        # The version that the caller asks for is not noted: it may never be completed.
+        # The version that the caller asks for is not recorded: it may never be completed.
         self.seen.note(request.run_id, completed)
         return max(request.at.version, completed)
 

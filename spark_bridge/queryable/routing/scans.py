@@ -1,7 +1,7 @@
-"""The rows of several hosts as one stream, which goes on when one of the hosts dies.
+"""The rows of several hosts as one stream, which survives the death of one of the hosts.
 
-There is no thread and no queue: the thread that takes the rows reads from a connection that has some. Rows that a host
-sends ahead wait in the socket, so that a slow reader holds the hosts back, and memory stays flat.
+There are neither threads nor queues: the thread that takes the rows reads from a connection that has some. Rows that a
+host sends ahead wait in the socket, so that a slow reader holds the hosts back, and memory stays flat.
 """
 
 from __future__ import annotations
@@ -121,12 +121,12 @@ def scan_source(pending: PendingScan) -> ScanSource:
 
 # The rest of a scan whose stream has broken, partition by partition, from the hosts that own the partitions now.
 #
-# A host gives its partitions one after the other, in the order in which they were asked for. The rows of a partition
-# at an exact version always come in the same order. So a stream is resumed by counting: the rows that were given
-# already are asked for again and dropped. Each partition is asked for by itself, for the partitions may have other
-# owners by now. A query that was restarted goes on from the version that it had, so its next run is asked for the
-# rest; that run refuses if it has made the version anew (a rollback). Rows that expire by the clock cannot be
-# counted: a stream that has given some of those is not resumed.
+# A host sends its partitions one after the other, in the order of the request. The rows of a partition at an exact
+# version always come in the same order. So a stream is resumed by counting: the rows that were already returned are
+# requested again and dropped. Each partition is requested separately, because the partitions may have new owners. A
+# query that was restarted continues from its version, so its next run is asked for the rest; that run rejects the
+# request if it has remade the version (a rollback). Rows that expire by the clock cannot be counted: a stream that has
+# returned some of those is not resumed.
 
 
 @dataclass(frozen=True)
@@ -262,9 +262,9 @@ class _Stream:
 class RoutedScan(Iterator[pa.RecordBatch]):
     """The rows of ``shares``: addresses, and the partitions that each address is asked for.
 
-    With ``in_order`` the rows of the first share come first, and so on; else rows come as they arrive. A caller that
-    stops early must ``close`` the scan. ``version`` is the lowest of the hosts' versions, all of which are the same if
-    an exact one is asked for.
+    With ``in_order`` the rows of the first share come first, and so on; otherwise rows come as they arrive. A caller
+    that stops early must ``close`` the scan. ``version`` is the lowest of the hosts' versions; if an exact version is
+    requested, they are all the same.
     """
 
     def __init__(
@@ -280,7 +280,7 @@ class RoutedScan(Iterator[pa.RecordBatch]):
         try:
             for address, partitions in shares:
                 pending.append(plan.open_stream(address, replace(plan.request, partitions=partitions), deadline))
-            # The scans of this process first: other hosts work meanwhile.
+            # The scans of this process first: the other hosts work in parallel.
             for is_remote in (False, True):
                 for (_, partitions), one in zip(shares, pending, strict=True):
                     if isinstance(one, KvStream) == is_remote:

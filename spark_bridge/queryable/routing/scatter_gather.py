@@ -198,9 +198,8 @@ class RoutingTable:
 
     def _no_key(self, key: bytes) -> UnknownKeyOrNamespaceError:
         return UnknownKeyOrNamespaceError(
-            f"{key!r} is no stored key of operator {self.location.operator.name!r}: it begins with none of the "
-            f"{self.key_groups} "
-            "key groups."
+            f"{key!r} is not a stored key of operator {self.location.operator.name!r}: it begins with none of the "
+            f"{self.key_groups} key groups."
         )
 
     def _no_owner(self) -> Any:
@@ -245,7 +244,7 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class ScatteredRequest(Protocol[T_co]):
-    """A request to one host. The host answers with the version that it has read, and with what was asked for."""
+    """A request to one host. The host answers with the version that it has read, and with the result."""
 
     @property
     def address(self) -> str:
@@ -437,7 +436,7 @@ MOVED = (
 restarted.
 """
 BUSY = (QueryBusyError, TooManyRequestsError)
-"""Errors that pass by waiting: nothing has moved, and whoever was asked takes no more for the moment."""
+"""Errors that pass with time: no partition has moved, and the host accepts no more requests for the moment."""
 PERMANENT = (AccessDeniedError, QueryTimeoutError, WrongOperatorError)
 """Errors that no attempt helps, though their base classes may pass."""
 FINAL_ERRORS = (QueryEndedError, UnknownOperatorError)
@@ -451,7 +450,7 @@ LONGEST_RETRY_DELAY = 0.5
 
 
 def should_locate(error: Exception) -> bool:
-    """Return whether an error says that what is known of the owners is wrong or old."""
+    """Return whether an error shows that the cached owners are wrong or stale."""
     return isinstance(error, (*MOVED, *FINAL_ERRORS)) and not isinstance(error, PERMANENT)
 
 
@@ -484,8 +483,8 @@ class Attempts:
         """Return the seconds to wait until the next attempt.
 
         Raises ``error`` itself if another attempt does not help. If there is no time for one, raises
-        ``QueryTimeoutError``, or ``error`` if it is one of ``FINAL_ERRORS``, because that the query has not come back
-        is an answer.
+        ``QueryTimeoutError``, or ``error`` if it is one of ``FINAL_ERRORS``, because it is an answer that the query has
+        not come back.
         """
         if not self._may_help(error):
             raise error

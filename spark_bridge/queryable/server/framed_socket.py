@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from spark_bridge.queryable.server.tokens import TokenVerifier
 
 RECEIVE_BUFFER_BYTES = 1 << 16
-"""The most bytes that one ``recv`` brings, usually whole frames. Larger frames get memory of their own."""
+"""The most bytes that one ``recv`` returns, usually whole frames. A larger frame gets its own memory."""
 SEND_TICK_SECONDS = 1.0
 """A send that makes no progress looks at its deadline so often."""
 LINGER_SECONDS = 1.0

@@ -19,7 +19,7 @@ from backends.exceptions import InvalidStateStoreArgument
 from spark_bridge.exceptions import TooManyRequestsError
 from spark_bridge.queryable.protocol import MAX_HEADER_BYTES
 
-# ``RequestLimits``: the bounds of a ``KvStateServer``, by which a greedy client cannot stop a stream.
+# ``RequestLimits``: the bounds of a ``KvStateServer``, so that a greedy client cannot stop a stream.
 #
 # After Envoy's overload settings and Redis' ``maxclients``, ``timeout`` and query-buffer limits: everything that a
 # client can make grow has a bound.
@@ -31,19 +31,20 @@ MAX_FRAME_BYTES = (1 << 32) - 1
 
 @dataclass(frozen=True)
 class RequestLimits:
-    """The limits of one server. Raises ``InvalidStateStoreArgument`` for a limit with which nothing could be answered.
+    """The limits of one server. Raises ``InvalidStateStoreArgument`` for a limit so low that no request could be
+    answered.
 
     - ``max_request_bytes``: header and body of one request.
     - ``max_keys``: keys of one request.
     - ``scan_seconds``: the time that a scan, or another answer of many batches, may take, with the client's reading.
-    - ``max_requests``: lookups that are worked on at once; separately as many that are forwarded to other hosts.
+    - ``max_requests``: lookups that are processed at once; separately as many that are forwarded to other hosts.
     - ``max_scans``: scans, counts and change feeds that are open at once; separately as many that are forwarded, and as
       many lookups of either kind that load an old version or answer with many rows.
     - ``max_connections``: connections at once of clients with a valid token.
     - ``idle_seconds``: a connection that asks for nothing for this long is closed.
     - ``max_buffered_bytes``: the bytes of all large requests that are arriving and all large answers that are leaving.
-    - ``transfer_seconds``: the time in which a request must arrive once it has begun, and an answer of one frame must
-      be taken.
+    - ``transfer_seconds``: the most seconds for a request to arrive once it has begun, and for a client to take an
+      answer of one frame.
     - ``wait_seconds``: the time that a request waits for admission before it fails with ``TooManyRequestsError``.
     """
 
@@ -175,8 +176,8 @@ class _Waiter:
 class ComputeSlot:
     """Lets threads compute one at a time: a ``with`` waits until the slot is free.
 
-    Every call of numpy and Arrow releases the interpreter's lock and wants it back at once. With eight threads that do
-    so, half of all time is spent handing the lock over. The slot is no limit: a thread that has waited ``patience``
+    Every call of numpy and Arrow releases the interpreter's lock and wants it back at once. With eight such threads,
+    half of all time is spent handing the lock over. The slot is not a limit: a thread that has waited ``patience``
     seconds takes the slot from its holder. The holder may be waiting for something else, and so delays only one other
     thread.
     """
@@ -202,8 +203,7 @@ class ComputeSlot:
 class AdmissionControl:
     """The limiters of one server, by kind of request.
 
-    Forwarded requests have limiters of their own: two hosts that forward to each other would wait for each other
-    otherwise.
+    Forwarded requests have separate limiters: otherwise two hosts that forward to each other would wait for each other.
     """
 
     def __init__(self, limits: RequestLimits) -> None:
@@ -371,8 +371,8 @@ class RequestDelta:
 class RequestStatistics:
     """Counts requests; safe from many threads.
 
-    An operator gets figures of its own once a request for it has been answered. Until then, and beyond ``MAX_SERIES``,
-    it counts as ``OTHER``. Requests that name no operator have the operator "". One lock guards which series there are,
+    An operator gets its own figures once a request for it has been answered. Until then, and beyond ``MAX_SERIES``,
+    it counts as ``OTHER``. Requests that name no operator have the operator "". One lock guards the set of series,
     another the taken deltas.
     """
 

@@ -80,9 +80,9 @@ class _CachedOracle:
 class LocationCache:
     """Oracles by job, for any number of threads. ``_lock`` guards all dicts; reads of them take no lock.
 
-    A job is a query on its state location: a copy of a checkpoint, which has the same query id, is a job of its own.
+    A job is a query on its state location. A copy of a checkpoint has the same query id, but is a separate job.
 
-    ``coordinator`` may fail with ``HostUnavailableError``: the cached oracles go on serving then.
+    ``coordinator`` may fail with ``HostUnavailableError``: the cached oracles then stay in use.
     """
 
     def __init__(self, coordinator: CoordinatorPort, clock: Callable[[], float] = time.monotonic) -> None:
@@ -197,7 +197,7 @@ class LocationCache:
     def _fetch(self, job_id: str, unless_since: float, operator: str | None = None) -> None:
         """Fetch the oracle of a job, or of a run's job, unless it was fetched in the last ``unless_since`` seconds.
 
-        A thread that comes while another one fetches waits, and uses what that one has fetched.
+        If another thread is fetching, this one waits and uses the result of that fetch.
         """
         begun = self._clock()
         with self._lock:
@@ -219,7 +219,7 @@ class LocationCache:
             except (CoordinatorError, HostUnavailableError) as error:
                 if cached is None:
                     raise
-                log.info("Query %s is served by what was known of it before: %s", job_id, error)
+                log.info("Query %s is served from cached locations: %s", job_id, error)
                 oracle = None
             if oracle is None:
                 # The coordinator does not know the query (yet), because the coordinator was replaced.
@@ -289,7 +289,7 @@ class LocationCache:
                 job_id = self._used.pop()
                 try:
                     self._fetch(job_id, MAX_AGE_SECONDS / 2)
-                except Exception as error:  # noqa: BLE001 - the thread must go on; cached oracles go on serving
+                except Exception as error:  # noqa: BLE001 - the thread must survive; cached oracles stay in use
                     log.warning("The locations of query %s could not be fetched: %s", job_id, error)
                     failing_loops.failed(self, FETCHES, "Look at the log of that host and of the coordinator.", error)
                 else:
@@ -314,8 +314,8 @@ without taking room here.
 class ForwardingReads:
     """``StateReads`` of a proxy: answers requests with ``forward`` for all partitions, others for this host's.
 
-    ``own`` returns what this host answers by itself, and ``address`` its own query address; both are called once, when
-    something is asked. Requests to other hosts have no ``forward``, so no request goes further than one step.
+    ``own`` returns the ``StateReads`` of this host alone, and ``address`` its own query address; both are called once,
+    with the first request. Requests to other hosts have no ``forward``, so no request goes further than one step.
     """
 
     def __init__(
@@ -491,9 +491,10 @@ def connections_to_hosts(token: str, tls: ssl.SSLContext | None = None) -> KvCon
 class KvStateClientProxy(KvStateServer):
     """Answers queries of this host's state, and requests with ``forward`` for all hosts.
 
-    ``reads`` returns what this host answers from; it is first called when something is asked. ``coordinator`` says
-    where state is. ``hosts`` are the connections to other hosts, with the cluster's token (``connections_to_hosts``);
-    the proxy closes them when it shuts down. The other arguments are those of ``KvStateServer``.
+    ``reads`` returns the ``StateReads`` that this host answers from; it is first called with the first request.
+    ``coordinator`` locates state. ``hosts`` are the connections to other hosts, with the cluster's token
+    (``connections_to_hosts``); the proxy closes them when it shuts down. The other arguments are those of
+    ``KvStateServer``.
     """
 
     def __init__(

@@ -138,7 +138,7 @@ class ServerConnection:
             self._is_welcome = True
         except ClientGoneError:
             raise
-        except Exception as error:  # noqa: BLE001 - the client is told, and the log
+        except Exception as error:  # noqa: BLE001 - sent to the client, and logged
             self._observe("", "hello", started, failed=True)
             self._fail(error)
             self._frames.linger(MAX_HELLO_BYTES)
@@ -178,7 +178,7 @@ class ServerConnection:
         except ClientGoneError:
             failed = False  # a client that has seen enough of a scan leaves, too
             raise
-        except Exception as error:  # noqa: BLE001 - the client is told, and the log
+        except Exception as error:  # noqa: BLE001 - sent to the client, and logged
             self._fail(error)
             if isinstance(error, AccessDeniedError):
                 self._frames.linger()
@@ -207,8 +207,8 @@ BACKLOG = 128
 MAX_UNAUTHENTICATED = 64
 """Connections whose clients have not shown a valid token yet; they count apart from ``max_connections``."""
 REFUSED_AT_ONCE = 16
-"""Clients beyond ``MAX_UNAUTHENTICATED`` that are told why they are refused; further ones only find the connection
-closed.
+"""Clients beyond ``MAX_UNAUTHENTICATED`` that receive the reason for their refusal; further ones only find the
+connection closed.
 """
 SHUTDOWN_SECONDS = 10.0
 ACCEPT_SECONDS = 1.0
@@ -223,8 +223,8 @@ class KvStateServer:
     """Answers queries at ``server_address`` from ``reads``.
 
     ``port`` 0 takes a free port, which the server keeps when started again. ``tokens`` decides which clients may ask.
-    Clients are told ``host_id`` in the ``Welcome``. With ``tls``, only encrypted connections are answered. Raises
-    ``OSError`` if the address cannot be bound. ``_lock`` guards the connections and what runs now.
+    The ``Welcome`` sends ``host_id`` to clients. With ``tls``, only encrypted connections are answered. Raises
+    ``OSError`` if the address cannot be bound. ``_lock`` guards the connections and the running requests.
     """
 
     def __init__(

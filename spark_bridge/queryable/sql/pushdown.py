@@ -84,7 +84,9 @@ def parse_expression(expression: pc.Expression) -> Node:
             f"The expression {expression} is not as Arrow is known to write it: {error}"
         ) from error
     if behind is not None:
-        raise UnknownExpressionError(f"The expression {expression} goes on where it should end: {behind!r}.")
+        raise UnknownExpressionError(
+            f"The expression {expression} has more characters where it should end: {behind!r}."
+        )
     return node
 
 
@@ -354,7 +356,7 @@ def _keys(conditions: Sequence[ColumnCondition], schema: pa.Schema, key: Sequenc
 
 
 def _choices(conditions: Sequence[ColumnCondition], column: str) -> tuple[pa.Scalar, ...] | None:
-    """Return the smallest list of values that a column can have; None if there is no such list."""
+    """Return the smallest list of the possible values of a column; None if it has no such list."""
     lists = [c.values for c in conditions if c.column == column and c.operator in ("=", "in")]
     return min(lists, key=len, default=None)
 
