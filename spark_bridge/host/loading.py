@@ -334,7 +334,7 @@ class PartitionLoading:
 
 def _replaced(run_id: str, by: Instance) -> RetiredRunError:
     return RetiredRunError(
-        f"Run {run_id} has been superseded by run {by.registration.run_id}; only the newer one may continue."
+        f"Run {run_id} has been replaced by run {by.registration.run_id}; only the newer one may continue."
     )
 
 

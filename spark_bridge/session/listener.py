@@ -84,7 +84,7 @@ def end_with(jvm: Any, execution: Any, message: str) -> None:
     ``Py4JError`` where Spark's classes are not as those of 3.5 and 4.2.
     """
     kind = execution.getClass()
-    # State and its cases stand beside StreamExecution, whose package is another one since Spark 4.1.
+    # State and its cases are in the package of StreamExecution, which has another name since Spark 4.1.
     package = kind.getPackage().getName()
     ended = kind.getClassLoader().loadClass(f"{package}.TERMINATED$").getField("MODULE$").get(None)
     parameters = jvm.java.util.HashMap()
@@ -98,10 +98,10 @@ def end_with(jvm: Any, execution: Any, message: str) -> None:
 
 
 def sources_refusal(execution: Any, checkpoint: CheckpointStorage, operators: str) -> str | None:
-    """Return why a query cannot go on from its checkpoint with the sources that it has now, or None if it can.
+    """Return why a query cannot continue from its checkpoint with its current sources, or None if it can.
 
-    Spark tells sources apart by their places. It takes no other number of them, which it says in an assertion that does
-    not name the cause, and it gives the offset of a source to whichever source has the place now. Reads the names of
+    Spark tells sources apart by their places. It rejects another number of them, with an assertion that does not name
+    the cause, and it gives the offset of a source to whichever source now has the place. Reads the names of
     ``offsets/``, the last file there, and a file for each ``rate`` source.
     """
     there = SparkCommits(checkpoint).sources()
@@ -114,11 +114,11 @@ def sources_refusal(execution: Any, checkpoint: CheckpointStorage, operators: st
         return None
     if has_as_many:
         differs = (
-            f"sources that make batches while nothing comes at {_places(rates)} among its sources now, and the "
-            f"checkpoint {checkpoint.location} goes on with {_places(there.rates)}"
+            f"sources that make batches without input at {_places(rates)} among its sources now, and the "
+            f"checkpoint {checkpoint.location} has them at {_places(there.rates)}"
         )
     else:
-        differs = f"{len(here)} sources now, and the checkpoint {checkpoint.location} goes on with {there.num_sources}"
+        differs = f"{len(here)} sources now, and the checkpoint {checkpoint.location} has {there.num_sources}"
     return (
         f"[STATE_STORE_INVALID_CONFIG_AFTER_RESTART] The query has {differs}. Operators with a time mode "
         '(processingTime, eventTime), and aggregates with output_mode="append" and a watermark, have one source of '
@@ -150,7 +150,7 @@ class EventsInJava(JStreamingQueryListener):  # type: ignore[misc]
         self._batch_committed = batch_committed
 
     def onQueryProgress(self, jevent: Any) -> None:
-        """Tell which batch of which run Spark has committed."""
+        """Tell listeners which batch of which run Spark has committed."""
         progress = jevent.progress()
         run_id, batch_id = str(progress.runId().toString()), int(progress.batchId())
         self._batch_committed(run_id, batch_id, lambda: str(progress.json()))
@@ -159,7 +159,7 @@ class EventsInJava(JStreamingQueryListener):  # type: ignore[misc]
         """Do nothing: an idle query has no new version."""
 
 
-# Asks the running query whether Spark is at a batch, for no event tells of a batch that has begun.
+# Asks the running query whether Spark is at a batch, because no event reports the start of a batch.
 
 
 log = logging.getLogger(__name__)
@@ -168,7 +168,7 @@ log = logging.getLogger(__name__)
 def is_at_work(execution: Any) -> bool:
     """Return whether Spark has rows for a batch, and has not committed it. ``execution`` is Java's ``StreamingQuery``.
 
-    A stream that only looks for rows is not at work. False where Java does not answer, as when its session ends.
+    A stream that only looks for rows is not running a batch. False if Java does not answer, as when its session ends.
     """
     try:
         status = execution.status()
@@ -234,7 +234,7 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
         options = {**storage_settings(self._spark), **self._cluster.conf.storage_options}
         if state != own and CheckpointStorage.open(own, options).exists("query.json"):
             return (
-                f"{checkpoint} holds state of its own ({own}), but {STATE_LOCATION_CONF} says that it is at {state}: "
+                f"{checkpoint} already holds state ({own}), but {STATE_LOCATION_CONF} points to {state}: "
                 f"the query would begin without it. Unset {STATE_LOCATION_CONF}, or move the state there."
             )
         machines = self._cluster.machines()
@@ -243,7 +243,7 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
             if len(machines) > 1 and not shared and CheckpointStorage.open(location).is_local:
                 return (
                     f"{location} is on a local disk, and this Ray cluster has {len(machines)} machines "
-                    f"({', '.join(machines)}): each would see files of its own. Use a checkpoint location on S3, "
+                    f"({', '.join(machines)}): each would see only its own files. Use a checkpoint location on S3, "
                     "Google Cloud Storage or Azure, put the state elsewhere with state_location=, or, if all machines "
                     f"share that directory, set {SHARED_FILES_CONF}=true."
                 )
@@ -336,7 +336,7 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
         operators = ", ".join(sorted(set(names)))
         if duplicates:
             names_twice = ", ".join(map(repr, duplicates))
-            return f"Operator name {names_twice} is used twice in one query; give each a name of its own."
+            return f"Operator name {names_twice} is used twice in one query; give each operator a different name."
         kind = str(execution.getClass().getSimpleName())
         trigger = str(execution.trigger().getClass().getSimpleName())
         if "Async" in kind:
@@ -419,7 +419,7 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
                 log.log(self._level(), "The end of run %s was not reported: %s", run_id, error)
 
     def _level(self) -> int:
-        """Return the level for what the coordinator was not told: Spark tells of a query's end behind ``stop()``."""
+        """Return the log level for a failed report: after ``stop()``, Spark reports the end of a query late."""
         return logging.INFO if self._stopping.is_set() else self._cluster.shutdown.log_level
 
     def close(self) -> None:

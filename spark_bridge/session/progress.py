@@ -83,7 +83,7 @@ def _camel_case(name: str) -> str:
 
 
 class StateOperatorListener(Protocol):
-    """Hears of every batch that Spark has committed, once and in order, as Spark's ``onQueryProgress`` does."""
+    """Receives every batch that Spark has committed, once and in order, as Spark's ``onQueryProgress`` does."""
 
     def on_state_operator_progress(self, run_id: str, progress: Sequence[StateOperatorProgress]) -> None:
         """Take the progress of each operator in a batch that is committed. An error that is raised here is logged."""
@@ -91,7 +91,7 @@ class StateOperatorListener(Protocol):
 
 @runtime_checkable
 class CheckpointListener(Protocol):
-    """A ``StateOperatorListener`` that hears of checkpoints as well, after the operators of a batch."""
+    """A ``StateOperatorListener`` that receives checkpoints as well, after the operators of a batch."""
 
     def on_checkpoint_progress(self, run_id: str, progress: CheckpointProgress) -> None:
         """Take the newest checkpoint: of the batch, or of a later one if there is one already."""
@@ -108,7 +108,7 @@ def add_state_operator_listener(listener: StateOperatorListener) -> None:
 
 
 def remove_state_operator_listener(listener: StateOperatorListener) -> None:
-    """Call a listener no more; it is no error if it was never added."""
+    """Remove a listener; does nothing if it was never added."""
     with _lock:
         if listener in _listeners:
             _listeners.remove(listener)
@@ -123,7 +123,7 @@ def has_listeners() -> bool:
 def tell_listeners(
     run_id: str, progress: Sequence[StateOperatorProgress], checkpoint: Callable[[], CheckpointProgress | None]
 ) -> None:
-    """Call all listeners for a batch; ``checkpoint`` is asked for if one of them wants to hear of it."""
+    """Call all listeners for a batch; ``checkpoint`` is called if one of them wants checkpoints."""
     with _lock:
         listeners = list(_listeners)
     found = checkpoint() if any(isinstance(listener, CheckpointListener) for listener in listeners) else None
@@ -176,9 +176,9 @@ def _progress(cluster: StateCluster, run_id: str, wanted: Callable[[int], int]) 
 
 
 def _has_applied(instance: dict[str, Any], version: int) -> bool:
-    """Return whether a partition has come to a version, its keys included.
+    """Return whether a partition has reached a version, its keys included.
 
-    Hosts hear of a completed version a moment later, and show the version before they have written its changes.
+    Hosts learn of a completed version a moment later, and show the version before they have written its changes.
     """
     commit = instance["commits"].get(version)
     reached: int = instance["version"]
@@ -296,7 +296,7 @@ class BatchTraces:
         self._lock = threading.Lock()
 
     def add(self, registration: QueryRegistration, version: int) -> None:
-        """Begin with a run, whose first batch goes on from a version."""
+        """Add a run; its first batch continues from ``version``."""
         if spans.is_on():
             with self._lock:
                 self._runs[registration.run_id] = registration, version + 1, spans.now()
@@ -369,7 +369,7 @@ def _ns(timestamp: str) -> int:
 
 
 STREAM_METRICS_SECONDS = 10.0
-"""Seconds between two looks at the operators. A look asks each host once for each query, beside the batches."""
+"""Seconds between two looks at the operators. A look asks each host once for each query, outside the batches."""
 
 
 @dataclass(frozen=True)
@@ -474,7 +474,7 @@ class StreamMetrics:
                 log.info("The operators of run %s have no figures now: %s", run_id, error)
                 continue
             with self._lock:
-                if run_id in self._titles:  # otherwise it has ended meanwhile
+                if run_id in self._titles:  # otherwise it has ended since
                     for one in found:
                         self._publish(title, one)
 
@@ -490,7 +490,7 @@ class StreamMetrics:
 
 
 def backlog_rows(progress: Mapping[str, Any]) -> int | None:
-    """Return the rows that the sources of a progress have beyond the batch; None where no source says so.
+    """Return the rows that the sources of a progress have beyond the batch; None if no source reports it.
 
     Sources with offsets by topic and partition, as Kafka's, report the latest ones too.
     """

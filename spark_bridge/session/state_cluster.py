@@ -32,7 +32,7 @@ from spark_bridge.session.settings import Shutdown
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-# Computes the places of a session's hosts: beside its executors, on all machines that have executors.
+# Computes the places of a session's hosts: on all machines that have executors.
 #
 # Plain functions over names and numbers; ``host_placement.py`` asks Spark and Ray, and starts the hosts.
 
@@ -65,8 +65,8 @@ def place_hosts(
     without_node = sorted(ip for ip in executors if ip not in sharing)
     if drained := [ip for ip in without_node if ip in going]:
         problems.append(
-            f"{', '.join(drained)}, where executors run, are to go: hosts stand elsewhere, and tasks there reach state "
-            "over the network until their executors end."
+            f"Executors run on {', '.join(drained)}, which are to go: their hosts are elsewhere, and tasks there reach "
+            "state over the network until the executors end."
         )
     if missing := [ip for ip in without_node if ip not in going]:
         problems.append(
@@ -80,7 +80,7 @@ def place_hosts(
     without = sorted({nodes[node] for node in cores if not hosts.get(node)})
     if without:
         problems.append(
-            f"The executors at {', '.join(without)} have no host beside them: num_hosts={num_hosts} is fewer than the "
+            f"The executors at {', '.join(without)} have no local host: num_hosts={num_hosts} is fewer than the "
             f"{len(cores)} machines with executors."
         )
     return Placement(hosts, tuple(problems))
@@ -89,7 +89,7 @@ def place_hosts(
 def spread(total: int, weights: Mapping[str, float], standing: Mapping[str, int]) -> dict[str, int]:
     """Divide ``total`` hosts among nodes: one for each first, then in proportion to the weights (D'Hondt's method).
 
-    Among equals comes first who has more hosts now. If there are as many hosts as the weights add up to, they follow
+    Ties go to the node with more hosts now. If there are as many hosts as the weights add up to, they follow
     the weights exactly.
     """
     hosts: dict[str, int] = {}
@@ -105,10 +105,10 @@ def spread(total: int, weights: Mapping[str, float], standing: Mapping[str, int]
 
 # The hosts of one session: started where its executors run, ended where none do any more, replaced with their nodes.
 #
-# A thread looks every ``PLACEMENT_LOOK_SECONDS`` at Spark's executors, at Ray's nodes and at the hosts. Ray says
-# whether a host lives: Ray starts a process that has died again on the same node; with its node a host is gone for
-# good. A host that is to go hands its partitions over first, and is ended when the coordinator says that the host
-# owns nothing any more.
+# A thread looks every ``PLACEMENT_LOOK_SECONDS`` at Spark's executors, at Ray's nodes and at the hosts. Ray reports
+# whether a host lives: Ray restarts a dead process on the same node, but a host whose node is gone does not return. A
+# host that is to go hands its partitions over first, and is ended when the coordinator reports that the host owns
+# nothing any more.
 
 
 log = logging.getLogger(__name__)
@@ -116,7 +116,7 @@ log = logging.getLogger(__name__)
 PLACEMENT_LOOK_SECONDS = 2.0
 """Seconds between two looks. A look is one message to Ray for each host and one for all nodes."""
 START_AGAIN_SECONDS = 10.0
-"""A node on which a host could not be made gets another one after this many seconds."""
+"""A node on which a host failed to start gets another one after this many seconds."""
 SURPLUS_SECONDS = 30.0
 """A host more than its node should have ends after this many seconds: an executor that is lost mostly comes back."""
 START_SECONDS = 120.0
@@ -128,7 +128,7 @@ DEAD = "DEAD"
 
 @dataclass(frozen=True)
 class StandingHost:
-    """One host actor: its number in the session, the node on which it stands, and at what number its port is counted.
+    """One host actor: its number in the session, its node, and the number that counts for its port.
 
     ``ready`` is the answer to the first question.
     """
@@ -141,13 +141,13 @@ class StandingHost:
 
 
 class HostPlacement:
-    """Starts the hosts of a session and keeps them where they are to stand.
+    """Starts the hosts of a session and keeps them in their places.
 
     One thread at a time looks, and holds ``_looking``. ``executors`` gives the cores of the executors by IP address,
-    ``drained`` the ids of the nodes that are to go. ``report`` is told at every look what is not as it should be and
-    which hosts are to go, and answers with those that may end. ``hosts`` is replaced as a whole, for other threads to
-    read. Numbers of hosts never come again, those of ports do: host i answers queries at ``query_port + i`` for the
-    lowest i that no other host has.
+    ``drained`` the ids of the nodes that are to go. ``report`` receives at every look the problems and the hosts that
+    are to go, and answers with those that may end. ``hosts`` is replaced as a whole, for other threads to read. Numbers
+    of hosts are not reused, those of ports are: host i answers queries at ``query_port + i`` for the lowest i that no
+    other host has.
     """
 
     def __init__(
@@ -211,7 +211,7 @@ class HostPlacement:
         self.look()
 
     def look(self) -> None:
-        """Let go of hosts that are gone for good, start those that are missing, and end those that may end."""
+        """Remove hosts that are lost with their nodes, start missing ones, and end those that may end."""
         if self._shutdown.is_over:
             return
         with self._looking:
@@ -236,7 +236,7 @@ class HostPlacement:
             self._end(leaving, problems)
 
     def _publish(self, leaving: Collection[str]) -> None:
-        """Let tasks of later batches ask hosts that stay. Those that are to go are told to only then."""
+        """Publish the hosts that stay to tasks of later batches. Only then are the others told to go."""
         staying = [host for host in self.hosts if host.host_id not in leaving]
         there, _ = ray.wait([h.ready for h in staying], num_returns=len(staying), timeout=0) if staying else ([], [])
         addresses = []
@@ -263,7 +263,7 @@ class HostPlacement:
         return leaving + [h for h, since in self._surplus_since.items() if now - since >= SURPLUS_SECONDS]
 
     def _end(self, leaving: Sequence[str], problems: Sequence[str]) -> None:
-        """Say what is wrong and who is to go, and end those that own nothing any more."""
+        """Log the problems, report them and the leaving hosts, and end the hosts that own nothing any more."""
         if tuple(problems) != self._problems:
             for problem in problems:
                 log.warning("%s", problem)
@@ -284,8 +284,8 @@ class HostPlacement:
             if host.node_id in nodes:
                 self._not_before[host.node_id] = time.monotonic() + START_AGAIN_SECONDS
             level = self._shutdown.log_level
-            log.log(level, "Host %s is gone for good with node %s", host.host_id, host.node_id)
-            # Should Ray still wait for its node: nobody must start it any more.
+            log.log(level, "Host %s is lost with node %s", host.host_id, host.node_id)
+            # Should Ray still wait for its node: it must not start the host again.
             ray.kill(host.actor, no_restart=True)
         self.hosts = tuple(host for host in self.hosts if host not in gone)
 
@@ -344,9 +344,9 @@ LEASE_SECONDS = 10.0
 class StateCluster:
     """Starts the hosts of one session in a Ray cluster, and the coordinator if no other session has started it.
 
-    ``executors`` gives the cores of the executors on each machine now, by IP address: the hosts stand there. Raises
-    ``InvalidRequestError`` if no node can take the coordinator, ``EnvironmentProblemError`` if the coordinator that is
-    there is of a release that speaks other messages.
+    ``executors`` gives the cores of the executors on each machine now, by IP address: hosts run on these machines.
+    Raises ``InvalidRequestError`` if no node can take the coordinator, ``EnvironmentProblemError`` if the existing
+    coordinator is of a release with other messages.
     """
 
     def __init__(self, options: SessionOptions, executors: Callable[[], Mapping[str, int]], shutdown: Shutdown) -> None:
