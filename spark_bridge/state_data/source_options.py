@@ -43,7 +43,7 @@ REQUIRED, CONFLICT, INVALID, UNAVAILABLE = (
     "STDS_INVALID_OPTION_VALUE",
     "STDS_COMMITTED_BATCH_UNAVAILABLE",
 )
-"""Spark's error conditions of its own state data source, by which programs tell errors apart."""
+"""Error conditions of Spark's state data source, which programs use to tell errors apart."""
 STATE, EARLIEST, LATEST = "state", "earliest", "latest"
 
 
@@ -81,10 +81,10 @@ class SourceOptions:
 
     @classmethod
     def of(cls, options: Mapping[str, str]) -> SourceOptions:
-        """Return the options that Spark gives, in which case does not count.
+        """Parse the options from Spark; their names are not case-sensitive.
 
         Raises ``InvalidStateStoreArgument`` naming an option that is unknown, missing, of the wrong form, or that does
-        not go with another one; ``MissingFileError`` if there is no state.
+        not go with another one; ``MissingFileError`` if the checkpoint has no state.
         """
         known = {name.lower(): name for name in NAMES} | _ALSO
         given: dict[str, str] = {}
@@ -137,7 +137,7 @@ class SourceOptions:
 
 
 def _together(given: Mapping[str, str], is_changes: bool) -> None:
-    """Raise ``InvalidStateStoreArgument`` for options of which one excludes the other."""
+    """Raise ``InvalidStateStoreArgument`` for options that exclude each other."""
     if "batchId" in given and "version" in given:
         raise _conflict("batchId", "version", "Both name the version to read")
     if "stateVarName" in given and _flag(given, "readRegisteredTimers", False):

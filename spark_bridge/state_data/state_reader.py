@@ -73,9 +73,9 @@ class StateReader(DataSourceReader):  # type: ignore[misc]
         return [StatePartition(p) for p in packed]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        """Give the rows of one partition, on an executor.
+        """Yield the rows of one partition, on an executor.
 
-        Where there is nothing to read, PySpark puts one partition of its own in the place of our empty list.
+        If there is nothing to read, PySpark replaces our empty list by one partition.
         """
         if isinstance(partition, StatePartition):
             yield from fitting(self._batches(unpacked_piece(partition.piece)), self._schema)
@@ -85,7 +85,7 @@ class StateReader(DataSourceReader):  # type: ignore[misc]
 
 
 class FilteringStateReader(StateReader):
-    """Reads a table of rows. Conditions on key columns leave out partitions and keys; Spark applies them once more."""
+    """Reads a table of rows. Conditions on key columns leave out partitions and keys; Spark applies them again."""
 
     def __init__(self, source: StateSource, schema: pa.Schema) -> None:
         super().__init__(source, schema)
@@ -148,7 +148,7 @@ def reader_schema(schema: StructType) -> pa.Schema:
 
 
 def fitting(batches: Iterator[pa.RecordBatch], schema: pa.Schema) -> Iterator[pa.RecordBatch]:
-    """Give batches with the very types that Spark compares with: it is strict in what may be null within structs."""
+    """Yield batches with exactly the types that Spark compares with: it is strict about nulls within structs."""
     for batch in batches:
         if batch.schema.equals(schema):
             yield batch
@@ -213,9 +213,10 @@ class ChangeStreamReader(DataSourceStreamReader):  # type: ignore[misc]
         return ReadAllAvailable() if most is None else ReadMaxFiles(most)
 
     def latestOffset(self, start: dict[str, int], limit: Any) -> dict[str, int]:
-        """Return the last completed version, or the one up to which the limit lets a batch read.
+        """Return the last completed version, or the version at which the limit ends a batch.
 
-        Raises ``VersionNotFoundError`` if the query went back to a version before what the stream has read.
+        Raises ``VersionNotFoundError`` if the query was rolled back to a version before the ones that the stream has
+        read.
         """
         from pyspark.sql.streaming.datasource import ReadMaxFiles
 

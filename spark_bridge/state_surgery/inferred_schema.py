@@ -217,7 +217,7 @@ def inferred_variable(
     variable = source.variable
     if ENDS_FAMILY in variable.families or EXPIRY_FAMILY in variable.families or variable.kind == TIMERS:
         raise InvalidStateStoreArgument(
-            f"The rows of {owner} are kept by time as well: give program=, the DataFrame of the query that goes on."
+            f"The rows of {owner} are also kept by time: give program=, the DataFrame of the query that continues."
         )
     shown = _shown(source)
     columns = {f.name: f for f in made if f.name not in DERIVED or f.name in shown or f.name in key_columns}

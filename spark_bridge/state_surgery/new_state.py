@@ -42,15 +42,15 @@ from spark_bridge.state_surgery.stages import (
 
 # Runs the tasks of both stages on Ray.
 #
-# A task of the first stage is a generator: what it has cut goes to Ray's object store while it reads on, and to disk
-# where the store is full. The driver has references, and the counts of the tasks. Ray runs a task again if its worker
-# dies, and if its objects are lost: so the functions of users must give the same rows for the same rows.
+# A task of the first stage is a generator: finished runs go to Ray's object store while it reads the next rows, and to
+# disk if the store is full. The driver has references, and the counts of the tasks. Ray runs a task again if its worker
+# dies, and if its objects are lost: so the functions of users must return the same rows for the same rows.
 
 
 log = logging.getLogger(__name__)
 
 WORKER_WAIT_SECONDS = 10.0
-"""So often the progress is told while no task ends."""
+"""Seconds between two progress messages while no task ends."""
 END_SECONDS = 600.0
 """Tasks that still write when another one has failed are waited for at most this many seconds."""
 TASKS_PER_CPU = 2
@@ -224,7 +224,9 @@ def _await_end(running: list[Any], say: Callable[[str], None]) -> None:
         say(f"waiting for {len(running)} tasks to end")
         _, left = ray.wait(running, num_returns=len(running), timeout=END_SECONDS, fetch_local=False)
         if left:
-            log.warning("%d tasks go on: files that they write from now on have to be removed by hand", len(left))
+            log.warning(
+                "%d tasks are still running: files that they write from now on must be removed manually", len(left)
+            )
 
 
 def _columns(source: RowSource, routing: Routing) -> TargetColumns | None:
@@ -295,11 +297,12 @@ class WrittenOperator(Struct, frozen=True):
 
 
 class NewStateReport(Struct, frozen=True):
-    """The state written to ``checkpoint_location`` (with ``dry_run``: not written). The query goes on from ``version``.
+    """The state written to ``checkpoint_location`` (with ``dry_run``: not written). The query continues from
+    ``version``.
 
     ``batch_id`` is the last batch that Spark takes as committed; None if a new query begins with the state. By
     variable, as (operator, variable): ``rows_read``, ``rows_made`` by the function, and ``rows_written``, which are
-    fewer where rows were combined; ``samples_before`` and ``samples_after`` are the first rows, as tables.
+    fewer if rows were combined; ``samples_before`` and ``samples_after`` are the first rows, as tables.
     """
 
     checkpoint_location: str
@@ -344,11 +347,11 @@ class NewState:
         """Run both stages, and write everything unless ``dry_run``. If anything fails, nothing is left at the new
         location.
 
-        Spark's files are copied first of all: the old query may go on meanwhile, and remove its own.
+        Spark's files are copied first of all: the old query may run at the same time, and remove its own.
         """
         new, conf = self.new, StateStoreConf(storage_options=dict(self.options))
         for operator in self.operators:
-            backend_of(_with(conf, operator.backend))  # raises before anything is written if there is no such backend
+            backend_of(_with(conf, operator.backend))  # raises before anything is written if the backend does not exist
         if self.spark_files is not None:
             spark_log_files(self.spark_files, new.version - 1)  # raises as well
         if not dry_run:
@@ -433,12 +436,12 @@ class NewState:
         AuditLog(self.new.state).append(record)
 
     def _remove(self, say: Callable[[str], None]) -> None:
-        """Remove what this call has written: the place was empty, and nobody else may write there."""
+        """Remove the files that this call has written: the location was empty, and it has no other writer."""
         say(f"removing what was written to {self.new.checkpoint.location}")
         try:
             self.new.remove()
         except Exception:
-            log.warning("%s could not be removed; do so by hand", self.new.state.location, exc_info=True)
+            log.warning("%s could not be removed; remove it manually", self.new.state.location, exc_info=True)
 
 
 def new_query_id() -> str:

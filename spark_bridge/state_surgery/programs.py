@@ -1,4 +1,4 @@
-"""The operators that a program declares, and the schema with which their state is written."""
+"""The operators that a program declares, and the schemas of their state."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def declared(program: Program) -> dict[str, OfProgram]:
 def schema_to_write(spec: OperatorSpec, stored: OperatorSchema | None) -> OperatorSchema:
     """Return the schema of an operator whose variables in ``stored`` stay as they are, and whose others are new.
 
-    Raises ``InvalidStateStoreArgument`` if the program cannot go on with those that stay.
+    Raises ``InvalidStateStoreArgument`` if the program cannot continue with those that stay.
     """
     try:
         return evolved(stored, OperatorSchema.from_json(spec.schema), spec.kind)
@@ -144,8 +144,8 @@ def check_written_by_hand(operator: str, schema: OperatorSchema, variable: State
     """Raise ``InvalidStateStoreArgument`` for the rows of a side of ``join``."""
     if not written_by_hand(schema, [variable]):
         raise InvalidStateStoreArgument(
-            f"The rows of {variable.name!r} of operator {operator!r} wait by times that only join(...) can tell: they "
-            "cannot be written by hand. Give None as their function, so that the join begins anew, from sources that "
+            f"The rows of {variable.name!r} of operator {operator!r} wait by times that only join(...) knows: they "
+            "cannot be rewritten. Give None as their function, so that the join begins again, from sources that "
             "reach back as far as within=."
         )
 
@@ -241,7 +241,7 @@ class BlockRows:
 
 
 def sources_of(rows: Any) -> Iterator[RowSource]:
-    """Yield the sources of the rows that a user gave. Raises ``InvalidStateStoreArgument`` for what has no rows."""
+    """Yield the sources of a user's rows. Raises ``InvalidStateStoreArgument`` for an object without rows."""
     if isinstance(rows, pa.RecordBatch):
         rows = pa.Table.from_batches([rows])
     if isinstance(rows, pa.Table):

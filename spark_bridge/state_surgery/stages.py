@@ -1,8 +1,8 @@
-"""The first stage in which rows become new state: a task reads one source, and cuts its rows by target partition.
+"""The first stage of turning rows into new state: a task reads one source, and cuts its rows by target partition.
 
 Rows travel as Arrow's IPC streams, sorted by stored key: so by key group, and so by partition. A task flushes when it
-has ``FLUSH_BYTES`` of rows. A run has the rows of a flush for neighbouring partitions. It has ``RUN_BYTES`` at least,
-for Ray keeps small objects in the memory of the driver.
+has ``FLUSH_BYTES`` of rows. A run has the rows of a flush for neighbouring partitions. It has at least ``RUN_BYTES``,
+because Ray keeps small objects in the memory of the driver.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def key_in_words(rows: pa.RecordBatch, pairs: PairsOfRows, at: int) -> str:
 
 
 def in_key_order(rows: pa.RecordBatch, keys: pa.BinaryArray) -> tuple[pa.RecordBatch, pa.BinaryArray]:
-    """Return rows and keys sorted by key; equal keys stay in the order in which they came."""
+    """Return rows and keys sorted by key; equal keys keep their order."""
     if len(keys) < 2 or pc.all(pc.greater_equal(keys.slice(1), keys.slice(0, len(keys) - 1))).as_py():
         return rows, keys
     order = key_order(keys)
@@ -191,7 +191,7 @@ class RowCounts:
             return
         parts = [table] if held is None else [held, table]
         both = pa.concat_tables(parts).slice(0, SAMPLE_ROWS)
-        # A table of its own: a slice would hold the buffers of the whole batch.
+        # A copy as a new table: a slice would hold the buffers of the whole batch.
         self.samples[what, name] = unpacked_rows(packed(both.schema, both.to_batches())).read_all().combine_chunks()
 
 
@@ -205,7 +205,7 @@ class Routing:
     num_groups: int
 
     def columns(self, batches: Iterator[pa.RecordBatch]) -> TargetColumns | None:
-        """Return the columns that the function makes of the first rows of which it makes any; None if of no rows."""
+        """Return the columns of the function's first output that has rows; None if it never has any."""
         for batch in batches:
             made = batch if self.function is None else self.function(batch)
             if made is not None:
@@ -334,7 +334,7 @@ def unpacked_rows(rows: PackedRows) -> pa.RecordBatchReader:
     return pa.ipc.open_stream(pa.py_buffer(rows))
 
 
-# The second stage in which rows become new state: a task combines the rows of one partition, and writes the
+# The second stage of turning rows into new state: a task combines the rows of one partition, and writes the
 # partition.
 #
 # A task maps the runs that have rows of its partition, and holds the rows of some key groups in memory: about

@@ -133,7 +133,7 @@ def test_hosts_follow_executors_that_go_drained_nodes_and_scaling(
         store.drain(four.node_id)
         come_to_stand(cluster, {two.node_id: 2})
         (said,) = wait_until(lambda: cluster.coordinator.describe()["problems"])
-        assert said.startswith("127.0.0.4, where executors run, are to go")
+        assert said.startswith("Executors run on 127.0.0.4, which are to go")
         store.keep(four.node_id)
         come_to_stand(cluster, {two.node_id: 2, four.node_id: 1})
         drain_by_ray(four.node_id)
