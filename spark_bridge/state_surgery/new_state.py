@@ -224,9 +224,7 @@ def _await_end(running: list[Any], say: Callable[[str], None]) -> None:
         say(f"waiting for {len(running)} tasks to end")
         _, left = ray.wait(running, num_returns=len(running), timeout=END_SECONDS, fetch_local=False)
         if left:
-            log.warning(
-                "%d tasks are still running: files that they write from now on must be removed manually", len(left)
-            )
+            log.warning("%d tasks are still running: remove files that they write from now on manually", len(left))
 
 
 def _columns(source: RowSource, routing: Routing) -> TargetColumns | None:

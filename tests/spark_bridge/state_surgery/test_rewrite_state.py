@@ -294,7 +294,7 @@ def test_bad_calls_are_refused_with_the_remedy(old: str, tmp_path: Path) -> None
         (lambda: rewritten(old, "totals", lambda b: {"../x": b}, new), r"'../x'"),
         (lambda: rewritten(old, "totals", lambda b: {5: b}, new), "gave rows to 5"),
         (lambda: rewritten(old, "totals", lambda b: {"windows": b}, new), "'windows', which stays as it is"),
-        (lambda: rewritten(old, "firsts", same, new), "by time as well: give program="),
+        (lambda: rewritten(old, "firsts", same, new), "also kept by time: give program="),
         (lambda: rewritten(old, "totals", same, new, program=[]), "has none"),
         (lambda: rewritten(old, "totals", same, new, program=program_of(old), key=["k"]), "key= and program="),
         (lambda: rewritten(Stored("file").savepoint, "totals", same, new), "is a savepoint: restore_savepoint"),
