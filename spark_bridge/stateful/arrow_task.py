@@ -39,7 +39,7 @@ from spark_bridge.task.task_store import StateAccess
 
 
 def aligned(given: Columns, schema: pa.Schema, what: str) -> pa.Table:
-    """Return a table with the columns of the schema; raises ``StatefulProcessorError`` naming what does not fit."""
+    """Return a table with the columns of the schema; raises ``StatefulProcessorError`` naming a mismatch."""
     if not isinstance(given, (pa.Table, pa.RecordBatch)):
         raise StatefulProcessorError(f"The processor gave a {type(given).__name__} for its {what}: give a table.")
     if sorted(given.schema.names) != sorted(schema.names):
@@ -200,7 +200,7 @@ class Declaring:
 class ArrowLogic:
     """The logic of an operator with a processor in columns; ``ProcessLogic`` explains fields of the same names.
 
-    ``rows`` is the schema of the rows. ``is_initial`` says that they are the rows of an initial state.
+    ``rows`` is the schema of the rows. ``is_initial`` marks them as the rows of an initial state.
     """
 
     processor: ArrowStatefulProcessor

@@ -50,8 +50,8 @@ def struct_of(schema: T.StructType | str) -> T.StructType:
         return schema
     if not isinstance(schema, str):
         raise StateDeclarationError(
-            f"{schema!r} is no schema: give a StructType, or its fields as DDL text such as 'count INT, last "
-            "TIMESTAMP'."
+            f"{schema!r} is not a schema: give a StructType, or its fields as DDL text such as "
+            "'count INT, last TIMESTAMP'."
         )
     return _Parser(schema).fields()
 
@@ -86,7 +86,7 @@ class _Parser:
         return token
 
     def _take(self, *wanted: str) -> bool:
-        """Return whether the next tokens are these words, and if so, go on after them."""
+        """Return whether the next tokens are these words, and if so, consume them."""
         if [t.lower() for t in self._tokens[self._at : self._at + len(wanted)]] != list(wanted):
             return False
         self._at += len(wanted)
@@ -150,7 +150,7 @@ class _Parser:
             self._expect(">")
             return struct
         remedy = f". {INTERVAL_REMEDY}" if name == "interval" else ""
-        raise self._refusal(f"{name!r} is no type that state can have{remedy}")
+        raise self._refusal(f"{name!r} is not a type that state can have{remedy}")
 
     def _numbers(self, default: tuple[int, int]) -> tuple[int, int]:
         """Read the one or two numbers in brackets after a type; ``default`` where there are none."""
@@ -164,7 +164,7 @@ class _Parser:
     def _number(self) -> int:
         token = self._next()
         if not token.isdecimal():
-            raise self._refusal(f"{token or 'the end'!r} is no number")
+            raise self._refusal(f"{token or 'the end'!r} is not a number")
         return int(token)
 
 
@@ -222,7 +222,7 @@ def check_years(micros: Micros) -> None:
 
 
 def _offsets(micros: Micros) -> tuple[Micros, npt.NDArray[np.bool_]]:
-    """Return the seconds by which local time is ahead of UTC, and whether they are the same on the days around."""
+    """Return the seconds that local time is ahead of UTC, and whether they are the same on the days around."""
     if time.tzname == ("UTC", "UTC"):
         return np.zeros(len(micros), np.int64), np.ones(len(micros), np.bool_)
     days, which = np.unique(micros // (_DAY_SECONDS * _SECOND), return_inverse=True)

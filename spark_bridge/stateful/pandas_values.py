@@ -45,7 +45,7 @@ class PandasCodec:
         return RowCodec(self.struct).schema
 
     def to_frame(self, batch: pa.RecordBatch) -> pd.DataFrame:
-        """Return the rows as a DataFrame, in memory of its own.
+        """Return the rows as a DataFrame, in newly allocated memory.
 
         A column with a time that nanoseconds cannot hold, before 1678 or after 2261, is of microseconds. Raises
         ``ValueError`` naming the column of a date or a nested time that Python's datetime cannot hold.

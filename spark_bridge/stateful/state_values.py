@@ -1,4 +1,4 @@
-"""Values that a processor puts into a state variable: checked, copied, and in the form in which they will come back."""
+"""Values that a processor puts into a state variable: checked, copied, and in the form that reads return."""
 
 from __future__ import annotations
 
@@ -55,9 +55,9 @@ def integers_of(array: pa.Array, kind: pa.DataType, mask: Mask | None) -> Micros
 
 
 def transposed(rows: Sequence[Sequence[Value]], width: int, what: Callable[[], str]) -> list[Sequence[Value]]:
-    """Return the columns of rows, all of which must have ``width`` values; raises ``ValueError``.
+    """Return the columns of rows, which must all have ``width`` values; raises ``ValueError``.
 
-    ``what`` gives the end of the message: which schema has how many fields.
+    ``what`` returns the end of the message: the schema and its number of fields.
     """
     lengths = set(map(len, rows))
     if lengths != {width}:
@@ -115,7 +115,7 @@ def _convert_timestamps(values: Sequence[Value], kind: pa.DataType) -> pa.Array:
 
 
 def _aware(values: Sequence[Value]) -> list[bool]:
-    """Return which of the values have a time zone; raises ``TypeError`` for a value that is no datetime."""
+    """Return which of the values have a time zone; raises ``TypeError`` for a value that is not a datetime."""
     try:
         return [v is not None and v.tzinfo is not None for v in values]
     except AttributeError as error:
@@ -411,9 +411,9 @@ class StateValues:
         if isinstance(value, np.ndarray):
             value = value.tolist()
         if isinstance(value, str) and len(self._fields) == 1:
-            value = (value,)  # as PySpark takes it, to which a text is a sequence
+            value = (value,)  # as PySpark does, which treats a string as a sequence
         if not isinstance(value, (tuple, list)):
-            raise self.refusal(f"{value!r} ({type(value).__name__}) is no tuple.")
+            raise self.refusal(f"{value!r} ({type(value).__name__}) is not a tuple.")
         if len(value) != len(self._fields):
             raise self.refusal(f"{value!r} has {len(value)} fields, not {len(self._fields)}.")
         try:
@@ -447,7 +447,7 @@ def _is_mutable(data_type: T.DataType) -> bool:
 
 
 def _canonical(data_type: T.DataType) -> Callable[[Any], Any]:
-    """Return a function that copies a value in the form in which it would come back from the store.
+    """Return a function that copies a value in the form that a read from the store returns.
 
     The function raises ``_UnusualError`` for values that it does not know.
     """

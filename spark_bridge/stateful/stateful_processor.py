@@ -136,7 +136,7 @@ class ArrowBatch:
     """The input of a processor: m keys, the n rows of these keys, and the state that the keys have.
 
     - ``keys``: the key columns, a row per key. A key without rows has a timer that has expired.
-    - ``rows``: all columns of the rows, sorted by key; the rows of one key are in the order in which they came.
+    - ``rows``: all columns of the rows, sorted by key; the rows of one key keep their order.
     - ``key_index``: the number of each row's key, int64, one per row.
     - ``offsets``: m + 1 numbers; the rows of key i are those from ``offsets[i]`` to ``offsets[i + 1]``.
     - ``state``: the declared columns, a row per key, of nulls where ``has_state`` is false.

@@ -1,4 +1,4 @@
-"""``transform_with_state``: a processor with state of its own by key, as an ordinary streaming DataFrame."""
+"""``transform_with_state``: a processor with state by key, as an ordinary streaming DataFrame."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def _with_event_time(output: T.StructType, column: str, given: T.StructType, mar
     """Return the output schema with that column marked as Spark marks event time: with the delay of the watermark."""
     if marked is None:
         raise InvalidOperatorError(
-            f"event_time_column={column!r} goes on with the watermark of the DataFrame, which has none: put "
+            f"event_time_column={column!r} continues the watermark of the DataFrame, which has none: put "
             'withWatermark("column", "delay") on it first.'
         )
     if column not in output.names:
@@ -170,7 +170,7 @@ def _initial_rows(
     if rows is None:
         return None
     if not isinstance(rows, DataFrame):
-        raise InvalidOperatorError(f"initial_state={initial!r} is no DataFrame.")
+        raise InvalidOperatorError(f"initial_state={initial!r} is not a DataFrame.")
     if rows.isStreaming:
         raise InvalidOperatorError("initial_state is a streaming DataFrame: give a batch DataFrame (spark.read).")
     _check_names(rows.schema, "initial_state")
@@ -284,7 +284,7 @@ def transform_with_state_in_arrow(
     given = checked_arguments(df, by, output_schema, operator, output_mode, time_mode, initial_state, event_time_column)
     if not isinstance(processor, ArrowStatefulProcessor):
         raise InvalidOperatorError(
-            f"processor={processor!r} is no instance of a subclass of ArrowStatefulProcessor; make one, or one of a "
+            f"processor={processor!r} is not an instance of a subclass of ArrowStatefulProcessor; make one, or one of a "
             'function by @arrow_processor("n long, total double").'
         )
     rows = pa.schema([pa.field(f.name, arrow_type(f.dataType)) for f in df.schema.fields])
@@ -364,8 +364,8 @@ def _copy(processor: Any) -> Any:
         return cloudpickle.loads(cloudpickle.dumps(processor))
     except Exception as error:
         raise InvalidOperatorError(
-            f"The processor {type(processor).__name__} cannot be pickled, and so not be sent to tasks: {error}. Make "
-            "in init() what cannot be pickled, such as connections and locks."
+            f"The processor {type(processor).__name__} cannot be pickled, and so not be sent to tasks: {error}. Create "
+            "objects that cannot be pickled, such as connections and locks, in init()."
         ) from error
 
 

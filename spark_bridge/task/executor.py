@@ -28,9 +28,9 @@ def settle_worker() -> None:
     """Prepare the worker process for its next task. Call it at the end of each task, when all modules are imported.
 
     After every task PySpark's daemon collects all garbage, and goes through all objects of pyarrow, pandas and the
-    other modules. These objects stay, so they are taken out of the collections once. Before every task PySpark 3.5 has
-    each importer of its zip file, one per package, read the file's directory anew. So the cached importers are dropped;
-    the next import of a module makes its importer again.
+    other modules. These objects stay, so they are taken out of the collections once. Before every task PySpark 3.5
+    makes each importer of its zip file, one per package, read the file's directory again. So the cached importers are
+    dropped; the next import of a module makes its importer again.
     """
     global _is_frozen
     if not _is_frozen:
@@ -46,10 +46,10 @@ def settle_worker() -> None:
 
 @dataclass(frozen=True)
 class Endpoints:
-    """Addresses at which a task may find hosts, and ``timeout``, the seconds for which the task waits for a new owner.
+    """Addresses where a task may find hosts, and ``timeout``, the seconds that the task waits for a new owner.
 
-    ``addresses`` and ``token`` were known at the start of the query. ``host_files`` is the directory in which hosts
-    leave their addresses, on every node.
+    ``addresses`` and ``token`` were known at the start of the query. Hosts leave their addresses in the directory
+    ``host_files``, on every node.
     """
 
     addresses: tuple[str, ...]
@@ -76,9 +76,9 @@ def read_host_files(directory: Path) -> list[HostFile]:
     return files
 
 
-# The local properties of Spark by which the driver tells the tasks of a query where the hosts are.
+# The local properties of Spark with which the driver tells the tasks of a query where the hosts are.
 #
-# The driver's query listener sets them (``spark_bridge.session.listener``), and Spark gives them to every
+# The driver's query listener sets them (``spark_bridge.session.listener``), and Spark passes them to every
 # task of the query.
 
 
@@ -95,7 +95,7 @@ TOKEN = "spark.statestore.token"
 There is a Spark setting of this name (``settings.redact``), so that Spark's event log hides it.
 """
 HOST_FILES = "statestore.hostFiles"
-"""The directory on every node in which hosts leave their addresses."""
+"""The directory on every node where hosts leave their addresses."""
 TIMEOUT = "statestore.recoveryTimeout"
 """How long a task waits for a new owner of its partition, in seconds."""
 TRACING = "statestore.tracing"
@@ -143,7 +143,7 @@ def local_endpoints(local_property: Callable[[str], str | None]) -> Endpoints | 
 # The way of a PySpark task to the coordinator: through a state store host, without joining Ray.
 #
 # ``StateStoreCoordinatorRef.for_executor()`` finds ``find`` through the entry point
-# ``statestore.executor_transport``, since ``coordinator_actor`` knows nothing of Spark.
+# ``statestore.executor_transport``, since ``coordinator_actor`` does not depend on Spark.
 
 
 def find() -> Transport | None:
@@ -170,7 +170,7 @@ def find() -> Transport | None:
     return send
 
 
-# Finds the directory where a task may write files of its own.
+# Finds a directory for the files that a task writes.
 
 
 def local_directory() -> str:

@@ -42,7 +42,7 @@ class RowStep:
     """Rows of consecutive keys.
 
     ``keys`` are distinct encoded keys in order; the rows of the i-th key are ``offsets[i]`` to ``offsets[i + 1]``.
-    ``is_part``: the step has a single key, and the next step goes on with the same key.
+    ``is_part``: the step has a single key, and the next step continues with the same key.
     """
 
     keys: pa.BinaryArray
@@ -221,10 +221,10 @@ def _ranked(keys: pa.BinaryArray, ranks: npt.NDArray[np.int64], rows: pa.RecordB
 
 
 def with_keys(steps: Iterator[RowStep], others: pa.BinaryArray, limit: int) -> Iterator[RowStep]:
-    """Give the steps with ``others`` (sorted, distinct) among their keys; a key that no row has gets no rows.
+    """Yield the steps with ``others`` (sorted, distinct) among their keys; a key that no row has gets no rows.
 
     A step takes at most ``limit`` of these keys. A step that would take more is cut. Keys before the first key or
-    after the last key of all steps make steps of their own, whose rows have no columns.
+    after the last key of all steps make separate steps, whose rows have no columns.
     """
     no_rows = pa.RecordBatch.from_arrays([], names=[])
     held: RowStep | None = None

@@ -44,9 +44,9 @@ class Logic(Protocol):
 class StateTask:
     """The function for ``mapInArrow`` of one operator: ``num_partitions`` partitions of ``num_key_groups`` key groups.
 
-    ``keys`` are the key columns of its rows, in the order in which they are stored. ``uses_time``: the logic asks for
-    the times of the batch, as the operator's ``OperatorSpec`` says. ``watermark_lag_ms``: rows that have waited in an
-    operator before this one may be so far behind the watermark; it counts so much later for them.
+    ``keys`` are the key columns of its rows, in storage order. ``uses_time``: the logic asks for the times of the
+    batch, as the operator's ``OperatorSpec`` says. ``watermark_lag_ms``: how far behind the watermark rows may be that
+    have waited in an operator before this one; the watermark is that much later for them.
     """
 
     operator: str
@@ -193,9 +193,9 @@ class EventTime:
         return not self.is_window or self.window_us > 0
 
     def done_ranges(self, key_groups: tuple[int, int], watermark_ms: int) -> list[KeyRange]:
-        """Return the ranges in which all done keys lie, if this column is their first.
+        """Return the ranges that contain all done keys, if this column is their first.
 
-        Unless ``is_exact``, other keys lie there, too.
+        Unless ``is_exact``, they contain other keys, too.
         Windows are stored by their start: a window that begins after the watermark cannot have ended.
         """
         begin = np.array([min(watermark_ms * 1000 - self.window_us + 1, _MAX_TIME)])

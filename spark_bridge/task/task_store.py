@@ -1,7 +1,7 @@
-"""A state task's way to its partition: find the owner, read, commit, and go on when a host dies.
+"""A state task's way to its partition: find the owner, read, commit, and continue when a host dies.
 
 A PySpark worker does not join Ray. It knows host addresses from Spark's local properties, and looks into the node's Ray
-session directory for newer ones. What a host does with a commit stands in ``spark_bridge.host.commits``.
+session directory for newer ones. ``spark_bridge.host.commits`` describes what a host does with a commit.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _FAMILY = b"column_family"
 
 
 class StagedChanges:
-    """Batches of changes by column family, in the order in which they were added. Every try to commit reads them all.
+    """Batches of changes by column family, in the order of their addition. Every attempt to commit reads them all.
 
     ``budget`` is in bytes.
     """
@@ -136,9 +136,9 @@ _owners: dict[tuple[str, str, int], tuple[str, str]] = {}
 class TaskStore:
     """The store of one state task: opened at version = batch id, committed once (``StateAccess``).
 
-    When a host dies, a call waits for the new owner and goes on there, so that the query does not fail. After
+    When a host dies, a call waits for the new owner and continues there, so that the query does not fail. After
     ``endpoints.timeout`` seconds the call raises ``HostUnavailableError`` naming the last failure. While the owner
-    loads the partition, the seconds count from the last progress of that.
+    loads the partition, the seconds count from the last progress of the load.
 
     ``watermark_lag_ms`` is how far behind the watermark of the query the rows of the task may be.
     """
@@ -223,7 +223,7 @@ class TaskStore:
     def scan(
         self, ranges: Sequence[KeyRange], column_family: str = DEFAULT_FAMILY, limit: int | None = None
     ) -> Iterator[pa.RecordBatch]:
-        """Give pairs of the ranges, one range after the other; go on with the next owner where the last one stopped."""
+        """Yield pairs of the ranges, one range after the other; the next owner continues where the last one stopped."""
         task, left, rest = self._task, limit, list(ranges)
         deadline = time.monotonic() + self._endpoints.timeout
         while rest and left != 0:
@@ -281,8 +281,8 @@ class TaskStore:
                 self._loaded = loading.progress
                 time.sleep(RETRY_DELAY)
             except (BatchHeldError, HostMemoryBusyError):
-                # The query stops with a savepoint, and this task with it; or it goes on if that fails. Or the host is
-                # busy with other commits, each of which ends, or fails its own task.
+                # The query stops with a savepoint, and this task with it; or it continues if that fails. Or the host is
+                # busy with other commits, each of which ends, or fails its task.
                 opening = None  # it would send its keys again and again
                 time.sleep(HELD_DELAY)
                 deadline = time.monotonic() + self._endpoints.timeout
@@ -302,8 +302,8 @@ class TaskStore:
     def _stalled(self, loading: _StillLoadingError) -> HostUnavailableError:
         return HostUnavailableError(
             f"Partition {self._task.partition} of operator {self._task.operator!r} is being loaded at {loading.host}, "
-            f"and has made no progress for {self._endpoints.timeout:.0f} s (spark.statestore.recoveryTimeout). It has "
-            f"come to {loading.progress}. What is loaded is kept for the next attempt. See whether the storage of the "
+            f"and has made no progress for {self._endpoints.timeout:.0f} s (spark.statestore.recoveryTimeout). Progress: "
+            f"{loading.progress}. Loaded files are kept for the next attempt. Check whether the storage of the "
             "checkpoint answers."
         )
 
@@ -418,7 +418,7 @@ class LocalStateAccess:
         for start, end in ranges if column_family in self._known else ():
             for batch in self._base.scan(start, end, column_family):
                 if left is not None:
-                    batch = batch.slice(0, left)  # noqa: PLW2901 - no more than the limit allows
+                    batch = batch.slice(0, left)  # noqa: PLW2901 - at most the limit
                     left -= batch.num_rows
                 if batch.num_rows:
                     yield batch

@@ -26,7 +26,7 @@ class TaskIdentity(Struct, frozen=True):
     """One run of a state task.
 
     ``attempt`` is Spark's task attempt id; ``invocation`` differs for every call of the task's function. ``stage`` is
-    Spark's stage id, by which a plan that runs again is told from a task that is tried again; None: not known.
+    Spark's stage id, which distinguishes a plan that runs again from a task that is retried; None: not known.
     """
 
     run_id: str

@@ -154,7 +154,7 @@ class TlsConf:
             context.load_cert_chain(self.certificate, self.key)
         except ssl.SSLError as error:
             raise TlsError(
-                f"{self.certificate} and {self.key} are no certificate and its private key (both PEM): {error}"
+                f"{self.certificate} and {self.key} are not a certificate and its private key (both PEM): {error}"
             ) from error
 
     def _load_ca(self, context: ssl.SSLContext) -> None:
