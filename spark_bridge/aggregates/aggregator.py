@@ -280,7 +280,7 @@ def _groups(ids: GroupIds, num_groups: int) -> Groups:
 
 
 _SUMS = {"mean": "sum behind the mean"}
-"""What leaves its range where the state has a sum under another name."""
+"""The name in an overflow message, if it differs from that of the sum in the state."""
 
 
 def _overflow(field: pa.Field) -> SparkBridgeError:

@@ -31,7 +31,7 @@ class Groups:
         return np.bincount(self.ids, minlength=self.num)
 
     def counts(self, mask: Mask | None) -> Integers:
-        """Return the number of rows in each group for which ``mask`` is not set; the mask marks nulls."""
+        """Return each group's number of rows whose ``mask`` is not set; the mask marks nulls."""
         return self.sizes if mask is None else np.bincount(self.ids[~mask], minlength=self.num)
 
     def where(self, chosen: Mask) -> Groups:
@@ -39,7 +39,7 @@ class Groups:
         return Groups(self.ids[chosen], self.num)
 
 
-# One output column of an aggregation: which function, of which columns and types.
+# One output column of an aggregation: its function, columns and types.
 
 
 _FUNCTION = re.compile(r"(\w+)(?:\(([\w,]*)\))?")
@@ -103,7 +103,7 @@ def split_function(function: str) -> tuple[str, tuple[str, ...]]:
     """Return name and arguments of a function such as ``top_k(10)``; raises ``InvalidOperatorError``."""
     found = _FUNCTION.fullmatch(function)
     if found is None:
-        raise InvalidOperatorError(f"{function!r} is no aggregate function; it must look like sum, or top_k(10).")
+        raise InvalidOperatorError(f"{function!r} is not an aggregate function; it must look like sum, or top_k(10).")
     return found[1], tuple(found[2].split(",")) if found[2] else ()
 
 
@@ -196,7 +196,7 @@ def outputs_of(state: pa.Schema) -> list[tuple[str, str, list[pa.Field]]]:
 
 
 GROUP_ID = "group_id"
-"""The column by which the user's functions group: an int64 per row or state."""
+"""The column that the user's functions group by: an int64 per row or state."""
 
 
 def user_partial(output: str, user: UserAggregate, groups: Groups, columns: dict[str, pa.Array]) -> list[pa.Array]:

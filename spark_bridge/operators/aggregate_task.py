@@ -43,7 +43,7 @@ class AggregateLogic:
     ``schema`` has the stored keys, whose first column is that of ``event_time`` if there is one, and the aggregator's
     states. ``output_mode`` "update" emits every key that the batch touched, "append" the keys that are done (whose
     event time the watermark has passed), "complete" all keys. Keys that are done are removed from the state, except in
-    "complete". ``is_partial`` says that the rows are partial results. ``is_global``: there is one key, true, which each
+    "complete". ``is_partial`` marks the rows as partial results. ``is_global``: there is one key, true, which each
     batch touches, also one without rows, as in Spark. Spark's counterpart is ``StateStoreSaveExec``.
     """
 
@@ -152,7 +152,7 @@ class _AggregateBatch:
             return all_keys(self._store.key_groups)
         times = self._store.times if self._event_time is not None else None
         if self._event_time is None or times is None or times.watermark_ms <= times.late_watermark_ms:
-            return []  # the last batch has removed what this watermark has done
+            return []  # the last batch has removed the keys that this watermark finishes
         return self._event_time.done_ranges(self._store.key_groups, times.watermark_ms)
 
     def _merge_step(self, keys: pa.BinaryArray, states: pa.RecordBatch, spool: Spool) -> int:
@@ -229,7 +229,7 @@ class _AggregateBatch:
 
 
 WORTHWHILE = 0.5
-"""The most results per row with which a task goes on grouping."""
+"""The most results per row at which a task still groups."""
 
 
 def aggregated_ahead(df: DataFrame, logic: AggregateLogic) -> DataFrame:

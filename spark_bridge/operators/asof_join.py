@@ -97,7 +97,7 @@ class SortedRows:
 def nearest(asof: Asof, ids: Integers, times: Integers, rows: SortedRows) -> tuple[Integers, Integers]:
     """Return for each left row the place of its right row in ``rows``, and how far their times are apart.
 
-    ``NO_ROW`` and ``NO_TIME`` where there is no row, whatever the tolerance says.
+    ``NO_ROW`` and ``NO_TIME`` if there is no such row, whatever the tolerance.
     """
     before = np.full(len(ids), NO_ROW)
     behind = before
@@ -123,7 +123,7 @@ def _order(ids: Integers, times: Integers, rows: pa.RecordBatch) -> npt.NDArray[
     same: Mask = (np.diff(ids[order]) == 0) & (np.diff(times[order]) == 0)
     if not same.any():
         return order
-    # So that the result does not depend on the order in which rows come.
+    # So that the result does not depend on the order of the rows.
     codes: list[npt.NDArray[Any]] = []
     for column in rows.columns:
         if not _is_ordered(column.type):
@@ -190,7 +190,7 @@ class _AsofBatch(JoinBatch):
         left, right = (self.side(i, part, keys, no_nulls, settled, codes) for i in (LEFT_ROW, RIGHT_ROW))
         self._timer.step("get_ms")
 
-        # What cannot match is emitted or dropped at once; what is not settled stays as it is.
+        # Rows that cannot match are emitted or dropped at once; unsettled rows stay as they are.
         stays = [left.can_match.copy(), right.can_match.copy()]
         due_at = [left.times.copy(), right.times.copy()]
         self._emit_left(keys, left, np.flatnonzero(~left.can_match), spool)
@@ -222,7 +222,7 @@ class _AsofBatch(JoinBatch):
         return self._watermark * 1000
 
     def _final_at(self, times: Times, places: Times, distances: Times, rows: SortedRows) -> Times:
-        """Return at which watermark nothing can change any more what left rows get."""
+        """Return the watermark at which the right row of each left row is final."""
         asof = self._logic.asof
         if asof.direction == BACKWARD:
             return times

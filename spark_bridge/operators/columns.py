@@ -110,7 +110,7 @@ def check_keys(schema: T.StructType, keys: Sequence[str]) -> None:
             raise InvalidOperatorError(f"Key column {key!r} has type {kind.simpleString()}, which cannot be a key.")
         if getattr(kind, "collation", PLAIN_COLLATION) != PLAIN_COLLATION:
             raise InvalidOperatorError(
-                f"Key column {key!r} has type {kind.simpleString()}, and keys are told apart by their bytes: cast it "
+                f"Key column {key!r} has type {kind.simpleString()}, and keys are compared by their bytes: cast it "
                 "to string, or group by an expression such as lower()."
             )
         if key.startswith(RESERVED_PREFIX):
@@ -219,7 +219,9 @@ def microseconds(spark: Any, duration: str) -> int:
         text = jvm.org.apache.spark.unsafe.types.UTF8String.fromString(duration)
         interval = jvm.org.apache.spark.sql.catalyst.util.IntervalUtils.stringToInterval(text)
     except IllegalArgumentException as error:
-        raise InvalidOperatorError(f"{duration!r} is no duration; give one such as '10 minutes' or '1 day'.") from error
+        raise InvalidOperatorError(
+            f"{duration!r} is not a duration; give one such as '10 minutes' or '1 day'."
+        ) from error
     period = interval.extractAsPeriod()
     days = int(period.toTotalMonths()) * DAYS_PER_MONTH + int(period.getDays())
     return days * MICROSECONDS_PER_DAY + int(interval.extractAsDuration().toNanos()) // 1000

@@ -54,8 +54,8 @@ _GREATEST = np.iinfo(np.int64).max
 class DeduplicateLogic:
     """The first row of each key: the row with the least event time, if there is one; of several, the least by content.
 
-    ``columns`` are the columns of the output. ``compared`` are the columns by which rows with the same time are
-    compared, so that the result does not depend on the order in which rows come. ``event_time`` is the column that
+    ``columns`` are the columns of the output. ``compared`` are the columns that order rows with the same time,
+    so that the result does not depend on the order of the rows. ``event_time`` is the column that
     makes rows late. A key is removed from the state when the watermark passes ``key_time``, which is the key's first
     column, or ``within_us`` (microseconds) after the event time of the key's first row. Spark's counterparts are
     ``StreamingDeduplicateExec`` and ``StreamingDeduplicateWithinWatermarkExec``.
@@ -235,11 +235,11 @@ def deduplicate(
     - ``operator``: the name of this state in the checkpoint and in queries.
     - ``within``: a duration such as ``"10 minutes"``; a key is forgotten that long after the event time of its first
       row. With the delay of the watermark this is ``dropDuplicatesWithinWatermark``. Without ``within``, keys are
-      remembered for good, or, if the watermark column is one of them, until the watermark passes it.
+        remembered for ever, or, if the watermark column is one of them, until the watermark passes it.
     - ``num_partitions``: the number of state partitions, by default the session's ``spark.sql.shuffle.partitions``. The
       number stays with the checkpoint.
 
-    Raises ``InvalidOperatorError`` for everything that the DataFrame and the arguments show to be wrong.
+    Raises ``InvalidOperatorError`` for every mistake that the DataFrame and the arguments show.
     """
     keys = [by] if isinstance(by, str) else list(by)
     if not df.isStreaming:

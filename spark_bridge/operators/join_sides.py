@@ -16,9 +16,9 @@ INNER, LEFT_OUTER, RIGHT_OUTER, FULL, SEMI, ANTI = "inner", "left", "right", "fu
 JOIN_TYPES = (INNER, LEFT_OUTER, RIGHT_OUTER, FULL, SEMI, ANTI)
 
 SIDE = "__statestore_side"
-"""The column that says of which side a row is: ``LEFT_ROW`` or ``RIGHT_ROW``."""
+"""The column that names the side of a row: ``LEFT_ROW`` or ``RIGHT_ROW``."""
 SLOT = "__statestore_slot"
-"""Begins the names of the columns that both sides share, each with a column of its own, where they have one type."""
+"""Begins the names of the columns that hold the rows of both sides: shared if the types agree, else separate."""
 LEFT_ROW, RIGHT_ROW = 0, 1
 NO_TIME = np.iinfo(np.int64).max
 """The time of a row that has none, in microseconds."""
@@ -86,8 +86,8 @@ class Bounds:
     """The times that rows are matched by.
 
     The times of matching rows, in the columns ``left`` and ``right``, differ by ``lower_us`` to ``upper_us``
-    microseconds, both included (right minus left; None is no bound). Where both columns are a key, they are equal.
-    Where a column is None, there are no bounds. ``left_late`` and ``right_late`` make rows late.
+    microseconds, both included (right minus left; None means no bound). If both columns are a key, they are equal.
+    If a column is None, there are no bounds. ``left_late`` and ``right_late`` make rows late.
     """
 
     left: EventTime | None = None
@@ -105,7 +105,7 @@ class Bounds:
 
     @property
     def expires_after_us(self) -> tuple[int | None, int | None]:
-        """Return for both sides how long after the time of a row the watermark says that no match can come.
+        """Return for both sides how long after the time of a row the watermark rules out a match.
 
         A row of the left side matches times up to ``upper_us`` after its own. In whole milliseconds and one more, as
         Spark computes the watermark of a side's state for a bound that is included
@@ -223,7 +223,7 @@ class Matches:
 def matches(probes: RowsToMatch, others: RowsToMatch, lower_us: int | None, upper_us: int | None) -> Matches:
     """Return the rows of ``others`` with the key of each probe whose time is within the bounds.
 
-    The bounds, in microseconds, are those of the other row's time minus the probe's. None is no bound.
+    The bounds, in microseconds, are those of the other row's time minus the probe's. None means no bound.
     """
     if lower_us is None and upper_us is None:
         order = np.argsort(others.ids, kind="stable")

@@ -265,7 +265,7 @@ def _grouped(keys: pa.BinaryArray) -> tuple[Offsets, Offsets]:
 
 
 def _present(keys: pa.BinaryArray) -> SortedPairs:
-    """Return pairs that say no more than that their keys are there, sorted."""
+    """Return pairs of the keys, sorted, with the marker value ``PRESENT``."""
     return SortedPairs.of(keys, encode_values(is_present(len(keys))))
 
 

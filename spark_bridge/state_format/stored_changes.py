@@ -1,8 +1,8 @@
 """Makes the changes of a state variable from version to version: a row per changed value, element, entry or timer.
 
 After the change feed of Spark's state data source, which shows changed pairs. Here a row is shown only if it changed. A
-value that was written again as it was is no change. The entries of a map that has grown large stay. Of a list that was
-appended to only the new elements are shown.
+value that was written again unchanged is not a change. The entries of a map that has grown large stay. If a list was
+only appended to, only the new elements are shown.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ from spark_bridge.state_format.stored_rows import (
 
 # Changes of lists between two versions: the elements that were deleted, and those that were inserted.
 #
-# An element that stays is no change. These stay: the elements that the old and the new list have in common at their
-# beginnings, then those at their ends. And where elements left at the beginning and came at the end, as with a TTL,
-# those between.
+# An element that stays is not a change. These stay: the elements that the old and the new list have in common at their
+# beginnings, then those at their ends. And if elements were removed at the beginning and added at the end, as with a
+# TTL, those between.
 
 
 def changed_elements(

@@ -139,7 +139,7 @@ class VariableRows:
 
     @cached_property
     def stored_value(self) -> pa.Schema:
-        """Return the stored columns of a value; none where a value only says that its key is there."""
+        """Return the stored columns of a value; none if the value is only a marker."""
         if self.kind == TIMERS:
             return pa.schema([])
         if self.kind == SESSIONS:
@@ -175,7 +175,7 @@ class VariableRows:
 
     @cached_property
     def key_order(self) -> list[int]:
-        """Return the places of the columns of ``key`` in the order in which the user names them."""
+        """Return the places of the columns of ``key`` in the user's order."""
         named = [self.key.get_field_index(n) for n in self.schema.key_columns if n in self.key.names]
         return [*named, *(i for i in range(len(self.key)) if i not in named)]
 
@@ -291,7 +291,7 @@ def _elements(lists: pa.Array) -> tuple[pa.StructArray, Positions]:
 
 
 INT64_KEY_BYTES = 9
-"""Bytes of an int64 that is not null in a key: a byte that says that there is a value, and eight of the value."""
+"""Bytes of an int64 that is not null in a key: a byte that marks the value as present, and eight of the value."""
 _LONG = pa.schema([pa.field("long", pa.int64())])
 
 
@@ -370,11 +370,10 @@ def _sliced(keys: pa.BinaryArray, start: int, stop: int | None = None) -> pa.Bin
     return binary_array(*gather_ranges(content, offsets[:-1] + start, stops))
 
 
-# The order of rows that stand in two column families, such as a list's chunks and its last elements.
+# The order of rows in two column families, such as a list's chunks and its last elements.
 #
-# The last elements of a list stand under the list's own key, which is the beginning of the keys of its chunks. For
-# the elements to be in their order, such a key gets a byte appended that is greater than what any chunk's key goes on
-# with.
+# The last elements of a list are stored under the list's own key, which begins the keys of its chunks. For
+# the elements to be in order, such a key gets a byte appended that is greater than the next byte of any chunk's key.
 
 
 _BEHIND_CHUNKS = b"\x02"
@@ -395,7 +394,7 @@ def without_order(rows: VariableRows, family: str, ordered: pa.BinaryArray) -> p
 
 
 def list_keys(rows: VariableRows, family: str, keys: pa.BinaryArray) -> pa.BinaryArray:
-    """Return the stored keys of the lists whose elements stand under ``keys`` of ``family``."""
+    """Return the stored keys of the lists whose elements are stored under ``keys`` of ``family``."""
     if family == rows.main or not len(keys):
         return keys
     return pc.binary_slice(keys, 0, -INT64_KEY_BYTES)
@@ -435,7 +434,7 @@ def row_order(keys: Sequence[pa.BinaryArray], pairs: Sequence[Positions]) -> Pos
     return np.argsort(of_rows, kind="stable")
 
 
-# Finds the rows that differ between two moments, and the columns in which differences are shown.
+# Finds the rows that differ between two moments, and the columns that show the differences.
 
 
 CHANGE_TYPE = "change_type"

@@ -284,8 +284,8 @@ def transform_with_state_in_arrow(
     given = checked_arguments(df, by, output_schema, operator, output_mode, time_mode, initial_state, event_time_column)
     if not isinstance(processor, ArrowStatefulProcessor):
         raise InvalidOperatorError(
-            f"processor={processor!r} is not an instance of a subclass of ArrowStatefulProcessor; make one, or one of a "
-            'function by @arrow_processor("n long, total double").'
+            f"processor={processor!r} is not an instance of a subclass of ArrowStatefulProcessor; make one, or one of "
+            'a function by @arrow_processor("n long, total double").'
         )
     rows = pa.schema([pa.field(f.name, arrow_type(f.dataType)) for f in df.schema.fields])
     logic = ArrowLogic(processor, given.time_mode, given.input, rows, given.output, given.event_time)

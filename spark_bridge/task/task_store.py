@@ -302,9 +302,9 @@ class TaskStore:
     def _stalled(self, loading: _StillLoadingError) -> HostUnavailableError:
         return HostUnavailableError(
             f"Partition {self._task.partition} of operator {self._task.operator!r} is being loaded at {loading.host}, "
-            f"and has made no progress for {self._endpoints.timeout:.0f} s (spark.statestore.recoveryTimeout). Progress: "
-            f"{loading.progress}. Loaded files are kept for the next attempt. Check whether the storage of the "
-            "checkpoint answers."
+            f"and has made no progress for {self._endpoints.timeout:.0f} s (spark.statestore.recoveryTimeout). "
+            f"Progress: {loading.progress}. Loaded files are kept for the next attempt. Check whether the storage "
+            "of the checkpoint answers."
         )
 
     def _forget_owner(self, error: Exception) -> None:

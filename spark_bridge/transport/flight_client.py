@@ -233,7 +233,7 @@ class HostClient:
     """Calls to the host at ``address``, each bounded by ``timeout`` seconds. ``grpc+tls://`` needs ``tls``.
 
     Every method raises the host's own errors, and ``HostUnavailableError`` when the host does not answer: after some
-    8 s if the host accepts no connections any more (``silent_hosts.py``).
+    8 s if the host accepts no connections any more (``SilentHosts``).
     """
 
     def __init__(self, address: str, token: str, timeout: float = 60.0, tls: TlsConf | None = None) -> None:

@@ -121,7 +121,7 @@ STATE = pa.schema([("p", pa.float64())])
         (lambda: S.merge("x", state=pa.schema([("t", pa.time32("s"))]), partial=same, merge=same), "cannot be stored"),
         (
             lambda: S.merge("x", state=STATE, partial=same, merge=same, finish=same, result=float),
-            "result=<class 'float'> is no type",
+            "result=<class 'float'> is not a type",
         ),
     ],
 )

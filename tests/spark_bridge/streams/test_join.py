@@ -276,7 +276,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no key": ({"on": []}, "names no key column"),
     "unknown key": ({"on": "nobody"}, "left=: .*'nobody': the column does not exist"),
     "other types": ({"on": "b"}, "has type bigint on the left side and string on the right side: cast"),
-    "one name": ({"on": "k", "right": "both"}, "Both sides have columns named lt that are no keys: rename"),
+    "one name": ({"on": "k", "right": "both"}, "Both sides have columns named lt that are not keys: rename"),
     "durations": ({"within": ("1 hour", "now")}, "'now' is no duration"),
     "order": ({"within": ("2 hours", "1 hour")}, "The first is greater than the second"),
     "one bound": ({"within": "1 hour"}, "must be two durations"),
@@ -289,7 +289,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "batch": ({"right": "batch"}, "right= is a batch DataFrame"),
     "apply alone": ({"apply": delays}, "apply= and output= go together"),
     "apply, semi": ({"apply": delays, "output": "n long", "how": "left_semi"}, "gives rows of the left side alone"),
-    "output": ({"apply": delays, "output": "n lang"}, "output='n lang' is no schema"),
+    "output": ({"apply": delays, "output": "n lang"}, "output='n lang' is not a schema"),
     "name": ({"operator": "a/b"}, "operator="),
 }
 

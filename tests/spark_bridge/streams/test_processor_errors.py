@@ -43,7 +43,7 @@ def _as_another(handle: Any) -> None:
 
 Declare = Callable[[Any], Any]
 DECLARATIONS: list[tuple[str, Declare, str, type[Exception], list[str]]] = [
-    ("twice", _twice, "none", StateDeclarationError, [DUPLICATE, "'n'", "name of its own"]),
+    ("twice", _twice, "none", StateDeclarationError, [DUPLICATE, "'n'", "different name"]),
     ("as another", _as_another, "none", StateDeclarationError, [DUPLICATE, "value state", "map state"]),
     (
         "default",
