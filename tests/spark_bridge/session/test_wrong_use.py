@@ -62,7 +62,7 @@ def typed(make_stream: Callable[..., Stream]) -> Stream:
         ({"by": "k", "n": S.last("s")}, "event time"),
         ({"by": "k", "n": S.last("s", by="m")}, "no order"),
         ({"by": "k", "k": S.count()}, "name of a key column"),
-        ({"by": "k", "n": "count"}, "no aggregate function"),
+        ({"by": "k", "n": "count"}, "not an aggregate function"),
         ({"by": "k", "n": S.count(), "num_partitions": 0}, "positive integer"),
         ({"by": "k", "n": S.count(), "num_partitions": 5000}, "key groups, 1024"),
         ({"by": "k", "n": S.count(), "output_mode": "overwrite"}, "output_mode='overwrite'"),

@@ -277,7 +277,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "unknown key": ({"on": "nobody"}, "left=: .*'nobody': the column does not exist"),
     "other types": ({"on": "b"}, "has type bigint on the left side and string on the right side: cast"),
     "one name": ({"on": "k", "right": "both"}, "Both sides have columns named lt that are not keys: rename"),
-    "durations": ({"within": ("1 hour", "now")}, "'now' is no duration"),
+    "durations": ({"within": ("1 hour", "now")}, "'now' is not a duration"),
     "order": ({"within": ("2 hours", "1 hour")}, "The first is greater than the second"),
     "one bound": ({"within": "1 hour"}, "must be two durations"),
     "outer, open": ({"how": "left", "within": ("1 hour", None)}, "give within= with its upper bound"),
@@ -338,5 +338,5 @@ def test_a_join_that_keeps_all_rows_warns(sides: Sides) -> None:
         with pytest.warns(UserWarning) as warned:
             join(left, right, on="k", within=within, operator="grows")
         (ours,) = [w for w in warned if "keeps all rows" in str(w.message)]
-        assert f"keeps all rows of {whose} for good" in str(ours.message)
+        assert f"keeps all rows of {whose} for ever" in str(ours.message)
         assert ours.filename == __file__
