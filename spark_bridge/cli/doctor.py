@@ -37,7 +37,7 @@ from spark_bridge.session.settings import MIN_BATCHES_CONF, STATE_LOCATION_CONF,
 
 
 OK, SKIPPED = "ok", "skipped"
-"""The status of a check, beside ``WARNING`` and ``ERROR``, which are severities of faults, too."""
+"""The status of a check, in addition to ``WARNING`` and ``ERROR``, which are severities of faults, too."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def checked(area: str, name: str, check: Callable[[], Iterable[Check]]) -> list[
     """Return the findings of a check; a check that fails itself is a finding, and does not end the others."""
     try:
         return list(check())
-    except Exception as error:  # noqa: BLE001 - whatever fails on a sick machine is what somebody wants to know
+    except Exception as error:  # noqa: BLE001 - the doctor reports any failure of a sick machine
         text = str(error) or type(error).__name__
         return [Check(area, name, ERROR, f"The check failed: {text}", "Look at this error first.")]
 
@@ -89,7 +89,7 @@ def token_mode_check(environment: Mapping[str, str] = os.environ, home: Path | N
     elif mode.lower() == "token" or (not mode and has_token):
         yield Check(CLUSTER_AREA, "ray-token", OK, "Ray's token mode is on, and a token is there.")
     elif mode.lower() == "disabled":
-        remedy = "Whoever reaches Ray's ports can run code and get the store's token: use RAY_AUTH_MODE=token."
+        remedy = "Anyone who reaches Ray's ports can run code and get the store's token: use RAY_AUTH_MODE=token."
         yield Check(CLUSTER_AREA, "ray-token", WARNING, "RAY_AUTH_MODE is disabled.", remedy)
     else:
         found = "RAY_AUTH_MODE is not set and there is no token: a cluster that is started here makes one."
@@ -97,7 +97,7 @@ def token_mode_check(environment: Mapping[str, str] = os.environ, home: Path | N
 
 
 def cluster_checks(address: str | None, namespace: str, coordinator: str) -> Iterator[Check]:
-    """Join the cluster, look at its nodes and hosts, and leave. No cluster is no error unless ``address`` names one."""
+    """Join the cluster, look at its nodes and hosts, and leave. A missing cluster is an error only with ``address``."""
     yield from token_mode_check()
     try:
         with joined_ray(address, namespace):
@@ -162,7 +162,7 @@ def said_of_node(packages: Sequence[str]) -> dict[str, Any]:
 
 
 def _skew(probe: Any, strategy: Any) -> float:
-    """Return how far a node's clock is ahead of this one, in seconds, at least: what the way takes is not counted."""
+    """Return how far a node's clock is at least ahead of this one, in seconds; the message's travel is not counted."""
     import ray
 
     begun = time.time()
@@ -229,7 +229,7 @@ def overview_checks(overview: Overview) -> Iterator[Check]:
 
 
 def unreachable(address: str) -> str | None:
-    """Return why nobody can be connected to at ``ip:port``, or None."""
+    """Return why connections to ``ip:port`` fail, or None."""
     ip, _, port = address.rpartition(":")
     try:
         socket.create_connection((ip.strip("[]"), int(port)), PORT_CHECK_SECONDS).close()
@@ -428,7 +428,7 @@ def storage_checks(
     finally:
         storage.delete(path)
         if storage.is_local:
-            with suppress(OSError):  # somebody else's doctor is at work there
+            with suppress(OSError):  # another doctor is using it
                 Path(storage.full_location(DOCTOR_PROBE).removeprefix("file://")).rmdir()
     found = f"A file is durable after {seconds * 1000:.0f} ms."
     if seconds > SLOW_WRITE_SECONDS:
@@ -450,7 +450,7 @@ def _written(storage: CheckpointStorage, path: str) -> Iterator[Check]:
             "create-if-absent",
             ERROR,
             f"{where} lets a second writer replace a file that it should only create.",
-            "Two drivers could both believe they own a query: use a storage with conditional writes (local disk, S3, "
+            "Two drivers could both own a query: use a storage with conditional writes (local disk, S3, "
             "Google Cloud Storage, Azure); for an S3 look-alike turn conditional PUT (If-None-Match) on.",
         )
         return
@@ -462,7 +462,7 @@ def _written(storage: CheckpointStorage, path: str) -> Iterator[Check]:
         remedy = "Manifests are found by listing: use a storage whose listings are consistent."
         yield Check(STORAGE_AREA, "list", ERROR, f"A new file is not listed at {where}.", remedy)
     else:
-        yield Check(STORAGE_AREA, "read", OK, "What was written is read and listed at once.")
+        yield Check(STORAGE_AREA, "read", OK, "A written file can be read and listed at once.")
 
 
 _STYLES = {OK: "green", WARNING: "yellow", ERROR: "bold red", SKIPPED: "dim"}

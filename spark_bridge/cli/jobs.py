@@ -57,7 +57,7 @@ class NotOursError(Exception):
 class JobRun:
     """One run of the program, as Ray knows it.
 
-    ``cause`` is Ray's name for why the run failed, ``message`` what Ray says besides. A negative ``exit_code`` is a
+    ``cause`` is Ray's name for the failure of the run, ``message`` Ray's further text. A negative ``exit_code`` is a
     signal.
     """
 
@@ -90,19 +90,19 @@ class Jobs(Protocol):
         """Ask a run to end."""
 
     def follow(self, number: int) -> None:
-        """Print what a run prints, from its beginning, beside everything else."""
+        """Print the output of a run, from its beginning, while everything else runs."""
 
     def named(self, number: int) -> str:
-        """Return the id of a run by which Ray's own commands know it."""
+        """Return the id of a run that Ray's own commands use."""
 
 
 @dataclass(frozen=True)
 class Patience:
     """Bounds of a supervisor: how often a program is started again, and how long the cluster is waited for.
 
-    ``backoff_limit`` is the number of failures in a row after which nothing is started again. A run that took
-    ``healthy_after`` seconds ends the row. ``cluster_timeout`` are the seconds without any answer of the cluster,
-    ``stop_timeout`` those that the program has to end when it is asked to.
+    After ``backoff_limit`` consecutive failures nothing is started again. A run that took ``healthy_after`` seconds
+    resets the count. ``cluster_timeout`` are the seconds without any answer of the cluster, ``stop_timeout`` those that
+    the program has to end when it is asked to.
     """
 
     backoff_limit: int = 20
@@ -111,7 +111,7 @@ class Patience:
     stop_timeout: float = 30.0
 
     def delay(self, failures: int) -> float:
-        """Return the seconds before the next start, after ``failures`` failures in a row."""
+        """Return the seconds before the next start, after ``failures`` consecutive failures."""
         return float(min(FIRST_RESTART_DELAY * 2.0 ** min(failures - 1, 16), LONGEST_RESTART_DELAY))
 
 
@@ -173,21 +173,21 @@ class Supervisor:
                 self._say(f"{self._jobs.named(number)} has ended by itself, without an error.")
                 return ENDED_WELL
             if ended is not None and ended.status == JOB_STOPPED:
-                self._say(f"{self._jobs.named(number)} was stopped by somebody else, and is not started again.")
+                self._say(f"{self._jobs.named(number)} was stopped from outside, and is not started again.")
                 return STOPPED_ELSEWHERE
             took = self._clock() - began
             self._failures = 1 if took >= self._patience.healthy_after else self._failures + 1
             self._say(f"{self._jobs.named(number)} has ended after {_lasted(took)}: {why(ended)}.")
             if self._failures > self._patience.backoff_limit:
                 self._say(
-                    f"That were {self._failures} failures in a row (--backoff-limit {self._patience.backoff_limit}); "
+                    f"{self._failures} consecutive failures (--backoff-limit {self._patience.backoff_limit}); "
                     "nothing is started again. The state is in the checkpoint location."
                 )
                 return GAVE_UP
             delay = self._patience.delay(self._failures)
             self._say(
-                f"Starting again in {delay:.0f} s (failure {self._failures} in a row, {self._patience.backoff_limit} "
-                "are allowed); the stream goes on from its checkpoint."
+                f"Starting again in {delay:.0f} s (consecutive failure {self._failures}, "
+                f"{self._patience.backoff_limit} are allowed); the stream continues from its checkpoint."
             )
             self._stop.wait(delay)
             if self._stop.sent() is not None:
@@ -204,7 +204,7 @@ class Supervisor:
             return number
         self._require_same(newest)
         self._say(
-            f"{self._jobs.named(newest.number)} runs already; watching it. What it has printed: "
+            f"{self._jobs.named(newest.number)} runs already; watching it. Its earlier output: "
             f"ray job logs {self._jobs.named(newest.number)}"
         )
         return newest.number
@@ -237,7 +237,7 @@ class Supervisor:
         return None
 
     def _asked(self, ask: Callable[[], T]) -> T | None:
-        """Ask the cluster, as often as it takes until it answers; None if a signal has come meanwhile."""
+        """Ask the cluster, as often as it takes until it answers; None if a signal comes first."""
         silent_since: float | None = None
         while True:
             try:
@@ -288,7 +288,7 @@ def why(run: JobRun | None) -> str:
         killed = -run.exit_code if run.exit_code < 0 else run.exit_code - 128
         if 0 < killed <= max(signal.Signals):
             name = signal.Signals(killed).name if killed in list(signal.Signals) else f"signal {killed}"
-            out_of_memory = " (by hand, or by the system for want of memory)" if killed == signal.SIGKILL else ""
+            out_of_memory = " (manually, or by the system for want of memory)" if killed == signal.SIGKILL else ""
             return f"the driver was killed by {name}{out_of_memory}"
         return f"the program has ended with exit code {run.exit_code}; its last lines say why"
     told = {
@@ -344,7 +344,7 @@ def run(
     ] = None,
     python: Annotated[str | None, typer.Option(help="The Python on the head. Default: this one.")] = None,
     backoff_limit: Annotated[
-        int, typer.Option(min=0, help="Failures in a row after which nothing is started again.")
+        int, typer.Option(min=0, help="Consecutive failures after which nothing is started again.")
     ] = 20,
     healthy_after: Annotated[
         float, typer.Option(min=0.0, help="Seconds; a run that took at least this long ends the row of failures.")
@@ -359,13 +359,13 @@ def run(
 ) -> None:
     """Run the program of a stream as a job of Ray, and start it again whenever it fails.
 
-    The driver runs on the head. When it dies, by itself, with RayDP's master or with a head that has no fault
-    tolerance, the program is started again after 1 s, 2 s, 4 s and so on up to 60 s, and the stream goes on from its
-    checkpoint. SIGINT and SIGTERM stop the job. If this command itself is killed, the job runs on, and the same command
-    watches it again.
+    The driver runs on the head. When it dies, by itself, with RayDP's master or with a head without fault
+    tolerance, the program is started again after 1 s, 2 s, 4 s and so on up to 60 s, and the stream continues from its
+    checkpoint. SIGINT and SIGTERM stop the job. If this command itself is killed, the job keeps running, and the same
+    command watches it again.
 
-    Exit codes: 0, the program ended by itself; 1, it failed too often in a row; 2, asked wrongly, or no cluster
-    answers; 3, somebody else stopped the job; 130 or 143, SIGINT or SIGTERM came and the job has ended.
+    Exit codes: 0, the program ended by itself; 1, it failed too often in succession; 2, wrong arguments, or no cluster
+    answers; 3, the job was stopped from outside; 130 or 143, SIGINT or SIGTERM came and the job has ended.
 
     Examples: statestore run my_stream.py;
     statestore run my_stream.py --name clicks -- --input s3://bucket/clicks;
@@ -401,7 +401,7 @@ def command_of(program: Path, arguments: list[str], working_dir: Path | None, py
     ``ValueError`` if the program is not there.
     """
     if not program.is_file():
-        raise ValueError(f"There is no program {program} (in {Path.cwd()}).")
+        raise ValueError(f"The program {program} does not exist (in {Path.cwd()}).")
     words = [python or ("python" if working_dir else sys.executable)]
     if working_dir is None:
         run_it = shlex.join([*words, str(program.resolve()), *arguments])
@@ -425,7 +425,7 @@ def runtime_env_of(name: str, working_dir: Path | None, env: list[str], stop_tim
     for pair in env:
         variable, equals, value = pair.partition("=")
         if not variable:
-            raise ValueError("--env: there is no name before the '='. Give NAME or NAME=VALUE.")
+            raise ValueError("--env: the name before the '=' is missing. Give NAME or NAME=VALUE.")
         if not equals and variable not in os.environ:
             raise ValueError(f"--env {variable}: the environment of this command has no such variable; export it.")
         variables[variable] = value if equals else os.environ[variable]
@@ -436,7 +436,7 @@ def runtime_env_of(name: str, working_dir: Path | None, env: list[str], stop_tim
 
 
 def _say(text: str) -> None:
-    """Print a line of the supervisor on stderr, apart from what the program prints."""
+    """Print a line of the supervisor on stderr, separate from the program's output."""
     print(f"statestore run: {text}", file=sys.stderr, flush=True)
 
 
@@ -463,7 +463,7 @@ class PatientClient(JobSubmissionClient):  # type: ignore[misc]
         return response
 
     def ask(self, method: str, endpoint: str) -> requests.Response | None:
-        """Return the answer to a request; None for what is not there. Raises ``ClusterAwayError`` for any other."""
+        """Return the answer to a request; None for "not found". Raises ``ClusterAwayError`` for other errors."""
         response = self._do_request(method, endpoint)
         if response.status_code == HTTP_NOT_FOUND:
             return None
@@ -492,7 +492,7 @@ class RayJobs:
         return max(jobs, key=lambda run: run.number, default=None)
 
     def look(self, number: int) -> JobRun | None:
-        """Return a run; None if the cluster does not know it. Raises ``NotOursError`` if somebody else made it."""
+        """Return a run; None if the cluster does not know it. Raises ``NotOursError`` if it has another owner."""
         answer = self._ask("GET", f"/api/jobs/{quote(self.named(number))}")
         if answer is None:
             return None
@@ -515,10 +515,10 @@ class RayJobs:
         except (ConnectionError, requests.RequestException) as error:
             self._away(error)
         except (AuthenticationError, RuntimeError, ValueError) as error:
-            # Ray has no error of its own for an id that is taken, nor for a request that broke off after the start.
+            # Ray has no error class for an id that is taken, nor for a request that broke off after the start.
             if self.look(number) is not None:
                 return
-            if SERVER_FAILED in str(error):  # a head that has just been started has nobody yet who takes jobs
+            if SERVER_FAILED in str(error):  # a head that has just started has no process yet that takes jobs
                 self._away(error)
             raise NotOursError(f"Ray does not take the job {self.named(number)}: {error}") from error
 
@@ -532,7 +532,7 @@ class RayJobs:
             threading.Thread(target=self._print, args=(number,), name="statestore-output", daemon=True).start()
 
     def named(self, number: int) -> str:
-        """Return the id of a run by which Ray's own commands know it."""
+        """Return the id of a run that Ray's own commands use."""
         return f"{self._name}-{number}"
 
     def _is_ours(self, job: dict[str, Any]) -> bool:
@@ -554,7 +554,7 @@ class RayJobs:
         )
 
     def _client(self) -> PatientClient:
-        """Return a client. The address is looked up anew after each failure: a new head may have another port."""
+        """Return a client. The address is looked up again after each failure: a new head may have another port."""
         if self._connected is None:
             self._connected = PatientClient(self._address)
         return self._connected
@@ -573,7 +573,7 @@ class RayJobs:
         raise ClusterAwayError(f"{error}") from error
 
     def _print(self, number: int) -> None:
-        """Print the output of a run. Where the connection breaks, go on after what is printed already."""
+        """Print the output of a run. If the connection breaks, continue after the output that was printed."""
         printed = 0
         while True:
             passed = 0

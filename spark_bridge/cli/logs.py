@@ -36,7 +36,7 @@ class LogFile:
 
 
 def log_files(namespace: str, coordinator: str, tail: int) -> tuple[list[LogFile], list[str]]:
-    """Return the logs of a namespace, each read to its last ``tail`` lines, and what is not there.
+    """Return the logs of a namespace, each read to its last ``tail`` lines, and a list of missing logs.
 
     Raises ``EnvironmentProblemError`` if Ray's state API does not answer.
     """
@@ -92,8 +92,8 @@ def _log_files(address: str, namespace: str, coordinator: str, tail: int) -> tup
 def _of_earlier_processes(address: str, actor: Any, missing: list[str]) -> Iterator[dict[str, Any]]:
     """Name the logs of the processes that an actor had on its machine before Ray started it again.
 
-    Ray itself finds the log of the last process only. Why the one before ended stands in that one's log. What cannot be
-    looked at is told in ``missing``.
+    Ray itself finds the log of the last process only. The reason for an earlier process's end is in its log. Logs that
+    cannot be read are added to ``missing``.
     """
     from ray.util.state import list_logs
 
@@ -196,9 +196,9 @@ def logs(
 
 
 def names_asked(overview: Overview, asked: str | None) -> tuple[tuple[str, ...], str]:
-    """Return the texts by which logs name a query, and why nobody knows the query any more, else "".
+    """Return the strings that name a query in logs, and why the query is no longer known, else "".
 
-    Raises ``LookupError`` where none is asked for by its name and there is no single one.
+    Raises ``LookupError`` if ``asked`` is None and there is not exactly one query.
     """
     try:
         return names_of(overview.query(asked)), ""
@@ -213,7 +213,7 @@ def names_asked(overview: Overview, asked: str | None) -> tuple[tuple[str, ...],
 
 
 def names_of(query: Query | LostDriver) -> tuple[str, ...]:
-    """Return the texts by which logs name a query: its ids and places, and its name as a word."""
+    """Return the strings that name a query in logs: its ids and locations, and its name as a word."""
     name = query.name if isinstance(query, Query) else query.query
     given = (query.run_id, query.query_id, name, query.checkpoint_location, query.state_location)
     return tuple(name for name in given if name)
@@ -222,7 +222,7 @@ def names_of(query: Query | LostDriver) -> tuple[str, ...]:
 def events_about(files: Sequence[LogFile], names: Sequence[str], missing: list[str]) -> list[LogEvent]:
     """Return the events of all logs that have one of the names (none: all events), by time.
 
-    Logs that cannot be read are told in ``missing``.
+    Logs that cannot be read are added to ``missing``.
     """
     wanted = [re.compile(rf"(?<![\w-]){re.escape(name)}(?![\w-])") for name in names]
     found: list[LogEvent] = []

@@ -1,6 +1,6 @@
 """The system that a command describes: a running cluster, or the checkpoint of a query without any cluster.
 
-The options that say so are the same for all commands that look. A command takes a ``Source``, and ``with_source`` gives
+The options for this are the same for all commands that look. A command takes a ``Source``, and ``with_source`` gives
 its command line these options.
 """
 
@@ -309,7 +309,7 @@ def _with(make: Callable[..., Source], command: Callable[..., None]) -> Callable
             command(source=source, **given)
         except typer.Exit as ended:
             code = ended.exit_code
-        if source.damages and code != FAILED:  # else the error says so
+        if source.damages and code != FAILED:  # else the error reports it
             for what in source.damages:
                 complain(what)
             code = code or DAMAGED
@@ -370,7 +370,7 @@ def _by_name(words: Sequence[str], schema: pa.Schema) -> Any:
 
 
 def _value(text: str, field: pa.Field) -> Any:
-    """Return a value of a column; ``null`` is null, except for text, and what is nested is JSON."""
+    """Return a value of a column; ``null`` is null, except in string columns, and nested values are JSON."""
     if text == "null" and not pa.types.is_string(field.type):
         return None
     given = _json(text) if pa.types.is_nested(field.type) else text
@@ -390,7 +390,7 @@ def condition_of(text: str) -> tuple[Any, ...]:
     """
     found = _CONDITION.fullmatch(text)
     if found is None:
-        raise RequestError(f"{text!r} is no condition; write a column, an operator and a value, such as 'n > 10'.")
+        raise RequestError(f"{text!r} is not a condition; write a column, an operator and a value, such as 'n > 10'.")
     if found["null"]:
         return found["column"], " ".join(found["null"].lower().split())
     operator, written = found["operator"].lower(), found["value"].strip()
@@ -401,7 +401,7 @@ def condition_of(text: str) -> tuple[Any, ...]:
 
 
 def _json(text: str) -> Any:
-    """Return the value of JSON text; None for text that is none."""
+    """Return the value of a JSON string; None if it is not JSON."""
     try:
         return json_decoder(Any).decode(text.encode())
     except ValueError:  # plain text

@@ -129,7 +129,7 @@ def scan(
 
 
 class _Limited:
-    """The first rows of batches; ``is_cut`` says whether there were more. 0 is no limit."""
+    """The first rows of batches; ``is_cut`` says whether there were more. 0 means no limit."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
