@@ -64,8 +64,8 @@ from spark_bridge.session.state_cluster import current_cluster
 
 # Child processes that leave no process behind, however they end.
 #
-# Ray and Spark start processes in groups of their own, so a kill of the child's group would miss them. Every
-# descendant inherits a mark in its environment instead, by which it is found.
+# Ray and Spark start processes in separate groups, so a kill of the child's group would miss them. Every
+# descendant inherits a mark in its environment instead, which identifies it.
 
 
 MARK = "STATESTORE_DEMO_MARK"
@@ -147,12 +147,12 @@ def marked_processes(mark: str) -> list[psutil.Process]:
             if process.pid != os.getpid() and process.environ().get(MARK) == mark:
                 found.append(process)
         except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
-            continue  # it has ended meanwhile, or is another user's
+            continue  # it has ended since, or is another user's
     return found
 
 
 def kill(process: psutil.Process) -> None:
-    """Send SIGKILL, unless the process has ended meanwhile."""
+    """Send SIGKILL, unless the process has ended."""
     try:
         process.kill()
     except psutil.NoSuchProcess:
@@ -176,7 +176,7 @@ def end_with_parent() -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-# The Ray cluster of the demo: one of its own on this machine, or one that runs on several machines.
+# The Ray cluster of the demo: a new one on this machine, or one that runs on several machines.
 
 
 MIB = 1 << 20
@@ -186,7 +186,7 @@ ROOM_TIMEOUT_S = 60.0
 
 @dataclass(frozen=True)
 class RayForDemo:
-    """A Ray cluster that is joined: its address, and what ``init_spark`` is told about executors."""
+    """A Ray cluster that is joined: its address, and the arguments of ``init_spark`` about executors."""
 
     address: str
     executors: dict[str, Any] = field(default_factory=lambda: {"num_executors": 2})
@@ -437,7 +437,7 @@ def highest_batch(log_directory: Path) -> int:
 
 
 def wait_until_completed(version: int) -> None:
-    """Wait until the hosts have applied ``version``: they hear of Spark's commit a moment later."""
+    """Wait until the hosts have applied ``version``: they learn of Spark's commit a moment later."""
     cluster = current_cluster()
     deadline = time.monotonic() + COMPLETION_TIMEOUT_S
     while True:

@@ -63,7 +63,7 @@ class _OfRun:
 class KnownCheckpoints:
     """The checkpoints of the last overview: the coordinator is asked only for those that have come or changed since.
 
-    Each query has hundreds. Whoever looks again and again gives the same object to each look, one after the other.
+    Each query has hundreds. A caller that looks repeatedly passes the same object to each look, one after the other.
     """
 
     def __init__(self) -> None:
@@ -175,7 +175,7 @@ def _query(
 ) -> Query:
     run_id, completed = query["run_id"], query["completed_version"]
     status = RETIRED if query["retired_by"] is not None else RUNNING if query["ended_at"] is None else ENDED
-    # The batch at which a query was stopped is under way no more.
+    # The batch in which a query was stopped is no longer running.
     begun = query.get("batch_begun_ms") if status == RUNNING else None
     times = query.get("batch_times") or {}
     return Query(
@@ -383,7 +383,7 @@ def cluster_overview(
 ) -> Overview:
     """Describe the queries and hosts of a namespace. Hosts that do not answer in ``timeout`` seconds are marked so.
 
-    Whoever looks again gives ``known`` to each look, so that only what has changed is sent and made.
+    A caller that looks repeatedly passes ``known`` to each look, so that only changes are sent and built.
 
     Without a coordinator the overview is empty. Raises ``EnvironmentProblemError`` if the coordinator does not answer.
     """
@@ -397,7 +397,7 @@ def cluster_overview(
     asked = actor.describe.remote()
     of_hosts: dict[str, Any] = {}
     for name in sorted(name for name in names if name.startswith(HOST_NAME_PREFIX)):
-        with suppress(ValueError):  # it has ended meanwhile
+        with suppress(ValueError):  # it has ended since
             of_hosts[name] = ray.get_actor(name, namespace=namespace).describe_in_columns.remote()
     coordinator = _answers([asked], deadline).get(asked)
     if coordinator is None:
@@ -424,7 +424,7 @@ def cluster_overview(
 def _actor(name: str, namespace: str) -> dict[str, Any]:
     """Return Ray's record of a host that has not answered."""
     known: dict[str, Any] = {"host_id": f"host-{name.removeprefix(HOST_NAME_PREFIX)}"}
-    with suppress(ValueError, KeyError):  # it has ended meanwhile
+    with suppress(ValueError, KeyError):  # it has ended since
         found = ray._private.state.actors(ray.get_actor(name, namespace=namespace)._actor_id.hex())
         address = found["Address"]
         known |= {"state": found["State"], "pid": found["Pid"], "restarts": int(found["NumRestarts"])}

@@ -35,7 +35,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Bar:
-    """One bar, and what it says in words."""
+    """One bar, and its description."""
 
     title: str
     parts: tuple[Part, ...]
@@ -103,7 +103,7 @@ def steps(checkpoints: Sequence[Checkpoint]) -> list[StepShare]:
 
 
 def strip(amounts: Mapping[str, float], whole: float) -> list[Part]:
-    """Return amounts beside one another on a strip that is 100 wide and stands for ``whole``."""
+    """Return amounts next to one another on a strip that is 100 wide and stands for ``whole``."""
     made, x = [], 0.0
     for name, amount in amounts.items():
         width = 0.0 if whole <= 0 else min(100.0 - x, amount / whole * 100)

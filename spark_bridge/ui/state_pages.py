@@ -85,7 +85,7 @@ def _parameters(names: Sequence[str], key: tuple[object, ...]) -> dict[str, str]
     return {f"null.{n}" if v is None else f"key.{n}": "1" if v is None else text_of(v) for n, v in parts}
 
 
-# Keys: look one up with typed inputs, some versions beside one another, and watch it live.
+# Keys: look one up with typed inputs, some versions next to one another, and watch it live.
 
 
 MOST_VERSIONS = 6
@@ -102,7 +102,7 @@ class Compared:
 
 
 def keys(call: PageCall) -> Response:
-    """Show the form, and what the key has."""
+    """Show the form, and the state of the key."""
     tables = tables_of(call.overview)
     table = call.table() or (tables[0] if len(tables) == 1 else None)
     inputs, found, problem, status, watch = [], [], "", 200, ""
@@ -150,7 +150,7 @@ def _found(call: PageCall, table: StateTable, key: tuple[object, ...], version: 
 
 
 def _compared(found: list[Found]) -> list[Compared]:
-    """Return the columns of versions beside one another, if each has at most one row, and one has a row."""
+    """Return the columns of versions next to one another, if each has at most one row, and one has a row."""
     if len(found) < 2 or any(len(f.rows) > 1 for f in found) or not any(f.rows for f in found):
         return []
     columns = next(f.columns for f in found if f.rows)
@@ -260,7 +260,7 @@ def _written(cell: object) -> object:
 
 
 def _safe(text: str) -> str:
-    """Return a text that a spreadsheet does not take for a formula."""
+    """Return a string that a spreadsheet does not take for a formula."""
     return f"'{text}" if text.startswith(_FORMULAS) else text
 
 
