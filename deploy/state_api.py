@@ -49,7 +49,7 @@ class Settings(BaseModel):
     tls_key: str | None = None
     tls_server_name: str | None = None
     storage_options: Annotated[
-        dict[str, str], Field(description="The settings of the storage in which the page looks for savepoints.")
+        dict[str, str], Field(description="The settings of the storage that the page searches for savepoints.")
     ] = {}
 
     def tls(self) -> TlsConf | None:

@@ -74,7 +74,7 @@ class UnknownKvStateIdError(QueryableStateError):
 class UnknownKeyOrNamespaceError(QueryableStateError, ValueError):
     """A key or window has other types or columns than the state (Flink: ``UnknownKeyOrNamespaceException``).
 
-    A key of the right types that the state does not have is no error.
+    A key of the right types that the state does not have is not an error.
     """
 
 
@@ -83,7 +83,7 @@ class StateVersionError(QueryableStateError):
 
 
 class AccessDeniedError(QueryableStateError):
-    """There is no token, a wrong or revoked token, or one that does not allow this."""
+    """The token is missing, wrong or revoked, or does not allow this."""
 
 
 class TlsError(QueryableStateError):
@@ -99,7 +99,7 @@ class TooManyRequestsError(QueryableStateError):
 
 
 class QueryTimeoutError(QueryableStateError, TimeoutError):
-    """There was no answer within the time allowed; the message has the last failure."""
+    """The timeout ended without an answer; the message has the last failure."""
 
 
 class ConnectionClosedError(QueryableStateError):
@@ -126,7 +126,7 @@ class HandleStateError(StatefulProcessorError):
 
 
 class TimeModeError(StatefulProcessorError, InvalidOperatorError):
-    """A processor needs another time mode for what it does: timers without one, TTL without processing time."""
+    """A processor uses timers without a time mode, or a TTL without processing time."""
 
 
 class IllegalStateValueError(StatefulProcessorError, ValueError, TypeError):

@@ -3,7 +3,7 @@
     from spark_bridge import functions as S
     aggregate(df, by="user", operator="totals", n=S.count(), last=S.last("page", by="ts"))
 
-No result depends on the order in which rows come, or on how they are split into batches and partitions; sums, means and
+No result depends on the order of the rows, or on how they are split into batches and partitions; sums, means and
 variances of floating point numbers are the same up to rounding. ``aggregate`` raises ``InvalidOperatorError`` for a
 column that does not exist or that has a type that the function does not take.
 """
@@ -114,7 +114,7 @@ def window(time_column: str, duration: str, slide: str | None = None, start_time
     """Group by tumbling windows of ``duration``, or with ``slide`` by sliding ones; a key of ``aggregate``.
 
     The counterpart is ``pyspark.sql.functions.window``. A window includes its start and not its end. Windows are
-    aligned to 1970-01-01 UTC plus ``start_time``. Durations are texts such as ``"10 minutes"``. ``time_column`` is a
+    aligned to 1970-01-01 UTC plus ``start_time``. Durations are strings such as ``"10 minutes"``. ``time_column`` is a
     timestamp, or the window column of an operator before this one.
 
     The grouping column is a struct of the timestamps ``start`` and ``end``, named "window"; ``.alias(name)`` renames
@@ -124,7 +124,7 @@ def window(time_column: str, duration: str, slide: str | None = None, start_time
 
 
 def session_window(time_column: str, gap: str | Column) -> SessionWindow:
-    """Group by sessions, the windows of a key's activity; a key of ``aggregate``, which needs another key besides.
+    """Group by sessions, the windows of a key's activity; a key of ``aggregate``, which also needs another key.
 
     The counterpart is ``pyspark.sql.functions.session_window``. A session ends ``gap`` after its last row. A ``gap`` is
     a duration such as ``"10 minutes"``, or a Column that gives each row its own gap.
@@ -146,7 +146,7 @@ def count_if(column: str) -> AggregateFunction:
 
 
 def sum(column: str) -> AggregateFunction:
-    """Sum up the non-null values. Result: long, double or decimal, as in Spark; null if there is no value.
+    """Sum up the non-null values. Result: long, double or decimal, as in Spark; null without values.
 
     A sum of integers that leaves 64 bits fails the batch (``SparkBridgeError``) instead of wrapping around.
     """
@@ -189,7 +189,7 @@ stddev = stddev_samp
 
 
 def stddev_pop(column: str) -> AggregateFunction:
-    """Compute the standard deviation of a whole population. Result: double; null if there is no value."""
+    """Compute the standard deviation of a whole population. Result: double; null without values."""
     return AggregateFunction("stddev_pop", column)
 
 
@@ -202,7 +202,7 @@ variance = var_samp
 
 
 def var_pop(column: str) -> AggregateFunction:
-    """Compute the variance of a whole population. Result: double; null if there is no value."""
+    """Compute the variance of a whole population. Result: double; null without values."""
     return AggregateFunction("var_pop", column)
 
 
@@ -230,7 +230,7 @@ def collect_list(
     """Collect the non-null values into an array, ordered by ``by`` and then by value.
 
     ``by`` is by default the DataFrame's watermark column; without one, values are ordered by themselves. The array is
-    empty, not null, if there is no value. All values are kept, as in Spark; a batch fails if the list of a key takes
+    empty, not null, without values. All values are kept, as in Spark; a batch fails if the list of a key takes
     more than ``max_bytes`` (default 64 MiB). With ``limit`` only that many values are kept, the last ones; the operator
     counts the others as ``numDroppedElements`` in its progress. Either may change at a restart. Raises
     ``InvalidOperatorError`` for a number that is not positive, or for both.
@@ -241,7 +241,7 @@ def collect_list(
 def collect_set(column: str, *, limit: int | None = None, max_bytes: int | None = None) -> AggregateFunction:
     """Collect the distinct non-null values into an array, in ascending order.
 
-    The array is empty, not null, if there is no value. All values are kept, as in Spark; a batch fails if the set of a
+    The array is empty, not null, without values. All values are kept, as in Spark; a batch fails if the set of a
     key takes more than ``max_bytes`` (default 64 MiB). With ``limit`` only that many values are kept, the least ones;
     the operator counts the others as ``numDroppedElements`` in its progress. Raises ``InvalidOperatorError`` for a
     number that is not positive, or for both.
@@ -307,16 +307,16 @@ def merge(
     names = (columns,) if isinstance(columns, str) else tuple(columns)
     for what, function in (("partial", partial), ("merge", merge), ("finish", finish)):
         if not callable(function) and (what != "finish" or function is not None):
-            raise InvalidOperatorError(f"merge: {what}={function!r} is no function of an Arrow table.")
+            raise InvalidOperatorError(f"merge: {what}={function!r} is not a function of an Arrow table.")
     if (finish is None) != (result is None):
         raise InvalidOperatorError("merge: finish= and result= (the type that it gives) must be given together.")
     return AggregateFunction("merge", columns=names, user=UserFunctions(state, partial, merge, finish, result))
 
 
 def _bounds(function: str, limit: int | None, max_bytes: int | None) -> dict[str, Any]:
-    """Return the arguments of a list. One without a limit has the name in the state that a limit of 1,000 has.
+    """Return the arguments of a list. Without a limit, it has the same name in the state as with a limit of 1,000.
 
-    The default was a limit of 1,000: queries that began with it go on.
+    The default was a limit of 1,000: queries that began with it can continue.
     """
     if limit is not None and max_bytes is not None:
         raise InvalidOperatorError(

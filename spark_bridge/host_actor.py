@@ -109,7 +109,7 @@ def require_same_driver(options: SessionOptions) -> None:
 MOST_PARTITIONS = 100
 """Operators of more partitions have one value for each host: the number of series must not follow the partitions."""
 HOST_METRICS_SECONDS = 5.0
-"""Seconds between two collections of a host's figures, each of which costs some microseconds per partition."""
+"""Seconds between two collections of a host's figures. A collection costs some microseconds per partition."""
 _COUNTS = ("loads", "commits", "snapshots", "keys_read", "keys_written")
 
 

@@ -124,10 +124,10 @@ def serve_state(
             serving.client().get("user_totals", 42)
 
     ``replicas`` hosts, spread over the nodes of the Ray cluster, share the partitions of the ``operators`` (default:
-    all): each partition is loaded where it is first asked for, and where a host is lost the others load what it had.
-    Nothing of the checkpoint is written, locked or kept back. With ``follow`` the hosts go on to each version that a
-    running query completes, about a second behind, and read from storage alone: so reads do not touch the stream. Its
-    retention does not know of them: versions that the query no longer keeps cannot be read here either.
+    all): each partition is loaded where it is first asked for, and if a host is lost the others load its partitions.
+    The checkpoint is neither written nor locked, and its retention does not wait. With ``follow`` the hosts follow each
+    version that a running query completes, about a second behind, and read from storage alone: so reads do not touch
+    the stream. Its retention ignores them: versions that the query no longer keeps cannot be read here either.
 
     Clients find the state by ``name``: ``QueryableStateClient.connect(coordinator_name=serving.coordinator_name)`` in
     the cluster, or by ``serving.addresses`` and a token. A savepoint is restored to ``scratch`` first, a new directory
@@ -136,7 +136,7 @@ def serve_state(
     ``init_spark``. The actors end with ``stop``, or with this process.
 
     Raises ``InvalidStateStoreArgument`` for an unknown operator, a ``name`` that Ray cannot take and ``replicas`` below
-    1; ``SessionError`` if state is served by that name already; ``MissingFileError`` if there is no state. Raises
+    1; ``SessionError`` if the name is already in use; ``MissingFileError`` if the location has no state. Raises
     ``VersionNotFoundError`` if no version is completed, and ``EnvironmentProblemError`` if no Ray cluster answers at
     ``ray_address``.
     """
@@ -202,7 +202,7 @@ class StateServing:
 
     @property
     def coordinator_name(self) -> str:
-        """Return the ``coordinator_name`` by which clients in the Ray cluster find the state."""
+        """Return the ``coordinator_name`` that clients in the Ray cluster use to find the state."""
         return self._cluster.options.coordinator_name
 
     @property
@@ -244,7 +244,7 @@ def _restored(
         if not CheckpointStorage.open(savepoint, dict(options)).is_local:
             raise InvalidStateStoreArgument(
                 f"{savepoint} is a savepoint, which is restored before it is served: give scratch=, a new directory "
-                "that all nodes can read, such as one beside the savepoint."
+                "that all nodes can read, such as one next to the savepoint."
             )
         directory = undo.enter_context(TemporaryDirectory(prefix="statestore-serving-"))
         scratch = str(Path(directory) / "checkpoint")

@@ -78,7 +78,7 @@ class HttpLimits(BaseModel):
         int, Field(gt=0, description="Watches at once; each counts as a request as long as it is open.")
     ] = 32
     heartbeat_seconds: Annotated[
-        float, Field(gt=0, description="After this many seconds without a change a watch sends a sign of life.")
+        float, Field(gt=0, description="After this many seconds without a change a watch sends a heartbeat.")
     ] = 5.0
 
 
@@ -188,8 +188,8 @@ API_HEADERS = [
 class Gate:
     """ASGI middleware that passes on requests with a valid token, of limited size, and a limited number at once.
 
-    What is below the path ``page`` is passed on as it is, for the page has checks and limits of its own; so is the
-    root, which leads there. Where ``lag()`` is not 0, answers have it as a header.
+    Requests below the path ``page`` are passed on unchanged, because the page has its own checks and limits; so is the
+    root, which leads there. If ``lag()`` is not 0, answers have it as a header.
     """
 
     def __init__(
@@ -319,13 +319,15 @@ def token_of_header(authorization: str) -> str:
         try:
             return base64.b64decode(given, validate=True).decode().partition(":")[2]
         except (binascii.Error, ValueError) as error:
-            raise AccessDeniedError("The Authorization header is no HTTP Basic one: its base64 is broken.") from error
+            raise AccessDeniedError(
+                "The Authorization header is not a HTTP Basic one: its base64 is broken."
+            ) from error
     raise AccessDeniedError(
         "The Authorization header is neither 'Bearer <token>' nor HTTP Basic with the token as the password."
     )
 
 
-# A bounded number of reads at once, each of which ends even if its caller has left.
+# A bounded number of reads at once; each ends even if its caller has left.
 
 
 class BoundedReads:

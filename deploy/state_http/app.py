@@ -89,8 +89,8 @@ _TABLES: dict[int | str, dict[str, Any]] = {
 }
 _EVENTS: dict[int | str, dict[str, Any]] = {
     200: {
-        "description": "Server-sent events. `change` has the rows of a version that changed, `end` says that the query "
-        "has ended, `problem` has an error. The `id` of an event is the version up to which all has been given.",
+        "description": "Server-sent events. `change` has the changed rows of a version, `end` reports that the query "
+        "has ended, `problem` has an error. The `id` of an event is the last version that was sent completely.",
         "content": {EVENT_STREAM: {"schema": {"type": "string"}}},
     }
 }
@@ -162,9 +162,9 @@ def create_app(
     @app.get(
         "/v1/operators/{operator}/keys/{key:path}",
         response_model=models.KeyAnswer,
-        summary="What one key has",
+        summary="Get the state of one key",
         description="A key of one column is all of the path after `keys/`, percent-encoded. A key of several columns "
-        "is their values in order with commas between; a value with a comma or double quote in it stands in double "
+        "is their values in order with commas between; a value with a comma or double quote is enclosed in double "
         "quotes, as in CSV. Values are written as in JSON, without quotes; for values that do not fit into a path "
         "(null, empty path segments, structs) there is `lookup`.",
         dependencies=schemes,
@@ -184,7 +184,7 @@ def create_app(
     @app.post(
         "/v1/operators/{operator}/lookup",
         response_model=models.LookupAnswer,
-        summary="What many keys have",
+        summary="Get the state of many keys",
         responses={200: {"content": {ARROW: {"schema": {"type": "string", "format": "binary"}}}}},
         dependencies=schemes,
     )
@@ -220,7 +220,7 @@ def create_app(
     )
     async def sql(body: models.SqlRequest, request: Request) -> Response:
         media_type, pieces = statements.begun(body, request.headers.get("accept", ""))
-        # Up to the first rows, so that an error still decides the status; a caller who leaves meanwhile ends it.
+        # Up to the first rows, so that an error still decides the status; a caller who leaves during this ends it.
         found = await while_there(request, pieces.__anext__())
         if found is None:
             await pieces.aclose()
@@ -231,9 +231,9 @@ def create_app(
 
     @app.get(
         "/v1/operators/{operator}/watch",
-        summary="What each completed version changes, as it completes, as server-sent events",
+        summary="Watch the changes of each version as it completes, as server-sent events",
         description="The watch begins after `from_version`, by default after the version that is completed now. "
-        "A browser's EventSource goes on by itself where it was cut off, by the header `Last-Event-ID`.",
+        "A browser's EventSource resumes by itself after a broken connection, by the header `Last-Event-ID`.",
         response_class=Response,
         responses=_EVENTS,
         dependencies=schemes,
@@ -299,7 +299,7 @@ second.
 
 
 def add_overview(app: FastAPI, ask: Callable[[], Overview], clock: Callable[[], float] = time.monotonic) -> None:
-    """Add the route to the application. ``ask`` asks coordinator and hosts, and blocks meanwhile."""
+    """Add the route to the application. ``ask`` asks coordinator and hosts, and blocks until they answer."""
     (schema,), components = msgspec.json.schema_components([Overview], ref_template="#/components/schemas/{name}")
     asking = asyncio.Lock()
     known: tuple[float, bytes] | None = None

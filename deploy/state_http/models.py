@@ -1,4 +1,4 @@
-"""The bodies of requests and answers, by which requests are checked and the OpenAPI description is made."""
+"""The bodies of requests and answers, which validate requests and generate the OpenAPI description."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ class Condition(BaseModel):
     column: str
     comparison: Literal["=", "!=", "<", "<=", ">", ">=", "in", "is null", "is not null"]
     value: Annotated[
-        Any, Field(description="What is compared with; of `in` an array. Times and decimals are strings.")
+        Any, Field(description="The value to compare with; for `in` an array. Times and decimals are strings.")
     ] = None
 
 
@@ -278,7 +278,7 @@ class DocumentBody:
 
 
 class CsvBody:
-    """CSV with a line of names. Texts stand in quotes, null is an empty field, nested values are JSON."""
+    """CSV with a header line. Strings are quoted, null is an empty field, nested values are JSON."""
 
     def __init__(self, schema: pa.Schema) -> None:
         self._is_begun = False
@@ -294,7 +294,7 @@ class CsvBody:
         return written.getvalue()
 
     def end(self) -> bytes:
-        """Return the line of names, if there were no rows."""
+        """Return the header line, if there were no rows."""
         return b"" if self._is_begun else self.rows(pa.RecordBatch.from_pylist([], self._schema))
 
     def problem(self, error: Exception) -> bytes:
@@ -303,7 +303,7 @@ class CsvBody:
 
 
 def _csv_column(column: pa.Array) -> pa.Array:
-    """Return a column that Arrow writes as CSV: numbers, truth and texts as they are, all else as JSON has it."""
+    """Return a column that Arrow writes as CSV: numbers, booleans and strings unchanged, others as JSON."""
     kind = column.type
     if pa.types.is_integer(kind) or pa.types.is_boolean(kind) or pa.types.is_string(kind):
         return column

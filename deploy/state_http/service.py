@@ -89,7 +89,7 @@ class StateService:
     async def client(self) -> AsyncQueryableStateClient:
         """Return the client, made when it is needed first: the application can start before any stream."""
         if self._connecting is None or (self._connecting.done() and self._connecting.exception() is not None):
-            # All requests that come meanwhile wait for the same attempt.
+            # All requests that arrive before it ends wait for the same attempt.
             self._connecting = asyncio.ensure_future(self._connect())
         return await asyncio.shield(self._connecting)
 
@@ -438,9 +438,9 @@ class HttpWatches:
     async def begun(self, request: WatchRequest, last_event_id: str, authorization: str) -> AsyncIterator[bytes]:
         """Return the events, without end as long as the query runs and the caller stays.
 
-        ``last_event_id`` is the last version that a caller has, who comes again; it goes before ``from_version``. The
-        token of ``authorization`` is checked with each event. Raises ``RequestError``, ``TooManyRequestsError``,
-        ``StateVersionError`` for a version from which no watch can begin, and the errors of the client.
+        ``last_event_id`` is the last version that a returning caller has; it takes precedence over ``from_version``.
+        The token of ``authorization`` is checked with each event. Raises ``RequestError``, ``TooManyRequestsError``,
+        ``StateVersionError`` for a version that no watch can begin from, and the errors of the client.
         """
         if self._open >= self._limits.max_watches:
             raise TooManyRequestsError(f"{self._open} watches are open, which is the limit; try again later.")
@@ -453,7 +453,7 @@ class HttpWatches:
         if begin < oldest:
             raise StateVersionError(
                 f"Operator {request.operator!r} cannot be watched from version {begin}: the versions {oldest} to "
-                f"{completed} are kept. Read its state anew and watch from there."
+                f"{completed} are kept. Read its state again and watch from there."
             )
         changes = client.watch(request.operator, keys, state=request.state, query=request.query, from_version=begin)
         return self._events(changes, begin, authorization)
@@ -488,7 +488,7 @@ class HttpWatches:
                 known = change.version
         except AccessDeniedError as error:
             yield _event("problem", {**problem_of(error), "status": 401, "title": "Unauthorized"})
-        except Exception as error:  # noqa: BLE001 - the status has been sent, so the caller is told by an event
+        except Exception as error:  # noqa: BLE001 - the status has been sent, so an event reports the error
             yield _event("problem", problem_of(error))
         finally:
             self._open -= 1
@@ -506,7 +506,7 @@ def _version(last_event_id: str) -> int:
 def _pieces(change: StateChange) -> list[bytes]:
     """Return the events of a version.
 
-    The last one has the version as its id, so that no caller goes on from the middle of a version.
+    The last one has the version as its id, so that no caller resumes from the middle of a version.
     """
     batch, version = change.batch, change.version
     pieces = []
@@ -519,7 +519,7 @@ def _pieces(change: StateChange) -> list[bytes]:
 
 
 def _position(version: int, comment: str) -> bytes:
-    """Return a sign of life, which is no event, but sets the version from which a browser goes on."""
+    """Return a heartbeat: a comment, not an event, that sets the version from which a browser resumes."""
     return f"id: {version}\n: {comment}\n\n".encode()
 
 
