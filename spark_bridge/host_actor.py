@@ -57,8 +57,8 @@ class SessionOptions:
 
     ``session_id`` names the session among those that use the same coordinator. ``log_format`` is that of the hosts'
     logs (``coordinator_actor.process``). ``tracing`` says where the spans of driver, tasks and hosts go
-    (``backends.tracing``). ``wire_version`` is the driver's: made with the object, so that none is
-    there where the driver's release has none.
+    (``backends.tracing``). ``wire_version`` is the driver's. It is set with the object, so that it is
+    missing if the driver's release has none.
 
     Raises ``SessionError`` for ``num_hosts`` below 1 and ``keep_serving`` below 0, and ``TlsError`` if certificates do
     not fit. Nothing is checked again in a host, which gets the object as the driver has made it.
@@ -91,7 +91,7 @@ class SessionOptions:
 
 
 def require_num_hosts(num_hosts: int | None) -> None:
-    """Raise ``SessionError`` for a number of hosts below 1; None stands for one host per executor core."""
+    """Raise ``SessionError`` for a number of hosts below 1; None means one host per executor core."""
     if num_hosts is not None and num_hosts < 1:
         raise SessionError(f"num_hosts={num_hosts}: give at least 1, or None for one host per executor core.")
 
@@ -114,7 +114,7 @@ _COUNTS = ("loads", "commits", "snapshots", "keys_read", "keys_written")
 
 
 class HostMetrics:
-    """Publishes what a host holds and has done, whom it has answered, and its ``requests`` to storage. For one thread.
+    """Publishes a host's partitions, work, answered clients, and its ``requests`` to storage. For one thread.
 
     ``restarts`` is how many times Ray had started the host before.
     """
@@ -248,7 +248,7 @@ class StateStoreHost:
                 self._until_heartbeat,
                 name="statestore-heartbeat",
                 what="send heartbeats: the coordinator gives the host up when its lease is over",
-                remedy="See whether the coordinator runs and can be reached from this host ('statestore status').",
+                remedy="Check whether the coordinator runs and can be reached from this host ('statestore status').",
                 most_seconds=2 * HEARTBEAT_SECONDS,
             ),
             BackgroundLoop(
@@ -331,7 +331,7 @@ class StateStoreHost:
         return self._host.info.address
 
     def query_address(self) -> str:
-        """Return where this incarnation answers query clients: ``ip:port``."""
+        """Return the address at which this incarnation answers query clients: ``ip:port``."""
         return self._host.info.query_address
 
     def pid(self) -> int:
@@ -375,15 +375,15 @@ class StateStoreHost:
 
 
 def host_files_dir(session_dir: Path, options: SessionOptions) -> Path:
-    """Return where the hosts of a session leave their addresses, on every node."""
+    """Return the directory of the session's host addresses, the same on every node."""
     return session_dir / "statestore" / options.namespace / options.session_id / "hosts"
 
 
 def start_host(options: SessionOptions, token: str, number: int, query_port: int, node_id: str) -> Any:
     """Start the host actor of a session with that number on a node; do not wait for it.
 
-    It runs there or nowhere: where the affinity is only a wish (soft), Ray puts an actor without CPUs on any node. Ray
-    starts it again there when its process dies, and gives it up with its node. ``query_port`` 0 is any free port.
+    It runs there or nowhere: with a soft affinity, Ray puts an actor without CPUs on any node. Ray
+    restarts it there when its process dies, and gives it up with its node. ``query_port`` 0 is any free port.
     """
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 

@@ -209,7 +209,7 @@ class LookupTask:
     place: StatePlace | None
 
     def run(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """Give the rows with the columns of the state after them."""
+        """Yield the rows with the columns of the state after them."""
         filled = (batch for batch in batches if batch.num_rows)
         first = next(filled, None)
         if first is None:
@@ -243,7 +243,7 @@ class LookupTask:
         return spans.span("lookup", spans.batch(run_id, int(batch_id) + 1), **said)
 
     def enriched(self, batch: pa.RecordBatch, found: LookedUpState) -> Iterator[pa.RecordBatch]:
-        """Give the rows of one batch. A key with a null has no match, as in SQL."""
+        """Yield the rows of one batch. A key with a null has no match, as in SQL."""
         columns = {key: batch.column(batch.schema.get_field_index(name)) for key, name in self.keys.items()}
         is_known = np.ones(batch.num_rows, np.bool_)
         for column in columns.values():

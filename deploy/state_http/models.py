@@ -116,7 +116,7 @@ class LookupRequest(BaseModel):
 
 
 class LookupAnswer(BaseModel):
-    """One row per key asked for, in that order: the key's columns, then its value's, null where there is none."""
+    """One row per key asked for, in that order: the key's columns, then its value's, null if there is none."""
 
     operator: str
     rows: list[dict[str, Any]]

@@ -327,9 +327,6 @@ def verify(
     By default the last completed version. The exit code is 1 if a file is damaged or missing, also if the version
     can still be loaded without it.
 
-    By default the last completed version. The exit code is 1 if a file is damaged or missing, also where the version
-    can still be loaded without it.
-
     Examples: statestore verify ck/; statestore verify ck/ --version 12 --rows --json
     """
     with errors_explained():

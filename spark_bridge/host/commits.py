@@ -38,10 +38,10 @@ from spark_bridge.host.registration import HostRegistration
 from spark_bridge.host.versions import PreparedVersions
 from spark_bridge.transport.protocol import TaskIdentity
 
-# Counts the tasks of an operator that are at work on a host: they have opened the batch and have no answer yet.
+# Counts the running tasks of an operator on a host: they have opened the batch and have no answer yet.
 #
-# The tasks of a batch start together where each has a slot, but open one after the other. Without a wait, the first
-# ones would commit before the last ones have opened. The number of tasks at work at once changes little from batch to
+# The tasks of a batch start together if each has a slot, but open one after the other. Without a wait, the first
+# ones would commit before the last ones have opened. The number of concurrent tasks changes little from batch to
 # batch: it is the number of slots. Memory grows with the partitions of the host.
 
 VAIN_WAITS = 3
@@ -93,9 +93,9 @@ class TasksAtWork:
             known.at_work.discard(partition)
 
     def expects_more(self) -> bool:
-        """Return whether other tasks of an operator that is at work are about to open.
+        """Return whether other tasks of a running operator are about to open.
 
-        They are if fewer tasks are at work, and fewer have opened, than in the batch before.
+        They are if fewer tasks are running, and fewer have opened, than in the batch before.
         """
         if self._vain >= VAIN_WAITS:
             return False
@@ -115,7 +115,7 @@ class TasksAtWork:
 # On object storage each write is a request, which costs money and takes 30 to 100 ms however small it is. On a local
 # disk each file is synced with its directory. So the number of writes of a batch should follow the hosts, not the
 # partitions. A host knows which of its partitions have opened the batch and have not committed. It waits for these,
-# for a bounded time. On object storage it also waits for as many tasks as were at work at once in the batch before
+# for a bounded time. On object storage it also waits for as many tasks as ran at once in the batch before
 # (``TasksAtWork``): tasks that start together open one after the other. On a local disk it waits only for groups of
 # several members: a few tasks at once sync their own files as fast. Waiting pays only as long as a write takes, so no
 # commit waits longer than recent writes have taken, or than ``OBJECT_SECONDS``. A partition that is being loaded for
@@ -165,7 +165,7 @@ class GroupCommit:
 
     @property
     def is_over(self) -> bool:
-        """Whether it is known what has become of the group."""
+        """Whether the outcome of the group is known."""
         return self.refs is not None or self.error is not None
 
 
@@ -200,8 +200,8 @@ class _Batch:
 class GroupCommits:
     """The groups of one host. Thread-safe: ``_changed`` guards everything, and is free while storage is written.
 
-    A group is stored once every partition is in it that is awaited, or has come to ``linger`` seconds, to as many as a
-    write takes, or to ``COMMIT_GROUP_BYTES``; also while an earlier group is still being stored. Memory: one batch for
+    A group is stored once it has every awaited partition, or after ``linger`` seconds or the time of a write, or at
+    ``COMMIT_GROUP_BYTES``; also while an earlier group is still being stored. Memory: one batch for
     each run of the host.
     """
 
@@ -274,7 +274,7 @@ class GroupCommits:
             self._close(group, meta)
 
     def _wait(self, batch: _Batch, group: GroupCommit, *, is_local: bool) -> None:
-        """Wait for other members: as long as a write takes, and again while some have come, for ``linger`` at most."""
+        """Wait for other members: as long as a write takes, again after each that joins, at most for ``linger``."""
         members, only_starts, awaited = len(group.members), not batch.num_awaited, set(batch.about_to_commit)
         until = self._clock() + (min(self._linger, LOCAL_SECONDS) if is_local else self._linger)
         came = 0
@@ -293,7 +293,7 @@ class GroupCommits:
     def _joined(self, member: GroupMember, *, is_object_storage: bool) -> tuple[_Batch | None, GroupCommit | None, int]:
         """Return the batch and the group that a changelog has joined, and its number there.
 
-        The batch is None for a changelog of another batch than the newest, the group for one that is to go alone.
+        The batch is None for a changelog of another batch than the newest, the group for one that is stored alone.
         ``is_object_storage``: a group also waits for tasks that have not opened the batch, and however few they are.
         """
         meta = member.meta
@@ -318,7 +318,7 @@ class GroupCommits:
         return (batch, None, 0) if number < 0 else (batch, group, number)
 
     def _close(self, group: GroupCommit, meta: ChangelogMeta) -> None:
-        """Let a group take no more members."""
+        """Close a group to further members."""
         group.is_closed = True
         batch = self._batches.get(meta.query_run_id)
         if batch is not None and batch.group is group:
@@ -326,7 +326,7 @@ class GroupCommits:
         self._changed.notify_all()
 
     def _store(self, storage: CheckpointStorage, group: GroupCommit) -> None:
-        """Store a closed group, and tell its members what has become of it."""
+        """Store a closed group, and report the outcome to its members."""
         refs: list[FileRef] | None = None
         error: BaseException | None = None
         began = self._clock()

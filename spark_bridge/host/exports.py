@@ -61,11 +61,11 @@ def pause(took: float, computed: float) -> float:
 
 
 class SavepointExports:
-    """The exports of one host: those that are under way and those that are done.
+    """The exports of one host: those in progress and those that are done.
 
     ``held(order, operator, partition)`` opens a partition at the order's version as the host holds it, and returns None
-    if the host does not hold it. ``read_back`` opens a partition that the host does not hold, as long as a function
-    does not say that the export is given up, and returns also the function that removes it afterwards. ``_lock`` guards
+    if the host does not hold it. ``read_back`` opens a partition that the host does not hold, until a function
+    reports that the export is given up, and also returns the function that removes it afterwards. ``_lock`` guards
     the table of exports; one thread exports.
     """
 
@@ -109,7 +109,7 @@ class SavepointExports:
     def _pinned(self, order: SavepointOrder, operator: str, partition: int) -> Scans | None:
         try:
             return self._held(order, operator, partition)
-        except Exception:  # the export tries again, and says what is wrong
+        except Exception:  # the export retries, and reports the error
             log.warning("Partition %d of %s is not held for its export", partition, operator, exc_info=True)
             return None
 
@@ -192,7 +192,7 @@ class SavepointExports:
         return self._closed.is_set() or key not in self._states
 
     def close(self) -> None:
-        """Give up the exports that are under way."""
+        """Give up the running exports."""
         self._closed.set()
         self._pool.shutdown(wait=False, cancel_futures=True)
         shutil.rmtree(self._scratch, ignore_errors=True)

@@ -30,7 +30,7 @@ class KeyWindows(Protocol):
     """Follows which windows the keys of a partition's rows have."""
 
     def add(self, base: str | None, head: str, changes: Changes) -> None:
-        """Take in the changes that lead from the version with head ``base`` to the version with head ``head``."""
+        """Apply the changes that lead from the version with head ``base`` to the version with head ``head``."""
 
 
 @dataclass
@@ -187,13 +187,13 @@ class HeldPartitions:
             return self.instances.get(instance.key) is instance
 
     def put(self, instance: Instance) -> None:
-        """Let a loaded partition be found."""
+        """Register a loaded partition."""
         with self.lock:
             self.instances[instance.key] = instance
             self._by_run[instance.run_key] = instance
 
     def remove(self, instance: Instance) -> bool:
-        """Let a partition no longer be found; return whether it was this instance that was found."""
+        """Unregister a partition; return whether this instance was registered."""
         with self.lock:
             if self.instances.get(instance.key) is not instance:
                 return False

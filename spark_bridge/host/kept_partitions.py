@@ -21,7 +21,7 @@ from spark_bridge.host.partition_files import FileLease, PartitionFiles
 from spark_bridge.host.registration import CompletedVersions, Grants, HostRegistration
 from spark_bridge.host.versions import VersionRequests
 
-# The loads of a host that are under way: the lock of each partition, how far a load has come, and its lease.
+# The running loads of a host: the lock of each partition, the progress of its load, and its lease.
 
 
 class LoadsUnderWay:
@@ -48,7 +48,7 @@ class LoadsUnderWay:
 
     @contextmanager
     def watching(self, key: InstanceKey, grant: OpenGrant, is_abandoned: Callable[[], bool]) -> Iterator[LoadWatch]:
-        """Let the load of a partition be seen, and be ended. Its loading lock is held."""
+        """Register the load of a partition, so that it can be shown and cancelled. Its loading lock is held."""
         run_id = grant.registration.run_id
         _, operator, partition = key
         what = f"version {grant.version} of operator {operator!r}, partition {partition} (run {run_id})"
@@ -69,12 +69,12 @@ class LoadsUnderWay:
         return FileLease(self._registration, run_id, operator, partition, version, use=use, clock=self._clock)
 
     def progress(self, key: InstanceKey) -> LoadProgress:
-        """Return how far the load of a partition has come that is under way; nothing if none is."""
+        """Return the progress of the running load of a partition; nothing if none is running."""
         watched = self._watches.get(key)
         return LoadProgress() if watched is None else watched[1].progress()
 
     def listed(self) -> list[str]:
-        """Return which partitions are being loaded and how far that has come, for people."""
+        """Return the partitions that are being loaded, and their progress, for people."""
         return [f"{watch.what}: {watch.progress()}" for _, watch in list(self._watches.values())]
 
     def due_leases(self) -> list[tuple[str, Callable[[], None]]]:
@@ -93,14 +93,14 @@ class LoadsUnderWay:
         ]
 
     def end_older(self, key: InstanceKey, grant: OpenGrant) -> None:
-        """Have a load for an older run end: the run of the grant needs the partition."""
+        """Cancel a load for an older run: the run of the grant needs the partition."""
         watched = self._watches.get(key)
         run_id = grant.registration.run_id
         if watched is not None and watched[0].registration.run_id != run_id and watched[0].epoch < grant.epoch:
             watched[1].end(f"run {run_id} has replaced run {watched[0].registration.run_id}", is_over=True)
 
     def end_run(self, run_id: str) -> None:
-        """Have the loads of a run that is over end. The lock of ``HeldPartitions`` is held."""
+        """Cancel the loads of a run that is over. The lock of ``HeldPartitions`` is held."""
         for grant, watch in self._watches.values():
             if grant.registration.run_id == run_id:
                 watch.end("its run is over", is_over=True)
@@ -174,7 +174,7 @@ class KeptPartitions:
             return {i.registration.run_id for i in there}.union(*(runs for _, runs in self._at_work.values()))
 
     def may_be_of_state(self, location: str | None, *, but_for: str) -> bool:
-        """Return whether files of a state are kept or at work, or held ``but_for`` those that a run holds."""
+        """Return whether files of a state are kept or in use, or held ``but_for`` those that a run holds."""
         with self._held.lock:
             of_others = (k for k, i in self._held.instances.items() if i.registration.run_id != but_for)
             at_work = (state for state, _ in self._at_work.values())
@@ -201,7 +201,7 @@ class KeptPartitions:
                 self.remove_unused(of_run)
 
     def remove_unused(self, run_id: str) -> None:
-        """Remove the directory of a run that is over, once nothing of the run is held, kept or at work there."""
+        """Remove the directory of a run that is over, once nothing of the run is held, kept or in use there."""
         if self._held.registration(run_id) is None and run_id not in self.runs_in_use():
             self._files.remove_run(run_id)
 

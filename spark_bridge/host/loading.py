@@ -114,7 +114,7 @@ class PartitionLoading:
             lock.release()
 
     def progress(self, key: InstanceKey) -> LoadProgress:
-        """Return how far the load of a partition has come that is under way; nothing if none is."""
+        """Return the progress of the running load of a partition; nothing if none is running."""
         return self._loads.progress(key)
 
     def warm_up(
@@ -411,7 +411,7 @@ class CopyLoading:
             lease.end()
 
     def progress(self, key: PartitionCopyKey) -> LoadProgress:
-        """Return how far the load of a copy has come that is under way; nothing if none is."""
+        """Return the progress of the running load of a copy; nothing if none is running."""
         with self._lock:
             watches = [watch for of, watch in self._watches.values() if of == key]
         return watches[0].progress() if watches else LoadProgress()
@@ -428,7 +428,7 @@ class CopyLoading:
         return [(run_id, lease.renew) for run_id, lease, watch in loads if lease.is_due and watch.is_wanted]
 
     def loads_under_way(self) -> list[str]:
-        """Return which copies are being loaded and how far that has come, for people."""
+        """Return the copies that are being loaded, and their progress, for people."""
         with self._lock:
             watches = [watch for _, watch in self._watches.values()]
         return [f"{watch.what}: {watch.progress()}" for watch in watches]

@@ -62,7 +62,7 @@ class _Together:
         self._since = time.monotonic()
 
     def add(self, one: _Ready) -> list[_Ready]:
-        """Add a snapshot. Return all that wait if they are to be stored now, else nothing."""
+        """Add a snapshot. Return all waiting ones if it is time to store them, else nothing."""
         with self._changed:
             self._ready.append(one)
             nbytes = sum(ready.prepared.nbytes for ready in self._ready)
@@ -112,7 +112,8 @@ class Maintenance:
         self._uploading: dict[InstanceKey, Future[None]] = {}
         self._clock = clock
         self._leases: dict[InstanceKey, FileLease] = {}
-        """Of the uploads under way. Each maintenance renews them: a large file may take longer than a lease lasts."""
+        """The leases of running uploads. Each maintenance renews them: a large file may take longer than a lease lasts.
+        """
 
     def on_maintenance(self, work: Callable[[], None]) -> None:
         """Have something quick done with every maintenance."""
@@ -238,7 +239,8 @@ class Maintenance:
                 unless_prepared.callback(self._end_leases, [instance])
                 lineage = self._begin_lease(instance)
                 if lineage.head != instance.state.head:
-                    # Its files were exchanged, which this host has yet to hear; or it has advanced: the next time.
+                    # Its files were exchanged, and this host has not received that yet; or it has advanced: retry next
+                    # time.
                     continue
                 earlier = lineage.snapshots[-1] if lineage.snapshots else None
                 prepared = instance.state.snapshots.prepare(earlier, INLINE_FILES_BYTES, listed)
@@ -255,7 +257,7 @@ class Maintenance:
         return lineage
 
     def _end_leases(self, instances: Sequence[Instance]) -> None:
-        """Tell the coordinator that nothing is uploaded any more. The report of a snapshot has told it."""
+        """Tell the coordinator that the upload has ended, unless the report of a snapshot has told it."""
         with self._held.lock:
             leases = [self._leases.pop(instance.key, None) for instance in instances]
         for lease in leases:
@@ -267,7 +269,7 @@ class Maintenance:
             lease = self._leases[ready.instance.key]
         if lease.is_held():
             return True
-        log.warning("The snapshot of %s is given up: the coordinator has taken its upload for dead", ready.instance)
+        log.warning("The snapshot of %s is given up: the coordinator has given up its upload", ready.instance)
         return False
 
     def _store(self, ready: Sequence[_Ready]) -> None:

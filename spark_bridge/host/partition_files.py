@@ -34,7 +34,7 @@ class PartitionFiles:
     """The local directory of one host, below which an incarnation that was killed may have left its state.
 
     ``<query id>/<run id>/<partition>`` are the host's own partitions, ``copies`` and ``savepoints`` copies for a while.
-    ``requests`` counts what storage is asked that this class opens, unless ``open_storage`` is given.
+    ``requests`` counts the requests to the storage that this class opens, unless ``open_storage`` is given.
     """
 
     def __init__(
@@ -63,9 +63,9 @@ class PartitionFiles:
         partition: int,
         runs_in_use: Callable[[], Collection[str]],
     ) -> PartitionState:
-        """Open a partition where an earlier incarnation may have left it: files that prove right are used.
+        """Open a partition where an earlier incarnation may have left it: valid files are used.
 
-        Removes what is there of other runs of the query than this one and those in use.
+        Removes the files of other runs of the query that are not in use.
         """
         runs = self._local_dir / registration.query_id
         # Listed first: a run that begins during this call is recorded before it has a directory.
@@ -170,7 +170,7 @@ class FileLease:
         self._renewed = clock()
 
     def lineage(self) -> Lineage:
-        """Begin the lease; return the files. Raises what the coordinator raises."""
+        """Begin the lease; return the files. Raises the errors of the coordinator."""
         run_id = self._partition[0]
         coordinator = self._registration.coordinator
         found = self._registration.call_about(
@@ -209,8 +209,8 @@ class FileLease:
     def is_held(self) -> bool:
         """Return whether the lease has lasted since ``lineage``. Renews it if that is due.
 
-        An upload asks. While it lasts no files are exchanged; without it, they may have been. Raises what the
-        coordinator raises.
+        For uploads. While the lease lasts no files are exchanged; without it, they may have been. Raises the errors
+        of the coordinator.
         """
         if not self.is_due:
             return True
@@ -225,4 +225,4 @@ class FileLease:
         try:
             self._registration.coordinator.release_files(*self._partition, self._use)
         except (CoordinatorError, SparkBridgeError, StateStoreError) as error:
-            log.info("The coordinator was not told that the load of %s is over: %s", self._partition, error)
+            log.info("Could not report to the coordinator that the load of %s is over: %s", self._partition, error)

@@ -321,9 +321,9 @@ class Grants:
         self._granting: dict[str, threading.Lock] = {}
 
     def for_task(self, task: TaskIdentity) -> OpenGrant:
-        """Return who owns the task's partition, and what its state is, for the task's batch.
+        """Return the owner of the task's partition, and its state, for the task's batch.
 
-        Raises ``InvalidRequestError`` if the run does not have the partition, and what the coordinator raises.
+        Raises ``InvalidRequestError`` if the run does not have the partition, and the errors of the coordinator.
         """
         wanted = (task.operator, task.partition)
         with self._lock:
@@ -393,8 +393,8 @@ class Grants:
 
 # The coordinator's orders about runs, carried out apart from the heartbeat that brings it.
 #
-# To unload a partition is to wait for the commit or the load that is under way, and so perhaps for the storage of
-# that query. The heartbeat must not: the host would be given up, with the partitions of all other queries.
+# Unloading a partition waits for its running commit or load, and so perhaps for the storage of
+# that query. The heartbeat must not wait: the host would be given up, with the partitions of all other queries.
 
 
 CARRY_OUT_SECONDS = 1.0

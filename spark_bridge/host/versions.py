@@ -48,10 +48,10 @@ class _Prepared:
 class PreparedVersions:
     """Settles whether prepared versions are completed. Thread-safe.
 
-    A version that storage or the coordinator says nothing about makes reads of its run fail until one does, and of no
-    other run. The table is read without a lock, and changed under ``_noting``. A look takes one request to storage and,
+    If neither storage nor the coordinator knows a version, reads of its run fail until one does; other runs are not
+    affected. The table is read without a lock, and changed under ``_noting``. A look takes one request to storage and,
     once a version, two messages to the coordinator. One thread looks for all readers of a run, who wait without a lock.
-    ``gives`` says whether partitions of a run may be another host's by now.
+    ``gives`` returns whether another host may own partitions of a run by now.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class PreparedVersions:
                 self._prepared[registration.run_id] = _Prepared(registration, version)
 
     def _doubt(self, run_id: str) -> None:
-        """Take the next version for prepared if other hosts may have made it without this one knowing.
+        """Treat the next version as prepared if other hosts may have made it without this host's knowledge.
 
         That is if this host has no lease: behind a cut cable it is asked by clients that still reach it. Or if it gives
         partitions away. Or if it has registered again, and has had no part in a version since: others may have made the
@@ -113,8 +113,8 @@ class PreparedVersions:
     def settle(self, run_id: str, seconds: float) -> None:
         """Return once ``completed`` has every version that Spark had committed when this was called.
 
-        Raises what the coordinator says of the run, and ``HostUnavailableError`` if storage or the coordinator does not
-        say within ``seconds`` whether the version is completed.
+        Raises the coordinator's error about the run, and ``HostUnavailableError`` if storage and the coordinator do not
+        answer within ``seconds`` whether the version is completed.
         """
         self._doubt(run_id)
         prepared = self._prepared.get(run_id)
@@ -163,7 +163,7 @@ class PreparedVersions:
             prepared.changed.notify_all()
 
     def _take_commit(self, prepared: _Prepared) -> None:
-        """Have the version completed if Spark has committed its batch."""
+        """Complete the version if Spark has committed its batch."""
         of, version = prepared.registration, prepared.version
         if self._is_being_prepared(of.run_id, version):
             return
@@ -223,7 +223,7 @@ UNKNOWN_RUN_SECONDS = 0.5
 coordinator costs.
 """
 IDLE_RUN_SECONDS = 60.0
-"""A host without partitions of a run remembers for this many seconds what the coordinator said of the run last."""
+"""TTL of the coordinator's last answer about a run that this host has no partitions of, in seconds."""
 MOST_ASKED = 1000
 """The host knows of at most this many runs when it has asked for them."""
 
@@ -244,7 +244,7 @@ class _Asking:
     has_ended: bool = False
 
     def raise_refusal(self) -> None:
-        """Raise what the coordinator has said just now."""
+        """Raise the error that the coordinator has just answered."""
         refusal = self.refusal
         if refusal is not None and time.monotonic() - self.at < UNKNOWN_RUN_SECONDS:
             raise type(refusal)(*refusal.args)  # a new error for every thread
@@ -266,8 +266,8 @@ class VersionRequests:
     def completed_version(self, run_id: str, at_least: int, seconds: float) -> CompletedVersion | None:
         """Return the last completed version of a run that this host knows of; ask first if that is below ``at_least``.
 
-        Asks again until ``seconds`` are over, and then returns what is known, None if nothing is. Raises what the
-        coordinator raises, as ``RetiredRunError`` if the run is over.
+        Asks again until ``seconds`` are over, and then returns the known version, or None. Raises the errors of the
+        coordinator, as ``RetiredRunError`` if the run is over.
         """
         newest = self._completed.newest(run_id)
         if newest is not None and newest.version >= at_least:

@@ -52,7 +52,7 @@ ALIVE = "ALIVE"
 
 
 def process_faults(overview: Overview) -> Iterator[Fault]:
-    """Give the faults of hosts, coordinator and storage."""
+    """Yield the faults of hosts, coordinator and storage."""
     if overview.source == CLUSTER and overview.queries and not overview.hosts:
         yield Fault(
             ERROR,

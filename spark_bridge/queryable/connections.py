@@ -41,7 +41,7 @@ SMALL_BODY = 16 << 10
 """A smaller request is sent in one piece, so that it takes one packet on the wire or few."""
 MAX_REPLY_BYTES = 1 << 31
 CONNECT_SECONDS = 5.0
-"""A node that is gone does not even refuse a connection."""
+"""A dead node does not even refuse a connection."""
 _OPTIONS = {
     "TCP_NODELAY": 1,
     # With these a client notices within some ten seconds that a node has vanished.
@@ -59,8 +59,8 @@ class ClosedByPeerError(ConnectionClosedError):
 class ClientConnection:
     """One connection, for one thread at a time.
 
-    Every method raises ``ConnectionClosedError`` or ``HostUnavailableError`` when it fails; the connection is closed
-    then. A ``deadline`` is a time of ``time.monotonic``.
+    Every method raises ``ConnectionClosedError`` or ``HostUnavailableError`` when it fails; the connection is then
+    closed. A ``deadline`` is a time of ``time.monotonic``.
     """
 
     __slots__ = ("_armed", "_buffer", "_end", "_sock", "_start", "_view", "address", "used_at", "welcome")
@@ -517,7 +517,7 @@ class KvStream(Iterator[tuple[Reply, memoryview]]):
 class KvConnections:
     """Connections by address (``ip:port``), made when needed, for any number of threads, and for processes that fork.
 
-    ``timeout`` is the seconds that an answer may take where no deadline is given. A ``deadline`` is a time of
+    ``timeout`` is the seconds that an answer may take without a deadline. A ``deadline`` is a time of
     ``time.monotonic``. Every method raises the host's own error, ``HostUnavailableError`` if no host answers in time,
     ``ConnectionClosedError`` if the connection breaks, and ``AccessDeniedError``.
     """

@@ -67,7 +67,7 @@ class Hello(Struct, frozen=True, array_like=True, tag="hello"):
 
 
 class LocateOperatorRequest(Struct, frozen=True, array_like=True, tag="locate"):
-    """Ask where an operator is. ``query`` is a name, query id or run id. Answered by ``LocateReply``."""
+    """Ask for the location of an operator. ``query`` is a name, query id or run id. Answered by ``LocateReply``."""
 
     operator: Name
     query: Name | None = None
@@ -323,10 +323,10 @@ class StateReads(Protocol):
     """
 
     def locate(self, operator: str, query: str | None) -> OperatorLocation:
-        """Return where an operator's partitions are. Raises ``QueryEndedError`` if its query has ended."""
+        """Return the location of an operator's partitions. Raises ``QueryEndedError`` if its query has ended."""
 
     def lookup(self, request: LookupRequest, keys: pa.BinaryArray) -> tuple[int, pa.BinaryArray]:
-        """Return the version, and the stored values of stored keys in the order asked; null where a key has no value.
+        """Return the version, and the stored values of stored keys in the order asked; null for keys without a value.
 
         With ``latest`` the version is the lowest one of the partitions asked. That version need not be completed, so it
         is not a lower bound for later reads.
@@ -508,7 +508,7 @@ def active_context(context: RequestContext) -> Iterator[None]:
 def raise_if_cancelled() -> None:
     """Check deadline and cancellation; to be called between the pieces of long work, at next to no cost.
 
-    Raises what the context raises if the answer is no longer wanted.
+    Raises the context's error if the answer is no longer wanted.
     """
     context = _of_thread.context
     if context is not None:
@@ -516,7 +516,7 @@ def raise_if_cancelled() -> None:
 
 
 def before_slow_work() -> None:
-    """Say that work comes next that may take long. Raises what the context raises, as ``TooManyRequestsError``."""
+    """Announce work that may take long. Raises the context's error, as ``TooManyRequestsError``."""
     context = _of_thread.context
     if context is not None:
         context.before_slow_work()
@@ -525,7 +525,7 @@ def before_slow_work() -> None:
 def reserve_memory(nbytes: int) -> None:
     """Reserve memory for a part of an answer, before more is read.
 
-    Raises what the context raises, as ``RequestLimitError``.
+    Raises the context's error, as ``RequestLimitError``.
     """
     context = _of_thread.context
     if context is not None:

@@ -164,7 +164,7 @@ class StoredWatch:
             self._closed.wait(WATCH_POLL_SECONDS)
 
     def up_to(self, version: int) -> Iterator[StateChange]:
-        """Give the changes that are after ``position``, up to a completed version."""
+        """Yield the changes that are after ``position``, up to a completed version."""
         while self.position < version and not self._closed.is_set():
             yield from self._of_version(self.position + 1)
             self.position += 1

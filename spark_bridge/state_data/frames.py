@@ -242,7 +242,7 @@ class _Task:
         return cls(without_pieces(source), packed_pieces(source.reading.pieces))
 
     def run(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """Give the rows of the pieces whose numbers come in."""
+        """Yield the rows of the pieces whose numbers come in."""
         for batch in batches:
             for number in batch.column(0).to_pylist():
                 yield from self.source.batches(unpacked_piece(self.packed[number]))
@@ -468,7 +468,7 @@ class StateDatasource(Datasource):  # type: ignore[misc]
 def _blocks(
     source: StateSource, columns: list[str] | None, where: list[WhereCondition], packed: bytes
 ) -> Iterator[pa.Table]:
-    """Give the rows of one partition, in a task of Ray; Ray puts small tables together to blocks."""
+    """Yield the rows of one partition, in a task of Ray; Ray puts small tables together to blocks."""
     chosen = selected(source, columns, where)
     is_empty = True
     for batch in chosen.batches(unpacked_piece(packed)):

@@ -264,7 +264,7 @@ class ChangeStreamReader(DataSourceStreamReader):  # type: ignore[misc]
         return changes_source(of.place, of.operator, of.state, begin, last, raw=of.state_columns)
 
     def read(self, partition: StatePartition) -> Iterator[pa.RecordBatch]:
-        """Give the changes of one partition, on an executor."""
+        """Yield the changes of one partition, on an executor."""
         assert partition.source is not None
         return fitting(partition.source.batches(unpacked_piece(partition.piece)), self._schema)
 

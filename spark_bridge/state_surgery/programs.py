@@ -287,7 +287,7 @@ def _of_table(table: pa.Table) -> Iterator[GivenRows]:
 
 
 def _of_frame(frame: Any) -> Iterator[Any]:
-    """Give the rows of a Spark DataFrame as IPC streams, a partition after the other through the driver."""
+    """Yield the rows of a Spark DataFrame as IPC streams, a partition after the other through the driver."""
     from spark_bridge.operators.map_in_arrow import map_in_arrow
 
     def packed(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:

@@ -139,7 +139,7 @@ class RowSource(Protocol):
     """Rows to be rewritten."""
 
     def batches(self) -> Iterator[pa.RecordBatch]:
-        """Give the rows."""
+        """Yield the rows."""
         ...
 
 

@@ -75,7 +75,7 @@ class OutputRows:
         return any(isinstance(f.dataType, kinds) for f in self.codec.struct.fields)
 
     def flush(self) -> None:
-        """Give the rows to the sink; raises ``StatefulProcessorError`` for rows that do not fit the schema."""
+        """Yield the rows to the sink; raises ``StatefulProcessorError`` for rows that do not fit the schema."""
         if not self._rows:
             return
         rows, self._rows = self._rows, []
@@ -113,7 +113,7 @@ class OutputFrames:
                 self.flush()
 
     def flush(self) -> None:
-        """Give the rows to the sink; raises ``StatefulProcessorError`` for rows that do not fit the schema."""
+        """Yield the rows to the sink; raises ``StatefulProcessorError`` for rows that do not fit the schema."""
         if not self._frames:
             return
         frames, self._frames, self._num_rows = self._frames, [], 0
@@ -350,7 +350,7 @@ class TaskInput:
     def read(
         self, batches: Iterable[pa.RecordBatch], sorter: RowSorter, late_watermark_ms: int, timer: StepTimer
     ) -> int:
-        """Give all rows that are not late to the sorter; return the number of late rows."""
+        """Yield all rows that are not late to the sorter; return the number of late rows."""
         num_late = 0
         timer.restart()
         for batch in batches:

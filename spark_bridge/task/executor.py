@@ -46,7 +46,7 @@ def settle_worker() -> None:
 
 @dataclass(frozen=True)
 class Endpoints:
-    """Addresses where a task may find hosts, and ``timeout``, the seconds that the task waits for a new owner.
+    """Possible addresses of hosts, and ``timeout``, the seconds that the task waits for a new owner.
 
     ``addresses`` and ``token`` were known at the start of the query. Hosts leave their addresses in the directory
     ``host_files``, on every node.
@@ -105,9 +105,9 @@ TLS = "statestore.tls"
 
 
 def endpoints_from(local_property: Callable[[str], str | None], operator: str) -> tuple[Endpoints, str]:
-    """Return where the hosts are, and the run id, from the properties that the listener has set.
+    """Return the hosts' addresses, and the run id, from the properties that the listener has set.
 
-    Raises ``StateStoreRefusedError``, before any state is touched, where the query may not run.
+    Raises ``StateStoreRefusedError``, before any state is touched, if the query may not run.
     """
     refusal = local_property(REFUSAL)
     if refusal:
@@ -127,7 +127,7 @@ def endpoints_from(local_property: Callable[[str], str | None], operator: str) -
 
 
 def local_endpoints(local_property: Callable[[str], str | None]) -> Endpoints | None:
-    """Return where the hosts are, from a task's local properties; None if the properties do not say."""
+    """Return the hosts' addresses from a task's local properties; None if the properties lack them."""
     addresses, token, tls = local_property(ADDRESSES), local_property(TOKEN), local_property(TLS)
     if not addresses or not token:
         return None
@@ -147,7 +147,7 @@ def local_endpoints(local_property: Callable[[str], str | None]) -> Endpoints | 
 
 
 def find() -> Transport | None:
-    """Return the transport of the task that this process runs; None outside a task, or where the task knows no host."""
+    """Return the transport of the task that this process runs; None outside a task, or if the task knows no host."""
     from pyspark import TaskContext
 
     context = TaskContext.get()
@@ -180,7 +180,7 @@ def local_directory() -> str:
 
 
 def temporary_file() -> IO[bytes]:
-    """Open a file without a name in the local directory: it is gone once it is closed, or if the process dies."""
+    """Open a file without a name in the local directory: it disappears once it is closed, or if the process dies."""
     return tempfile.TemporaryFile(dir=local_directory(), prefix="statestore-")
 
 

@@ -1,6 +1,6 @@
 """External sort: the rows of one task in key order, in bounded memory.
 
-Spark gives a task its rows in no order (Spark refuses every sort on a stream), so the task sorts them: in memory while
+Spark gives a task unordered rows (Spark refuses every sort on a stream), so the task sorts them: in memory while
 they fit, beyond that in sorted runs on the local disk, which are merged. The rows of a key stay in the order of
 arrival.
 """
@@ -53,7 +53,7 @@ class RowStep:
 
 @dataclass
 class _Run:
-    """Sorted rows in a file without a name: the file is gone once it is closed, or if the process dies."""
+    """Sorted rows in a file without a name: the file disappears once it is closed, or if the process dies."""
 
     file: IO[bytes]
     reader: pa.ipc.RecordBatchStreamReader
@@ -121,7 +121,7 @@ class RowSorter:
             self._spill(0, self._sorted())
 
     def steps(self) -> Iterator[RowStep]:
-        """Give all rows, once, in steps within the limits. Only a key that has more rows than a step is split."""
+        """Yield all rows, once, in steps within the limits. Only a key that has more rows than a step is split."""
         if self._levels and self._waiting:
             self._spill(0, self._sorted())
         while len(self._runs()) > self.limits.fan_in:
@@ -135,7 +135,7 @@ class RowSorter:
         return [run for level in reversed(self._levels) for run in level]
 
     def _sorted(self) -> Iterator[RowStep]:
-        """Give the rows that wait in memory, as one step."""
+        """Yield the rows that wait in memory, as one step."""
         if not self._waiting:
             return
         rows = _concatenated(self._waiting)
@@ -161,7 +161,7 @@ class RowSorter:
                 run.file.close()
 
     def _merge(self, runs: list[_Run]) -> Iterator[RowStep]:
-        """Give the rows of several runs, which are in the order of arrival; a step is as large as the memory allows."""
+        """Yield the rows of several runs, in the order of arrival; a step is as large as the memory allows."""
         share = max(1, self.limits.memory // (4 * len(runs)))
         while True:
             for run in runs:
@@ -264,7 +264,7 @@ def _without_rows(keys: pa.BinaryArray, limit: int, no_rows: pa.RecordBatch) -> 
 
 
 def _in_parts(step: RowStep, limit: int) -> Iterator[RowStep]:
-    """Give the step, or, if it has more than ``limit`` keys, steps of ``limit`` keys each."""
+    """Yield the step, or, if it has more than ``limit`` keys, steps of ``limit`` keys each."""
     if len(step.keys) <= limit:
         yield step
         return
@@ -295,7 +295,7 @@ def _one_key(key: bytes, rows: pa.RecordBatch, *, is_part: bool) -> RowStep:
 
 
 def _cut(step: RowStep, limits: Limits) -> Iterator[RowStep]:
-    """Give the step in steps within the limits."""
+    """Yield the step in steps within the limits."""
     per_row = max(1, step.rows.nbytes // max(1, step.rows.num_rows))
     size = max(1, min(limits.step_rows, limits.step_bytes // per_row))
     i, num_keys = 0, len(step.keys)

@@ -1,7 +1,7 @@
 """The state task: the function that runs inside a PySpark worker for one partition and micro-batch of an operator.
 
 The task reads all its rows, reads the old values of the keys touched in bulk, runs the operator's logic, commits, and
-only then gives rows: even if Spark takes only some of the output (``head(1)``), the commit is whole. Spark's
+only then yields rows: even if Spark takes only some of the output (``head(1)``), the commit is complete. Spark's
 counterpart is a task of its ``StateStoreRDD``.
 """
 
@@ -28,7 +28,7 @@ from spark_bridge.task.task_store import StateAccess, TaskStore
 from spark_bridge.transport.protocol import TaskIdentity
 
 OUTPUT_ROWS = 1 << 16
-"""Output is given in batches of at most this many rows."""
+"""Output is yielded in batches of at most this many rows."""
 
 
 class Logic(Protocol):
@@ -37,7 +37,7 @@ class Logic(Protocol):
     def process(
         self, batches: Iterable[pa.RecordBatch], store: StateAccess, timer: StepTimer
     ) -> Iterator[pa.RecordBatch]:
-        """Take all rows, read state and commit once, and only then give the output."""
+        """Take all rows, read state and commit once, and only then yield the output."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class StateTask:
     def run(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         """Process one partition of one micro-batch: batches of rows in, batches of output out.
 
-        Raises ``StateStoreRefusedError`` where the query may not run and ``PartitionMismatchError`` where the rows are
+        Raises ``StateStoreRefusedError`` if the query may not run and ``PartitionMismatchError`` if the rows are
         not those of one shuffle partition, both before any state is changed.
         """
         from pyspark import TaskContext

@@ -121,7 +121,7 @@ T = TypeVar("T")
 
 
 class _StillLoadingError(Exception):
-    """The owner loads the partition: this says how far it has come."""
+    """The owner is loading the partition; carries the progress."""
 
     def __init__(self, host: str, progress: LoadProgress) -> None:
         super().__init__(host, progress)
@@ -210,7 +210,7 @@ class TaskStore:
     def get_many(self, keys: pa.BinaryArray, column_family: str = DEFAULT_FAMILY) -> pa.BinaryArray:
         """Return values of keys at the version opened; see ``StateAccess``.
 
-        Where the owner is known, the same call opens a store that is not open yet.
+        If the owner is known, the same call opens a store that is not open yet.
         """
         task = self._task
         command = GetCommand(task.run_id, task.operator, task.partition, task.batch_id, column_family)
@@ -413,7 +413,7 @@ class LocalStateAccess:
     def scan(
         self, ranges: Sequence[KeyRange], column_family: str = DEFAULT_FAMILY, limit: int | None = None
     ) -> Iterator[pa.RecordBatch]:
-        """Give pairs of the ranges; see ``StateAccess``."""
+        """Yield pairs of the ranges; see ``StateAccess``."""
         left = limit
         for start, end in ranges if column_family in self._known else ():
             for batch in self._base.scan(start, end, column_family):
@@ -476,15 +476,15 @@ class StateAccess(Protocol):
         """Return the number of key groups of all partitions together."""
 
     def get_many(self, keys: pa.BinaryArray, column_family: str = DEFAULT_FAMILY) -> pa.BinaryArray:
-        """Return values at the version opened, in the order of ``keys``, null where a key has none.
+        """Return values at the version opened, in the order of ``keys``, null for keys without a value.
 
-        Sorted keys are fastest. Staged changes are not seen. A family that was never written to is empty.
+        Sorted keys are fastest. Staged changes are not visible. A family that was never written to is empty.
         """
 
     def scan(
         self, ranges: Sequence[KeyRange], column_family: str = DEFAULT_FAMILY, limit: int | None = None
     ) -> Iterator[pa.RecordBatch]:
-        """Give pairs (``key``, ``value``) of the ranges at the version opened, range after range, ``limit`` in all."""
+        """Yield pairs (``key``, ``value``) of the ranges at the version opened, range after range, ``limit`` in all."""
 
     def stage(self, keys: pa.BinaryArray, values: pa.BinaryArray, column_family: str = DEFAULT_FAMILY) -> None:
         """Add changes to the commit: a null value removes its key; of a key staged several times the last counts."""

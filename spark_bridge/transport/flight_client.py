@@ -65,7 +65,7 @@ from spark_bridge.transport.tls import TlsConf
 log = logging.getLogger(__name__)
 
 SILENT_SECONDS = 2.0
-"""A call that has waited this many seconds for its host makes the thread see whether the host is there."""
+"""After this many seconds of waiting for a host, the thread checks whether the host is alive."""
 CALL_WATCH_SECONDS = 1.0
 """Seconds between two looks at the calls under way."""
 PROBE_SECONDS = 2.0
@@ -120,7 +120,7 @@ class SilentHosts:
                 self.look,
                 CALL_WATCH_SECONDS,
                 name="statestore-silent-hosts",
-                what="probe the hosts of slow calls: calls to a machine that is gone end only when TCP gives up",
+                what="probe the hosts of slow calls: calls to a dead machine end only when TCP gives up",
                 remedy="Look at the log of this process.",
                 most_seconds=4 * CALL_WATCH_SECONDS,
             ).start()
@@ -239,7 +239,7 @@ class HostClient:
     def __init__(self, address: str, token: str, timeout: float = 60.0, tls: TlsConf | None = None) -> None:
         self.address = address
         if tls is None and address.startswith("grpc+tls:"):
-            raise TlsError(f"{address} is to be called with TLS, and it is not said which certificates to trust.")
+            raise TlsError(f"{address} must be called with TLS, but the trusted certificates are not set.")
         arguments = {} if tls is None else tls.flight_client_arguments()
         # Without the first two gRPC shares one channel between clients, and its back-off outlives a restarted host. The
         # third is the time to connect, else 20 s: a machine that is gone does not even refuse a connection.
@@ -277,12 +277,12 @@ class HostClient:
         return opened
 
     def locate(self, operator: str, query: str | None = None) -> OperatorLocation:
-        """Return where an operator's partitions are."""
+        """Return the location of an operator's partitions."""
         location: OperatorLocation = self._action("locate", LocateRequest(operator, query), OperatorLocation)
         return location
 
     def call_coordinator(self, method: str, args: dict[str, object]) -> Any:
-        """Have the host pass on a message to the coordinator; return the coordinator's answer."""
+        """Send a message to the coordinator through the host; return the coordinator's answer."""
         return self._action("coordinator", CoordinatorCall(method, args), Any)
 
     def describe(self) -> dict[str, Any]:
@@ -291,7 +291,7 @@ class HostClient:
         return described
 
     def get_many(self, command: GetCommand, keys: pa.BinaryArray) -> pa.BinaryArray:
-        """Return the values of keys, in the order of the keys; null where a key has none."""
+        """Return the values of keys, in the order of the keys; null for keys without a value."""
         values, _ = self._get(command, keys)
         return self._of_all(values, keys)
 
@@ -304,7 +304,7 @@ class HostClient:
         """
         values, metadata = self._get(OpenAndGetCommand(task, column_family), keys)
         if metadata is None:
-            raise HostUnavailableError(f"{self.address} did not say what it has opened.")
+            raise HostUnavailableError(f"{self.address} did not return the version that it has opened.")
         opened = json_decoder(OpenReply).decode(metadata)
         return opened, self._of_all(values, keys) if opened.is_open else values
 
@@ -336,7 +336,7 @@ class HostClient:
         return values
 
     def scan(self, command: ScanCommand, ranges: Sequence[KeyRange]) -> Iterator[pa.RecordBatch]:
-        """Give the pairs of ranges of keys, in batches as they come; closing the iterator early ends the call."""
+        """Yield the pairs of ranges of keys, as a stream of batches; closing the iterator early ends the call."""
         descriptor = flight.FlightDescriptor.for_command(msgspec.json.encode(command))
         is_stopped = False
         try:

@@ -42,7 +42,7 @@ class OpenReply(Struct, frozen=True):
     """The answer to ``open``: ``redirect`` is the address of the owner, None if the host that was asked is the owner.
 
     ``times`` are the batch's times, if the operator uses them. ``schema`` is the operator's schema with its history, as
-    JSON. ``loading`` says how far the load of the partition has come: it is not open yet, and the task asks again.
+    JSON. ``loading`` is the progress of the partition's load: it is not open yet, and the task asks again.
     """
 
     redirect: str | None
@@ -92,7 +92,7 @@ class ScanCommand(Struct, frozen=True, tag="scan"):
 class CommitCommand(Struct, frozen=True, tag="commit"):
     """Commit the changes of one task as version ``batch_id + 1``. ``timings`` are milliseconds by step.
 
-    ``nbytes`` says how many bytes of changes will come, so that the host takes them in when it has room. Each batch of
+    ``nbytes`` is the number of bytes of changes to come, so that the host accepts them when it has room. Each batch of
     changes names its column family in its metadata.
     """
 
@@ -103,7 +103,7 @@ class CommitCommand(Struct, frozen=True, tag="commit"):
 
 
 class LocateRequest(Struct, frozen=True):
-    """Ask where the state of an operator is. ``query`` is a name, query id or run id."""
+    """Ask for the location of an operator's state. ``query`` is a name, query id or run id."""
 
     operator: str
     query: str | None = None

@@ -1,6 +1,6 @@
 """TLS of the query port and of Flight: paths of certificates, the SSL contexts made of them, and errors with remedies.
 
-Only paths travel, in Spark's local properties and to Ray actors. Keys are read where they are used.
+Only paths are sent, in Spark's local properties and to Ray actors. Keys are read where they are used.
 """
 
 from __future__ import annotations

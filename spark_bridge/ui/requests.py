@@ -130,7 +130,7 @@ class System(Protocol):
         """Return the client, made when it is needed first."""
 
     def recent_changes(self, table: StateTable, since: int, until: int) -> Iterator[StateChange]:
-        """Give the changes of the completed versions after ``since`` up to ``until``, in any order."""
+        """Yield the changes of the completed versions after ``since`` up to ``until``, in any order."""
 
     def savepoints(self, query: Query, base: str | None = None) -> list[SavepointInfo]:
         """Return the savepoints in a directory, by default the one next to the state of the query."""

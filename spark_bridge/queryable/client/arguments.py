@@ -128,7 +128,7 @@ class KeyCodec:
     """The keys of one operator.
 
     ``stored`` are their columns as they are stored, ``by`` their names in the user's order. Every method raises
-    ``UnknownKeyOrNamespaceError`` for values that cannot be a key of these columns. The error says which key, and which
+    ``UnknownKeyOrNamespaceError`` for values that cannot be a key of these columns. The error names the key and the
     columns.
     """
 
@@ -222,7 +222,7 @@ class KeyCodec:
             return given.columns
         raise UnknownKeyOrNamespaceError(
             f"The columns {', '.join(map(repr, given.names)) or '(none)'} are not the key columns of {self.owner}: "
-            f"{', '.join(map(repr, missing))} must be there once. Name them so, or give the key columns alone, in "
+            f"{', '.join(map(repr, missing))} must be present once. Name them so, or give the key columns alone, in "
             "that order."
         )
 
@@ -504,7 +504,7 @@ def requested_version(isolation: str, version: int | None) -> At:
         if isinstance(version, bool) or not isinstance(version, int) or version < 0:
             raise RequestError(f"version={version!r} is not a version; versions are numbers from 0 on.")
         if isolation != "completed":
-            raise RequestError(f"version={version} says which version is read; leave isolation={isolation!r} out.")
+            raise RequestError(f"version={version} already selects the version; leave isolation={isolation!r} out.")
         return At("version", version)
     if isolation == "completed":
         return COMPLETED

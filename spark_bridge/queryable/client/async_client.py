@@ -190,7 +190,7 @@ class AsyncStateWatch(AsyncIterator[StateChange]):
 
 SQL_BATCH_ROWS = 8_192
 INTERRUPT_SECONDS = 0.1
-"""A statement that is to end is interrupted so often: DuckDB forgets an interruption that comes before its work."""
+"""Seconds between two interruptions of a statement that must end: DuckDB forgets one that comes before its work."""
 
 
 class AsyncSqlRows(AsyncIterator[pa.RecordBatch]):

@@ -64,12 +64,12 @@ class QueryableStateClient:
         client.get("user_totals", 42)                     # {'n': 17, 'spent': 311.2}, or None
         client.get_many("user_totals", [42, 43, 44])      # pyarrow.Table, one row per key asked, in that order
         client.scan("user_totals", where=[("n", ">", 100)]).to_pandas()
-        for change in client.watch("user_totals"):        # what each completed checkpoint changed
+        for change in client.watch("user_totals"):        # the changes of each completed checkpoint
             print(change.version, change.batch)
 
-    **Operators** are named by ``operator=`` as in ``aggregate`` and the others. Where two running queries have an
-    operator of one name, ``query=`` (name, query id or run id) says which. ``state=`` names the state variable of a
-    processor that has several.
+    **Operators** are named by ``operator=`` as in ``aggregate`` and the others. If two running queries have an
+    operator of the same name, ``query=`` (name, query id or run id) selects one. ``state=`` names the state variable of
+    a processor that has several.
 
     **Keys** are in the order of ``by``: a plain value for one column, a tuple for several, or a dict by column name.
 
@@ -83,7 +83,7 @@ class QueryableStateClient:
     failure, or ``QueryEndedError`` for a query that has not come back. A client that has never read an ended query
     raises ``QueryEndedError`` at once.
 
-    **Errors** are ``QueryableStateError``s that say what was asked and what exists: ``UnknownOperatorError``,
+    **Errors** are ``QueryableStateError``s that name the request and the existing names: ``UnknownOperatorError``,
     ``QueryEndedError``, ``UnknownKvStateIdError`` (no such state variable), ``UnknownKeyOrNamespaceError`` (a value
     that cannot be a key), ``StateVersionError``, ``AccessDeniedError``, ``RequestLimitError``, ``QueryTimeoutError``.
     An absent key is not an error.
@@ -106,10 +106,10 @@ class QueryableStateClient:
 
     @property
     def lag_seconds(self) -> float:
-        """How old the last answer may be, where hosts of ``serve_state(follow=True)`` are late; else 0.0.
+        """How old the last answer may be, if hosts of ``serve_state(follow=True)`` are late; else 0.0.
 
         Such hosts look for new versions about once a second. If the looks fail, hosts answer from the last
-        version that they know, and each answer says how many seconds ago the last successful look began. Answers of a
+        version that they know, and each answer has the seconds since the last successful look began. Answers of a
         running query's own hosts have no lag.
         """
         return self._connections.lag_ms / 1000
@@ -175,12 +175,12 @@ class QueryableStateClient:
     ) -> Any:
         """Return the state of one key, or None if it has none.
 
-        - Of an aggregate or a value state: a dict of its columns.
-        - Of a list state: a list of its elements. Of a map state: a dict of user key to value. Elements and values of
+        - For an aggregate or a value state: a dict of its columns.
+        - For a list state: a list of its elements. For a map state: a dict of user key to value. Elements and values of
           one column are plain, others dicts; user keys of several columns are tuples.
-        - Of an aggregate by windows or sessions: a list of dicts with the window's column, ascending; with ``window=``
+        - For an aggregate by windows or sessions: a list of dicts with the window's column, ascending; with ``window=``
           the one dict. ``window`` is its start, a datetime, or ``(start, end)``. Times without a zone are UTC.
-        - Of timers: a list of the times when they fire, in ms since 1970.
+        - For timers: a list of the times when they fire, in ms since 1970.
 
             client.get("user_totals", 42)                                   # {'n': 17, 'spent': 311.2}
             client.get("by_country", ("de", "fr"))                          # a key of two columns

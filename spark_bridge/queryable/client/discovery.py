@@ -38,13 +38,13 @@ class Discovery(Protocol):
     """Finds operators and hosts. Every method raises errors that ``retries`` knows; times are of ``time.monotonic``."""
 
     def locate(self, operator: str, query: str | None, deadline: float) -> OperatorLocation:
-        """Return where an operator's partitions are."""
+        """Return the location of an operator's partitions."""
 
     def proxy(self) -> str:
         """Return the address of a host that answers for all hosts; after ``failed`` it may be another host."""
 
     def failed(self) -> None:
-        """Say that the proxy did not answer."""
+        """Report that the proxy did not answer."""
 
 
 class ProxyDiscovery:
@@ -324,7 +324,7 @@ class ClusterAccess:
         begun: float | None = None,
         failure: Exception | None = None,
     ) -> T:
-        """Return the result of ``ask(known operator, deadline)``; repeat the call where that may help.
+        """Return the result of ``ask(known operator, deadline)``; retry if that may help.
 
         ``what`` begins the message of a ``QueryTimeoutError``. ``begun`` is when a first attempt began, which has
         failed with ``failure``.
@@ -340,7 +340,7 @@ class ClusterAccess:
         )
 
     def answer_of_any_host(self, what: str, request: Request, timeout: float | None) -> Any:
-        """Return the answer of any one host; repeat the request where that may help."""
+        """Return the answer of any one host; retry if that may help."""
         deadline = time.monotonic() + (self.timeout if timeout is None else timeout)
         return retrying(
             lambda: self.ask_host(request, deadline),

@@ -228,7 +228,7 @@ _NAMES = {
 def time_of(text: str) -> dt.datetime | np.datetime64:
     """Return the time of an ISO 8601 text; without a zone it is UTC. Raises ``ValueError``.
 
-    An expanded year, with a sign, gives a ``numpy.datetime64``.
+    For an expanded year, with a sign, return a ``numpy.datetime64``.
     """
     if text[:1] in ("+", "-"):
         return np.datetime64(text.removesuffix("Z"), "us")

@@ -285,8 +285,7 @@ class KeyLookups:
             return pa.concat_tables([view.table(columns.slice(begin, len(part)), part) for begin, part in parts])
         if window is not None:
             raise RequestError(
-                f"get_many of {view.kind} takes no window=; give none and take what is wanted of the column, or use "
-                "get."
+                f"get_many of {view.kind} takes no window=; leave it out and filter by the column, or use get."
             )
         codec = view.without_window
         columns = codec.columns(keys)

@@ -126,7 +126,7 @@ class VersionDiff:
     """The differences, batch by batch. Iterate over it once; ``close`` ends it early.
 
     There is a row per key that differs: ``change_type`` ("insert", "update" or "delete"), the columns of the key, and
-    the structs ``before`` and ``after`` of its values, null where there are none. A list or map is one value; each
+    the structs ``before`` and ``after`` of its values, null if there are none. A list or map is one value; each
     window, session and timer is a separate row. Rows that have expired are in neither version.
     """
 
@@ -219,7 +219,7 @@ class _Rows:
         return _Rows(self.ids[begin:end], [column[begin:end] for column in self.columns])
 
     def comparable(self, num_keys: int) -> pa.Array:
-        """Return bytes that are equal where the values of rows are."""
+        """Return bytes that are equal for rows with equal values."""
         values = [_without_maps(column) for column in self.columns[num_keys:]]
         if not values:
             return pa.repeat(pa.scalar(b""), len(self.ids))

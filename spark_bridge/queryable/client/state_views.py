@@ -85,7 +85,7 @@ class StateView:
     def without_window(self) -> KeyCodec:
         """The codec of keys without the window, which finds all windows.
 
-        The same as ``codec`` where there are no windows.
+        The same as ``codec`` without windows.
         """
         if self.window is None:
             return self.codec
@@ -116,7 +116,7 @@ class StateView:
         return TTL_COLUMN in self.schema.value.names
 
     def unexpired(self, values: pa.BinaryArray, at_ms: int) -> pa.BinaryArray:
-        """Return stored values; null where one had expired at ``at_ms``, in ms since 1970."""
+        """Return stored values; null for one that had expired at ``at_ms``, in ms since 1970."""
         if not self._has_ttl:
             return values
         states = self.schema.decode_values(values)
@@ -126,9 +126,9 @@ class StateView:
         return pc.if_else(expired.fill_null(False), pa.scalar(None, pa.binary()), values)
 
     def value_columns(self, values: pa.BinaryArray, at_ms: int | None = None) -> list[pa.Array]:
-        """Return the columns of ``value_fields`` of stored values; null where a value is absent or has expired.
+        """Return the columns of ``value_fields`` of stored values; null for values that are absent or expired.
 
-        Expiry is judged at ``at_ms``, in ms since 1970; None stands for now.
+        Expiry is judged at ``at_ms``, in ms since 1970; None means now.
         """
         states = self.schema.decode_values(self.unexpired(values, now_ms() if at_ms is None else at_ms))
         if self.is_aggregate:

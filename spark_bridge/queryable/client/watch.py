@@ -148,9 +148,9 @@ class StateWatch:
                 attempts, has_ended = self._attempts(), False
 
     def _next_changes(self, deadline: float) -> Iterator[StateChange]:
-        """Yield what has completed since the position; wait for that a while.
+        """Yield the versions completed since the position; wait a while for one.
 
-        The position moves on with the changes that are given.
+        The position advances with the returned changes.
         """
         known = self._access.known(self._ref, deadline)
         position = self._begin(known, deadline)

@@ -85,13 +85,13 @@ class GroupingKeyFilter:
         return batch.filter(pc.is_in(ids, self.keys))
 
 
-# The values that keys had before a version: from the partition in memory where it has them, else from a copy.
+# The values that keys had before a version: from the partition in memory if it has them, else from a copy.
 
 
 class PreviousValues:
     """The values of one partition at ascending versions.
 
-    Copies that it takes are given back when ``keep`` is closed.
+    Copies that it takes are returned when ``keep`` is closed.
     """
 
     def __init__(self, host: Host, copies: FollowerCopies, plan: OperatorPlan, piece: Piece, keep: ExitStack) -> None:
@@ -106,7 +106,7 @@ class PreviousValues:
             self._heads[piece.lineage.rescaled.version] = piece.lineage.rescaled.head
 
     def at(self, version: int, family: str, keys: pa.BinaryArray) -> pa.BinaryArray:
-        """Return the values that stored keys have at a version, null where there is none."""
+        """Return the values that stored keys have at a version, null if there is none."""
         if version == 0 and 0 not in self._heads and not self._piece.lineage.snapshots:
             return pa.nulls(len(keys), pa.binary())
         head = self._heads.get(version)
@@ -314,7 +314,7 @@ class ChangeFeed:
         wanted: GroupingKeyFilter | None,
         keep: ExitStack,
     ) -> Iterator[VersionChanges]:
-        """Yield what each version has written to the variable's families in one partition, versions ascending."""
+        """Yield the changes of each version to the variable's families in one partition, versions ascending."""
         place = plan.place
         storage = self._host.files.open_storage(place.state_location, place.options)
         since = piece.since if piece.since is not None else piece.lineage.version
@@ -343,7 +343,7 @@ class ChangeFeed:
         self._manifests.release_idle()
 
     def _drop(self, run_id: str | None) -> None:
-        # The manifests first, so that a copy that is given back during this call is not kept (``is_known``).
+        # The manifests first, so that a copy that is returned during this call is not kept (``is_known``).
         self._manifests.drop(run_id)
         self._copies.drop(run_id)
 

@@ -57,7 +57,7 @@ class FoundPairs:
 
 
 def values_of(view: PartitionView, keys: pa.BinaryArray, family: str) -> pa.BinaryArray:
-    """Return the values of stored keys, null where there is none. Sorted keys are fastest."""
+    """Return the values of stored keys, null if there is none. Sorted keys are fastest."""
     if family != DEFAULT_FAMILY and family not in view.reads.column_families(view.version, head=view.head):
         return pa.nulls(len(keys), pa.binary())
     # A completed version is applied when the reads of the version before are done: no single read may take long.
@@ -220,11 +220,12 @@ def _timers(rows: VariableRows, keys: pa.BinaryArray, values: pa.BinaryArray) ->
     return DecodedRows(pair, [*columns, expiries])
 
 
-# The windows that the keys of a windowed aggregate have in a partition: all of them, and perhaps some that are gone.
+# The windows that the keys of a windowed aggregate have in a partition: all of them, and perhaps some that no longer
+# exist.
 #
 # The windows of one grouping key may be in any partition, because their key groups differ. With the windows known,
 # the rows of a grouping key are single lookups. A partition is scanned for its windows when they are first asked for;
-# from then on every commit tells which windows it has added.
+# from then on every commit reports the windows that it has added.
 
 
 KNOWN_HEADS = 16
@@ -281,7 +282,7 @@ class KeyWindowIndex:
         found = self._windows_of(batch.column(0) for batch in scanned)
         with self._lock:
             if is_known:
-                # Most windows that commits have added are gone again. Other versions are scanned again.
+                # Most windows that commits have added no longer exist. Other versions are scanned again.
                 self._windows, self._heads = found, BoundedDict(KNOWN_HEADS)
             else:
                 self._windows |= found

@@ -245,7 +245,7 @@ def _columns(fields: pa.Schema | list[pa.Field]) -> dict[str, str]:
 
 
 DIRECTORY_SECONDS = 0.5
-"""An answer of the coordinator about operators is given again for this many seconds."""
+"""TTL of a cached answer of the coordinator about operators, in seconds."""
 MAX_LOCATIONS = 1000
 
 

@@ -106,7 +106,7 @@ def _one(batches: list[pa.RecordBatch]) -> pa.RecordBatch:
 
 
 MAX_RANGES = 4096
-"""Ranges that are opened one by one. Where there are more, one range that has all of them is read, and filtered."""
+"""Ranges that are opened one by one. If there are more, one range that contains all of them is read, and filtered."""
 _EXPIRY_BYTES = 9
 """The width of the time that timers stored by time have between key group and grouping key."""
 

@@ -196,8 +196,8 @@ T = TypeVar("T")
 LOADS_AT_ONCE = 8
 """Loads that run in parallel; further loads wait for them."""
 MAX_WAITING_REQUESTS = 16
-"""Requests that wait at once, less than the limiters admit; further requests are refused at once, and are to be
-repeated.
+"""Concurrent waiting requests, fewer than the limiters admit; further requests are refused at once, and must be
+retried.
 """
 
 
@@ -334,7 +334,7 @@ class Follower:
 class FollowerCopies:
     """The copies without a reader. Thread-safe; the lock guards them.
 
-    ``is_active(run id)`` says whether changes of a run may still be read; copies of other runs are not kept.
+    ``is_active(run id)`` returns whether changes of a run may still be read; copies of other runs are not kept.
     """
 
     def __init__(self, host: Host, clock: Callable[[], float], is_active: Callable[[str], bool]) -> None:
@@ -372,7 +372,7 @@ class FollowerCopies:
         self.release_idle()
 
     def release_idle(self) -> None:
-        """Destroy copies that were not used for a while, and the oldest ones where there are too many."""
+        """Destroy copies that were not used for a while, and the oldest ones if there are too many."""
         until = self._clock() - FOLLOWER_IDLE_SECONDS
         with self._lock:
             idle = [(f, key) for key, followers in list(self._idle.items()) for f in followers]

@@ -102,7 +102,7 @@ def shifted_positions(batch: pa.RecordBatch, places: KeyPositions | None, begin:
     return pa.RecordBatch.from_arrays(columns, schema=batch.schema)
 
 
-# Monotonic reads: no answer of a client is older than an answer that the client has had of the same run before.
+# Monotonic reads: no answer of a client is older than one that the client has received before from the same run.
 
 
 MAX_SEEN_RUNS = 4096
@@ -184,7 +184,8 @@ class VersionAlignment:
     ) -> tuple[int, list[T]]:
         """Return the version, and the answer to each request. With ``latest`` the version is the lowest one.
 
-        Raises what hosts raise, and ``ConnectionClosedError`` for an answer of another version than the one asked for.
+        Raises the errors of hosts, and ``ConnectionClosedError`` for an answer of another version than the one asked
+        for.
         """
         is_completed = at.isolation == "completed"
         if is_completed:
@@ -245,7 +246,7 @@ def retryable(at: At, error: StateVersionError) -> Exception:
 
 
 class PinnedVersion:
-    """The version of chunks that are read one after the other: ``at`` is what the next chunk asks for.
+    """The version of chunks that are read one after the other: ``at`` is the version of the next request.
 
     The first answer fixes the version. If the chunks take long, hosts may no longer hold that version in memory. Then
     all chunks are read again, a few times. If that does not help, the other chunks are read from storage, which takes
@@ -375,7 +376,8 @@ class StateRouter:
     def lookup(
         self, location: OperatorLocation, family: str, keys: pa.BinaryArray, at: At, deadline: float
     ) -> tuple[int, pa.BinaryArray]:
-        """Return the version, and the stored values of stored keys in the order of ``keys``; null where a key has none.
+        """Return the version, and the stored values of stored keys in the order of ``keys``; null for keys without a
+        value.
 
         Without keys no host is asked, and the version is the highest one seen.
         """

@@ -154,7 +154,7 @@ class ScanPlan:
 
 @dataclass(frozen=True)
 class ScanResumption:
-    """Reads on at ``version`` where a stream of ``plan`` has broken; ``relocate`` is that of the plan."""
+    """Continues at ``version`` after a broken stream of ``plan``; ``relocate`` is that of the plan."""
 
     plan: ScanPlan
     version: int

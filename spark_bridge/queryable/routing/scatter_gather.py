@@ -82,7 +82,7 @@ class KeyShare:
 class RoutingTable:
     """The owners of one operator's partitions in one run.
 
-    Every method raises ``UnknownKvStateKeyGroupLocationError`` where a partition has no owner.
+    Every method raises ``UnknownKvStateKeyGroupLocationError`` if a partition has no owner.
     """
 
     def __init__(self, location: OperatorLocation) -> None:

@@ -129,7 +129,7 @@ class FramedSocket:
         return memoryview(bytes(body)) if body.obj is self._buffer.obj else body
 
     def _fill(self, begin: int, end: int, wanted: int, deadline: float) -> tuple[int, int]:
-        """Receive until ``wanted`` bytes are in the buffer; return where they begin and end."""
+        """Receive until ``wanted`` bytes are in the buffer; return their start and end."""
         if begin + wanted > RECEIVE_BUFFER_BYTES:
             self._buffer[: end - begin] = self._buffer[begin:end]
             begin, end = 0, end - begin
@@ -228,7 +228,7 @@ class FramedSocket:
         return bool(poll.poll(0))
 
     def linger(self, max_bytes: int = LINGER_BYTES) -> None:
-        """Let the client read a last answer while it still sends: closing at once would take that answer from it."""
+        """Wait until the client, which still sends, has read a last answer: closing at once would discard the answer."""
         deadline = time.monotonic() + LINGER_SECONDS
         with contextlib.suppress(OSError, ClientGoneError, RequestError):
             socket.socket.shutdown(self._socket, socket.SHUT_WR)

@@ -129,7 +129,7 @@ class LocationCache:
                 self._specs = {key: spec for key, spec in self._specs.items() if key[0] != run_id}
 
     def location(self, run_id: str, operator: str, *, with_schema: bool = False) -> OperatorLocation:
-        """Return where an operator of a run is: the same object as long as nothing changes.
+        """Return the location of an operator of a run: the same object until something changes.
 
         It has a schema only ``with_schema``. Raises ``RetiredRunError`` if the run is unknown or not the query's newest
         one, ``QueryEndedError``, ``UnknownOperatorError``, and ``HostUnavailableError`` if the operator is not cached
@@ -446,9 +446,9 @@ class ForwardingReads:
         *,
         with_schema: bool = False,
     ) -> T:
-        """Return the result of ``ask``; repeat the call for a little while if partitions have moved.
+        """Return the result of ``ask``; retry for a short time if partitions have moved.
 
-        Raises what the owners raise.
+        Raises the errors of the owners.
         """
         run_id, operator = request.run_id, request.operator
         begun = self._clock()
@@ -523,10 +523,10 @@ class KvStateClientProxy(KvStateServer):
         return self._locations.get(job_id)
 
     def update_kv_state_location_oracle(self, job_id: str, oracle: KvStateLocationOracle | None) -> None:
-        """Tell the proxy who owns which partitions of a query; None makes it forget. From any thread.
+        """Set the owners of a query's partitions; None makes the proxy forget them. Thread-safe.
 
-        The proxy fetches what it needs by itself, and again if it is old or proves wrong. This method is for callers
-        that know better.
+        The proxy fetches what it needs by itself, and again if it is stale or proves wrong. This method is for callers
+        with newer information.
         """
         self._locations.update(job_id, oracle)
 

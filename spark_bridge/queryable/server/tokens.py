@@ -125,7 +125,7 @@ class CoordinatorTokens:
             if not token:
                 raise AccessDeniedError("No token was given, and without one nothing is answered.")
             raise HostUnavailableError(
-                "This application has not reached the coordinator yet, and cannot tell which tokens are valid."
+                "This application has not reached the coordinator yet, and cannot verify tokens."
             )
         return self._verifier.verify(token)
 

@@ -135,7 +135,7 @@ def resolve(name: tuple[str, ...], known: Sequence[CatalogTable]) -> CatalogTabl
 
 
 def quoted(identifier: str) -> str:
-    """Return an identifier as SQL writes it, in quotes where it needs them."""
+    """Return an identifier in SQL, quoted if necessary."""
     if re.fullmatch(r"[a-z_][a-z0-9_]*", identifier):
         return identifier
     return '"' + identifier.replace('"', '""') + '"'

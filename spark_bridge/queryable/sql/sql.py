@@ -375,8 +375,8 @@ def sql(
     Names of tables are:
 
     - ``operator``;
-    - ``operator.state``, where an operator has several state variables;
-    - ``query.operator`` (the query by name or id), where several queries have an operator of that name;
+    - ``operator.state``, if an operator has several state variables;
+    - ``query.operator`` (the query by name or id), if several queries have an operator of that name;
     - ``query.operator.state``;
     - each of these as one quoted name with dots.
 

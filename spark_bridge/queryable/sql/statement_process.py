@@ -188,7 +188,7 @@ class ProcessStatement:
         self.end(RequestError("The statement was ended before it was done."))
 
     def close(self) -> None:
-        """Let go of the process. The statement ends if it has not ended."""
+        """Release the process. The statement is ended if it still runs."""
         with self._lock:
             if self._is_closed:
                 return
@@ -382,7 +382,7 @@ def run_statements(statements_fd: int, scans_fd: int, directory: str) -> None:
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
     with contextlib.suppress(OSError):
-        # Where memory runs out, Linux is to end this process rather than its parent.
+        # If memory runs out, Linux should end this process rather than its parent.
         Path("/proc/self/oom_score_adj").write_text("1000")
     scans = socket.socket(fileno=scans_fd)
     threading.Thread(target=_exit_with_parent, args=(scans, directory), daemon=True).start()
