@@ -29,7 +29,7 @@ from spark_bridge.transport.tls import TlsConf
 
 COORDINATOR_SECONDS = 10.0
 OVERVIEW_SECONDS = 3.0
-"""How long an overview waits for hosts: one that is gone must not hold the others up."""
+"""How long an overview waits for hosts: a dead one must not hold the others up."""
 
 
 class Settings(BaseModel):

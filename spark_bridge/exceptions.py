@@ -35,7 +35,7 @@ class StateStoreRefusedError(SparkBridgeError):
 
 
 class PartitionMismatchError(SparkBridgeError):
-    """A state task runs somewhere else than on its own shuffle partition."""
+    """A state task does not run on its own shuffle partition."""
 
 
 def other_key_groups(operator: str, of_rows: int, of_query: int) -> PartitionMismatchError:

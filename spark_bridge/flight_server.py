@@ -226,7 +226,7 @@ class HostFlightServer(flight.FlightServerBase):  # type: ignore[misc]
                 held = host.memory.note(REQUESTS, chunk.data.nbytes)
                 opened = None
                 if isinstance(command, OpenAndGetCommand):
-                    # Only when the keys have come: a client that is refused must not be still sending them.
+                    # Only after the keys have arrived: a refused client must not be still sending them.
                     task = command.task
                     opened = host.open(task)
                     if not opened.is_open:

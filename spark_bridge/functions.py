@@ -99,7 +99,7 @@ class Window:
 
 @dataclass(frozen=True)
 class SessionWindow:
-    """Windows of activity: a key's session ends when no row has come for ``gap``. See ``session_window``."""
+    """Windows of activity: a key's session ends when no row has arrived for ``gap``. See ``session_window``."""
 
     time_column: str
     gap: str | Column
@@ -127,7 +127,7 @@ def session_window(time_column: str, gap: str | Column) -> SessionWindow:
     """Group by sessions, the windows of a key's activity; a key of ``aggregate``, which also needs another key.
 
     The counterpart is ``pyspark.sql.functions.session_window``. A session ends ``gap`` after its last row. A ``gap`` is
-    a duration such as ``"10 minutes"``, or a Column that gives each row its own gap.
+    a duration such as ``"10 minutes"``, or a Column with the gap of each row.
 
     The grouping column is a struct of the timestamps ``start`` and ``end``, named "session_window"; ``.alias(name)``
     renames it.
@@ -254,7 +254,7 @@ def top_k(column: str | Sequence[str], k: int, by: str | None = None, *, descend
 
     With ``by``, they are the values of the rows with the greatest ``by``: null values count, and rows without ``by`` do
     not. Of rows with the same ``by``, those with the greatest value (with ``descending=False`` the least) come first.
-    Several columns give an array of structs; without ``by``, these are ordered by their fields. Raises
+    Several columns make an array of structs; without ``by``, these are ordered by their fields. Raises
     ``InvalidOperatorError`` unless ``k`` is a positive integer.
     """
     columns = (None, tuple(column)) if not isinstance(column, str) else (column, ())
@@ -289,11 +289,11 @@ def merge(
     - ``columns``: the input column or columns.
     - ``state``: the columns that are kept for each key: a ``pyarrow.Schema``, a ``StructType``, or DDL text such as
       ``"product double"``.
-    - ``partial``: makes states of rows. It is given a table of ``columns`` and the int64 column ``group_id``, and
+    - ``partial``: makes states of rows. It takes a table of ``columns`` and the int64 column ``group_id``, and
       returns one row of ``group_id`` and the state columns for each ``group_id``.
-    - ``merge``: makes one state of several. It is given a table of ``group_id`` and the state columns, and returns one
+    - ``merge``: makes one state of several. It takes a table of ``group_id`` and the state columns, and returns one
       row for each ``group_id``.
-    - ``finish``: makes results of states. It is given a table of the state columns, and returns an array with one
+    - ``finish``: makes results of states. It takes a table of the state columns, and returns an array with one
       result per row. Without ``finish``, the result is the state column, or a struct of several; query clients see this
       result in any case.
     - ``result``: the type of the results of ``finish``: an Arrow or Spark type, or DDL text such as ``"double"``.

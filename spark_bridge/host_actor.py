@@ -56,7 +56,7 @@ class SessionOptions:
     """The options of ``init_spark`` and ``attach`` that concern the state store; see there for their meaning.
 
     ``session_id`` names the session among those that use the same coordinator. ``log_format`` is that of the hosts'
-    logs (``coordinator_actor.process``). ``tracing`` says where the spans of driver, tasks and hosts go
+    logs (``coordinator_actor.process``). ``tracing`` is the destination of the spans of driver, tasks and hosts
     (``backends.tracing``). ``wire_version`` is the driver's. It is set with the object, so that it is
     missing if the driver's release has none.
 

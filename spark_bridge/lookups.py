@@ -66,9 +66,10 @@ class Batch:
 
 @dataclass(frozen=True)
 class LookedUpState:
-    """One operator at one version. ``values`` gives the stored values of distinct stored keys, null for those without.
+    """One operator at one version. ``values`` returns the stored values of distinct stored keys, null for those
+    without.
 
-    Rows that had expired at ``at_ms`` are not there.
+    Rows that had expired at ``at_ms`` are left out.
     """
 
     view: StateView
@@ -81,7 +82,7 @@ def state_in_cluster(
 ) -> LookedUpState:
     """Return the state of a query that hosts answer for: at the version ``fixed``, else at the one of ``batch``.
 
-    Raises what the coordinator and hosts raise; whatever may pass is tried again until the recovery timeout is over.
+    Raises the errors of the coordinator and hosts; transient ones are retried until the recovery timeout is over.
     """
 
     def locate() -> LookedUp:

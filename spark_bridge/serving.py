@@ -46,12 +46,12 @@ log = logging.getLogger(__name__)
 
 
 class FollowedQuery:
-    """Keeps what is served at the last completed version of a query. A loop looks every ``interval`` seconds.
+    """Keeps the served state at the last completed version of a query. A loop looks every ``interval`` seconds.
 
     A look takes four listings of storage and the manifests that are new. ``look_up`` returns the query as storage has
     it now: another run, with other operators perhaps, once the query has been started again. ``serve`` begins to serve
     that run in place of the last one. Each look tells the coordinator how old the last successful one is, so that
-    answers can say how far they may be behind the query. ``clock`` is monotonic, in seconds.
+    answers can carry their possible lag. ``clock`` is monotonic, in seconds.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class FollowedQuery:
             name="statestore-follow",
             what=f"follow the query at {registration.state_location}: an old version is served",
             remedy="Look at the storage of the checkpoint, at its credentials, and at the log of the serving process. "
-            "It tries again by itself; answers say how far they may be behind.",
+            "It retries by itself; answers carry their possible lag.",
         )
 
     def start(self) -> None:
@@ -87,7 +87,7 @@ class FollowedQuery:
         self._loop.close(timeout=5)
 
     def look(self) -> None:
-        """Take up what was completed since the last look. Raises what storage and the coordinator raise."""
+        """Follow the versions completed since the last look. Raises the errors of storage and the coordinator."""
         began = self._clock()
         answer = self._coordinator.take_up_versions(self.registration.run_id, began - self._looked_at)
         if answer.refusal is not None:
@@ -207,7 +207,7 @@ class StateServing:
 
     @property
     def addresses(self) -> list[str]:
-        """Return where the hosts answer query clients, ``ip:port`` each."""
+        """Return the addresses at which the hosts answer query clients, ``ip:port`` each."""
         return self._cluster.query_addresses()
 
     @property
@@ -277,5 +277,5 @@ def _require_free(options: SessionOptions) -> None:
 
 
 def _nodes() -> dict[str, int]:
-    """Return the IP addresses of the nodes of the Ray cluster: a host may stand on each."""
+    """Return the IP addresses of the nodes of the Ray cluster: a host may run on each."""
     return {str(node["NodeManagerAddress"]): 1 for node in ray.nodes() if node["Alive"]}

@@ -52,7 +52,7 @@ class HttpLimits(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     max_body_bytes: Annotated[int, Field(gt=0, description="Largest body of a request.")] = 8 << 20
-    body_seconds: Annotated[float, Field(gt=0, description="Within which the body of a request must have come.")] = 30.0
+    body_seconds: Annotated[float, Field(gt=0, description="Time limit for the arrival of a request's body.")] = 30.0
     max_keys: Annotated[int, Field(gt=0, description="Most keys of one lookup.")] = 100_000
     max_lookup_bytes: Annotated[int, Field(gt=0, description="Largest answer of one lookup, as Arrow has it.")] = (
         64 << 20
@@ -104,7 +104,7 @@ STATUS: list[tuple[type[SparkBridgeError], int]] = [
     (HostUnavailableError, 503),
     (ConnectionClosedError, 503),
     (UnknownLocationError, 503),
-    # A package that a route needs is not installed where the application runs.
+    # A package that a route needs is not installed.
     (EnvironmentProblemError, 501),
 ]
 """By error class, the HTTP status; the first class that fits decides."""
@@ -149,7 +149,7 @@ def response(body: dict[str, Any], headers: Mapping[str, str] | None = None) -> 
 
 
 def add_handlers(app: FastAPI) -> None:
-    """Have the application answer every error as ``application/problem+json``."""
+    """Make the application answer every error as ``application/problem+json``."""
 
     async def of_client(_: Request, error: Exception) -> Response:
         return response(problem_of(error))

@@ -26,7 +26,7 @@ from spark_bridge.queryable.server.tokens import TokenVerifier
 VERSION_HEADER = "X-Statestore-Version"
 VERSIONS_HEADER = "X-Statestore-Versions"
 PAGE = "/ui"
-"""Where the page is. It checks tokens by itself, which browsers give in a cookie."""
+"""The path of the page. It checks tokens by itself, which browsers send in a cookie."""
 DESCRIPTION = """
 The state of running streams, read only. Every answer is of one version of all partitions: the last completed
 checkpoint, unless `isolation` or `version` say otherwise. Where hosts of `serve_state(follow=True)` are late, answers
@@ -173,7 +173,7 @@ def create_app(
         operator: str,
         key: str,
         query: Annotated[str | None, Query(description=_QUERY)] = None,
-        state: Annotated[str | None, Query(description="The state variable, where the operator has several.")] = None,
+        state: Annotated[str | None, Query(description="The state variable, if the operator has several.")] = None,
         window: Annotated[str | None, Query(description="The window's start, or start/end, in ISO 8601.")] = None,
         isolation: models.Isolation = models.Isolation.completed,
         version: Annotated[int | None, Query(ge=0, description="A version that is still retained.")] = None,
@@ -243,7 +243,7 @@ def create_app(
         request: Request,
         key: Annotated[list[str] | None, Query(description="Only these keys, each as in the path of `keys/`.")] = None,
         query: Annotated[str | None, Query(description=_QUERY)] = None,
-        state: Annotated[str | None, Query(description="The state variable, where the operator has several.")] = None,
+        state: Annotated[str | None, Query(description="The state variable, if the operator has several.")] = None,
         from_version: Annotated[int | None, Query(ge=0, description="The last version that is known already.")] = None,
     ) -> Response:
         wanted = models.WatchRequest(operator, tuple(key or ()), query, state, from_version)
@@ -256,7 +256,7 @@ def create_app(
     return app
 
 
-_QUERY = "Name, query id or run id: which query, where several have an operator of that name."
+_QUERY = "Name, query id or run id: which query, if several have an operator of that name."
 
 
 def _json(content: Any) -> Response:
@@ -293,7 +293,7 @@ def _describe_problems(app: FastAPI) -> None:
 
 
 ANSWER_REUSE_SECONDS = 1.0
-"""An answer of coordinator and hosts is given again for this many seconds: however many ask, these are asked once a
+"""TTL of a cached answer of coordinator and hosts, in seconds: with any number of callers, these are asked once a
 second.
 """
 

@@ -89,9 +89,9 @@ class KeyAnswer(BaseModel):
 
 
 QueryField = Annotated[
-    str | None, Field(description="Name, query id or run id: which query, where several have an operator of that name.")
+    str | None, Field(description="Name, query id or run id: which query, if several have an operator of that name.")
 ]
-StateField = Annotated[str | None, Field(description="The state variable, where the operator has several.")]
+StateField = Annotated[str | None, Field(description="The state variable, if the operator has several.")]
 VersionField = Annotated[
     int | None, Field(ge=0, description="A version that is still retained, in place of `isolation`.")
 ]
@@ -260,7 +260,7 @@ class DocumentBody:
         self._next = head[:-1] + b',"rows":['
 
     def rows(self, batch: pa.RecordBatch) -> bytes:
-        """Return the objects of some rows, and before the first rows what stands before them."""
+        """Return the objects of some rows, and before the first rows the beginning of the array."""
         encoded = b",".join(map(json_values.json_bytes, json_values.rows_to_json(batch)))
         before, self._next = self._next, b"," if encoded else self._next
         return before + encoded if encoded else b""

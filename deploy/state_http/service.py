@@ -162,7 +162,7 @@ class StateService:
         return version, pieces  # type: ignore[return-value]
 
     async def _scan(self, operator: str, request: ScanRequest, as_arrow: bool) -> AsyncIterator[int | bytes]:
-        """Give the version, and then the pieces of the body."""
+        """Yield the version, and then the pieces of the body."""
         deadline = time.monotonic() + self.limits.scan_seconds
         async with self._scans.slot():
             client = await self.client()

@@ -1,8 +1,8 @@
 """Running aggregates on Arrow columns: states of rows, merging of states, and results.
 
-An aggregation keeps some state columns per output (see ``state_columns``), so that the schema of the state alone says
-how to read it. Everything works on whole columns: rows carry a group id (0 to m - 1), and every step gives batches of m
-rows in the order of these ids.
+An aggregation keeps some state columns per output (see ``state_columns``), so that the schema of the state alone
+defines how to read it. Everything works on whole columns: rows carry a group id (0 to m - 1), and every step returns
+batches of m rows in the order of these ids.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ class Aggregator:
     def merge_pairs(self, old: pa.RecordBatch, present: pa.BooleanArray, new: pa.RecordBatch) -> pa.RecordBatch:
         """Return, row by row, one state of an old and a new one.
 
-        ``present`` says where there is an old state; where there is none, ``old`` has nulls. Raises as ``merge`` does.
+        ``present`` marks the rows with an old state; elsewhere ``old`` has nulls. Raises as ``merge`` does.
         """
         is_old = np.asarray(present)
         if not is_old.any():
@@ -179,7 +179,7 @@ class Aggregator:
     def results(self, states: pa.RecordBatch) -> list[pa.Array]:
         """Return the output columns of states.
 
-        A row of nulls gives a null result, unless a user's own ``finish`` decides otherwise.
+        A row of nulls has a null result, unless a user's own ``finish`` decides otherwise.
         """
         columns = results(states)
         for i, output in enumerate(self.outputs):
@@ -259,7 +259,7 @@ def is_aggregate_state(state: pa.Schema) -> bool:
 
 
 def results(states: pa.RecordBatch) -> list[pa.Array]:
-    """Return the output columns of states, in the types of ``result_fields``; a row of nulls gives a row of nulls."""
+    """Return the output columns of states, in the types of ``result_fields``; a row of nulls becomes a row of nulls."""
     return [
         computation.result(name, arguments, parts, [states.column(i) for i in places])
         for computation, name, arguments, parts, places in _computations(states.schema)

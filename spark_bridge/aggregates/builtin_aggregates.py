@@ -304,7 +304,7 @@ LEAST = np.iinfo(np.int64).min
 
 
 def _rows_taken(rows: Integers, *columns: pa.Array) -> list[pa.Array]:
-    """Return the columns at the given rows, null where the row is -1."""
+    """Return the columns at the given rows, null for row -1."""
     indices = pa.array(rows, mask=rows < 0)
     return [column.take(indices) for column in columns]
 

@@ -15,7 +15,7 @@ from backends.encoding.columns import Integers, Mask, struct_array
 from spark_bridge.aggregates.row_groups import plain
 from spark_bridge.exceptions import InvalidOperatorError
 
-# Rows in groups: the rows of one key in a batch, or the states that are to be merged into one.
+# Rows in groups: the rows of one key in a batch, or the states to merge into one.
 
 
 class Groups:
@@ -122,7 +122,7 @@ class Computation:
     - ``merge``: one state of the states of each group.
     - ``merge_pairs``: row by row, one state of two, a row of nulls being the state of no rows; without it, ``merge`` is
       used.
-    - ``result_type``, ``result``: the type of the results, and the results of states. Both are given the function's
+    - ``result_type``, ``result``: the type of the results, and the results of states. Both receive the function's
       name and arguments and the fields of the state columns: a reader has only the schema of the state, and no
       ``Output``.
     """
@@ -158,7 +158,7 @@ def _as_type(column: pa.Array, kind: pa.DataType | None) -> pa.Array:
 
 # The names of an aggregation's state columns: ``<output>.<function>.<part>``, such as ``total.sum.sum``.
 #
-# The names alone say how the state is to be read: a client that has only the schema of the state can compute results.
+# The names alone define how to read the state: a client that has only the schema of the state can compute results.
 
 
 class StateColumn(NamedTuple):
@@ -220,8 +220,8 @@ def user_result(output: str, user: UserAggregate, states: list[pa.Array]) -> pa.
     result: Any = user.finish(pa.Table.from_arrays(states, schema=user.state))
     if not isinstance(result, pa.Array | pa.ChunkedArray) or len(result) != len(states[0]):
         raise InvalidOperatorError(
-            f"{output}: finish answered {_described(result)}; it must give an Arrow array of {len(states[0])} values, "
-            "one for each row of the table it was given."
+            f"{output}: finish returned {_described(result)}; it must be an Arrow array of {len(states[0])} values, "
+            "one for each row of its table."
         )
     return _as_arrow_type(f"{output}: finish", result, user.result_type)
 
@@ -241,7 +241,7 @@ def state_result_type(schema: pa.Schema) -> pa.DataType:
 def _states(what: str, answer: Any, schema: pa.Schema, num: int) -> list[pa.Array]:
     """Return the state columns of an answer, in the order of the groups; raises ``InvalidOperatorError``."""
     if not isinstance(answer, pa.Table | pa.RecordBatch):
-        raise InvalidOperatorError(f"{what} answered {_described(answer)}; it must give a pyarrow.Table.")
+        raise InvalidOperatorError(f"{what} returned {_described(answer)}; it must return a pyarrow.Table.")
     missing = [c for c in (GROUP_ID, *schema.names) if c not in answer.schema.names]
     if missing:
         raise InvalidOperatorError(

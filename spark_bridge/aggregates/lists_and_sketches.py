@@ -112,7 +112,7 @@ def _checked(lists: pa.Array, rule: ListRule) -> pa.Array:
 
 
 def list_values(lists: pa.Array, kind: pa.DataType) -> pa.Array:
-    """Return the values without what they are ordered by, as lists of type ``kind``; null lists stay null."""
+    """Return the values without their order, as lists of type ``kind``; null lists stay null."""
     elements, offsets = list_parts(lists)
     if lists.type != kind:
         elements = elements.flatten()[1]
@@ -311,7 +311,7 @@ def _marks(column: pa.Array, precision: int) -> Integers:
     rest = (hashes << np.uint64(precision)) | np.uint64(1 << (precision - 1))
     upper = (rest >> np.uint64(32)).astype(np.float64)
     lower = (rest & np.uint64(0xFFFFFFFF)).astype(np.float64)
-    # frexp gives the number of bits of an integer, as a double holds these integers exactly.
+    # frexp returns the number of bits of an integer, as a double holds these integers exactly.
     bits = np.where(upper > 0, np.frexp(upper)[1] + 32, np.frexp(lower)[1])
     marks: Integers = (register << RANK_BITS) | (65 - bits)
     return marks

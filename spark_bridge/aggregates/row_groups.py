@@ -272,7 +272,7 @@ def _codes(column: pa.Array) -> tuple[Integers, int]:
 
 
 def _comparable(column: pa.Array) -> pa.Array:
-    """Return the column, or for a nested type the bytes that stand for its values."""
+    """Return the column, or for a nested type the bytes that represent its values."""
     if not pa.types.is_nested(column.type):
         return column
     return encode_keys(pa.record_batch({"key": column}), np.zeros(len(column), np.uint16))

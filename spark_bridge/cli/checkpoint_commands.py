@@ -212,7 +212,7 @@ MovedStateLocation = Annotated[
 def move(
     checkpoint_location: str, state_location: MovedStateLocation, storage_option: Option = None, as_json: AsJson = False
 ) -> None:
-    """Bind the state to CHECKPOINT_LOCATION, where its checkpoint has been moved to.
+    """Bind the state to CHECKPOINT_LOCATION, the new location of its checkpoint.
 
     Example: statestore checkpoint move s3://new/ck --state-location s3://bucket/state
     """
@@ -276,7 +276,7 @@ def files(
     storage_option: Option = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say of every file of the state at CHECKPOINT what it is, and what keeps it.
+    """Show every file of the state at CHECKPOINT: its kind, and the reason why it is kept.
 
     With --version only the files that this version can be loaded from.
 
@@ -360,7 +360,7 @@ def _verified(versions: StateVersions, version: int | None, rows: bool, as_json:
 
 
 def _unreadable(what: str, damages: list[Any], as_json: bool) -> typer.Exit:
-    """Tell of a version that manifests hide, so that scripts find the damage where they look for others.
+    """Report a version that manifests hide, so that scripts find the damage in the usual place.
 
     Return the exception that ends the command.
     """
@@ -386,7 +386,7 @@ def _verified_view(found: Verification) -> RenderableType:
         )
     elif all(d.operator is None for d in found.damages):
         lines.append(
-            Text(f"{read}: these are as they were written. Other versions or the query's start need what is damaged.")
+            Text(f"{read}: these match their checksums. Other versions or the query's start need the damaged files.")
         )
     else:
         lines.append(Text(f"{read}. Version {found.version} can still be loaded, by older snapshots and changelogs."))
@@ -398,7 +398,7 @@ def _verified_view(found: Verification) -> RenderableType:
 
 STDIN = Path("-")
 SURGERY_COORDINATOR_SECONDS = 60.0
-"""A coordinator that does not answer for this many seconds is given up."""
+"""Seconds to wait for a coordinator."""
 
 
 def forget(
@@ -439,9 +439,7 @@ def forget(
     from spark_bridge.state_surgery.forget_keys import forget_keys
 
     if keys_file == STDIN and not yes:
-        raise typer.BadParameter(
-            "--keys-file - takes the keys from where the answer to the question would come: give --yes"
-        )
+        raise typer.BadParameter("--keys-file - reads the keys from stdin, as the confirmation would: give --yes")
     texts = [*(key or []), *_lines(keys_file)]
     if (query is None) == (checkpoint is None):
         raise typer.BadParameter(

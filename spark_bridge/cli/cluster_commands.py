@@ -68,7 +68,7 @@ def drain(
     coordinator: CoordinatorName = COORDINATOR_NAME,
     as_json: AsJson = False,
 ) -> None:
-    """Let the hosts of a node hand over their partitions while the streams run, and wait for that.
+    """Make the hosts of a node hand over their partitions while the streams run, and wait for that.
 
     No host is started there from then on, until --undo. The exit code is 1 if hosts are still there after --timeout.
 
@@ -86,9 +86,9 @@ def drain(
         left = _await_none(namespace, coordinator, node_id, timeout)
     plain = {"node_id": node_id, "drained": not left, "hosts_left": left}
     if left:
-        _say(plain, f"{left} hosts still stand on {node}; see statestore status.", as_json)
+        _say(plain, f"{left} hosts are still on {node}; see statestore status.", as_json)
         raise typer.Exit(FOUND)
-    _say(plain, f"No host stands on {node} any more; the machine may go.", as_json)
+    _say(plain, f"No host is left on {node}; the machine may be removed.", as_json)
 
 
 def _say(plain: dict[str, object], text: str, as_json: bool) -> None:
@@ -99,7 +99,7 @@ def _say(plain: dict[str, object], text: str, as_json: bool) -> None:
 
 
 def _await_none(namespace: str, coordinator: str, node_id: str, timeout: float) -> int:
-    """Wait until no host stands on a node, or ``timeout`` seconds; return how many do."""
+    """Wait until a node has no hosts, or ``timeout`` seconds; return how many it has."""
     deadline = time.monotonic() + timeout
     while (left := _hosts_on(namespace, coordinator, node_id)) and time.monotonic() < deadline:
         time.sleep(DRAIN_POLL_SECONDS)
@@ -140,7 +140,7 @@ def _hosts_on(namespace: str, name: str, node_id: str) -> int:
         described = ray.get(coordinator.describe.remote(), timeout=DRAIN_ANSWER_SECONDS)
     except RayError as error:
         raise EnvironmentProblemError(
-            f"The node is drained, but the coordinator (namespace {namespace!r}) does not say how far that is: {error}"
+            f"The node is drained, but the coordinator (namespace {namespace!r}) does not report the progress: {error}"
         ) from error
     return sum(host["node_id"] == node_id for host in described["hosts"])
 
@@ -316,7 +316,7 @@ def serve(
 ) -> None:
     """Serve the state of a checkpoint or a savepoint from Ray actors, without Spark, until Ctrl-C or SIGTERM.
 
-    Nothing is written to the checkpoint. Where no Ray cluster runs, one is started on this machine.
+    Nothing is written to the checkpoint. If no Ray cluster runs, one is started on this machine.
 
     Examples: statestore serve ck/; statestore serve s3://bucket/ck --replicas 4 --follow
     """
@@ -357,7 +357,7 @@ PORT = 8170
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 UI_COORDINATOR_SECONDS = 10.0
 UI_OVERVIEW_SECONDS = 3.0
-"""How long hosts are waited for: one that is gone must not hold up the page."""
+"""How long to wait for hosts: a dead one must not hold up the page."""
 CLIENT_SECONDS = 10.0
 
 
@@ -452,7 +452,7 @@ def _run(
     from spark_bridge.ui.state_pages import PAGE_SQL
 
     class Server(uvicorn.Server):
-        """Says where it listens, once it does."""
+        """Prints its address once it listens."""
 
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
             await super().startup(sockets)

@@ -73,7 +73,7 @@ PACKAGES = ("ray-statestore", "ray", "pyspark", "raydp", "pyarrow", "msgspec", "
 
 
 def token_mode_check(environment: Mapping[str, str] = os.environ, home: Path | None = None) -> Iterator[Check]:
-    """Say whether Ray's tokens are on, and whether this machine has one."""
+    """Check whether Ray's tokens are on, and whether this machine has one."""
     mode = environment.get("RAY_AUTH_MODE", "")
     token_path = Path(environment.get("RAY_AUTH_TOKEN_PATH") or (home or Path.home()) / ".ray" / "auth_token")
     has_token = bool(environment.get("RAY_AUTH_TOKEN")) or token_path.exists()
@@ -172,7 +172,7 @@ def _skew(probe: Any, strategy: Any) -> float:
 
 
 def node_checks(nodes: Sequence[Mapping[str, Any]]) -> Iterator[Check]:
-    """Say which nodes do not answer, have other versions than this machine, or another time."""
+    """Check which nodes do not answer, have other versions than this machine, or another time."""
     pass
 
     here = {name: installed(name) for name in PACKAGES}
@@ -201,7 +201,7 @@ def node_checks(nodes: Sequence[Mapping[str, Any]]) -> Iterator[Check]:
 
 
 def overview_checks(overview: Overview) -> Iterator[Check]:
-    """Say whether the hosts' ports can be reached from here, and which faults the overview has."""
+    """Check whether the hosts' ports can be reached from here, and which faults the overview has."""
     if overview.coordinator is None:
         yield Check(CLUSTER_AREA, "coordinator", SKIPPED, "No stream with state has run in this namespace.")
         return
@@ -250,7 +250,7 @@ LEAST_FREE = 2 << 30
 
 
 def python_check() -> Iterator[Check]:
-    """Say whether this Python will do, and whether Spark's workers have the same."""
+    """Check whether this Python is supported, and whether Spark's workers have the same."""
     version = ".".join(map(str, sys.version_info[:3]))
     is_known = (3, 10) <= sys.version_info[:2] < (3, 14)
     remedy = "" if is_known else "Use Python 3.10 to 3.13."
@@ -267,7 +267,7 @@ def python_check() -> Iterator[Check]:
 
 
 def package_checks() -> Iterator[Check]:
-    """Say which required packages are missing or of another version than is needed."""
+    """Check which required packages are missing or of another version than is needed."""
     wrong = []
     for text in metadata.requires(PACKAGE) or ():
         needed = Requirement(text)
@@ -287,7 +287,7 @@ def package_checks() -> Iterator[Check]:
 
 
 def pair_checks(pyspark: str, raydp: str) -> Iterator[Check]:
-    """Say whether Spark and RayDP are a tested pair."""
+    """Check whether Spark and RayDP are a tested pair."""
     line = ".".join(pyspark.split(".")[:2])
     wanted = TESTED.get(line)
     if wanted is None:
@@ -317,7 +317,7 @@ def installed(name: str) -> str | None:
 
 
 def java_check() -> Iterator[Check]:
-    """Say whether there is a Java that Spark and RayDP run on."""
+    """Check whether there is a Java that Spark and RayDP run on."""
     try:
         yield Check(MACHINE_AREA, "java", OK, f"Java at {ensure_java()}")
     except EnvironmentProblemError as error:
@@ -326,7 +326,7 @@ def java_check() -> Iterator[Check]:
 
 
 def disk_check() -> Iterator[Check]:
-    """Say whether the temporary directory has room."""
+    """Check whether the temporary directory has room."""
     where = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
     free = shutil.disk_usage(where).free
     found = f"{where} has {free / (1 << 30):.1f} GiB free."
@@ -337,13 +337,13 @@ def disk_check() -> Iterator[Check]:
 
 
 def spark_checks(given: Mapping[str, str]) -> Iterator[Check]:
-    """Say which settings of Spark harm stateful queries. ``given`` go before those of spark-defaults.conf."""
+    """Check which settings of Spark harm stateful queries. ``given`` override those of spark-defaults.conf."""
     file = _defaults_file()
     settings = {**({} if file is None else defaults_of(file.read_text(encoding="utf-8"))), **given}
     wrong = list(_wrong_settings(settings))
     yield from wrong
     if not wrong:
-        found = "No setting of Spark stands against state" + (f" (in {file})." if file else "; no spark-defaults.conf.")
+        found = "No setting of Spark harms state" + (f" (in {file})." if file else "; no spark-defaults.conf.")
         yield Check("spark", "settings", OK, found)
 
 
@@ -359,9 +359,7 @@ def _wrong_settings(settings: Mapping[str, str]) -> Iterator[Check]:
         yield check(STATELESS_AQE, WARNING, remedy)
     kept = settings.get(MIN_BATCHES_CONF, "100")
     if not kept.isdigit() or int(kept) < 2:
-        yield check(
-            MIN_BATCHES_CONF, WARNING, "No earlier version can be read or gone back to: keep 100, or at least 2."
-        )
+        yield check(MIN_BATCHES_CONF, WARNING, "No earlier version can be read or restored: keep 100, or at least 2.")
     location = settings.get(STATE_LOCATION_CONF, "")
     if location and not location.startswith("/") and "://" not in location:
         yield check(
@@ -391,7 +389,7 @@ def defaults_of(text: str) -> dict[str, str]:
     return found
 
 
-# Checks of storage: whether it creates files only if they are absent, shows what was written, and how slow it is.
+# Checks of storage: whether it creates files only if they are absent, shows written files at once, and how slow it is.
 
 
 STORAGE_AREA = "storage"

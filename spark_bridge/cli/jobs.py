@@ -23,9 +23,9 @@ from ray.job_submission import JobSubmissionClient
 
 from spark_bridge.cli.output import FAILED, complain
 
-# Keeping a program running as a job of Ray: start it again when it fails, a bounded number of times, and say why.
+# Keeping a program running as a job of Ray: start it again when it fails, a bounded number of times, and report why.
 #
-# Ray starts a program that is submitted as a job on its head node, and says how the program ended; nothing of Ray
+# Ray starts a program that is submitted as a job on its head node, and reports how the program ended; Ray itself never
 # starts the program again. The doubling delay and the name of the limit are those of a Kubernetes Job
 # (``backoffLimit``). The cluster is called through ``Jobs``; clock and waits are handed in.
 
@@ -116,7 +116,7 @@ class Patience:
 
 
 class Stop:
-    """The signal that has come. It ends every wait."""
+    """The received signal. It ends every wait."""
 
     def __init__(self) -> None:
         self._signal: int | None = None
@@ -129,7 +129,7 @@ class Stop:
         signal.signal(number, signal.SIG_DFL)
 
     def sent(self) -> int | None:
-        """Return the signal that has come; None if none has."""
+        """Return the received signal, or None."""
         return self._signal
 
     def wait(self, seconds: float) -> None:
@@ -138,7 +138,7 @@ class Stop:
 
 
 class Supervisor:
-    """Keeps one program running. ``say`` is given a line for people at each turn; ``run`` blocks until the end."""
+    """Keeps one program running. ``say`` receives a line for people at each event; ``run`` blocks until the end."""
 
     def __init__(
         self,
@@ -228,7 +228,7 @@ class Supervisor:
             )
 
     def _await_end(self, number: int) -> JobRun | None:
-        """Wait until a run is over; None if the cluster does not know it any more, or a signal has come."""
+        """Wait until a run is over; None if the cluster does not know it any more, or a signal was received."""
         while self._stop.sent() is None:
             run = self._asked(lambda: self._jobs.look(number))
             if run is None or run.is_over:
@@ -292,7 +292,7 @@ def why(run: JobRun | None) -> str:
             return f"the driver was killed by {name}{out_of_memory}"
         return f"the program has ended with exit code {run.exit_code}; its last lines say why"
     told = {
-        "JOB_SUPERVISOR_ACTOR_DIED": "the driver's machine, or Ray's process that looks after the driver, has died",
+        "JOB_SUPERVISOR_ACTOR_DIED": "the driver's machine, or Ray's process that supervises the driver, has died",
         "RUNTIME_ENV_SETUP_FAILURE": "its environment could not be made",
         "JOB_SUPERVISOR_ACTOR_START_TIMEOUT": "Ray has not started it in time",
         "JOB_SUPERVISOR_ACTOR_UNSCHEDULABLE": "no node could take it",
@@ -337,8 +337,8 @@ def run(
         list[str] | None,
         typer.Option(
             metavar="NAME",
-            help="Gives the program this environment variable, with the value that it has here; again for more. "
-            "NAME=VALUE gives another value, which every user of this machine can read in the process list: not for "
+            help="Pass this environment variable to the program, with its value here; repeatable. "
+            "NAME=VALUE sets another value, which every user of this machine can read in the process list: not for "
             "secrets.",
         ),
     ] = None,
@@ -355,7 +355,7 @@ def run(
     stop_timeout: Annotated[
         int, typer.Option(min=1, help="Seconds that the program has to end after SIGTERM, before it is killed.")
     ] = 30,
-    output: Annotated[bool, typer.Option("--output/--no-output", help="Print what the program prints.")] = True,
+    output: Annotated[bool, typer.Option("--output/--no-output", help="Print the output of the program.")] = True,
 ) -> None:
     """Run the program of a stream as a job of Ray, and start it again whenever it fails.
 
@@ -397,7 +397,7 @@ def run(
 def command_of(program: Path, arguments: list[str], working_dir: Path | None, python: str | None) -> str:
     """Return the command line of the job, for the shell on the head.
 
-    Without ``working_dir`` the program runs here, where this command is called: relative paths mean the same. Raises
+    Without ``working_dir`` the program runs in the current directory: relative paths mean the same. Raises
     ``ValueError`` if the program is not there.
     """
     if not program.is_file():
@@ -473,7 +473,7 @@ class PatientClient(JobSubmissionClient):  # type: ignore[misc]
 
 
 class RayJobs:
-    """The runs of one name. ``runtime_env`` is Ray's; ``follows`` says whether output is printed.
+    """The runs of one name. ``runtime_env`` is Ray's; ``follows``: whether output is printed.
 
     ``address`` is that of the cluster (``http://head:8265``, ``head:6379``), None for the one on this machine.
     """
@@ -527,7 +527,7 @@ class RayJobs:
         self._ask("POST", f"/api/jobs/{quote(self.named(number))}/stop")
 
     def follow(self, number: int) -> None:
-        """Print what a run prints, in a thread that ends with the run."""
+        """Print the output of a run, in a thread that ends with the run."""
         if self._follows:
             threading.Thread(target=self._print, args=(number,), name="statestore-output", daemon=True).start()
 
@@ -589,7 +589,7 @@ class RayJobs:
 
             try:
                 asyncio.run(follow())
-            except Exception:  # noqa: BLE001 - whatever it was: the supervisor says what became of the run
+            except Exception:  # noqa: BLE001 - any error: the supervisor reports the outcome of the run
                 time.sleep(ASK_AGAIN_SECONDS)
             try:
                 run = self.look(number)

@@ -29,7 +29,7 @@ MOST_LOOKED_AT = 500
 
 @dataclass(frozen=True)
 class LogFile:
-    """A log that can be read: ``source`` says whose it is, and ``read`` gives its last lines."""
+    """A log that can be read: ``source`` names its process, and ``read`` returns its last lines."""
 
     source: str
     read: Callable[[], Iterable[str]]
@@ -43,7 +43,7 @@ def log_files(namespace: str, coordinator: str, tail: int) -> tuple[list[LogFile
     import ray
     from ray.util.state.exception import RayStateApiException
 
-    # Without an address Ray refuses where a machine has several heads.
+    # Without an address Ray refuses if a machine has several heads.
     address = ray.get_runtime_context().gcs_address
     try:
         return _log_files(address, namespace, coordinator, tail)
@@ -85,7 +85,10 @@ def _log_files(address: str, namespace: str, coordinator: str, tail: int) -> tup
             where = {"submission_id": job.submission_id, "node_ip": job.driver_info.node_ip_address}
             files.append(LogFile("driver", _reader(tail, address=address, **where)))
         elif job is not None and job.status == "RUNNING":
-            missing.append(f"The driver (job {job_id}) was not started with 'ray job submit': look where it writes.")
+            missing.append(
+                f"The driver (job {job_id}) was not started with 'ray job submit': look for its output where you "
+                "started it."
+            )
     return files, missing
 
 
@@ -165,11 +168,11 @@ def logs(
     coordinator: CoordinatorName = COORDINATOR_NAME,
     as_json: AsJson = False,
 ) -> None:
-    """Show what the coordinator, the hosts and the driver have logged about a query, in the order of time.
+    """Show the log lines of the coordinator, the hosts and the driver about a query, in the order of time.
 
-    The driver's log is read where it was started with ``ray job submit``; else it is where the driver writes it. A
-    query that has ended, or whose driver was lost, is looked for as well, as long as Ray keeps the logs. With --json
-    there is one JSON object a line.
+    The driver's log is read if it was started with ``ray job submit``; otherwise look for it where the driver writes
+    it. A query that has ended, or whose driver was lost, is looked for as well, as long as Ray keeps the logs. With
+    --json there is one JSON object a line.
 
     Examples: statestore logs clicks; statestore logs clicks --errors --json; statestore logs clicks --all --tail 500
     """

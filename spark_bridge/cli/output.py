@@ -1,8 +1,8 @@
 """The output of every command: tables for people, JSON for programs, errors on stderr, and its exit code.
 
 Exit codes: 0: done, and nothing is wrong. 1: looked, and found something: damage, a fault, differences, no such key.
-2: could not look, or was asked wrongly; stderr says why. 3: answered, and something else in storage is damaged; stderr
-says what. The reference has them command by command.
+2: could not look, or wrong arguments; stderr has the reason. 3: answered, and something else in storage is damaged;
+stderr names it. The reference has the codes of each command.
 """
 
 from __future__ import annotations

@@ -193,7 +193,7 @@ def requests_view(query: Query, most: int, prices: Prices) -> RenderableType:
 
 
 def cost_of(checkpoints: Sequence[Checkpoint], prices: Prices) -> str | None:
-    """Return in a sentence what the requests of checkpoints cost; None if they are not known."""
+    """Return the cost of the requests of checkpoints, in a sentence; None if they are not known."""
     known = [one for one in checkpoints if one.storage]
     if not known:
         return None

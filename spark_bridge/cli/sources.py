@@ -189,9 +189,9 @@ CoordinatorName = Annotated[str, typer.Option("--coordinator", help="The name of
 
 @dataclass(frozen=True)
 class Source:
-    """A checkpoint if one is named, else a cluster. ``tls`` is how its hosts are asked.
+    """A checkpoint if one is named, else a cluster. ``tls`` is for the connections to its hosts.
 
-    ``damages`` says what was found damaged in storage and was passed over; ``known`` is what the last look has made.
+    ``damages`` describes damage in storage that was skipped; ``known`` is the result of the last look.
     """
 
     checkpoint: str | None = None
@@ -211,7 +211,7 @@ class Source:
 
     @contextmanager
     def joined(self) -> Iterator[None]:
-        """Be in the cluster, if a cluster is looked at. Raises ``EnvironmentProblemError`` if none answers."""
+        """Join the Ray cluster, unless a checkpoint is read. Raises ``EnvironmentProblemError`` if none answers."""
         if self.checkpoint is not None:
             yield
             return
@@ -238,7 +238,7 @@ class Source:
 
     @contextmanager
     def client(self) -> Iterator[QueryableStateClient]:
-        """Give a query client of the checkpoint, savepoint or cluster.
+        """Yield a query client of the checkpoint, savepoint or cluster.
 
         A cluster is asked without Ray if ``STATESTORE_ADDRESS`` and ``STATESTORE_TOKEN`` name a host and a token.
         """

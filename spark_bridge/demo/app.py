@@ -71,7 +71,7 @@ class Display(Protocol):
 
 
 def choose_display(console: Console, batches: int) -> Display:
-    """Return the live picture where it can be drawn, else lines."""
+    """Return the live picture if it can be drawn, else lines."""
     return LiveDisplay(console, batches) if console.is_terminal else LineDisplay(console, batches)
 
 

@@ -40,7 +40,7 @@ class StreamOptions(msgspec.Struct, frozen=True):
 
 
 class LookupOptions(msgspec.Struct, frozen=True):
-    """The options of the lookup process: where the cluster is, and how long to rest between two lookups."""
+    """The options of the lookup process: the address of the cluster, and the pause between two lookups."""
 
     events_fd: int
     ray_address: str
@@ -278,7 +278,7 @@ def expected_state(flights: pd.DataFrame) -> pa.Table:
             "last_departure": grouped["departure"].max(),
         }
     )
-    # Of several flights at the last departure time, the greatest destination counts.
+    # If several flights have the last departure time, the greatest destination counts.
     newest = flights[flights["departure"] == grouped["departure"].transform("max")]
     state["last_dest"] = newest.groupby(FLIGHT_KEY, dropna=False)["dest"].max()
     return pa.Table.from_pandas(state.reset_index(), schema=STATE_SCHEMA, preserve_index=False)

@@ -254,7 +254,7 @@ def _room_on_machines(count: int) -> PlacementGroup:
 
 
 def hosts_by_machine() -> dict[str, int]:
-    """Return how many state hosts of this session stand on each machine, by its address."""
+    """Return how many state hosts of this session each machine has, by its address."""
     addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
     return dict(sorted(Counter(addresses[host.node_id] for host in current_cluster().placement.hosts).items()))
 

@@ -147,7 +147,7 @@ class _DeduplicateBatch:
         return OperatorFigures(self._rows, self._new, self._removed, self._late, duplicates)
 
     def add(self, rows: pa.RecordBatch, reducer: RowReducer) -> None:
-        """Take the rows that are not late."""
+        """Keep the rows that are not late."""
         if self._logic.event_time is not None:
             rows, late = late_rows_removed(rows, self._logic.event_time, self._store.times.late_watermark_ms)
             self._late += late

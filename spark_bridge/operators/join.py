@@ -528,7 +528,7 @@ def join_asof(
     placing = placing_of(left, right, operator, num_partitions)
     tolerance_us = None if tolerance is None else microseconds(left.sparkSession, tolerance)
     if tolerance_us is not None and tolerance_us < 0:
-        raise InvalidOperatorError(f"tolerance={tolerance!r} is less than nothing; give a duration such as '1 minute'.")
+        raise InvalidOperatorError(f"tolerance={tolerance!r} is negative; give a duration such as '1 minute'.")
     late = event_times(left, right, left_time, right_time)
     for time in late:
         if time is not None and time.column in keys:

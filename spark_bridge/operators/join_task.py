@@ -2,7 +2,7 @@
 
 The rows of a batch are sorted by key, and the chunks of waiting rows that the watermark has reached with them. For some
 keys at a time, new rows of one side are matched with the waiting and the new rows of the other side. Then the rows that
-can find no match any more leave the state; where the join asks for it, those that never had one are emitted. Spark's
+can find no match any more leave the state; if the join asks for it, those that never had one are emitted. Spark's
 counterpart is ``StreamingSymmetricHashJoinExec``: in one batch, all matches come before any row is removed.
 """
 
@@ -59,7 +59,7 @@ Apply: TypeAlias = Callable[[pa.Table, pa.Table], "pa.Table | pa.RecordBatch"]
 class SideRows:
     """All rows of one side that a step handles: first the new ones, then those that were waiting.
 
-    ``can_match`` is false for rows with a null in their key, or without a time where the join has bounds.
+    ``can_match`` is false for rows with a null in their key, or without a time if the join has bounds.
     """
 
     waiting: Waiting
@@ -99,7 +99,7 @@ class JoinOutput:
         of_right: Ids | None,
         spool: Spool,
     ) -> None:
-        """Put pairs of rows into the spool; where a side is None, the rows have nulls for it."""
+        """Put pairs of rows into the spool; if a side is None, the rows have nulls for it."""
         rows = ((left, of_left), (right, of_right))
         num_rows = next((len(numbers) for _, numbers in rows if numbers is not None), 0)
         for first in range(0, num_rows, PAIRS_AT_ONCE):
@@ -141,7 +141,7 @@ class JoinOutput:
         made = self.apply(tables[0], tables[1])
         if not isinstance(made, (pa.Table, pa.RecordBatch)):
             raise StatefulProcessorError(
-                f"apply= of a join gave {type(made).__name__}: it must give a pyarrow.Table or RecordBatch."
+                f"apply= of a join returned {type(made).__name__}: it must return a pyarrow.Table or RecordBatch."
             )
         missing = [name for name in self.output.names if made.schema.names.count(name) != 1]
         if missing:
@@ -289,7 +289,7 @@ class JoinBatch:
         return self._watermark - side.expires_after_us // 1000
 
     def add(self, rows: pa.RecordBatch, reducer: RowReducer) -> None:
-        """Take the rows that are not late."""
+        """Keep the rows that are not late."""
         logic = self._logic
         is_right = np.asarray(rows.column(SIDE)) == RIGHT_ROW
         if logic.bounds.uses_time:
@@ -423,7 +423,7 @@ class JoinBatch:
         *,
         has_entries: bool = True,
     ) -> None:
-        """Stage what the rows of a side have become; see ``WaitingRows.write``."""
+        """Stage the changed rows of a side; see ``WaitingRows.write``."""
         n, state = of_side.num_new, self._state[i]
         stored = np.flatnonzero(kept[:n])
         self._updated += len(stored)

@@ -1,7 +1,7 @@
 """The one way of this project's functions into a DataFrame's plan: ``mapInArrow`` over columns by their position.
 
-Spark resolves names where this project has columns. It reads a dot as a field of a struct, and by default it refuses a
-name if the DataFrame has another one that differs only in case. So no name of a user's column goes to Spark here.
+Spark resolves names, whereas this project has columns. It reads a dot as a field of a struct, and by default it refuses
+a name if the DataFrame has another one that differs only in case. So no name of a user's column goes to Spark here.
 """
 
 from __future__ import annotations
@@ -226,7 +226,7 @@ class InitialStateAccess:
         self.entry, _ = build_partition(storage, self._meta, sorted(families), pairs, self._conf)
 
     def close(self) -> None:
-        """Drop what was staged."""
+        """Drop the staged changes."""
         self._staged.close()
 
 

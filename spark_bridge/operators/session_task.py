@@ -279,7 +279,7 @@ class _SessionBatch:
         return int(stored.nbytes + both.nbytes)
 
     def _stage(self, keys: pa.BinaryArray, present: Mask, due: pa.Array, ids: Ids, sessions: pa.RecordBatch) -> None:
-        """Stage the sessions that stay; ``present`` and ``due`` tell what is stored of each key."""
+        """Stage the sessions that stay; ``present`` and ``due`` describe the stored rows of each key."""
         num_keys = len(keys)
         counts = np.bincount(ids, minlength=num_keys)
         has_sessions = counts > 0

@@ -175,7 +175,7 @@ class WaitingRows:
         *,
         has_entries: bool = True,
     ) -> None:
-        """Stage what the rows of some keys have become.
+        """Stage the changed rows of some keys.
 
         ``kept``, ``matched`` and ``due_at`` are of the rows of ``waiting``: which of them stay, which have found a
         match by now, and when each is due (microseconds; ``NO_TIME``). ``due`` are the chunks whose entries by time
@@ -273,7 +273,7 @@ class WaitingRows:
         lengths: Ids,
         has_entry: Ids,
     ) -> None:
-        """Stage the last rows of the keys that are ``pooled``, cutting chunks off where there are too many."""
+        """Stage the last rows of the keys that are ``pooled``, cutting chunks off if there are too many."""
         num_keys = len(keys)
         counts = np.bincount(ids, minlength=num_keys)
         starts = offsets_of(counts)[:-1]
@@ -336,7 +336,7 @@ class WaitingRows:
 
 
 def _runs(waiting: Waiting, chosen: Mask) -> tuple[Ids, Ids, Ids]:
-    """Return the chunks of the chosen rows: the places of their keys, their numbers, and where their rows begin."""
+    """Return the chunks of the chosen rows: the places of their keys, their numbers, and the start of their rows."""
     ids, numbers = waiting.ids[chosen], waiting.numbers[chosen]
     if not len(ids):
         return ids, numbers, ids

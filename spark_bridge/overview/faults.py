@@ -42,7 +42,7 @@ LEAST_FAILURES = 3
 """Fewer requests within a minute that fail and are repeated say nothing: each store has some."""
 LEAST_WAITING_MS = 10_000
 HANGING_MS = 30_000
-"""Storage that gives no answer for this long holds up batches."""
+"""Storage that does not answer for this long holds up batches."""
 LONGEST_REASON = 300
 COORDINATOR_PROCESS = "coordinator"
 LEAST_LOOP_FAILURES = 2
@@ -314,7 +314,7 @@ def _of_query(overview: Overview, query: Query) -> Iterator[Fault]:
             "follower-late",
             subject,
             f"It is followed from its storage, which was last looked at {duration(query.lag_ms)} ago with success: "
-            f"version {query.completed_version} is answered from, and each answer says how far it may be behind.",
+            f"answers are of version {query.completed_version}, and each one has its possible lag.",
             "Look at the storage of the checkpoint, at its credentials, and at the log of the process that called "
             "serve_state. It continues by itself once storage answers.",
         )
@@ -342,7 +342,7 @@ def _of_query(overview: Overview, query: Query) -> Iterator[Fault]:
             "version-missing",
             subject,
             f"Spark has committed version {query.completed_version}, and no manifest in storage has it.",
-            "Start the query: it recovers what its hosts have stored, or says what is missing.",
+            "Start the query: it recovers the data that its hosts have stored, or names the missing files.",
         )
     if query.damages:
         yield _damaged(query, subject)
@@ -454,17 +454,18 @@ def _awaited(query: Query) -> tuple[str, str]:
         return (
             f"{query.pending_partitions} partitions have not acknowledged it.",
             "Look at Spark's UI for the tasks that are left, and at the faults of hosts and storage here; 'statestore "
-            "partitions' says which hosts own them.",
+            "partitions' names the hosts that own them.",
         )
     if query.prepared_version > query.completed_version:
         return (
             "Its state is stored, and Spark has not committed it: the sink or a later stage is slow.",
-            "Look at the target of the stream: does it answer, is it slow, is it locked? Spark's UI shows the stage.",
+            "Check the system that the stream writes to: does it answer, is it slow, is it locked? Spark's UI shows "
+            "the stage.",
         )
     return (
         "No task has opened its state: the source or an earlier stage is slow.",
-        "Look at the source of the stream: does it answer, is it slow? Spark's UI shows the stage, and whether its "
-        "tasks have executors.",
+        "Check the system that the stream reads from: does it answer, is it slow? Spark's UI shows the stage, and "
+        "whether its tasks have executors.",
     )
 
 
@@ -479,7 +480,7 @@ def _of_operator(query: Query, operator: Operator) -> Iterator[Fault]:
             subject,
             f"Partition {hottest.partition} has {largest:,} keys, {operator.skew:,.0f} times those of the median one.",
             "Look at the hottest keys of this operator: if one key has most, its state must become smaller, or the key "
-            "finer; partial_aggregation=True helps where the key only has most rows. If many keys are there, take more "
+            "finer; partial_aggregation=True helps if the key only has most rows. If there are many keys, take more "
             "partitions.",
         )
     yield from _slow_partition(operator, subject)

@@ -76,7 +76,7 @@ class KnownCheckpoints:
 
     def of(self, query: Description, stats: Description) -> tuple[Checkpoint, ...]:
         """Return the checkpoints of a run: those that were known, and those in ``stats``, an answer to
-        ``checkpoint_stats``. {} stands for no answer in time.
+        ``checkpoint_stats``. {} means no answer in time.
         """
         known = self._of_runs.setdefault(query["run_id"], _OfRun())
         told, first = stats.get("history", ()), stats.get("history_first")
@@ -113,8 +113,8 @@ def overview_of_cluster(
 
     ``coordinator`` is the answer to ``describe``; None means that no stream with state has run. ``hosts`` are those to
     ``describe_in_columns``, without the hosts that have not answered. ``stats`` are the answers to ``checkpoint_stats``
-    by run id, each asked with the mark that ``known`` has of the run. ``known`` is what the last look has made,
-    ``silent`` what Ray knows of the actors of hosts that have not answered.
+    by run id, each asked with the mark that ``known`` has of the run. ``known`` is the result of the last look,
+    ``silent`` Ray's description of the actors of hosts that have not answered.
     """
     known = known or KnownCheckpoints()
     if coordinator is None:

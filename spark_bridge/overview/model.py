@@ -62,9 +62,9 @@ class LoopFailures:
 
 @dataclass(frozen=True)
 class HostOverview:
-    """One StateStoreHost. ``answered``: False if it did not answer in time, and only the coordinator's word is known.
+    """One StateStoreHost. ``answered``: False if it did not answer in time, and only the coordinator's answer is known.
 
-    Without a heartbeat the coordinator does not know the host. ``actor_state`` is what Ray says of its actor, where it
+    Without a heartbeat the coordinator does not know the host. ``actor_state`` is Ray's state of its actor, if the host
     has not answered: ALIVE, RESTARTING and so on.
 
     ``memory`` is in bytes by what holds it, with the budget as ``host_memory``; ``counters`` count since it started.
@@ -253,7 +253,7 @@ class Variable:
 class SchemaUse:
     """The schema that the versions from ``first_version`` to ``last_version`` of an operator were written with.
 
-    ``variables`` are known where the schema itself can be read: from storage, and of the newest.
+    ``variables`` are known if the schema itself can be read: from storage, and of the newest.
     """
 
     schema_id: str
@@ -367,9 +367,9 @@ class Overview:
     format_version: int = OVERVIEW_FORMAT_VERSION
 
     def query(self, named: str | None) -> Query:
-        """Return the query of that name, query id or run id; None stands for the only one. Raises ``LookupError``.
+        """Return the query of that name, query id or run id; None means the only one. Raises ``LookupError``.
 
-        Where several are meant, as earlier runs of a query, and one of them runs, it is that one.
+        If several match, as earlier runs of a query, and one of them runs, it is that one.
         """
         found = [q for q in self.queries if named is None or named in (q.name, q.query_id, q.run_id)]
         running = [q for q in found if q.status == RUNNING]

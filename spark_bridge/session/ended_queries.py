@@ -200,7 +200,8 @@ class EndedQueries:
     def ended(self, registration: QueryRegistration, failure: str = "") -> None:
         """Report that a run has ended, with its error, if any.
 
-        Raises what the coordinator raises; then the next ``renew`` reports the end again, if the query is to be served.
+        Raises the errors of the coordinator; then the next ``renew`` reports the end again, if the query is to be
+        served.
         """
         if self._keep_serving == 0:
             self._coordinator.deactivate_instances(registration.run_id)
@@ -226,7 +227,7 @@ class EndedQueries:
     def renew(self) -> None:
         """Renew the leases, end the runs whose time is over, and report the runs to a restarted coordinator.
 
-        Raises what the coordinator raises; the next call does the rest.
+        Raises the errors of the coordinator; the next call does the rest.
         """
         with self._lock:
             now = self._clock()

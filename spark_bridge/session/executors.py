@@ -28,7 +28,7 @@ EXECUTOR_SECONDS = 60.0
 """A session waits at its start at most this many seconds for the executors that it has asked for."""
 EXECUTOR_POLL_SECONDS = 0.2
 WAIT_NOTICE_SECONDS = 10.0
-"""After this many seconds a session says what it waits for, and who holds the CPUs."""
+"""After this many seconds a waiting session logs the reason and the holders of the CPUs."""
 
 
 def executor_cores(spark: SparkSession) -> dict[str, int]:
@@ -76,7 +76,7 @@ def await_executors(spark: SparkSession, count: int) -> None:
 def placement_group_of(strategy: str, count: int, cores: int, memory: str | int) -> PlacementGroup:
     """Reserve Ray's resources for ``count`` executors, as RayDP does for ``placement_group_strategy=``.
 
-    Waits as long as it takes, like RayDP, and says after ``WAIT_NOTICE_SECONDS`` what it waits for. Raises
+    Waits as long as it takes, like RayDP, and logs the reason after ``WAIT_NOTICE_SECONDS``. Raises
     ``ValueError`` for a strategy that Ray does not have.
     """
     import ray
@@ -152,7 +152,7 @@ def _actors_with_cpus() -> list[tuple[float, str]]:
 
 
 def machine_of(host_port: str) -> str:
-    """Return the machine of what Spark says of an executor, which has no port until the block manager registers."""
+    """Return the machine of Spark's address of an executor, which has no port until the block manager registers."""
     machine, _, _ = host_port.rpartition(":")
     return host_port if not machine or host_port.endswith("]") else machine
 
@@ -208,7 +208,7 @@ class LostExecutors:
             self.look,
             EXECUTOR_LOOK_SECONDS,
             name="statestore-executors",
-            what="look after the executors: Spark waits minutes for those whose machine is gone",
+            what="look after the executors: Spark waits minutes for those whose machine is dead",
             remedy="Look at the log of the driver.",
             is_ending=lambda: shutdown.is_ending,
         )
@@ -220,7 +220,7 @@ class LostExecutors:
         self._loop.close(timeout=None)
 
     def look(self) -> None:
-        """Give up executors that do not answer, and ask for others."""
+        """Give up executors that do not answer, and request replacements."""
         if self._shutdown.is_ending:
             return
         all_executors = executor_places(self._spark)
@@ -306,7 +306,7 @@ SHUFFLE = {
     # A machine that is cut off sends no reset. Spark would wait two minutes for its part of a shuffle.
     "spark.shuffle.io.connectionTimeout": "5s",
     "spark.shuffle.io.connectionCreationTimeout": "3s",
-    # A machine that stands still for half a minute is waited for all the same.
+    # Tasks still wait for a machine that hangs for half a minute.
     "spark.shuffle.io.retryWait": "1s",
     "spark.shuffle.io.maxRetries": "8",
 }
@@ -329,10 +329,10 @@ def master_on_head(given: Mapping[str, str]) -> dict[str, str]:
 class MasterSettings(dict[str, str]):
     """Settings of a session, which reach RayDP's master without the number of executors.
 
-    The master starts no executor where ``INSTANCES`` of them are registered or were ever started again by Ray: it
-    never takes one of the latter off. A session of N executors that has lost N of them over time, and whose driver then
-    asks for one in the place of another that is lost, would not get it. Without the setting the master starts what the
-    driver asks for. RayDP hands its master a pickled copy, and adds the number to this object itself.
+    The master starts no executor if ``INSTANCES`` of them are registered or were ever restarted by Ray: it
+    never subtracts the latter. A session of N executors that has lost N of them over time, and whose driver then
+    asks for a replacement, would not get it. Without the setting the master starts the executors that the
+    driver requests. RayDP hands its master a pickled copy, and adds the number to this object itself.
     """
 
     def __reduce__(self) -> tuple[Any, ...]:

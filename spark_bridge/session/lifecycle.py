@@ -179,7 +179,7 @@ def attach(
 def scale_hosts(num_hosts: int | None) -> None:
     """Set the number of hosts in this process's session to ``num_hosts``; None for one per executor core.
 
-    Returns when further hosts are being started. Partitions move to them, and away from hosts that are to go, while the
+    Returns when further hosts are being started. Partitions move to them, and away from leaving hosts, while the
     streams run: the new owner loads each partition first, and takes it over between two batches. Raises
     ``SessionError`` if this process has no session or ``num_hosts`` is below 1.
     """

@@ -1,7 +1,7 @@
-"""The driver's StreamingQueryListener: registers queries, and tells their tasks where the hosts are.
+"""The driver's StreamingQueryListener: registers queries, and sends their tasks the hosts' addresses.
 
 Spark calls ``onQueryStarted`` synchronously, before the first task; local properties set there reach every task of the
-query. A query that is refused is ended there (``query_refusal``). The refusal is a property as well: where the query
+query. A query that is refused is ended there (``query_refusal``). The refusal is a property as well: if the query
 cannot be ended, its first tasks raise it.
 """
 
@@ -68,9 +68,9 @@ from spark_bridge.task import executor as properties
 
 # Ending a query that may not run before its first batch, with our words as the error that its user sees.
 #
-# A listener cannot stop a query by raising an error, and ``stop()`` ends it without one. So the query is given its
-# error, and is marked as ended, while Spark's thread waits for the listener. That thread then looks whether the query
-# was ended, finds it so, and runs nothing: neither sources nor the checkpoint's offsets are touched.
+# A listener cannot stop a query by raising an error, and ``stop()`` ends it without one. So the listener sets the
+# query's error, and marks the query as ended, while Spark's thread waits for the listener. That thread then finds that
+# the query was ended, and runs nothing: neither sources nor the checkpoint's offsets are touched.
 
 
 RATE = "rate"
@@ -139,7 +139,7 @@ def _places(places: Collection[int]) -> str:
 
 
 BatchCommittedCallback = Callable[[str, int, Callable[[], str]], None]
-"""Takes a run, the batch that Spark has committed, and what gives all figures of its progress, as JSON."""
+"""Takes a run, the batch that Spark has committed, and a function that returns its progress as JSON."""
 
 
 class EventsInJava(JStreamingQueryListener):  # type: ignore[misc]
@@ -174,7 +174,7 @@ def is_at_work(execution: Any) -> bool:
         status = execution.status()
         return bool(status.isTriggerActive() and status.isDataAvailable())
     except (Py4JError, OSError) as error:
-        log.info("Spark does not say whether it is at a batch: %s", error)
+        log.info("Cannot determine whether Spark is running a batch: %s", error)
         return False
 
 
@@ -189,7 +189,7 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
         self._cluster = cluster
         self._registrations: dict[str, QueryRegistration] = {}
         self._properties: dict[str, Any] = {}
-        """By run, the local properties of the thread that runs the query, which its later jobs are given."""
+        """By run, the local properties of the thread that runs the query, which its later jobs inherit."""
         self._lock = threading.Lock()
         self._stopping = threading.Event()
         self._in_java: Any = None
@@ -217,7 +217,7 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
             try:
                 end_with(self._spark._jvm, execution, f"StateStoreRefusedError: {refusal}")
             except Exception:
-                # These are inner classes of Spark. The refusal stands all the same: tasks raise it.
+                # These are inner classes of Spark. The refusal still works: tasks raise it.
                 log.exception("Query %s is refused by its first tasks", event.runId)
 
     def _register(self, event: QueryStartedEvent, execution: Any) -> str | None:
@@ -310,7 +310,7 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
         return made
 
     def publish_endpoints(self) -> None:
-        """Tell the jobs that this thread starts where the hosts are."""
+        """Send the hosts' addresses to the jobs that this thread starts."""
         options = self._cluster.options
         self._set(properties.ADDRESSES, json.dumps(self._cluster.addresses()))
         self._set(properties.TOKEN, self._cluster.token)
@@ -321,7 +321,7 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
         self._set(properties.TLS, None if options.tls is None else options.tls.to_json())
 
     def publish_addresses(self, addresses: Sequence[str]) -> None:
-        """Tell the jobs that running queries start from now on where the hosts are."""
+        """Send the hosts' addresses to the jobs that running queries start from now on."""
         with self._lock:
             running = list(self._properties.values())
         for of_query in running:

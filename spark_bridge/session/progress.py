@@ -42,15 +42,15 @@ PROGRESS_POLL_SECONDS = 0.05
 class StateOperatorProgress:
     """One operator in one batch, over all its partitions; the names are those of Spark's JSON, in snake case.
 
-    ``operator_name`` is the name that the user gave. ``custom_metrics`` has Spark's names where Spark has the figure
+    ``operator_name`` is the name that the user gave. ``custom_metrics`` has Spark's names if Spark has the figure
     (``numDroppedDuplicateRows``, ``numRegisteredTimers``, ``numValuesRemovedDueToTTLExpiry`` and others), and the
     milliseconds of each step under names of ours.
     ``num_rows_total`` counts the pairs of all column families after the batch; ``memory_used_bytes`` is the memory that
     the hosts use for them now. ``commit_time_ms`` is the sum over the partitions. ``num_state_store_instances`` counts
     the partitions that have reported the batch: fewer than ``num_shuffle_partitions`` if a host was lost since, or if
-    the figures are asked for more than three batches later. Of the others ``num_rows_total`` has the pairs of now.
-    ``num_rows_largest_partition`` and ``num_rows_median_partition`` say how evenly these pairs lie: they have no
-    counterpart in Spark.
+    the figures are asked for more than three batches later. For the others ``num_rows_total`` has the current pairs.
+    ``num_rows_largest_partition`` and ``num_rows_median_partition`` show how evenly these pairs are distributed: they
+    have no counterpart in Spark.
     """
 
     operator_name: str
@@ -86,7 +86,7 @@ class StateOperatorListener(Protocol):
     """Receives every batch that Spark has committed, once and in order, as Spark's ``onQueryProgress`` does."""
 
     def on_state_operator_progress(self, run_id: str, progress: Sequence[StateOperatorProgress]) -> None:
-        """Take the progress of each operator in a batch that is committed. An error that is raised here is logged."""
+        """Receive the progress of each operator in a committed batch. Errors that this raises are logged."""
 
 
 @runtime_checkable
@@ -94,7 +94,7 @@ class CheckpointListener(Protocol):
     """A ``StateOperatorListener`` that receives checkpoints as well, after the operators of a batch."""
 
     def on_checkpoint_progress(self, run_id: str, progress: CheckpointProgress) -> None:
-        """Take the newest checkpoint: of the batch, or of a later one if there is one already."""
+        """Receive the newest checkpoint: of the batch, or of a later one if there is one already."""
 
 
 _listeners: list[StateOperatorListener] = []
@@ -102,7 +102,7 @@ _lock = threading.Lock()
 
 
 def add_state_operator_listener(listener: StateOperatorListener) -> None:
-    """Have a listener called for every batch of every query of this driver."""
+    """Call a listener for every batch of every query of this driver."""
     with _lock:
         _listeners.append(listener)
 
@@ -226,8 +226,8 @@ class CheckpointProgress:
 
     ``duration_ms`` is from the first open to the durable manifest, None if no coordinator has seen both. ``requests``
     are those of hosts and coordinator to storage since the checkpoint before, by kind (put, get, head, list, delete);
-    ``sent_bytes`` and ``received_bytes`` are the bytes of their files. ``dollars`` is what they cost by the setting
-    ``spark.statestore.storagePrices``.
+    ``sent_bytes`` and ``received_bytes`` are the bytes of their files. ``dollars`` is their cost according to the
+    setting ``spark.statestore.storagePrices``.
     """
 
     batch_id: int
@@ -284,8 +284,8 @@ def prices_of(conf: Any) -> Prices:
 
 FIRST_STEPS = ("latestOffset", "walCommit", "getBatch", "queryPlanning")
 LAST_STEPS = ("addBatch", "commitOffsets")
-"""Spark's steps of a batch in their order. Spark tells how long each took, but not when it began: the first ones are
-laid end to end from the beginning of the batch on, the last ones up to its end."""
+"""Spark's steps of a batch in their order. Spark reports how long each took, but not when it began: the first ones are
+placed end to end from the beginning of the batch on, the last ones up to its end."""
 
 
 class BatchTraces:
@@ -426,7 +426,7 @@ class StreamMetrics:
                     self._sizes(title, operator, 0, 0)
 
     def batch(self, run_id: str, progress: str) -> None:
-        """Publish what Spark's progress of a batch, as JSON, says of the whole query."""
+        """Publish the figures of the whole query in Spark's progress of a batch, as JSON."""
         told: Mapping[str, Any] = json.loads(progress)
         with self._lock:
             title = self._titles.get(run_id)
@@ -516,5 +516,5 @@ def _offsets(by_partition: Mapping[str, Mapping[str, int]]) -> list[tuple[str, s
 
 
 def _number(value: Any) -> float:
-    """Return a rate of Spark's, which is NaN, Infinity or missing where there was nothing to divide."""
+    """Return a rate of Spark's, which is NaN, Infinity or missing if there was nothing to divide."""
     return float(value) if isinstance(value, int | float) and 0 <= value < float("inf") else 0.0

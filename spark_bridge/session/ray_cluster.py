@@ -100,8 +100,8 @@ def _silent(address: str, error: Exception) -> EnvironmentProblemError:
 
 def _outside(address: str) -> EnvironmentProblemError:
     return EnvironmentProblemError(
-        f"Ray's client (ray://) does not do for Spark on Ray: {address} is the address of a proxy, and Spark's driver "
-        "must run where its executors can reach it. Run the program in the cluster, by `ray job submit --address "
+        f"Ray's client (ray://) does not work for Spark on Ray: {address} is the address of a proxy, and Spark's "
+        "driver must be reachable by its executors. Run the program in the cluster, by `ray job submit --address "
         "http://<head>:8265 -- python my_stream.py`, or on a machine of it with RAY_ADDRESS=<head>:6379."
     )
 
@@ -344,7 +344,7 @@ class SparkMasterWatch:
             MASTER_LOOK_SECONDS,
             name="statestore-spark-master",
             what="look after RayDP's master: queries are not ended if it dies",
-            remedy="Look at the log of the driver; if batches stand still, start the program again.",
+            remedy="Look at the log of the driver; if batches stop, start the program again.",
             most_seconds=10 * MASTER_LOOK_SECONDS,
             is_ending=lambda: shutdown.is_ending,
         ).start()

@@ -145,7 +145,7 @@ def restore_savepoint(
     """Make the new ``checkpoint_location`` from the savepoint at ``path``; a query started there continues after it.
 
     With ``state_only`` a new query starts there at batch 0, with this state. Storage settings and
-    ``spark.statestore.location`` are the Spark session's, where there is one. See
+    ``spark.statestore.location`` are the Spark session's, if there is one. See
     ``coordinator_actor.savepoints.restore.restore_into_checkpoint`` for the arguments and the errors.
     """
     set_up(setting_of_environment(), {"role": "driver"})  # often before there is a session

@@ -114,7 +114,7 @@ class _InStorage:
 class StoredWatch:
     """The changes of an operator's state, version by version, like ``StateWatch``; it looks every second.
 
-    Iterate over it; it ends with ``close`` only, as storage does not say whether the query still runs. A watch of some
+    Iterate over it; it ends with ``close`` only, as storage does not show whether the query still runs. A watch of some
     keys reads the changelogs of each version, and loads a partition only if one of its keys has changed.
     """
 
@@ -190,7 +190,7 @@ def client_of_path(
     damaged: Callable[[str], None] = log.warning,
     open_storage: OpenStorage = CheckpointStorage.open,
 ) -> Iterator[CheckpointClient]:
-    """Give a client that reads the checkpoint or savepoint at ``location``.
+    """Yield a client that reads the checkpoint or savepoint at ``location``.
 
     A savepoint is first restored to a temporary directory, with messages to ``progress``, and has one version: that of
     the savepoint. ``damaged`` is that of ``CheckpointClient.open``. Raises what ``open`` and

@@ -79,7 +79,7 @@ METADATA_SCHEMA = pa.schema(
         pa.field("maxBatchId", pa.int64()),
     ]
 )
-"""The columns of ``state_metadata``, with the names of Spark's state metadata source where that source has them."""
+"""The columns of ``state_metadata``, with the names of Spark's state metadata source if it has them."""
 
 
 def state_metadata_table(
@@ -212,7 +212,7 @@ def state_place(
     state_location: str | None = None,
     storage_options: Mapping[str, str] | None = None,
 ) -> StatePlace:
-    """Return where a query's state is, by the settings of the session. Raises ``MissingFileError``."""
+    """Return the location of a query's state, by the settings of the session. Raises ``MissingFileError``."""
     of_session = storage_settings(spark)
     if current_spark() is not None:
         of_session.update(current_cluster().conf.storage_options)
@@ -370,7 +370,7 @@ def _encoded(fields: Sequence[pa.Field], values: Sequence[pa.Scalar]) -> bytes:
 
 
 def _groups(source: StateSource, conditions: Sequence[Comparison]) -> frozenset[int] | None:
-    """Return the key groups of the keys that can meet the conditions; None if not all key columns are given."""
+    """Return the key groups of the keys that can meet the conditions; None if key columns are missing."""
     key = source.rows.key
     choices: list[list[object]] = []
     many = 1
@@ -454,7 +454,7 @@ class StateDatasource(Datasource):  # type: ignore[misc]
         return "RayStatestore"
 
     def estimate_inmemory_data_size(self) -> int | None:
-        """Return None: storage does not say how large the rows are."""
+        """Return None: storage does not know the size of the rows."""
         return None
 
     def get_read_tasks(self, parallelism: int, *args: Any, **kwargs: Any) -> list[ReadTask]:
@@ -614,8 +614,8 @@ def state_changes_table(
 def _reader(source: Callable[[], AnySource], *, is_newest: bool) -> pa.RecordBatchReader:
     """Return the batches of all pieces.
 
-    The first batch is read at once, so that errors are raised here, and a newest version that is gone is looked up
-    again.
+    The first batch is read at once, so that errors are raised here, and a newest version that has been removed is
+    looked up again.
     """
 
     def begin() -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:

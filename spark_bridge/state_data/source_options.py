@@ -1,4 +1,4 @@
-"""The options of the format ``ray_statestore``, with the names of Spark's state data source where that has them."""
+"""The options of the format ``ray_statestore``, with the names of Spark's state data source if it has them."""
 
 from __future__ import annotations
 
@@ -49,19 +49,19 @@ STATE, EARLIEST, LATEST = "state", "earliest", "latest"
 
 @dataclass(frozen=True)
 class SourceOptions:
-    """The parts of a state source that are to be read.
+    """The parts of a state source to read.
 
     - ``path``: the checkpoint location of the query.
     - ``operator``, ``stateVarName``: as ``operator`` and ``state`` of ``state_batches``; ``readRegisteredTimers``
-      stands for ``stateVarName`` "timers".
-    - ``batchId`` or ``version`` (the batch's number and one): of a table of rows, by default the last completed one.
+      means ``stateVarName`` "timers".
+    - ``batchId`` or ``version`` (the batch's number plus one): for a table of rows, by default the last completed one.
     - ``flattenCollectionTypes`` (true), ``stateColumns`` (false): see ``state_batches``.
     - ``stateLocation``: ``spark.statestore.location`` of the query's session, if it was set.
     - ``storage.NAME``: a setting of the storage, as in ``storage_options``.
     - ``snapshotStartBatchId``: rows are made of the last snapshots up to this batch and the changelogs after them.
-    - ``readChangeFeed`` (false): the changes in place of the rows, as ``state_changes_batches`` gives them; of a table
-      those of the batches from ``changeStartBatchId`` to ``changeEndBatchId`` (by default the last one), both included.
-      A stream is always one of changes, and needs it.
+    - ``readChangeFeed`` (false): the changes in place of the rows, as ``state_changes_batches`` yields them; for a
+      table those of the batches from ``changeStartBatchId`` to ``changeEndBatchId`` (by default the last one), both
+      included. A stream is always one of changes, and needs it.
     - ``startingVersion``, ``maxVersionsPerTrigger``: of a stream; see ``ChangeStreamReader``.
     """
 

@@ -93,7 +93,7 @@ class FilteringStateReader(StateReader):
         self._where: list[tuple[str, str, Any]] = []
 
     def pushFilters(self, filters: list[Filter]) -> Iterator[Filter]:
-        """Take what conditions on key columns there are, and give all back for Spark to apply.
+        """Accept the conditions on key columns, and return all for Spark to apply.
 
         A condition on a column of floats is not taken, since Spark takes NaN for the greatest value.
         """
@@ -125,7 +125,7 @@ def reader_of(options: SourceOptions, schema: StructType) -> StateReader:
     """Return the reader of a table. Raises what ``source_of`` raises.
 
     Spark refuses a reader that takes filters unless ``spark.sql.python.filterPushdown.enabled`` is set, which a reader
-    is not told. But where the setting counts, another process of Spark asks for the reader than where it does not.
+    cannot see. But with the setting, another process of Spark asks for the reader than without it.
     """
     source = source_of(options)
     takes_filters = FILTERING_WORKER in sys.modules or _main_module() == FILTERING_WORKER
@@ -178,7 +178,7 @@ BEFORE_STATE = -1
 class ChangeStreamReader(DataSourceStreamReader):  # type: ignore[misc]
     """Reads what completed versions change. An offset is a version; a batch has the changes between two of them.
 
-    ``startingVersion`` is where a new stream begins: "state" (the default) with all rows of the version that is
+    ``startingVersion`` is the start of a new stream: "state" (the default) with all rows of the version that is
     completed then, as inserted; "latest" after that version; "earliest" after the oldest version that is kept; a
     number after that version. ``maxVersionsPerTrigger`` limits a batch. The query need not run.
     """
@@ -194,7 +194,7 @@ class ChangeStreamReader(DataSourceStreamReader):  # type: ignore[misc]
         self._target: int | None = None
 
     def initialOffset(self) -> dict[str, int]:
-        """Return where a new stream begins. Raises ``VersionNotFoundError`` for a version that is not there."""
+        """Return the start of a new stream. Raises ``VersionNotFoundError`` for a version that does not exist."""
         starting = self._options.starting
         versions = self._versions()
         if starting == STATE:
@@ -242,7 +242,9 @@ class ChangeStreamReader(DataSourceStreamReader):  # type: ignore[misc]
         return {OFFSET_FIELD: self._completed(self._versions())}
 
     def partitions(self, start: dict[str, int], end: dict[str, int]) -> Sequence[StatePartition]:
-        """Return a partition for each one of the state. Raises ``VersionNotFoundError`` if the versions are gone."""
+        """Return a partition for each one of the state. Raises ``VersionNotFoundError`` if the versions have been
+        removed.
+        """
         begin, last = start[OFFSET_FIELD], end[OFFSET_FIELD]
         if begin == last:
             return []

@@ -137,7 +137,7 @@ class StoredReads:
             if self._damaged is not None:
                 for what in untold:
                     self._damaged(what)
-            # Of two threads that looked at once, the one that saw more.
+            # If two threads looked at once, the one that saw more counts.
             if self._looked is None or self._looked[1].completed <= found.completed:
                 self._looked = begun, found
             return self._looked[1]

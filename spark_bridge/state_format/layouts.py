@@ -80,11 +80,11 @@ value is a stored key. A savepoint leaves them out, and the next sweep begins a 
 
 
 def stored_name(variable: str) -> str:
-    """Return the name of the main family of a variable: that of the variable, or ASCII that says it.
+    """Return the name of the main family of a variable: that of the variable, or its ASCII encoding.
 
     The latter is ``n.-`` and the name in UTF-8, where every byte but letters, digits and ``_`` is ``-`` and two
-    hexadecimal digits. No other family is called so: a name with ``.-`` in it is not kept as it is, and after the
-    ``.-`` of a part stands no other ``-``.
+    hexadecimal digits. No other family has such a name: a name with ``.-`` in it is not kept unchanged, and the ``.-``
+    of a part is not followed by another ``-``.
     """
     if _PLAIN.fullmatch(variable) and PART_SEPARATOR not in variable:
         return variable
@@ -284,13 +284,13 @@ KEY_GROUP = "key_group"
 PARTITION = "partition_id"
 """The number of the state partition that has the row (int32)."""
 LIST_VALUE = "list_value"
-"""All elements of a key's list, where there is one row per key."""
+"""All elements of a key's list, if there is one row per key."""
 MAP_VALUE = "map_value"
-"""All entries of a key's map, where there is one row per key."""
+"""All entries of a key's map, if there is one row per key."""
 
 
 def with_distinct_names(fields: Iterable[pa.Field]) -> pa.Schema:
-    """Return the fields, renamed where a field before has the same name; see ``distinct_names`` for the rule."""
+    """Return the fields, renamed if an earlier field has the same name; see ``distinct_names`` for the rule."""
     given = list(fields)
     names = distinct_names([field.name for field in given])
     return pa.schema([field.with_name(name) for field, name in zip(given, names, strict=True)])
@@ -300,15 +300,15 @@ def with_distinct_names(fields: Iterable[pa.Field]) -> pa.Schema:
 #
 # The key group of such a key is computed from all its columns, the window included: the windows of one grouping key
 # are in all partitions. A client that asks ``KeyRows`` for all windows of keys therefore asks every owner. The client
-# gives the keys without the column of the window, under any key group: a host does not look at the key group. Session
+# sends the keys without the column of the window, under any key group: a host does not look at the key group. Session
 # windows are not part of the key.
 
 
 def window_place(variable: StateVariable) -> int | None:
     """Return the place of the window in the stored key of an aggregate's rows; None if the key has no window.
 
-    A window is a struct of the timestamps ``start`` and ``end``. Of several such columns, the first one in stored order
-    counts; the others are ordinary columns of the key.
+    A window is a struct of the timestamps ``start`` and ``end``. If there are several such columns, the first one in
+    stored order counts; the others are ordinary columns of the key.
     """
     if variable.kind != ROWS or len(variable.families) != 1:
         return None

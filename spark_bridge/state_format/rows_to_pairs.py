@@ -107,7 +107,9 @@ class PairsOfRows:
     # -- keys ----------------------------------------------------------------------------------
 
     def keys(self, batch: pa.RecordBatch, num_groups: int) -> pa.BinaryArray:
-        """Return bytes by whose order rows are to come: the stored key, and what tells the rows of one key apart."""
+        """Return bytes that define the order of rows: the stored key, and the part that distinguishes the rows of one
+        key.
+        """
         columns = self._key_columns(batch)
         keys = encode_keys(columns, key_groups(columns, num_groups))
         if not len(self.rows.inner):

@@ -56,7 +56,7 @@ def changed_elements(
 
     Each is a position among the old elements and one among the new elements; the one that does not apply is -1. Both
     arguments have an array for the old elements and one for the new: ``lists`` has the id of each element's list,
-    ``values`` bytes that are equal where elements are. The elements of a list stand together and in order.
+    ``values`` bytes that are equal for equal elements. The elements of a list are adjacent and in order.
     """
     known = pc.unique(pa.concat_arrays(list(lists)))
     known = known.take(pc.sort_indices(known))
@@ -222,7 +222,7 @@ class VariableChanges:
         )
 
     def _side(self, families: Mapping[str, tuple[pa.BinaryArray, pa.BinaryArray]]) -> _Side:
-        """Return the rows of pairs, which are given by family; a pair whose value is null is not there."""
+        """Return the rows of pairs, by family; a pair whose value is null does not exist."""
         rows = self.rows
         ids: list[pa.BinaryArray] = []
         ordered: list[pa.BinaryArray] = []
@@ -253,7 +253,7 @@ class VariableChanges:
         return stored.take(pa.array(part.pair))
 
     def _comparable(self, side: _Side) -> pa.Array:
-        """Return bytes that are equal where the values of rows are."""
+        """Return bytes that are equal for rows with equal values."""
         n = len(self.rows.key) + len(self.rows.inner) + 1
         columns = side.columns[n:]
         if not columns:

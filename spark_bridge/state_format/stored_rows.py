@@ -125,7 +125,7 @@ class VariableRows:
 
     @cached_property
     def inner(self) -> pa.Schema:
-        """Return the columns that tell the rows of one key apart; none where a key has one row."""
+        """Return the columns that distinguish the rows of one key; none if a key has one row."""
         if self.kind == TIMERS:
             return pa.schema([pa.field(EXPIRATION, pa.int64())])
         if self.kind == SESSIONS:
@@ -195,7 +195,7 @@ class VariableRows:
 
     @cached_property
     def _stored(self) -> dict[str, StateSchema]:
-        """Return the families' schemas with every field nullable: old rows may have nulls where none is declared."""
+        """Return the families' schemas with every field nullable: old rows may have undeclared nulls."""
         return {
             family: replace(
                 given,
@@ -311,7 +311,7 @@ def with_more(keys: pa.BinaryArray, more: pa.BinaryArray) -> pa.BinaryArray:
 
 
 def by_expiry(keys: pa.BinaryArray, expiries: npt.NDArray[np.int64]) -> pa.BinaryArray:
-    """Return grouping keys as keys whose first column is an expiry, so that those that expire first stand first."""
+    """Return grouping keys as keys whose first column is an expiry, so that those that expire first come first."""
     return join_columns([_sliced(keys, 0, KEY_GROUP_BYTES), longs_of_key(expiries), _sliced(keys, KEY_GROUP_BYTES)])
 
 
@@ -336,7 +336,7 @@ def without_last_long(keys: pa.BinaryArray) -> pa.BinaryArray:
 
 
 def expired_ranges(key_groups: tuple[int, int], until_ms: int) -> list[KeyRange]:
-    """Return where the keys of ``by_expiry`` lie whose expiry is at most ``until_ms``, a range per key group.
+    """Return the ranges of the keys of ``by_expiry`` whose expiry is at most ``until_ms``, one per key group.
 
     ``key_groups`` are the first key group and the one after the last.
     """
@@ -346,12 +346,12 @@ def expired_ranges(key_groups: tuple[int, int], until_ms: int) -> list[KeyRange]
 
 
 def group_range(group: int) -> KeyRange:
-    """Return where the keys of one key group lie."""
+    """Return the range of the keys of one key group."""
     return prefix_range(group.to_bytes(KEY_GROUP_BYTES, "big"))
 
 
 def prefix_range(prefix: bytes) -> KeyRange:
-    """Return where the keys lie that begin with ``prefix``."""
+    """Return the range of the keys that begin with ``prefix``."""
     kept = prefix.rstrip(b"\xff")
     return prefix, kept[:-1] + bytes([kept[-1] + 1]) if kept else None
 
@@ -449,7 +449,7 @@ def changed_rows(
     """Return the changed rows by id: the position of each among the old rows and among the new rows, -1 for none.
 
     Both arguments have an array for the old rows and one for the new: ``ids`` are different for different rows,
-    ``values`` are bytes that are equal where the values of rows are.
+    ``values`` are bytes that are equal for rows with equal values.
     """
     (ids_before, ids_after), (values_before, values_after) = ids, values
     at = np.asarray(pc.fill_null(pc.index_in(ids_after, value_set=ids_before), -1)).astype(np.int64)

@@ -54,7 +54,7 @@ WORKER_WAIT_SECONDS = 10.0
 END_SECONDS = 600.0
 """Tasks that still write when another one has failed are waited for at most this many seconds."""
 TASKS_PER_CPU = 2
-"""At most this many tasks are given to Ray at once: rows that a driver still has to make are not made long before."""
+"""The most tasks submitted to Ray at once: rows that a driver still has to make are not made long before."""
 FEWEST_TASKS = 8
 
 
@@ -90,7 +90,7 @@ class Workers(Protocol):
         ...
 
     def cut(self, jobs: Iterable[ReadJob], say: Callable[[str], None]) -> CutRows:
-        """Run the first stage. Raises what a task raises."""
+        """Run the first stage. Raises the errors of tasks."""
         ...
 
     def build(
@@ -154,7 +154,7 @@ class RayWorkers:
         return max(FEWEST_TASKS, int(TASKS_PER_CPU * cpus))
 
     def _take(self, stream: Any, cut: CutRows, say: Callable[[str], None], done: str) -> None:
-        """Take the references that one task gives: to the names of runs, then to the runs; to its counts at last."""
+        """Take the references that one task yields: to the names of runs, then to the runs; to its counts at last."""
         names: deque[RunName] = deque()
         last = None
         for ref in self._references(stream, say, done):
@@ -167,7 +167,7 @@ class RayWorkers:
                 cut.counts.add(given)
                 return
             names.extend(given)
-        _result(last)  # what was taken for a run is what the task has raised
+        _result(last)  # the error of the task was taken for a run
         raise RuntimeError(f"A task of the first stage ended before its counts, after {last}.")
 
     def _references(self, stream: Any, say: Callable[[str], None], done: str) -> Iterator[Any]:
@@ -214,7 +214,7 @@ class RayWorkers:
 
 
 def _await_end(running: list[Any], say: Callable[[str], None]) -> None:
-    """Wait for tasks that write, so that the caller can remove what was written.
+    """Wait for tasks that write, so that the caller can remove the written files.
 
     They are not cancelled: of a task that ends just then, Ray 2.60 ends the process that cancels.
     """
@@ -248,7 +248,7 @@ def _build(partition: NewPartition, runs: Mapping[OperatorVariable, Sequence[Any
 
 
 def _result(ref: Any) -> Any:
-    """Return a task's result, or raise what the task has raised."""
+    """Return a task's result, or raise its error."""
     import ray
 
     try:
@@ -435,7 +435,7 @@ class NewState:
 
     def _remove(self, say: Callable[[str], None]) -> None:
         """Remove the files that this call has written: the location was empty, and it has no other writer."""
-        say(f"removing what was written to {self.new.checkpoint.location}")
+        say(f"removing the files written to {self.new.checkpoint.location}")
         try:
             self.new.remove()
         except Exception:

@@ -181,7 +181,7 @@ def targets_of(
     combine: Mapping[OperatorVariable, Combining],
     aggregator: Aggregator | None = None,
 ) -> tuple[Target, ...]:
-    """Return where the rows of some variables of an operator go: not the sides of ``join``.
+    """Return the targets of the rows of some variables of an operator: not the sides of ``join``.
 
     Raises ``InvalidStateStoreArgument`` for states that cannot be merged.
     """
@@ -201,7 +201,7 @@ def _merging(how: str, operator: str, pairs: PairsOfRows, aggregator: Aggregator
         raise InvalidStateStoreArgument(f"combine={how!r} must be a function, or {MERGE!r}.")
     if aggregator is None or len(pairs.rows.inner):
         raise InvalidStateStoreArgument(
-            f"combine={MERGE!r} merges the states of an aggregate, and program= has to say how: for operator "
+            f"combine={MERGE!r} merges the states of an aggregate, and needs program= to know how: for operator "
             f"{operator!r} give program=, the DataFrame that aggregate(...) returns, or a function as combine=."
         )
     return MergedStates(aggregator, pairs)

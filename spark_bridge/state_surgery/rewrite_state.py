@@ -61,13 +61,13 @@ def planned_rewrite(
     sample: Sample,
     open_storage: OpenStorage,
 ) -> RewritePlan:
-    """Return the plan. ``sample`` gives the columns that a variable's function makes, by target, for its first rows.
+    """Return the plan. ``sample`` returns the columns that a variable's function makes, by target, for its first rows.
 
     Raises ``InvalidStateStoreArgument`` naming the mismatch.
     """
     specs = None if program is None else declared(program)
     if specs is not None and key is not None:
-        raise InvalidStateStoreArgument("key= and program= were given: the program says which columns its keys have.")
+        raise InvalidStateStoreArgument("key= and program= were given: the program already defines its keys.")
     stored = versions.operators(version)
     if specs is None:
         kept = [name for name in stored if name not in rewritten]

@@ -41,7 +41,7 @@ DERIVED = (KEY_GROUP, PARTITION)
 
 
 def conformed(given: Any, pairs: PairsOfRows, owner: str) -> pa.RecordBatch:
-    """Return rows in the columns of ``pairs.columns``; ``owner`` names in messages what they are for.
+    """Return rows in the columns of ``pairs.columns``; ``owner`` names their purpose in messages.
 
     ``given`` is a ``pa.RecordBatch`` or ``pa.Table``. Raises ``InvalidStateStoreArgument`` for anything else, for
     columns that are missing or too many, for values that a column's type cannot have, and for nulls where none may be.
@@ -246,7 +246,7 @@ class Routing:
         if name is None:
             known = ", ".join(f"{o!r} ({v!r})" for o, v in sorted(self.targets))
             raise InvalidStateStoreArgument(
-                f"The function gave rows of {self.name[0]!r} ({self.name[1]!r}) to {key!r}, which gets none: it can "
+                f"The function gave rows of {self.name[0]!r} ({self.name[1]!r}) to {key!r}, which takes none: it can "
                 f"give rows to {known}. Without program=, these are the ones that it gave its first rows to."
             )
         return self.targets[name]
@@ -371,7 +371,7 @@ class CopiedState:
 
 @dataclass(frozen=True)
 class NewPartition:
-    """A partition of new state: where it is written, and of what. ``place`` None: nothing is written."""
+    """A partition of new state: its location and its sources. ``place`` None: nothing is written."""
 
     meta: ChangelogMeta
     families: tuple[str, ...]

@@ -153,7 +153,7 @@ class _Parser:
         raise self._refusal(f"{name!r} is not a type that state can have{remedy}")
 
     def _numbers(self, default: tuple[int, int]) -> tuple[int, int]:
-        """Read the one or two numbers in brackets after a type; ``default`` where there are none."""
+        """Read the one or two numbers in brackets after a type; ``default`` without them."""
         if not self._take("("):
             return default
         first = self._number()
@@ -170,8 +170,8 @@ class _Parser:
 
 # Instants to wall-clock times of this process's time zone and back, whole columns at a time.
 #
-# PySpark gives a ``TimestampType`` to Python as a naive datetime in the local time zone, and takes such datetimes
-# back.
+# PySpark converts a ``TimestampType`` to a naive datetime in the local time zone for Python, and converts such
+# datetimes back.
 
 
 Micros = npt.NDArray[np.int64]

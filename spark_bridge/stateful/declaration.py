@@ -106,7 +106,7 @@ def check_variable_name(name: str) -> None:
 
 
 def _nullable(data_type: T.DataType) -> T.DataType:
-    """Return the type with every field nullable: old rows may have nulls where none is declared."""
+    """Return the type with every field nullable: old rows may have undeclared nulls."""
     if isinstance(data_type, T.StructType):
         return T.StructType([T.StructField(f.name, _nullable(f.dataType), True) for f in data_type.fields])
     if isinstance(data_type, T.ArrayType):
@@ -271,7 +271,7 @@ def make_deleted(state: Any, name: str, kind: str) -> None:
 # PySpark's classes of ``transformWithState``. Ours are subclasses of them if PySpark has them (from 4.0 on).
 #
 # So a processor may ask ``isinstance(state, pyspark.sql.streaming.stateful_processor.ValueState)``. Ours inherit
-# nothing else: each public method of PySpark's is one of ours. On Spark 3.5 each name here stands for ``object``.
+# nothing else: each public method of PySpark's is one of ours. On Spark 3.5 each name here is ``object``.
 
 
 if TYPE_CHECKING or find_spec("pyspark.sql.streaming.stateful_processor") is None:

@@ -138,7 +138,7 @@ class Timers:
         return keys.take(key_order(keys))
 
     def _changeable(self) -> list[int]:
-        """Return the current key's timers, to be changed, and remember what they were."""
+        """Return the current key's timers for changes, and remember their old values."""
         lists, i = self._all(), self._step.current
         timers = lists[i]
         if timers is None:

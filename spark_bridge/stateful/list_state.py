@@ -68,7 +68,7 @@ class _Heads:
 
 
 class StoredLists:
-    """Reads the lists of a step's keys, and stages changed lists. ``values`` checks what a user gives."""
+    """Reads the lists of a step's keys, and stages changed lists. ``values`` checks a user's values."""
 
     def __init__(self, declaration: Declaration, variable: StateVariable, step: KeyStep) -> None:
         self._codec = declaration.codec

@@ -82,7 +82,7 @@ class KeyMap:
 
     @property
     def is_wiped(self) -> bool:
-        """Return whether the entries in the store are to be removed."""
+        """Return whether the entries in the store must be removed."""
         return self.was_large and not self.is_large
 
 
@@ -99,7 +99,7 @@ class _Heads:
 
 
 class StoredMaps:
-    """Reads the maps of a step's keys, and stages changed maps. ``keys`` and ``values`` check what a user gives."""
+    """Reads the maps of a step's keys, and stages changed maps. ``keys`` and ``values`` check a user's values."""
 
     def __init__(self, declaration: Declaration, variable: StateVariable, step: KeyStep, ttl: Ttl) -> None:
         self._codec, self._key_codec = declaration.codec, declaration.key_codec

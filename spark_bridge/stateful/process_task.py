@@ -200,7 +200,7 @@ def _by_position(rows: list[Any], names: list[str]) -> Sequence[Sequence[Any]]:
 
 
 def _places(row: Any, given: Sequence[str], names: list[str]) -> list[int] | None:
-    """Return where a row has the fields ``names``, None if in their order; raises ``ValueError``."""
+    """Return the positions of the fields ``names`` in a row, None if in their order; raises ``ValueError``."""
     fields = list(given)
     if fields == names:
         return None
@@ -471,7 +471,7 @@ class InitialStateLogic:
 
 @contextmanager
 def started(processor: Any, keys: pa.Schema, time_mode: str, store: StateAccess) -> Iterator[ProcessorState]:
-    """Initialise a processor, and give its state; the processor is closed at the end, whatever happens."""
+    """Initialise a processor, and yield its state; the processor is always closed at the end."""
     state = ProcessorState(processor, keys, time_mode, store)
     processor.init(state.handle)
     try:

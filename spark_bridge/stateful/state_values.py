@@ -71,7 +71,7 @@ def transposed(rows: Sequence[Sequence[Value]], width: int, what: Callable[[], s
 def to_array(name: str, values: Sequence[Value], field: pa.Field, *, nan_is_null: bool = False) -> pa.Array:
     """Return a column of Python values, of the field's type.
 
-    ``name`` is the path to the field. ``nan_is_null``: NaN stands for null, as in pandas. Raises ``TypeError`` or
+    ``name`` is the path to the field. ``nan_is_null``: NaN means null, as in pandas. Raises ``TypeError`` or
     ``ValueError`` naming path, type and value.
     """
     kind = field.type
@@ -212,7 +212,7 @@ def _map_array(name: str, values: Sequence[Value], kind: pa.DataType, nan_is_nul
 
 
 def _extents(values: Sequence[Value]) -> tuple[Micros, Mask]:
-    """Return where the elements of each of n rows begin and end (n+1 offsets), and which rows are None."""
+    """Return the bounds of the elements of each of n rows (n+1 offsets), and which rows are None."""
     mask = np.fromiter((v is None for v in values), np.bool_, len(values))
     offsets = np.zeros(len(values) + 1, np.int64)
     np.cumsum(np.fromiter((0 if v is None else len(v) for v in values), np.int64, len(values)), out=offsets[1:])

@@ -24,7 +24,7 @@ from spark_bridge.stateful.handle import StatefulProcessorHandle
 
 
 class TimerValues(PySparkTimerValues):
-    """Processing time and watermark of the batch, in ms since 1970; -1 where there is none."""
+    """Processing time and watermark of the batch, in ms since 1970; -1 if there is none."""
 
     __slots__ = ("_processing_time_ms", "_watermark_ms")
 
@@ -227,7 +227,7 @@ class ArrowStatefulProcessor(ABC):
     def handle_initial_state(self, batch: ArrowBatch) -> ArrowResult | None:
         """Make state of the rows of an initial state, ``batch.rows``; the answer must have no output."""
         raise NotImplementedError(
-            f"{type(self).__name__} is given an initial state, but has no handle_initial_state(batch)."
+            f"{type(self).__name__} receives an initial state, but has no handle_initial_state(batch)."
         )
 
     def close(self) -> None:  # noqa: B027 - most have nothing to release

@@ -343,7 +343,7 @@ class ProcessorTester:
 
     @contextmanager
     def _batch(self, key: Any) -> Iterator[tuple[Any, ...]]:
-        """Run a micro-batch with one key, and give the key's columns; it is committed if no error is raised."""
+        """Run a micro-batch with one key, and yield the key's columns; it is committed if no error is raised."""
         with self._committed():
             yield self._begin(key)
 
@@ -372,7 +372,7 @@ class ProcessorTester:
         return columns
 
     def _restarted(self) -> ProcessorState:
-        """Commit what is open, and begin a micro-batch without keys."""
+        """Commit the open micro-batch, and begin one without keys."""
         self._commit()
         self._open = LocalStateAccess(self._provider, self._schema, self._times, (0, 1), 1)
         self._state.restart(self._open)
@@ -397,7 +397,7 @@ class ProcessorTester:
         return self._state.handle
 
     def _clear(self, name: str) -> None:
-        """Remove what the current key has in a state variable."""
+        """Remove the current key's state of a variable."""
         if name not in self._state.states:
             raise _unknown("state variable", name, self._state)
         if self._open is None:

@@ -89,7 +89,7 @@ class StepShare:
 
 
 def steps(checkpoints: Sequence[Checkpoint]) -> list[StepShare]:
-    """Return where the time of tasks went in some checkpoints, the longest step first. Times are medians."""
+    """Return the time that tasks spent in each step in some checkpoints, the longest step first. Times are medians."""
     times: dict[str, tuple[list[float], list[float]]] = {}
     for one in checkpoints:
         for name, step in one.steps.items():
@@ -225,7 +225,7 @@ MOST_CHARACTERS = 300
 
 
 def value(cell: Any) -> str:
-    """Return a value of state as text, cut where it is long."""
+    """Return a value of state as text, cut if it is long."""
     made = _value(cell)
     return made if len(made) <= MOST_CHARACTERS else f"{made[:MOST_CHARACTERS]}… ({len(made):,} characters)"
 

@@ -85,7 +85,7 @@ def overview(call: PageCall) -> Response:
 
 @dataclass(frozen=True)
 class _Latency:
-    """The percentiles of lookups at the host where they take longest."""
+    """The percentiles of lookups at the slowest host."""
 
     p50_ms: float
     p99_ms: float
@@ -281,7 +281,7 @@ MOST_SAVEPOINTS = 100
 
 
 def savepoints_page(call: PageCall) -> Response:
-    """List the savepoints of a query, the newest first, and say how far one is that was asked for."""
+    """List the savepoints of a query, the newest first, and show the progress of a requested one."""
     queries = call.overview.queries
     named = call.given("query")
     query = call.named_query() if named or len(queries) == 1 else None

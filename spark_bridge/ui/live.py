@@ -1,4 +1,4 @@
-"""A running cluster as the page shows it. This process has joined the Ray cluster, and the caller says how to ask."""
+"""A running cluster as the page shows it. The process has joined the Ray cluster; the caller defines how to ask."""
 
 from __future__ import annotations
 

@@ -149,7 +149,7 @@ class System(Protocol):
 class StateTable:
     """One state variable of an operator of a query, as the page names it. ``id`` names it in addresses.
 
-    ``schema_version`` is the version that tells the columns; None stands for the newest.
+    ``schema_version`` is the version that has the columns; None means the newest.
     """
 
     query: str
@@ -193,7 +193,7 @@ def tables_of(overview: Overview) -> list[StateTable]:
             variable.window,
             _readable(query),
             {**variable.key, **variable.inner, **variable.value},
-            # Where a manifest is damaged, the newest version may not be there.
+            # If a manifest is damaged, the newest version may be missing.
             query.readable[-1][-1] if query.readable else None,
         )
         for query in overview.queries
@@ -388,10 +388,10 @@ class SharedOverview:
         self._asking: threading.Event | None = None
 
     def get(self) -> LastOverview:
-        """Return the overview, not older than ``PAGE_FRESH_SECONDS`` where it can be had in time.
+        """Return the overview, not older than ``PAGE_FRESH_SECONDS`` if it arrives in time.
 
         That is within ``RECENT_WAIT_SECONDS`` if the last one is younger than ``RECENT_SECONDS``, within
-        ``OVERVIEW_WAIT_SECONDS`` if it is older, and whenever it comes if there is none.
+        ``OVERVIEW_WAIT_SECONDS`` if it is older, and without a limit if there is none.
         """
         with self._lock:
             seen = self._seen

@@ -171,7 +171,7 @@ _FORMULAS = ("=", "+", "-", "@", "\t", "\r")
 
 @dataclass(frozen=True)
 class ChartBar:
-    """A bar from the zero line: where it begins and how wide it is, 0 to 100."""
+    """A bar from the zero line: its start and its width, 0 to 100."""
 
     label: str
     value: str
@@ -339,7 +339,7 @@ MOST_ANSWER_BYTES = 64 << 20
 _running = threading.BoundedSemaphore(MOST_STATEMENTS)
 """At most this many statements run at once in this process."""
 PAGE_SQL = SqlLimits(memory_bytes=1024 << 20, threads=2, temp_bytes=0)
-"""The limits of all statements of a page together, unless it is given others."""
+"""The limits of all statements of a page together, unless other limits are set."""
 
 
 def sql(call: PageCall) -> Response:
@@ -372,7 +372,7 @@ def sql_csv(call: PageCall) -> Response:
 
 @contextmanager
 def _answered(call: PageCall) -> Iterator[ProcessStatement]:
-    """Give the answer of the statement, which ends after ``SQL_SECONDS``. Raises ``RequestError`` for wrong SQL."""
+    """Yield the answer of the statement, which ends after ``SQL_SECONDS``. Raises ``RequestError`` for wrong SQL."""
     if not _running.acquire(timeout=SQL_SECONDS):
         raise RequestError(f"{MOST_STATEMENTS} statements are running, which is the limit; try again later.")
     try:

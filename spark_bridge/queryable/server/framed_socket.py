@@ -228,7 +228,7 @@ class FramedSocket:
         return bool(poll.poll(0))
 
     def linger(self, max_bytes: int = LINGER_BYTES) -> None:
-        """Wait until the client, which still sends, has read a last answer: closing at once would discard the answer."""
+        """Wait until the client, which still sends, has read a last answer: closing at once would discard it."""
         deadline = time.monotonic() + LINGER_SECONDS
         with contextlib.suppress(OSError, ClientGoneError, RequestError):
             socket.socket.shutdown(self._socket, socket.SHUT_WR)

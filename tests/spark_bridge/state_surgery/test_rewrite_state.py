@@ -233,7 +233,7 @@ def test_a_program_says_what_the_new_state_is_like(old: str, tmp_path: Path) -> 
         (lambda b: changed(b).set_column(3, "g", b["g"]), "'g' of the rows of operator 'totals' is int32.*Cast"),
         (lambda b: changed(b).set_column(3, "g", pa.array([None] * b.num_rows, pa.string())), "'g'.* nulls"),
         (lambda b: changed(b).to_pylist(), "came as list"),
-        (lambda b: {"other": changed(b)}, r"to 'other', which gets none: it can give rows to 'totals'"),
+        (lambda b: {"other": changed(b)}, r"to 'other', which takes none: it can give rows to 'totals'"),
     ):
         with pytest.raises(InvalidStateStoreArgument, match=said):
             rewritten(old, "totals", function, tmp_path / "refused", program=program)

@@ -312,7 +312,7 @@ def test_wrong_use_is_refused_with_the_remedy(sides: Sides) -> None:
 
 REFUSED_ASOF: dict[str, tuple[dict[str, Any], str]] = {
     "direction": ({"direction": "sideways"}, "direction='sideways' is none of 'backward', 'forward', 'nearest'"),
-    "tolerance": ({"tolerance": "-1 second"}, "tolerance='-1 second' is less than nothing"),
+    "tolerance": ({"tolerance": "-1 second"}, "tolerance='-1 second' is negative"),
     "time in the key": ({"on": ["k", "lt"], "right": "lt"}, "The key 'lt' has the watermark"),
     "no watermark": ({"right": "unmarked"}, "join_asof needs a watermark on a time column of the right side"),
 }

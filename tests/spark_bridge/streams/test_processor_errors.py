@@ -99,7 +99,7 @@ DECLARATIONS: list[tuple[str, Declare, str, type[Exception], list[str]]] = [
         ["'1'", "int of ms"],
     ),
     ("no ddl", lambda h: h.getValueState("n", "x"), "none", StateDeclarationError, ["'x'", "name TYPE"]),
-    ("no type", lambda h: h.getValueState("n", "x FOO"), "none", StateDeclarationError, ["'foo'", "no type"]),
+    ("no type", lambda h: h.getValueState("n", "x FOO"), "none", StateDeclarationError, ["'foo'", "not a type"]),
     ("no schema", lambda h: h.getValueState("n", 3), "none", StateDeclarationError, ["3", "StructType"]),
     ("no fields", lambda h: h.getValueState("n", ""), "none", StateDeclarationError, ["'n'", "without fields"]),
     ("two fields", lambda h: h.getValueState("n", "x INT, x INT"), "none", StateDeclarationError, ["'n'", "same name"]),

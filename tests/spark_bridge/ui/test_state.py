@@ -296,7 +296,7 @@ def test_a_savepoint_is_made_listed_described_and_checked(tmp_path: Path, look: 
         described = page.get(html.unescape(link)).text
         assert '<td class="n">20</td>' in described and "Check every file" in described
         fields = {**Forms(described.partition("<h2>Contents</h2>")[2]).hidden}
-        assert "Every file is there" in page.post("/savepoint", data=fields).text
+        assert "Every file is present" in page.post("/savepoint", data=fields).text
         file = next((tmp_path / "ck").rglob("savepoint-*/operators/**/*.parquet"))
         file.write_bytes(b"damaged")
         broken = page.post("/savepoint", data=fields)
