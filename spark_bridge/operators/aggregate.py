@@ -161,7 +161,7 @@ def _state_schema(given: Any, where: str) -> pa.Schema:
     except StateStoreError as error:
         raise InvalidOperatorError(f"{where}state={given!r}: {error}") from error
     raise InvalidOperatorError(
-        f"{where}state={given!r} declares no columns; give a pyarrow.Schema, a StructType, or text such as "
+        f"{where}state={given!r} declares no columns; give a pyarrow.Schema, a StructType, or a string such as "
         '"total double, n long".'
     )
 

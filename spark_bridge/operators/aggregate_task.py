@@ -147,7 +147,7 @@ class _AggregateBatch:
             self._visit(between(ranges, behind, None), NO_KEYS, spool)
 
     def _ranges_to_visit(self) -> list[KeyRange]:
-        """Return where the state has keys that must be emitted or removed though the batch does not touch them."""
+        """Return the ranges of keys that must be emitted or removed although the batch does not touch them."""
         if self._logic.output_mode == "complete":
             return all_keys(self._store.key_groups)
         times = self._store.times if self._event_time is not None else None
@@ -223,7 +223,7 @@ class _AggregateBatch:
 
 # Aggregating before the shuffle: the rows of one key in a task become one partial result.
 #
-# This costs another pass through Python. It pays where few keys have most of the rows, or where the network is slow:
+# This costs another pass through Python. It pays if few keys have most of the rows, or if the network is slow:
 # with 500,000 rows on one machine, 100,000 keys took 0.25 s longer than without, and 100 keys as long as without. A
 # task that finds few rows per key stops grouping and makes a partial result of each row, which is cheap.
 

@@ -1,4 +1,4 @@
-"""The work of ``join_asof`` in a state task: each left row waits until the watermark says which right row it gets.
+"""The work of ``join_asof`` in a state task: each left row waits until the watermark settles its right row.
 
 New rows of both sides are put into the state. A key is looked at when the watermark has reached one of its rows: then
 its left rows that nothing can change any more are emitted, and of its right rows those go that no left row can get.
@@ -254,7 +254,7 @@ class _AsofBatch(JoinBatch):
         self.output.emit(keys, left, numbers, None, None, spool)
 
     def _kept(self, rows: SortedRows, waiting: Times) -> tuple[Mask, Times]:
-        """Return which right rows a left row may still get, and when they are to be looked at again.
+        """Return which right rows a left row may still get, and when to look at them again.
 
         ``waiting`` has for each key the time of its first left row that waits. Left rows to come are later than
         the watermark.

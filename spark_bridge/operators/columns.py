@@ -120,11 +120,11 @@ def check_keys(schema: T.StructType, keys: Sequence[str]) -> None:
             )
 
 
-# Finds the columns of a DataFrame that have a watermark. ``task.watermark`` says which rows are late.
+# Finds the columns of a DataFrame that have a watermark. ``task.watermark`` decides which rows are late.
 
 
 LAG_METADATA = "statestore.watermarkLagMs"
-"""Where a column of rows that have waited has how far, in ms, they may be behind the watermark of the query.
+"""The key in a column's metadata for how far, in ms, rows that have waited may be behind the query's watermark.
 
 Operators of this project take the watermark so much earlier (``StateTask.watermark_lag_ms``). Spark's own, which would
 take such rows for late, find no watermark on the column.
@@ -166,8 +166,8 @@ def event_time_of(schema: T.StructType, columns: Sequence[str]) -> EventTime | N
     marked = [name for name in columns if name in watermark_columns(schema)]
     if len(marked) > 1:
         raise InvalidOperatorError(
-            f"The columns {', '.join(marked)} all have a watermark, and only one can say what is late and done: leave "
-            "the others out."
+            f"The columns {', '.join(marked)} all have a watermark, and only one can decide which rows are late and "
+            "done: leave the others out."
         )
     if not marked:
         return None

@@ -223,14 +223,14 @@ def deduplicate(
     within: str | None = None,
     num_partitions: int | None = None,
 ) -> DataFrame:
-    """Drop the rows of a stream whose key has come before; the other rows keep all their columns.
+    """Drop the rows of a stream whose key has occurred before; the other rows keep all their columns.
 
     The counterparts in Spark are ``dropDuplicates`` and, with ``within``, ``dropDuplicatesWithinWatermark``.
 
     Arguments:
 
-    - ``df``: a streaming DataFrame. Where it has a watermark, late rows are dropped.
-    - ``by``: the key column or columns. Of the rows that have one key in a batch, the one with the least event time
+    - ``df``: a streaming DataFrame. If it has a watermark, late rows are dropped.
+    - ``by``: the key column or columns. Of several rows of a key in a batch, the one with the least event time
       goes through.
     - ``operator``: the name of this state in the checkpoint and in queries.
     - ``within``: a duration such as ``"10 minutes"``; a key is forgotten that long after the event time of its first
@@ -263,7 +263,7 @@ def deduplicate(
             )
         within_us = microseconds(df.sparkSession, within)
         if within_us < 0:
-            raise InvalidOperatorError(f"within={within!r} is less than nothing; give a duration such as '10 minutes'.")
+            raise InvalidOperatorError(f"within={within!r} is negative; give a duration such as '10 minutes'.")
         expiry = arrow_type(df.schema[event_time.column].dataType)
     key_time = event_time if within is None and event_time is not None and event_time.column in keys else None
     stored = sorted(keys, key=lambda name: key_time is None or name != key_time.column)

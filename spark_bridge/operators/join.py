@@ -56,7 +56,7 @@ from spark_bridge.operators.map_in_arrow import (
 from spark_bridge.state_format.layouts import LEFT, RIGHT
 from spark_bridge.task.state_task import EventTime, StateTask
 
-# Checks two streams that are to be joined, finds their event times, and brings their rows into shared columns.
+# Checks the two streams of a join, finds their event times, and brings their rows into shared columns.
 
 
 ONLY = T.StructField("present", T.BooleanType())
@@ -73,7 +73,7 @@ class Placing:
 
 
 def placing_of(left: DataFrame, right: DataFrame, operator: str, num_partitions: int | None) -> Placing:
-    """Return where the state of the operator lies; raises ``InvalidOperatorError`` for a wrong name or number."""
+    """Return the location of the operator's state; raises ``InvalidOperatorError`` for a wrong name or number."""
     check_operator_name(operator, left)
     check_operator_name(operator, right)
     key_groups = key_group_count(left)
@@ -117,12 +117,12 @@ def check_frames(left: DataFrame, right: DataFrame, how: str, apply: Apply | Non
         raise InvalidOperatorError(f"how={how!r} is none of join's: {', '.join(map(repr, JOIN_TYPES))}.")
     if (apply is None) != (output is None):
         raise InvalidOperatorError(
-            "apply= and output= go together: apply gives rows, and output says which columns they have, such as "
+            "apply= and output= go together: apply returns rows, and output declares their columns, such as "
             'output="user long, amount double".'
         )
     if apply is not None and how in (SEMI, ANTI):
         raise InvalidOperatorError(
-            f"apply= takes matching rows, and how={how!r} gives rows of the left side alone: use mapInArrow after it."
+            f"apply= takes matching rows, and how={how!r} emits rows of the left side alone: use mapInArrow after it."
         )
 
 

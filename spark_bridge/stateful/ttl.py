@@ -101,7 +101,7 @@ def stage_expired(step: KeyStep) -> None:
 
 @dataclass(frozen=True)
 class _Family:
-    """A column family of a variable with a TTL: ``part`` says which one, ``name`` and ``schema`` are those stored."""
+    """A column family of a variable with a TTL: ``part`` selects it, ``name`` and ``schema`` are the stored ones."""
 
     variable: StateVariable
     part: str

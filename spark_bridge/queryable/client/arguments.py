@@ -337,8 +337,7 @@ def key_range(
         if len(columns) > 1 or codec.by[0] == window:
             raise RequestError(
                 f"Operator {codec.operator!r} keeps its keys in the order {', '.join(codec.stored.names)}, so that "
-                "start= "
-                f"and end= can only be of its first key column {codec.by[0]!r}; use where= for others."
+                f"start= and end= can only be of its first key column {codec.by[0]!r}; use where= for others."
             )
         conditions.append((codec.by[0], operator, columns[0]))
     return (None, None), conditions

@@ -145,8 +145,7 @@ def addresses_of(address: str | Sequence[str]) -> list[str]:
         if not host or "/" in host or not port.isdigit() or not 0 < int(port) < 1 << 16:
             raise RequestError(
                 f"address={plain!r} is not of the form ip:port or {SCHEME}ip:port: it is the query address of a "
-                "host, which "
-                "`statestore status` shows."
+                "host, which `statestore status` shows."
             )
     if not addresses:
         raise RequestError("address= is empty; give the query address of at least one host.")
@@ -170,8 +169,7 @@ def coordinator_in_cluster(namespace: str, coordinator_name: str, timeout: float
     except ImportError as error:
         raise EnvironmentProblemError(
             "Without an address the coordinator is found by Ray, which is not installed here. Give address= and "
-            "token=, or set "
-            f"{ADDRESS_VARIABLE} and {TOKEN_VARIABLE}."
+            f"token=, or set {ADDRESS_VARIABLE} and {TOKEN_VARIABLE}."
         ) from error
     from coordinator_actor.reference import RayCoordinatorPort
 
@@ -181,8 +179,7 @@ def coordinator_in_cluster(namespace: str, coordinator_name: str, timeout: float
         except (ConnectionError, ValueError) as error:
             raise EnvironmentProblemError(
                 "No Ray cluster answers at the address that this machine has on record; set RAY_ADDRESS, or give "
-                "address= and "
-                f"token=. Ray says: {error}"
+                f"address= and token=. Ray says: {error}"
             ) from error
     token = RayCoordinatorPort(namespace, coordinator_name, timeout).token()
     port = RayCoordinatorPort(namespace, coordinator_name, min(timeout, DISCOVERY_SECONDS))

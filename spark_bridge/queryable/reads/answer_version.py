@@ -122,9 +122,8 @@ class VersionedReader:
                 )
                 raise HostUnavailableError(
                     f"Host {self._host.info.host_id} could not find out within {self.wait_seconds:.1f} s whether "
-                    "version "
-                    f"{at_least} of operator {plan.operator!r} (run {plan.run_id}) is completed; {there} here. The "
-                    "coordinator does not answer."
+                    f"version {at_least} of operator {plan.operator!r} (run {plan.run_id}) is completed; {there} here. "
+                    "The coordinator does not answer."
                 )
             raise StateVersionError(
                 f"Version {at_least} of operator {plan.operator!r} (run {plan.run_id}) is not completed; version "
@@ -220,8 +219,7 @@ class VersionedReader:
                     # The changes that were accepted for the version need not be those that the manifest names.
                     raise VersionNotFoundError(
                         f"Version {at.version} of partition {partition} of operator {plan.operator!r} is not held "
-                        "here; "
-                        f"version {instance.state.version} is."
+                        f"here; version {instance.state.version} is."
                     )
                 return read(PartitionView(partition, instance.state.reads, at.version, head, instance))
             except StoreClosedError as error:

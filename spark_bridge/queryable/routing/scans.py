@@ -229,10 +229,8 @@ class ScanResumption:
             return
         raise RetiredRunError(
             f"Operator {before.operator.name!r} of query {before.query_id} (run {before.run_id}) was scanned, which "
-            "then "
-            f"ended; run {location.run_id} of query {location.query_id} has the operator now, with other state, "
-            "partitions or "
-            "columns: scan it again."
+            f"then ended; run {location.run_id} of query {location.query_id} has the operator now, with other state, "
+            "partitions or columns: scan it again."
         )
 
     def _attempts(self) -> Attempts:

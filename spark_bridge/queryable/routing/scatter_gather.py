@@ -175,8 +175,7 @@ class RoutingTable:
             if not 0 <= partition < self.num_partitions:
                 raise UnknownKvStateKeyGroupLocationError(
                     f"Operator {self.location.operator.name!r} (run {self.location.run_id}) has no partition "
-                    f"{partition}; "
-                    f"it has {self.num_partitions}."
+                    f"{partition}; it has {self.num_partitions}."
                 )
             address = self.addresses[self._hosts[partition]] or self._no_owner()
             known = shares[-1:] if in_order else [share for share in shares if share[0] == address]
@@ -207,8 +206,7 @@ class RoutingTable:
         silent = sorted({owner.host_id for owner in location.owners if not owner.query_address})
         raise UnknownKvStateKeyGroupLocationError(
             f"Some partitions of operator {location.operator.name!r} (run {location.run_id}) have no owner that "
-            "answers queries; "
-            f"hosts without a query address: {', '.join(silent)}."
+            f"answers queries; hosts without a query address: {', '.join(silent)}."
         )
 
 
@@ -497,8 +495,7 @@ class Attempts:
                 raise error
             raise QueryTimeoutError(
                 f"{self._what} was not answered within {max(0.0, self.deadline - self._begun):.1f} s, in "
-                f"{self._failures} "
-                f"attempts; last failure: {type(error).__name__}: {error}"
+                f"{self._failures} attempts; last failure: {type(error).__name__}: {error}"
             ) from error
         return delay
 

@@ -110,8 +110,7 @@ class FramedSocket:
         if not 0 < header_length <= min(length, MAX_HEADER_BYTES):
             raise RequestError(
                 f"A frame of {length:,} bytes cannot have a header of {header_length:,}; a header has at least 1 and "
-                "at most "
-                f"{MAX_HEADER_BYTES:,}."
+                f"at most {MAX_HEADER_BYTES:,}."
             )
         frame_length = FRAME_PREFIX.size + length
         if end - begin < frame_length:

@@ -75,14 +75,12 @@ class RequestLimits:
         if not 4096 <= self.max_request_bytes <= MAX_FRAME_BYTES:
             raise InvalidStateStoreArgument(
                 f"RequestLimits.max_request_bytes must be from 4096 to {MAX_FRAME_BYTES} (a frame states its length "
-                "in 32 bits), "
-                f"not {self.max_request_bytes}."
+                f"in 32 bits), not {self.max_request_bytes}."
             )
         if not self.max_request_bytes + MAX_HEADER_BYTES <= self.max_buffered_bytes:
             raise InvalidStateStoreArgument(
                 f"RequestLimits.max_buffered_bytes ({self.max_buffered_bytes}) must have room for one request of "
-                "max_request_bytes "
-                f"({self.max_request_bytes}) and {MAX_HEADER_BYTES} more."
+                f"max_request_bytes ({self.max_request_bytes}) and {MAX_HEADER_BYTES} more."
             )
 
 
@@ -160,8 +158,7 @@ class AdmissionLimiter:
         wanted = f"{amount:,} more" if amount > 1 else "one more"
         return TooManyRequestsError(
             f"This host has room for {self.amount:,} {self._what} at once and found none for {wanted} within "
-            f"{wait_seconds:g} s; "
-            "try again later, or ask other hosts."
+            f"{wait_seconds:g} s; try again later, or ask other hosts."
         )
 
 

@@ -245,8 +245,7 @@ class LocationCache:
             exist = ", ".join(repr(o.name) for o in oracle.operators)
             raise UnknownOperatorError(
                 f"Query {oracle.name or oracle.query_id} (run {oracle.run_id}) has no operator {operator!r}; "
-                "operators that "
-                f"exist: {exist}."
+                f"operators that exist: {exist}."
             )
         owners = oracle.owners(operator)
         spec = self._specs.get((oracle.run_id, operator))

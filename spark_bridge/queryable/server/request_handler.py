@@ -205,8 +205,7 @@ class ServedRequest:
             so_far = "" if self.rows is None else f", after {self.rows.num_rows:,} rows"
             raise RequestLimitError(
                 f"The answer took longer than the {self._limits.scan_seconds:g} s allowed here{so_far}: ask for "
-                "less, or "
-                "read faster."
+                "less, or read faster."
             )
         if now - self._checked_at < min(QUIET_SECONDS, TOKEN_SECONDS):
             return

@@ -407,8 +407,7 @@ class KvStateServer:
                 connection.refuse(
                     TooManyRequestsError(
                         f"{MAX_UNAUTHENTICATED} clients of this host have yet to say who they are, as many as may; "
-                        "try again, or "
-                        "ask other hosts."
+                        "try again, or ask other hosts."
                     )
                 )
         except OSError as error:  # in the handshake: the client speaks no TLS, or another version, or is gone

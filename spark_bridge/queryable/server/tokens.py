@@ -73,8 +73,7 @@ class ClusterTokens:
         if not token:
             raise AccessDeniedError(
                 "No token was given, and without one nothing is answered: a process attached to the Ray cluster gets "
-                "one by itself, "
-                "others need token= or STATESTORE_TOKEN (statestore token issue)."
+                "one by itself, others need token= or STATESTORE_TOKEN (statestore token issue)."
             )
         if not is_issued(token):
             if not hmac.compare_digest(token.encode(errors="replace"), self._encoded):

@@ -123,8 +123,7 @@ def statement_kind(duckdb: Any, statement: str) -> str:
     if kinds not in (["SELECT"], ["EXPLAIN"]):
         raise RequestError(
             f"One statement that reads is possible, not {', '.join(kinds) or 'none'}: the state cannot be changed. "
-            "To keep what "
-            "is read in tables of your own, give connection=."
+            "To keep what is read in tables of your own, give connection=."
         )
     return str(kinds[0])
 

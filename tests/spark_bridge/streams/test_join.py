@@ -288,7 +288,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "time without one": ({"left_time": "a"}, "left_time='a' has no watermark"),
     "batch": ({"right": "batch"}, "right= is a batch DataFrame"),
     "apply alone": ({"apply": delays}, "apply= and output= go together"),
-    "apply, semi": ({"apply": delays, "output": "n long", "how": "left_semi"}, "gives rows of the left side alone"),
+    "apply, semi": ({"apply": delays, "output": "n long", "how": "left_semi"}, "emits rows of the left side alone"),
     "output": ({"apply": delays, "output": "n lang"}, "output='n lang' is not a schema"),
     "name": ({"operator": "a/b"}, "operator="),
 }
