@@ -132,7 +132,7 @@ class TimeModeError(StatefulProcessorError, InvalidOperatorError):
 class IllegalStateValueError(StatefulProcessorError, ValueError, TypeError):
     """A value cannot be kept as state: None, an empty list, or one that does not fit its variable's schema.
 
-    Also a TypeError, as which PySpark reports some of these.
+    Also a TypeError, because PySpark reports some of these as one.
     """
 
 
@@ -140,7 +140,7 @@ class ProcessorTesterError(SparkBridgeError, ValueError):
     """A ``ProcessorTester`` was used wrongly: time that goes backwards, a key of other types, an unknown variable."""
 
 
-# Errors cross the network as class name and message; here they become again the errors that they were.
+# Errors cross the network as class name and message; here they are turned back into the original errors.
 
 
 def rebuilt_error(name: str, message: str, unknown: type[Exception] = SparkBridgeError) -> Exception:

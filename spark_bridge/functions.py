@@ -61,7 +61,7 @@ class UserFunctions:
 
 
 MAX_LIST_BYTES = 64 << 20
-"""The most bytes of a key's list in ``collect_list`` and ``collect_set``, unless ``max_bytes`` says otherwise."""
+"""The most bytes of a key's list in ``collect_list`` and ``collect_set``, unless ``max_bytes`` sets another limit."""
 _FORMER_LIMIT = 1000
 
 

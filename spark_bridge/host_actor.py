@@ -44,7 +44,7 @@ from spark_bridge.transport.flight_client import checked_call
 from spark_bridge.transport.protocol import HostFile
 from spark_bridge.transport.tls import TlsConf
 
-# ``SessionOptions``: how the state store of one Spark session is set up, from ``init_spark`` down to each host.
+# ``SessionOptions``: the set-up of the state store of one Spark session, from ``init_spark`` to each host.
 
 
 DEFAULT_RECOVERY_TIMEOUT = 60.0
@@ -269,7 +269,7 @@ class StateStoreHost:
         )
         for loop in self._loops:
             loop.start()
-        self._loops[1].wake()  # the metrics of a host are there as soon as the host is
+        self._loops[1].wake()  # the metrics of a host exist as soon as the host does
         atexit.register(self._clean_up)
 
     def _get_host(self) -> Host:
@@ -307,8 +307,8 @@ class StateStoreHost:
     def _end_process(self, reason: str) -> None:
         """End this process at once: another incarnation is the host.
 
-        Ray cannot do that. Its processes of this node have ended, or it takes the node for dead. Should Ray still take
-        this process for the host, Ray starts another incarnation, with a higher number.
+        Ray cannot do that. Its processes of this node have ended, or it considers the node dead. If Ray still considers
+        this process the host, it starts another incarnation, with a higher number.
         """
         log.error("This process ends: %s", reason)
         self._clean_up()
@@ -322,7 +322,7 @@ class StateStoreHost:
         return self._last_heartbeat + HEARTBEAT_SECONDS - time.monotonic()
 
     def _beat(self) -> None:
-        # Before the call, and whether the call succeeds or not: a heartbeat that fails must not be tried again at once.
+        # Before the call, and whether the call succeeds or not: a failed heartbeat must not be retried at once.
         self._last_heartbeat = time.monotonic()
         self._host.heartbeat()
 

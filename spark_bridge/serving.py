@@ -83,7 +83,7 @@ class FollowedQuery:
         self._loop.start()
 
     def close(self) -> None:
-        """Look no more."""
+        """Stop looking."""
         self._loop.close(timeout=5)
 
     def look(self) -> None:

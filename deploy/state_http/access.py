@@ -132,7 +132,7 @@ def problem(status: int, detail: str, error: str | None = None, **more: Any) -> 
 
 
 def problem_of(error: Exception) -> dict[str, Any]:
-    """Return the body for an error of the client; of an unexpected error the body tells nothing, and the log has it."""
+    """Return the body for an error of the client; an unexpected error is not described in the body, but in the log."""
     if isinstance(error, MissingKeyError):
         return problem(404, str(error), "MissingKey")
     for kind, status in STATUS:
@@ -331,7 +331,7 @@ def token_of_header(authorization: str) -> str:
 
 
 class BoundedReads:
-    """The scans or the statements (``what``) of one replica; at most ``most`` are under way at once."""
+    """The scans or the statements (``what``) of one replica; at most ``most`` run at once."""
 
     def __init__(self, what: str, most: int) -> None:
         self._what = what
@@ -341,7 +341,7 @@ class BoundedReads:
 
     @asynccontextmanager
     async def slot(self) -> AsyncIterator[None]:
-        """Count a read while it is under way. Raises ``TooManyRequestsError``."""
+        """Count a running read. Raises ``TooManyRequestsError``."""
         if self._under_way >= self._most:
             raise TooManyRequestsError(
                 f"{self._under_way} {self._what} are under way, which is the limit; try again later."

@@ -268,7 +268,7 @@ def _wants_arrow(request: Request) -> bool:
 
 
 def _describe_problems(app: FastAPI) -> None:
-    """Describe in OpenAPI what no route declares as its model; leave out FastAPI's own error, which none returns."""
+    """Add to OpenAPI the models that no route declares; leave out FastAPI's own error, which no route returns."""
     made = app.openapi
 
     def openapi() -> dict[str, Any]:

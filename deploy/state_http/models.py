@@ -162,7 +162,7 @@ class ScanRequest(BaseModel):
 
 
 class SqlRequest(BaseModel):
-    """One statement that reads. Without ``limit``, more rows than the application gives are an error."""
+    """One statement that reads. Without ``limit``, more rows than the application allows are an error."""
 
     model_config = ConfigDict(
         extra="forbid",

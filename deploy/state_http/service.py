@@ -193,7 +193,7 @@ class StateService:
                     async for piece in self._pieces(rows, body, deadline):
                         yield piece
                 except Exception as error:
-                    # The status has been sent. So the connection is cut, and before that the last line says why.
+                    # The status has been sent. So the last line gives the reason, and then the connection is cut.
                     yield body.problem(error)
                     raise
                 yield body.end()
@@ -338,7 +338,7 @@ class Statements:
             try:
                 await self._within(rows, deadline)
                 batches = rows.__aiter__()
-                # The versions of all tables are known once rows are there, or the end of them.
+                # The versions of all tables are known once the first rows have arrived, or their end.
                 first = await self._within(_next(batches), deadline)
                 body = BODIES[media_type](rows.schema, rows.versions)
                 yield rows.versions
@@ -346,7 +346,7 @@ class Statements:
                     async for piece in self._written(first, batches, request.limit, body, deadline):
                         yield piece
                 except Exception as error:
-                    # The status has been sent. So the connection is cut; JSON says why before.
+                    # The status has been sent. So JSON gives the reason, and then the connection is cut.
                     yield body.problem(error)
                     raise
                 yield body.end()
@@ -396,9 +396,9 @@ async def _next(batches: AsyncIterator[pa.RecordBatch]) -> pa.RecordBatch | None
 
 
 async def while_there(request: Request, what: Awaitable[T]) -> T | None:
-    """Wait for something as long as the caller of a request is there; None if the caller has left.
+    """Wait for something until the caller of a request leaves; None if the caller has left.
 
-    Starlette looks for callers that leave only once an answer has begun, which may take long.
+    Starlette notices callers that leave only once an answer has begun, which may take long.
     """
     waited = asyncio.ensure_future(what)
     leaving = asyncio.ensure_future(_left(request))
@@ -472,7 +472,7 @@ class HttpWatches:
                 done, _ = await asyncio.wait([waited], timeout=self._limits.heartbeat_seconds)
                 self._verifier.verify(token_of_header(authorization))
                 if not done:
-                    # The change of the version at the position itself may be on its way here.
+                    # The change of the version at the position itself may still be arriving.
                     known = max(known, (changes.position or 0) - 1)
                     yield _position(known, "nothing new")
                     continue

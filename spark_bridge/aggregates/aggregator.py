@@ -92,7 +92,7 @@ class Aggregator:
         self.state_schema = pa.schema([f for o in self.outputs for f in state_fields(o)])
 
     def counting(self) -> Aggregator:
-        """Return the same aggregation, which counts for itself what its limits drop."""
+        """Return the same aggregation, which counts the elements that its limits drop."""
         return Aggregator([replace(o, dropped=DroppedElements() if counts_dropped(o) else None) for o in self.outputs])
 
     def unlimited(self) -> Aggregator:
@@ -188,7 +188,7 @@ class Aggregator:
         return columns
 
     def _of(self, output: Output, states: pa.RecordBatch) -> OutputState:
-        # Spark renames the fields of lists, and gives timestamps the session's zone.
+        # Spark renames the fields of lists, and sets the session's zone in timestamps.
         columns = [(plain(states.column(states.schema.get_field_index(f.name))), f) for f in state_fields(output)]
         return [column if column.type == f.type else column.cast(f.type) for column, f in columns]
 
@@ -234,7 +234,7 @@ def state_fields(output: Output) -> list[pa.Field]:
     return [pa.field(StateColumn(output.name, output.function, part).name, kind) for part, kind in parts]
 
 
-# -- what readers of states need, who have only the schema of the state --------------------------
+# -- for readers of states, which have only the schema of the state ------------------------------
 
 
 def result_fields(state: pa.Schema) -> list[pa.Field]:

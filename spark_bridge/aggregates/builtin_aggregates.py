@@ -35,7 +35,7 @@ LOW_HALF = np.int64((1 << 32) - 1)
 
 
 class SumOverflow(Exception):
-    """Says that a type cannot hold a sum; ``Aggregator`` catches this and names the output."""
+    """A type cannot hold a sum; ``Aggregator`` catches this and names the output."""
 
 
 def sums(groups: Groups, column: pa.Array) -> pa.Array:
@@ -241,7 +241,7 @@ def _merged(groups: Groups, counts: Doubles, means: Doubles, squares: Doubles) -
     with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
         base = np.zeros(num)
         base[ids] = means
-        totals: Doubles = np.bincount(ids, counts, num).astype(np.float64)  # without rows, bincount gives integers
+        totals: Doubles = np.bincount(ids, counts, num).astype(np.float64)  # without rows, bincount returns integers
         distances = means - base[ids]
         shifts = np.bincount(ids, counts * distances, num) / np.where(totals == 0, 1, totals)
         distances -= shifts[ids]

@@ -1,4 +1,4 @@
-"""The computation of an aggregate function: the state that it keeps, and how state is made of rows, merged and read."""
+"""The computation of an aggregate function: its state, and how that is created from rows, merged and read."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ class ListRule:
 
 
 class ListTooLarge(Exception):
-    """Says that the list of a group is too large; ``Aggregator`` catches this and names the output."""
+    """The list of a group is too large; ``Aggregator`` catches this and names the output."""
 
     def __init__(self, group: int, num_elements: int, num_bytes: int) -> None:
         super().__init__(group, num_elements, num_bytes)

@@ -37,7 +37,7 @@ MAX_SPAN = 1 << 62
 
 
 def plain(column: pa.Array) -> pa.Array:
-    """Return a column without a dictionary, and with timestamps in UTC whatever the session's zone is."""
+    """Return a column without a dictionary, and with timestamps in UTC regardless of the session's zone."""
     if pa.types.is_dictionary(column.type):
         column = column.dictionary_decode()
     if pa.types.is_timestamp(column.type) and column.type.tz is not None:

@@ -42,7 +42,7 @@ OK, SKIPPED = "ok", "skipped"
 
 @dataclass(frozen=True)
 class Check:
-    """One check. ``area`` is "machine", "spark", "storage" or "cluster"; ``remedy`` is empty where all is well."""
+    """One check. ``area`` is "machine", "spark", "storage" or "cluster"; ``remedy`` is empty if all is well."""
 
     area: str
     name: str
@@ -130,7 +130,7 @@ def _asked_nodes() -> list[dict[str, Any]]:
         if node["Alive"]:
             strategy = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
             asked[probe.options(scheduling_strategy=strategy).remote(PACKAGES)] = node["NodeManagerAddress"]
-    # A first answer may wait for a process; the clock is asked for when that is there.
+    # A first answer may wait for a process; the clock is read after that.
     ready, _ = ray.wait(list(asked), num_returns=len(asked), timeout=NODE_SECONDS)
     found: list[dict[str, Any]] = []
     for answer, ip in asked.items():
@@ -396,7 +396,7 @@ STORAGE_AREA = "storage"
 DOCTOR_PROBE = ".statestore-doctor"
 SLOW_WRITE_SECONDS = 0.5
 STORAGE_RETRY_SECONDS = 10.0
-"""A storage that fails is tried again for this many seconds."""
+"""Seconds for which a failing storage is retried."""
 
 
 def _open(location: str, options: Mapping[str, str] | None = None) -> CheckpointStorage:

@@ -50,7 +50,7 @@ class ClusterAwayError(Exception):
 
 
 class NotOursError(Exception):
-    """A job is there that this supervisor must not touch, or the cluster refuses the job."""
+    """The job belongs to another owner, or the cluster refuses the job."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class JobRun:
 
     @property
     def is_over(self) -> bool:
-        """Whether the run has ended in one way or another."""
+        """Whether the run has ended in any way."""
         return self.status in (JOB_SUCCEEDED, JOB_STOPPED, JOB_FAILED)
 
 
@@ -280,7 +280,7 @@ class Supervisor:
 
 
 def why(run: JobRun | None) -> str:
-    """Return in words why a run has failed; None is a run that its cluster does not know any more."""
+    """Return a text why a run has failed; None is a run that its cluster does not know any more."""
     if run is None:
         return "the head of the cluster has died and with it all that ran there: the cluster that answers now is new"
     first_line = run.message.strip().partition("\n")[0].rstrip(".:")

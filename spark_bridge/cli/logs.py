@@ -1,4 +1,4 @@
-"""``statestore logs QUERY``: what coordinator, hosts and driver have logged about a query, by Ray's state API."""
+"""``statestore logs QUERY``: the log lines of coordinator, hosts and driver about a query, by Ray's state API."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def _of_earlier_processes(address: str, actor: Any, missing: list[str]) -> Itera
 
 
 def is_log_of(actor: str, begin: Iterable[str]) -> bool:
-    """Return whether a log whose first lines are given was written for an actor that describes itself so.
+    """Return whether a log, by its first lines, belongs to an actor with this description.
 
     The ports that the actor names after its place are those of one process.
     """
@@ -240,7 +240,7 @@ def events_about(files: Sequence[LogFile], names: Sequence[str], missing: list[s
 
 
 def _events(source: str, lines: Iterable[str]) -> Iterator[LogEvent]:
-    """Give a log's events. A line without a time belongs to the one before; those before the first are left out."""
+    """Yield a log's events. A line without a time belongs to the one before; those before the first are left out."""
     held: list[str] = []
     time = ""
     for line in lines:

@@ -145,7 +145,7 @@ def faults_view(faults: Iterable[Fault]) -> RenderableType:
 
 
 def checkpoints_view(query: Query, most: int, prices: Prices) -> RenderableType:
-    """Return a row for each of the last checkpoints, the newest first, and what their requests cost together."""
+    """Return a row for each of the last checkpoints, the newest first, and the total cost of their requests."""
     made = table(
         "version",
         "batch",

@@ -285,7 +285,7 @@ def _source_of_state(
 
 
 def with_source(command: Callable[..., None]) -> Callable[..., None]:
-    """Return a command whose parameter ``source`` is made of options of its command line."""
+    """Return a command whose parameter ``source`` is built from options of its command line."""
     return _with(_source, command)
 
 
@@ -295,7 +295,7 @@ def with_state_source(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _with(make: Callable[..., Source], command: Callable[..., None]) -> Callable[..., None]:
-    # By signatures: on Python 3.10, get_type_hints hides what typer looks for wherever the default is None.
+    # By signatures: on Python 3.10, get_type_hints hides the annotations that typer needs if the default is None.
     shared = inspect.signature(make, eval_str=True).parameters
     own = [p for name, p in inspect.signature(command, eval_str=True).parameters.items() if name != "source"]
 
@@ -378,7 +378,7 @@ def _value(text: str, field: pa.Field) -> Any:
 
 
 def bound_of(text: str | None) -> Any:
-    """Return a bound of a scan as JSON has it, or plain text. None is none."""
+    """Return a bound of a scan from JSON, or from plain text. None means no bound."""
     given = None if text is None else _json(text)
     return text if given is None else given
 

@@ -170,7 +170,9 @@ def sql(
 
 @contextmanager
 def _sql_explained(limits: SqlLimits) -> Iterator[None]:
-    """Raise ``RequestError`` for what DuckDB refuses. Raises ``EnvironmentProblemError`` if DuckDB is not installed."""
+    """Raise ``RequestError`` for statements that DuckDB refuses. Raises ``EnvironmentProblemError`` if DuckDB is not
+    installed.
+    """
     duckdb = import_duckdb()
     try:
         yield

@@ -383,7 +383,7 @@ def look_up(options: LookupOptions, events: EventPipe) -> None:
 
 
 def describe_value(value: dict[str, Any] | None) -> str | None:
-    """Return an aircraft's figures in words; None if the state has none."""
+    """Return an aircraft's figures as text; None if the state has none."""
     if value is None:
         return None
     words = [f"{value['flights']} flights"]
@@ -396,7 +396,7 @@ def describe_value(value: dict[str, Any] | None) -> str | None:
 
 
 def main() -> None:
-    """Look up as the options on the command line say; report an error to the parent and exit with 1."""
+    """Run lookups with the options of the command line; report an error to the parent and exit with 1."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     options = json_decoder(LookupOptions).decode(sys.argv[1])
     events = EventPipe(options.events_fd)

@@ -456,7 +456,7 @@ def wait_until_completed(version: int) -> None:
 
 
 def state_milliseconds(version: int) -> float | None:
-    """Return the longest time, in ms, that a task worked on state for ``version``; None if the hosts do not say."""
+    """Return the longest time, in ms, that a task worked on state for ``version``; None if hosts do not report it."""
     times = []
     try:
         descriptions = current_cluster().describe_hosts()
@@ -472,7 +472,7 @@ def state_milliseconds(version: int) -> float | None:
 
 
 def main() -> None:
-    """Run the stream as the options on the command line say; report an error to the parent and exit with 1."""
+    """Run the stream with the options of the command line; report an error to the parent and exit with 1."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     options = json_decoder(StreamOptions).decode(sys.argv[1])
     events = EventPipe(options.events_fd)

@@ -128,7 +128,7 @@ LARGE_BYTES = 4 << 20
 wait for it.
 """
 COMMIT_GROUP_BYTES = 16 << 20
-"""A group of at least this many bytes waits for no more."""
+"""A group of at least this many bytes does not wait for more members."""
 LOCAL_SECONDS = 0.01
 """The longest wait on a local disk, however slow its recent writes are: a write there costs only its time."""
 OBJECT_SECONDS = 0.03
@@ -136,18 +136,18 @@ OBJECT_SECONDS = 0.03
 LOCAL_MEMBERS = 4
 """The smallest group worth waiting for on a local disk: fewer tasks sync their own files as fast as one for all."""
 FIRST_WRITE_SECONDS = 0.01
-"""How long a write is taken to last before the first one of a run."""
+"""The assumed duration of a write before the first one of a run."""
 MISSED_WAITS = 2
 """A partition that has not come in this many waits of a batch is not waited for until one such partition comes."""
 NEWEST_WRITE_SHARE = 0.25
-"""How much the last write counts in how long writes take."""
+"""The weight of the last write in the estimated duration of writes."""
 
 
 class GroupCommit:
     """One group, from its first member on until it is stored. The lock of ``GroupCommits`` guards everything here.
 
-    The thread of the first member stores the group for all: ``refs`` has each member's part then, or ``error`` says why
-    there is none.
+    The thread of the first member stores the group for all: ``refs`` then has each member's part, or ``error`` the
+    reason why there is none.
     """
 
     def __init__(self) -> None:
@@ -158,7 +158,7 @@ class GroupCommit:
         self.error: BaseException | None = None
 
     def add(self, member: GroupMember) -> int:
-        """Take a member in; return its number."""
+        """Add a member; return its number."""
         self.members.append(member)
         self.nbytes += len(member.data)
         return len(self.members) - 1
@@ -225,7 +225,7 @@ class GroupCommits:
                 batch.at_work.opened(operator, partition)
 
     def forget(self, run_id: str | None) -> None:
-        """Forget a run that is over; None: all of them. Groups that have members are stored all the same."""
+        """Forget a run that is over; None: all of them. Groups that have members are still stored."""
         with self._changed:
             if run_id is None:
                 self._batches.clear()
@@ -235,7 +235,7 @@ class GroupCommits:
     def put(self, storage: CheckpointStorage, meta: ChangelogMeta, path: str, data: bytes) -> FileRef:
         """Store a changelog, alone or with others; return when it is durable.
 
-        ``path`` is its name. Raises what storing it raises; of a group every member does.
+        ``path`` is its name. Raises the errors of storing it, for every member of a group.
         """
         member = GroupMember(meta, path, data)
         with self._changed:

@@ -229,7 +229,7 @@ class SavepointPartitions:
     def read_back(
         self, order: SavepointOrder, operator: str, partition: int, is_given_up: Callable[[], bool]
     ) -> tuple[Scans, Callable[[], None]]:
-        """Return a copy of a partition from storage at the savepoint's version, and what removes the copy.
+        """Return a copy of a partition from storage at the savepoint's version, and the function that removes the copy.
 
         Raises ``LoadEndedError`` once ``is_given_up`` returns true.
         """

@@ -86,7 +86,7 @@ class Instance:
 
     @property
     def key(self) -> InstanceKey:
-        """Identify the partition of a state, whichever run of its query has it."""
+        """Identify the partition of a state, independent of the run of its query."""
         return key_of(self.registration, self.operator, self.partition)
 
     @property
@@ -222,7 +222,7 @@ class HeldPartitions:
         return registration is not None and registration.ended
 
     def forget_run(self, run_id: str) -> None:
-        """Forget a run that is over; its partitions are removed apart."""
+        """Forget a run that is over; its partitions are removed separately."""
         with self.lock:
             self.registrations.pop(run_id, None)
             self._opened.pop(run_id, None)

@@ -232,7 +232,7 @@ class Host:
         described = []
         for instance in self.held.all():
             if instance.state.is_loading:
-                continue  # it would tell its size only then, which may take long; see "loading"
+                continue  # its size is known only then, which may take long; see "loading"
             with suppress(StoreClosedError):  # it is being unloaded
                 described.append(instance.describe())
         return {

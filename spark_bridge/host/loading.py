@@ -269,7 +269,7 @@ class PartitionLoading:
         return self._with_room(advance, drops=drops)
 
     def _with_room(self, work: Callable[[], T], *, drops: bool) -> T:
-        """Do some work; if the disk is full and one ``drops`` what other loads have left there, do the work again."""
+        """Do some work; if the disk is full and ``drops`` frees the files of other loads, retry the work."""
         while True:
             try:
                 return work()
@@ -353,7 +353,7 @@ PartitionCopyKey = tuple[str, str, int, int]
 
 
 class CopyLoading:
-    """Loads copies, each with progress and a lease on its files. Thread-safe; the lock guards the loads under way.
+    """Loads copies, each with progress and a lease on its files. Thread-safe; the lock guards the running loads.
 
     There are as many loads as threads call ``load``, and each takes one entry.
     """

@@ -274,7 +274,8 @@ class HostRegistration:
 
 # Grants: who owns a partition in a batch, and which version and head its state must have.
 #
-# The coordinator decides who owns what. A host asks it once for all tasks of a batch that come close together.
+# The coordinator decides who owns what. A host asks it once for all tasks of a batch that arrive at about the same
+# time.
 
 
 GRANT_SECONDS = 1.0
@@ -378,7 +379,7 @@ class Grants:
         return held
 
     def for_read(self, run_id: str, operator: str, partition: int) -> OpenGrant:
-        """Ask the coordinator who owns a partition, and what its last completed version is."""
+        """Ask the coordinator for the owner of a partition, and for its last completed version."""
         return self._registration.call_about(
             run_id, lambda: self._registration.coordinator.open_for_read(run_id, operator, partition)
         )
@@ -391,7 +392,7 @@ class Grants:
             self._granting.pop(run_id, None)
 
 
-# The coordinator's orders about runs, carried out apart from the heartbeat that brings it.
+# The coordinator's orders about runs, carried out separately from the heartbeat that brings them.
 #
 # Unloading a partition waits for its running commit or load, and so perhaps for the storage of
 # that query. The heartbeat must not wait: the host would be given up, with the partitions of all other queries.

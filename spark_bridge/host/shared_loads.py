@@ -70,7 +70,7 @@ class SharedLoads:
     def opened(self, grant: OpenGrant, operator: str, partition: int, asker: str) -> Instance | LoadProgress:
         """Return the partition as the grant says, or the progress of its load; the caller then asks again.
 
-        Raises what ``PartitionLoading.load`` raises, for every ``asker`` that was asked to retry before.
+        Raises the errors of ``PartitionLoading.load``, for every ``asker`` that was asked to retry before.
         """
         ready = self._loading.ready(grant, operator, partition)
         if ready is not None:
@@ -219,7 +219,7 @@ class HandOvers:
             self._followed = number
             over = {run_id: version for run_id, version in announced.items() if run_id not in orders.giving}
             self._given.update({run_id: version for run_id, version in over.items() if run_id in self._giving})
-            # A run about which the coordinator says nothing is one that it does not know yet.
+            # The coordinator does not know a run yet that its answer does not mention.
             gone = over.keys() | set(orders.unload_runs)
             self._giving = frozenset((self._giving | orders.giving.keys()) - gone)
             self._given = {

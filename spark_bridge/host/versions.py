@@ -21,7 +21,7 @@ from spark_bridge.host.held_partitions import HeldPartitions
 from spark_bridge.host.registration import GRANT_SECONDS, CompletedVersion, CompletedVersions, HostRegistration
 
 PREPARED_LOOK_SECONDS = 0.002
-"""Between two looks for one version lie at least this many seconds, however many readers wait for the next one."""
+"""The least seconds between two looks for one version, however many readers wait for the next one."""
 HANGS_SECONDS = 0.5
 """A reader waits at most this many seconds for a look that another one began: it takes room from readers of other runs.
 """
@@ -217,7 +217,7 @@ class PreparedVersions:
 
 
 ASK_SECONDS = 0.02
-"""The completed version is asked for at most once in this many seconds, however many readers wait for it."""
+"""The least seconds between two questions for the completed version, however many readers wait for it."""
 UNKNOWN_RUN_SECONDS = 0.5
 """TTL of a cached answer that a run does not exist, in seconds: a client may name any run, and each question to the
 coordinator costs.
@@ -292,7 +292,7 @@ class VersionRequests:
                     self._ask(run_id, asking)
             except (UnknownRunError, RetiredRunError) as error:
                 asking.refusal = type(error)(*error.args)
-                if run_id not in self._held.registrations:  # else the heartbeat says that the run is over
+                if run_id not in self._held.registrations:  # else the heartbeat reports that the run is over
                     self._completed.forget(run_id)
                     self._held.tell_ended(run_id)
                 raise

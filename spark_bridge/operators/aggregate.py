@@ -77,7 +77,7 @@ def output_of(schema: T.StructType, name: str, function: AggregateFunction, wate
     if function.name == "mean" and isinstance(kind, T.DecimalType):
         arguments = (str(kind.precision), str(kind.scale))
     text = f"{function.name}({','.join(arguments)})" if arguments else function.name
-    # Rows can be counted whatever the type of the column is.
+    # Rows can be counted for any type of the column.
     arrow = pa.null() if function.name == "count" else arrow_type(kind)
     return Output(name, text, function.column, by, arrow, by_type, function.columns, max_bytes=function.max_bytes)
 
@@ -396,7 +396,7 @@ def _declared(rows: DataFrame, keys: _Keys, aggregator: Aggregator, output_mode:
     state = StateSchema(by_key, aggregator.state_schema, zeros=aggregator.zeros)
     operator_schema = OperatorSchema.of_rows(state, () if stored == list(keys.names) else keys.names)
     uses_time = event_time is not None and output_mode != "complete"
-    # The functions of a user's own aggregate need not know what to make of no rows.
+    # The functions of a user's own aggregate need not handle empty input.
     is_global = keys.is_global and not any(o.user for o in aggregator.outputs)
     rows_logic = AggregateLogic(state, aggregator, output, output_mode, event_time, is_global=is_global)
     lag_ms = watermark_lag_ms(rows.schema, event_time)

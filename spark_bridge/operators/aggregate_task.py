@@ -30,8 +30,8 @@ from spark_bridge.task.task_store import StateAccess
 FIXED_KEYS_PER_STEP = 1 << 18
 LIST_KEYS_PER_STEP = 1 << 8
 AGGREGATE_KEYS_PER_STEP = 1 << 14
-"""Keys whose states are read and written at once, to begin with: where all states have a fixed width, where lists keep
-all elements, and elsewhere.
+"""Keys whose states are read and written at once, to begin with: if all states have a fixed width, if lists keep
+all elements, and otherwise.
 """
 NO_KEYS: pa.BinaryArray = pa.array([], pa.binary())
 
@@ -235,7 +235,7 @@ WORTHWHILE = 0.5
 def aggregated_ahead(df: DataFrame, logic: AggregateLogic) -> DataFrame:
     """Return partial results of the rows; the operator's tasks take them by the same logic with ``is_partial`` set."""
     columns = pa.schema([*logic.schema.key, *logic.aggregator.state_schema])
-    # The tasks after the shuffle count what their limits drop.
+    # The tasks after the shuffle count the elements that their limits drop.
     ahead = replace(logic, aggregator=logic.aggregator.unlimited())
     return map_in_arrow(df, PartialTask(ahead, columns).run, "partial_aggregation", spark_struct(columns))
 

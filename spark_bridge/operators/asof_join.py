@@ -50,7 +50,7 @@ class Asof:
 
     @property
     def waits_ms(self) -> tuple[int | None, int | None]:
-        """Return for both sides how far the watermark may be behind a row's time when the row comes, None for any.
+        """Return for both sides how far the watermark may be behind the time of an arriving row, None for any.
 
         Backward, a left row waits for the watermark alone; else up to the tolerance, for a right row after it.
         """
@@ -106,7 +106,7 @@ def nearest(asof: Asof, ids: Integers, times: Integers, rows: SortedRows) -> tup
     if asof.direction != BACKWARD:
         behind = rows.first_behind(ids, times, or_at=asof.allow_exact)
     distances = [_distance(places, times, rows) for places in (before, behind)]
-    is_before = distances[0] <= distances[1]  # as pandas has it, also of two that are equally far
+    is_before = distances[0] <= distances[1]  # as pandas does, also for two that are equally far
     chosen = np.where((before != NO_ROW) & is_before, before, behind)
     return chosen, np.where(is_before, *distances)
 

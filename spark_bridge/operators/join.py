@@ -1,4 +1,4 @@
-"""``join`` and ``join_asof``: rows of two streams that have one key and lie close in time, as a streaming DataFrame."""
+"""``join`` and ``join_asof``: rows of two streams that have one key and are close in time, as a streaming DataFrame."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ from spark_bridge.task.state_task import EventTime, StateTask
 
 
 ONLY = T.StructField("present", T.BooleanType())
-"""The column that is stored of a side that has nothing but the key."""
+"""The stored column of a side without columns other than the key."""
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ def check_columns(left: DataFrame, right: DataFrame, keys: list[str], how: str) 
 
 
 def refuse_or_warn(sides: Sequence[str], operator: str, how: str) -> None:
-    """Refuse a join whose rows without a match would never come; warn of the sides that keep all rows."""
+    """Refuse a join whose unmatched rows would never be emitted; warn of the sides that keep all rows."""
     needed = {LEFT: (LEFT_OUTER, FULL, SEMI, ANTI), RIGHT: (RIGHT_OUTER, FULL)}
     bounds = {LEFT: "upper", RIGHT: "lower"}
     for side in sides:

@@ -52,7 +52,7 @@ from spark_bridge.task.task_store import StateAccess
 
 
 Apply: TypeAlias = Callable[[pa.Table, pa.Table], "pa.Table | pa.RecordBatch"]
-"""Takes matching rows of both sides, row by row, and gives output."""
+"""Takes matching rows of both sides, row by row, and yields output."""
 
 
 @dataclass(frozen=True)

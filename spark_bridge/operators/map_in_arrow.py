@@ -391,7 +391,7 @@ MOST_FRAME_BYTES = NO_LIMIT - 1
 
 
 def configured_key_groups(spark: SparkSession) -> int:
-    """Return the number of key groups that the session asks for, whatever it is."""
+    """Return the session's setting of the number of key groups, unchecked."""
     return int(spark.conf.get(KEY_GROUPS_CONF, str(DEFAULT_KEY_GROUPS)) or DEFAULT_KEY_GROUPS)
 
 

@@ -39,7 +39,7 @@ SILENT_HOST_MS = 5_000
 RECENT_RESTART_MS = 600_000
 """A process that was started again is reported for this long."""
 LEAST_FAILURES = 3
-"""Fewer requests within a minute that fail and are repeated say nothing: each store has some."""
+"""Fewer failed and retried requests within a minute are normal: each store has some."""
 LEAST_WAITING_MS = 10_000
 HANGING_MS = 30_000
 """Storage that does not answer for this long holds up batches."""
@@ -258,7 +258,7 @@ def _number(n: int, what: str) -> str:
 
 
 def _subject(overview: Overview, location: str) -> str:
-    """Return the query whose location it is, which has a page, or the location itself."""
+    """Return the query at the location, which has a page, or the location itself."""
     for query in overview.queries:
         if location.rstrip("/") in (query.state_location.rstrip("/"), query.checkpoint_location.rstrip("/")):
             return f"query {query.title}"
@@ -276,7 +276,7 @@ MOST_SNAPSHOT_LAG = 50
 """Versions: five snapshots of ten versions each, as Spark's own warning has it."""
 MOST_TIME_SKEW = 5.0
 LEAST_SKEWED_MS = 1_000
-"""A partition whose batch takes less slows nothing down."""
+"""A partition whose batch takes less time slows nothing down."""
 SLOW_STORAGE_MS = 1_000
 """Storage is slow if the slowest changelog of a usual batch and its manifest take at least this long, and half the
 batch.

@@ -1,4 +1,4 @@
-"""The overview of a running cluster, made of the descriptions that coordinator and hosts give of themselves."""
+"""The overview of a running cluster, built from the descriptions of coordinator and hosts."""
 
 from __future__ import annotations
 
@@ -252,7 +252,7 @@ def _operator(name: str, num_partitions: int, held: Sequence[Partition], query: 
 
 
 def _partitions(host: Description) -> Iterator[tuple[str, Partition]]:
-    """Give the partitions of a host, each with its run id."""
+    """Yield the partitions of a host, each with its run id."""
     columns, owner = host["partitions"], host["host_id"]
     names = tuple(columns["steps"])
     steps = zip(*columns["steps"].values(), strict=True) if names else repeat(())

@@ -102,7 +102,7 @@ def _times(commits: SparkCommits) -> BatchTimes:
 def checkpoints_of(
     records: Iterable[CheckpointRecord], versions: StateVersions | None = None
 ) -> tuple[Checkpoint, ...]:
-    """Return the history by ascending id, with the versions that only their manifests tell of."""
+    """Return the history by ascending id, with the versions that only manifests describe."""
     found = {record.id: _recorded(record) for record in records}
     for version, manifest in ({} if versions is None else versions.chain).items():
         assert versions is not None

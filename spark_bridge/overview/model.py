@@ -294,7 +294,7 @@ class GivenUp:
 
 @dataclass(frozen=True)
 class Savepoint:
-    """A savepoint that was begun. Whether it was finished, its own directory says (``statestore savepoint list``)."""
+    """A savepoint that was begun. Its directory shows whether it was finished (``statestore savepoint list``)."""
 
     id: int
     version: int
@@ -402,14 +402,14 @@ def size(nbytes: float | None) -> str:
 
 
 def number(value: float | None) -> str:
-    """Return a number with thousands apart."""
+    """Return a number with thousands separators."""
     if value is None:
         return ""
     return f"{value:,}" if isinstance(value, int) or abs(value) < 10 else f"{value:,.0f}"
 
 
 def rate(value: float | None) -> str:
-    """Return a rate with the digits that say something."""
+    """Return a rate with its significant digits."""
     return "" if value is None else f"{value:,.1f}" if value < 100 else f"{value:,.0f}"
 
 

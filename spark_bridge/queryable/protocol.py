@@ -143,7 +143,7 @@ class ScanRequest(Struct, frozen=True, array_like=True, tag="scan"):
 
 
 class CountRequest(Struct, frozen=True, array_like=True, tag="count"):
-    """Ask how many rows a ``ScanRequest`` would give. Answered by ``CountReply``."""
+    """Ask for the number of rows of a ``ScanRequest``. Answered by ``CountReply``."""
 
     scan: ScanRequest
 
@@ -347,7 +347,7 @@ class StateReads(Protocol):
         """Return the rows of a state variable, partition after partition in the order of stored keys."""
 
     def count(self, request: ScanRequest) -> tuple[int, int]:
-        """Return the version, and the number of rows that ``scan`` would give."""
+        """Return the version, and the number of rows of ``scan``."""
 
     def changes(self, request: ChangesRequest, keys: pa.BinaryArray | None) -> StateAnswer:
         """Return the rows that versions have changed, in the order of versions; a batch belongs to one version."""

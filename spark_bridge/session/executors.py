@@ -216,7 +216,7 @@ class LostExecutors:
             self._loop.start()
 
     def close(self) -> None:
-        """Look after the executors no more."""
+        """Stop watching the executors."""
         self._loop.close(timeout=None)
 
     def look(self) -> None:
@@ -246,7 +246,7 @@ class LostExecutors:
             reason = jvm.org.apache.spark.scheduler.ExecutorProcessLost(
                 f"No answer from {ip}.", jvm.scala.Option.empty(), False
             )
-            # Both as Spark does with an executor whose heartbeats stay away (HeartbeatReceiver.expireDeadHosts).
+            # Both as Spark does with an executor whose heartbeats stop (HeartbeatReceiver.expireDeadHosts).
             scala.killAndReplaceExecutor(executor_id)
             remove = getattr(jvm, f"{SPARK_MESSAGES}$RemoveExecutor")(executor_id, reason)
             scala.schedulerBackend().driverEndpoint().send(remove)

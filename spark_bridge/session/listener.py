@@ -403,7 +403,7 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
         """Do nothing: an idle query has no new version."""
 
     def onQueryTerminated(self, event: QueryTerminatedEvent) -> None:
-        """Report that a run has ended: hosts answer from its last version as long as ``keep_serving`` says."""
+        """Report that a run has ended: hosts answer from its last version for ``keep_serving``."""
         run_id = str(event.runId)
         with self._lock:
             known = self._registrations.pop(run_id, None)

@@ -1,6 +1,6 @@
 """The progress of a query's operators in their last batch: the counterpart of Spark's ``StateOperatorProgress``.
 
-Spark takes these operators for stateless, so its own progress says nothing of their state.
+Spark considers these operators stateless, so its own progress does not describe their state.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def tell_listeners(
             listener.on_state_operator_progress(run_id, progress)
             if found is not None and isinstance(listener, CheckpointListener):
                 listener.on_checkpoint_progress(run_id, found)
-        except Exception:  # the other listeners must be called all the same
+        except Exception:  # the other listeners must still be called
             log.exception("A state operator listener failed at run %s", run_id)
 
 
@@ -217,7 +217,7 @@ def _sum(operator: str, version: int, num_partitions: int, instances: list[dict[
     )
 
 
-# The cost of a batch's checkpoint: time, bytes, requests to storage and what those cost.
+# The cost of a batch's checkpoint: time, bytes, requests to storage and their price.
 
 
 @dataclass(frozen=True)
@@ -258,7 +258,7 @@ def newest_checkpoint(cluster: StateCluster, run_id: str, prices: Prices) -> Che
 
 
 def progress_of_record(record: Mapping[str, Any], prices: Prices) -> CheckpointProgress:
-    """Return the progress that a ``CheckpointRecord``, as plain data, tells of."""
+    """Return the progress in a ``CheckpointRecord``, as plain data."""
     used = record["storage"]
     return CheckpointProgress(
         batch_id=record["version"] - 1,
@@ -272,14 +272,14 @@ def progress_of_record(record: Mapping[str, Any], prices: Prices) -> CheckpointP
 
 
 def prices_of(conf: Any) -> Prices:
-    """Return the prices that the settings of a session give, of PySpark or of the JVM.
+    """Return the prices in the settings of a session, of PySpark or of the JVM.
 
-    Raises ``InvalidStateStoreArgument`` for a setting that is none.
+    Raises ``InvalidStateStoreArgument`` for an invalid setting.
     """
     return Prices.parse(str(conf.get(STORAGE_PRICES_CONF, "") or ""))
 
 
-# The driver's spans: the root of each batch's trace, and Spark's steps below, made when Spark tells of the batch.
+# The driver's spans: the root of each batch's trace, and Spark's steps below, made when Spark reports the batch.
 
 
 FIRST_STEPS = ("latestOffset", "walCommit", "getBatch", "queryPlanning")
@@ -328,7 +328,7 @@ class BatchTraces:
             last -= took[step] * 1_000_000
 
     def end(self, run_id: str, exception: str | None) -> None:
-        """End with a run. ``exception`` is what its last batch has failed with: that has a root, too."""
+        """Remove a run. ``exception`` is the error of its last batch, which has a root, too."""
         with self._lock:
             known = self._runs.pop(run_id, None)
         if known is None or exception is None:

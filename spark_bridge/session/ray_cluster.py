@@ -142,7 +142,7 @@ def keep_ray_stopped() -> Callable[[], None]:
 
 
 def stop_raydp_at_exit() -> None:
-    """Put ``stop_raydp`` in the place of RayDP's own exit handler.
+    """Replace RayDP's own exit handler by ``stop_raydp``.
 
     RayDP's handler fails in a program that has called ``ray.shutdown()``: it sends a message to its master.
     """
@@ -191,9 +191,9 @@ def stop_ray() -> None:
 
 AUTH_MODE = "RAY_AUTH_MODE"
 SETTLED_SECONDS = 5.0
-"""Executors that have not come within this many seconds after the last ones are not on their way."""
+"""After this many seconds without a new executor, no more are expected."""
 RAY_JOB_GROUP = "ray-cluster-"
-"""With this begin the job groups of the Spark jobs that are Ray's workers."""
+"""Prefix of the job groups of the Spark jobs that are Ray's workers."""
 
 
 @dataclass(frozen=True)
@@ -330,7 +330,7 @@ MASTER_DIED = (
 
 
 class SparkMasterWatch:
-    """Looks whether the RayDP master of the application ``app_name`` lives; ends the queries of ``spark`` otherwise."""
+    """Checks whether the RayDP master of the application ``app_name`` lives; ends the queries of ``spark`` if not."""
 
     def __init__(self, spark: SparkSession, app_name: str, shutdown: Shutdown) -> None:
         from raydp.spark.ray_cluster_master import RAYDP_SPARK_MASTER_SUFFIX
@@ -350,11 +350,11 @@ class SparkMasterWatch:
         ).start()
 
     def close(self) -> None:
-        """Look no more."""
+        """Stop looking."""
         self._loop.close(timeout=None)
 
     def look(self) -> None:
-        """End the queries if the master has died: again and again, since the program may start further ones."""
+        """End the queries if the master has died: repeatedly, since the program may start further ones."""
         if self._shutdown.is_ending or spark_is_over(self._spark):
             self._loop.close()  # the program has stopped Spark, and RayDP the master
         elif self._is_dead:

@@ -131,7 +131,7 @@ def metadata_of(versions: StateVersions) -> pa.Table:
 
 
 def operator_kind(schema: OperatorSchema) -> str:
-    """Return the kind of operator that makes such state, as in ``OperatorSpec``, as far as the schema tells."""
+    """Return the kind of operator that makes such state, as in ``OperatorSpec``, as far as the schema shows it."""
     if any(v.kind != ROWS for v in schema.variables):
         return "transform_with_state"
     (variable,) = schema.variables

@@ -90,7 +90,7 @@ def query_in_storage(
 ADDRESS = "storage"
 """The address under which a router finds these reads in its own process."""
 MANIFEST_LOOK_SECONDS = 1.0
-"""Manifests that were read are taken for the last ones for this many seconds."""
+"""TTL of the last manifests that were read, in seconds."""
 
 
 class StoredReads:

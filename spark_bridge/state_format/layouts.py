@@ -101,7 +101,7 @@ def family_of(variable: StateVariable, part: str = "") -> tuple[str, StateSchema
 
 
 VALUE, ROWS, WINDOWS, LIST, MAP = "value", "rows", "windows", "list", "map"
-"""The kinds of state that a query client tells apart, with ``SESSIONS`` and ``TIMERS``."""
+"""The kinds of state that a query client distinguishes, with ``SESSIONS`` and ``TIMERS``."""
 
 TTL_COLUMN = "__ttl_expiration_ms"
 """When a value, element or entry expires."""
@@ -139,7 +139,7 @@ EXPIRIES, EXPIRY = "expiries", "__expiry"
 
 
 def is_present(num_keys: int) -> pa.RecordBatch:
-    """Return the values of keys that are there, in the columns of ``PRESENT``."""
+    """Return marker values for keys, in the columns of ``PRESENT``."""
     return pa.RecordBatch.from_arrays([pa.repeat(pa.scalar(True), num_keys)], schema=PRESENT)
 
 

@@ -246,7 +246,7 @@ def sizes_of(array: pa.Array) -> npt.NDArray[np.int64]:
 class LazyLists:
     """Lists whose elements are made into Python values when they are asked for, some thousand at a time.
 
-    ``decode`` makes Python values of elements. Lists that are asked for in order are decoded once.
+    ``decode`` converts elements to Python values. Lists that are asked for in order are decoded once.
     """
 
     def __init__(self, elements: pa.Array, offsets: Offsets, decode: Callable[[pa.RecordBatch], list[Any]]) -> None:

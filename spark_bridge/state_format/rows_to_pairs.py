@@ -79,7 +79,7 @@ class PairsOfRows:
 
     @property
     def is_by_time_of_program(self) -> bool:
-        """Return whether rows are kept by times that only the program can tell: the sides of ``join``."""
+        """Return whether rows are kept by times that only the program knows: the sides of ``join``."""
         return any(family.endswith(CHUNKS_BY_TIME) for family in self.rows.variable.families)
 
     @property

@@ -401,7 +401,7 @@ def list_keys(rows: VariableRows, family: str, keys: pa.BinaryArray) -> pa.Binar
 
 
 def in_step(streams: Sequence[Iterator[SortedPairs]]) -> Iterator[list[SortedPairs]]:
-    """Read several sorted streams side by side: yield a part of each, whose keys are above all keys yielded before."""
+    """Read several sorted streams in parallel: yield a part of each, whose keys are above all keys yielded before."""
     held: list[SortedPairs | None] = [next(stream, None) for stream in streams]
     while True:
         for i, stream in enumerate(streams):

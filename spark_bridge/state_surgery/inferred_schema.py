@@ -233,7 +233,7 @@ def inferred_variable(
     window = window_place(variable)
     if set(stored) == set(key_columns):
         keys.sort(key=lambda f: stored.index(f.name))
-    elif window is not None:  # first in stored keys, so that the keys of a window lie together
+    elif window is not None:  # first in stored keys, so that the keys of a window are adjacent
         keys.sort(key=lambda f: f.name != stored[window])
     key = pa.schema(keys)
     has_ttl = source.has_ttl and columns.pop(source.value.names[-1], None) is not None

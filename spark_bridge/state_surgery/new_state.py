@@ -62,7 +62,7 @@ FEWEST_TASKS = 8
 class CutRows:
     """The result of the first stage: runs of rows by variable, in the order of the jobs, and counts.
 
-    A run is a reference, or whatever else the workers that made it take for one.
+    A run is a reference, or the equivalent of the workers that made it.
     """
 
     runs: dict[OperatorVariable, list[tuple[RunName, Any]]] = field(default_factory=dict)
@@ -232,7 +232,7 @@ def _columns(source: RowSource, routing: Routing) -> TargetColumns | None:
 
 
 def _cut(source: RowSource, routing: Routing) -> Iterator[Any]:
-    """Give, for each flush, the names of its runs and then the runs; at last the counts."""
+    """Yield, for each flush, the names of its runs and then the runs; at last the counts."""
     counts = RowCounts()
     for runs in routing.cut(source.batches(), counts):
         yield list(runs)
@@ -443,7 +443,7 @@ class NewState:
 
 
 def new_query_id() -> str:
-    """Return an id as Spark gives queries."""
+    """Return an id in the form of Spark's query ids."""
     return str(uuid.uuid4())
 
 
@@ -454,7 +454,7 @@ def session_options(given: Mapping[str, str] | None) -> dict[str, str]:
 
 
 def session_state_location() -> str | None:
-    """Return ``spark.statestore.location`` of the Spark session, if there is one that has it."""
+    """Return ``spark.statestore.location`` of the Spark session, if there is a session with that setting."""
     spark = current_spark()
     return (spark.conf.get(STATE_LOCATION_CONF, "") or None) if spark is not None else None
 

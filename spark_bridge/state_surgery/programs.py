@@ -79,7 +79,7 @@ def _keys(pairs: PairsOfRows) -> pa.Schema:
 
 
 def _stored_names(pairs: PairsOfRows) -> list[str]:
-    """Return the names of ``pairs.columns`` as the operator knows them, without a suffix that tells them apart."""
+    """Return the names of ``pairs.columns`` as the operator knows them, without the suffix that distinguishes them."""
     rows = pairs.rows
     return [*(rows.key.names[i] for i in rows.key_order), *rows.stored_value.names]
 

@@ -37,7 +37,7 @@ from spark_bridge.state_format.stored_rows import key_groups_of
 
 
 DERIVED = (KEY_GROUP, PARTITION)
-"""Columns of stored rows that follow from the key: they may be given, and say nothing."""
+"""Columns of stored rows that follow from the key: they may be present, and are ignored."""
 
 
 def conformed(given: Any, pairs: PairsOfRows, owner: str) -> pa.RecordBatch:
@@ -95,7 +95,7 @@ def _column(given: pa.RecordBatch | pa.Table, field: pa.Field, owner: str) -> pa
 
 
 def key_in_words(rows: pa.RecordBatch, pairs: PairsOfRows, at: int) -> str:
-    """Return the key of one row, for messages, with what tells it apart from others of the same key."""
+    """Return the key of one row, for messages, with the part that distinguishes it from others of the same key."""
     n = len(pairs.rows.key) + len(pairs.rows.inner)
     return ", ".join(f"{name}={python_value(rows.column(i)[at])!r}" for i, name in enumerate(rows.schema.names[:n]))
 
@@ -346,7 +346,7 @@ REWRITE_CHUNK_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class CopiedState:
-    """Column families of an operator whose pairs go to the new state as they are."""
+    """Column families of an operator whose pairs go to the new state unchanged."""
 
     place: StatePlace
     pieces: tuple[Piece, ...]

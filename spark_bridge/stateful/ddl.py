@@ -229,7 +229,7 @@ def _offsets(micros: Micros) -> tuple[Micros, npt.NDArray[np.bool_]]:
     offsets = np.zeros(len(days), np.int64)
     is_steady = np.zeros(len(days), np.bool_)
     for i, day in enumerate(days.tolist()):
-        # A wall-clock day lies within these three days of UTC; datetime looks a day back to see which hours come twice.
+        # A wall-clock day is within these three days of UTC; datetime looks a day back to find hours that occur twice.
         around = {time.localtime((day + d) * _DAY_SECONDS).tm_gmtoff for d in (-1, 0, 1, 2)}
         offsets[i] = around.pop()
         is_steady[i] = not around

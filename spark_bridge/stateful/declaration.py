@@ -137,7 +137,7 @@ class StateFigures:
 
 @dataclass(frozen=True)
 class NoKey:
-    """Stands for the number of the current key while there is none: use as a number raises ``HandleStateError``."""
+    """Placeholder for the number of the current key if there is none: use as a number raises ``HandleStateError``."""
 
     phase: str
 

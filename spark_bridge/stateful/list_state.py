@@ -41,7 +41,7 @@ _FIRST_CHUNKS_READ = 4
 _CHUNKS_READ = 64
 """Chunks read at once: first few, as a reader may need no more, then twice as many each time up to the most."""
 _CHUNKS_REMOVED = 1 << 16
-"""Chunks whose removal is staged at once."""
+"""The most chunks whose removal is staged at once."""
 
 
 class ListChange:

@@ -61,7 +61,7 @@ class PandasCodec:
             if _has_zone(column.type) and isinstance(frame[str(i)].dtype, pd.DatetimeTZDtype):
                 frame[str(i)] = frame[str(i)].dt.tz_convert(self.time_zone).dt.tz_localize(None)
         frame.columns = pd.Index(self.struct.names)
-        # Computed here once: otherwise every part of the frame would compute where each column lies.
+        # Computed here once: otherwise every part of the frame would compute the place of each column.
         inner: Any = frame
         inner._mgr._rebuild_blknos_and_blklocs()
         return frame

@@ -39,7 +39,7 @@ from spark_bridge.stateful.ddl import Micros, check_years, from_local, to_local
 
 
 Value = Any
-"""A value of a column, as PySpark gives it."""
+"""A value of a column, in PySpark's form."""
 
 
 _REFUSALS = (pa.ArrowException, TypeError, ValueError, OverflowError, InvalidOperation)
@@ -152,7 +152,7 @@ _PYTHON_TYPES: dict[str, tuple[type, ...]] = {
     "timestamp": (datetime,),
     "timestamp_ntz": (datetime,),
 }
-"""By Spark type, the Python types whose values can be wrong only by being out of range."""
+"""By Spark type, the Python types whose values can only be out of range."""
 
 
 def _struct_array(name: str, values: Sequence[Value], kind: pa.DataType, nan_is_null: bool) -> pa.Array:
@@ -225,7 +225,7 @@ def shown(value: object) -> str:
     return text if len(text) <= 100 else f"{text[:97]}..."
 
 
-# Arrow batches to the Python rows that PySpark would give, and such rows to batches, a column at a time.
+# Arrow batches to the Python rows that PySpark would return, and such rows to batches, a column at a time.
 #
 # A struct is a ``Row``, a map a dict, an array a list, a timestamp a naive datetime in the local time zone.
 
@@ -371,7 +371,7 @@ _SIGNATURES_KEPT = 1024
 
 
 class _UnusualError(Exception):
-    """Says that only the codec can judge a value."""
+    """Only the codec can judge a value."""
 
 
 class StateValues:

@@ -218,7 +218,7 @@ class ProcessorTester:
                 processor.handleInitialState(columns, state, self._state.timer_values)
 
     def test(self, key: Any, input: Sequence[Row]) -> list[Row]:
-        """Return the rows that the processor gives for a key's rows; late rows are left out."""
+        """Return the rows that the processor returns for a key's rows; late rows are left out."""
         self._uses_pandas = False
         extractor, watermark = self._event_time, self._times.watermark_ms
         if self._time_mode == EVENT_TIME and extractor is not None:
@@ -226,7 +226,7 @@ class ProcessorTester:
         return self._handle_rows(key, iter(input))
 
     def testInPandas(self, key: Any, input: pd.DataFrame) -> pd.DataFrame:
-        """Return the DataFrame that the processor gives for a key's DataFrame; late rows are left out."""
+        """Return the DataFrame that the processor returns for a key's DataFrame; late rows are left out."""
         self._uses_pandas = True
         extractor, watermark = self._event_time, self._times.watermark_ms
         if self._time_mode == EVENT_TIME and extractor is not None:

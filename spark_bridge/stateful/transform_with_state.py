@@ -119,7 +119,7 @@ def checked_arguments(
 
 
 def _check_names(schema: T.StructType, whose: str) -> None:
-    """Raise ``InvalidOperatorError`` for columns that a processor could not tell apart."""
+    """Raise ``InvalidOperatorError`` for columns that a processor could not distinguish."""
     twice = sorted({n for n in schema.names if schema.names.count(n) > 1})
     if twice:
         raise InvalidOperatorError(f"{whose} has several columns named {', '.join(map(repr, twice))}: rename them.")

@@ -76,7 +76,7 @@ def read_host_files(directory: Path) -> list[HostFile]:
     return files
 
 
-# The local properties of Spark with which the driver tells the tasks of a query where the hosts are.
+# The local properties of Spark that carry the hosts' addresses from the driver to the tasks of a query.
 #
 # The driver's query listener sets them (``spark_bridge.session.listener``), and Spark passes them to every
 # task of the query.
@@ -140,7 +140,7 @@ def local_endpoints(local_property: Callable[[str], str | None]) -> Endpoints | 
     )
 
 
-# The way of a PySpark task to the coordinator: through a state store host, without joining Ray.
+# The connection of a PySpark task to the coordinator: through a state store host, without joining Ray.
 #
 # ``StateStoreCoordinatorRef.for_executor()`` finds ``find`` through the entry point
 # ``statestore.executor_transport``, since ``coordinator_actor`` does not depend on Spark.

@@ -88,7 +88,7 @@ class _Run:
 
 @dataclass
 class RowSorter:
-    """Takes rows that have the key columns ``keys``, and gives them in steps, sorted by key as stored keys are.
+    """Takes rows that have the key columns ``keys``, and yields them in steps, sorted by key as stored keys are.
 
     Use it in a ``with`` statement, which removes the files.
     """
@@ -187,7 +187,7 @@ class RowSorter:
                         run.read(share)
 
     def _single_key(self, runs: list[_Run], key: bytes, share: int) -> Iterator[RowStep]:
-        """Give in parts, one run after the other, the rows of a key that has too many rows for the memory."""
+        """Yield in parts, one run after the other, the rows of a key that has too many rows for the memory."""
         held: pa.RecordBatch | None = None
         for run in runs:
             while len(run.keys) and run.keys[0].as_py() == key:

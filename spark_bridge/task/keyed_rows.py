@@ -74,9 +74,9 @@ class StepSize:
 
 
 class RowReducer:
-    """Takes rows by key and reduces them; gives them in steps of ascending keys. Use it in a ``with`` statement.
+    """Takes rows by key and reduces them; yields them in steps of ascending keys. Use it in a ``with`` statement.
 
-    ``empty`` is a batch without rows that has the columns which ``reduce`` takes and gives.
+    ``empty`` is a batch without rows that has the columns which ``reduce`` takes and returns.
     """
 
     def __init__(
@@ -180,7 +180,7 @@ class RowReducer:
 def scanned(
     store: StateAccess, ranges: Sequence[KeyRange], column_family: str = DEFAULT_FAMILY
 ) -> Iterator[pa.RecordBatch]:
-    """Give stored pairs of ranges in large batches: there may be many ranges with few pairs each."""
+    """Yield stored pairs of ranges in large batches: there may be many ranges with few pairs each."""
     waiting: list[pa.RecordBatch] = []
     num_rows = num_bytes = 0
     for pairs in store.scan(ranges, column_family):

@@ -32,7 +32,7 @@ OUTPUT_ROWS = 1 << 16
 
 
 class Logic(Protocol):
-    """An operator's work on one partition: it takes rows, commits changes to the store, and gives output."""
+    """An operator's work on one partition: it takes rows, commits changes to the store, and yields output."""
 
     def process(
         self, batches: Iterable[pa.RecordBatch], store: StateAccess, timer: StepTimer
@@ -152,7 +152,7 @@ def partitions_of(rows: pa.RecordBatch, keys: Sequence[str], num_key_groups: int
 # Spark computes the watermark, and the coordinator reads it from Spark's offset log for each batch (``BatchTimes``,
 # ``coordinator_actor/durable/spark_commits.py``). A timestamp is compared with the watermark itself, a window by its
 # end, as in Spark's ``WatermarkSupport``. A key column with event time is stored first, so that the keys that are
-# done lie together in every key group.
+# done are adjacent in every key group.
 
 
 WATERMARK_METADATA = "spark.watermarkDelayMs"
@@ -189,7 +189,7 @@ class EventTime:
 
     @property
     def is_exact(self) -> bool:
-        """Return whether ``done_ranges`` gives only keys that are done."""
+        """Return whether ``done_ranges`` has only keys that are done."""
         return not self.is_window or self.window_us > 0
 
     def done_ranges(self, key_groups: tuple[int, int], watermark_ms: int) -> list[KeyRange]:
@@ -224,7 +224,7 @@ def all_keys(key_groups: tuple[int, int]) -> list[KeyRange]:
 
 
 def between(ranges: Sequence[KeyRange], after: bytes | None, up_to: bytes | None) -> list[KeyRange]:
-    """Return the parts of ascending ranges that lie after ``after`` and not after ``up_to`` (None: no limit)."""
+    """Return the parts of ascending ranges after ``after`` and up to ``up_to`` (None: no limit)."""
     if after is None and up_to is None:
         return list(ranges)
     clipped = []

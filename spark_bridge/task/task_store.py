@@ -113,9 +113,9 @@ class StagedChanges:
 RETRIABLE = (HostUnavailableError, NotOwnerError, QueryBusyError, StaleOwnerError, UnknownHostError, UnknownRunError)
 """After these errors the task looks for the owner again."""
 RETRY_DELAY = 0.1
-"""Seconds before the owner is looked for again."""
+"""Seconds before the next search for the owner."""
 HELD_DELAY = 0.5
-"""Seconds before a batch that is held for a savepoint, or a commit that waits for others, is tried again."""
+"""Seconds before a retry of a batch that is held for a savepoint, or of a commit that waits for others."""
 
 T = TypeVar("T")
 
@@ -365,7 +365,7 @@ class TaskStore:
 
 
 def _give_up(address: str, token: str) -> None:
-    """Forget a host that does not answer, with all that it owned: else the task of each partition would call it."""
+    """Forget a host that does not answer, with all its partitions: else the task of each partition would call it."""
     forget_client(address, token)
     for key in [key for key, (owner, _) in list(_owners.items()) if owner == address]:
         _owners.pop(key, None)
@@ -430,7 +430,7 @@ class LocalStateAccess:
         if column_family != DEFAULT_FAMILY:
             self._store.create_column_family(column_family)  # also one that is in no schema, as hosts take them
         is_kept = pc.is_valid(values)
-        # In the order given: of a key given twice the last change counts.
+        # In the given order: if a key occurs twice, its last change counts.
         if pc.all(is_kept).as_py():
             self._store.put_many(keys, values, column_family)
         elif not pc.any(is_kept).as_py():
@@ -487,7 +487,9 @@ class StateAccess(Protocol):
         """Yield pairs (``key``, ``value``) of the ranges at the version opened, range after range, ``limit`` in all."""
 
     def stage(self, keys: pa.BinaryArray, values: pa.BinaryArray, column_family: str = DEFAULT_FAMILY) -> None:
-        """Add changes to the commit: a null value removes its key; of a key staged several times the last counts."""
+        """Add changes to the commit: a null value removes its key; if a key is staged several times, the last change
+        counts.
+        """
 
     def commit(self, figures: OperatorFigures, timings: dict[str, float] | None = None) -> None:
-        """Make the staged changes the next version, durably, in one commit. Call it once, before giving any output."""
+        """Commit the staged changes durably as the next version. Call it once, before yielding any output."""

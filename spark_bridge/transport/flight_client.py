@@ -1,4 +1,4 @@
-"""The client of a host's Flight server: calls to one host, whose errors are raised here as they were raised there."""
+"""The client of a host's Flight server: calls to one host, whose errors are raised again here."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ log = logging.getLogger(__name__)
 SILENT_SECONDS = 2.0
 """After this many seconds of waiting for a host, the thread checks whether the host is alive."""
 CALL_WATCH_SECONDS = 1.0
-"""Seconds between two looks at the calls under way."""
+"""Seconds between two looks at the running calls."""
 PROBE_SECONDS = 2.0
 """A host has this many seconds to take a connection."""
 FAILED_PROBES = 2
@@ -378,7 +378,7 @@ class HostClient:
                     writer.done_writing()
                     answer = reader.read()
         except flight.FlightError as error:
-            # If ``changes`` raised, that is why the host was not told the end of the changes.
+            # If ``changes`` raised, the host has not received the end of the changes.
             raise _error_of(error) from error.__context__
         except pa.ArrowException as error:
             raise HostUnavailableError(f"{self.address}: {error}") from None

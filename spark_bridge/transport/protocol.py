@@ -18,7 +18,7 @@ VALUES_SCHEMA = pa.schema([pa.field("value", pa.binary())])
 COMMIT_SCHEMA = pa.schema([pa.field("key", pa.binary(), nullable=False), pa.field("value", pa.binary())])
 """Changes to commit: a null value removes its key."""
 END_OF_CHANGES = b"end"
-"""The metadata of a commit's last message, which has no batch: a task that dies while sending never sends it."""
+"""The metadata of a commit's last message, which has no batch: a task that dies while sending does not send it."""
 RANGES_SCHEMA = pa.schema([pa.field("start", pa.binary(), nullable=False), pa.field("end", pa.binary())])
 
 
@@ -124,7 +124,7 @@ class ErrorInfo(Struct, frozen=True):
 
 
 class HostFile(Struct, frozen=True):
-    """The file that a host leaves in its node's Ray session directory (mode 0600): there tasks find the host again."""
+    """The file that a host leaves in its node's Ray session directory (mode 0600): tasks find the host with it."""
 
     host_id: str
     incarnation: str

@@ -61,7 +61,7 @@ PAGE_HEADERS = {
 
 
 class SafeHeaders:
-    """ASGI middleware that gives every answer the headers that keep browsers in check."""
+    """ASGI middleware that adds security headers to every answer."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -135,7 +135,7 @@ POSTED = {
 ACTING = (cluster_pages.trigger, cluster_pages.check)
 """Forms that only administrators may send."""
 MOST_PAGE_REQUESTS = 32
-"""At most this many requests are answered at once, watches apart; each may have a thread."""
+"""The most requests that are answered at once, without watches; each may have a thread."""
 SESSION_SECONDS = 12 * 3600
 _NEXT = re.compile(r"/(?![/\\])[\x21-\x7e]*")
 

@@ -16,9 +16,9 @@ PHASES = ("tasks", "acknowledge", "manifest", "commit")
 WIDTH, HEIGHT = 600.0, 120.0
 MOST_DURATION_BARS = 60
 MOST_CELLS = 2_000
-"""At most this many cells are drawn of a heat map, over all hosts."""
+"""The most cells of a heat map, over all hosts."""
 MOST_HOSTS = 100
-"""At most this many rows are drawn of a heat map; the hosts with the highest values first."""
+"""The most rows of a heat map; the hosts with the highest values come first."""
 SHADES = 8
 
 

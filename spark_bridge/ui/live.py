@@ -122,7 +122,7 @@ MOST_WATCH_ROWS = 50
 
 
 class PageWatches:
-    """The watches under way. Each has a thread and a connection."""
+    """The open watches. Each has a thread and a connection."""
 
     def __init__(self) -> None:
         self._open = 0
@@ -195,7 +195,7 @@ def _event(name: str, data: object) -> bytes:
 
 
 class StoredSystem:
-    """Shows what storage says (a ``System``). Nothing is written or locked."""
+    """Shows the content of storage (a ``System``). Nothing is written or locked."""
 
     is_live = False
 

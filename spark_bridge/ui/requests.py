@@ -348,7 +348,7 @@ def _environment() -> Environment:
     return made
 
 
-# The overview that requests share: made at most once a second, however many people look.
+# The overview that requests share: made at most once a second, for any number of people.
 
 
 log = logging.getLogger(__name__)

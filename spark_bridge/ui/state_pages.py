@@ -225,7 +225,7 @@ def _is_numeric(cells: Iterable[object]) -> bool:
 
 
 def csv_response(name: str, schema: pa.Schema, batches: Iterable[pa.RecordBatch]) -> Response:
-    """Return rows as CSV for download, as they come. At most ``MOST_CSV_ROWS``; a last line says if there are more."""
+    """Return rows as a stream of CSV for download. At most ``MOST_CSV_ROWS``; a last line tells if there are more."""
     headers = {"Content-Disposition": f'attachment; filename="{name}.csv"'}
     return StreamingResponse(_lines(schema, batches), media_type="text/csv; charset=utf-8", headers=headers)
 

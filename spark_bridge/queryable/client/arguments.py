@@ -210,7 +210,7 @@ class KeyCodec:
 
     @cached_property
     def columns_schema(self) -> pa.Schema:
-        """The schema of what ``columns`` returns."""
+        """The schema of the result of ``columns``."""
         return pa.schema([pa.field(f.name, f.type) for f in self.schema])
 
     def _chosen(self, given: NamedColumns) -> list[Any]:
@@ -447,7 +447,7 @@ def _comparison(condition: WhereCondition, types: Mapping[str, pa.DataType]) -> 
 
 
 def json_value(value: Any, kind: pa.DataType | None) -> str | int | float | bool:
-    """Return a value as JSON has it: as it is, or as a string that hosts read as the column's type.
+    """Return a value for JSON: unchanged, or as a string that hosts read as the column's type.
 
     Raises ``RequestError``.
     """

@@ -387,7 +387,7 @@ class QueryableStateClient:
         version: int | None = None,
         timeout: float | None = None,
     ) -> int:
-        """Return how many rows ``scan`` would give."""
+        """Return the number of rows of ``scan``."""
         at = requested_version(isolation, version)
 
         def ask(known: KnownOperator, deadline: float) -> int:

@@ -159,7 +159,7 @@ def _is_plain(column: pa.Array | pa.ChunkedArray) -> bool:
 
 
 def from_json(value: Any, kind: pa.DataType, what: str) -> Any:
-    """Return a JSON value as a client takes it for an Arrow type.
+    """Convert a JSON value to the form that a client takes for an Arrow type.
 
     Raises ``UnknownKeyOrNamespaceError``, whose message names ``what``.
     """

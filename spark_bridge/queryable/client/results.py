@@ -71,7 +71,7 @@ def to_polars(table: pa.Table) -> Any:
 
 @dataclass(frozen=True)
 class KeyedResults:
-    """Rows of several keys: the position of each row's key, the columns that tell a key's rows apart, and the
+    """Rows of several keys: the position of each row's key, the columns that distinguish a key's rows, and the
     values.
     """
 
@@ -162,7 +162,7 @@ def whole(column: pa.ChunkedArray | pa.Array) -> pa.Array:
         ) from error
 
 
-# The results of one aggregate's state for single lookups: what ``results`` of the aggregates does for columns.
+# The results of one aggregate's state for single lookups, as ``results`` of the aggregates computes them for columns.
 
 
 Row: TypeAlias = Mapping[str, Any]

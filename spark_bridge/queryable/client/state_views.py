@@ -1,4 +1,4 @@
-"""State variables as a client reads them: which column family has one, and how its values and rows look to users."""
+"""State variables as a client reads them: their column families, and the form of their values and rows."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ class StateView:
 
     @cached_property
     def row_fields(self) -> tuple[list[pa.Field], list[pa.Field]]:
-        """The columns of a row after those of the key: the columns that tell a key's rows apart, and the value."""
+        """The columns of a row after those of the key: the columns that distinguish a key's rows, and the value."""
         inner: list[pa.Field] = []
         if self.kind == TIMERS:
             return [pa.field(EXPIRATION, pa.int64())], []

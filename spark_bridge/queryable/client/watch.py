@@ -210,7 +210,7 @@ class StateWatch:
         return reply.count
 
     def _changes_until(self, known: KnownOperator, after: int, until: int, deadline: float) -> Iterator[StateChange]:
-        """Yield the changes of each version up to ``until``, each once all changes of the version are there."""
+        """Yield the changes of each version up to ``until``, each once all changes of the version have arrived."""
         location = known.location
         view = known.view(self._state)
         body = b""

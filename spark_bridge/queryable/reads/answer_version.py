@@ -30,8 +30,8 @@ from spark_bridge.queryable.reads.version_copies import PartitionLoader, Version
 T = TypeVar("T")
 
 MAX_WAIT_SECONDS = 2.0
-"""A host waits at most this many seconds for a version that others say is completed, or for partitions that are being
-loaded or unloaded.
+"""A host waits at most this many seconds for a version that others report as completed, or for partitions that are
+being loaded or unloaded.
 """
 _PAUSE_SECONDS = 0.005
 

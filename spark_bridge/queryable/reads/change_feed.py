@@ -64,7 +64,7 @@ class GroupingKeyFilter:
         return cls(rows, columns, without_prefix(keys))
 
     def of_pairs(self, family: str, keys: pa.BinaryArray) -> pa.BooleanArray | None:
-        """Return which stored keys pass (boolean); None if the bytes of stored keys do not tell."""
+        """Return which stored keys pass (boolean); None if the bytes of stored keys do not decide it."""
         rows = self.rows
         if not len(keys) or rows.kind == TIMERS or len(self.columns) < len(rows.key):
             return None

@@ -37,7 +37,7 @@ READ_BYTES = 64 << 20
 FIRST_KEYS = 1 << 10
 """Keys that are read first, to learn how large values are."""
 DECODED_ROWS = 1 << 14
-"""Keys whose rows are decoded at once."""
+"""The most keys whose rows are decoded at once."""
 LONG_ROWS = 1 << 8
 """Stored rows of one key that are decoded at once: each may be a chunk of many elements."""
 
@@ -229,7 +229,7 @@ def _timers(rows: VariableRows, keys: pa.BinaryArray, values: pa.BinaryArray) ->
 
 
 KNOWN_HEADS = 16
-"""Versions that are remembered as versions whose windows are all known."""
+"""The most versions that are remembered as having only known windows."""
 _MIN_RESCAN = 64
 
 
@@ -380,7 +380,7 @@ class WindowedKeys:
     ) -> Iterator[_Candidates]:
         """Yield all keys with all windows, ``CANDIDATES`` at a time.
 
-        They are kept, because partitions mostly have the same windows.
+        They are kept, because partitions usually have the same windows.
         """
         made = self._made.get(windows)
         if made is not None:

@@ -139,7 +139,7 @@ class KeyBounds:
         return found
 
     def within(self, pairs: pa.RecordBatch, skipped: int = KEY_GROUP_BYTES) -> pa.RecordBatch:
-        """Return the pairs whose keys are within the bounds; the first ``skipped`` bytes of a key do not count."""
+        """Return the pairs whose keys are within the bounds; the first ``skipped`` bytes of a key are ignored."""
         keys = without_prefix(pairs.column(0), skipped)
         if self.start:
             chosen = pc.greater_equal(keys, self.start)

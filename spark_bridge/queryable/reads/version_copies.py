@@ -347,7 +347,7 @@ class FollowerCopies:
         self._idle: dict[FollowerKey, list[Follower]] = {}
 
     def take(self, plan: OperatorPlan, piece: Piece, version: int) -> Follower:
-        """Return a copy at ``version`` or before, or a new one. The caller has it alone until ``give_back``."""
+        """Return a copy at ``version`` or before, or a new one. The caller has exclusive use until ``give_back``."""
         self.release_idle()
         with self._lock:
             idle = self._idle.get(_key(plan, piece), [])

@@ -169,7 +169,7 @@ P = TypeVar("P")
 T = TypeVar("T")
 
 MAX_RESTARTS = 3
-"""The chunks of a large request are read again from the first one so often, before chunks are read from storage."""
+"""The most times that all chunks of a large request are read again, before chunks are read from storage."""
 
 
 class VersionAlignment:
@@ -441,7 +441,7 @@ class StateRouter:
     # -- ranges --------------------------------------------------------------------------------
 
     def count(self, location: OperatorLocation, request: ScanRequest, deadline: float) -> tuple[int, int]:
-        """Return the version, and how many rows ``scan`` would give."""
+        """Return the version, and the number of rows of ``scan``."""
         asked = replace(request, run_id=location.run_id, forward=self._forward)
         if self._via is not None:
             requests = [ScatteredCount(self._proxy(), asked)]

@@ -92,7 +92,7 @@ class RemoteRows:
 
 
 class LocalRows:
-    """The rows that an iterator of this process gives."""
+    """The rows that an iterator of this process yields."""
 
     def __init__(self, version: int, schema: pa.Schema, batches: Iterator[pa.RecordBatch]) -> None:
         self.version = version
@@ -161,7 +161,7 @@ class ScanResumption:
     relocate: Callable[[Exception], OperatorLocation]
 
     def rows(self, partitions: Sequence[int], given: int, failure: Exception) -> Iterator[pa.RecordBatch]:
-        """Yield the rows of ``partitions`` without the first ``given`` ones, which the broken stream has given.
+        """Yield the rows of ``partitions`` without the first ``given`` ones, which the broken stream has returned.
 
         ``failure`` is the error of that stream. Raises what ``Attempts.delay`` raises if attempts no longer help.
         """
@@ -246,7 +246,7 @@ def _layout(location: OperatorLocation) -> tuple[object, ...]:
 
 @dataclass
 class _Stream:
-    """Partitions that are read one after the other, and how many of their rows have been given.
+    """Partitions that are read one after the other, and how many of their rows have been returned.
 
     ``is_resumed``: the source is a ``ScanResumption``, which makes its own attempts, so its errors are final.
     """
@@ -369,7 +369,7 @@ class RoutedScan(Iterator[pa.RecordBatch]):
                 poll.register(fileno, select.POLLIN)
             ready += [waiting[fileno] for fileno, _ in poll.poll(0 if ready else self._plan.timeout * 1000)]
         self._turn += 1
-        # If no stream is ready after all that time, one is read nevertheless: the read raises that nothing comes.
+        # If no stream is ready after all that time, one is read nevertheless: the read then times out.
         return (ready or streams)[self._turn % len(ready or streams)]
 
     def close(self) -> None:

@@ -340,7 +340,7 @@ class ScatteredKeyRows:
 
 @dataclass(frozen=True)
 class ScatteredCount:
-    """Ask one host how many rows a scan would give."""
+    """Ask one host for the number of rows of a scan."""
 
     address: str
     request: ScanRequest

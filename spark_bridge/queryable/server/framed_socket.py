@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 RECEIVE_BUFFER_BYTES = 1 << 16
 """The most bytes that one ``recv`` returns, usually whole frames. A larger frame gets its own memory."""
 SEND_TICK_SECONDS = 1.0
-"""A send that makes no progress looks at its deadline so often."""
+"""Seconds between two checks of the deadline by a send that makes no progress."""
 LINGER_SECONDS = 1.0
 LINGER_BYTES = 64 << 20
 
@@ -310,10 +310,10 @@ MAX_MESSAGE_CHARS = 8192
 
 
 def failure_of(error: Exception) -> Failure:
-    """Return the ``Failure`` that tells a client of an error.
+    """Return the ``Failure`` that reports an error to a client.
 
-    The project's own errors cross the network with their text. Of other errors only the class does, because their text
-    may disclose too much.
+    The project's own errors cross the network with their text. Of other errors only the class is sent, because their
+    text may disclose too much.
     """
     name = type(error).__name__
     if isinstance(error, PUBLIC_ERRORS):

@@ -94,8 +94,8 @@ COMPUTE_PATIENCE_SECONDS = 0.05
 class AdmissionLimiter:
     """Admits an ``amount`` of something at once.
 
-    The others wait in order (``threading.Semaphore`` lets newcomers overtake). ``what`` names it in errors. The lock
-    guards the free amount and the queue.
+    Further requests wait in order (``threading.Semaphore`` lets newcomers overtake). ``what`` names it in errors. The
+    lock guards the free amount and the queue.
     """
 
     def __init__(self, amount: int, what: str) -> None:
@@ -108,7 +108,7 @@ class AdmissionLimiter:
     def acquire(self, wait_seconds: float, amount: int = 1) -> None:
         """Take ``amount``, after ``wait_seconds`` at most.
 
-        Raises ``TooManyRequestsError`` if so much is not free by then.
+        Raises ``TooManyRequestsError`` if that amount is not free by then.
         """
         with self._lock:
             if not self._waiting and self._free >= amount:
@@ -128,7 +128,7 @@ class AdmissionLimiter:
         raise self._refusal(wait_seconds, amount)
 
     def release(self, amount: int = 1) -> None:
-        """Give ``amount`` back."""
+        """Release ``amount``."""
         with self._lock:
             self._free += amount
             if self._waiting:
@@ -321,7 +321,7 @@ def middle_of(bucket: int) -> float:
 
 
 MAX_SERIES = 512
-"""Pairs of operator and verb that are counted apart. Names come from clients, and must not make memory grow."""
+"""The most pairs of operator and verb with separate counts. Names come from clients, and must not make memory grow."""
 OTHER = "(other)"
 """The operator under which requests for unknown operators are counted, and those beyond ``MAX_SERIES``."""
 

@@ -56,9 +56,9 @@ log = logging.getLogger(__name__)
 MAX_AGE_SECONDS = 2.0
 """An oracle in use is fetched again at this age, aside from the requests that use it."""
 FETCH_SECONDS = 0.1
-"""However many requests find an oracle wrong, it is not fetched more often than that."""
+"""The least seconds between two fetches of an oracle, however many requests find it wrong."""
 ENDED_SECONDS = 0.5
-"""A query that has ended is taken for ended for this many seconds, without asking again."""
+"""TTL of the cached answer that a query has ended, in seconds."""
 MAX_CACHED_RUNS = 1024
 FETCHES = "fetch the owners of the partitions of a query: requests use the owners that were known before"
 

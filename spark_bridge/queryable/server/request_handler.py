@@ -235,7 +235,7 @@ class ServedRequest:
 
 MAX_AWAIT_SECONDS = 30.0
 AWAIT_SLICE_SECONDS = 1.0
-"""A thread that waits for a version checks so often whether the server still runs and the client is still there."""
+"""Seconds between two checks, by a thread that waits for a version, of the server and the client."""
 COMPUTE_SLOT_BYTES = 1 << 18
 """Lookups of at most this many bytes of keys are worked on one at a time. A larger one would keep the others waiting
 for too long.

@@ -205,7 +205,7 @@ def decoded_request(header: memoryview) -> Request:
 
 BACKLOG = 128
 MAX_UNAUTHENTICATED = 64
-"""Connections whose clients have not shown a valid token yet; they count apart from ``max_connections``."""
+"""Connections whose clients have not shown a valid token yet; they do not count for ``max_connections``."""
 REFUSED_AT_ONCE = 16
 """Clients beyond ``MAX_UNAUTHENTICATED`` that receive the reason for their refusal; further ones only find the
 connection closed.
@@ -353,7 +353,7 @@ class KvStateServer:
                 self._accept_one(listener, running)
             except TimeoutError:  # no client has connected
                 failing_loops.recovered(self)
-            except Exception as error:  # noqa: BLE001 - it mostly passes, such as too many open files or threads
+            except Exception as error:  # noqa: BLE001 - it usually passes, such as too many open files or threads
                 if not running.stopping.wait(ACCEPT_AGAIN_SECONDS):
                     log.warning("A connection to %s could not be accepted: %s", self.server_address, error)
                     what = f"accept connections of query clients at {self.server_address}"

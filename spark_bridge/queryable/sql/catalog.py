@@ -141,7 +141,7 @@ def quoted(identifier: str) -> str:
     return '"' + identifier.replace('"', '""') + '"'
 
 
-# The interface of a client to SQL: the methods that SQL calls. A client depends on ``sql``, never the other way.
+# The interface of a client to SQL: the methods that SQL calls. A client depends on ``sql``, never the reverse.
 
 
 class VersionedRows(Protocol):

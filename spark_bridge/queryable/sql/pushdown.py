@@ -41,7 +41,7 @@ _METADATA_AT = 2
 
 @dataclass(frozen=True)
 class FieldRef:
-    """A column, or a field of a struct: ``path`` are the names on the way to the field."""
+    """A column, or a field of a struct: ``path`` are the names that lead to the field."""
 
     path: tuple[str, ...]
 
@@ -72,7 +72,7 @@ class UnknownExpressionError(Exception):
 def parse_expression(expression: pc.Expression) -> Node:
     """Return the tree of an expression. Raises ``UnknownExpressionError`` if the expression is not understood."""
     try:
-        # The bytes that Arrow gives to pickle. Nothing is pickled or unpickled here.
+        # The bytes that Arrow passes to pickle. Nothing is pickled or unpickled here.
         (content,) = expression.__reduce__()[1]
         with pa.ipc.open_file(pa.py_buffer(content)) as reader:
             batch = reader.get_batch(0)
@@ -318,7 +318,7 @@ def _where(conditions: Sequence[ColumnCondition]) -> list[Comparison]:
 
 
 def as_json(value: pa.Scalar) -> str | int | float | bool | None:
-    """Return a value as ``Comparison`` has it: a JSON value, or a string that Arrow casts to exactly this value.
+    """Return a value in the form of ``Comparison``: a JSON value, or a string that Arrow casts to exactly this value.
 
     Else None.
     """

@@ -142,7 +142,7 @@ class StatementDatabase:
         self.connection = self._database.cursor() if may_share else self._database
 
     def __del__(self) -> None:
-        # Nothing is there if the database could not be made.
+        # There is nothing to remove if the database could not be created.
         if getattr(self, "_may_share", False) and hasattr(self, "connection") and len(_idle) < KEPT_DATABASES:
             _idle.append((self.limits, self._database))
 
@@ -270,7 +270,7 @@ class StateRelation:
         return list(self.relation.columns)
 
     def interrupt(self) -> None:
-        """End what runs on the statement, from another thread: that call raises DuckDB's ``InterruptException``."""
+        """Interrupt the statement's running call from another thread: it raises DuckDB's ``InterruptException``."""
         self._connection.interrupt()
 
     def arrow(self) -> pa.Table:

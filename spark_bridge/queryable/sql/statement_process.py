@@ -174,7 +174,7 @@ class ProcessStatement:
         )
 
     def end(self, reason: Exception) -> None:
-        """End the statement, from any thread: what waits for it raises ``reason``, or the error before."""
+        """End the statement, from any thread: threads that wait for it raise ``reason``, or an earlier error."""
         with self._lock:
             if not self._is_closed:
                 self.failure = self.failure or reason
