@@ -239,7 +239,7 @@ class HostClient:
     def __init__(self, address: str, token: str, timeout: float = 60.0, tls: TlsConf | None = None) -> None:
         self.address = address
         if tls is None and address.startswith("grpc+tls:"):
-            raise TlsError(f"{address} must be called with TLS, but the trusted certificates are not set.")
+            raise TlsError(f"{address} must be called with TLS: set which certificates to trust.")
         arguments = {} if tls is None else tls.flight_client_arguments()
         # Without the first two gRPC shares one channel between clients, and its back-off outlives a restarted host. The
         # third is the time to connect, else 20 s: a machine that is gone does not even refuse a connection.
