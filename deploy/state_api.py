@@ -29,7 +29,7 @@ from spark_bridge.transport.tls import TlsConf
 
 COORDINATOR_SECONDS = 10.0
 OVERVIEW_SECONDS = 3.0
-"""How long an overview waits for hosts: one that is gone must not hold the others up."""
+"""How long an overview waits for hosts: a dead one must not hold the others up."""
 
 
 class Settings(BaseModel):
@@ -49,7 +49,7 @@ class Settings(BaseModel):
     tls_key: str | None = None
     tls_server_name: str | None = None
     storage_options: Annotated[
-        dict[str, str], Field(description="The settings of the storage in which the page looks for savepoints.")
+        dict[str, str], Field(description="The settings of the storage that the page searches for savepoints.")
     ] = {}
 
     def tls(self) -> TlsConf | None:

@@ -35,7 +35,7 @@ class StateStoreRefusedError(SparkBridgeError):
 
 
 class PartitionMismatchError(SparkBridgeError):
-    """A state task runs somewhere else than on its own shuffle partition."""
+    """A state task does not run on its own shuffle partition."""
 
 
 def other_key_groups(operator: str, of_rows: int, of_query: int) -> PartitionMismatchError:
@@ -74,7 +74,7 @@ class UnknownKvStateIdError(QueryableStateError):
 class UnknownKeyOrNamespaceError(QueryableStateError, ValueError):
     """A key or window has other types or columns than the state (Flink: ``UnknownKeyOrNamespaceException``).
 
-    A key of the right types that the state does not have is no error.
+    A key of the right types that the state does not have is not an error.
     """
 
 
@@ -83,7 +83,7 @@ class StateVersionError(QueryableStateError):
 
 
 class AccessDeniedError(QueryableStateError):
-    """There is no token, a wrong or revoked token, or one that does not allow this."""
+    """The token is missing, wrong or revoked, or does not allow this."""
 
 
 class TlsError(QueryableStateError):
@@ -99,7 +99,7 @@ class TooManyRequestsError(QueryableStateError):
 
 
 class QueryTimeoutError(QueryableStateError, TimeoutError):
-    """There was no answer within the time allowed; the message has the last failure."""
+    """The timeout ended without an answer; the message has the last failure."""
 
 
 class ConnectionClosedError(QueryableStateError):
@@ -126,13 +126,13 @@ class HandleStateError(StatefulProcessorError):
 
 
 class TimeModeError(StatefulProcessorError, InvalidOperatorError):
-    """A processor needs another time mode for what it does: timers without one, TTL without processing time."""
+    """A processor uses timers without a time mode, or a TTL without processing time."""
 
 
 class IllegalStateValueError(StatefulProcessorError, ValueError, TypeError):
     """A value cannot be kept as state: None, an empty list, or one that does not fit its variable's schema.
 
-    Also a TypeError, as which PySpark reports some of these.
+    Also a TypeError, because PySpark reports some of these as one.
     """
 
 
@@ -140,7 +140,7 @@ class ProcessorTesterError(SparkBridgeError, ValueError):
     """A ``ProcessorTester`` was used wrongly: time that goes backwards, a key of other types, an unknown variable."""
 
 
-# Errors cross the network as class name and message; here they become again the errors that they were.
+# Errors cross the network as class name and message; here they are turned back into the original errors.
 
 
 def rebuilt_error(name: str, message: str, unknown: type[Exception] = SparkBridgeError) -> Exception:

@@ -45,13 +45,13 @@ from spark_bridge.transport.protocol import (
 )
 from spark_bridge.transport.tls import TlsConf
 
-# The changes of a task's commit, as they arrive over Arrow Flight; they are counted in the host's memory meanwhile.
+# The changes of a task's commit, as they arrive over Arrow Flight; until then they count in the host's memory.
 
 
 def received_changes(reader: Any, task: TaskIdentity, memory: HostMemory) -> Changes:
     """Return the changes of a stream of batches, each with its column family as its metadata.
 
-    What has come is counted with each batch. Raises ``RequestError`` if the stream breaks off, and as ``changes_of``
+    Received bytes are counted with each batch. Raises ``RequestError`` if the stream breaks off, and as ``changes_of``
     does.
     """
     received: dict[str, list[pa.RecordBatch]] = {DEFAULT_FAMILY: []}
@@ -82,9 +82,9 @@ def received_changes(reader: Any, task: TaskIdentity, memory: HostMemory) -> Cha
 
 
 def changes_of(batches: list[pa.RecordBatch]) -> SortedPairs:
-    """Return the changes of one column family from its batches, in the order in which they came.
+    """Return the changes of one column family from its batches, in their order.
 
-    Of a key that came several times the last change counts. Raises ``StateTooLargeError`` for more than 2 GiB,
+    If a key occurs several times, its last change counts. Raises ``StateTooLargeError`` for more than 2 GiB,
     ``RequestError`` for null keys.
     """
     if not batches:
@@ -143,7 +143,7 @@ class _Caller(flight.ServerMiddleware):  # type: ignore[misc]
 
 
 def _under_caller(context: Any) -> spans.Span:
-    """Return a block in which the span of the caller is the current one."""
+    """Return a context in which the caller's span is the current one."""
     caller = context.get_middleware(CALLER) if spans.is_on() else None
     return spans.under(None if caller is None else caller.header)
 
@@ -226,7 +226,7 @@ class HostFlightServer(flight.FlightServerBase):  # type: ignore[misc]
                 held = host.memory.note(REQUESTS, chunk.data.nbytes)
                 opened = None
                 if isinstance(command, OpenAndGetCommand):
-                    # Only when the keys have come: a client that is refused must not be still sending them.
+                    # Only after the keys have arrived: a refused client must not be still sending them.
                     task = command.task
                     opened = host.open(task)
                     if not opened.is_open:

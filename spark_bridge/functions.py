@@ -3,7 +3,7 @@
     from spark_bridge import functions as S
     aggregate(df, by="user", operator="totals", n=S.count(), last=S.last("page", by="ts"))
 
-No result depends on the order in which rows come, or on how they are split into batches and partitions; sums, means and
+No result depends on the order of the rows, or on how they are split into batches and partitions; sums, means and
 variances of floating point numbers are the same up to rounding. ``aggregate`` raises ``InvalidOperatorError`` for a
 column that does not exist or that has a type that the function does not take.
 """
@@ -61,7 +61,7 @@ class UserFunctions:
 
 
 MAX_LIST_BYTES = 64 << 20
-"""The most bytes of a key's list in ``collect_list`` and ``collect_set``, unless ``max_bytes`` says otherwise."""
+"""The most bytes of a key's list in ``collect_list`` and ``collect_set``, unless ``max_bytes`` sets another limit."""
 _FORMER_LIMIT = 1000
 
 
@@ -99,7 +99,7 @@ class Window:
 
 @dataclass(frozen=True)
 class SessionWindow:
-    """Windows of activity: a key's session ends when no row has come for ``gap``. See ``session_window``."""
+    """Windows of activity: a key's session ends when no row has arrived for ``gap``. See ``session_window``."""
 
     time_column: str
     gap: str | Column
@@ -114,7 +114,7 @@ def window(time_column: str, duration: str, slide: str | None = None, start_time
     """Group by tumbling windows of ``duration``, or with ``slide`` by sliding ones; a key of ``aggregate``.
 
     The counterpart is ``pyspark.sql.functions.window``. A window includes its start and not its end. Windows are
-    aligned to 1970-01-01 UTC plus ``start_time``. Durations are texts such as ``"10 minutes"``. ``time_column`` is a
+    aligned to 1970-01-01 UTC plus ``start_time``. Durations are strings such as ``"10 minutes"``. ``time_column`` is a
     timestamp, or the window column of an operator before this one.
 
     The grouping column is a struct of the timestamps ``start`` and ``end``, named "window"; ``.alias(name)`` renames
@@ -124,10 +124,10 @@ def window(time_column: str, duration: str, slide: str | None = None, start_time
 
 
 def session_window(time_column: str, gap: str | Column) -> SessionWindow:
-    """Group by sessions, the windows of a key's activity; a key of ``aggregate``, which needs another key besides.
+    """Group by sessions, the windows of a key's activity; a key of ``aggregate``, which also needs another key.
 
     The counterpart is ``pyspark.sql.functions.session_window``. A session ends ``gap`` after its last row. A ``gap`` is
-    a duration such as ``"10 minutes"``, or a Column that gives each row its own gap.
+    a duration such as ``"10 minutes"``, or a Column with the gap of each row.
 
     The grouping column is a struct of the timestamps ``start`` and ``end``, named "session_window"; ``.alias(name)``
     renames it.
@@ -146,7 +146,7 @@ def count_if(column: str) -> AggregateFunction:
 
 
 def sum(column: str) -> AggregateFunction:
-    """Sum up the non-null values. Result: long, double or decimal, as in Spark; null if there is no value.
+    """Sum up the non-null values. Result: long, double or decimal, as in Spark; null without values.
 
     A sum of integers that leaves 64 bits fails the batch (``SparkBridgeError``) instead of wrapping around.
     """
@@ -189,7 +189,7 @@ stddev = stddev_samp
 
 
 def stddev_pop(column: str) -> AggregateFunction:
-    """Compute the standard deviation of a whole population. Result: double; null if there is no value."""
+    """Compute the standard deviation of a whole population. Result: double; null without values."""
     return AggregateFunction("stddev_pop", column)
 
 
@@ -202,7 +202,7 @@ variance = var_samp
 
 
 def var_pop(column: str) -> AggregateFunction:
-    """Compute the variance of a whole population. Result: double; null if there is no value."""
+    """Compute the variance of a whole population. Result: double; null without values."""
     return AggregateFunction("var_pop", column)
 
 
@@ -230,7 +230,7 @@ def collect_list(
     """Collect the non-null values into an array, ordered by ``by`` and then by value.
 
     ``by`` is by default the DataFrame's watermark column; without one, values are ordered by themselves. The array is
-    empty, not null, if there is no value. All values are kept, as in Spark; a batch fails if the list of a key takes
+    empty, not null, without values. All values are kept, as in Spark; a batch fails if the list of a key takes
     more than ``max_bytes`` (default 64 MiB). With ``limit`` only that many values are kept, the last ones; the operator
     counts the others as ``numDroppedElements`` in its progress. Either may change at a restart. Raises
     ``InvalidOperatorError`` for a number that is not positive, or for both.
@@ -241,7 +241,7 @@ def collect_list(
 def collect_set(column: str, *, limit: int | None = None, max_bytes: int | None = None) -> AggregateFunction:
     """Collect the distinct non-null values into an array, in ascending order.
 
-    The array is empty, not null, if there is no value. All values are kept, as in Spark; a batch fails if the set of a
+    The array is empty, not null, without values. All values are kept, as in Spark; a batch fails if the set of a
     key takes more than ``max_bytes`` (default 64 MiB). With ``limit`` only that many values are kept, the least ones;
     the operator counts the others as ``numDroppedElements`` in its progress. Raises ``InvalidOperatorError`` for a
     number that is not positive, or for both.
@@ -254,7 +254,7 @@ def top_k(column: str | Sequence[str], k: int, by: str | None = None, *, descend
 
     With ``by``, they are the values of the rows with the greatest ``by``: null values count, and rows without ``by`` do
     not. Of rows with the same ``by``, those with the greatest value (with ``descending=False`` the least) come first.
-    Several columns give an array of structs; without ``by``, these are ordered by their fields. Raises
+    Several columns make an array of structs; without ``by``, these are ordered by their fields. Raises
     ``InvalidOperatorError`` unless ``k`` is a positive integer.
     """
     columns = (None, tuple(column)) if not isinstance(column, str) else (column, ())
@@ -289,11 +289,11 @@ def merge(
     - ``columns``: the input column or columns.
     - ``state``: the columns that are kept for each key: a ``pyarrow.Schema``, a ``StructType``, or DDL text such as
       ``"product double"``.
-    - ``partial``: makes states of rows. It is given a table of ``columns`` and the int64 column ``group_id``, and
+    - ``partial``: makes states of rows. It takes a table of ``columns`` and the int64 column ``group_id``, and
       returns one row of ``group_id`` and the state columns for each ``group_id``.
-    - ``merge``: makes one state of several. It is given a table of ``group_id`` and the state columns, and returns one
+    - ``merge``: makes one state of several. It takes a table of ``group_id`` and the state columns, and returns one
       row for each ``group_id``.
-    - ``finish``: makes results of states. It is given a table of the state columns, and returns an array with one
+    - ``finish``: makes results of states. It takes a table of the state columns, and returns an array with one
       result per row. Without ``finish``, the result is the state column, or a struct of several; query clients see this
       result in any case.
     - ``result``: the type of the results of ``finish``: an Arrow or Spark type, or DDL text such as ``"double"``.
@@ -307,16 +307,16 @@ def merge(
     names = (columns,) if isinstance(columns, str) else tuple(columns)
     for what, function in (("partial", partial), ("merge", merge), ("finish", finish)):
         if not callable(function) and (what != "finish" or function is not None):
-            raise InvalidOperatorError(f"merge: {what}={function!r} is no function of an Arrow table.")
+            raise InvalidOperatorError(f"merge: {what}={function!r} is not a function of an Arrow table.")
     if (finish is None) != (result is None):
         raise InvalidOperatorError("merge: finish= and result= (the type that it gives) must be given together.")
     return AggregateFunction("merge", columns=names, user=UserFunctions(state, partial, merge, finish, result))
 
 
 def _bounds(function: str, limit: int | None, max_bytes: int | None) -> dict[str, Any]:
-    """Return the arguments of a list. One without a limit has the name in the state that a limit of 1,000 has.
+    """Return the arguments of a list. Without a limit, it has the same name in the state as with a limit of 1,000.
 
-    The default was a limit of 1,000: queries that began with it go on.
+    The default was a limit of 1,000: queries that began with it can continue.
     """
     if limit is not None and max_bytes is not None:
         raise InvalidOperatorError(

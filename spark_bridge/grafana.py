@@ -1,6 +1,6 @@
 """The dashboard as Grafana's JSON, as a file of Ray's Grafana set-up and as a ConfigMap for Kubernetes.
 
-Ray has no plug-ins for its dashboard; Grafana shows every JSON file in the directory in which Ray keeps its own.
+Ray has no plug-ins for its dashboard; Grafana shows every JSON file in the directory of Ray's own dashboards.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ DASHBOARD_ROWS: dict[str, tuple[Panel, ...]] = {
             ((_max("snapshot_lag_versions", QUERY_LABELS, "query, operator"), "{{operator}}"),),
         ),
         Panel(
-            "Bytes from which a version is loaded",
+            "Bytes to load a version",
             "bytes",
             ((_max("checkpoint_full_bytes", QUERY_LABELS, "query"), "{{query}}"),),
         ),
@@ -145,7 +145,7 @@ DASHBOARD_ROWS: dict[str, tuple[Panel, ...]] = {
         ),
     ),
     "Hosts": (
-        Panel("Memory by what holds it", "bytes", ((_sum("memory_bytes", HOST_LABELS, "kind"), "{{kind}}"),)),
+        Panel("Memory by holder", "bytes", ((_sum("memory_bytes", HOST_LABELS, "kind"), "{{kind}}"),)),
         Panel("Restarts", "short", ((_max("host_restarts", HOST_LABELS, "host"), "{{host}}"),)),
         Panel("Partitions loaded", "ops", ((_rate("loads_total", HOST_LABELS, "host"), "{{host}}"),)),
         Panel(

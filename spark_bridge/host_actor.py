@@ -44,7 +44,7 @@ from spark_bridge.transport.flight_client import checked_call
 from spark_bridge.transport.protocol import HostFile
 from spark_bridge.transport.tls import TlsConf
 
-# ``SessionOptions``: how the state store of one Spark session is set up, from ``init_spark`` down to each host.
+# ``SessionOptions``: the set-up of the state store of one Spark session, from ``init_spark`` to each host.
 
 
 DEFAULT_RECOVERY_TIMEOUT = 60.0
@@ -56,9 +56,9 @@ class SessionOptions:
     """The options of ``init_spark`` and ``attach`` that concern the state store; see there for their meaning.
 
     ``session_id`` names the session among those that use the same coordinator. ``log_format`` is that of the hosts'
-    logs (``coordinator_actor.process``). ``tracing`` says where the spans of driver, tasks and hosts go
-    (``backends.tracing``). ``wire_version`` is the driver's: made with the object, so that none is
-    there where the driver's release has none.
+    logs (``coordinator_actor.process``). ``tracing`` is the destination of the spans of driver, tasks and hosts
+    (``backends.tracing``). ``wire_version`` is the driver's. It is set with the object, so that it is
+    missing if the driver's release has none.
 
     Raises ``SessionError`` for ``num_hosts`` below 1 and ``keep_serving`` below 0, and ``TlsError`` if certificates do
     not fit. Nothing is checked again in a host, which gets the object as the driver has made it.
@@ -91,7 +91,7 @@ class SessionOptions:
 
 
 def require_num_hosts(num_hosts: int | None) -> None:
-    """Raise ``SessionError`` for a number of hosts below 1; None stands for one host per executor core."""
+    """Raise ``SessionError`` for a number of hosts below 1; None means one host per executor core."""
     if num_hosts is not None and num_hosts < 1:
         raise SessionError(f"num_hosts={num_hosts}: give at least 1, or None for one host per executor core.")
 
@@ -109,12 +109,12 @@ def require_same_driver(options: SessionOptions) -> None:
 MOST_PARTITIONS = 100
 """Operators of more partitions have one value for each host: the number of series must not follow the partitions."""
 HOST_METRICS_SECONDS = 5.0
-"""Seconds between two looks at what a host holds, which costs some microseconds for each partition."""
+"""Seconds between two collections of a host's figures. A collection costs some microseconds per partition."""
 _COUNTS = ("loads", "commits", "snapshots", "keys_read", "keys_written")
 
 
 class HostMetrics:
-    """Publishes what a host holds and has done, whom it has answered, and its ``requests`` to storage. For one thread.
+    """Publishes a host's partitions, work, answered clients, and its ``requests`` to storage. For one thread.
 
     ``restarts`` is how many times Ray had started the host before.
     """
@@ -129,7 +129,7 @@ class HostMetrics:
 
     def publish(self, described: Mapping[str, Any], names: Mapping[str, str]) -> None:
         """Publish a host's description of itself. ``names`` are the titles of queries by run id."""
-        # Again and again: what was set once, at the start of the process, was not exported.
+        # Set repeatedly: a value set once, at the start of the process, was not exported.
         self._sink.set("statestore_host_restarts", self._restarts)
         for name in _COUNTS:
             self._total(f"statestore_{name}_total", described[name])
@@ -156,7 +156,7 @@ class HostMetrics:
             nbytes[at] = nbytes.get(at, 0) + one["memory_bytes"]
             lag = max(0, one["version"] - one["snapshot_version"])
             lags[query, operator] = max(lag, lags.get((query, operator), 0))
-        for gone in self._held - keys.keys():  # Ray forgets no series: what a host no longer holds is 0
+        for gone in self._held - keys.keys():  # Ray forgets no series: set those that the host has dropped to 0
             keys[gone] = nbytes[gone] = 0
             lags.setdefault(gone[:2], 0)
         for (query, operator, partition), count in keys.items():
@@ -183,13 +183,13 @@ log = logging.getLogger(__name__)
 
 HEARTBEAT_SECONDS = 1.0
 LOCATE_SECONDS = 5.0
-"""How long the proxy waits for the coordinator, in seconds: it answers from the owners that it knows meanwhile."""
+"""How long the proxy waits for the coordinator, in seconds. In that time it answers from the owners that it knows."""
 SWITCH_SECONDS = 0.0005
 """How long a thread keeps the interpreter while others wait, in seconds: a lookup must not wait for ten commits."""
 
 
 class StateStoreHost:
-    """One named Ray actor per executor core; see ``Host`` for what it does."""
+    """One named Ray actor per executor core; see ``Host`` for its duties."""
 
     def __init__(self, host_id: str, token: str, options: SessionOptions, query_port: int) -> None:
         require_same_driver(options)
@@ -237,7 +237,7 @@ class StateStoreHost:
         self._reads = HostReads(self._host)
         sink = RayMetrics({"namespace": namespace, "host": host_id})
         self._metrics = HostMetrics(sink, self._queries.statistics, self._host.files.requests, info.restart)
-        # Before the coordinator, and so any client, hears of the address.
+        # Before the coordinator, and so any client, learns the address.
         self._queries.start()
         self._host.register()
         self._write_host_file(token)
@@ -248,7 +248,7 @@ class StateStoreHost:
                 self._until_heartbeat,
                 name="statestore-heartbeat",
                 what="send heartbeats: the coordinator gives the host up when its lease is over",
-                remedy="See whether the coordinator runs and can be reached from this host ('statestore status').",
+                remedy="Check whether the coordinator runs and can be reached from this host ('statestore status').",
                 most_seconds=2 * HEARTBEAT_SECONDS,
             ),
             BackgroundLoop(
@@ -269,7 +269,7 @@ class StateStoreHost:
         )
         for loop in self._loops:
             loop.start()
-        self._loops[1].wake()  # the metrics of a host are there as soon as the host is
+        self._loops[1].wake()  # the metrics of a host exist as soon as the host does
         atexit.register(self._clean_up)
 
     def _get_host(self) -> Host:
@@ -307,8 +307,8 @@ class StateStoreHost:
     def _end_process(self, reason: str) -> None:
         """End this process at once: another incarnation is the host.
 
-        Ray cannot do that. Its processes of this node have ended, or it takes the node for dead. Should Ray still take
-        this process for the host, Ray starts another incarnation, with a higher number.
+        Ray cannot do that. Its processes of this node have ended, or it considers the node dead. If Ray still considers
+        this process the host, it starts another incarnation, with a higher number.
         """
         log.error("This process ends: %s", reason)
         self._clean_up()
@@ -322,7 +322,7 @@ class StateStoreHost:
         return self._last_heartbeat + HEARTBEAT_SECONDS - time.monotonic()
 
     def _beat(self) -> None:
-        # Before the call, and whether the call succeeds or not: a heartbeat that fails must not be tried again at once.
+        # Before the call, and whether the call succeeds or not: a failed heartbeat must not be retried at once.
         self._last_heartbeat = time.monotonic()
         self._host.heartbeat()
 
@@ -331,7 +331,7 @@ class StateStoreHost:
         return self._host.info.address
 
     def query_address(self) -> str:
-        """Return where this incarnation answers query clients: ``ip:port``."""
+        """Return the address at which this incarnation answers query clients: ``ip:port``."""
         return self._host.info.query_address
 
     def pid(self) -> int:
@@ -375,15 +375,15 @@ class StateStoreHost:
 
 
 def host_files_dir(session_dir: Path, options: SessionOptions) -> Path:
-    """Return where the hosts of a session leave their addresses, on every node."""
+    """Return the directory of the session's host addresses, the same on every node."""
     return session_dir / "statestore" / options.namespace / options.session_id / "hosts"
 
 
 def start_host(options: SessionOptions, token: str, number: int, query_port: int, node_id: str) -> Any:
     """Start the host actor of a session with that number on a node; do not wait for it.
 
-    It runs there or nowhere: where the affinity is only a wish (soft), Ray puts an actor without CPUs on any node. Ray
-    starts it again there when its process dies, and gives it up with its node. ``query_port`` 0 is any free port.
+    It runs there or nowhere: with a soft affinity, Ray puts an actor without CPUs on any node. Ray
+    restarts it there when its process dies, and gives it up with its node. ``query_port`` 0 is any free port.
     """
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame
     from pyspark.sql.types import StructType
 
-# The state in which a batch looks up its rows: one operator at one version, read from hosts or from storage.
+# The state that a batch looks up its rows in: one operator at one version, read from hosts or from storage.
 
 
 _routers: dict[tuple[str, TlsConf | None], StateRouter] = {}
@@ -66,9 +66,10 @@ class Batch:
 
 @dataclass(frozen=True)
 class LookedUpState:
-    """One operator at one version. ``values`` gives the stored values of distinct stored keys, null for those without.
+    """One operator at one version. ``values`` returns the stored values of distinct stored keys, null for those
+    without.
 
-    Rows that had expired at ``at_ms`` are not there.
+    Rows that had expired at ``at_ms`` are left out.
     """
 
     view: StateView
@@ -81,7 +82,7 @@ def state_in_cluster(
 ) -> LookedUpState:
     """Return the state of a query that hosts answer for: at the version ``fixed``, else at the one of ``batch``.
 
-    Raises what the coordinator and hosts raise; whatever may pass is tried again until the recovery timeout is over.
+    Raises the errors of the coordinator and hosts; transient ones are retried until the recovery timeout is over.
     """
 
     def locate() -> LookedUp:
@@ -129,7 +130,7 @@ def in_storage(
 
 
 def recorded_in_storage(place: StatePlace, batch: Batch | None) -> LookupRecord:
-    """Return the version of a batch, or the completed one as of now for what is no batch of a stream."""
+    """Return the version of a batch; outside a stream, the version that is completed now."""
     versions = StateVersions.look(place)
     completed = versions.resolve(None)
     if batch is None:
@@ -209,11 +210,11 @@ class LookupTask:
     place: StatePlace | None
 
     def run(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """Give the rows with the columns of the state after them."""
+        """Yield the rows with the columns of the state after them."""
         filled = (batch for batch in batches if batch.num_rows)
         first = next(filled, None)
         if first is None:
-            return  # a task without rows asks nobody
+            return  # a task without rows does no I/O
         rows = 0
         with self._span() as span:
             with spans.step("lookup.version"):
@@ -224,7 +225,7 @@ class LookupTask:
             span.note(num_rows=rows)
 
     def _span(self) -> spans.Span:
-        """Begin the span of a task: in the trace of its batch, if its query has state, and else in one of its own."""
+        """Begin the span of a task: in the trace of its batch if its query has state, otherwise in a new trace."""
         from pyspark import TaskContext
 
         context = TaskContext.get()
@@ -243,7 +244,7 @@ class LookupTask:
         return spans.span("lookup", spans.batch(run_id, int(batch_id) + 1), **said)
 
     def enriched(self, batch: pa.RecordBatch, found: LookedUpState) -> Iterator[pa.RecordBatch]:
-        """Give the rows of one batch. A key with a null has no match, as in SQL."""
+        """Yield the rows of one batch. A key with a null has no match, as in SQL."""
         columns = {key: batch.column(batch.schema.get_field_index(name)) for key, name in self.keys.items()}
         is_known = np.ones(batch.num_rows, np.bool_)
         for column in columns.values():
@@ -317,23 +318,23 @@ def lookup(
         lookup(clicks, "user_totals", on="user", columns=["spent"])
 
     Each batch of a stream reads **one version**: the one that is completed when its first task asks. The version is
-    recorded beside the state before anything is read, and kept until two batches later. So a batch that is run again,
-    by whatever has died, reads the same; where that cannot be, it fails and says so. A batch DataFrame reads the
+    recorded next to the state before anything is read, and kept until two batches later. So a batch that is retried
+    after any failure reads the same version; if that is impossible, it fails with an error. A batch DataFrame reads the
     version that is completed when ``lookup`` is called.
 
     - ``on``: the columns of ``df`` that are the key, by the names of the key's columns; or a dict of ``df``'s columns
       to them. A row with a null in the key has no match, as in SQL.
-    - ``columns``: those of ``get``; by default all of them. The names must not be those of columns of ``df``.
-    - ``how``: "left" has nulls where there is no match, "inner" leaves such rows out.
-    - ``query``: the name or id of the query, where several have the operator. It runs in this cluster, or has ended
-      there and is answered on. ``state`` names the state variable of a processor; it must be a value state.
+    - ``columns``: those of ``get``; by default all of them. The names must differ from those of columns of ``df``.
+    - ``how``: "left" has nulls if there is no match, "inner" leaves such rows out.
+    - ``query``: the name or id of the query, if several have the operator. It runs in this cluster, or has ended
+      there and is still served. ``state`` names the state variable of a processor; it must be a value state.
     - ``checkpoint``: read the checkpoint at this location instead, whether its query runs or not. Every task loads the
-      partitions that it needs; where that is too slow, ``serve_state`` the checkpoint and ask its hosts.
+      partitions that it needs; if that is too slow, ``serve_state`` the checkpoint and ask its hosts.
     - ``version``: "completed", or the number of a version, for all batches.
     - ``state_location`` and ``storage_options``: see ``read_state``.
 
-    State with a TTL is read as of the moment at which the version was recorded. Raises ``InvalidOperatorError`` for
-    everything that can be seen to be wrong, ``UnknownOperatorError`` if no query has the operator,
+    State with a TTL is read as of the moment when the version was recorded. Raises ``InvalidOperatorError`` for
+    every mistake that the arguments show, ``UnknownOperatorError`` if no query has the operator,
     ``VersionNotFoundError`` if a version is not kept.
     """
     fixed = _fixed(version)
@@ -452,7 +453,7 @@ def _columns(df: DataFrame, view: StateView, columns: Sequence[str] | None) -> l
 # ``state_as_of``: for each row of a DataFrame, the state as it was at the row's own time.
 #
 # The point-in-time join of feature stores (Feast, Tecton), from the versions that the state store keeps anyway: a
-# model is trained with what a client was answered at the time.
+# model is trained with the values that a client received at the time.
 
 
 VERSION_COLUMN = "__statestore_version"
@@ -477,16 +478,16 @@ def state_as_of(
 
         state_as_of(orders, "s3://bucket/ck", "user_totals", on="user", time="ordered_at", columns=["spent"])
 
-    ``time`` is a timestamp column of ``df``. A row gets the state of the last version that was completed by then: what
-    a client was answered at that moment. Rows after the last completion get the last version. Rows without a time have
-    no match. The other arguments are those of ``lookup``; ``checkpoint``, ``state_location`` and ``storage_options``
-    are those of ``read_state``. Rows are shuffled by version, and come in another order.
+    ``time`` is a timestamp column of ``df``. A row gets the state of the last version that was completed by then: the
+    state that a client received at that moment. Rows after the last completion get the last version. Rows without a
+    time have no match. The other arguments are those of ``lookup``; ``checkpoint``, ``state_location`` and
+    ``storage_options`` are those of ``read_state``. Rows are shuffled by version, and are returned in another order.
 
-    As many versions are there as the query keeps (``min_versions_to_retain``). Of the last one, in its first 10 s, the
-    time counts at which Spark committed the batch, a moment before the version was completed. State with a TTL shows
-    what had not expired at the time of completion.
+    Only the versions that the query keeps can be read (``min_versions_to_retain``). For the last one, in its first 10
+    s, the time when Spark committed the batch counts, a moment before the version was completed. State with a TTL shows
+    the values that had not expired at the time of completion.
 
-    Raises ``InvalidOperatorError`` for everything that can be seen to be wrong, ``VersionNotFoundError`` if no version
+    Raises ``InvalidOperatorError`` for every mistake that the arguments show, ``VersionNotFoundError`` if no version
     is completed; an action raises it for a row from before the first version that is kept, naming both times.
     """
     if df.isStreaming:

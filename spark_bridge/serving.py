@@ -46,12 +46,12 @@ log = logging.getLogger(__name__)
 
 
 class FollowedQuery:
-    """Keeps what is served at the last completed version of a query. A loop looks every ``interval`` seconds.
+    """Keeps the served state at the last completed version of a query. A loop looks every ``interval`` seconds.
 
     A look takes four listings of storage and the manifests that are new. ``look_up`` returns the query as storage has
     it now: another run, with other operators perhaps, once the query has been started again. ``serve`` begins to serve
     that run in place of the last one. Each look tells the coordinator how old the last successful one is, so that
-    answers can say how far they may be behind the query. ``clock`` is monotonic, in seconds.
+    answers can carry their possible lag. ``clock`` is monotonic, in seconds.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class FollowedQuery:
             name="statestore-follow",
             what=f"follow the query at {registration.state_location}: an old version is served",
             remedy="Look at the storage of the checkpoint, at its credentials, and at the log of the serving process. "
-            "It tries again by itself; answers say how far they may be behind.",
+            "It retries by itself; answers carry their possible lag.",
         )
 
     def start(self) -> None:
@@ -83,11 +83,11 @@ class FollowedQuery:
         self._loop.start()
 
     def close(self) -> None:
-        """Look no more."""
+        """Stop looking."""
         self._loop.close(timeout=5)
 
     def look(self) -> None:
-        """Take up what was completed since the last look. Raises what storage and the coordinator raise."""
+        """Follow the versions completed since the last look. Raises the errors of storage and the coordinator."""
         began = self._clock()
         answer = self._coordinator.take_up_versions(self.registration.run_id, began - self._looked_at)
         if answer.refusal is not None:
@@ -124,10 +124,10 @@ def serve_state(
             serving.client().get("user_totals", 42)
 
     ``replicas`` hosts, spread over the nodes of the Ray cluster, share the partitions of the ``operators`` (default:
-    all): each partition is loaded where it is first asked for, and where a host is lost the others load what it had.
-    Nothing of the checkpoint is written, locked or kept back. With ``follow`` the hosts go on to each version that a
-    running query completes, about a second behind, and read from storage alone: so reads do not touch the stream. Its
-    retention does not know of them: versions that the query no longer keeps cannot be read here either.
+    all): each partition is loaded where it is first asked for, and if a host is lost the others load its partitions.
+    The checkpoint is neither written nor locked, and its retention does not wait. With ``follow`` the hosts follow each
+    version that a running query completes, about a second behind, and read from storage alone: so reads do not touch
+    the stream. Its retention ignores them: versions that the query no longer keeps cannot be read here either.
 
     Clients find the state by ``name``: ``QueryableStateClient.connect(coordinator_name=serving.coordinator_name)`` in
     the cluster, or by ``serving.addresses`` and a token. A savepoint is restored to ``scratch`` first, a new directory
@@ -136,7 +136,7 @@ def serve_state(
     ``init_spark``. The actors end with ``stop``, or with this process.
 
     Raises ``InvalidStateStoreArgument`` for an unknown operator, a ``name`` that Ray cannot take and ``replicas`` below
-    1; ``SessionError`` if state is served by that name already; ``MissingFileError`` if there is no state. Raises
+    1; ``SessionError`` if the name is already in use; ``MissingFileError`` if the location has no state. Raises
     ``VersionNotFoundError`` if no version is completed, and ``EnvironmentProblemError`` if no Ray cluster answers at
     ``ray_address``.
     """
@@ -202,12 +202,12 @@ class StateServing:
 
     @property
     def coordinator_name(self) -> str:
-        """Return the ``coordinator_name`` by which clients in the Ray cluster find the state."""
+        """Return the ``coordinator_name`` that clients in the Ray cluster use to find the state."""
         return self._cluster.options.coordinator_name
 
     @property
     def addresses(self) -> list[str]:
-        """Return where the hosts answer query clients, ``ip:port`` each."""
+        """Return the addresses at which the hosts answer query clients, ``ip:port`` each."""
         return self._cluster.query_addresses()
 
     @property
@@ -244,7 +244,7 @@ def _restored(
         if not CheckpointStorage.open(savepoint, dict(options)).is_local:
             raise InvalidStateStoreArgument(
                 f"{savepoint} is a savepoint, which is restored before it is served: give scratch=, a new directory "
-                "that all nodes can read, such as one beside the savepoint."
+                "that all nodes can read, such as one next to the savepoint."
             )
         directory = undo.enter_context(TemporaryDirectory(prefix="statestore-serving-"))
         scratch = str(Path(directory) / "checkpoint")
@@ -277,5 +277,5 @@ def _require_free(options: SessionOptions) -> None:
 
 
 def _nodes() -> dict[str, int]:
-    """Return the IP addresses of the nodes of the Ray cluster: a host may stand on each."""
+    """Return the IP addresses of the nodes of the Ray cluster: a host may run on each."""
     return {str(node["NodeManagerAddress"]): 1 for node in ray.nodes() if node["Alive"]}

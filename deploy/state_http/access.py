@@ -52,7 +52,7 @@ class HttpLimits(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     max_body_bytes: Annotated[int, Field(gt=0, description="Largest body of a request.")] = 8 << 20
-    body_seconds: Annotated[float, Field(gt=0, description="Within which the body of a request must have come.")] = 30.0
+    body_seconds: Annotated[float, Field(gt=0, description="Time limit for the arrival of a request's body.")] = 30.0
     max_keys: Annotated[int, Field(gt=0, description="Most keys of one lookup.")] = 100_000
     max_lookup_bytes: Annotated[int, Field(gt=0, description="Largest answer of one lookup, as Arrow has it.")] = (
         64 << 20
@@ -78,7 +78,7 @@ class HttpLimits(BaseModel):
         int, Field(gt=0, description="Watches at once; each counts as a request as long as it is open.")
     ] = 32
     heartbeat_seconds: Annotated[
-        float, Field(gt=0, description="After this many seconds without a change a watch sends a sign of life.")
+        float, Field(gt=0, description="After this many seconds without a change a watch sends a heartbeat.")
     ] = 5.0
 
 
@@ -104,7 +104,7 @@ STATUS: list[tuple[type[SparkBridgeError], int]] = [
     (HostUnavailableError, 503),
     (ConnectionClosedError, 503),
     (UnknownLocationError, 503),
-    # A package that a route needs is not installed where the application runs.
+    # A package that a route needs is not installed.
     (EnvironmentProblemError, 501),
 ]
 """By error class, the HTTP status; the first class that fits decides."""
@@ -132,7 +132,7 @@ def problem(status: int, detail: str, error: str | None = None, **more: Any) -> 
 
 
 def problem_of(error: Exception) -> dict[str, Any]:
-    """Return the body for an error of the client; of an unexpected error the body tells nothing, and the log has it."""
+    """Return the body for an error of the client; an unexpected error is not described in the body, but in the log."""
     if isinstance(error, MissingKeyError):
         return problem(404, str(error), "MissingKey")
     for kind, status in STATUS:
@@ -149,7 +149,7 @@ def response(body: dict[str, Any], headers: Mapping[str, str] | None = None) -> 
 
 
 def add_handlers(app: FastAPI) -> None:
-    """Have the application answer every error as ``application/problem+json``."""
+    """Make the application answer every error as ``application/problem+json``."""
 
     async def of_client(_: Request, error: Exception) -> Response:
         return response(problem_of(error))
@@ -188,8 +188,8 @@ API_HEADERS = [
 class Gate:
     """ASGI middleware that passes on requests with a valid token, of limited size, and a limited number at once.
 
-    What is below the path ``page`` is passed on as it is, for the page has checks and limits of its own; so is the
-    root, which leads there. Where ``lag()`` is not 0, answers have it as a header.
+    Requests below the path ``page`` are passed on unchanged, because the page has its own checks and limits; so is the
+    root, which leads there. If ``lag()`` is not 0, answers have it as a header.
     """
 
     def __init__(
@@ -319,17 +319,19 @@ def token_of_header(authorization: str) -> str:
         try:
             return base64.b64decode(given, validate=True).decode().partition(":")[2]
         except (binascii.Error, ValueError) as error:
-            raise AccessDeniedError("The Authorization header is no HTTP Basic one: its base64 is broken.") from error
+            raise AccessDeniedError(
+                "The Authorization header is not a HTTP Basic one: its base64 is broken."
+            ) from error
     raise AccessDeniedError(
         "The Authorization header is neither 'Bearer <token>' nor HTTP Basic with the token as the password."
     )
 
 
-# A bounded number of reads at once, each of which ends even if its caller has left.
+# A bounded number of reads at once; each ends even if its caller has left.
 
 
 class BoundedReads:
-    """The scans or the statements (``what``) of one replica; at most ``most`` are under way at once."""
+    """The scans or the statements (``what``) of one replica; at most ``most`` run at once."""
 
     def __init__(self, what: str, most: int) -> None:
         self._what = what
@@ -339,7 +341,7 @@ class BoundedReads:
 
     @asynccontextmanager
     async def slot(self) -> AsyncIterator[None]:
-        """Count a read while it is under way. Raises ``TooManyRequestsError``."""
+        """Count a running read. Raises ``TooManyRequestsError``."""
         if self._under_way >= self._most:
             raise TooManyRequestsError(
                 f"{self._under_way} {self._what} are under way, which is the limit; try again later."

@@ -26,7 +26,7 @@ from spark_bridge.queryable.server.tokens import TokenVerifier
 VERSION_HEADER = "X-Statestore-Version"
 VERSIONS_HEADER = "X-Statestore-Versions"
 PAGE = "/ui"
-"""Where the page is. It checks tokens by itself, which browsers give in a cookie."""
+"""The path of the page. It checks tokens by itself, which browsers send in a cookie."""
 DESCRIPTION = """
 The state of running streams, read only. Every answer is of one version of all partitions: the last completed
 checkpoint, unless `isolation` or `version` say otherwise. Where hosts of `serve_state(follow=True)` are late, answers
@@ -89,8 +89,8 @@ _TABLES: dict[int | str, dict[str, Any]] = {
 }
 _EVENTS: dict[int | str, dict[str, Any]] = {
     200: {
-        "description": "Server-sent events. `change` has the rows of a version that changed, `end` says that the query "
-        "has ended, `problem` has an error. The `id` of an event is the version up to which all has been given.",
+        "description": "Server-sent events. `change` has the changed rows of a version, `end` reports that the query "
+        "has ended, `problem` has an error. The `id` of an event is the last version that was sent completely.",
         "content": {EVENT_STREAM: {"schema": {"type": "string"}}},
     }
 }
@@ -162,9 +162,9 @@ def create_app(
     @app.get(
         "/v1/operators/{operator}/keys/{key:path}",
         response_model=models.KeyAnswer,
-        summary="What one key has",
+        summary="Get the state of one key",
         description="A key of one column is all of the path after `keys/`, percent-encoded. A key of several columns "
-        "is their values in order with commas between; a value with a comma or double quote in it stands in double "
+        "is their values in order with commas between; a value with a comma or double quote is enclosed in double "
         "quotes, as in CSV. Values are written as in JSON, without quotes; for values that do not fit into a path "
         "(null, empty path segments, structs) there is `lookup`.",
         dependencies=schemes,
@@ -173,7 +173,7 @@ def create_app(
         operator: str,
         key: str,
         query: Annotated[str | None, Query(description=_QUERY)] = None,
-        state: Annotated[str | None, Query(description="The state variable, where the operator has several.")] = None,
+        state: Annotated[str | None, Query(description="The state variable, if the operator has several.")] = None,
         window: Annotated[str | None, Query(description="The window's start, or start/end, in ISO 8601.")] = None,
         isolation: models.Isolation = models.Isolation.completed,
         version: Annotated[int | None, Query(ge=0, description="A version that is still retained.")] = None,
@@ -184,7 +184,7 @@ def create_app(
     @app.post(
         "/v1/operators/{operator}/lookup",
         response_model=models.LookupAnswer,
-        summary="What many keys have",
+        summary="Get the state of many keys",
         responses={200: {"content": {ARROW: {"schema": {"type": "string", "format": "binary"}}}}},
         dependencies=schemes,
     )
@@ -220,7 +220,7 @@ def create_app(
     )
     async def sql(body: models.SqlRequest, request: Request) -> Response:
         media_type, pieces = statements.begun(body, request.headers.get("accept", ""))
-        # Up to the first rows, so that an error still decides the status; a caller who leaves meanwhile ends it.
+        # Up to the first rows, so that an error still decides the status; a caller who leaves during this ends it.
         found = await while_there(request, pieces.__anext__())
         if found is None:
             await pieces.aclose()
@@ -231,9 +231,9 @@ def create_app(
 
     @app.get(
         "/v1/operators/{operator}/watch",
-        summary="What each completed version changes, as it completes, as server-sent events",
+        summary="Watch the changes of each version as it completes, as server-sent events",
         description="The watch begins after `from_version`, by default after the version that is completed now. "
-        "A browser's EventSource goes on by itself where it was cut off, by the header `Last-Event-ID`.",
+        "A browser's EventSource resumes by itself after a broken connection, by the header `Last-Event-ID`.",
         response_class=Response,
         responses=_EVENTS,
         dependencies=schemes,
@@ -243,7 +243,7 @@ def create_app(
         request: Request,
         key: Annotated[list[str] | None, Query(description="Only these keys, each as in the path of `keys/`.")] = None,
         query: Annotated[str | None, Query(description=_QUERY)] = None,
-        state: Annotated[str | None, Query(description="The state variable, where the operator has several.")] = None,
+        state: Annotated[str | None, Query(description="The state variable, if the operator has several.")] = None,
         from_version: Annotated[int | None, Query(ge=0, description="The last version that is known already.")] = None,
     ) -> Response:
         wanted = models.WatchRequest(operator, tuple(key or ()), query, state, from_version)
@@ -256,7 +256,7 @@ def create_app(
     return app
 
 
-_QUERY = "Name, query id or run id: which query, where several have an operator of that name."
+_QUERY = "Name, query id or run id: which query, if several have an operator of that name."
 
 
 def _json(content: Any) -> Response:
@@ -268,7 +268,7 @@ def _wants_arrow(request: Request) -> bool:
 
 
 def _describe_problems(app: FastAPI) -> None:
-    """Describe in OpenAPI what no route declares as its model; leave out FastAPI's own error, which none returns."""
+    """Add to OpenAPI the models that no route declares; leave out FastAPI's own error, which no route returns."""
     made = app.openapi
 
     def openapi() -> dict[str, Any]:
@@ -293,13 +293,13 @@ def _describe_problems(app: FastAPI) -> None:
 
 
 ANSWER_REUSE_SECONDS = 1.0
-"""An answer of coordinator and hosts is given again for this many seconds: however many ask, these are asked once a
+"""TTL of a cached answer of coordinator and hosts, in seconds: with any number of callers, these are asked once a
 second.
 """
 
 
 def add_overview(app: FastAPI, ask: Callable[[], Overview], clock: Callable[[], float] = time.monotonic) -> None:
-    """Add the route to the application. ``ask`` asks coordinator and hosts, and blocks meanwhile."""
+    """Add the route to the application. ``ask`` asks coordinator and hosts, and blocks until they answer."""
     (schema,), components = msgspec.json.schema_components([Overview], ref_template="#/components/schemas/{name}")
     asking = asyncio.Lock()
     known: tuple[float, bytes] | None = None

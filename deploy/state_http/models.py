@@ -1,4 +1,4 @@
-"""The bodies of requests and answers, by which requests are checked and the OpenAPI description is made."""
+"""The bodies of requests and answers, which validate requests and generate the OpenAPI description."""
 
 from __future__ import annotations
 
@@ -89,9 +89,9 @@ class KeyAnswer(BaseModel):
 
 
 QueryField = Annotated[
-    str | None, Field(description="Name, query id or run id: which query, where several have an operator of that name.")
+    str | None, Field(description="Name, query id or run id: which query, if several have an operator of that name.")
 ]
-StateField = Annotated[str | None, Field(description="The state variable, where the operator has several.")]
+StateField = Annotated[str | None, Field(description="The state variable, if the operator has several.")]
 VersionField = Annotated[
     int | None, Field(ge=0, description="A version that is still retained, in place of `isolation`.")
 ]
@@ -116,7 +116,7 @@ class LookupRequest(BaseModel):
 
 
 class LookupAnswer(BaseModel):
-    """One row per key asked for, in that order: the key's columns, then its value's, null where there is none."""
+    """One row per key asked for, in that order: the key's columns, then its value's, null if there is none."""
 
     operator: str
     rows: list[dict[str, Any]]
@@ -130,7 +130,7 @@ class Condition(BaseModel):
     column: str
     comparison: Literal["=", "!=", "<", "<=", ">", ">=", "in", "is null", "is not null"]
     value: Annotated[
-        Any, Field(description="What is compared with; of `in` an array. Times and decimals are strings.")
+        Any, Field(description="The value to compare with; for `in` an array. Times and decimals are strings.")
     ] = None
 
 
@@ -162,7 +162,7 @@ class ScanRequest(BaseModel):
 
 
 class SqlRequest(BaseModel):
-    """One statement that reads. Without ``limit``, more rows than the application gives are an error."""
+    """One statement that reads. Without ``limit``, more rows than the application allows are an error."""
 
     model_config = ConfigDict(
         extra="forbid",
@@ -260,7 +260,7 @@ class DocumentBody:
         self._next = head[:-1] + b',"rows":['
 
     def rows(self, batch: pa.RecordBatch) -> bytes:
-        """Return the objects of some rows, and before the first rows what stands before them."""
+        """Return the objects of some rows, and before the first rows the beginning of the array."""
         encoded = b",".join(map(json_values.json_bytes, json_values.rows_to_json(batch)))
         before, self._next = self._next, b"," if encoded else self._next
         return before + encoded if encoded else b""
@@ -278,7 +278,7 @@ class DocumentBody:
 
 
 class CsvBody:
-    """CSV with a line of names. Texts stand in quotes, null is an empty field, nested values are JSON."""
+    """CSV with a header line. Strings are quoted, null is an empty field, nested values are JSON."""
 
     def __init__(self, schema: pa.Schema) -> None:
         self._is_begun = False
@@ -294,7 +294,7 @@ class CsvBody:
         return written.getvalue()
 
     def end(self) -> bytes:
-        """Return the line of names, if there were no rows."""
+        """Return the header line, if there were no rows."""
         return b"" if self._is_begun else self.rows(pa.RecordBatch.from_pylist([], self._schema))
 
     def problem(self, error: Exception) -> bytes:
@@ -303,7 +303,7 @@ class CsvBody:
 
 
 def _csv_column(column: pa.Array) -> pa.Array:
-    """Return a column that Arrow writes as CSV: numbers, truth and texts as they are, all else as JSON has it."""
+    """Return a column that Arrow writes as CSV: numbers, booleans and strings unchanged, others as JSON."""
     kind = column.type
     if pa.types.is_integer(kind) or pa.types.is_boolean(kind) or pa.types.is_string(kind):
         return column

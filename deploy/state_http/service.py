@@ -89,7 +89,7 @@ class StateService:
     async def client(self) -> AsyncQueryableStateClient:
         """Return the client, made when it is needed first: the application can start before any stream."""
         if self._connecting is None or (self._connecting.done() and self._connecting.exception() is not None):
-            # All requests that come meanwhile wait for the same attempt.
+            # All requests that arrive before it ends wait for the same attempt.
             self._connecting = asyncio.ensure_future(self._connect())
         return await asyncio.shield(self._connecting)
 
@@ -162,7 +162,7 @@ class StateService:
         return version, pieces  # type: ignore[return-value]
 
     async def _scan(self, operator: str, request: ScanRequest, as_arrow: bool) -> AsyncIterator[int | bytes]:
-        """Give the version, and then the pieces of the body."""
+        """Yield the version, and then the pieces of the body."""
         deadline = time.monotonic() + self.limits.scan_seconds
         async with self._scans.slot():
             client = await self.client()
@@ -193,7 +193,7 @@ class StateService:
                     async for piece in self._pieces(rows, body, deadline):
                         yield piece
                 except Exception as error:
-                    # The status has been sent. So the connection is cut, and before that the last line says why.
+                    # The status has been sent. So the last line gives the reason, and then the connection is cut.
                     yield body.problem(error)
                     raise
                 yield body.end()
@@ -338,7 +338,7 @@ class Statements:
             try:
                 await self._within(rows, deadline)
                 batches = rows.__aiter__()
-                # The versions of all tables are known once rows are there, or the end of them.
+                # The versions of all tables are known once the first rows have arrived, or their end.
                 first = await self._within(_next(batches), deadline)
                 body = BODIES[media_type](rows.schema, rows.versions)
                 yield rows.versions
@@ -346,7 +346,7 @@ class Statements:
                     async for piece in self._written(first, batches, request.limit, body, deadline):
                         yield piece
                 except Exception as error:
-                    # The status has been sent. So the connection is cut; JSON says why before.
+                    # The status has been sent. So JSON gives the reason, and then the connection is cut.
                     yield body.problem(error)
                     raise
                 yield body.end()
@@ -396,9 +396,9 @@ async def _next(batches: AsyncIterator[pa.RecordBatch]) -> pa.RecordBatch | None
 
 
 async def while_there(request: Request, what: Awaitable[T]) -> T | None:
-    """Wait for something as long as the caller of a request is there; None if the caller has left.
+    """Wait for something until the caller of a request leaves; None if the caller has left.
 
-    Starlette looks for callers that leave only once an answer has begun, which may take long.
+    Starlette notices callers that leave only once an answer has begun, which may take long.
     """
     waited = asyncio.ensure_future(what)
     leaving = asyncio.ensure_future(_left(request))
@@ -438,9 +438,9 @@ class HttpWatches:
     async def begun(self, request: WatchRequest, last_event_id: str, authorization: str) -> AsyncIterator[bytes]:
         """Return the events, without end as long as the query runs and the caller stays.
 
-        ``last_event_id`` is the last version that a caller has, who comes again; it goes before ``from_version``. The
-        token of ``authorization`` is checked with each event. Raises ``RequestError``, ``TooManyRequestsError``,
-        ``StateVersionError`` for a version from which no watch can begin, and the errors of the client.
+        ``last_event_id`` is the last version that a returning caller has; it takes precedence over ``from_version``.
+        The token of ``authorization`` is checked with each event. Raises ``RequestError``, ``TooManyRequestsError``,
+        ``StateVersionError`` for a version that no watch can begin from, and the errors of the client.
         """
         if self._open >= self._limits.max_watches:
             raise TooManyRequestsError(f"{self._open} watches are open, which is the limit; try again later.")
@@ -453,7 +453,7 @@ class HttpWatches:
         if begin < oldest:
             raise StateVersionError(
                 f"Operator {request.operator!r} cannot be watched from version {begin}: the versions {oldest} to "
-                f"{completed} are kept. Read its state anew and watch from there."
+                f"{completed} are kept. Read its state again and watch from there."
             )
         changes = client.watch(request.operator, keys, state=request.state, query=request.query, from_version=begin)
         return self._events(changes, begin, authorization)
@@ -472,7 +472,7 @@ class HttpWatches:
                 done, _ = await asyncio.wait([waited], timeout=self._limits.heartbeat_seconds)
                 self._verifier.verify(token_of_header(authorization))
                 if not done:
-                    # The change of the version at the position itself may be on its way here.
+                    # The change of the version at the position itself may still be arriving.
                     known = max(known, (changes.position or 0) - 1)
                     yield _position(known, "nothing new")
                     continue
@@ -488,7 +488,7 @@ class HttpWatches:
                 known = change.version
         except AccessDeniedError as error:
             yield _event("problem", {**problem_of(error), "status": 401, "title": "Unauthorized"})
-        except Exception as error:  # noqa: BLE001 - the status has been sent, so the caller is told by an event
+        except Exception as error:  # noqa: BLE001 - the status has been sent, so an event reports the error
             yield _event("problem", problem_of(error))
         finally:
             self._open -= 1
@@ -506,7 +506,7 @@ def _version(last_event_id: str) -> int:
 def _pieces(change: StateChange) -> list[bytes]:
     """Return the events of a version.
 
-    The last one has the version as its id, so that no caller goes on from the middle of a version.
+    The last one has the version as its id, so that no caller resumes from the middle of a version.
     """
     batch, version = change.batch, change.version
     pieces = []
@@ -519,7 +519,7 @@ def _pieces(change: StateChange) -> list[bytes]:
 
 
 def _position(version: int, comment: str) -> bytes:
-    """Return a sign of life, which is no event, but sets the version from which a browser goes on."""
+    """Return a heartbeat: a comment, not an event, that sets the version from which a browser resumes."""
     return f"id: {version}\n: {comment}\n\n".encode()
 
 

@@ -1,8 +1,8 @@
 """Running aggregates on Arrow columns: states of rows, merging of states, and results.
 
-An aggregation keeps some state columns per output (see ``state_columns``), so that the schema of the state alone says
-how to read it. Everything works on whole columns: rows carry a group id (0 to m - 1), and every step gives batches of m
-rows in the order of these ids.
+An aggregation keeps some state columns per output (see ``state_columns``), so that the schema of the state alone
+defines how to read it. Everything works on whole columns: rows carry a group id (0 to m - 1), and every step returns
+batches of m rows in the order of these ids.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Aggregator:
         self.state_schema = pa.schema([f for o in self.outputs for f in state_fields(o)])
 
     def counting(self) -> Aggregator:
-        """Return the same aggregation, which counts for itself what its limits drop."""
+        """Return the same aggregation, which counts the elements that its limits drop."""
         return Aggregator([replace(o, dropped=DroppedElements() if counts_dropped(o) else None) for o in self.outputs])
 
     def unlimited(self) -> Aggregator:
@@ -157,7 +157,7 @@ class Aggregator:
     def merge_pairs(self, old: pa.RecordBatch, present: pa.BooleanArray, new: pa.RecordBatch) -> pa.RecordBatch:
         """Return, row by row, one state of an old and a new one.
 
-        ``present`` says where there is an old state; where there is none, ``old`` has nulls. Raises as ``merge`` does.
+        ``present`` marks the rows with an old state; elsewhere ``old`` has nulls. Raises as ``merge`` does.
         """
         is_old = np.asarray(present)
         if not is_old.any():
@@ -179,7 +179,7 @@ class Aggregator:
     def results(self, states: pa.RecordBatch) -> list[pa.Array]:
         """Return the output columns of states.
 
-        A row of nulls gives a null result, unless a user's own ``finish`` decides otherwise.
+        A row of nulls has a null result, unless a user's own ``finish`` decides otherwise.
         """
         columns = results(states)
         for i, output in enumerate(self.outputs):
@@ -188,7 +188,7 @@ class Aggregator:
         return columns
 
     def _of(self, output: Output, states: pa.RecordBatch) -> OutputState:
-        # Spark renames the fields of lists, and gives timestamps the session's zone.
+        # Spark renames the fields of lists, and sets the session's zone in timestamps.
         columns = [(plain(states.column(states.schema.get_field_index(f.name))), f) for f in state_fields(output)]
         return [column if column.type == f.type else column.cast(f.type) for column, f in columns]
 
@@ -234,7 +234,7 @@ def state_fields(output: Output) -> list[pa.Field]:
     return [pa.field(StateColumn(output.name, output.function, part).name, kind) for part, kind in parts]
 
 
-# -- what readers of states need, who have only the schema of the state --------------------------
+# -- for readers of states, which have only the schema of the state ------------------------------
 
 
 def result_fields(state: pa.Schema) -> list[pa.Field]:
@@ -259,7 +259,7 @@ def is_aggregate_state(state: pa.Schema) -> bool:
 
 
 def results(states: pa.RecordBatch) -> list[pa.Array]:
-    """Return the output columns of states, in the types of ``result_fields``; a row of nulls gives a row of nulls."""
+    """Return the output columns of states, in the types of ``result_fields``; a row of nulls becomes a row of nulls."""
     return [
         computation.result(name, arguments, parts, [states.column(i) for i in places])
         for computation, name, arguments, parts, places in _computations(states.schema)
@@ -280,7 +280,7 @@ def _groups(ids: GroupIds, num_groups: int) -> Groups:
 
 
 _SUMS = {"mean": "sum behind the mean"}
-"""What leaves its range where the state has a sum under another name."""
+"""The name in an overflow message, if it differs from that of the sum in the state."""
 
 
 def _overflow(field: pa.Field) -> SparkBridgeError:

@@ -28,14 +28,14 @@ MAX_DECIMAL_PRECISION = 38
 EXTRA_DIGITS = 4
 """How many more digits, and digits after the point, a mean of decimals has than the decimals, as in Spark."""
 WIDE_DECIMAL = 60
-"""Digits in which decimals are summed: more than 2**63 values of 38 digits need, and fewer than Arrow can hold."""
+"""Digits of sums of decimals: more than 2**63 values of 38 digits need, and fewer than Arrow can hold."""
 _EXACT = Context(prec=MAX_DECIMAL_PRECISION)
 HALF_BITS = np.int64(32)
 LOW_HALF = np.int64((1 << 32) - 1)
 
 
 class SumOverflow(Exception):
-    """Says that a type cannot hold a sum; ``Aggregator`` catches this and names the output."""
+    """A type cannot hold a sum; ``Aggregator`` catches this and names the output."""
 
 
 def sums(groups: Groups, column: pa.Array) -> pa.Array:
@@ -84,7 +84,7 @@ def narrowed(wide: pa.Array, kind: pa.DataType) -> pa.Array:
 
 
 def sum_pairs(a: pa.Array, b: pa.Array) -> pa.Array:
-    """Return, row by row, the sum of two sums, of which either may be null; raises ``SumOverflow``."""
+    """Return, row by row, the sum of two sums; either may be null. Raises ``SumOverflow``."""
     kind = a.type
     no_a, no_b = null_mask(a), null_mask(b)
     if pa.types.is_decimal(kind):
@@ -176,7 +176,7 @@ def mean_type(arguments: FunctionArguments) -> pa.DataType:
 
 
 def _mean(arguments: FunctionArguments, state: OutputState) -> pa.Array:
-    """Return the means; null where there is no value, or where the type of the mean cannot hold it."""
+    """Return the means; null if a group has no value, or if the type of the mean cannot hold it."""
     total, count = state
     some = pc.if_else(pc.equal(count, 0), pa.scalar(None, pa.int64()), count)
     kind = mean_type(arguments)
@@ -241,7 +241,7 @@ def _merged(groups: Groups, counts: Doubles, means: Doubles, squares: Doubles) -
     with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
         base = np.zeros(num)
         base[ids] = means
-        totals: Doubles = np.bincount(ids, counts, num).astype(np.float64)  # without rows, bincount gives integers
+        totals: Doubles = np.bincount(ids, counts, num).astype(np.float64)  # without rows, bincount returns integers
         distances = means - base[ids]
         shifts = np.bincount(ids, counts * distances, num) / np.where(totals == 0, 1, totals)
         distances -= shifts[ids]
@@ -296,7 +296,7 @@ MOMENTS = Computation(
 # ``min``, ``max``, ``first`` and ``last``: the least or greatest value, or the value with the least or greatest
 # order.
 #
-# Results do not depend on the order in which rows come: where two rows of a group have the same order, ``first`` and
+# Results do not depend on the order of the rows: if two rows of a group have the same order, ``first`` and
 # ``last`` take the greater value, a null being less than any value.
 
 
@@ -304,7 +304,7 @@ LEAST = np.iinfo(np.int64).min
 
 
 def _rows_taken(rows: Integers, *columns: pa.Array) -> list[pa.Array]:
-    """Return the columns at the given rows, null where the row is -1."""
+    """Return the columns at the given rows, null for row -1."""
     indices = pa.array(rows, mask=rows < 0)
     return [column.take(indices) for column in columns]
 

@@ -1,4 +1,4 @@
-"""The computation of an aggregate function: the state that it keeps, and how state is made of rows, merged and read."""
+"""The computation of an aggregate function: its state, and how that is created from rows, merged and read."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from backends.encoding.columns import Integers, Mask, struct_array
 from spark_bridge.aggregates.row_groups import plain
 from spark_bridge.exceptions import InvalidOperatorError
 
-# Rows in groups: the rows of one key in a batch, or the states that are to be merged into one.
+# Rows in groups: the rows of one key in a batch, or the states to merge into one.
 
 
 class Groups:
@@ -31,7 +31,7 @@ class Groups:
         return np.bincount(self.ids, minlength=self.num)
 
     def counts(self, mask: Mask | None) -> Integers:
-        """Return the number of rows in each group for which ``mask`` is not set; the mask marks nulls."""
+        """Return each group's number of rows whose ``mask`` is not set; the mask marks nulls."""
         return self.sizes if mask is None else np.bincount(self.ids[~mask], minlength=self.num)
 
     def where(self, chosen: Mask) -> Groups:
@@ -39,7 +39,7 @@ class Groups:
         return Groups(self.ids[chosen], self.num)
 
 
-# One output column of an aggregation: which function, of which columns and types.
+# One output column of an aggregation: its function, columns and types.
 
 
 _FUNCTION = re.compile(r"(\w+)(?:\(([\w,]*)\))?")
@@ -103,7 +103,7 @@ def split_function(function: str) -> tuple[str, tuple[str, ...]]:
     """Return name and arguments of a function such as ``top_k(10)``; raises ``InvalidOperatorError``."""
     found = _FUNCTION.fullmatch(function)
     if found is None:
-        raise InvalidOperatorError(f"{function!r} is no aggregate function; it must look like sum, or top_k(10).")
+        raise InvalidOperatorError(f"{function!r} is not an aggregate function; it must look like sum, or top_k(10).")
     return found[1], tuple(found[2].split(",")) if found[2] else ()
 
 
@@ -122,7 +122,7 @@ class Computation:
     - ``merge``: one state of the states of each group.
     - ``merge_pairs``: row by row, one state of two, a row of nulls being the state of no rows; without it, ``merge`` is
       used.
-    - ``result_type``, ``result``: the type of the results, and the results of states. Both are given the function's
+    - ``result_type``, ``result``: the type of the results, and the results of states. Both receive the function's
       name and arguments and the fields of the state columns: a reader has only the schema of the state, and no
       ``Output``.
     """
@@ -158,7 +158,7 @@ def _as_type(column: pa.Array, kind: pa.DataType | None) -> pa.Array:
 
 # The names of an aggregation's state columns: ``<output>.<function>.<part>``, such as ``total.sum.sum``.
 #
-# The names alone say how the state is to be read: a client that has only the schema of the state can compute results.
+# The names alone define how to read the state: a client that has only the schema of the state can compute results.
 
 
 class StateColumn(NamedTuple):
@@ -196,7 +196,7 @@ def outputs_of(state: pa.Schema) -> list[tuple[str, str, list[pa.Field]]]:
 
 
 GROUP_ID = "group_id"
-"""The column by which the user's functions group: an int64 per row or state."""
+"""The column that the user's functions group by: an int64 per row or state."""
 
 
 def user_partial(output: str, user: UserAggregate, groups: Groups, columns: dict[str, pa.Array]) -> list[pa.Array]:
@@ -220,8 +220,8 @@ def user_result(output: str, user: UserAggregate, states: list[pa.Array]) -> pa.
     result: Any = user.finish(pa.Table.from_arrays(states, schema=user.state))
     if not isinstance(result, pa.Array | pa.ChunkedArray) or len(result) != len(states[0]):
         raise InvalidOperatorError(
-            f"{output}: finish answered {_described(result)}; it must give an Arrow array of {len(states[0])} values, "
-            "one for each row of the table it was given."
+            f"{output}: finish returned {_described(result)}; it must be an Arrow array of {len(states[0])} values, "
+            "one for each row of its table."
         )
     return _as_arrow_type(f"{output}: finish", result, user.result_type)
 
@@ -241,7 +241,7 @@ def state_result_type(schema: pa.Schema) -> pa.DataType:
 def _states(what: str, answer: Any, schema: pa.Schema, num: int) -> list[pa.Array]:
     """Return the state columns of an answer, in the order of the groups; raises ``InvalidOperatorError``."""
     if not isinstance(answer, pa.Table | pa.RecordBatch):
-        raise InvalidOperatorError(f"{what} answered {_described(answer)}; it must give a pyarrow.Table.")
+        raise InvalidOperatorError(f"{what} returned {_described(answer)}; it must return a pyarrow.Table.")
     missing = [c for c in (GROUP_ID, *schema.names) if c not in answer.schema.names]
     if missing:
         raise InvalidOperatorError(

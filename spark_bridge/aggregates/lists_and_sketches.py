@@ -1,7 +1,7 @@
 """``collect_list``, ``collect_set`` and ``top_k``: lists of all elements of a group, or of at most ``limit``.
 
-An element is a value, or a value and what it is ordered ``by``. Lists are kept in their final order, which does not
-depend on the order in which rows come, so that the state is the result.
+An element is a value, or a value and its order ``by``. Lists are kept in their final order, which does not
+depend on the order of the rows, so that the state is the result.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ from spark_bridge.aggregates.computation import (
 from spark_bridge.aggregates.row_groups import lexical_order, normalized, order_codes
 
 _ITEMS, _PAIRS = "items", "pairs"
-"""The state column of lists of values, and of lists of values with what they are ordered by."""
+"""The state column of lists of values, and of lists of values with their order."""
 
 
 @dataclass(frozen=True)
 class ListRule:
-    """The rule by which elements are kept, and their order.
+    """Which elements are kept, and their order.
 
     ``limit``: the most elements; None: all, up to ``max_bytes``, beyond which ``ListTooLarge`` is raised.
-    ``descending``: the greatest come first. ``keep_last``: where there are more than
+    ``descending``: the greatest come first. ``keep_last``: if there are more than
     ``limit``, the first ones are dropped. ``distinct``: of equal values one is kept.
     """
 
@@ -65,7 +65,7 @@ class ListRule:
 
 
 class ListTooLarge(Exception):
-    """Says that the list of a group is too large; ``Aggregator`` catches this and names the output."""
+    """The list of a group is too large; ``Aggregator`` catches this and names the output."""
 
     def __init__(self, group: int, num_elements: int, num_bytes: int) -> None:
         super().__init__(group, num_elements, num_bytes)
@@ -112,7 +112,7 @@ def _checked(lists: pa.Array, rule: ListRule) -> pa.Array:
 
 
 def list_values(lists: pa.Array, kind: pa.DataType) -> pa.Array:
-    """Return the values without what they are ordered by, as lists of type ``kind``; null lists stay null."""
+    """Return the values without their order, as lists of type ``kind``; null lists stay null."""
     elements, offsets = list_parts(lists)
     if lists.type != kind:
         elements = elements.flatten()[1]
@@ -200,7 +200,7 @@ def _is_top_k(output: Output) -> bool:
 
 
 def _has_order(parts: list[pa.Field]) -> bool:
-    """Return whether the elements of the lists are structs of a value and what it is ordered by."""
+    """Return whether the elements of the lists are structs of a value and its order."""
     return split_state_column(parts[0].name).part == _PAIRS
 
 
@@ -224,7 +224,7 @@ LISTS = Computation(
 # endian) of the registers in use, until a byte per register is not longer.
 #
 # After Heule, Nunkesser and Hall, "HyperLogLog in Practice" (2013), with Spark's hash and rounding. The bias of
-# middle-sized estimates is computed from the model by which the paper's tables were measured.
+# middle-sized estimates is computed from the model behind the paper's tables.
 
 
 Registers: TypeAlias = npt.NDArray[np.uint8]
@@ -239,7 +239,7 @@ LINEAR_COUNTING_UP_TO = (
     *(10, 20, 40, 80, 220, 400, 900, 1800, 3100, 6500),
     *(11500, 20000, 50000, 120000, 350000),
 )
-"""Up to which count linear counting is the better estimate, by precision from 4 on; from the paper."""
+"""The greatest count for which linear counting is the better estimate, by precision from 4 on; from the paper."""
 
 
 def precision_of(rsd: float) -> int:
@@ -311,7 +311,7 @@ def _marks(column: pa.Array, precision: int) -> Integers:
     rest = (hashes << np.uint64(precision)) | np.uint64(1 << (precision - 1))
     upper = (rest >> np.uint64(32)).astype(np.float64)
     lower = (rest & np.uint64(0xFFFFFFFF)).astype(np.float64)
-    # frexp gives the number of bits of an integer, as a double holds these integers exactly.
+    # frexp returns the number of bits of an integer, as a double holds these integers exactly.
     bits = np.where(upper > 0, np.frexp(upper)[1] + 32, np.frexp(lower)[1])
     marks: Integers = (register << RANK_BITS) | (65 - bits)
     return marks
@@ -343,7 +343,7 @@ def _sparse(entries: Integers, counts: Integers, precision: int) -> pa.Array:
 
 
 def _with_dense(entries: Integers, num: int, precision: int, dense_ids: Integers, dense: Registers) -> pa.Array:
-    """Return the sketches of groups of which some have, or now get, a byte per register."""
+    """Return the sketches of groups; some have, or now get, a byte per register."""
     registers = 1 << precision
     ids = entries >> (precision + RANK_BITS)
     counts = np.bincount(ids, minlength=num)
@@ -384,7 +384,7 @@ def _alpha(registers: int) -> float:
 
 @lru_cache
 def _bias_curve(precision: int) -> tuple[Doubles, Doubles]:
-    """Return expected raw estimates, ascending, and the numbers of values for which to expect them.
+    """Return expected raw estimates, ascending, and the numbers of values that they belong to.
 
     Interpolation between them corrects the bias of a raw estimate. With n values and m registers, the content of a
     register is at most k with probability exp(-n / m / 2**k), nearly independently of the other registers. The

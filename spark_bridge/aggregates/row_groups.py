@@ -1,6 +1,6 @@
 """Groups rows by key: the distinct stored keys, and for each row the place of its key.
 
-Only distinct keys are encoded and sorted. Rows are told apart by integers (differences to the least value, or
+Only distinct keys are encoded and sorted. Rows are compared as integers (differences to the least value, or
 dictionary codes); the integers of several columns are combined into one.
 """
 
@@ -19,7 +19,7 @@ from backends.encoding.columns import Integers, Mask, binary_content, fixed_arra
 from backends.encoding.key_groups import key_groups
 from backends.encoding.keys import encode_keys
 
-# The order of values as integers, by which grouping, minimum and maximum, and ordered lists compare.
+# The order of values as integers, used for grouping, minimum and maximum, and ordered lists.
 #
 # The order is Spark's: NaN is the greatest number and equal to itself, -0.0 equals 0.0, strings compare by their
 # bytes, structs and arrays by their fields and elements, with nulls first.
@@ -27,7 +27,9 @@ from backends.encoding.keys import encode_keys
 
 WORD = 8
 MAX_WORDS = 6
-"""Words of eight bytes in which keys may differ; longer keys are left to Arrow's sort, which reads bytes as needed."""
+"""The most words of eight bytes that keys are compared by; Arrow's sort, which reads bytes as needed, takes longer
+keys.
+"""
 DENSE = 4
 """Integers whose span is at most this many times their number are counted in a table instead of a hash map."""
 MAX_SPAN = 1 << 62
@@ -35,7 +37,7 @@ MAX_SPAN = 1 << 62
 
 
 def plain(column: pa.Array) -> pa.Array:
-    """Return a column without a dictionary, and with timestamps in UTC whatever the session's zone is."""
+    """Return a column without a dictionary, and with timestamps in UTC regardless of the session's zone."""
     if pa.types.is_dictionary(column.type):
         column = column.dictionary_decode()
     if pa.types.is_timestamp(column.type) and column.type.tz is not None:
@@ -44,7 +46,7 @@ def plain(column: pa.Array) -> pa.Array:
 
 
 def normalized(column: pa.Array) -> pa.Array:
-    """Return a column in which equal values have the same bits: -0.0 becomes 0.0, and every NaN the same NaN."""
+    """Return a column whose equal values have the same bits: -0.0 becomes 0.0, and every NaN the same NaN."""
     if not pa.types.is_floating(column.type):
         return column
     return fixed_array(_normalized_floats(column), null_mask(column), column.type)
@@ -165,7 +167,7 @@ def byte_order(keys: pa.BinaryArray) -> npt.NDArray[np.intp] | None:
 
 
 def _words(keys: pa.BinaryArray) -> list[npt.NDArray[np.uint64]] | None:
-    """Return the bytes in which keys differ, as big-endian numbers; None if there are too many."""
+    """Return the bytes that differ between keys, as big-endian numbers; None if there are too many."""
     content, offsets = binary_content(keys)
     n = len(keys)
     lengths = np.diff(offsets)
@@ -245,7 +247,7 @@ def distinct_rows(columns: Sequence[pa.Array]) -> tuple[Integers, Integers]:
 
 
 def _codes(column: pa.Array) -> tuple[Integers, int]:
-    """Return integers from 0 to the span - 1, equal for equal values, and the span; a null is a value of its own."""
+    """Return integers from 0 to the span - 1, equal for equal values, and the span; null counts as one value."""
     kind = column.type
     if not len(column):
         return np.zeros(0, np.int64), 1
@@ -270,7 +272,7 @@ def _codes(column: pa.Array) -> tuple[Integers, int]:
 
 
 def _comparable(column: pa.Array) -> pa.Array:
-    """Return the column, or for a nested type the bytes that stand for its values."""
+    """Return the column, or for a nested type the bytes that represent its values."""
     if not pa.types.is_nested(column.type):
         return column
     return encode_keys(pa.record_batch({"key": column}), np.zeros(len(column), np.uint16))

@@ -70,7 +70,7 @@ def list_command(base: str, storage_option: Option = None, as_json: AsJson = Fal
 def describe(
     path: str,
     check_files: Annotated[
-        bool, typer.Option("--check-files", help="Read every file and compare it with what was written.")
+        bool, typer.Option("--check-files", help="Read every file and compare it with its checksum.")
     ] = False,
     storage_option: Option = None,
     as_json: AsJson = False,
@@ -140,7 +140,7 @@ def restore(
     storage_option: Option = None,
     as_json: AsJson = False,
 ) -> None:
-    """Make the new CHECKPOINT_LOCATION from the savepoint at PATH; a query started there goes on after it.
+    """Make the new CHECKPOINT_LOCATION from the savepoint at PATH; a query started there continues after it.
 
     Example: statestore savepoint restore s3://bucket/savepoints/savepoint-clicks-7 s3://bucket/ck2 --num-partitions 8
     """
@@ -199,7 +199,7 @@ def _plain(info: SavepointInfo) -> dict[str, Any]:
 
 checkpoint_app = typer.Typer(
     name="checkpoint",
-    help="Say what a checkpoint is that was moved or copied while its state lies elsewhere.",
+    help="Declare what a checkpoint is that was moved or copied while its state is stored elsewhere.",
     no_args_is_help=True,
 )
 
@@ -212,7 +212,7 @@ MovedStateLocation = Annotated[
 def move(
     checkpoint_location: str, state_location: MovedStateLocation, storage_option: Option = None, as_json: AsJson = False
 ) -> None:
-    """Bind the state to CHECKPOINT_LOCATION, where its checkpoint has been moved to.
+    """Bind the state to CHECKPOINT_LOCATION, the new location of its checkpoint.
 
     Example: statestore checkpoint move s3://new/ck --state-location s3://bucket/state
     """
@@ -232,7 +232,7 @@ def move(
 def fork(
     checkpoint_location: str, state_location: MovedStateLocation, storage_option: Option = None, as_json: AsJson = False
 ) -> None:
-    """Give the copy of a checkpoint at CHECKPOINT_LOCATION a state of its own; the original stays as it is.
+    """Give the copy of a checkpoint at CHECKPOINT_LOCATION its own state; the original stays as it is.
 
     Example: statestore checkpoint fork ck-copy/ --state-location /mnt/state --json
     """
@@ -276,7 +276,7 @@ def files(
     storage_option: Option = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say of every file of the state at CHECKPOINT what it is, and what keeps it.
+    """Show every file of the state at CHECKPOINT: its kind, and the reason why it is kept.
 
     With --version only the files that this version can be loaded from.
 
@@ -322,9 +322,9 @@ def verify(
     storage_option: Option = None,
     as_json: AsJson = False,
 ) -> None:
-    """Read every file from which a version of the state at CHECKPOINT can be loaded, and name the damage.
+    """Read every file that a version of the state at CHECKPOINT can be loaded from, and name the damage.
 
-    By default the last completed version. The exit code is 1 if a file is damaged or missing, also where the version
+    By default the last completed version. The exit code is 1 if a file is damaged or missing, also if the version
     can still be loaded without it.
 
     Examples: statestore verify ck/; statestore verify ck/ --version 12 --rows --json
@@ -334,7 +334,7 @@ def verify(
         try:
             versions = StateVersions.look(place, passes_over_damage=True)
         except (DamagedFileError, MissingFileError) as error:
-            # The newest manifest: without it, nobody can tell which files make a version.
+            # The newest manifest: without it, the files of each version are unknown.
             raise _unreadable(str(error), [], as_json) from error
         try:
             found = _verified(versions, version, rows, as_json)
@@ -360,7 +360,7 @@ def _verified(versions: StateVersions, version: int | None, rows: bool, as_json:
 
 
 def _unreadable(what: str, damages: list[Any], as_json: bool) -> typer.Exit:
-    """Tell of a version that manifests hide, so that scripts find the damage where they look for others.
+    """Report a version that manifests hide, so that scripts find the damage in the usual place.
 
     Return the exception that ends the command.
     """
@@ -386,19 +386,19 @@ def _verified_view(found: Verification) -> RenderableType:
         )
     elif all(d.operator is None for d in found.damages):
         lines.append(
-            Text(f"{read}: these are as they were written. Other versions or the query's start need what is damaged.")
+            Text(f"{read}: these match their checksums. Other versions or the query's start need the damaged files.")
         )
     else:
         lines.append(Text(f"{read}. Version {found.version} can still be loaded, by older snapshots and changelogs."))
     return Group(*lines)
 
 
-# ``statestore forget`` and ``audit``: remove keys for good, and see what was done to a state by hand.
+# ``statestore forget`` and ``audit``: remove keys permanently, and show manual changes of a state.
 
 
 STDIN = Path("-")
 SURGERY_COORDINATOR_SECONDS = 60.0
-"""A coordinator that does not answer for this many seconds is given up."""
+"""Seconds to wait for a coordinator."""
 
 
 def forget(
@@ -416,7 +416,9 @@ def forget(
     ] = None,
     query: Annotated[str | None, typer.Option(help="The name or id of a query that runs.")] = None,
     checkpoint: CheckpointOption = None,
-    reference: Annotated[str | None, typer.Option(help="Stands in the audit log, as the number of a request.")] = None,
+    reference: Annotated[
+        str | None, typer.Option(help="Recorded in the audit log, as the number of a request.")
+    ] = None,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask first.")] = False,
     state_location: StateLocation = None,
     storage_option: Option = None,
@@ -437,9 +439,7 @@ def forget(
     from spark_bridge.state_surgery.forget_keys import forget_keys
 
     if keys_file == STDIN and not yes:
-        raise typer.BadParameter(
-            "--keys-file - takes the keys from where the answer to the question would come: give --yes"
-        )
+        raise typer.BadParameter("--keys-file - reads the keys from stdin, as the confirmation would: give --yes")
     texts = [*(key or []), *_lines(keys_file)]
     if (query is None) == (checkpoint is None):
         raise typer.BadParameter(
@@ -450,7 +450,7 @@ def forget(
     where = query or checkpoint
     assert where is not None
     if not yes:
-        typer.confirm(f"Remove {len(texts)} keys of {operator} from {where} for good?", abort=True, err=True)
+        typer.confirm(f"Remove {len(texts)} keys of {operator} from {where} permanently?", abort=True, err=True)
 
     def progress(step: str) -> None:
         if not as_json:
@@ -498,7 +498,7 @@ def audit(
     storage_option: Option = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show what was done by hand to the state at CHECKPOINT: when, by whom, and for which reference.
+    """Show the manual changes to the state at CHECKPOINT: when, by whom, and with which reference.
 
     Example: statestore audit s3://bucket/ck --json
     """

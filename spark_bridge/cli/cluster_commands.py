@@ -62,13 +62,13 @@ DRAIN_ANSWER_SECONDS = 10.0
 def drain(
     node: Annotated[str, typer.Argument(help="IP address, host name or id of a node of Ray.")],
     undo: Annotated[bool, typer.Option("--undo", help="The node stays after all.")] = False,
-    timeout: Annotated[float, typer.Option(min=0.0, help="Seconds to wait until no host stands there.")] = 600.0,
+    timeout: Annotated[float, typer.Option(min=0.0, help="Seconds to wait until the node has no host.")] = 600.0,
     address: Address = None,
     namespace: Namespace = NAMESPACE,
     coordinator: CoordinatorName = COORDINATOR_NAME,
     as_json: AsJson = False,
 ) -> None:
-    """Let the hosts of a node hand over their partitions while the streams run, and wait for that.
+    """Make the hosts of a node hand over their partitions while the streams run, and wait for that.
 
     No host is started there from then on, until --undo. The exit code is 1 if hosts are still there after --timeout.
 
@@ -86,9 +86,9 @@ def drain(
         left = _await_none(namespace, coordinator, node_id, timeout)
     plain = {"node_id": node_id, "drained": not left, "hosts_left": left}
     if left:
-        _say(plain, f"{left} hosts still stand on {node}; see statestore status.", as_json)
+        _say(plain, f"{left} hosts are still on {node}; see statestore status.", as_json)
         raise typer.Exit(FOUND)
-    _say(plain, f"No host stands on {node} any more; the machine may go.", as_json)
+    _say(plain, f"No host is left on {node}; the machine may be removed.", as_json)
 
 
 def _say(plain: dict[str, object], text: str, as_json: bool) -> None:
@@ -99,7 +99,7 @@ def _say(plain: dict[str, object], text: str, as_json: bool) -> None:
 
 
 def _await_none(namespace: str, coordinator: str, node_id: str, timeout: float) -> int:
-    """Wait until no host stands on a node, or ``timeout`` seconds; return how many do."""
+    """Wait until a node has no hosts, or ``timeout`` seconds; return how many it has."""
     deadline = time.monotonic() + timeout
     while (left := _hosts_on(namespace, coordinator, node_id)) and time.monotonic() < deadline:
         time.sleep(DRAIN_POLL_SECONDS)
@@ -128,7 +128,7 @@ def node_named(node: str, nodes: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _hosts_on(namespace: str, name: str, node_id: str) -> int:
-    """Return how many hosts the coordinator knows on a node; 0 if there is no coordinator, and so no stream."""
+    """Return how many hosts the coordinator knows on a node; 0 without a coordinator, because no stream runs then."""
     import ray
     from ray.exceptions import RayError
 
@@ -140,7 +140,7 @@ def _hosts_on(namespace: str, name: str, node_id: str) -> int:
         described = ray.get(coordinator.describe.remote(), timeout=DRAIN_ANSWER_SECONDS)
     except RayError as error:
         raise EnvironmentProblemError(
-            f"The node is drained, but the coordinator (namespace {namespace!r}) does not say how far that is: {error}"
+            f"The node is drained, but the coordinator (namespace {namespace!r}) does not report the progress: {error}"
         ) from error
     return sum(host["node_id"] == node_id for host in described["hosts"])
 
@@ -163,13 +163,13 @@ def seconds_of(duration: str) -> float:
     """Return the seconds of ``90s``, ``45m``, ``12h``, ``30d`` or ``2w``. Raises ``typer.BadParameter``."""
     found = _DURATION.fullmatch(duration.strip())
     if found is None:
-        raise typer.BadParameter(f"{duration!r} is no time; write a number and s, m, h, d or w, such as 30d")
+        raise typer.BadParameter(f"{duration!r} is not a duration; write a number and s, m, h, d or w, such as 30d")
     return float(int(found[1]) * UNIT_SECONDS[found[2]])
 
 
 @app.command()
 def issue(
-    name: Annotated[str, typer.Option("--name", help="What to call it: who will use it.")],
+    name: Annotated[str, typer.Option("--name", help="A name for the token: its user.")],
     expires: Annotated[
         str | None, typer.Option("--expires", help="When it ends by itself, such as 12h, 30d, 2w; by default never.")
     ] = None,
@@ -226,7 +226,7 @@ def revoke(
     coordinator: CoordinatorName = COORDINATOR_NAME,
     as_json: AsJson = False,
 ) -> None:
-    """Revoke the token NAME_OR_ID, for good; hosts refuse it within about two seconds.
+    """Revoke the token NAME_OR_ID permanently; hosts refuse it within about two seconds.
 
     Example: statestore token revoke dashboard
     """
@@ -301,10 +301,10 @@ def serve(
         list[str] | None, typer.Option("--operator", help="Serve this operator; may be repeated. Default: all.")
     ] = None,
     replicas: Annotated[int, typer.Option(min=1, help="This many hosts share the partitions.")] = 1,
-    name: Annotated[str, typer.Option(help="The name by which clients find the state.")] = "serving",
-    follow: Annotated[bool, typer.Option("--follow", help="Go on to each version that the query completes.")] = False,
+    name: Annotated[str, typer.Option(help="The name that clients use to find the state.")] = "serving",
+    follow: Annotated[bool, typer.Option("--follow", help="Follow each version that the query completes.")] = False,
     scratch: Annotated[
-        str | None, typer.Option(help="A new directory to which a savepoint is restored, readable by all nodes.")
+        str | None, typer.Option(help="A new directory for the restored savepoint, readable by all nodes.")
     ] = None,
     query_port: Annotated[
         int, typer.Option(min=0, max=65535, help="Host i answers at this port + i; 0: at any free port.")
@@ -316,7 +316,7 @@ def serve(
 ) -> None:
     """Serve the state of a checkpoint or a savepoint from Ray actors, without Spark, until Ctrl-C or SIGTERM.
 
-    Nothing is written to the checkpoint. Where no Ray cluster runs, one is started on this machine.
+    Nothing is written to the checkpoint. If no Ray cluster runs, one is started on this machine.
 
     Examples: statestore serve ck/; statestore serve s3://bucket/ck --replicas 4 --follow
     """
@@ -357,7 +357,7 @@ PORT = 8170
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 UI_COORDINATOR_SECONDS = 10.0
 UI_OVERVIEW_SECONDS = 3.0
-"""How long hosts are waited for: one that is gone must not hold up the page."""
+"""How long to wait for hosts: a dead one must not hold up the page."""
 CLIENT_SECONDS = 10.0
 
 
@@ -373,9 +373,9 @@ def ui(
         int, typer.Option(min=64, metavar="MIB", help="Memory of all SQL statements together; four may run at once.")
     ] = 1024,
 ) -> None:
-    """Serve the page: what is wrong and what to do, where time goes, hosts, keys, SQL, savepoints.
+    """Serve the page: problems and remedies, where time goes, hosts, keys, SQL, savepoints.
 
-    The address that is printed signs in once. Further people sign in with a token of 'statestore token issue', or with
+    The printed address signs in once. Further people sign in with a token of 'statestore token issue', or with
     the token that is printed for a checkpoint.
 
     Examples: statestore ui; statestore ui --checkpoint s3://bucket/ck --port 9000
@@ -392,7 +392,7 @@ def ui(
 
 @dataclass(frozen=True)
 class _Place:
-    """The address at which the page listens, the prices of storage that the page shows, and SQL's memory in MiB."""
+    """The address of the page, the prices of storage that the page shows, and SQL's memory in MiB."""
 
     host: str
     port: int
@@ -452,7 +452,7 @@ def _run(
     from spark_bridge.ui.state_pages import PAGE_SQL
 
     class Server(uvicorn.Server):
-        """Says where it listens, once it does."""
+        """Prints its address once it listens."""
 
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
             await super().startup(sockets)
@@ -476,7 +476,7 @@ def _tell(system: System, own: OwnToken, host: str, port: int) -> None:
     typer.echo(f"The page of {system.place} is at http://{shown}:{port}/signin?code={own.code}")
     typer.echo(f"That address signs in once. To sign in again, use the token {own.token}")
     if host not in LOOPBACK:
-        complain("What the page shows and the tokens go over the network unencrypted: put TLS before it.")
+        complain("The page's content and the tokens go over the network unencrypted: put TLS before it.")
 
 
 def _check_packages() -> None:
@@ -499,7 +499,7 @@ grafana_app = typer.Typer(name="grafana", help="The dashboard for Grafana.", no_
 def install(
     directory: Annotated[
         Path | None,
-        typer.Argument(help=f"From which Grafana takes dashboards. Default: the environment's {DIRECTORY_VARIABLE}."),
+        typer.Argument(help=f"Where Grafana takes dashboards from. Default: the environment's {DIRECTORY_VARIABLE}."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -515,7 +515,7 @@ def install(
         )
         raise typer.Exit(FAILED)
     if not Path(given).is_dir():
-        complain(f"{given} is no directory. Make it, and give it to Grafana's provisioning of dashboards.")
+        complain(f"{given} is not a directory. Create it, and give it to Grafana's provisioning of dashboards.")
         raise typer.Exit(FAILED)
     try:
         path = written(Path(given))
@@ -527,7 +527,7 @@ def install(
 
 @grafana_app.command("show")
 def show_dashboard(as_json: AsJson = False) -> None:
-    """Print the dashboard, to import it by hand: as JSON, with and without --json.
+    """Print the dashboard, for a manual import: as JSON, with and without --json.
 
     Example: statestore grafana show > dashboard.json
     """

@@ -37,12 +37,12 @@ from spark_bridge.session.settings import MIN_BATCHES_CONF, STATE_LOCATION_CONF,
 
 
 OK, SKIPPED = "ok", "skipped"
-"""The status of a check, beside ``WARNING`` and ``ERROR``, which are severities of faults, too."""
+"""The status of a check, in addition to ``WARNING`` and ``ERROR``, which are severities of faults, too."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """One check. ``area`` is "machine", "spark", "storage" or "cluster"; ``remedy`` is empty where all is well."""
+    """One check. ``area`` is "machine", "spark", "storage" or "cluster"; ``remedy`` is empty if all is well."""
 
     area: str
     name: str
@@ -55,7 +55,7 @@ def checked(area: str, name: str, check: Callable[[], Iterable[Check]]) -> list[
     """Return the findings of a check; a check that fails itself is a finding, and does not end the others."""
     try:
         return list(check())
-    except Exception as error:  # noqa: BLE001 - whatever fails on a sick machine is what somebody wants to know
+    except Exception as error:  # noqa: BLE001 - the doctor reports any failure of a sick machine
         text = str(error) or type(error).__name__
         return [Check(area, name, ERROR, f"The check failed: {text}", "Look at this error first.")]
 
@@ -73,7 +73,7 @@ PACKAGES = ("ray-statestore", "ray", "pyspark", "raydp", "pyarrow", "msgspec", "
 
 
 def token_mode_check(environment: Mapping[str, str] = os.environ, home: Path | None = None) -> Iterator[Check]:
-    """Say whether Ray's tokens are on, and whether this machine has one."""
+    """Check whether Ray's tokens are on, and whether this machine has one."""
     mode = environment.get("RAY_AUTH_MODE", "")
     token_path = Path(environment.get("RAY_AUTH_TOKEN_PATH") or (home or Path.home()) / ".ray" / "auth_token")
     has_token = bool(environment.get("RAY_AUTH_TOKEN")) or token_path.exists()
@@ -89,7 +89,7 @@ def token_mode_check(environment: Mapping[str, str] = os.environ, home: Path | N
     elif mode.lower() == "token" or (not mode and has_token):
         yield Check(CLUSTER_AREA, "ray-token", OK, "Ray's token mode is on, and a token is there.")
     elif mode.lower() == "disabled":
-        remedy = "Whoever reaches Ray's ports can run code and get the store's token: use RAY_AUTH_MODE=token."
+        remedy = "Anyone who reaches Ray's ports can run code and get the store's token: use RAY_AUTH_MODE=token."
         yield Check(CLUSTER_AREA, "ray-token", WARNING, "RAY_AUTH_MODE is disabled.", remedy)
     else:
         found = "RAY_AUTH_MODE is not set and there is no token: a cluster that is started here makes one."
@@ -97,7 +97,7 @@ def token_mode_check(environment: Mapping[str, str] = os.environ, home: Path | N
 
 
 def cluster_checks(address: str | None, namespace: str, coordinator: str) -> Iterator[Check]:
-    """Join the cluster, look at its nodes and hosts, and leave. No cluster is no error unless ``address`` names one."""
+    """Join the cluster, look at its nodes and hosts, and leave. A missing cluster is an error only with ``address``."""
     yield from token_mode_check()
     try:
         with joined_ray(address, namespace):
@@ -130,7 +130,7 @@ def _asked_nodes() -> list[dict[str, Any]]:
         if node["Alive"]:
             strategy = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
             asked[probe.options(scheduling_strategy=strategy).remote(PACKAGES)] = node["NodeManagerAddress"]
-    # A first answer may wait for a process; the clock is asked for when that is there.
+    # A first answer may wait for a process; the clock is read after that.
     ready, _ = ray.wait(list(asked), num_returns=len(asked), timeout=NODE_SECONDS)
     found: list[dict[str, Any]] = []
     for answer, ip in asked.items():
@@ -162,7 +162,7 @@ def said_of_node(packages: Sequence[str]) -> dict[str, Any]:
 
 
 def _skew(probe: Any, strategy: Any) -> float:
-    """Return how far a node's clock is ahead of this one, in seconds, at least: what the way takes is not counted."""
+    """Return how far a node's clock is at least ahead of this one, in seconds; the message's travel is not counted."""
     import ray
 
     begun = time.time()
@@ -172,7 +172,7 @@ def _skew(probe: Any, strategy: Any) -> float:
 
 
 def node_checks(nodes: Sequence[Mapping[str, Any]]) -> Iterator[Check]:
-    """Say which nodes do not answer, have other versions than this machine, or another time."""
+    """Check which nodes do not answer, have other versions than this machine, or another time."""
     pass
 
     here = {name: installed(name) for name in PACKAGES}
@@ -201,7 +201,7 @@ def node_checks(nodes: Sequence[Mapping[str, Any]]) -> Iterator[Check]:
 
 
 def overview_checks(overview: Overview) -> Iterator[Check]:
-    """Say whether the hosts' ports can be reached from here, and which faults the overview has."""
+    """Check whether the hosts' ports can be reached from here, and which faults the overview has."""
     if overview.coordinator is None:
         yield Check(CLUSTER_AREA, "coordinator", SKIPPED, "No stream with state has run in this namespace.")
         return
@@ -229,7 +229,7 @@ def overview_checks(overview: Overview) -> Iterator[Check]:
 
 
 def unreachable(address: str) -> str | None:
-    """Return why nobody can be connected to at ``ip:port``, or None."""
+    """Return why connections to ``ip:port`` fail, or None."""
     ip, _, port = address.rpartition(":")
     try:
         socket.create_connection((ip.strip("[]"), int(port)), PORT_CHECK_SECONDS).close()
@@ -250,7 +250,7 @@ LEAST_FREE = 2 << 30
 
 
 def python_check() -> Iterator[Check]:
-    """Say whether this Python will do, and whether Spark's workers have the same."""
+    """Check whether this Python is supported, and whether Spark's workers have the same."""
     version = ".".join(map(str, sys.version_info[:3]))
     is_known = (3, 10) <= sys.version_info[:2] < (3, 14)
     remedy = "" if is_known else "Use Python 3.10 to 3.13."
@@ -267,7 +267,7 @@ def python_check() -> Iterator[Check]:
 
 
 def package_checks() -> Iterator[Check]:
-    """Say which required packages are missing or of another version than is needed."""
+    """Check which required packages are missing or of another version than is needed."""
     wrong = []
     for text in metadata.requires(PACKAGE) or ():
         needed = Requirement(text)
@@ -287,7 +287,7 @@ def package_checks() -> Iterator[Check]:
 
 
 def pair_checks(pyspark: str, raydp: str) -> Iterator[Check]:
-    """Say whether Spark and RayDP are a tested pair."""
+    """Check whether Spark and RayDP are a tested pair."""
     line = ".".join(pyspark.split(".")[:2])
     wanted = TESTED.get(line)
     if wanted is None:
@@ -317,7 +317,7 @@ def installed(name: str) -> str | None:
 
 
 def java_check() -> Iterator[Check]:
-    """Say whether there is a Java that Spark and RayDP run on."""
+    """Check whether there is a Java that Spark and RayDP run on."""
     try:
         yield Check(MACHINE_AREA, "java", OK, f"Java at {ensure_java()}")
     except EnvironmentProblemError as error:
@@ -326,7 +326,7 @@ def java_check() -> Iterator[Check]:
 
 
 def disk_check() -> Iterator[Check]:
-    """Say whether the temporary directory has room."""
+    """Check whether the temporary directory has room."""
     where = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
     free = shutil.disk_usage(where).free
     found = f"{where} has {free / (1 << 30):.1f} GiB free."
@@ -337,13 +337,13 @@ def disk_check() -> Iterator[Check]:
 
 
 def spark_checks(given: Mapping[str, str]) -> Iterator[Check]:
-    """Say which settings of Spark harm stateful queries. ``given`` go before those of spark-defaults.conf."""
+    """Check which settings of Spark harm stateful queries. ``given`` override those of spark-defaults.conf."""
     file = _defaults_file()
     settings = {**({} if file is None else defaults_of(file.read_text(encoding="utf-8"))), **given}
     wrong = list(_wrong_settings(settings))
     yield from wrong
     if not wrong:
-        found = "No setting of Spark stands against state" + (f" (in {file})." if file else "; no spark-defaults.conf.")
+        found = "No setting of Spark harms state" + (f" (in {file})." if file else "; no spark-defaults.conf.")
         yield Check("spark", "settings", OK, found)
 
 
@@ -359,9 +359,7 @@ def _wrong_settings(settings: Mapping[str, str]) -> Iterator[Check]:
         yield check(STATELESS_AQE, WARNING, remedy)
     kept = settings.get(MIN_BATCHES_CONF, "100")
     if not kept.isdigit() or int(kept) < 2:
-        yield check(
-            MIN_BATCHES_CONF, WARNING, "No earlier version can be read or gone back to: keep 100, or at least 2."
-        )
+        yield check(MIN_BATCHES_CONF, WARNING, "No earlier version can be read or restored: keep 100, or at least 2.")
     location = settings.get(STATE_LOCATION_CONF, "")
     if location and not location.startswith("/") and "://" not in location:
         yield check(
@@ -391,14 +389,14 @@ def defaults_of(text: str) -> dict[str, str]:
     return found
 
 
-# Checks of storage: whether it creates files only if they are absent, shows what was written, and how slow it is.
+# Checks of storage: whether it creates files only if they are absent, shows written files at once, and how slow it is.
 
 
 STORAGE_AREA = "storage"
 DOCTOR_PROBE = ".statestore-doctor"
 SLOW_WRITE_SECONDS = 0.5
 STORAGE_RETRY_SECONDS = 10.0
-"""A storage that fails is tried again for this many seconds."""
+"""Seconds for which a failing storage is retried."""
 
 
 def _open(location: str, options: Mapping[str, str] | None = None) -> CheckpointStorage:
@@ -428,7 +426,7 @@ def storage_checks(
     finally:
         storage.delete(path)
         if storage.is_local:
-            with suppress(OSError):  # somebody else's doctor is at work there
+            with suppress(OSError):  # another doctor is using it
                 Path(storage.full_location(DOCTOR_PROBE).removeprefix("file://")).rmdir()
     found = f"A file is durable after {seconds * 1000:.0f} ms."
     if seconds > SLOW_WRITE_SECONDS:
@@ -450,7 +448,7 @@ def _written(storage: CheckpointStorage, path: str) -> Iterator[Check]:
             "create-if-absent",
             ERROR,
             f"{where} lets a second writer replace a file that it should only create.",
-            "Two drivers could both believe they own a query: use a storage with conditional writes (local disk, S3, "
+            "Two drivers could both own a query: use a storage with conditional writes (local disk, S3, "
             "Google Cloud Storage, Azure); for an S3 look-alike turn conditional PUT (If-None-Match) on.",
         )
         return
@@ -462,7 +460,7 @@ def _written(storage: CheckpointStorage, path: str) -> Iterator[Check]:
         remedy = "Manifests are found by listing: use a storage whose listings are consistent."
         yield Check(STORAGE_AREA, "list", ERROR, f"A new file is not listed at {where}.", remedy)
     else:
-        yield Check(STORAGE_AREA, "read", OK, "What was written is read and listed at once.")
+        yield Check(STORAGE_AREA, "read", OK, "A written file can be read and listed at once.")
 
 
 _STYLES = {OK: "green", WARNING: "yellow", ERROR: "bold red", SKIPPED: "dim"}

@@ -23,9 +23,9 @@ from ray.job_submission import JobSubmissionClient
 
 from spark_bridge.cli.output import FAILED, complain
 
-# Keeping a program running as a job of Ray: start it again when it fails, a bounded number of times, and say why.
+# Keeping a program running as a job of Ray: start it again when it fails, a bounded number of times, and report why.
 #
-# Ray starts a program that is submitted as a job on its head node, and says how the program ended; nothing of Ray
+# Ray starts a program that is submitted as a job on its head node, and reports how the program ended; Ray itself never
 # starts the program again. The doubling delay and the name of the limit are those of a Kubernetes Job
 # (``backoffLimit``). The cluster is called through ``Jobs``; clock and waits are handed in.
 
@@ -50,14 +50,14 @@ class ClusterAwayError(Exception):
 
 
 class NotOursError(Exception):
-    """A job is there that this supervisor must not touch, or the cluster refuses the job."""
+    """The job belongs to another owner, or the cluster refuses the job."""
 
 
 @dataclass(frozen=True)
 class JobRun:
     """One run of the program, as Ray knows it.
 
-    ``cause`` is Ray's name for why the run failed, ``message`` what Ray says besides. A negative ``exit_code`` is a
+    ``cause`` is Ray's name for the failure of the run, ``message`` Ray's further text. A negative ``exit_code`` is a
     signal.
     """
 
@@ -70,7 +70,7 @@ class JobRun:
 
     @property
     def is_over(self) -> bool:
-        """Whether the run has ended in one way or another."""
+        """Whether the run has ended in any way."""
         return self.status in (JOB_SUCCEEDED, JOB_STOPPED, JOB_FAILED)
 
 
@@ -90,19 +90,19 @@ class Jobs(Protocol):
         """Ask a run to end."""
 
     def follow(self, number: int) -> None:
-        """Print what a run prints, from its beginning, beside everything else."""
+        """Print the output of a run, from its beginning, while everything else runs."""
 
     def named(self, number: int) -> str:
-        """Return the id of a run by which Ray's own commands know it."""
+        """Return the id of a run that Ray's own commands use."""
 
 
 @dataclass(frozen=True)
 class Patience:
     """Bounds of a supervisor: how often a program is started again, and how long the cluster is waited for.
 
-    ``backoff_limit`` is the number of failures in a row after which nothing is started again. A run that took
-    ``healthy_after`` seconds ends the row. ``cluster_timeout`` are the seconds without any answer of the cluster,
-    ``stop_timeout`` those that the program has to end when it is asked to.
+    After ``backoff_limit`` consecutive failures nothing is started again. A run that took ``healthy_after`` seconds
+    resets the count. ``cluster_timeout`` are the seconds without any answer of the cluster, ``stop_timeout`` those that
+    the program has to end when it is asked to.
     """
 
     backoff_limit: int = 20
@@ -111,12 +111,12 @@ class Patience:
     stop_timeout: float = 30.0
 
     def delay(self, failures: int) -> float:
-        """Return the seconds before the next start, after ``failures`` failures in a row."""
+        """Return the seconds before the next start, after ``failures`` consecutive failures."""
         return float(min(FIRST_RESTART_DELAY * 2.0 ** min(failures - 1, 16), LONGEST_RESTART_DELAY))
 
 
 class Stop:
-    """The signal that has come. It ends every wait."""
+    """The received signal. It ends every wait."""
 
     def __init__(self) -> None:
         self._signal: int | None = None
@@ -129,7 +129,7 @@ class Stop:
         signal.signal(number, signal.SIG_DFL)
 
     def sent(self) -> int | None:
-        """Return the signal that has come; None if none has."""
+        """Return the received signal, or None."""
         return self._signal
 
     def wait(self, seconds: float) -> None:
@@ -138,7 +138,7 @@ class Stop:
 
 
 class Supervisor:
-    """Keeps one program running. ``say`` is given a line for people at each turn; ``run`` blocks until the end."""
+    """Keeps one program running. ``say`` receives a line for people at each event; ``run`` blocks until the end."""
 
     def __init__(
         self,
@@ -173,21 +173,21 @@ class Supervisor:
                 self._say(f"{self._jobs.named(number)} has ended by itself, without an error.")
                 return ENDED_WELL
             if ended is not None and ended.status == JOB_STOPPED:
-                self._say(f"{self._jobs.named(number)} was stopped by somebody else, and is not started again.")
+                self._say(f"{self._jobs.named(number)} was stopped from outside, and is not started again.")
                 return STOPPED_ELSEWHERE
             took = self._clock() - began
             self._failures = 1 if took >= self._patience.healthy_after else self._failures + 1
             self._say(f"{self._jobs.named(number)} has ended after {_lasted(took)}: {why(ended)}.")
             if self._failures > self._patience.backoff_limit:
                 self._say(
-                    f"That were {self._failures} failures in a row (--backoff-limit {self._patience.backoff_limit}); "
+                    f"{self._failures} consecutive failures (--backoff-limit {self._patience.backoff_limit}); "
                     "nothing is started again. The state is in the checkpoint location."
                 )
                 return GAVE_UP
             delay = self._patience.delay(self._failures)
             self._say(
-                f"Starting again in {delay:.0f} s (failure {self._failures} in a row, {self._patience.backoff_limit} "
-                "are allowed); the stream goes on from its checkpoint."
+                f"Starting again in {delay:.0f} s (consecutive failure {self._failures}, "
+                f"{self._patience.backoff_limit} are allowed); the stream continues from its checkpoint."
             )
             self._stop.wait(delay)
             if self._stop.sent() is not None:
@@ -204,7 +204,7 @@ class Supervisor:
             return number
         self._require_same(newest)
         self._say(
-            f"{self._jobs.named(newest.number)} runs already; watching it. What it has printed: "
+            f"{self._jobs.named(newest.number)} runs already; watching it. Its earlier output: "
             f"ray job logs {self._jobs.named(newest.number)}"
         )
         return newest.number
@@ -228,7 +228,7 @@ class Supervisor:
             )
 
     def _await_end(self, number: int) -> JobRun | None:
-        """Wait until a run is over; None if the cluster does not know it any more, or a signal has come."""
+        """Wait until a run is over; None if the cluster does not know it any more, or a signal was received."""
         while self._stop.sent() is None:
             run = self._asked(lambda: self._jobs.look(number))
             if run is None or run.is_over:
@@ -237,7 +237,7 @@ class Supervisor:
         return None
 
     def _asked(self, ask: Callable[[], T]) -> T | None:
-        """Ask the cluster, as often as it takes until it answers; None if a signal has come meanwhile."""
+        """Ask the cluster, as often as it takes until it answers; None if a signal comes first."""
         silent_since: float | None = None
         while True:
             try:
@@ -280,7 +280,7 @@ class Supervisor:
 
 
 def why(run: JobRun | None) -> str:
-    """Return in words why a run has failed; None is a run that its cluster does not know any more."""
+    """Return a text why a run has failed; None is a run that its cluster does not know any more."""
     if run is None:
         return "the head of the cluster has died and with it all that ran there: the cluster that answers now is new"
     first_line = run.message.strip().partition("\n")[0].rstrip(".:")
@@ -288,11 +288,11 @@ def why(run: JobRun | None) -> str:
         killed = -run.exit_code if run.exit_code < 0 else run.exit_code - 128
         if 0 < killed <= max(signal.Signals):
             name = signal.Signals(killed).name if killed in list(signal.Signals) else f"signal {killed}"
-            out_of_memory = " (by hand, or by the system for want of memory)" if killed == signal.SIGKILL else ""
+            out_of_memory = " (manually, or by the system for want of memory)" if killed == signal.SIGKILL else ""
             return f"the driver was killed by {name}{out_of_memory}"
         return f"the program has ended with exit code {run.exit_code}; its last lines say why"
     told = {
-        "JOB_SUPERVISOR_ACTOR_DIED": "the driver's machine, or Ray's process that looks after the driver, has died",
+        "JOB_SUPERVISOR_ACTOR_DIED": "the driver's machine, or Ray's process that supervises the driver, has died",
         "RUNTIME_ENV_SETUP_FAILURE": "its environment could not be made",
         "JOB_SUPERVISOR_ACTOR_START_TIMEOUT": "Ray has not started it in time",
         "JOB_SUPERVISOR_ACTOR_UNSCHEDULABLE": "no node could take it",
@@ -337,14 +337,14 @@ def run(
         list[str] | None,
         typer.Option(
             metavar="NAME",
-            help="Gives the program this environment variable, with the value that it has here; again for more. "
-            "NAME=VALUE gives another value, which every user of this machine can read in the process list: not for "
+            help="Pass this environment variable to the program, with its value here; repeatable. "
+            "NAME=VALUE sets another value, which every user of this machine can read in the process list: not for "
             "secrets.",
         ),
     ] = None,
     python: Annotated[str | None, typer.Option(help="The Python on the head. Default: this one.")] = None,
     backoff_limit: Annotated[
-        int, typer.Option(min=0, help="Failures in a row after which nothing is started again.")
+        int, typer.Option(min=0, help="Consecutive failures after which nothing is started again.")
     ] = 20,
     healthy_after: Annotated[
         float, typer.Option(min=0.0, help="Seconds; a run that took at least this long ends the row of failures.")
@@ -355,17 +355,17 @@ def run(
     stop_timeout: Annotated[
         int, typer.Option(min=1, help="Seconds that the program has to end after SIGTERM, before it is killed.")
     ] = 30,
-    output: Annotated[bool, typer.Option("--output/--no-output", help="Print what the program prints.")] = True,
+    output: Annotated[bool, typer.Option("--output/--no-output", help="Print the output of the program.")] = True,
 ) -> None:
     """Run the program of a stream as a job of Ray, and start it again whenever it fails.
 
-    The driver runs on the head. When it dies, by itself, with RayDP's master or with a head that has no fault
-    tolerance, the program is started again after 1 s, 2 s, 4 s and so on up to 60 s, and the stream goes on from its
-    checkpoint. SIGINT and SIGTERM stop the job. If this command itself is killed, the job runs on, and the same command
-    watches it again.
+    The driver runs on the head. When it dies, by itself, with RayDP's master or with a head without fault
+    tolerance, the program is started again after 1 s, 2 s, 4 s and so on up to 60 s, and the stream continues from its
+    checkpoint. SIGINT and SIGTERM stop the job. If this command itself is killed, the job keeps running, and the same
+    command watches it again.
 
-    Exit codes: 0, the program ended by itself; 1, it failed too often in a row; 2, asked wrongly, or no cluster
-    answers; 3, somebody else stopped the job; 130 or 143, SIGINT or SIGTERM came and the job has ended.
+    Exit codes: 0, the program ended by itself; 1, it failed too often in succession; 2, wrong arguments, or no cluster
+    answers; 3, the job was stopped from outside; 130 or 143, SIGINT or SIGTERM came and the job has ended.
 
     Examples: statestore run my_stream.py;
     statestore run my_stream.py --name clicks -- --input s3://bucket/clicks;
@@ -397,11 +397,11 @@ def run(
 def command_of(program: Path, arguments: list[str], working_dir: Path | None, python: str | None) -> str:
     """Return the command line of the job, for the shell on the head.
 
-    Without ``working_dir`` the program runs here, where this command is called: relative paths mean the same. Raises
+    Without ``working_dir`` the program runs in the current directory: relative paths mean the same. Raises
     ``ValueError`` if the program is not there.
     """
     if not program.is_file():
-        raise ValueError(f"There is no program {program} (in {Path.cwd()}).")
+        raise ValueError(f"The program {program} does not exist (in {Path.cwd()}).")
     words = [python or ("python" if working_dir else sys.executable)]
     if working_dir is None:
         run_it = shlex.join([*words, str(program.resolve()), *arguments])
@@ -425,7 +425,7 @@ def runtime_env_of(name: str, working_dir: Path | None, env: list[str], stop_tim
     for pair in env:
         variable, equals, value = pair.partition("=")
         if not variable:
-            raise ValueError("--env: there is no name before the '='. Give NAME or NAME=VALUE.")
+            raise ValueError("--env: the name before the '=' is missing. Give NAME or NAME=VALUE.")
         if not equals and variable not in os.environ:
             raise ValueError(f"--env {variable}: the environment of this command has no such variable; export it.")
         variables[variable] = value if equals else os.environ[variable]
@@ -436,7 +436,7 @@ def runtime_env_of(name: str, working_dir: Path | None, env: list[str], stop_tim
 
 
 def _say(text: str) -> None:
-    """Print a line of the supervisor on stderr, apart from what the program prints."""
+    """Print a line of the supervisor on stderr, separate from the program's output."""
     print(f"statestore run: {text}", file=sys.stderr, flush=True)
 
 
@@ -463,7 +463,7 @@ class PatientClient(JobSubmissionClient):  # type: ignore[misc]
         return response
 
     def ask(self, method: str, endpoint: str) -> requests.Response | None:
-        """Return the answer to a request; None for what is not there. Raises ``ClusterAwayError`` for any other."""
+        """Return the answer to a request; None for "not found". Raises ``ClusterAwayError`` for other errors."""
         response = self._do_request(method, endpoint)
         if response.status_code == HTTP_NOT_FOUND:
             return None
@@ -473,7 +473,7 @@ class PatientClient(JobSubmissionClient):  # type: ignore[misc]
 
 
 class RayJobs:
-    """The runs of one name. ``runtime_env`` is Ray's; ``follows`` says whether output is printed.
+    """The runs of one name. ``runtime_env`` is Ray's; ``follows``: whether output is printed.
 
     ``address`` is that of the cluster (``http://head:8265``, ``head:6379``), None for the one on this machine.
     """
@@ -492,7 +492,7 @@ class RayJobs:
         return max(jobs, key=lambda run: run.number, default=None)
 
     def look(self, number: int) -> JobRun | None:
-        """Return a run; None if the cluster does not know it. Raises ``NotOursError`` if somebody else made it."""
+        """Return a run; None if the cluster does not know it. Raises ``NotOursError`` if it has another owner."""
         answer = self._ask("GET", f"/api/jobs/{quote(self.named(number))}")
         if answer is None:
             return None
@@ -515,10 +515,10 @@ class RayJobs:
         except (ConnectionError, requests.RequestException) as error:
             self._away(error)
         except (AuthenticationError, RuntimeError, ValueError) as error:
-            # Ray has no error of its own for an id that is taken, nor for a request that broke off after the start.
+            # Ray has no error class for an id that is taken, nor for a request that broke off after the start.
             if self.look(number) is not None:
                 return
-            if SERVER_FAILED in str(error):  # a head that has just been started has nobody yet who takes jobs
+            if SERVER_FAILED in str(error):  # a head that has just started has no process yet that takes jobs
                 self._away(error)
             raise NotOursError(f"Ray does not take the job {self.named(number)}: {error}") from error
 
@@ -527,12 +527,12 @@ class RayJobs:
         self._ask("POST", f"/api/jobs/{quote(self.named(number))}/stop")
 
     def follow(self, number: int) -> None:
-        """Print what a run prints, in a thread that ends with the run."""
+        """Print the output of a run, in a thread that ends with the run."""
         if self._follows:
             threading.Thread(target=self._print, args=(number,), name="statestore-output", daemon=True).start()
 
     def named(self, number: int) -> str:
-        """Return the id of a run by which Ray's own commands know it."""
+        """Return the id of a run that Ray's own commands use."""
         return f"{self._name}-{number}"
 
     def _is_ours(self, job: dict[str, Any]) -> bool:
@@ -554,7 +554,7 @@ class RayJobs:
         )
 
     def _client(self) -> PatientClient:
-        """Return a client. The address is looked up anew after each failure: a new head may have another port."""
+        """Return a client. The address is looked up again after each failure: a new head may have another port."""
         if self._connected is None:
             self._connected = PatientClient(self._address)
         return self._connected
@@ -573,7 +573,7 @@ class RayJobs:
         raise ClusterAwayError(f"{error}") from error
 
     def _print(self, number: int) -> None:
-        """Print the output of a run. Where the connection breaks, go on after what is printed already."""
+        """Print the output of a run. If the connection breaks, continue after the output that was printed."""
         printed = 0
         while True:
             passed = 0
@@ -589,7 +589,7 @@ class RayJobs:
 
             try:
                 asyncio.run(follow())
-            except Exception:  # noqa: BLE001 - whatever it was: the supervisor says what became of the run
+            except Exception:  # noqa: BLE001 - any error: the supervisor reports the outcome of the run
                 time.sleep(ASK_AGAIN_SECONDS)
             try:
                 run = self.look(number)

@@ -1,4 +1,4 @@
-"""``statestore logs QUERY``: what coordinator, hosts and driver have logged about a query, by Ray's state API."""
+"""``statestore logs QUERY``: the log lines of coordinator, hosts and driver about a query, by Ray's state API."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ MOST_LOOKED_AT = 500
 
 @dataclass(frozen=True)
 class LogFile:
-    """A log that can be read: ``source`` says whose it is, and ``read`` gives its last lines."""
+    """A log that can be read: ``source`` names its process, and ``read`` returns its last lines."""
 
     source: str
     read: Callable[[], Iterable[str]]
 
 
 def log_files(namespace: str, coordinator: str, tail: int) -> tuple[list[LogFile], list[str]]:
-    """Return the logs of a namespace, each read to its last ``tail`` lines, and what is not there.
+    """Return the logs of a namespace, each read to its last ``tail`` lines, and a list of missing logs.
 
     Raises ``EnvironmentProblemError`` if Ray's state API does not answer.
     """
     import ray
     from ray.util.state.exception import RayStateApiException
 
-    # Without an address Ray refuses where a machine has several heads.
+    # Without an address Ray refuses if a machine has several heads.
     address = ray.get_runtime_context().gcs_address
     try:
         return _log_files(address, namespace, coordinator, tail)
@@ -85,15 +85,18 @@ def _log_files(address: str, namespace: str, coordinator: str, tail: int) -> tup
             where = {"submission_id": job.submission_id, "node_ip": job.driver_info.node_ip_address}
             files.append(LogFile("driver", _reader(tail, address=address, **where)))
         elif job is not None and job.status == "RUNNING":
-            missing.append(f"The driver (job {job_id}) was not started with 'ray job submit': look where it writes.")
+            missing.append(
+                f"The driver (job {job_id}) was not started with 'ray job submit': look for its output where you "
+                "started it."
+            )
     return files, missing
 
 
 def _of_earlier_processes(address: str, actor: Any, missing: list[str]) -> Iterator[dict[str, Any]]:
     """Name the logs of the processes that an actor had on its machine before Ray started it again.
 
-    Ray itself finds the log of the last process only. Why the one before ended stands in that one's log. What cannot be
-    looked at is told in ``missing``.
+    Ray itself finds the log of the last process only. The reason for an earlier process's end is in its log. Logs that
+    cannot be read are added to ``missing``.
     """
     from ray.util.state import list_logs
 
@@ -116,7 +119,7 @@ def _of_earlier_processes(address: str, actor: Any, missing: list[str]) -> Itera
 
 
 def is_log_of(actor: str, begin: Iterable[str]) -> bool:
-    """Return whether a log whose first lines are given was written for an actor that describes itself so.
+    """Return whether a log, by its first lines, belongs to an actor with this description.
 
     The ports that the actor names after its place are those of one process.
     """
@@ -165,11 +168,11 @@ def logs(
     coordinator: CoordinatorName = COORDINATOR_NAME,
     as_json: AsJson = False,
 ) -> None:
-    """Show what the coordinator, the hosts and the driver have logged about a query, in the order of time.
+    """Show the log lines of the coordinator, the hosts and the driver about a query, in the order of time.
 
-    The driver's log is read where it was started with ``ray job submit``; else it is where the driver writes it. A
-    query that has ended, or whose driver was lost, is looked for as well, as long as Ray keeps the logs. With --json
-    there is one JSON object a line.
+    The driver's log is read if it was started with ``ray job submit``; otherwise look for it where the driver writes
+    it. A query that has ended, or whose driver was lost, is looked for as well, as long as Ray keeps the logs. With
+    --json there is one JSON object a line.
 
     Examples: statestore logs clicks; statestore logs clicks --errors --json; statestore logs clicks --all --tail 500
     """
@@ -196,9 +199,9 @@ def logs(
 
 
 def names_asked(overview: Overview, asked: str | None) -> tuple[tuple[str, ...], str]:
-    """Return the texts by which logs name a query, and why nobody knows the query any more, else "".
+    """Return the strings that name a query in logs, and why the query is no longer known, else "".
 
-    Raises ``LookupError`` where none is asked for by its name and there is no single one.
+    Raises ``LookupError`` if ``asked`` is None and there is not exactly one query.
     """
     try:
         return names_of(overview.query(asked)), ""
@@ -213,7 +216,7 @@ def names_asked(overview: Overview, asked: str | None) -> tuple[tuple[str, ...],
 
 
 def names_of(query: Query | LostDriver) -> tuple[str, ...]:
-    """Return the texts by which logs name a query: its ids and places, and its name as a word."""
+    """Return the strings that name a query in logs: its ids and locations, and its name as a word."""
     name = query.name if isinstance(query, Query) else query.query
     given = (query.run_id, query.query_id, name, query.checkpoint_location, query.state_location)
     return tuple(name for name in given if name)
@@ -222,7 +225,7 @@ def names_of(query: Query | LostDriver) -> tuple[str, ...]:
 def events_about(files: Sequence[LogFile], names: Sequence[str], missing: list[str]) -> list[LogEvent]:
     """Return the events of all logs that have one of the names (none: all events), by time.
 
-    Logs that cannot be read are told in ``missing``.
+    Logs that cannot be read are added to ``missing``.
     """
     wanted = [re.compile(rf"(?<![\w-]){re.escape(name)}(?![\w-])") for name in names]
     found: list[LogEvent] = []
@@ -237,7 +240,7 @@ def events_about(files: Sequence[LogFile], names: Sequence[str], missing: list[s
 
 
 def _events(source: str, lines: Iterable[str]) -> Iterator[LogEvent]:
-    """Give a log's events. A line without a time belongs to the one before; those before the first are left out."""
+    """Yield a log's events. A line without a time belongs to the one before; those before the first are left out."""
     held: list[str] = []
     time = ""
     for line in lines:

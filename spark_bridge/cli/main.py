@@ -69,7 +69,7 @@ def demo(
     ] = False,
     checkpoint: Annotated[
         Path | None,
-        typer.Option(file_okay=False, help="Keep files and checkpoint here; a later run goes on from there."),
+        typer.Option(file_okay=False, help="Keep files and checkpoint here; a later run continues from there."),
     ] = None,
     stop_after: Annotated[
         int | None, typer.Option(min=1, help="Stop after this many batches; needs --checkpoint.")
@@ -79,14 +79,14 @@ def demo(
         int, typer.Option(min=1, max=1024, help="Partitions of the state; a later run may take other ones.")
     ] = 2,
     backend: Annotated[
-        Backend, typer.Option(help="What keeps the state; a later run may take the other one.")
+        Backend, typer.Option(help="The storage engine of the state; a later run may take the other one.")
     ] = Backend.rocksdb,
     machines: Annotated[
         int | None,
         typer.Option(min=1, help="Run on this many machines of the Ray cluster that runs; all must see --checkpoint."),
     ] = None,
 ) -> None:
-    """Replay a year of flights as a stream, look into its state meanwhile, and check it at the end.
+    """Replay a year of flights as a stream, look into its state while it runs, and check it at the end.
 
     Example: statestore demo --kill-host --batches 20
     """
@@ -94,7 +94,7 @@ def demo(
     from spark_bridge.demo.events import ReplayMismatchError
 
     if stop_after is not None and checkpoint is None:
-        raise typer.BadParameter("--stop-after needs --checkpoint DIR, or there is nothing to go on from")
+        raise typer.BadParameter("--stop-after needs --checkpoint DIR, which a later run continues from")
     if machines is not None and checkpoint is None:
         raise typer.BadParameter("--machines needs --checkpoint DIR, a directory that all machines see under its path")
     if machines is not None and kill_host:
@@ -120,12 +120,12 @@ def demo(
 def main() -> None:
     """Run the program: the entry point of the console script.
 
-    Python ends with 1 for an error that nobody has caught, which would say that something was found.
+    For an uncaught error, Python ends with 1, which would mean that the command has found something.
     """
     try:
         app()
     except Exception:
-        log.exception("Nobody expected this error; please report it")
+        log.exception("Unexpected error; please report it")
         sys.exit(FAILED)
 
 

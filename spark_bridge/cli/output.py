@@ -1,8 +1,8 @@
 """The output of every command: tables for people, JSON for programs, errors on stderr, and its exit code.
 
 Exit codes: 0: done, and nothing is wrong. 1: looked, and found something: damage, a fault, differences, no such key.
-2: could not look, or was asked wrongly; stderr says why. 3: answered, and something else in storage is damaged; stderr
-says what. The reference has them command by command.
+2: could not look, or wrong arguments; stderr has the reason. 3: answered, and something else in storage is damaged;
+stderr names it. The reference has the codes of each command.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def table(*headings: str, title: str | None = None) -> Table:
 
 
 def add_row(made: Table, *cells: object) -> None:
-    """Add cells as plain text: names may contain text that rich takes for markup. None is an empty cell."""
+    """Add cells as plain text: names may contain characters that rich takes for markup. None is an empty cell."""
     made.add_row(*(Text("" if cell is None else str(cell)) for cell in cells))
 
 
@@ -98,7 +98,7 @@ TABLE_ROWS = 500
 
 
 class PrintedForm(str, Enum):
-    """The format in which rows are printed."""
+    """The output format of rows."""
 
     table = "table"
     csv = "csv"
@@ -158,7 +158,7 @@ def _print_tables(names: list[str], rows: Iterator[dict[str, Any]]) -> int:
 
 
 def cell(value: Any) -> str:
-    """Return a value of JSON in one cell: text as it is, what is nested as JSON, null empty."""
+    """Return a JSON value as one cell: strings unchanged, nested values as JSON, null empty."""
     if value is None:
         return ""
     return value if isinstance(value, str) else json_line(value)

@@ -145,7 +145,7 @@ def faults_view(faults: Iterable[Fault]) -> RenderableType:
 
 
 def checkpoints_view(query: Query, most: int, prices: Prices) -> RenderableType:
-    """Return a row for each of the last checkpoints, the newest first, and what their requests cost together."""
+    """Return a row for each of the last checkpoints, the newest first, and the total cost of their requests."""
     made = table(
         "version",
         "batch",
@@ -193,7 +193,7 @@ def requests_view(query: Query, most: int, prices: Prices) -> RenderableType:
 
 
 def cost_of(checkpoints: Sequence[Checkpoint], prices: Prices) -> str | None:
-    """Return in a sentence what the requests of checkpoints cost; None if they are not known."""
+    """Return the cost of the requests of checkpoints, in a sentence; None if they are not known."""
     known = [one for one in checkpoints if one.storage]
     if not known:
         return None
@@ -270,7 +270,7 @@ def status(
     source: Source,
     as_json: AsJson = False,
 ) -> None:
-    """Show the queries and the hosts, what is wrong, and what to do about it.
+    """Show the queries and the hosts, the problems, and the remedies.
 
     The exit code is 1 if there is an error among the faults.
 
@@ -361,7 +361,7 @@ def hosts(
     source: Source,
     as_json: AsJson = False,
 ) -> None:
-    """Show the hosts of a cluster: addresses, partitions, memory, loads under way, and when they were heard of.
+    """Show the hosts of a cluster: addresses, partitions, memory, loads in progress, and their last heartbeats.
 
     Example: statestore hosts --json
     """
@@ -384,7 +384,8 @@ def top(
 ) -> None:
     """Show rows a second, freshness, batches, memory, the hottest partition and faults, live until Ctrl-C.
 
-    It looks once with --once or --json, or if the output is no terminal. The exit code of one look is 1 if there is an
+    It looks once with --once or --json, or if the output is not a terminal. The exit code of one look is 1 if there is
+    an
     error among the faults.
 
     Examples: statestore top; statestore top --interval 5; statestore top --once --checkpoint ck/; statestore top --json

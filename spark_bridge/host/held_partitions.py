@@ -30,7 +30,7 @@ class KeyWindows(Protocol):
     """Follows which windows the keys of a partition's rows have."""
 
     def add(self, base: str | None, head: str, changes: Changes) -> None:
-        """Take in the changes that lead from the version with head ``base`` to the version with head ``head``."""
+        """Apply the changes that lead from the version with head ``base`` to the version with head ``head``."""
 
 
 @dataclass
@@ -59,7 +59,7 @@ class Instance:
     loaded_at: int = -1
     """The version that was loaded last. In the batch that begins with it, another host may have had the partition."""
     acknowledged: dict[int, Acknowledge] = field(default_factory=dict)
-    """By version, the accepted commits that are not completed yet: a coordinator that starts anew must hear of them."""
+    """By version, the accepted commits that are not completed yet: a restarted coordinator needs them."""
     commits: dict[int, tuple[dict[str, float], OperatorFigures]] = field(default_factory=dict)
     """By version, milliseconds by step and the operator's figures, of the last ``REMEMBERED_COMMITS`` commits."""
     dropped_elements: int | None = None
@@ -69,11 +69,11 @@ class Instance:
     snapshot_version: int = 0
     """The version of the newest snapshot in storage."""
     rescaled_at: int | None = None
-    """The version at which the partition was made from files of another layout; None once it has a snapshot."""
+    """The version at which the partition was built from files of another layout; None once it has a snapshot."""
     seen_version: int = -1
     """The version at the last maintenance, which alone writes this and ``written_out``; -1 before the first one."""
     written_out: int = -1
-    """The version at which the engine has written its memory to files, so that other partitions have room."""
+    """The version at which the engine flushed its memory to files to make room for other partitions."""
     is_read: bool = True
     """Whether a query has read the partition since the last maintenance, which unloads unread partitions of ended
     queries.
@@ -86,7 +86,7 @@ class Instance:
 
     @property
     def key(self) -> InstanceKey:
-        """Identify the partition of a state, whichever run of its query has it."""
+        """Identify the partition of a state, independent of the run of its query."""
         return key_of(self.registration, self.operator, self.partition)
 
     @property
@@ -187,13 +187,13 @@ class HeldPartitions:
             return self.instances.get(instance.key) is instance
 
     def put(self, instance: Instance) -> None:
-        """Let a loaded partition be found."""
+        """Register a loaded partition."""
         with self.lock:
             self.instances[instance.key] = instance
             self._by_run[instance.run_key] = instance
 
     def remove(self, instance: Instance) -> bool:
-        """Let a partition no longer be found; return whether it was this instance that was found."""
+        """Unregister a partition; return whether this instance was registered."""
         with self.lock:
             if self.instances.get(instance.key) is not instance:
                 return False
@@ -202,14 +202,14 @@ class HeldPartitions:
             return True
 
     def note_opened(self, registration: QueryRegistration, batch_id: int) -> None:
-        """Note that a task of a batch has opened a partition: a coordinator that starts anew must know the batch."""
+        """Record that a task of a batch has opened a partition: a restarted coordinator must know the batch."""
         run_id = registration.run_id
         with self.lock:
             self.registrations[run_id] = registration
             self._opened[run_id] = max(batch_id, self._opened.get(run_id, 0))
 
     def note_ended(self, run_ids: Sequence[str]) -> None:
-        """Note that queries have ended: a coordinator that starts anew must know, and no snapshot is due."""
+        """Record that queries have ended: a restarted coordinator must know, and no snapshot is due."""
         with self.lock:
             for run_id in run_ids:
                 registration = self.registrations.get(run_id)
@@ -222,14 +222,14 @@ class HeldPartitions:
         return registration is not None and registration.ended
 
     def forget_run(self, run_id: str) -> None:
-        """Forget a run that is over; its partitions are removed apart."""
+        """Forget a run that is over; its partitions are removed separately."""
         with self.lock:
             self.registrations.pop(run_id, None)
             self._opened.pop(run_id, None)
             self._exchanged.pop(run_id, None)
 
     def report(self) -> HostReport:
-        """Return the report of this host to a coordinator that starts anew."""
+        """Return the report of this host to a restarted coordinator."""
         with self.lock:
             pending = tuple(a for i in self.instances.values() for a in list(i.acknowledged.values()))
             held: dict[str, dict[str, list[int]]] = {}
@@ -246,7 +246,7 @@ class HeldPartitions:
             return held
 
     def on_files_exchanged(self, hook: Callable[[str], None]) -> None:
-        """Have ``hook`` called with the id of each run whose files were written anew: older copies do not count."""
+        """Call ``hook`` with the id of each run whose files were rewritten: older copies are no longer valid."""
         self._exchange_hooks.append(hook)
 
     def tell_exchanged(self, run_id: str) -> None:
@@ -261,12 +261,12 @@ class HeldPartitions:
                 self._exchanged[run_id] = exchange
 
     def last_exchange(self, run_id: str) -> str:
-        """Return the last exchange of a run of which nothing from before it is held; "" if there was none."""
+        """Return the last exchange of a run after which this host holds nothing older; "" if there was none."""
         with self.lock:
             return self._exchanged.get(run_id, "")
 
     def exchanged(self) -> dict[str, str]:
-        """Return the last exchange of each run of which nothing from before it is held, for the heartbeat."""
+        """Return by run the last exchange after which this host holds nothing older, for the heartbeat."""
         with self.lock:
             return dict(self._exchanged)
 
@@ -275,7 +275,7 @@ class HeldPartitions:
         self._ended_run_hooks.append(hook)
 
     def tell_ended(self, run_id: str | None) -> None:
-        """Call the hooks of ``on_run_ended``, in the order in which they came."""
+        """Call the hooks of ``on_run_ended``, in the order of registration."""
         for hook in self._ended_run_hooks:
             hook(run_id)
 
@@ -286,7 +286,7 @@ class HeldPartitions:
 class Counters:
     """Counts since the host started.
 
-    Thread-safe: the lock is held for one addition and nothing else is locked meanwhile.
+    Thread-safe: the lock is held for one addition, and no other lock is taken while it is held.
     """
 
     def __init__(self) -> None:
@@ -322,8 +322,8 @@ INSTANCE_COLUMNS = (
 def in_columns(described: Mapping[str, Any]) -> dict[str, Any]:
     """Return an answer of ``Host.describe`` with ``partitions`` in place of ``instances``.
 
-    These are columns of one length: ``INSTANCE_COLUMNS`` as in the instances, ``rows`` of the last commit, and by name
-    the ms of its ``steps``. None stands for what a partition does not have.
+    The partitions are columns of one length: ``INSTANCE_COLUMNS`` as in the instances, ``rows`` of the last commit, and
+    by name the ms of its ``steps``. None stands for a value that a partition does not have.
     """
     instances = described["instances"]
     last = [instance["last_commit"] for instance in instances]

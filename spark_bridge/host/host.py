@@ -47,10 +47,10 @@ class Host:
     ``info`` names this incarnation; ``local_dir`` is the directory of this host, made when needed, where an incarnation
     that was killed may have left its state; ``open_storage(location, options)`` opens the durable files of a query.
 
-    Each part has its own idea: ``held`` (which partitions are loaded), ``grants`` (who owns what), ``loading``
+    Each part has one concern: ``held`` (loaded partitions), ``grants`` (owners), ``loading``
     with ``loads`` (under way), ``kept`` (files for the next load), ``completion`` and ``unloading``, ``task_commits``,
-    ``group_commits`` (which changelogs are stored together) and ``reads``. ``completed``,
-    ``prepared`` and ``version_requests`` say which versions are completed. Then there are ``hand_overs`` (partitions
+    ``group_commits`` (changelogs that are stored together) and ``reads``. ``completed``,
+    ``prepared`` and ``version_requests`` know the completed versions. Further parts are ``hand_overs`` (partitions
     that move), ``maintenance``, ``exports`` (savepoints) and ``copy_loading`` (copies of partitions from storage).
     Locks are taken in the order: the loading lock of a partition (``LoadsUnderWay``), its commit lock
     (``Instance``), the lock of the tables (``HeldPartitions``), and last the locks that ``Grants``,
@@ -130,9 +130,9 @@ class Host:
     def open(self, task: TaskIdentity) -> OpenReply:
         """Open the store of a task's partition at version = batch id, or return the address of the host that owns it.
 
-        If the state must be loaded for long, the answer says how far that has come; the task asks again. Raises
-        ``PartitionMismatchError`` if the task opens the partition a second time, and what loading and the coordinator
-        raise.
+        If the load takes long, the answer has its progress; the task asks again. Raises
+        ``PartitionMismatchError`` if the task opens the partition a second time, and the errors of loading and the
+        coordinator.
         """
         trace = spans.batch(task.run_id, task.batch_id + 1)
         with spans.span("host.open", trace, operator=task.operator, partition=task.partition) as span:
@@ -145,7 +145,7 @@ class Host:
         grant = self.grants.for_task(task)
         if not self.registration.owns(grant.owner):
             return OpenReply(grant.owner.address, grant.version)
-        # Before the state is loaded, which may take long: a coordinator that is restarted meanwhile must know.
+        # Before the state is loaded, which may take long: a coordinator that restarts during the load must know.
         self.held.note_opened(grant.registration, task.batch_id)
         # Before that, too: those that are loaded first are stored together with those that are loaded next.
         self.group_commits.opened(task.run_id, task.batch_id + 1, task.operator, task.partition)
@@ -189,7 +189,7 @@ class Host:
         return 0 if looked_at is None else int(1000 * (self._clock() - looked_at))
 
     def heartbeat(self) -> None:
-        """Renew the lease and carry out what the coordinator answers. Waits for the storage of no query."""
+        """Renew the lease and carry out the coordinator's orders. Does not wait for the storage of any query."""
         hand_over = self.hand_overs.report()
         orders = self.registration.renew(hand_over)
         # Answers may overtake each other, and a token that is revoked stays revoked.
@@ -207,7 +207,7 @@ class Host:
         self.held.note_ended(orders.ended_runs)
         if orders.known:
             self._looked_at = {run_id: self._clock() - lag for run_id, lag in orders.lags.items()}
-        # Before the versions are noted: what may move is looked after from here on.
+        # Before the versions are recorded: from here on, partitions that may move are tracked.
         self.hand_overs.follow(hand_over.number, orders)
         self._orders.carry_out(by_run)
         if orders.known:
@@ -232,7 +232,7 @@ class Host:
         described = []
         for instance in self.held.all():
             if instance.state.is_loading:
-                continue  # it would tell its size only then, which may take long; see "loading"
+                continue  # its size is known only then, which may take long; see "loading"
             with suppress(StoreClosedError):  # it is being unloaded
                 described.append(instance.describe())
         return {

@@ -1,7 +1,7 @@
 """Partitions that a host does not hold, but whose local files it keeps for a while.
 
-They were loaded in part, loaded ahead of the first task, or laid aside when their run was over. The next load of the
-partition goes on with them.
+They were partly loaded, loaded ahead of the first task, or set aside when their run was over. The next load of the
+partition continues with them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from spark_bridge.host.partition_files import FileLease, PartitionFiles
 from spark_bridge.host.registration import CompletedVersions, Grants, HostRegistration
 from spark_bridge.host.versions import VersionRequests
 
-# The loads of a host that are under way: the lock of each partition, how far a load has come, and its lease.
+# The running loads of a host: the lock of each partition, the progress of its load, and its lease.
 
 
 class LoadsUnderWay:
@@ -48,7 +48,7 @@ class LoadsUnderWay:
 
     @contextmanager
     def watching(self, key: InstanceKey, grant: OpenGrant, is_abandoned: Callable[[], bool]) -> Iterator[LoadWatch]:
-        """Let the load of a partition be seen, and be ended. Its loading lock is held."""
+        """Register the load of a partition, so that it can be shown and cancelled. Its loading lock is held."""
         run_id = grant.registration.run_id
         _, operator, partition = key
         what = f"version {grant.version} of operator {operator!r}, partition {partition} (run {run_id})"
@@ -69,12 +69,12 @@ class LoadsUnderWay:
         return FileLease(self._registration, run_id, operator, partition, version, use=use, clock=self._clock)
 
     def progress(self, key: InstanceKey) -> LoadProgress:
-        """Return how far the load of a partition has come that is under way; nothing if none is."""
+        """Return the progress of the running load of a partition; nothing if none is running."""
         watched = self._watches.get(key)
         return LoadProgress() if watched is None else watched[1].progress()
 
     def listed(self) -> list[str]:
-        """Return which partitions are being loaded and how far that has come, for people."""
+        """Return the partitions that are being loaded, and their progress, for people."""
         return [f"{watch.what}: {watch.progress()}" for _, watch in list(self._watches.values())]
 
     def due_leases(self) -> list[tuple[str, Callable[[], None]]]:
@@ -82,7 +82,7 @@ class LoadsUnderWay:
 
         A renewal may take long.
 
-        The files of a load that nobody waits for any more are let go, though storage may keep its thread for ever.
+        Files of a load that no caller waits for are released, although storage may block its thread for ever.
         """
         with self._held.lock:
             loads = [(*self._watches[key], lease) for key, lease in self._leases.items()]
@@ -93,14 +93,14 @@ class LoadsUnderWay:
         ]
 
     def end_older(self, key: InstanceKey, grant: OpenGrant) -> None:
-        """Have a load for an older run end: the run of the grant needs the partition."""
+        """Cancel a load for an older run: the run of the grant needs the partition."""
         watched = self._watches.get(key)
         run_id = grant.registration.run_id
         if watched is not None and watched[0].registration.run_id != run_id and watched[0].epoch < grant.epoch:
             watched[1].end(f"run {run_id} has replaced run {watched[0].registration.run_id}", is_over=True)
 
     def end_run(self, run_id: str) -> None:
-        """Have the loads of a run that is over end. The lock of ``HeldPartitions`` is held."""
+        """Cancel the loads of a run that is over. The lock of ``HeldPartitions`` is held."""
         for grant, watch in self._watches.values():
             if grant.registration.run_id == run_id:
                 watch.end("its run is over", is_over=True)
@@ -128,8 +128,8 @@ def destroy(instance: Instance) -> None:
 class KeptPartitions:
     """The partitions whose files are kept, and the runs whose local directories are in use. Thread-safe.
 
-    The lock of ``HeldPartitions`` guards the tables. Whoever takes a partition out, or puts one in, holds its loading
-    lock.
+    The lock of ``HeldPartitions`` guards the tables. A caller that takes a partition out, or puts one in, holds its
+    loading lock.
     """
 
     def __init__(
@@ -164,7 +164,7 @@ class KeptPartitions:
             self._kept[instance.key] = instance
 
     def keep_longer(self, instance: Instance) -> None:
-        """Begin the time for which a partition is kept anew."""
+        """Restart the time for which a partition is kept."""
         instance.kept_since = self._clock()
 
     def runs_in_use(self) -> set[str]:
@@ -174,7 +174,7 @@ class KeptPartitions:
             return {i.registration.run_id for i in there}.union(*(runs for _, runs in self._at_work.values()))
 
     def may_be_of_state(self, location: str | None, *, but_for: str) -> bool:
-        """Return whether files of a state are kept or at work, or held ``but_for`` those that a run holds."""
+        """Return whether files of a state are kept or in use, or held ``but_for`` those that a run holds."""
         with self._held.lock:
             of_others = (k for k, i in self._held.instances.items() if i.registration.run_id != but_for)
             at_work = (state for state, _ in self._at_work.values())
@@ -182,9 +182,10 @@ class KeptPartitions:
 
     @contextmanager
     def noted_at_work(self, run_id: str, key: InstanceKey) -> Iterator[None]:
-        """Keep the run's local directory from being removed: what is loaded or laid aside now is not held.
+        """Keep the run's local directory from being removed: a partition that is being loaded or set aside is not held.
 
-        That of the run before stays, too: the load may go on with its files. The partition's loading lock is held.
+        The directory of the run before stays, too: the load may continue with its files. The partition's loading lock
+        is held.
         """
         token = object()
         with self._held.lock:
@@ -200,28 +201,28 @@ class KeptPartitions:
                 self.remove_unused(of_run)
 
     def remove_unused(self, run_id: str) -> None:
-        """Remove the directory of a run that is over, once nothing of the run is held, kept or at work there."""
+        """Remove the directory of a run that is over, once nothing of the run is held, kept or in use there."""
         if self._held.registration(run_id) is None and run_id not in self.runs_in_use():
             self._files.remove_run(run_id)
 
     def drop_old(self) -> None:
-        """Remove the files with which nobody has gone on for ``LOADED_FILES_SECONDS``."""
+        """Remove the files that no load has used for ``LOADED_FILES_SECONDS``."""
         now = self._clock()
         self.drop(lambda kept: now - kept.kept_since > LOADED_FILES_SECONDS)
 
     def drop_unfinished(self, run_id: str) -> None:
-        """Remove what was loaded in part or ahead for a run. What was laid aside stays: its files are whole."""
+        """Remove files of a run that were partly loaded or loaded ahead. Files set aside stay: they are complete."""
         self.drop(lambda kept: kept.registration.run_id == run_id and not kept.state.is_closed)
 
     def drop(self, is_meant: Callable[[Instance], bool]) -> int:
-        """Remove the files of the partitions meant with which nobody goes on now; return the number of partitions."""
+        """Remove the files of the selected partitions that no load is using; return the number of partitions."""
         with self._held.lock:
             gone = [i for i in self._kept.values() if is_meant(i)]
         dropped = 0
         for instance in gone:
             lock = self._loads.lock_of(instance.key)
             if not lock.acquire(blocking=False):
-                continue  # somebody goes on with it
+                continue  # a load is using it
             try:
                 with self._held.lock:
                     is_kept = self._kept.get(instance.key) is instance
@@ -237,7 +238,7 @@ class KeptPartitions:
         return dropped
 
 
-# Unloading partitions: those that are another host's by now, that nobody reads, or whose run is over.
+# Unloading partitions: those that another host owns, that have no readers, or whose run is over.
 
 
 class PartitionUnloading:
@@ -308,7 +309,8 @@ class PartitionUnloading:
 
     def forget_run(self, run_id: str) -> None:
         """Forget a run that is over; its partitions are unloaded apart."""
-        # The registration goes first: whoever waits for a version wakes when that is forgotten, and must not find it.
+        # The registration goes first: a thread that waits for a version wakes when it is forgotten, and must not find
+        # it.
         self._held.forget_run(run_id)
         for table in self._of_runs:
             table.forget(run_id)
@@ -319,7 +321,7 @@ class PartitionUnloading:
             self.unload(instance)
         for run_id in {*self._held.registrations}:
             self.unload_run(run_id)
-        self._kept.drop(lambda kept: True)  # what was opened meanwhile is laid aside by now, too
+        self._kept.drop(lambda kept: True)  # partitions opened since then have been set aside, too
 
 
 # Completing versions: the accepted changes of a batch that Spark has committed become the state that is read.
@@ -334,7 +336,7 @@ def apply_accepted(instance: Instance, version: int, head: str) -> bool:
     except LineageMismatchError:
         return False
     except LocalStateDamagedError as error:
-        log.warning("Version %d of %s is loaded anew: %s", version, instance, error)
+        log.warning("Loading version %d of %s again: %s", version, instance, error)
         return False
     for done in [v for v in instance.acknowledged if v <= version]:
         del instance.acknowledged[done]
@@ -391,13 +393,13 @@ class VersionCompletion:
             try:
                 stale = head is None or not apply_accepted(instance, completed.version, head)
             except StoreClosedError:
-                continue  # the partition was unloaded meanwhile
+                continue  # another thread has unloaded the partition
             finally:
                 instance.commit_lock.release()
             if stale and not self._held.has_ended(completed.run_id):
-                # Another host owns the partition by now, or this version was made by another host or by an earlier
-                # incarnation of this one. If the partition is still this host's, the next open loads it; or it is
-                # loading it now, and what was loaded must stay.
+                # Another host now owns the partition, or this version was made by another host or by an earlier
+                # incarnation of this one. If the partition is still this host's, the next open loads it. If it is
+                # being loaded now, the loaded files must stay.
                 self._unloading.unload(instance, waits=False)
             # The coordinator never accepted changes made on top of exchanged files.
             is_clean &= not stale or not self._held.holds(instance)

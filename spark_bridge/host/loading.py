@@ -42,9 +42,9 @@ class PartitionLoading:
     """Brings partitions to the versions that are granted. Thread-safe.
 
     Locks are taken in this order: the loading lock (``LoadsUnderWay``), the instance's ``commit_lock``, the lock of
-    ``HeldPartitions``. A load that does not come through leaves the partition as far as it has come: it is not held,
-    and the next load of the same run goes on with it. If the disk is full, the files that are kept go first, and then
-    those that this load has brought.
+    ``HeldPartitions``. A load that fails leaves the partition partly loaded: it is not held, and the next load of the
+    same run continues from there. If the disk is full, the kept files are removed first, and then the files that this
+    load has fetched.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class PartitionLoading:
             lock.release()
 
     def progress(self, key: InstanceKey) -> LoadProgress:
-        """Return how far the load of a partition has come that is under way; nothing if none is."""
+        """Return the progress of the running load of a partition; nothing if none is running."""
         return self._loads.progress(key)
 
     def warm_up(
@@ -123,7 +123,7 @@ class PartitionLoading:
         """Load a copy of a partition that is to become this host's, and keep it for the load by the first task.
 
         Does nothing if the partition ``is_warm`` or being loaded. Raises as ``load`` does, and ``LocalDiskFullError``
-        where there is no room beside what else is loaded: a copy drops nothing of others.
+        if there is no room next to the other loaded partitions: a copy does not evict them.
         """
         key = key_of(grant.registration, operator, partition)
         run_id = grant.registration.run_id
@@ -269,7 +269,7 @@ class PartitionLoading:
         return self._with_room(advance, drops=drops)
 
     def _with_room(self, work: Callable[[], T], *, drops: bool) -> T:
-        """Do some work; if the disk is full and one ``drops`` what other loads have left there, do the work again."""
+        """Do some work; if the disk is full and ``drops`` frees the files of other loads, retry the work."""
         while True:
             try:
                 return work()
@@ -316,7 +316,7 @@ class PartitionLoading:
         if grant.head is not None:
             lineage = self._loads.lease(*instance.run_key, grant.version).lineage()
         started = time.perf_counter()
-        # The span stands below the task that waits for the load, else in the trace of the running batch.
+        # The span belongs to the task that waits for the load, else to the trace of the running batch.
         trace = spans.batch(instance.registration.run_id, grant.version + 1)
         with spans.span("host.load", trace, operator=instance.operator, partition=instance.partition) as span:
             span.note(snapshots=len(lineage.snapshots), rescaled=lineage.rescaled is not None)
@@ -334,12 +334,12 @@ class PartitionLoading:
 
 def _replaced(run_id: str, by: Instance) -> RetiredRunError:
     return RetiredRunError(
-        f"Run {run_id} has been replaced by run {by.registration.run_id}; only the newer one may go on."
+        f"Run {run_id} has been replaced by run {by.registration.run_id}; only the newer one may continue."
     )
 
 
 def _leaves_files_right(error: BaseException) -> bool:
-    """Return whether a load that ended with this error may be gone on with: neither files nor state are to blame."""
+    """Return whether a load that ended with this error can be continued: neither files nor state are to blame."""
     if isinstance(error, MissingFileError | DamagedFileError):
         return False
     return isinstance(error, StorageError | LoadEndedError | CoordinatorError | SparkBridgeError)
@@ -353,7 +353,7 @@ PartitionCopyKey = tuple[str, str, int, int]
 
 
 class CopyLoading:
-    """Loads copies, each with progress and a lease on its files. Thread-safe; the lock guards the loads under way.
+    """Loads copies, each with progress and a lease on its files. Thread-safe; the lock guards the running loads.
 
     There are as many loads as threads call ``load``, and each takes one entry.
     """
@@ -399,7 +399,7 @@ class CopyLoading:
                 copy.load(lineage, watch)
             except MissingFileError:
                 copy.destroy()
-                lease.lineage()  # raises if the version was given up meanwhile
+                lease.lineage()  # raises if the version has been given up since
                 raise
             except BaseException:
                 copy.destroy()
@@ -411,7 +411,7 @@ class CopyLoading:
             lease.end()
 
     def progress(self, key: PartitionCopyKey) -> LoadProgress:
-        """Return how far the load of a copy has come that is under way; nothing if none is."""
+        """Return the progress of the running load of a copy; nothing if none is running."""
         with self._lock:
             watches = [watch for of, watch in self._watches.values() if of == key]
         return watches[0].progress() if watches else LoadProgress()
@@ -421,14 +421,14 @@ class CopyLoading:
 
         A renewal may take long.
 
-        The files of a load that nobody waits for any more are let go, though storage may keep its thread for ever.
+        Files of a load that no caller waits for are released, although storage may block its thread for ever.
         """
         with self._lock:
             loads = [(*held, self._watches[use][1]) for use, held in self._leases.items()]
         return [(run_id, lease.renew) for run_id, lease, watch in loads if lease.is_due and watch.is_wanted]
 
     def loads_under_way(self) -> list[str]:
-        """Return which copies are being loaded and how far that has come, for people."""
+        """Return the copies that are being loaded, and their progress, for people."""
         with self._lock:
             watches = [watch for _, watch in self._watches.values()]
         return [f"{watch.what}: {watch.progress()}" for watch in watches]

@@ -45,7 +45,7 @@ object.
 
 
 class _Ready(NamedTuple):
-    """A partition whose snapshot is to be stored with others; ``earlier`` is the one with which it shares files."""
+    """A partition whose snapshot is to be stored with others; ``earlier`` is the snapshot that it shares files with."""
 
     instance: Instance
     earlier: SnapshotRef | None
@@ -62,7 +62,7 @@ class _Together:
         self._since = time.monotonic()
 
     def add(self, one: _Ready) -> list[_Ready]:
-        """Add a snapshot. Return all that wait if they are to be stored now, else nothing."""
+        """Add a snapshot. Return all waiting ones if it is time to store them, else nothing."""
         with self._changed:
             self._ready.append(one)
             nbytes = sum(ready.prepared.nbytes for ready in self._ready)
@@ -70,7 +70,7 @@ class _Together:
             return self._taken() if is_due else []
 
     def end(self) -> list[_Ready]:
-        """Take note that a thread has prepared all its own; return what it is to store. Waits for the other threads."""
+        """Record that a thread has prepared all its snapshots; wait for the others, and return those it is to store."""
         with self._changed:
             self._at_work -= 1
             self._changed.notify_all()
@@ -112,17 +112,18 @@ class Maintenance:
         self._uploading: dict[InstanceKey, Future[None]] = {}
         self._clock = clock
         self._leases: dict[InstanceKey, FileLease] = {}
-        """Of the uploads under way. Each maintenance renews them: a large file may take longer than a lease lasts."""
+        """The leases of running uploads. Each maintenance renews them: a large file may take longer than a lease lasts.
+        """
 
     def on_maintenance(self, work: Callable[[], None]) -> None:
         """Have something quick done with every maintenance."""
         self._hooks.append(work)
 
     def do_maintenance(self) -> list[Future[None]]:
-        """Unload partitions that are another's by now, and begin the work that is due; return what was begun.
+        """Unload partitions that another host owns, and begin the work that is due; return what was begun.
 
-        That are uploads of snapshots, and, while the write buffers or the room for unwritten changes are more than half
-        full, the writing of files by partitions to which nothing was committed since the last maintenance.
+        The work is uploads of snapshots. While the write buffers or the room for unwritten changes are more than half
+        full, it is also flushes of partitions that have had no commit since the last maintenance.
         """
         log.debug("Doing maintenance")
         for work in self._hooks:
@@ -144,7 +145,8 @@ class Maintenance:
                     continue  # no manifest names a snapshot any more, and nothing is written
                 running = self._uploading.get(key)
                 version = instance.state.version
-                # A partition made of an earlier layout's files is expensive to load until it has a snapshot of its own.
+                # A partition built from files of an earlier layout is expensive to load until it has its first
+                # snapshot.
                 if instance.rescaled_at is not None:
                     is_due = version > instance.rescaled_at
                 else:
@@ -174,12 +176,14 @@ class Maintenance:
             try:
                 lease.is_held()
             except (CoordinatorError, SparkBridgeError, StateStoreError) as error:
-                log.warning("The coordinator was not told that the upload of %s goes on: %s", key, error)
+                log.warning(
+                    "Could not report to the coordinator that the upload of %s is still running: %s", key, error
+                )
 
     def _unload_unread(self) -> None:
-        """Unload the partitions of ended queries that nobody has read since the last maintenance.
+        """Unload the partitions of ended queries that had no reader since the last maintenance.
 
-        The next reader has them loaded again. So ended queries take no memory in the long run.
+        The next reader loads them again. So ended queries take no memory in the long run.
         """
         for instance in self._held.all():
             if self._held.has_ended(instance.registration.run_id) and not instance.state.is_loading:
@@ -235,7 +239,8 @@ class Maintenance:
                 unless_prepared.callback(self._end_leases, [instance])
                 lineage = self._begin_lease(instance)
                 if lineage.head != instance.state.head:
-                    # Its files were exchanged, which this host has yet to hear; or it has advanced: the next time.
+                    # Its files were exchanged, and this host has not received that yet; or it has advanced: retry next
+                    # time.
                     continue
                 earlier = lineage.snapshots[-1] if lineage.snapshots else None
                 prepared = instance.state.snapshots.prepare(earlier, INLINE_FILES_BYTES, listed)
@@ -252,7 +257,7 @@ class Maintenance:
         return lineage
 
     def _end_leases(self, instances: Sequence[Instance]) -> None:
-        """Tell the coordinator that nothing is uploaded any more. The report of a snapshot has told it."""
+        """Tell the coordinator that the upload has ended, unless the report of a snapshot has told it."""
         with self._held.lock:
             leases = [self._leases.pop(instance.key, None) for instance in instances]
         for lease in leases:
@@ -264,7 +269,7 @@ class Maintenance:
             lease = self._leases[ready.instance.key]
         if lease.is_held():
             return True
-        log.warning("The snapshot of %s is given up: the coordinator has taken its upload for dead", ready.instance)
+        log.warning("The snapshot of %s is given up: the coordinator has given up its upload", ready.instance)
         return False
 
     def _store(self, ready: Sequence[_Ready]) -> None:

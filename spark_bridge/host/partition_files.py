@@ -34,7 +34,7 @@ class PartitionFiles:
     """The local directory of one host, below which an incarnation that was killed may have left its state.
 
     ``<query id>/<run id>/<partition>`` are the host's own partitions, ``copies`` and ``savepoints`` copies for a while.
-    ``requests`` counts what storage is asked that this class opens, unless ``open_storage`` is given.
+    ``requests`` counts the requests to the storage that this class opens, unless ``open_storage`` is given.
     """
 
     def __init__(
@@ -63,12 +63,12 @@ class PartitionFiles:
         partition: int,
         runs_in_use: Callable[[], Collection[str]],
     ) -> PartitionState:
-        """Open a partition where an earlier incarnation may have left it: files that prove right are used.
+        """Open a partition where an earlier incarnation may have left it: valid files are used.
 
-        Removes what is there of other runs of the query than this one and those in use.
+        Removes the files of other runs of the query that are not in use.
         """
         runs = self._local_dir / registration.query_id
-        # Listed first: a run that begins meanwhile is noted before it has a directory.
+        # Listed first: a run that begins during this call is recorded before it has a directory.
         listed = list(runs.iterdir()) if runs.exists() else []
         used = {*runs_in_use(), registration.run_id} if listed else set()
         for left in listed:
@@ -90,8 +90,8 @@ class PartitionFiles:
     ) -> bool:
         """Move the local files of a closed partition to where ``open_own`` looks for them; return whether they exist.
 
-        They are of an older run of the query, or of this one. A head names what made a version, whichever run goes on
-        from it: ``PartitionState.load`` finds out whether the files are of the run's lineage.
+        They belong to an older run of the query, or to this one. A head names the commit that made a version, even if
+        another run continues from it: ``PartitionState.load`` checks whether the files belong to the run's lineage.
         """
         local = self._local(registration, spec, partition)
         if left.local_dir == local:
@@ -120,9 +120,9 @@ class PartitionFiles:
         return open_partition(local, storage, directory, conf)
 
     def _storage_of(self, registration: QueryRegistration) -> CheckpointStorage:
-        """Return the storage of a query's state, one for all partitions: each storage has connections of its own."""
+        """Return the storage of a query's state, one for all partitions: each storage opens its own connections."""
         key = (registration.state_location, tuple(sorted(registration.storage_options.items())))
-        with self._lock:  # to open asks nobody
+        with self._lock:  # opening does no I/O
             storage = self._storages.get(key)
             if storage is None:
                 storage = self._storages[key] = self.open_storage(
@@ -170,7 +170,7 @@ class FileLease:
         self._renewed = clock()
 
     def lineage(self) -> Lineage:
-        """Begin the lease; return the files. Raises what the coordinator raises."""
+        """Begin the lease; return the files. Raises the errors of the coordinator."""
         run_id = self._partition[0]
         coordinator = self._registration.coordinator
         found = self._registration.call_about(
@@ -198,8 +198,8 @@ class FileLease:
                 self.lineage()  # a coordinator that was restarted knows of no load
         except (CoordinatorError, SparkBridgeError, StateStoreError) as error:
             log.warning(
-                "The coordinator was not told that version %d of %s is still being loaded; it is told again in %.0f s: "
-                "%s",
+                "Could not report to the coordinator that version %d of %s is still being loaded; "
+                "retrying in %.0f s: %s",
                 self._version,
                 self._partition,
                 FILES_RENEW_SECONDS,
@@ -209,8 +209,8 @@ class FileLease:
     def is_held(self) -> bool:
         """Return whether the lease has lasted since ``lineage``. Renews it if that is due.
 
-        An upload asks. While it lasts no files are exchanged; without it, they may have been. Raises what the
-        coordinator raises.
+        For uploads. While the lease lasts no files are exchanged; without it, they may have been. Raises the errors
+        of the coordinator.
         """
         if not self.is_due:
             return True
@@ -225,4 +225,4 @@ class FileLease:
         try:
             self._registration.coordinator.release_files(*self._partition, self._use)
         except (CoordinatorError, SparkBridgeError, StateStoreError) as error:
-            log.info("The coordinator was not told that the load of %s is over: %s", self._partition, error)
+            log.info("Could not report to the coordinator that the load of %s is over: %s", self._partition, error)

@@ -19,13 +19,13 @@ from spark_bridge.host.versions import PreparedVersions
 from spark_bridge.transport.protocol import ScanCommand
 
 LOOK_WAIT_SECONDS = 10.0
-"""A partition that is loaded for a query waits at most this many seconds to hear whether Spark has committed a prepared
-version.
+"""A partition that is loaded for a query waits at most this many seconds for the answer whether Spark has committed a
+prepared version.
 """
 
 
 class PartitionReads:
-    """Thread-safe, without a lock of its own: a partition's state guards itself."""
+    """Thread-safe without a lock: a partition's state guards itself."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class PartitionReads:
         keys: pa.BinaryArray,
         column_family: str = DEFAULT_FAMILY,
     ) -> pa.BinaryArray:
-        """Return the values of keys at a version (None: the last completed one); null where a key has none.
+        """Return the values of keys at a version (None: the last completed one); null for keys without a value.
 
         A column family that was never written to is empty.
         Raises ``NotOwnerError`` if the partition is not this host's, or not open here at that version.
@@ -76,7 +76,7 @@ class PartitionReads:
         return values
 
     def scan(self, command: ScanCommand, ranges: Sequence[KeyRange]) -> Iterator[pa.RecordBatch]:
-        """Give the pairs (``key``, ``value``) of ranges of keys, one range after the other. Raises as ``get_many``."""
+        """Yield the pairs (``key``, ``value``) of ranges of keys, one range after the other. Raises as ``get_many``."""
         run_id, operator, partition, version = command.run_id, command.operator, command.partition, command.version
         instance = self._held.instance(run_id, operator, partition)
         if instance is None or instance.state.version != version:
@@ -103,10 +103,10 @@ class PartitionReads:
     # -- queries -------------------------------------------------------------------------------
 
     def load(self, run_id: str, operator: str, partition: int, *, again: bool = False) -> Instance:
-        """Note the last completed version of a partition, as the coordinator knows it now, and return it loaded.
+        """Record the coordinator's last completed version of a partition, and return the partition loaded at it.
 
-        ``again``: even if it is loaded, for it does not have that version. Raises ``NotOwnerError`` if the partition is
-        another host's, and what the coordinator raises.
+        With ``again``, ask even if the partition is loaded, because it lacks that version. Raises ``NotOwnerError`` if
+        another host owns the partition, and the errors of the coordinator.
         """
         grant = self._own_grant(run_id, operator, partition)
         if grant.is_begun:

@@ -1,4 +1,4 @@
-"""Keeping the host known to the coordinator, which forgets all hosts when it starts anew."""
+"""Keeping the host known to the coordinator, which forgets all hosts when it restarts."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from coordinator_actor.messages import (
 from spark_bridge.host.held_partitions import HeldPartitions
 from spark_bridge.transport.protocol import TaskIdentity
 
-# The completed versions of each run, as the coordinator has told this host: before any partition applies them.
+# The completed versions of each run that the coordinator has announced, before any partition applies them.
 #
-# The partitions of a host apply a version one after the other, and a partition with a commit under way later still.
-# The versions noted here let readers read all partitions at one version meanwhile: each from its base and accepted
-# changes, or from the older versions that it keeps.
+# The partitions of a host apply a version one after the other, and a partition with a commit in progress later still.
+# With the versions recorded here, readers can read all partitions at one version before then: each from its base and
+# accepted changes, or from the older versions that it keeps.
 
 
 KEPT_VERSIONS = 4
@@ -49,9 +49,9 @@ Heads = Mapping[str, Mapping[int, str]]
 
 @dataclass(frozen=True)
 class CompletedVersion:
-    """A completed version of a run, with those heads of this host's partitions that the host was told.
+    """A completed version of a run, with the heads of this host's partitions that the coordinator has sent.
 
-    Never changes.
+    Immutable.
     """
 
     version: int
@@ -84,7 +84,7 @@ class CompletedVersions:
         return next((c for c in self._runs.get(run_id, ()) if c.version == version), None)
 
     def note(self, completed: Completed) -> CompletedVersion:
-        """Take in what the coordinator has said, which may be old or known; return the newest version of the run."""
+        """Record a version from the coordinator, which may be old or known; return the newest version of the run."""
         with self._changed:
             held = {c.version: c for c in self._runs.get(completed.run_id, ())}
             known = held.get(completed.version)
@@ -101,7 +101,7 @@ class CompletedVersions:
             return kept[-1]
 
     def runs(self) -> list[str]:
-        """Return the ids of the runs of which a version is known."""
+        """Return the ids of the runs with a known version."""
         with self._changed:
             return list(self._runs)
 
@@ -134,7 +134,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 REGISTER_SECONDS = 1.0
-"""For readers, of which there may be any number, the host registers again at most once in this many seconds."""
+"""The host registers again for readers, of any number, at most once in this many seconds."""
 _UNKNOWN = (UnknownRunError, UnknownHostError, StaleOwnerError)
 
 
@@ -187,7 +187,7 @@ class HostRegistration:
             self._registered_at = self._clock()
 
     def renew(self, hand_over: HandOver) -> HostOrders:
-        """Send a heartbeat with what the host holds, and return the answer: the lease runs on from the sending."""
+        """Send a heartbeat with the host's partitions, and return the answer. The lease counts from the sending."""
         sent = self._clock()
         versions = self._versions()
         orders = self.coordinator.heartbeat_host(self.info.host_id, self.info.incarnation, versions, hand_over)
@@ -199,7 +199,7 @@ class HostRegistration:
         """Return by run id the lowest version that this host is at."""
         versions = self._held.versions()
         for run_id, version in versions.items():
-            # A partition is loaded at a version that the coordinator has named; the others must hear of it too.
+            # A partition is loaded at a version that the coordinator has named; the others must learn of it too.
             noted = self._completed.newest(run_id)
             versions[run_id] = version if noted is None else min(version, noted.version)
         return versions
@@ -215,15 +215,15 @@ class HostRegistration:
     def is_surely_known_since(self, moment: float) -> bool:
         """Return whether the coordinator has known this host from ``moment`` until now.
 
-        If so, the host has all partitions that it was granted since for a batch that goes on. False if that is not
-        sure.
+        If so, the host has all partitions that it was granted since then for a running batch. False if that is
+        uncertain.
         """
         return self._registered_at < moment and self.is_leased
 
     def register_apart(self) -> None:
-        """Register in a thread of its own, and wait 1 s for it.
+        """Register in a separate thread, and wait 1 s for it.
 
-        One query's storage may hang while the coordinator restores it, and the lease must be renewed meanwhile.
+        One query's storage may hang while the coordinator restores it, and the lease must be renewed during that time.
         """
         if self._registering is None or not self._registering.is_alive():
             self._registering = threading.Thread(target=self._register_again, name="statestore-register", daemon=True)
@@ -245,11 +245,11 @@ class HostRegistration:
             return call()
 
     def call_about(self, run_id: str, call: Callable[[], T]) -> T:
-        """Call the coordinator about a run, for a reader. Only of a run that this host holds can it tell anew.
+        """Call the coordinator about a run, for a reader. Register the run again only if this host holds it.
 
-        The host registers again at most once in ``REGISTER_SECONDS``: a coordinator that was just started may not know
-        an owner yet, however often it is told of the run. Raises what the coordinator says then, for the reader to ask
-        again.
+        The host registers again at most once in ``REGISTER_SECONDS``: a coordinator that has just started may not know
+        an owner yet, however often the run is registered. Raises the coordinator's error then, so that the reader
+        retries.
         """
         try:
             return call()
@@ -274,7 +274,8 @@ class HostRegistration:
 
 # Grants: who owns a partition in a batch, and which version and head its state must have.
 #
-# The coordinator decides who owns what. A host asks it once for all tasks of a batch that come close together.
+# The coordinator decides who owns what. A host asks it once for all tasks of a batch that arrive at about the same
+# time.
 
 
 GRANT_SECONDS = 1.0
@@ -302,8 +303,8 @@ class Grants:
     """Asks for grants and remembers the last one of each run. Thread-safe.
 
     The lock of a run is held while the coordinator is asked, so that the other tasks wait for that answer. ``_waiting``
-    has the partitions that they wait for: the next question names them all. ``_lock`` guards the tables alone; nothing
-    else is locked meanwhile.
+    has the partitions that they wait for: the next question names them all. ``_lock`` guards the tables alone; no other
+    lock is taken while it is held.
     """
 
     def __init__(
@@ -321,9 +322,9 @@ class Grants:
         self._granting: dict[str, threading.Lock] = {}
 
     def for_task(self, task: TaskIdentity) -> OpenGrant:
-        """Return who owns the task's partition, and what its state is, for the task's batch.
+        """Return the owner of the task's partition, and its state, for the task's batch.
 
-        Raises ``InvalidRequestError`` if the run has no such partition, and what the coordinator raises.
+        Raises ``InvalidRequestError`` if the run does not have the partition, and the errors of the coordinator.
         """
         wanted = (task.operator, task.partition)
         with self._lock:
@@ -378,7 +379,7 @@ class Grants:
         return held
 
     def for_read(self, run_id: str, operator: str, partition: int) -> OpenGrant:
-        """Ask the coordinator who owns a partition, and what its last completed version is."""
+        """Ask the coordinator for the owner of a partition, and for its last completed version."""
         return self._registration.call_about(
             run_id, lambda: self._registration.coordinator.open_for_read(run_id, operator, partition)
         )
@@ -391,10 +392,10 @@ class Grants:
             self._granting.pop(run_id, None)
 
 
-# The coordinator's orders about runs, carried out apart from the heartbeat that brings it.
+# The coordinator's orders about runs, carried out separately from the heartbeat that brings them.
 #
-# To unload a partition is to wait for the commit or the load that is under way, and so perhaps for the storage of
-# that query. The heartbeat must not: the host would be given up, with the partitions of all other queries.
+# Unloading a partition waits for its running commit or load, and so perhaps for the storage of
+# that query. The heartbeat must not wait: the host would be given up, with the partitions of all other queries.
 
 
 CARRY_OUT_SECONDS = 1.0
@@ -404,10 +405,11 @@ Order = Callable[[], None]
 
 
 class RunOrders:
-    """Carries out orders, those about one run after each other in one thread. Thread-safe: ``_lock`` guards the table.
+    """Carries out orders. Orders of one run are carried out in sequence, in one thread.
 
-    While the orders about a run are being carried out, no more of that run are taken: they come again with each
-    heartbeat until they are done. A thread is made only where there are orders.
+    Thread-safe: ``_lock`` guards the table. While the orders of a run are being carried out, further orders of that run
+    are dropped: the coordinator repeats them with each heartbeat until they are done. A thread is started only if there
+    are orders.
     """
 
     def __init__(self, wait_seconds: float = CARRY_OUT_SECONDS) -> None:
@@ -437,5 +439,5 @@ def _carry_out(run_id: str, orders: Sequence[Order]) -> None:
     for order in orders:
         try:
             order()
-        except Exception:  # the order comes again with the next heartbeat; the others are carried out
+        except Exception:  # the next heartbeat repeats the order; carry out the others
             log.warning("An order about run %s could not be carried out", run_id, exc_info=True)

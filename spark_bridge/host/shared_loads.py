@@ -1,7 +1,7 @@
 """Opening a partition for tasks: an answer within seconds, however long the files take to load.
 
-A load goes on in a thread of its own when the call that began it has been answered. All tasks that ask for the same
-partition wait for the same load. A task is told how far the load has come, and asks again.
+A load continues in a separate thread after the call that began it has been answered. All tasks that ask for the same
+partition wait for the same load. A task receives the progress of the load, and asks again.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ one.
 class _Load:
     """One load under way, or one that has failed. ``asked`` is when it was asked for last, by the host's clock.
 
-    ``goal`` is run, epoch, version and head. ``askers`` are the task invocations that were told to ask again: they hear
-    of a failure, and whoever comes later begins anew.
+    ``goal`` is run, epoch, version and head. ``askers`` are the task invocations that were asked to retry: they receive
+    the failure, and any later caller starts a new load.
     """
 
     goal: tuple[str, int, int, str | None]
@@ -68,9 +68,9 @@ class SharedLoads:
         held.on_run_ended(self._forget)
 
     def opened(self, grant: OpenGrant, operator: str, partition: int, asker: str) -> Instance | LoadProgress:
-        """Return the partition as the grant says, or how far its load has come: then ask again.
+        """Return the partition as the grant says, or the progress of its load; the caller then asks again.
 
-        Raises what ``PartitionLoading.load`` raises, for every ``asker`` that was told to ask again before.
+        Raises the errors of ``PartitionLoading.load``, for every ``asker`` that was asked to retry before.
         """
         ready = self._loading.ready(grant, operator, partition)
         if ready is not None:
@@ -123,7 +123,7 @@ class SharedLoads:
                 is_abandoned=lambda: self._clock() - load.asked > self._abandoned_seconds,
             )
         except LoadEndedError as error:
-            log.info("%s", error)  # whoever asks again begins anew
+            log.info("%s", error)  # the next caller starts a new load
         except Exception as error:  # noqa: BLE001 - those who wait raise it
             load.failure = error
         finally:
@@ -139,14 +139,14 @@ class SharedLoads:
                     del self._loads[key]
 
 
-# Partitions that change hands: copies of those that are this host's own now, or are to become so, and own ones to go.
+# Partitions that change hands: copies of those that this host now owns or is about to own, and own ones to give away.
 #
-# The coordinator names both with each heartbeat (``HostOrders.warm_up`` and ``giving``). A partition that is to
-# become this host's own is loaded as a copy, and again after each version, while the owner goes on (Kafka Streams:
+# The coordinator names both with each heartbeat (``HostOrders.warm_up`` and ``giving``). A partition that this host is
+# about to own is loaded as a copy, and again after each version, while the owner keeps serving it (Kafka Streams:
 # warm-up replicas). Partitions of a lost host, and those that a query begins with, are loaded in the same way before
-# tasks ask for them. The first task that opens the partition here goes on from the copy. While own partitions may go,
-# this host takes no version for the newest without a look at Spark's log: another host may have made the next
-# version.
+# tasks ask for them. The first task that opens the partition here continues from the copy. While own partitions may be
+# given away, this host checks Spark's log before it takes a version for the newest: another host may have made the
+# next version.
 
 
 WANTED_SECONDS = 10.0
@@ -163,12 +163,13 @@ _Copy = tuple[str, str, int, str | None]
 
 
 class HandOvers:
-    """Thread-safe. ``_lock`` guards all fields; nothing else is locked meanwhile. Grows with the partitions that move.
+    """Thread-safe. ``_lock`` guards all fields; no other lock is taken while it is held. Grows with the moving
+    partitions.
 
     ``_number`` is that of the last heartbeat sent, ``_followed`` that of the last one whose answer counts: answers may
-    overtake each other. ``_giving`` has the runs of that answer, ``_wanted`` its orders. ``_given`` has, of runs which
-    are no more among the former, the version that must be known. ``_failed`` has the wanted copies that could not be
-    loaded: when each is tried again, and how long that was put off. ``_places`` bounds the loads under way.
+    overtake each other. ``_giving`` has the runs of that answer, ``_wanted`` its orders. ``_given`` has, for runs that
+    have left ``_giving``, the version that must be known. ``_failed`` has the wanted copies that could not be
+    loaded: the time of the next attempt, and the backoff. ``_places`` bounds the loads in progress.
     """
 
     def __init__(
@@ -218,7 +219,7 @@ class HandOvers:
             self._followed = number
             over = {run_id: version for run_id, version in announced.items() if run_id not in orders.giving}
             self._given.update({run_id: version for run_id, version in over.items() if run_id in self._giving})
-            # A run about which the coordinator says nothing is one that it does not know yet.
+            # The coordinator does not know a run yet that its answer does not mention.
             gone = over.keys() | set(orders.unload_runs)
             self._giving = frozenset((self._giving | orders.giving.keys()) - gone)
             self._given = {
@@ -244,7 +245,7 @@ class HandOvers:
         return newest is not None and newest.version >= version
 
     def _loads(self, order: WarmUp) -> Iterator[tuple[str, list[Order]]]:
-        """Give the loads of an order that are still to be done, in lanes, which go on side by side."""
+        """Yield the pending loads of an order, in lanes that run in parallel."""
         now, loads = self._clock(), list[Order]()
         for copy in _copies(order):
             _, operator, partition, head = copy
@@ -259,7 +260,7 @@ class HandOvers:
     def _load(self, copy: _Copy, grant: OpenGrant) -> None:
         run_id, operator, partition, _ = copy
         if not self._places.acquire(blocking=False):
-            return  # the order comes again
+            return  # the coordinator repeats the order
         try:
             self._loading.warm_up(grant, operator, partition, partial(self._is_unwanted, run_id, operator, partition))
         except (LoadEndedError, RetiredRunError) as error:

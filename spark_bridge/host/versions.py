@@ -1,8 +1,8 @@
 """Asks Spark's own log whether the version that this host has prepared is completed, so that no reader is behind Spark.
 
-Hosts hear of completed versions from the coordinator, and the coordinator from the driver, after Spark has gone on, or
-never if a message is lost. Until then, a read looks for the file ``commits/N`` that Spark has written by the
-time at which ``awaitTermination`` or ``processAllAvailable`` returns.
+The coordinator tells hosts of completed versions, and the driver tells the coordinator, after Spark has moved on. If a
+message is lost, hosts never learn of them. Until then, a read looks for the file ``commits/N``, which Spark has written
+by the time ``awaitTermination`` or ``processAllAvailable`` returns.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from spark_bridge.host.held_partitions import HeldPartitions
 from spark_bridge.host.registration import GRANT_SECONDS, CompletedVersion, CompletedVersions, HostRegistration
 
 PREPARED_LOOK_SECONDS = 0.002
-"""Between two looks for one version lie at least this many seconds, however many readers wait for the next one."""
+"""The least seconds between two looks for one version, however many readers wait for the next one."""
 HANGS_SECONDS = 0.5
 """A reader waits at most this many seconds for a look that another one began: it takes room from readers of other runs.
 """
@@ -48,10 +48,10 @@ class _Prepared:
 class PreparedVersions:
     """Settles whether prepared versions are completed. Thread-safe.
 
-    A version that storage or the coordinator says nothing about makes reads of its run fail until one does, and of no
-    other run. The table is read without a lock, and changed under ``_noting``. A look takes one request to storage and,
+    If neither storage nor the coordinator knows a version, reads of its run fail until one does; other runs are not
+    affected. The table is read without a lock, and changed under ``_noting``. A look takes one request to storage and,
     once a version, two messages to the coordinator. One thread looks for all readers of a run, who wait without a lock.
-    ``gives`` says whether partitions of a run may be another host's by now.
+    ``gives`` returns whether another host may own partitions of a run by now.
     """
 
     def __init__(
@@ -73,9 +73,9 @@ class PreparedVersions:
         held.on_run_ended(self._forget)
 
     def accepted(self, registration: QueryRegistration, version: int, under: int | None = None) -> None:
-        """Take note that the coordinator has accepted changes for a version.
+        """Record that the coordinator has accepted changes for a version.
 
-        ``under`` is the number of the host's registration before it sent changes of its own.
+        ``under`` is the number of the host's registration before it sent its own changes.
         """
         with self._noting:
             if under is not None:
@@ -85,7 +85,7 @@ class PreparedVersions:
                 self._prepared[registration.run_id] = _Prepared(registration, version)
 
     def _doubt(self, run_id: str) -> None:
-        """Take the next version for prepared if other hosts may have made it without this one knowing.
+        """Treat the next version as prepared if other hosts may have made it without this host's knowledge.
 
         That is if this host has no lease: behind a cut cable it is asked by clients that still reach it. Or if it gives
         partitions away. Or if it has registered again, and has had no part in a version since: others may have made the
@@ -102,7 +102,7 @@ class PreparedVersions:
     def _may_be_others(self, run_id: str) -> bool:
         number = self._registration.number
         is_again = number > 1 and self._taken_under.get(run_id) != number
-        return is_again and not self._held.has_ended(run_id)  # nobody makes versions of a query that has ended
+        return is_again and not self._held.has_ended(run_id)  # an ended query makes no versions
 
     def is_settled(self, run_id: str) -> bool:
         """Return whether the last version that was prepared here is known to be completed."""
@@ -113,8 +113,8 @@ class PreparedVersions:
     def settle(self, run_id: str, seconds: float) -> None:
         """Return once ``completed`` has every version that Spark had committed when this was called.
 
-        Raises what the coordinator says of the run, and ``HostUnavailableError`` if storage or the coordinator does not
-        say within ``seconds`` whether the version is completed.
+        Raises the coordinator's error about the run, and ``HostUnavailableError`` if storage and the coordinator do not
+        answer within ``seconds`` whether the version is completed.
         """
         self._doubt(run_id)
         prepared = self._prepared.get(run_id)
@@ -146,7 +146,7 @@ class PreparedVersions:
         return newest is not None and newest.version >= version
 
     def _begin_look(self, prepared: _Prepared, now: float) -> None:
-        # A thread of its own: storage may hang for longer than this reader waits.
+        # In a separate thread: storage may hang for longer than this reader waits.
         threading.Thread(target=self._look, args=(prepared,), name="statestore-commit-look", daemon=True).start()
         prepared.is_looking, prepared.begun, prepared.failure = True, now, None
 
@@ -163,7 +163,7 @@ class PreparedVersions:
             prepared.changed.notify_all()
 
     def _take_commit(self, prepared: _Prepared) -> None:
-        """Have the version completed if Spark has committed its batch."""
+        """Complete the version if Spark has committed its batch."""
         of, version = prepared.registration, prepared.version
         if self._is_being_prepared(of.run_id, version):
             return
@@ -196,7 +196,7 @@ class PreparedVersions:
 
     def _failed(self, prepared: _Prepared, failure: Exception) -> Exception:
         if isinstance(failure, CoordinatorError):
-            return type(failure)(*failure.args)  # an error of its own for every thread
+            return type(failure)(*failure.args)  # a new error for every thread
         of = prepared.registration
         return HostUnavailableError(
             f"Host {self._registration.info.host_id} could not find out whether Spark has committed batch "
@@ -217,13 +217,13 @@ class PreparedVersions:
 
 
 ASK_SECONDS = 0.02
-"""The completed version is asked for at most once in this many seconds, however many readers wait for it."""
+"""The least seconds between two questions for the completed version, however many readers wait for it."""
 UNKNOWN_RUN_SECONDS = 0.5
-"""A host believes for this many seconds that there is no such run: any client may name any run, and each question
-costs.
+"""TTL of a cached answer that a run does not exist, in seconds: a client may name any run, and each question to the
+coordinator costs.
 """
 IDLE_RUN_SECONDS = 60.0
-"""A host without partitions of a run remembers for this many seconds what the coordinator said of the run last."""
+"""TTL of the coordinator's last answer about a run that this host has no partitions of, in seconds."""
 MOST_ASKED = 1000
 """The host knows of at most this many runs when it has asked for them."""
 
@@ -233,8 +233,8 @@ class _Asking:
     """The questions for one run. The thread that holds ``lock`` asks for all that wait.
 
     ``at`` is when the last question was asked, ``answered`` when the last question that has been answered was asked;
-    both are times of ``time.monotonic``. ``refusal``: the coordinator said that there is no such run. ``has_ended``:
-    the coordinator said that the query has ended, and that the last version is read on.
+    both are times of ``time.monotonic``. ``refusal``: the coordinator answered that the run does not exist.
+    ``has_ended``: it answered that the query has ended, and that its last version stays readable.
     """
 
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -244,10 +244,10 @@ class _Asking:
     has_ended: bool = False
 
     def raise_refusal(self) -> None:
-        """Raise what the coordinator has said just now."""
+        """Raise the error that the coordinator has just answered."""
         refusal = self.refusal
         if refusal is not None and time.monotonic() - self.at < UNKNOWN_RUN_SECONDS:
-            raise type(refusal)(*refusal.args)  # an error of its own for every thread
+            raise type(refusal)(*refusal.args)  # a new error for every thread
 
 
 class VersionRequests:
@@ -266,8 +266,8 @@ class VersionRequests:
     def completed_version(self, run_id: str, at_least: int, seconds: float) -> CompletedVersion | None:
         """Return the last completed version of a run that this host knows of; ask first if that is below ``at_least``.
 
-        Asks again until ``seconds`` are over, and then returns what is known, None if nothing is. Raises what the
-        coordinator raises, as ``RetiredRunError`` if the run is over.
+        Asks again until ``seconds`` are over, and then returns the known version, or None. Raises the errors of the
+        coordinator, as ``RetiredRunError`` if the run is over.
         """
         newest = self._completed.newest(run_id)
         if newest is not None and newest.version >= at_least:
@@ -285,14 +285,14 @@ class VersionRequests:
             try:
                 if run_id not in self._held.registrations:
                     asking.raise_refusal()
-                # Another thread may have asked meanwhile.
+                # Another thread may have asked since.
                 pause = asking.at + ASK_SECONDS - time.monotonic()
                 newest = self._completed.wait(run_id, at_least, min(left, pause))
                 if newest is None or newest.version < at_least:
                     self._ask(run_id, asking)
             except (UnknownRunError, RetiredRunError) as error:
                 asking.refusal = type(error)(*error.args)
-                if run_id not in self._held.registrations:  # else the heartbeat says that the run is over
+                if run_id not in self._held.registrations:  # else the heartbeat reports that the run is over
                     self._completed.forget(run_id)
                     self._held.tell_ended(run_id)
                 raise
@@ -319,9 +319,9 @@ class VersionRequests:
         return asking is not None and asking.answered >= moment
 
     def forget_idle_runs(self) -> None:
-        """Forget the versions of runs that this host has no part of, when nobody has asked for ``IDLE_RUN_SECONDS``.
+        """Forget the versions of runs that this host has no part of, after ``IDLE_RUN_SECONDS`` without a reader.
 
-        Nobody tells this host that such a run is over. The next reader has the coordinator asked again.
+        This host gets no message when such a run is over. The next reader asks the coordinator again.
         """
         until = time.monotonic() - IDLE_RUN_SECONDS
         for run_id in self._completed.runs():

@@ -77,7 +77,7 @@ def output_of(schema: T.StructType, name: str, function: AggregateFunction, wate
     if function.name == "mean" and isinstance(kind, T.DecimalType):
         arguments = (str(kind.precision), str(kind.scale))
     text = f"{function.name}({','.join(arguments)})" if arguments else function.name
-    # Rows can be counted whatever the type of the column is.
+    # Rows can be counted for any type of the column.
     arrow = pa.null() if function.name == "count" else arrow_type(kind)
     return Output(name, text, function.column, by, arrow, by_type, function.columns, max_bytes=function.max_bytes)
 
@@ -98,8 +98,8 @@ def _check_input(function: AggregateFunction, kind: T.DataType, where: str) -> N
         column = function.column if function.column is not None else ", ".join(function.columns)
         remedy = ""
         if function.name in OF_NUMBERS and isinstance(kind, T.StringType):
-            # Spark casts, and counts text that is no number as null, or fails at it in ANSI mode: that is for the user
-            # to choose.
+            # Spark casts, and counts strings that are not numbers as null, or fails on them in ANSI mode: the user must
+            # choose.
             cast = f'.withColumn({column!r}, F.col({column_literal(column)}).cast("double"))'
             remedy = f" Say what is meant: {cast} is what Spark does."
         raise InvalidOperatorError(
@@ -161,7 +161,7 @@ def _state_schema(given: Any, where: str) -> pa.Schema:
     except StateStoreError as error:
         raise InvalidOperatorError(f"{where}state={given!r}: {error}") from error
     raise InvalidOperatorError(
-        f"{where}state={given!r} declares no columns; give a pyarrow.Schema, a StructType, or text such as "
+        f"{where}state={given!r} declares no columns; give a pyarrow.Schema, a StructType, or a string such as "
         '"total double, n long".'
     )
 
@@ -176,7 +176,9 @@ def _any_type(given: Any, where: str) -> pa.DataType:
             return normalized_type("result", given)
         except StateStoreError as error:
             raise InvalidOperatorError(f"{where}{given}: {error}") from error
-    raise InvalidOperatorError(f"{where}{given!r} is no type; give an Arrow or Spark type, or text such as 'double'.")
+    raise InvalidOperatorError(
+        f"{where}{given!r} is not a type; give an Arrow or Spark type, or a string such as 'double'."
+    )
 
 
 AGGREGATE_OUTPUT_MODES = ("update", "append", "complete")
@@ -202,7 +204,7 @@ def aggregate(
     Arguments:
 
     - ``df``: a streaming DataFrame.
-    - ``by``: the key column or columns; nulls are a key of their own. One of the keys may be a ``window(...)`` or a
+    - ``by``: the key column or columns; all nulls form one key. One of the keys may be a ``window(...)`` or a
       ``session_window(...)`` of ``spark_bridge.functions``. ``[]`` aggregates all rows into one, which every batch
       emits, also one without rows (except where an output is a ``merge``). Its state has one partition, and in queries
       the key column ``all_rows``, which is true.
@@ -210,15 +212,15 @@ def aggregate(
     - ``output_mode``: which rows a micro-batch emits. "update": one row per key that the batch touched (of sessions,
       those that rows of the batch belong to). "append": each window once, when the watermark closes it. "complete": all
       keys. With a watermark on the event time, late rows are dropped, and closed windows are removed from the state, as
-      in Spark; in "complete" they stay. Where a key is a session window, it is the one that has to have the watermark.
+        in Spark; in "complete" they stay. If a key is a session window, that key must have the watermark.
     - ``num_partitions``: the number of state partitions, by default the session's ``spark.sql.shuffle.partitions``. The
       number stays with the checkpoint.
-    - ``partial_aggregation``: whether rows are aggregated before the shuffle as well. This pays where few keys have
-      most of the rows, or where the network is slow; elsewhere the second pass through Python costs more than it saves,
-      which is why the default is not to, except with ``by=[]``.
+    - ``partial_aggregation``: whether rows are aggregated before the shuffle as well. This pays if few keys have
+      most of the rows, or if the network is slow. Otherwise the second pass through Python costs more than it saves, so
+      it is off by default, except with ``by=[]``.
     - every other keyword names an output column and gives its function, such as ``n=S.count()``.
 
-    Raises ``InvalidOperatorError`` for everything that the DataFrame and the arguments show to be wrong.
+    Raises ``InvalidOperatorError`` for every mistake that the DataFrame and the arguments show.
     """
     _check_arguments(df, aggregations, output_mode)
     keys = _keys_of(by)
@@ -305,7 +307,7 @@ def _keys_of(by: GroupingKey | Sequence[GroupingKey]) -> _Keys:
     for key in given:
         if not isinstance(key, (str, Window, SessionWindow)):
             raise InvalidOperatorError(
-                f"by={key!r} is no key; give column names, S.window(...) or S.session_window(...) of "
+                f"by={key!r} is not a key; give column names, S.window(...) or S.session_window(...) of "
                 "spark_bridge.functions."
             )
     return _Keys(tuple(k if isinstance(k, str) else k.name for k in given), windows[0] if windows else None)
@@ -333,7 +335,7 @@ def _check_arguments(df: DataFrame, aggregations: dict[str, AggregateFunction], 
     for name, function in aggregations.items():
         if not isinstance(function, AggregateFunction):
             raise InvalidOperatorError(
-                f"{name}={function!r} is no aggregate function of the state store; use spark_bridge.functions, "
+                f"{name}={function!r} is not an aggregate function of the state store; use spark_bridge.functions, "
                 f"for instance {name}=S.count()."
             )
 
@@ -352,7 +354,7 @@ def _check_keys(df: DataFrame, keys: _Keys, aggregator: Aggregator) -> None:
         return
     if len(set(keys.names)) != len(keys.names) or keys.window.name in aggregator.inputs:
         raise InvalidOperatorError(
-            f"The window is called {keys.window.name!r}, as a column that is used besides; give it another name, for "
+            f"The window is called {keys.window.name!r}, as another column that is used; give it a different name, for "
             f'instance S.window(...).alias("{keys.window.name}_of_event").'
         )
     if isinstance(keys.window, SessionWindow) and not keys.columns:
@@ -360,7 +362,7 @@ def _check_keys(df: DataFrame, keys: _Keys, aggregator: Aggregator) -> None:
 
 
 def _windowed(df: DataFrame, keys: _Keys, aggregator: Aggregator) -> DataFrame:
-    """Return the columns that are needed, and the window of each row: a row for each window that a row lies in."""
+    """Return the needed columns, and the window of each row: a row for each window that contains it."""
     rows, columns = columns_by_name(df)
     if keys.is_global:
         return rows.select(F.lit(True).alias(ALL_ROWS_KEY), *(columns[name].alias(name) for name in aggregator.inputs))
@@ -394,7 +396,7 @@ def _declared(rows: DataFrame, keys: _Keys, aggregator: Aggregator, output_mode:
     state = StateSchema(by_key, aggregator.state_schema, zeros=aggregator.zeros)
     operator_schema = OperatorSchema.of_rows(state, () if stored == list(keys.names) else keys.names)
     uses_time = event_time is not None and output_mode != "complete"
-    # The functions of a user's own aggregate need not know what to make of no rows.
+    # The functions of a user's own aggregate need not handle empty input.
     is_global = keys.is_global and not any(o.user for o in aggregator.outputs)
     rows_logic = AggregateLogic(state, aggregator, output, output_mode, event_time, is_global=is_global)
     lag_ms = watermark_lag_ms(rows.schema, event_time)

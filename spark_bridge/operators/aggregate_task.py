@@ -30,8 +30,8 @@ from spark_bridge.task.task_store import StateAccess
 FIXED_KEYS_PER_STEP = 1 << 18
 LIST_KEYS_PER_STEP = 1 << 8
 AGGREGATE_KEYS_PER_STEP = 1 << 14
-"""Keys whose states are read and written at once, to begin with: where all states have a fixed width, where lists keep
-all elements, and elsewhere.
+"""Keys whose states are read and written at once, to begin with: if all states have a fixed width, if lists keep
+all elements, and otherwise.
 """
 NO_KEYS: pa.BinaryArray = pa.array([], pa.binary())
 
@@ -43,7 +43,7 @@ class AggregateLogic:
     ``schema`` has the stored keys, whose first column is that of ``event_time`` if there is one, and the aggregator's
     states. ``output_mode`` "update" emits every key that the batch touched, "append" the keys that are done (whose
     event time the watermark has passed), "complete" all keys. Keys that are done are removed from the state, except in
-    "complete". ``is_partial`` says that the rows are partial results. ``is_global``: there is one key, true, which each
+    "complete". ``is_partial`` marks the rows as partial results. ``is_global``: there is one key, true, which each
     batch touches, also one without rows, as in Spark. Spark's counterpart is ``StateStoreSaveExec``.
     """
 
@@ -147,12 +147,12 @@ class _AggregateBatch:
             self._visit(between(ranges, behind, None), NO_KEYS, spool)
 
     def _ranges_to_visit(self) -> list[KeyRange]:
-        """Return where the state has keys that must be emitted or removed though the batch does not touch them."""
+        """Return the ranges of keys that must be emitted or removed although the batch does not touch them."""
         if self._logic.output_mode == "complete":
             return all_keys(self._store.key_groups)
         times = self._store.times if self._event_time is not None else None
         if self._event_time is None or times is None or times.watermark_ms <= times.late_watermark_ms:
-            return []  # the last batch has removed what this watermark has done
+            return []  # the last batch has removed the keys that this watermark finishes
         return self._event_time.done_ranges(self._store.key_groups, times.watermark_ms)
 
     def _merge_step(self, keys: pa.BinaryArray, states: pa.RecordBatch, spool: Spool) -> int:
@@ -223,19 +223,19 @@ class _AggregateBatch:
 
 # Aggregating before the shuffle: the rows of one key in a task become one partial result.
 #
-# This costs another pass through Python. It pays where few keys have most of the rows, or where the network is slow:
+# This costs another pass through Python. It pays if few keys have most of the rows, or if the network is slow:
 # with 500,000 rows on one machine, 100,000 keys took 0.25 s longer than without, and 100 keys as long as without. A
 # task that finds few rows per key stops grouping and makes a partial result of each row, which is cheap.
 
 
 WORTHWHILE = 0.5
-"""The most results per row with which a task goes on grouping."""
+"""The most results per row at which a task still groups."""
 
 
 def aggregated_ahead(df: DataFrame, logic: AggregateLogic) -> DataFrame:
     """Return partial results of the rows; the operator's tasks take them by the same logic with ``is_partial`` set."""
     columns = pa.schema([*logic.schema.key, *logic.aggregator.state_schema])
-    # The tasks after the shuffle count what their limits drop.
+    # The tasks after the shuffle count the elements that their limits drop.
     ahead = replace(logic, aggregator=logic.aggregator.unlimited())
     return map_in_arrow(df, PartialTask(ahead, columns).run, "partial_aggregation", spark_struct(columns))
 

@@ -1,4 +1,4 @@
-"""The work of ``join_asof`` in a state task: each left row waits until the watermark says which right row it gets.
+"""The work of ``join_asof`` in a state task: each left row waits until the watermark settles its right row.
 
 New rows of both sides are put into the state. A key is looked at when the watermark has reached one of its rows: then
 its left rows that nothing can change any more are emitted, and of its right rows those go that no left row can get.
@@ -50,7 +50,7 @@ class Asof:
 
     @property
     def waits_ms(self) -> tuple[int | None, int | None]:
-        """Return for both sides how far the watermark may be behind a row's time when the row comes, None for any.
+        """Return for both sides how far the watermark may be behind the time of an arriving row, None for any.
 
         Backward, a left row waits for the watermark alone; else up to the tolerance, for a right row after it.
         """
@@ -97,7 +97,7 @@ class SortedRows:
 def nearest(asof: Asof, ids: Integers, times: Integers, rows: SortedRows) -> tuple[Integers, Integers]:
     """Return for each left row the place of its right row in ``rows``, and how far their times are apart.
 
-    ``NO_ROW`` and ``NO_TIME`` where there is no row, whatever the tolerance says.
+    ``NO_ROW`` and ``NO_TIME`` if there is no such row, whatever the tolerance.
     """
     before = np.full(len(ids), NO_ROW)
     behind = before
@@ -106,7 +106,7 @@ def nearest(asof: Asof, ids: Integers, times: Integers, rows: SortedRows) -> tup
     if asof.direction != BACKWARD:
         behind = rows.first_behind(ids, times, or_at=asof.allow_exact)
     distances = [_distance(places, times, rows) for places in (before, behind)]
-    is_before = distances[0] <= distances[1]  # as pandas has it, also of two that are equally far
+    is_before = distances[0] <= distances[1]  # as pandas does, also for two that are equally far
     chosen = np.where((before != NO_ROW) & is_before, before, behind)
     return chosen, np.where(is_before, *distances)
 
@@ -123,7 +123,7 @@ def _order(ids: Integers, times: Integers, rows: pa.RecordBatch) -> npt.NDArray[
     same: Mask = (np.diff(ids[order]) == 0) & (np.diff(times[order]) == 0)
     if not same.any():
         return order
-    # So that the result does not depend on the order in which rows come.
+    # So that the result does not depend on the order of the rows.
     codes: list[npt.NDArray[Any]] = []
     for column in rows.columns:
         if not _is_ordered(column.type):
@@ -190,7 +190,7 @@ class _AsofBatch(JoinBatch):
         left, right = (self.side(i, part, keys, no_nulls, settled, codes) for i in (LEFT_ROW, RIGHT_ROW))
         self._timer.step("get_ms")
 
-        # What cannot match is emitted or dropped at once; what is not settled stays as it is.
+        # Rows that cannot match are emitted or dropped at once; unsettled rows stay as they are.
         stays = [left.can_match.copy(), right.can_match.copy()]
         due_at = [left.times.copy(), right.times.copy()]
         self._emit_left(keys, left, np.flatnonzero(~left.can_match), spool)
@@ -222,7 +222,7 @@ class _AsofBatch(JoinBatch):
         return self._watermark * 1000
 
     def _final_at(self, times: Times, places: Times, distances: Times, rows: SortedRows) -> Times:
-        """Return at which watermark nothing can change any more what left rows get."""
+        """Return the watermark at which the right row of each left row is final."""
         asof = self._logic.asof
         if asof.direction == BACKWARD:
             return times
@@ -254,7 +254,7 @@ class _AsofBatch(JoinBatch):
         self.output.emit(keys, left, numbers, None, None, spool)
 
     def _kept(self, rows: SortedRows, waiting: Times) -> tuple[Mask, Times]:
-        """Return which right rows a left row may still get, and when they are to be looked at again.
+        """Return which right rows a left row may still get, and when to look at them again.
 
         ``waiting`` has for each key the time of its first left row that waits. Left rows to come are later than
         the watermark.

@@ -110,7 +110,7 @@ def check_keys(schema: T.StructType, keys: Sequence[str]) -> None:
             raise InvalidOperatorError(f"Key column {key!r} has type {kind.simpleString()}, which cannot be a key.")
         if getattr(kind, "collation", PLAIN_COLLATION) != PLAIN_COLLATION:
             raise InvalidOperatorError(
-                f"Key column {key!r} has type {kind.simpleString()}, and keys are told apart by their bytes: cast it "
+                f"Key column {key!r} has type {kind.simpleString()}, and keys are compared by their bytes: cast it "
                 "to string, or group by an expression such as lower()."
             )
         if key.startswith(RESERVED_PREFIX):
@@ -120,11 +120,11 @@ def check_keys(schema: T.StructType, keys: Sequence[str]) -> None:
             )
 
 
-# Finds the columns of a DataFrame that have a watermark. ``task.watermark`` says which rows are late.
+# Finds the columns of a DataFrame that have a watermark. ``task.watermark`` decides which rows are late.
 
 
 LAG_METADATA = "statestore.watermarkLagMs"
-"""Where a column of rows that have waited has how far, in ms, they may be behind the watermark of the query.
+"""The key in a column's metadata for how far, in ms, rows that have waited may be behind the query's watermark.
 
 Operators of this project take the watermark so much earlier (``StateTask.watermark_lag_ms``). Spark's own, which would
 take such rows for late, find no watermark on the column.
@@ -166,8 +166,8 @@ def event_time_of(schema: T.StructType, columns: Sequence[str]) -> EventTime | N
     marked = [name for name in columns if name in watermark_columns(schema)]
     if len(marked) > 1:
         raise InvalidOperatorError(
-            f"The columns {', '.join(marked)} all have a watermark, and only one can say what is late and done: leave "
-            "the others out."
+            f"The columns {', '.join(marked)} all have a watermark, and only one can decide which rows are late and "
+            "done: leave the others out."
         )
     if not marked:
         return None
@@ -219,7 +219,9 @@ def microseconds(spark: Any, duration: str) -> int:
         text = jvm.org.apache.spark.unsafe.types.UTF8String.fromString(duration)
         interval = jvm.org.apache.spark.sql.catalyst.util.IntervalUtils.stringToInterval(text)
     except IllegalArgumentException as error:
-        raise InvalidOperatorError(f"{duration!r} is no duration; give one such as '10 minutes' or '1 day'.") from error
+        raise InvalidOperatorError(
+            f"{duration!r} is not a duration; give one such as '10 minutes' or '1 day'."
+        ) from error
     period = interval.extractAsPeriod()
     days = int(period.toTotalMonths()) * DAYS_PER_MONTH + int(period.getDays())
     return days * MICROSECONDS_PER_DAY + int(interval.extractAsDuration().toNanos()) // 1000

@@ -54,8 +54,8 @@ _GREATEST = np.iinfo(np.int64).max
 class DeduplicateLogic:
     """The first row of each key: the row with the least event time, if there is one; of several, the least by content.
 
-    ``columns`` are the columns of the output. ``compared`` are the columns by which rows with the same time are
-    compared, so that the result does not depend on the order in which rows come. ``event_time`` is the column that
+    ``columns`` are the columns of the output. ``compared`` are the columns that order rows with the same time,
+    so that the result does not depend on the order of the rows. ``event_time`` is the column that
     makes rows late. A key is removed from the state when the watermark passes ``key_time``, which is the key's first
     column, or ``within_us`` (microseconds) after the event time of the key's first row. Spark's counterparts are
     ``StreamingDeduplicateExec`` and ``StreamingDeduplicateWithinWatermarkExec``.
@@ -147,7 +147,7 @@ class _DeduplicateBatch:
         return OperatorFigures(self._rows, self._new, self._removed, self._late, duplicates)
 
     def add(self, rows: pa.RecordBatch, reducer: RowReducer) -> None:
-        """Take the rows that are not late."""
+        """Keep the rows that are not late."""
         if self._logic.event_time is not None:
             rows, late = late_rows_removed(rows, self._logic.event_time, self._store.times.late_watermark_ms)
             self._late += late
@@ -223,23 +223,23 @@ def deduplicate(
     within: str | None = None,
     num_partitions: int | None = None,
 ) -> DataFrame:
-    """Drop the rows of a stream whose key has come before; the other rows keep all their columns.
+    """Drop the rows of a stream whose key has occurred before; the other rows keep all their columns.
 
     The counterparts in Spark are ``dropDuplicates`` and, with ``within``, ``dropDuplicatesWithinWatermark``.
 
     Arguments:
 
-    - ``df``: a streaming DataFrame. Where it has a watermark, late rows are dropped.
-    - ``by``: the key column or columns. Of the rows that have one key in a batch, the one with the least event time
+    - ``df``: a streaming DataFrame. If it has a watermark, late rows are dropped.
+    - ``by``: the key column or columns. Of several rows of a key in a batch, the one with the least event time
       goes through.
     - ``operator``: the name of this state in the checkpoint and in queries.
     - ``within``: a duration such as ``"10 minutes"``; a key is forgotten that long after the event time of its first
       row. With the delay of the watermark this is ``dropDuplicatesWithinWatermark``. Without ``within``, keys are
-      remembered for good, or, if the watermark column is one of them, until the watermark passes it.
+        remembered for ever, or, if the watermark column is one of them, until the watermark passes it.
     - ``num_partitions``: the number of state partitions, by default the session's ``spark.sql.shuffle.partitions``. The
       number stays with the checkpoint.
 
-    Raises ``InvalidOperatorError`` for everything that the DataFrame and the arguments show to be wrong.
+    Raises ``InvalidOperatorError`` for every mistake that the DataFrame and the arguments show.
     """
     keys = [by] if isinstance(by, str) else list(by)
     if not df.isStreaming:
@@ -263,7 +263,7 @@ def deduplicate(
             )
         within_us = microseconds(df.sparkSession, within)
         if within_us < 0:
-            raise InvalidOperatorError(f"within={within!r} is less than nothing; give a duration such as '10 minutes'.")
+            raise InvalidOperatorError(f"within={within!r} is negative; give a duration such as '10 minutes'.")
         expiry = arrow_type(df.schema[event_time.column].dataType)
     key_time = event_time if within is None and event_time is not None and event_time.column in keys else None
     stored = sorted(keys, key=lambda name: key_time is None or name != key_time.column)

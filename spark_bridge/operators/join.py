@@ -1,4 +1,4 @@
-"""``join`` and ``join_asof``: rows of two streams that have one key and lie close in time, as a streaming DataFrame."""
+"""``join`` and ``join_asof``: rows of two streams that have one key and are close in time, as a streaming DataFrame."""
 
 from __future__ import annotations
 
@@ -56,11 +56,11 @@ from spark_bridge.operators.map_in_arrow import (
 from spark_bridge.state_format.layouts import LEFT, RIGHT
 from spark_bridge.task.state_task import EventTime, StateTask
 
-# Checks two streams that are to be joined, finds their event times, and brings their rows into shared columns.
+# Checks the two streams of a join, finds their event times, and brings their rows into shared columns.
 
 
 ONLY = T.StructField("present", T.BooleanType())
-"""The column that is stored of a side that has nothing but the key."""
+"""The stored column of a side without columns other than the key."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Placing:
 
 
 def placing_of(left: DataFrame, right: DataFrame, operator: str, num_partitions: int | None) -> Placing:
-    """Return where the state of the operator lies; raises ``InvalidOperatorError`` for a wrong name or number."""
+    """Return the location of the operator's state; raises ``InvalidOperatorError`` for a wrong name or number."""
     check_operator_name(operator, left)
     check_operator_name(operator, right)
     key_groups = key_group_count(left)
@@ -117,12 +117,12 @@ def check_frames(left: DataFrame, right: DataFrame, how: str, apply: Apply | Non
         raise InvalidOperatorError(f"how={how!r} is none of join's: {', '.join(map(repr, JOIN_TYPES))}.")
     if (apply is None) != (output is None):
         raise InvalidOperatorError(
-            "apply= and output= go together: apply gives rows, and output says which columns they have, such as "
+            "apply= and output= go together: apply returns rows, and output declares their columns, such as "
             'output="user long, amount double".'
         )
     if apply is not None and how in (SEMI, ANTI):
         raise InvalidOperatorError(
-            f"apply= takes matching rows, and how={how!r} gives rows of the left side alone: use mapInArrow after it."
+            f"apply= takes matching rows, and how={how!r} emits rows of the left side alone: use mapInArrow after it."
         )
 
 
@@ -145,13 +145,13 @@ def check_columns(left: DataFrame, right: DataFrame, keys: list[str], how: str) 
     both = [c for c in right.columns if c not in keys and c in left.columns]
     if both:
         raise InvalidOperatorError(
-            f"Both sides have columns named {', '.join(both)} that are no keys: rename them on one side "
+            f"Both sides have columns named {', '.join(both)} that are not keys: rename them on one side "
             "(withColumnRenamed), or drop them."
         )
 
 
 def refuse_or_warn(sides: Sequence[str], operator: str, how: str) -> None:
-    """Refuse a join whose rows without a match would never come; warn of the sides that keep all rows."""
+    """Refuse a join whose unmatched rows would never be emitted; warn of the sides that keep all rows."""
     needed = {LEFT: (LEFT_OUTER, FULL, SEMI, ANTI), RIGHT: (RIGHT_OUTER, FULL)}
     bounds = {LEFT: "upper", RIGHT: "lower"}
     for side in sides:
@@ -163,7 +163,7 @@ def refuse_or_warn(sides: Sequence[str], operator: str, how: str) -> None:
             )
     whose = f"the {sides[0]} side" if len(sides) == 1 else "both sides"
     warnings.warn(
-        f"join {operator!r} keeps all rows of {whose} for good, so that its state grows without end. Put "
+        f"join {operator!r} keeps all rows of {whose} for ever, so that its state grows without end. Put "
         'withWatermark on both sides and give within= with both bounds, such as within=("0 seconds", "1 hour").',
         stacklevel=3,
     )
@@ -180,7 +180,7 @@ def bounds_of(
     left_time: str | None,
     right_time: str | None,
 ) -> Bounds:
-    """Return the times by which rows match and are late; raises ``InvalidOperatorError`` where they are not known."""
+    """Return the times that decide matches and lateness; raises ``InvalidOperatorError`` if they are not known."""
     late = event_times(left, right, left_time, right_time)
     in_key = next((t for t in late if t is not None and t.column in keys), None)
     if within is None:
@@ -243,8 +243,8 @@ def _event_time(df: DataFrame, side: str, given: str | None) -> EventTime | None
 
 def _durations(df: DataFrame, within: tuple[str | None, str | None]) -> tuple[int | None, int | None]:
     wrong = (
-        f"within={within!r} must be two durations, from which to which the right row may be later than the left row, "
-        'such as ("0 seconds", "1 hour"); one of them may be None.'
+        f"within={within!r} must be two durations: the least and the most that the right row may be later than the "
+        'left row, such as ("0 seconds", "1 hour"); one of them may be None.'
     )
     if isinstance(within, str) or len(within) != 2 or all(d is None for d in within):
         raise InvalidOperatorError(wrong)
@@ -263,7 +263,7 @@ def lag_of(left: DataFrame, right: DataFrame, bounds: Bounds) -> int:
 
 
 def other_fields(left: DataFrame, right: DataFrame, keys: list[str]) -> list[list[T.StructField]]:
-    """Return the columns of both sides that are no keys."""
+    """Return the columns of both sides that are not keys."""
     return [[f for f in df.schema.fields if f.name not in keys] or [ONLY] for df in (left, right)]
 
 
@@ -301,13 +301,15 @@ def output_struct(left: DataFrame, right: DataFrame, keys: list[str], how: str) 
 
 
 def struct_of_output(output: str | T.StructType) -> T.StructType:
-    """Return the columns that ``output=`` names; raises ``InvalidOperatorError`` for a text that is no schema."""
+    """Return the columns that ``output=`` names; raises ``InvalidOperatorError`` for a string that is not a schema."""
     if isinstance(output, T.StructType):
         return output
     try:
         parsed = T._parse_datatype_string(output)
     except Exception as error:
-        raise InvalidOperatorError(f'output={output!r} is no schema; give one such as "user long, n int".') from error
+        raise InvalidOperatorError(
+            f'output={output!r} is not a schema; give one such as "user long, n int".'
+        ) from error
     if not isinstance(parsed, T.StructType):
         raise InvalidOperatorError(f'output={output!r} has no names; give a schema such as "user long, n int".')
     return parsed
@@ -322,7 +324,7 @@ def struct_of_output(output: str | T.StructType) -> T.StructType:
 
 @dataclass(frozen=True)
 class SideTime:
-    """A side's column of event time, and how long its rows wait at most, in ms; None: for good."""
+    """A side's column of event time, and how long its rows wait at most, in ms; None: for ever."""
 
     field: T.StructField
     waits_ms: int | None
@@ -346,10 +348,10 @@ def asof_times(left: DataFrame, right: DataFrame, bounds: Bounds, asof: Asof) ->
 def timed_output(
     output: T.StructType, column: str | None, times: Sequence[SideTime], lag_ms: int, *, made_by_apply: bool = False
 ) -> T.StructType:
-    """Return the columns of the output, ``column`` alone as event time; ``lag_ms`` is that of the rows that are joined.
+    """Return the output's columns, ``column`` alone as event time; ``lag_ms`` is that of the joined rows.
 
-    With ``made_by_apply``, any column of the type of the times may be it, and has values of one of the sides.
-    Raises ``InvalidOperatorError`` for a column that has no event time.
+    With ``made_by_apply``, any column of the type of the times may be the event time, and has values of one of the
+    sides. Raises ``InvalidOperatorError`` for a column that has no event time.
     """
     output = T.StructType([without_event_time(f) for f in output.fields])
     if column is None:
@@ -376,12 +378,13 @@ def timed_output(
         sources = [t for t in times if t.field.name == column]
     if not sources:
         raise InvalidOperatorError(
-            f"{named} is no event time of a side; these are {', '.join(dict.fromkeys(t.field.name for t in times))}."
+            f"{named} is not an event time of a side; these are "
+            f"{', '.join(dict.fromkeys(t.field.name for t in times))}."
         )
     waits = [t.waits_ms for t in sources if t.waits_ms is not None]
     if len(waits) < len(sources):
         raise InvalidOperatorError(
-            f"{named}: rows of that side wait for good, so that an operator after the join would never be done with a "
+            f"{named}: rows of that side wait for ever, so that an operator after the join would never be done with a "
             "time. Give both bounds of within=, or tolerance= of join_asof."
         )
     source = sources[0].field
@@ -405,39 +408,39 @@ def join(
     event_time_column: str | None = None,
     num_partitions: int | None = None,
 ) -> DataFrame:
-    """Join the rows of two streams that have the same key and lie close enough in time.
+    """Join the rows of two streams that have the same key and are close enough in time.
 
     The counterpart in Spark is ``left.join(right, condition, how)`` with both sides streams. The result is an ordinary
     streaming DataFrame with the keys, the other columns of the left side and those of the right side.
 
     Arguments:
 
-    - ``left``, ``right``: streaming DataFrames. Of a side that has a watermark, late rows are dropped.
+    - ``left``, ``right``: streaming DataFrames. If a side has a watermark, its late rows are dropped.
     - ``on``: the key column or columns, which both sides have, with the same types. Nulls match nothing.
     - ``operator``: the name of this state in the checkpoint and in queries, which show the rows that wait for a match
       as the lists ``left`` and ``right``.
-    - ``how``: "inner"; "left", "right" or "full", which also give the rows of that side or of both that have no match,
-      with nulls; "left_semi" or "left_anti", which give the rows of the left side that have a match or have none. A row
-      without a match comes once the watermark says that none can come any more.
-    - ``within``: from which to which duration the time of the right row may be later than that of the left row, both
-      included, such as ``("0 seconds", "1 hour")``; negative ones are earlier. None in place of one is no bound. Both
+    - ``how``: "inner"; "left", "right" or "full", which also emit the rows of that side or of both that have no match,
+      with nulls; "left_semi" or "left_anti", which emit the rows of the left side that have a match or have none. A row
+      without a match is emitted once the watermark rules out a match.
+    - ``within``: the least and the most that the time of the right row may be later than that of the left row, both
+      included, such as ``("0 seconds", "1 hour")``; negative durations mean earlier. None for one means no bound. Both
       sides need a watermark on their time. Rows are removed from the state when the watermark has passed all times
-      at which a match could come. ``within`` is not needed where the watermark is on a key column; elsewhere only an
-      inner join goes without, and keeps all rows for good.
-    - ``left_time``, ``right_time``: the columns that ``within`` is about, by default those with the watermark.
+      of a possible match. ``within`` is not needed if the watermark is on a key column; otherwise only an
+      inner join can omit it, and keeps all rows for ever.
+    - ``left_time``, ``right_time``: the columns that ``within`` compares, by default those with the watermark.
     - ``apply``: a function that makes the output. It takes matching rows of both sides as two ``pyarrow.Table``, row i
-      of one with row i of the other; a side without a match has nulls. It gives a table of any number of rows with the
-      columns ``output``. It runs in the tasks, may be called several times in a batch, and must give the same for the
-      same rows.
-    - ``output``: the columns that ``apply`` gives, as a ``StructType`` or in DDL.
+      of one with row i of the other; a side without a match has nulls. It returns a table of any number of rows with
+      the columns ``output``. It runs in the tasks, may be called several times in a batch, and must return the same for
+      the same rows.
+    - ``output``: the columns that ``apply`` returns, as a ``StructType`` or in DDL.
     - ``event_time_column``: the output column that is the event time of this project's operators after the join, one
-      of the times of the sides; or a column that ``apply`` makes, with times not before those of the rows that it was
-      given. Rows of the output are as old as rows wait, which such operators allow for. Without it, the output has no
+      of the times of the sides; or a column that ``apply`` makes, with times not before those of its input rows. Rows
+      of the output are as old as rows wait, which such operators allow for. Without it, the output has no
       watermark.
     - ``num_partitions``: the number of state partitions, by default the session's ``spark.sql.shuffle.partitions``. The
       number stays with the checkpoint.
 
-    Raises ``InvalidOperatorError`` for everything that the DataFrames and the arguments show to be wrong.
+    Raises ``InvalidOperatorError`` for every mistake that the DataFrames and the arguments show.
     """
     keys = [on] if isinstance(on, str) else list(on)
     check_frames(left, right, how, apply, output)
@@ -491,14 +494,14 @@ def join_asof(
 ) -> DataFrame:
     """Give each row of a stream the row of another stream that has the same key and is nearest in time.
 
-    The words and the results are those of pandas' ``merge_asof`` over all rows that are not late, in whichever order
-    and batches they come. A row of the left side comes when the watermark says which row of the right side it gets,
-    with nulls if there is none. Of several right rows of a key at one time, the order is that of their columns.
+    The terms and the results are those of pandas' ``merge_asof`` over all rows that are not late, in any order and any
+    batches. A row of the left side is emitted when the watermark settles which row of the right side it gets,
+    with nulls if there is none. Right rows of a key at the same time are ordered by their columns.
 
     Arguments:
 
     - ``left``, ``right``: streaming DataFrames with a watermark on their time. Late rows are dropped. Rows of the left
-      side with a null as key or time come at once, with nulls; such rows of the right side are dropped.
+      side with a null as key or time are emitted at once, with nulls; such rows of the right side are dropped.
     - ``on``: the key column or columns (pandas: ``by``), which both sides have, with the same types.
     - ``operator``: the name of this state in the checkpoint and in queries, which show the rows that wait as the lists
       ``left`` and ``right``.
@@ -506,7 +509,7 @@ def join_asof(
     - ``direction``: "backward" takes the last right row at or before the time of the left row, "forward" the first one
       at or after it, "nearest" the nearer of both, and the one before if they are equally near.
     - ``tolerance``: a duration, the greatest difference of the two times. Without it, the state keeps the last row of
-      each key of the right side for good ("backward", "nearest"), and a left row waits until a right row comes after
+      each key of the right side for ever ("backward", "nearest"), and a left row waits until a right row comes after
       it ("forward", "nearest").
     - ``allow_exact_matches``: whether a right row at the same time counts.
     - ``event_time_column``: the output column that is the event time of this project's operators after the join, one
@@ -515,7 +518,7 @@ def join_asof(
     - ``num_partitions``: the number of state partitions, by default the session's ``spark.sql.shuffle.partitions``. The
       number stays with the checkpoint.
 
-    Raises ``InvalidOperatorError`` for everything that the DataFrames and the arguments show to be wrong.
+    Raises ``InvalidOperatorError`` for every mistake that the DataFrames and the arguments show.
     """
     keys = [on] if isinstance(on, str) else list(on)
     check_frames(left, right, LEFT_OUTER, None, None)
@@ -525,7 +528,7 @@ def join_asof(
     placing = placing_of(left, right, operator, num_partitions)
     tolerance_us = None if tolerance is None else microseconds(left.sparkSession, tolerance)
     if tolerance_us is not None and tolerance_us < 0:
-        raise InvalidOperatorError(f"tolerance={tolerance!r} is less than nothing; give a duration such as '1 minute'.")
+        raise InvalidOperatorError(f"tolerance={tolerance!r} is negative; give a duration such as '1 minute'.")
     late = event_times(left, right, left_time, right_time)
     for time in late:
         if time is not None and time.column in keys:

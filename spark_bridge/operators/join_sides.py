@@ -16,9 +16,9 @@ INNER, LEFT_OUTER, RIGHT_OUTER, FULL, SEMI, ANTI = "inner", "left", "right", "fu
 JOIN_TYPES = (INNER, LEFT_OUTER, RIGHT_OUTER, FULL, SEMI, ANTI)
 
 SIDE = "__statestore_side"
-"""The column that says of which side a row is: ``LEFT_ROW`` or ``RIGHT_ROW``."""
+"""The column that names the side of a row: ``LEFT_ROW`` or ``RIGHT_ROW``."""
 SLOT = "__statestore_slot"
-"""Begins the names of the columns that both sides share, each with a column of its own, where they have one type."""
+"""Prefix of the names of shared columns. A column of each side shares one if both have the same type."""
 LEFT_ROW, RIGHT_ROW = 0, 1
 NO_TIME = np.iinfo(np.int64).max
 """The time of a row that has none, in microseconds."""
@@ -31,13 +31,13 @@ class JoinSide:
     - ``name``: that of its state variable.
     - ``columns``: its columns without the keys, as they are stored. ``slots`` are the numbers of the shared columns
       that they come in.
-    - ``time``: the column that the bounds of the join are about, or that is in the key; None if the join has no bounds.
+    - ``time``: the column that the bounds of the join compare, or that is in the key; None if the join has no bounds.
     - ``late``: the column that makes its rows late, None if no row is.
     - ``expires_after_us``: a row can find no match any more once the watermark is this many microseconds after the
       row's time; None if that is never known.
     - ``keeps_unmatched``: rows that find no match are emitted in the end. ``leaves_once_matched``: a row is removed
       from the state with its first match.
-    - ``flag``: the stored column that says which rows have found a match; None if it is not asked.
+    - ``flag``: the stored column that marks rows with a match; None if the join does not need it.
     """
 
     name: str
@@ -86,8 +86,8 @@ class Bounds:
     """The times that rows are matched by.
 
     The times of matching rows, in the columns ``left`` and ``right``, differ by ``lower_us`` to ``upper_us``
-    microseconds, both included (right minus left; None is no bound). Where both columns are a key, they are equal.
-    Where a column is None, there are no bounds. ``left_late`` and ``right_late`` make rows late.
+    microseconds, both included (right minus left; None means no bound). If both columns are a key, they are equal.
+    If a column is None, there are no bounds. ``left_late`` and ``right_late`` make rows late.
     """
 
     left: EventTime | None = None
@@ -105,11 +105,11 @@ class Bounds:
 
     @property
     def expires_after_us(self) -> tuple[int | None, int | None]:
-        """Return for both sides how long after the time of a row the watermark says that no match can come.
+        """Return for both sides how long after the time of a row the watermark rules out a match.
 
         A row of the left side matches times up to ``upper_us`` after its own. In whole milliseconds and one more, as
         Spark computes the watermark of a side's state for a bound that is included
-        (``StreamingJoinHelper.getStateValueWatermark``), so that rows without a match come in the same batch.
+        (``StreamingJoinHelper.getStateValueWatermark``), so that rows without a match are emitted in the same batch.
         """
         if self.in_key:
             return 0, 0
@@ -119,7 +119,7 @@ class Bounds:
 
     @property
     def waits_ms(self) -> tuple[int | None, int | None]:
-        """Return for both sides how far the watermark may be behind a row's time when the row comes, None for any."""
+        """Return for both sides how far the watermark may be behind the time of an arriving row, None for any."""
         left, right = (None if us is None else max(0, us // 1000) for us in self.expires_after_us)
         return left, right
 
@@ -143,8 +143,8 @@ def shared_slots(
 ) -> tuple[tuple[pa.DataType, ...], tuple[tuple[int, ...], tuple[int, ...]]]:
     """Return the types of the shared columns, and for the columns of both sides the numbers of those they come in.
 
-    A column of each side is in one of them if they have the same type: a row then has few columns that are null for its
-    being of the other side.
+    Columns of both sides with the same type share one, so that a row has few nulls for the columns of the other
+    side.
     """
     types = list(left)
     free = dict(enumerate(left))
@@ -166,12 +166,12 @@ def _as_type(column: pa.Array, kind: pa.DataType) -> pa.Array:
 
 # The matching rows of two sides: those with one key whose times are within the bounds. No loop per row.
 #
-# The rows of one side are sorted by key and time. The matches of a row of the other side then lie together, and are
+# The rows of one side are sorted by key and time. The matches of a row of the other side are then adjacent, and are
 # found by two binary searches.
 
 
 PAIRS_AT_ONCE = 1 << 16
-"""Matches that are made rows at once, at most."""
+"""The most matches that are converted to rows at once."""
 
 
 @dataclass(frozen=True)
@@ -223,7 +223,7 @@ class Matches:
 def matches(probes: RowsToMatch, others: RowsToMatch, lower_us: int | None, upper_us: int | None) -> Matches:
     """Return the rows of ``others`` with the key of each probe whose time is within the bounds.
 
-    The bounds, in microseconds, are those of the other row's time minus the probe's. None is no bound.
+    The bounds, in microseconds, are those of the other row's time minus the probe's. None means no bound.
     """
     if lower_us is None and upper_us is None:
         order = np.argsort(others.ids, kind="stable")

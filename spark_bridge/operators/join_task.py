@@ -2,7 +2,7 @@
 
 The rows of a batch are sorted by key, and the chunks of waiting rows that the watermark has reached with them. For some
 keys at a time, new rows of one side are matched with the waiting and the new rows of the other side. Then the rows that
-can find no match any more leave the state; where the join asks for it, those that never had one are emitted. Spark's
+can find no match any more leave the state; if the join asks for it, those that never had one are emitted. Spark's
 counterpart is ``StreamingSymmetricHashJoinExec``: in one batch, all matches come before any row is removed.
 """
 
@@ -52,14 +52,14 @@ from spark_bridge.task.task_store import StateAccess
 
 
 Apply: TypeAlias = Callable[[pa.Table, pa.Table], "pa.Table | pa.RecordBatch"]
-"""Takes matching rows of both sides, row by row, and gives output."""
+"""Takes matching rows of both sides, row by row, and yields output."""
 
 
 @dataclass(frozen=True)
 class SideRows:
     """All rows of one side that a step handles: first the new ones, then those that were waiting.
 
-    ``can_match`` is false for rows with a null in their key, or without a time where the join has bounds.
+    ``can_match`` is false for rows with a null in their key, or without a time if the join has bounds.
     """
 
     waiting: Waiting
@@ -99,7 +99,7 @@ class JoinOutput:
         of_right: Ids | None,
         spool: Spool,
     ) -> None:
-        """Put pairs of rows into the spool; where a side is None, the rows have nulls for it."""
+        """Put pairs of rows into the spool; if a side is None, the rows have nulls for it."""
         rows = ((left, of_left), (right, of_right))
         num_rows = next((len(numbers) for _, numbers in rows if numbers is not None), 0)
         for first in range(0, num_rows, PAIRS_AT_ONCE):
@@ -141,13 +141,13 @@ class JoinOutput:
         made = self.apply(tables[0], tables[1])
         if not isinstance(made, (pa.Table, pa.RecordBatch)):
             raise StatefulProcessorError(
-                f"apply= of a join gave {type(made).__name__}: it must give a pyarrow.Table or RecordBatch."
+                f"apply= of a join returned {type(made).__name__}: it must return a pyarrow.Table or RecordBatch."
             )
         missing = [name for name in self.output.names if made.schema.names.count(name) != 1]
         if missing:
             raise StatefulProcessorError(
-                f"apply= of a join gave the columns {', '.join(made.schema.names) or 'none'}; output= says that there "
-                f"is one each of {', '.join(self.output.names)}."
+                f"apply= of a join returned the columns {', '.join(made.schema.names) or 'none'}; output= declares "
+                f"one each of {', '.join(self.output.names)}."
             )
         table = pa.table(made.select(self.output.names)) if isinstance(made, pa.RecordBatch) else made
         return one_batch(table.select(self.output.names).cast(self.output).to_batches() or [empty(self.output)])
@@ -156,7 +156,7 @@ class JoinOutput:
 JOIN_KEYS_PER_STEP = 1 << 14
 """Keys whose waiting rows are read and written at once, to begin with."""
 _CHUNK = "__statestore_chunk"
-"""The number of a chunk that is due, in a row that stands for it; such rows are of ``DUE_SIDES``."""
+"""The number of a chunk that is due, in a placeholder row; such rows are of ``DUE_SIDES``."""
 DUE_SIDES = (LEFT_ROW + 2, RIGHT_ROW + 2)
 
 
@@ -164,10 +164,10 @@ DUE_SIDES = (LEFT_ROW + 2, RIGHT_ROW + 2)
 class JoinLogic:
     """A join of the rows of two sides that have one key.
 
-    ``keys`` are the key columns as stored. ``slots`` are the types of the shared columns in which the rows of both
-    sides come. ``bounds`` say which of these rows match. ``output`` are the columns of the output: the keys, those of
-    the left side, and those of the right side unless ``how`` asks for left rows only. With ``apply``, they are what
-    that gives; ``given`` are the columns of the two tables that it takes.
+    ``keys`` are the key columns as stored. ``slots`` are the types of the shared columns that hold the rows of both
+    sides. ``bounds`` decide which of these rows match. ``output`` are the columns of the output: the keys, those of
+    the left side, and those of the right side unless ``how`` emits left rows only. With ``apply``, they are the columns
+    that it returns; ``given`` are the columns of the two tables that it takes.
     """
 
     schema: OperatorSchema
@@ -283,13 +283,13 @@ class JoinBatch:
         return OperatorFigures(self._rows, self._updated, self._removed, self._late)
 
     def _due_until(self, side: JoinSide) -> int | None:
-        """Return up to which time chunks of a side are due; None if the last batch has seen to all of them."""
+        """Return the time up to which chunks of a side are due; None if the last batch has handled all of them."""
         if side.expires_after_us is None or self._watermark <= self._store.times.late_watermark_ms:
             return None
         return self._watermark - side.expires_after_us // 1000
 
     def add(self, rows: pa.RecordBatch, reducer: RowReducer) -> None:
-        """Take the rows that are not late."""
+        """Keep the rows that are not late."""
         logic = self._logic
         is_right = np.asarray(rows.column(SIDE)) == RIGHT_ROW
         if logic.bounds.uses_time:
@@ -312,7 +312,7 @@ class JoinBatch:
         reducer.add(KeyedRows(groups.keys, ids, given))
 
     def add_due(self, reducer: RowReducer) -> None:
-        """Add the chunks that the watermark has reached, as rows of sides of their own."""
+        """Add the chunks that the watermark has reached, as rows of separate sides."""
         for state, code in zip(self._state, DUE_SIDES, strict=True):
             for keys, due in state.due():
                 n = len(due.ids)
@@ -396,7 +396,7 @@ class JoinBatch:
         matched: Mask,
         spool: Spool,
     ) -> None:
-        """Emit the rows of a side that have found no match and can find none any more; stage what else there is."""
+        """Emit the rows of a side that have found no match and can find none any more; stage the others."""
         side, n, waiting = self._logic.sides[i], of_side.num_new, of_side.waiting
         matched = matched | np.concatenate([np.zeros(n, np.bool_), waiting.matched])
         expired = side.expired(of_side.times, self._watermark)
@@ -423,7 +423,7 @@ class JoinBatch:
         *,
         has_entries: bool = True,
     ) -> None:
-        """Stage what the rows of a side have become; see ``WaitingRows.write``."""
+        """Stage the changed rows of a side; see ``WaitingRows.write``."""
         n, state = of_side.num_new, self._state[i]
         stored = np.flatnonzero(kept[:n])
         self._updated += len(stored)

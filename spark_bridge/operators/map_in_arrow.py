@@ -1,7 +1,7 @@
 """The one way of this project's functions into a DataFrame's plan: ``mapInArrow`` over columns by their position.
 
-Spark resolves names where this project has columns. It reads a dot as a field of a struct, and by default it refuses a
-name if the DataFrame has another one that differs only in case. So no name of a user's column goes to Spark here.
+Spark resolves names, whereas this project has columns. It reads a dot as a field of a struct, and by default it refuses
+a name if the DataFrame has another one that differs only in case. So no name of a user's column goes to Spark here.
 """
 
 from __future__ import annotations
@@ -197,20 +197,20 @@ class InitialStateAccess:
         self.entry: PartitionEntry | None = None
         self._registration = registration
         self._conf = replace(conf, provider=spec.backend)
-        # The base is no version's: no reader may take version 0 for changes to an empty state.
+        # The base belongs to no version: no reader may take version 0 for changes to an empty state.
         base = f"initial/{registration.query_id}"
         run_id = f"initial-{registration.run_id}"
         self._meta = ChangelogMeta(run_id, spec.name, partition, spec.num_partitions, 0, attempt, base, STORE)
         self._staged = StagedChanges()
 
     def get_many(self, keys: pa.BinaryArray, column_family: str = DEFAULT_FAMILY) -> pa.BinaryArray:
-        """Return nulls: there is no state yet."""
+        """Return nulls: the state does not exist yet."""
         return pa.nulls(len(keys), pa.binary())
 
     def scan(
         self, ranges: Sequence[KeyRange], column_family: str = DEFAULT_FAMILY, limit: int | None = None
     ) -> Iterator[pa.RecordBatch]:
-        """Return nothing: there is no state yet."""
+        """Return nothing: the state does not exist yet."""
         return iter(())
 
     def stage(self, keys: pa.BinaryArray, values: pa.BinaryArray, column_family: str = DEFAULT_FAMILY) -> None:
@@ -226,7 +226,7 @@ class InitialStateAccess:
         self.entry, _ = build_partition(storage, self._meta, sorted(families), pairs, self._conf)
 
     def close(self) -> None:
-        """Drop what was staged."""
+        """Drop the staged changes."""
         self._staged.close()
 
 
@@ -242,7 +242,7 @@ class InitialStateTask:
     conf: StateStoreConf
 
     def run(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """Make the state of one partition, and yield its entry, unless there are no rows."""
+        """Make the state of one partition, and yield its entry, unless it gets no rows."""
         from pyspark import TaskContext
 
         context = TaskContext.get()
@@ -298,8 +298,8 @@ def make_initial_states(
 
 # The stateful operators that this driver has declared, and finding them in a query's plan.
 #
-# Spark's plan shows the name of the function after every ``mapInArrow``. Each operator's function has a name of its
-# own, by which the listener finds the declaration.
+# Spark's plan shows the name of the function after every ``mapInArrow``. Each operator's function has a unique name,
+# which the listener uses to find the declaration.
 
 
 FUNCTION_PREFIX = "statestore_"
@@ -365,7 +365,7 @@ def check_operator_name(name: str, df: DataFrame) -> None:
         raise InvalidOperatorError(f"operator={error} It names the state in the checkpoint and in queries.") from error
     if any(o.name == name for o in operators_of(df)):
         raise InvalidOperatorError(
-            f"operator={name!r} is used twice in one query; give each stateful operator a name of its own."
+            f"operator={name!r} is used twice in one query; give each stateful operator a different name."
         )
 
 
@@ -379,7 +379,7 @@ def duplicate_names(operators: list[OperatorSpec]) -> list[str]:
 
 
 KEY_GROUPS_CONF = "spark.statestore.keyGroups"
-"""The number of key groups of a new query, 1 to 65536; a query goes on with the number in its checkpoint only."""
+"""The number of key groups of a new query, 1 to 65536; a query cannot continue with another number."""
 SHUFFLE_PARTITIONS_CONF = "spark.sql.shuffle.partitions"
 FRAME_ROWS_CONF = "spark.sql.execution.arrow.maxRecordsPerBatch"
 FRAME_BYTES_CONF = "spark.sql.execution.arrow.maxBytesPerBatch"
@@ -391,7 +391,7 @@ MOST_FRAME_BYTES = NO_LIMIT - 1
 
 
 def configured_key_groups(spark: SparkSession) -> int:
-    """Return the number of key groups that the session asks for, whatever it is."""
+    """Return the session's setting of the number of key groups, unchecked."""
     return int(spark.conf.get(KEY_GROUPS_CONF, str(DEFAULT_KEY_GROUPS)) or DEFAULT_KEY_GROUPS)
 
 
@@ -422,10 +422,10 @@ def partition_count(df: DataFrame, given: int | None, key_groups: int) -> int:
 def frame_limits(spark: SparkSession) -> tuple[int, int]:
     """Return the most rows and the most bytes of a DataFrame for a processor, as the session sets them for Arrow.
 
-    What is zero or less is no limit, as in Spark. Bytes may have a unit, such as ``64MB``.
+    Zero or less means no limit, as in Spark. Bytes may have a unit, such as ``64MB``.
     """
     rows = int(spark.conf.get(FRAME_ROWS_CONF, "10000") or 10_000)
-    # Spark checks the default as well, where it knows the setting: what is no limit must be right as one.
+    # Spark also validates the default, if it knows the setting: so the value for "no limit" must be valid.
     text = spark.conf.get(FRAME_BYTES_CONF, str(MOST_FRAME_BYTES)) or MOST_FRAME_BYTES
     num_bytes = int(spark._jvm.org.apache.spark.network.util.JavaUtils.byteStringAsBytes(str(text)))
     return _or_no_limit(rows), _or_no_limit(num_bytes)
@@ -441,7 +441,7 @@ def _or_no_limit(limit: int) -> int:
 def with_ticks(df: DataFrame) -> DataFrame:
     """Return the same rows and columns, watermark included, from a plan that runs a batch at every trigger.
 
-    Batches come once a second at most. The plan has a rate source beside, which always has new rows, and a filter that
+    Batches start at most once a second. The plan also has a rate source, which always has new rows, and a filter that
     drops them all. Spark must not see that the filter drops all rows, or it would leave the source out.
     """
     ticks = df.sparkSession.readStream.format("rate").option("rowsPerSecond", 1).option("numPartitions", 1).load()

@@ -2,7 +2,7 @@
 
 The sessions of a key are one row of state. They never touch, so that in the order of their starts they are in the order
 of their ends too. A second column family has the keys by a time before which no session of the key ends. As most
-sessions go on and on, this time is not moved with each row: it is corrected when the watermark gets there.
+sessions continue, this time is not moved with each row: it is corrected when the watermark gets there.
 """
 
 from __future__ import annotations
@@ -223,7 +223,7 @@ class _SessionBatch:
     def add_due_keys(self, reducer: RowReducer) -> None:
         """Add the keys that may have sessions which have ended, so that ``merge`` visits them."""
         if not self._removes or self._store.times.watermark_ms <= self._store.times.late_watermark_ms:
-            return  # the last batch has removed what this watermark has ended
+            return  # the last batch has removed the sessions that this watermark ends
         ranges = EventTime(DUE).done_ranges(self._store.key_groups, self._store.times.watermark_ms)
         without = empty(self._columns.schema)
         for pairs in scanned(self._store, ranges, ENDS_FAMILY):
@@ -279,7 +279,7 @@ class _SessionBatch:
         return int(stored.nbytes + both.nbytes)
 
     def _stage(self, keys: pa.BinaryArray, present: Mask, due: pa.Array, ids: Ids, sessions: pa.RecordBatch) -> None:
-        """Stage the sessions that stay; ``present`` and ``due`` tell what is stored of each key."""
+        """Stage the sessions that stay; ``present`` and ``due`` describe the stored rows of each key."""
         num_keys = len(keys)
         counts = np.bincount(ids, minlength=num_keys)
         has_sessions = counts > 0

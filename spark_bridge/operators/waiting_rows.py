@@ -1,13 +1,13 @@
 """The rows of one side of a join that wait in the state for a match: reading those of a step's keys, and writing them.
 
-They are lists (``state_format.layouts``): the last rows of a key stand beside the key, the others in chunks. So a key
-with many rows is not written anew for each row. Rows leave when the watermark has passed them, which need not be in the
-order in which they came: what remains of a chunk is written anew, and the numbers of chunks that are gone stay free.
-Where more numbers are free than not, the chunks of the key are made anew.
+They are lists (``state_format.layouts``): the last rows of a key are stored with the key, the others in chunks. So a
+key with many rows is not rewritten for each row. Rows leave when the watermark has passed them, which need not be in
+the order of their arrival: the rest of a chunk is rewritten, and the numbers of removed chunks stay free. If more
+numbers are free than not, the chunks of the key are rebuilt.
 
-A column family of its own has the chunks of all keys by the time at which the first of their rows is due. So only
+Another column family has the chunks of all keys by the time when the first of their rows is due. So only those
 chunks are read that the watermark has reached (as in Spark's state format 4 of stream-stream joins). An entry may be
-too early, or be that of a chunk that is gone: it is looked at when it is due.
+too early, or belong to a removed chunk: this is checked when it is due.
 """
 
 from __future__ import annotations
@@ -48,18 +48,17 @@ from spark_bridge.task.task_store import StateAccess
 
 WAITING_CHUNK_ROWS = 64
 WAITING_CHUNK_BYTES = 16 << 10
-"""The most rows of a chunk, and of those beside a key, and about the most bytes; a single row may have more."""
+"""The most rows of a chunk, and of those stored with a key, and about the most bytes; a single row may have more."""
 _FEW_HOLES = 4
 
 
 @dataclass(frozen=True)
 class Waiting:
-    """The stored rows of some keys, as far as they were read.
+    """The stored rows of some keys that have been read.
 
-    ``ids`` and ``numbers`` say of each row which key's it is, and in which chunk it stands (``TAIL_NUMBER``: beside the
-    key); rows are sorted by both, the tail last. ``lengths`` and ``chunks`` are of the keys: how many rows there are,
-    and how many chunk numbers are taken. ``rebuilt``: keys of which all rows were read and whose chunks are to be made
-    anew.
+    ``ids`` and ``numbers`` give for each row its key and its chunk (``TAIL_NUMBER``: stored with the key); rows are
+    sorted by both, the tail last. ``lengths`` and ``chunks`` are of the keys: their numbers of rows and of chunk
+    numbers in use. ``rebuilt``: keys whose rows were all read, and whose chunks are to be rebuilt.
     """
 
     ids: Ids
@@ -83,7 +82,7 @@ class Due:
 class WaitingRows:
     """The waiting rows of one side in one batch.
 
-    ``due_until_ms`` is up to which time (ms since 1970) chunks are due in this batch; None if none are.
+    Chunks are due in this batch up to ``due_until_ms`` (ms since 1970); None if none are.
     """
 
     def __init__(self, side: JoinSide, store: StateAccess, due_until_ms: int | None) -> None:
@@ -176,7 +175,7 @@ class WaitingRows:
         *,
         has_entries: bool = True,
     ) -> None:
-        """Stage what the rows of some keys have become.
+        """Stage the changed rows of some keys.
 
         ``kept``, ``matched`` and ``due_at`` are of the rows of ``waiting``: which of them stay, which have found a
         match by now, and when each is due (microseconds; ``NO_TIME``). ``due`` are the chunks whose entries by time
@@ -219,7 +218,7 @@ class WaitingRows:
         return pa.RecordBatch.from_arrays(columns, names=rows.schema.names)
 
     def new_rows(self, rows: pa.RecordBatch, matched: Mask) -> pa.RecordBatch:
-        """Return rows of the side in the columns in which they are stored."""
+        """Return rows of the side in their stored columns."""
         given = dict(zip(rows.schema.names, rows.columns, strict=True))
         if self._side.flag is not None:
             given[self._side.flag] = pa.array(matched)
@@ -230,7 +229,7 @@ class WaitingRows:
         return pa.RecordBatch.from_arrays(arrays, names=[f.name for f in stored])
 
     def _remove_chunks(self, keys: pa.BinaryArray, waiting: Waiting) -> None:
-        """Stage the removal of all chunks of the keys that are made anew."""
+        """Stage the removal of all chunks of the keys that are rebuilt."""
         ids, numbers = _runs(waiting, waiting.rebuilt[waiting.ids] & (waiting.numbers != TAIL_NUMBER))[:2]
         self._stage(_chunk_keys(keys, ids, numbers), None, self._chunk_family)
 
@@ -274,7 +273,7 @@ class WaitingRows:
         lengths: Ids,
         has_entry: Ids,
     ) -> None:
-        """Stage the last rows of the keys that are ``pooled``, cutting chunks off where there are too many."""
+        """Stage the last rows of the keys that are ``pooled``, cutting chunks off if there are too many."""
         num_keys = len(keys)
         counts = np.bincount(ids, minlength=num_keys)
         starts = offsets_of(counts)[:-1]
@@ -321,7 +320,7 @@ class WaitingRows:
         counts: Ids,
         has_entry: Ids | None = None,
     ) -> None:
-        """Stage chunks by the least time at which a row is due, unless they have an entry that is not after that."""
+        """Stage chunks by the time when their first row is due, unless they have an entry that is not after that."""
         if self._by_time is None or not len(ids):
             return
         family, schema = self._by_time
@@ -337,7 +336,7 @@ class WaitingRows:
 
 
 def _runs(waiting: Waiting, chosen: Mask) -> tuple[Ids, Ids, Ids]:
-    """Return the chunks of the chosen rows: the places of their keys, their numbers, and where their rows begin."""
+    """Return the chunks of the chosen rows: the places of their keys, their numbers, and the start of their rows."""
     ids, numbers = waiting.ids[chosen], waiting.numbers[chosen]
     if not len(ids):
         return ids, numbers, ids

@@ -39,10 +39,10 @@ SILENT_HOST_MS = 5_000
 RECENT_RESTART_MS = 600_000
 """A process that was started again is reported for this long."""
 LEAST_FAILURES = 3
-"""Fewer requests within a minute that fail and are repeated say nothing: each store has some."""
+"""Fewer failed and retried requests within a minute are normal: each store has some."""
 LEAST_WAITING_MS = 10_000
 HANGING_MS = 30_000
-"""Storage that gives no answer for this long holds up batches."""
+"""Storage that does not answer for this long holds up batches."""
 LONGEST_REASON = 300
 COORDINATOR_PROCESS = "coordinator"
 LEAST_LOOP_FAILURES = 2
@@ -52,13 +52,13 @@ ALIVE = "ALIVE"
 
 
 def process_faults(overview: Overview) -> Iterator[Fault]:
-    """Give the faults of hosts, coordinator and storage."""
+    """Yield the faults of hosts, coordinator and storage."""
     if overview.source == CLUSTER and overview.queries and not overview.hosts:
         yield Fault(
             ERROR,
             "no-hosts",
             "hosts",
-            "No host is registered with the coordinator: no batch can go on.",
+            "No host is registered with the coordinator: no batch can continue.",
             "Look at the driver: hosts are started by init_spark and attach, and end with it.",
         )
     coordinator = overview.coordinator
@@ -68,18 +68,18 @@ def process_faults(overview: Overview) -> Iterator[Fault]:
             "placement",
             "hosts",
             problem,
-            "Batches go on, and data goes further than it must until hosts stand beside executors again.",
+            "Batches continue, but data travels further than necessary until hosts run beside executors again.",
         )
     if coordinator is not None:
-        yield from _restarted(COORDINATOR_PROCESS, coordinator, "Queries go on from their manifests")
+        yield from _restarted(COORDINATOR_PROCESS, coordinator, "Queries continue from their manifests")
         for lost in coordinator.lost:
             yield Fault(
                 ERROR,
                 "driver-lost",
                 f"query {lost.query}",
-                f"Its driver has not been heard of for {duration(max(0, overview.taken_ms - lost.lost_ms))}, and was "
+                f"Its driver has sent no heartbeat for {duration(max(0, overview.taken_ms - lost.lost_ms))}, and was "
                 "given up: the query does not run.",
-                "Look for the driver's process and its machine, and start the program again: it goes on from its "
+                "Look for the driver's process and its machine, and start the program again: it continues from its "
                 f"checkpoint, {lost.checkpoint_location}. 'statestore run' starts programs again by itself.",
             )
         yield from _of_loops(coordinator.failing_loops)
@@ -96,7 +96,7 @@ def _of_loops(loops: Sequence[LoopFailures]) -> Iterator[Fault]:
                 WARNING,
                 "background-loop-fails",
                 loop.process,
-                f"A background loop has failed {loop.failures} times in a row, for {duration(loop.failing_ms)}, to "
+                f"A background loop has failed {loop.failures} consecutive times, for {duration(loop.failing_ms)}, to "
                 f"{loop.what}. The last error: {for_people(loop.error, LONGEST_REASON).rstrip('.')}.",
                 loop.remedy or "Look at the log of that process.",
             )
@@ -130,7 +130,7 @@ def _of_host(host: HostOverview) -> Iterator[Fault]:
             "It is there, and the coordinator does not know it (yet).",
             "A host registers within seconds; if it stays so, look at its actor's log.",
         )
-    yield from _restarted(subject, host, "Its partitions are loaded again, and batches go on")
+    yield from _restarted(subject, host, "Its partitions are loaded again, and batches continue")
     budget, held = host.memory.get("host_memory"), sum(n for name, n in host.memory.items() if name != "host_memory")
     if budget and held > budget:
         yield Fault(
@@ -148,8 +148,8 @@ def _lost(host: HostOverview, subject: str) -> Fault:
             WARNING,
             "host-lost",
             subject,
-            "The coordinator has given it up, and Ray does not say how its actor is.",
-            "'ray list actors' shows it. Other hosts have its partitions meanwhile.",
+            "The coordinator has given it up, and Ray does not report the state of its actor.",
+            "'ray list actors' shows it. Other hosts serve its partitions.",
         )
     if host.actor_state != ALIVE:
         return Fault(
@@ -157,8 +157,8 @@ def _lost(host: HostOverview, subject: str) -> Fault:
             "host-starting",
             subject,
             f"Its process has ended, and Ray has not started it again yet (state: {host.actor_state}).",
-            "Other hosts have its partitions meanwhile. If it stays so, Ray finds no place for it: 'ray status' shows "
-            "what is asked for and what there is.",
+            "Other hosts serve its partitions. If it stays so, Ray finds no place for it: 'ray status' shows "
+            "the requested and the available resources.",
         )
     return Fault(
         ERROR,
@@ -226,8 +226,8 @@ def _of_storage(overview: Overview) -> Iterator[Fault]:
                 _subject(overview, met.location),
                 " ".join(_told(met)),
                 "Look at that storage: is it up, full, slowed down, are the credentials and permissions right, is the "
-                "network? Requests are repeated for a time; batches go on by themselves once storage answers, and a "
-                "query that has ended of the errors is to be started again.",
+                "network? Requests are retried for a time; batches continue by themselves once storage answers. Start "
+                "a query again if these errors have ended it.",
             )
 
 
@@ -258,7 +258,7 @@ def _number(n: int, what: str) -> str:
 
 
 def _subject(overview: Overview, location: str) -> str:
-    """Return the query whose location it is, which has a page, or the location itself."""
+    """Return the query at the location, which has a page, or the location itself."""
     for query in overview.queries:
         if location.rstrip("/") in (query.state_location.rstrip("/"), query.checkpoint_location.rstrip("/")):
             return f"query {query.title}"
@@ -276,7 +276,7 @@ MOST_SNAPSHOT_LAG = 50
 """Versions: five snapshots of ten versions each, as Spark's own warning has it."""
 MOST_TIME_SKEW = 5.0
 LEAST_SKEWED_MS = 1_000
-"""A partition whose batch takes less slows nothing down."""
+"""A partition whose batch takes less time slows nothing down."""
 SLOW_STORAGE_MS = 1_000
 """Storage is slow if the slowest changelog of a usual batch and its manifest take at least this long, and half the
 batch.
@@ -314,7 +314,7 @@ def _of_query(overview: Overview, query: Query) -> Iterator[Fault]:
             "follower-late",
             subject,
             f"It is followed from its storage, which was last looked at {duration(query.lag_ms)} ago with success: "
-            f"version {query.completed_version} is answered from, and each answer says how far it may be behind.",
+            f"answers are of version {query.completed_version}, and each one has its possible lag.",
             "Look at the storage of the checkpoint, at its credentials, and at the log of the process that called "
             "serve_state. It continues by itself once storage answers.",
         )
@@ -325,8 +325,8 @@ def _of_query(overview: Overview, query: Query) -> Iterator[Fault]:
             "query-failed",
             subject,
             f"The query has ended{ago} with an error: {query.failure}",
-            "Mend what the error says, and start the query again: it goes on after version "
-            f"{query.completed_version}, and nothing is lost. Until then its last version is answered from.",
+            "Fix the cause of the error, and start the query again: it continues after version "
+            f"{query.completed_version}, and nothing is lost. Until then its last version stays readable.",
         )
     if query.status != RUNNING and query.replaced_by is not None:
         yield Fault(
@@ -334,7 +334,7 @@ def _of_query(overview: Overview, query: Query) -> Iterator[Fault]:
             "run-replaced",
             subject,
             f"Run {query.run_id} was replaced by run {query.replaced_by} on the same checkpoint.",
-            "Stop the older one: only the newer one may go on.",
+            "Stop the older one: only the newer one may continue.",
         )
     if query.completed_version > query.prepared_version:
         yield Fault(
@@ -342,7 +342,7 @@ def _of_query(overview: Overview, query: Query) -> Iterator[Fault]:
             "version-missing",
             subject,
             f"Spark has committed version {query.completed_version}, and no manifest in storage has it.",
-            "Start the query: it recovers what its hosts have stored, or says what is missing.",
+            "Start the query: it recovers the data that its hosts have stored, or names the missing files.",
         )
     if query.damages:
         yield _damaged(query, subject)
@@ -367,10 +367,10 @@ def _of_query(overview: Overview, query: Query) -> Iterator[Fault]:
             WARNING,
             "failed-checkpoints",
             subject,
-            f"{len(given_up)} checkpoints that have begun within the last ten minutes were given up, and made again. "
+            f"{len(given_up)} checkpoints that began within the last ten minutes were given up, and made again. "
             f"The last: {for_people(given_up[-1].reason, LONGEST_REASON)}.",
-            "Nothing is lost, and batches go on once what has failed succeeds: look at the storage of the checkpoint "
-            "location, and at the coordinator's log ('statestore logs').",
+            "Nothing is lost, and batches continue once the failed operation succeeds: look at the storage of the "
+            "checkpoint location, and at the coordinator's log ('statestore logs').",
         )
 
 
@@ -380,10 +380,10 @@ def _silent_driver(query: Query, subject: str) -> Iterator[Fault]:
             ERROR,
             "driver-silent",
             subject,
-            f"Its driver has not been heard of for {duration(query.driver_ms)}. It is given up when driver_timeout is "
+            f"Its driver has sent no heartbeat for {duration(query.driver_ms)}. It is given up when driver_timeout is "
             "over (60 s).",
             "Look for the driver's process and its machine: was it killed, does it hang, is it cut off? If it has "
-            "ended, start the program again: it goes on from its checkpoint. 'statestore run' does so by itself.",
+            "ended, start the program again: it continues from its checkpoint. 'statestore run' does so by itself.",
         )
 
 
@@ -444,27 +444,28 @@ def _late(overview: Overview, query: Query, subject: str) -> Iterator[Fault]:
 
 
 def awaited(query: Query) -> str:
-    """Return the reason for which a batch waits."""
+    """Return the reason why a batch waits."""
     return _awaited(query)[0]
 
 
 def _awaited(query: Query) -> tuple[str, str]:
-    """Return the reason for which a batch waits, and the remedy if that takes long."""
+    """Return the reason why a batch waits, and the remedy if that takes long."""
     if query.pending_partitions:
         return (
             f"{query.pending_partitions} partitions have not acknowledged it.",
             "Look at Spark's UI for the tasks that are left, and at the faults of hosts and storage here; 'statestore "
-            "partitions' says which hosts own them.",
+            "partitions' names the hosts that own them.",
         )
     if query.prepared_version > query.completed_version:
         return (
-            "Its state is stored, and Spark has not committed it: the sink takes the time, or what follows the state.",
-            "Look at what the stream writes to: does it answer, is it slow, is it locked? Spark's UI shows the stage.",
+            "Its state is stored, and Spark has not committed it: the sink or a later stage is slow.",
+            "Check the system that the stream writes to: does it answer, is it slow, is it locked? Spark's UI shows "
+            "the stage.",
         )
     return (
-        "No task has opened its state: the source takes the time, or what is before the state.",
-        "Look at what the stream reads from: does it answer, is it slow? Spark's UI shows the stage, and whether its "
-        "tasks have executors.",
+        "No task has opened its state: the source or an earlier stage is slow.",
+        "Check the system that the stream reads from: does it answer, is it slow? Spark's UI shows the stage, and "
+        "whether its tasks have executors.",
     )
 
 
@@ -479,7 +480,7 @@ def _of_operator(query: Query, operator: Operator) -> Iterator[Fault]:
             subject,
             f"Partition {hottest.partition} has {largest:,} keys, {operator.skew:,.0f} times those of the median one.",
             "Look at the hottest keys of this operator: if one key has most, its state must become smaller, or the key "
-            "finer; partial_aggregation=True helps where the key only has most rows. If many keys are there, take more "
+            "finer; partial_aggregation=True helps if the key only has most rows. If there are many keys, take more "
             "partitions.",
         )
     yield from _slow_partition(operator, subject)

@@ -1,4 +1,4 @@
-"""The overview of a running cluster, made of the descriptions that coordinator and hosts give of themselves."""
+"""The overview of a running cluster, built from the descriptions of coordinator and hosts."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class _OfRun:
 class KnownCheckpoints:
     """The checkpoints of the last overview: the coordinator is asked only for those that have come or changed since.
 
-    Each query has hundreds. Whoever looks again and again gives the same object to each look, one after the other.
+    Each query has hundreds. A caller that looks repeatedly passes the same object to each look, one after the other.
     """
 
     def __init__(self) -> None:
@@ -76,7 +76,7 @@ class KnownCheckpoints:
 
     def of(self, query: Description, stats: Description) -> tuple[Checkpoint, ...]:
         """Return the checkpoints of a run: those that were known, and those in ``stats``, an answer to
-        ``checkpoint_stats``. {} stands for no answer in time.
+        ``checkpoint_stats``. {} means no answer in time.
         """
         known = self._of_runs.setdefault(query["run_id"], _OfRun())
         told, first = stats.get("history", ()), stats.get("history_first")
@@ -113,8 +113,8 @@ def overview_of_cluster(
 
     ``coordinator`` is the answer to ``describe``; None means that no stream with state has run. ``hosts`` are those to
     ``describe_in_columns``, without the hosts that have not answered. ``stats`` are the answers to ``checkpoint_stats``
-    by run id, each asked with the mark that ``known`` has of the run. ``known`` is what the last look has made,
-    ``silent`` what Ray knows of the actors of hosts that have not answered.
+    by run id, each asked with the mark that ``known`` has of the run. ``known`` is the result of the last look,
+    ``silent`` Ray's description of the actors of hosts that have not answered.
     """
     known = known or KnownCheckpoints()
     if coordinator is None:
@@ -175,7 +175,7 @@ def _query(
 ) -> Query:
     run_id, completed = query["run_id"], query["completed_version"]
     status = RETIRED if query["retired_by"] is not None else RUNNING if query["ended_at"] is None else ENDED
-    # The batch at which a query was stopped is under way no more.
+    # The batch in which a query was stopped is no longer running.
     begun = query.get("batch_begun_ms") if status == RUNNING else None
     times = query.get("batch_times") or {}
     return Query(
@@ -252,7 +252,7 @@ def _operator(name: str, num_partitions: int, held: Sequence[Partition], query: 
 
 
 def _partitions(host: Description) -> Iterator[tuple[str, Partition]]:
-    """Give the partitions of a host, each with its run id."""
+    """Yield the partitions of a host, each with its run id."""
     columns, owner = host["partitions"], host["host_id"]
     names = tuple(columns["steps"])
     steps = zip(*columns["steps"].values(), strict=True) if names else repeat(())
@@ -383,7 +383,7 @@ def cluster_overview(
 ) -> Overview:
     """Describe the queries and hosts of a namespace. Hosts that do not answer in ``timeout`` seconds are marked so.
 
-    Whoever looks again gives ``known`` to each look, so that only what has changed is sent and made.
+    A caller that looks repeatedly passes ``known`` to each look, so that only changes are sent and built.
 
     Without a coordinator the overview is empty. Raises ``EnvironmentProblemError`` if the coordinator does not answer.
     """
@@ -397,7 +397,7 @@ def cluster_overview(
     asked = actor.describe.remote()
     of_hosts: dict[str, Any] = {}
     for name in sorted(name for name in names if name.startswith(HOST_NAME_PREFIX)):
-        with suppress(ValueError):  # it has ended meanwhile
+        with suppress(ValueError):  # it has ended since
             of_hosts[name] = ray.get_actor(name, namespace=namespace).describe_in_columns.remote()
     coordinator = _answers([asked], deadline).get(asked)
     if coordinator is None:
@@ -424,7 +424,7 @@ def cluster_overview(
 def _actor(name: str, namespace: str) -> dict[str, Any]:
     """Return Ray's record of a host that has not answered."""
     known: dict[str, Any] = {"host_id": f"host-{name.removeprefix(HOST_NAME_PREFIX)}"}
-    with suppress(ValueError, KeyError):  # it has ended meanwhile
+    with suppress(ValueError, KeyError):  # it has ended since
         found = ray._private.state.actors(ray.get_actor(name, namespace=namespace)._actor_id.hex())
         address = found["Address"]
         known |= {"state": found["State"], "pid": found["Pid"], "restarts": int(found["NumRestarts"])}

@@ -44,8 +44,8 @@ def overview_of_checkpoint(
 ) -> Overview:
     """Describe the query of a checkpoint, running or not, from storage alone. Nothing is written or locked.
 
-    Older manifests that are damaged are passed over, and named. Raises ``MissingFileError`` if there is no state,
-    ``DamagedFileError`` naming the file without which nothing is known, ``StorageError``.
+    Older damaged manifests are skipped, and named. Raises ``MissingFileError`` if the checkpoint has no state,
+    ``DamagedFileError`` naming a file that is indispensable, ``StorageError``.
     """
     place = find_state(checkpoint_location, state_location, options, open_storage=open_storage)
     versions = StateVersions.look(place, passes_over_damage=True, open_storage=open_storage)
@@ -96,13 +96,13 @@ def _times(commits: SparkCommits) -> BatchTimes:
     try:
         return commits.times(last)
     except (DamagedFileError, MissingFileError):
-        return BatchTimes()  # Spark removes old files meanwhile; a damaged one says nothing about the state
+        return BatchTimes()  # Spark may be removing old files; a damaged one says nothing about the state
 
 
 def checkpoints_of(
     records: Iterable[CheckpointRecord], versions: StateVersions | None = None
 ) -> tuple[Checkpoint, ...]:
-    """Return the history by ascending id, with the versions that only their manifests tell of."""
+    """Return the history by ascending id, with the versions that only manifests describe."""
     found = {record.id: _recorded(record) for record in records}
     for version, manifest in ({} if versions is None else versions.chain).items():
         assert versions is not None

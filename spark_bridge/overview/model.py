@@ -1,8 +1,8 @@
 """The model of the system, for people: queries, operators, partitions, checkpoints, hosts, savepoints, faults.
 
 Plain data, the same for a running cluster and for storage alone. A field that a source cannot know is None. Moments
-are in ms since 1970, times in ms, sizes in bytes. Records of which there are ten thousands are made quickly, and
-Python's garbage collection, which holds up all threads, passes them over (``gc=False``).
+are in ms since 1970, times in ms, sizes in bytes. Records that occur in tens of thousands are cheap to build, and
+Python's garbage collection, which holds up all threads, skips them (``gc=False``).
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ class LocationTrouble:
 
 @dataclass(frozen=True)
 class LoopFailures:
-    """A background loop that fails: ``failures`` times in a row, the first ``failing_ms`` ago, the last with ``error``.
+    """A background loop with ``failures`` consecutive failures, the first ``failing_ms`` ago, the last with ``error``.
 
-    ``process`` names its process, ``what`` the work that waits.
+    ``process`` names its process, ``what`` the waiting work.
     """
 
     process: str
@@ -62,9 +62,9 @@ class LoopFailures:
 
 @dataclass(frozen=True)
 class HostOverview:
-    """One StateStoreHost. ``answered``: False if it did not answer in time, and only the coordinator's word is known.
+    """One StateStoreHost. ``answered``: False if it did not answer in time, and only the coordinator's answer is known.
 
-    Without a heartbeat the coordinator does not know the host. ``actor_state`` is what Ray says of its actor, where it
+    Without a heartbeat the coordinator does not know the host. ``actor_state`` is Ray's state of its actor, if the host
     has not answered: ALIVE, RESTARTING and so on.
 
     ``memory`` is in bytes by what holds it, with the budget as ``host_memory``; ``counters`` count since it started.
@@ -107,7 +107,9 @@ class HostOverview:
 
 @dataclass(frozen=True)
 class LostDriver:
-    """A query whose driver was given up while it ran, last heard of at ``lost_ms``; nobody has started it again."""
+    """A query whose driver was given up while it ran, after a last heartbeat at ``lost_ms``, and that has not
+    restarted.
+    """
 
     query: str
     run_id: str
@@ -119,8 +121,7 @@ class LostDriver:
 
 @dataclass(frozen=True)
 class CoordinatorInfo:
-    """The coordinator of a namespace. ``problems`` say where hosts stand that should stand elsewhere.
-
+    """The coordinator of a namespace. ``problems`` name hosts that run in the wrong places.
     ``restarts`` and ``up_ms`` are those of its process, as of hosts. ``lost`` are the queries that it has given up.
     ``failing_loops`` has the loops of its process, and those that drivers report.
     """
@@ -148,14 +149,14 @@ at.
 WARNING, ERROR = "warning", "error"
 CLUSTER, STORAGE = "cluster", "storage"
 INPUT_WAIT = "input_wait"
-"""The step in which a task waits for its input rows: no work on state."""
+"""The step of a task that waits for its input rows: no work on state."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """Something that somebody should look at. ``kind`` is a fixed name, ``subject`` says whose fault it is.
+    """A problem that needs attention. ``kind`` is a fixed name, ``subject`` names the faulty part.
 
-    ``severity`` is "error" if queries stand still or data cannot be read, else "warning".
+    ``severity`` is "error" if queries are blocked or data cannot be read, else "warning".
     """
 
     severity: str
@@ -252,7 +253,7 @@ class Variable:
 class SchemaUse:
     """The schema that the versions from ``first_version`` to ``last_version`` of an operator were written with.
 
-    ``variables`` are known where the schema itself can be read: from storage, and of the newest.
+    ``variables`` are known if the schema itself can be read: from storage, and of the newest.
     """
 
     schema_id: str
@@ -293,7 +294,7 @@ class GivenUp:
 
 @dataclass(frozen=True)
 class Savepoint:
-    """A savepoint that was begun. Whether it was finished, its own directory says (``statestore savepoint list``)."""
+    """A savepoint that was begun. Its directory shows whether it was finished (``statestore savepoint list``)."""
 
     id: int
     version: int
@@ -308,13 +309,13 @@ class Query:
     """One query. Versions ``oldest_version`` to ``completed_version`` can be read.
 
     ``pending_partitions`` of the running batch have not acknowledged it, ``batch_ms`` after its begin. ``given_up`` are
-    the last checkpoints of this run that were. A query that has ended did so at ``ended_ms``, and with the error
-    ``failure`` if with one. ``watermark_ms`` and ``batch_time_ms`` are the event time up to which the last batch
+    the last checkpoints of this run that were. A query that has ended did so at ``ended_ms``, with the error
+    ``failure`` if there was one. ``watermark_ms`` and ``batch_time_ms`` are the event time before which the last batch
     expects no more rows, and its processing time, as Spark has logged them; None without a watermark. A coordinator
-    knows them where an operator needs times. ``damages`` says what is wrong with manifests that were passed over when
-    storage was looked at, and ``readable`` has the first and the last of those versions in a row
-    that can be read all the same. Its driver was last heard of ``driver_ms`` ago.
-    Where the query is followed from elsewhere, and too late, ``lag_ms`` is the time since the last successful look.
+    knows them if an operator needs times. ``damages`` describes manifests that were skipped when storage was read, and
+    ``readable`` has the first and the last of those consecutive versions that can be read all the same. Its driver sent
+    its last heartbeat ``driver_ms`` ago. If the query is followed from elsewhere and late, ``lag_ms`` is the time since
+    the last successful look.
     ``watermark_rose_ms`` is when the watermark last changed; ``input`` is the pace of the input in the last batch.
     """
 
@@ -366,9 +367,9 @@ class Overview:
     format_version: int = OVERVIEW_FORMAT_VERSION
 
     def query(self, named: str | None) -> Query:
-        """Return the query of that name, query id or run id; None stands for the only one. Raises ``LookupError``.
+        """Return the query of that name, query id or run id; None means the only one. Raises ``LookupError``.
 
-        Where several are meant, as earlier runs of a query, and one of them runs, it is that one.
+        If several match, as earlier runs of a query, and one of them runs, it is that one.
         """
         found = [q for q in self.queries if named is None or named in (q.name, q.query_id, q.run_id)]
         running = [q for q in found if q.status == RUNNING]
@@ -401,19 +402,19 @@ def size(nbytes: float | None) -> str:
 
 
 def number(value: float | None) -> str:
-    """Return a number with thousands apart."""
+    """Return a number with thousands separators."""
     if value is None:
         return ""
     return f"{value:,}" if isinstance(value, int) or abs(value) < 10 else f"{value:,.0f}"
 
 
 def rate(value: float | None) -> str:
-    """Return a rate with the digits that say something."""
+    """Return a rate with its significant digits."""
     return "" if value is None else f"{value:,.1f}" if value < 100 else f"{value:,.0f}"
 
 
 def dollars(amount: float | None) -> str:
-    """Return an amount of money: what a request costs is a fraction of a cent."""
+    """Return an amount of money; a single request costs a fraction of a cent."""
     return "" if amount is None else f"${amount:,.2f}" if amount >= 1 else f"${amount:.6f}"
 
 
@@ -468,14 +469,14 @@ watermark that has not risen for so many, and for ``STANDING_MS`` at least, wait
 
 @dataclass(frozen=True)
 class QueryPace:
-    """One query at one moment. Times are in ms; what is not known is None.
+    """One query at one moment. Times are in ms; unknown values are None.
 
     ``rows_per_second`` are the input rows of the last checkpoints over the time from the first to the last of them;
     ``usual_ms`` is the median duration of these checkpoints, ``interval_ms`` the median time between two.
     A query that is idle has no new input, and 0 rows a second. ``backlog_rows`` wait in the sources. The watermark has
-    not risen for ``watermark_stands_ms``, where that is long: results that it closes wait for rows of later times.
-    ``freshness_ms`` is the age of the last completed one, or, where none is known to be completed, of the last prepared
-    one. ``watermark_behind_ms`` says how far the watermark is behind now, ``batch_ms`` how long the running batch has
+    not risen for ``watermark_stands_ms``, if that is long: results that it closes wait for rows of later times.
+    ``freshness_ms`` is the age of the last completed one, or, if none is known to be completed, of the last prepared
+    one. ``watermark_behind_ms`` is how far the watermark is behind now, ``batch_ms`` how long the running batch has
     run. ``hottest`` is the partition whose last commit took longest, as ``operator/partition``, and ``hottest_ms`` that
     time.
     """

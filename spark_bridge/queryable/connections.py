@@ -41,7 +41,7 @@ SMALL_BODY = 16 << 10
 """A smaller request is sent in one piece, so that it takes one packet on the wire or few."""
 MAX_REPLY_BYTES = 1 << 31
 CONNECT_SECONDS = 5.0
-"""A node that is gone does not even refuse a connection."""
+"""A dead node does not even refuse a connection."""
 _OPTIONS = {
     "TCP_NODELAY": 1,
     # With these a client notices within some ten seconds that a node has vanished.
@@ -59,8 +59,8 @@ class ClosedByPeerError(ConnectionClosedError):
 class ClientConnection:
     """One connection, for one thread at a time.
 
-    Every method raises ``ConnectionClosedError`` or ``HostUnavailableError`` when it fails; the connection is closed
-    then. A ``deadline`` is a time of ``time.monotonic``.
+    Every method raises ``ConnectionClosedError`` or ``HostUnavailableError`` when it fails; the connection is then
+    closed. A ``deadline`` is a time of ``time.monotonic``.
     """
 
     __slots__ = ("_armed", "_buffer", "_end", "_sock", "_start", "_view", "address", "used_at", "welcome")
@@ -138,7 +138,7 @@ class ClientConnection:
             self._fail(ConnectionClosedError(f"{self.address} sent a header that makes no sense: {error}"))
 
     def _receive_rest(self, begin: int, header_length: int, length: int, deadline: float) -> tuple[bytes, memoryview]:
-        """Receive the rest of a frame; return its header, and its body in memory of its own."""
+        """Receive the rest of a frame; return its header, and its body in newly allocated memory."""
         content = begin + header_length
         if self._end >= content:
             header = bytes(self._view[begin:content])
@@ -184,7 +184,7 @@ class ClientConnection:
         """
         left = deadline - time.monotonic()
         if left <= 0:
-            self._fail(HostUnavailableError(f"There was no time left to ask {self.address}."))
+            self._fail(HostUnavailableError(f"The timeout ended before {self.address} could be asked."))
         if not self._armed <= left <= 2 * self._armed:
             self._armed = 0.9 * left
             self._sock.settimeout(self._armed)
@@ -221,9 +221,9 @@ def _connected(address: str, tls: ssl.SSLContext | None, deadline: float) -> soc
     ip, _, port = address.rpartition(":")
     left = deadline - time.monotonic()
     if left <= 0:
-        raise HostUnavailableError(f"There was no time left to connect to {address}.")
+        raise HostUnavailableError(f"The timeout ended before a connection to {address} was opened.")
     if not ip or not port.isdigit():
-        raise QueryableStateError(f"{address!r} is no address of the form ip:port.")
+        raise QueryableStateError(f"{address!r} is not an address of the form ip:port.")
     ip = ip.strip("[]")
     try:
         sock = socket.create_connection((ip, int(port)), timeout=min(left, CONNECT_SECONDS))
@@ -309,7 +309,7 @@ class ConnectionPool:
     def replace(self, stale: ClientConnection, deadline: float) -> ClientConnection:
         """Return a new connection instead of one that the host has closed.
 
-        Close the idle ones too, which are no better.
+        Close the idle ones too, which the host has closed as well.
         """
         stale.close()
         while self._idle:
@@ -368,8 +368,7 @@ class ConnectionPool:
 
 # One request over a pooled connection, and its answer: of one frame, or a stream of frames.
 #
-# All requests only read. So a request that meets a connection which the server has closed meanwhile is sent again on
-# a new one.
+# All requests only read. So a request on a connection that the server has closed is sent again on a new one.
 
 
 class KvExchange:
@@ -518,7 +517,7 @@ class KvStream(Iterator[tuple[Reply, memoryview]]):
 class KvConnections:
     """Connections by address (``ip:port``), made when needed, for any number of threads, and for processes that fork.
 
-    ``timeout`` is the seconds that an answer may take where no deadline is given. A ``deadline`` is a time of
+    ``timeout`` is the seconds that an answer may take without a deadline. A ``deadline`` is a time of
     ``time.monotonic``. Every method raises the host's own error, ``HostUnavailableError`` if no host answers in time,
     ``ConnectionClosedError`` if the connection breaks, and ``AccessDeniedError``.
     """
@@ -578,7 +577,7 @@ class KvConnections:
         return welcome
 
     def close(self) -> None:
-        """Close all connections for good. Requests of other threads may fail."""
+        """Close all connections; this is final. Requests of other threads may fail."""
         self._is_closed = True
         self.drop()
 

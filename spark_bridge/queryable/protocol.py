@@ -67,7 +67,7 @@ class Hello(Struct, frozen=True, array_like=True, tag="hello"):
 
 
 class LocateOperatorRequest(Struct, frozen=True, array_like=True, tag="locate"):
-    """Ask where an operator is. ``query`` is a name, query id or run id. Answered by ``LocateReply``."""
+    """Ask for the location of an operator. ``query`` is a name, query id or run id. Answered by ``LocateReply``."""
 
     operator: Name
     query: Name | None = None
@@ -123,8 +123,8 @@ class ScanRequest(Struct, frozen=True, array_like=True, tag="scan"):
 
     ``start`` (included) and ``end`` (not included) bound the grouping key by its encoded columns without the key group,
     within every key group. ``partitions`` None means all that this host owns, with ``forward`` all. All conditions of
-    ``where`` must hold. ``limit`` is the most rows of this answer. ``previous_run`` is the earlier run that has given
-    rows of this version already: if a later run has made the version anew, the answer is a ``StateVersionError``.
+    ``where`` must hold. ``limit`` is the most rows of this answer. ``previous_run`` is the earlier run that has already
+    returned rows of this version: if a later run has remade the version, the answer is a ``StateVersionError``.
     """
 
     run_id: RunId
@@ -143,7 +143,7 @@ class ScanRequest(Struct, frozen=True, array_like=True, tag="scan"):
 
 
 class CountRequest(Struct, frozen=True, array_like=True, tag="count"):
-    """Ask how many rows a ``ScanRequest`` would give. Answered by ``CountReply``."""
+    """Ask for the number of rows of a ``ScanRequest``. Answered by ``CountReply``."""
 
     scan: ScanRequest
 
@@ -152,8 +152,8 @@ class ChangesRequest(Struct, frozen=True, array_like=True, tag="changes"):
     """Ask for the rows that the versions after ``after`` up to ``until`` changed, in the order of versions.
 
     Changes of every layout are read from storage, so any host can answer. The body, if there is one, is the grouping
-    keys that matter. Answered as a ``ScanRequest``. ``previous_run`` is the run that gave the changes up to ``after``,
-    if that was an earlier run: if a later run has made the version ``after`` anew, the answer is a
+    keys that matter. Answered as a ``ScanRequest``. ``previous_run`` is the run that returned the changes up to
+    ``after``, if that was an earlier run: if a later run has remade the version ``after``, the answer is a
     ``StateVersionError``.
     """
 
@@ -181,7 +181,7 @@ class OperatorsRequest(Struct, frozen=True, array_like=True, tag="operators"):
 
 
 class DescribeRequest(Struct, frozen=True, array_like=True, tag="describe"):
-    """Ask what this host holds and how it has answered; with ``forward`` all hosts of the operator's query.
+    """Ask for a description of this host and its answers; with ``forward`` of all hosts of the operator's query.
 
     Answered by ``DescribeReply``.
     """
@@ -233,10 +233,10 @@ class RowsReply(Struct, frozen=True, array_like=True, tag="batch"):
     """Rows: the body is the next part of an Arrow IPC stream, with the schema in the first one.
 
     The bodies of an answer's ``RowsReply`` frames, one after the other, are one IPC stream without the marker at its
-    end (``EndOfRows`` says that). Every body is whole IPC messages. The first body is the schema message and, unless
-    there are no rows at all, one record batch message. Each other body is exactly one record batch message. There are
-    no dictionaries and no compression. A record batch may have no rows: a server that has found no rows for long says
-    so that it is still at work. So a client may feed the bodies to one ``pa.ipc.open_stream``, or read each with
+    end (``EndOfRows`` marks the end). Every body is whole IPC messages. The first body is the schema message and,
+    unless there are no rows, one record batch message. Each other body is exactly one record batch message. There are
+    no dictionaries and no compression. A record batch may have no rows: a server that has found no rows for long sends
+    one as a heartbeat. So a client may feed the bodies to one ``pa.ipc.open_stream``, or read each with
     ``pa.ipc.read_message`` and ``read_record_batch``.
     """
 
@@ -315,21 +315,21 @@ class StateAnswer:
 
 
 class StateReads(Protocol):
-    """Answers the requests of ``messages``. Safe from many threads. All rows of an answer are of one version.
+    """Answers the requests of ``messages``. Thread-safe. All rows of an answer are of one version.
 
     Every method raises ``NotOwnerError`` if another host owns a partition, ``UnknownOperatorError``,
-    ``UnknownKvStateIdError`` naming the state variables that exist, ``StateVersionError`` naming the versions that can
-    be read, ``RequestError`` for a request that makes no sense, and what the coordinator raises.
+    ``UnknownKvStateIdError`` naming the state variables that exist, ``StateVersionError`` naming the readable versions,
+    ``RequestError`` for an invalid request, and the errors of the coordinator.
     """
 
     def locate(self, operator: str, query: str | None) -> OperatorLocation:
-        """Return where an operator's partitions are. Raises ``QueryEndedError`` if its query has ended."""
+        """Return the location of an operator's partitions. Raises ``QueryEndedError`` if its query has ended."""
 
     def lookup(self, request: LookupRequest, keys: pa.BinaryArray) -> tuple[int, pa.BinaryArray]:
-        """Return the version, and the stored values of stored keys in the order asked; null where a key has no value.
+        """Return the version, and the stored values of stored keys in the order asked; null for keys without a value.
 
         With ``latest`` the version is the lowest one of the partitions asked. That version need not be completed, so it
-        is no floor for later reads.
+        is not a lower bound for later reads.
         """
 
     def lookup_one(self, request: LookupRequest, key: bytes) -> tuple[int, bytes | None]:
@@ -347,7 +347,7 @@ class StateReads(Protocol):
         """Return the rows of a state variable, partition after partition in the order of stored keys."""
 
     def count(self, request: ScanRequest) -> tuple[int, int]:
-        """Return the version, and the number of rows that ``scan`` would give."""
+        """Return the version, and the number of rows of ``scan``."""
 
     def changes(self, request: ChangesRequest, keys: pa.BinaryArray | None) -> StateAnswer:
         """Return the rows that versions have changed, in the order of versions; a batch belongs to one version."""
@@ -508,7 +508,7 @@ def active_context(context: RequestContext) -> Iterator[None]:
 def raise_if_cancelled() -> None:
     """Check deadline and cancellation; to be called between the pieces of long work, at next to no cost.
 
-    Raises what the context raises if the answer is no longer wanted.
+    Raises the context's error if the answer is no longer wanted.
     """
     context = _of_thread.context
     if context is not None:
@@ -516,7 +516,7 @@ def raise_if_cancelled() -> None:
 
 
 def before_slow_work() -> None:
-    """Say that work comes next that may take long. Raises what the context raises, as ``TooManyRequestsError``."""
+    """Announce work that may take long. Raises the context's error, as ``TooManyRequestsError``."""
     context = _of_thread.context
     if context is not None:
         context.before_slow_work()
@@ -525,7 +525,7 @@ def before_slow_work() -> None:
 def reserve_memory(nbytes: int) -> None:
     """Reserve memory for a part of an answer, before more is read.
 
-    Raises what the context raises, as ``RequestLimitError``.
+    Raises the context's error, as ``RequestLimitError``.
     """
     context = _of_thread.context
     if context is not None:

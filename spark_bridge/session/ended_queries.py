@@ -1,8 +1,8 @@
 """Ended queries of one session that can still be read: renews the leases of their last runs, and ends these runs in
 time.
 
-A query that has ended, say by ``availableNow``, gets most of its lookups after its end. So the driver goes on renewing
-the lease of the query's last run, and hosts go on answering from the last completed version.
+A query that has ended, say by ``availableNow``, gets most of its lookups after its end. So the driver keeps renewing
+the lease of the query's last run, and hosts keep answering from the last completed version.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from coordinator_actor.handlers.registries import LONGEST_FAILURE
 from coordinator_actor.messages import InputPace, QueryRegistration
 from spark_bridge.session.settings import Shutdown
 
-# The heartbeats of a driver: one thread renews the leases of all its runs, and each run has one for what may wait.
+# The heartbeats of a driver: one thread renews the leases of all its runs, and each run has a thread for slow calls.
 #
-# A heartbeat about a run completes the version that Spark has committed, if nobody has said so yet, and so may wait
-# for the storage of that query. It must delay neither the leases nor the heartbeats of other runs.
+# A heartbeat about a run completes the version that Spark has committed, if it has not been reported yet, and so may
+# wait for the storage of that query. It must delay neither the leases nor the heartbeats of other runs.
 
 
 DRIVER_HEARTBEAT_SECONDS = 1.0
@@ -133,9 +133,9 @@ _ERROR = re.compile(r"^[\w.]*(?:Error|Exception)\b: .+")
 
 
 def failure_text(exception: str | None) -> str:
-    """Return the part for people of the error with which Spark says that a query has ended; "" for none.
+    """Return the readable part of the error with which Spark reports the end of a query; "" for none.
 
-    Spark's text has the errors of Java around that of Python, and all stacks: the innermost error of Python counts.
+    Spark's message has Java's errors around Python's, and all stacks: the innermost Python error counts.
     """
     return for_people(_innermost(exception), LONGEST_FAILURE)
 
@@ -162,7 +162,8 @@ class EndedQueries:
     """Keeps ended queries known to the coordinator. Thread-safe: ``_lock`` guards the table, by state location.
 
     ``leases`` and ``coordinator`` are ways to the same coordinator, as in ``DriverHeartbeats``. ``keep_serving`` is in
-    seconds: None for as long as the session lives, 0 for not at all. There is one message per interval for all queries.
+    seconds: None for as long as the session lives, 0 to stop at once. There is one message per interval for all
+    queries.
     """
 
     def __init__(
@@ -197,9 +198,10 @@ class EndedQueries:
         self._is_begun = False
 
     def ended(self, registration: QueryRegistration, failure: str = "") -> None:
-        """Report that a run has ended, with which error, if with one.
+        """Report that a run has ended, with its error, if any.
 
-        Raises what the coordinator raises; then the next ``renew`` reports the end again, if the query is to be served.
+        Raises the errors of the coordinator; then the next ``renew`` reports the end again, if the query is to be
+        served.
         """
         if self._keep_serving == 0:
             self._coordinator.deactivate_instances(registration.run_id)
@@ -214,7 +216,7 @@ class EndedQueries:
         self._tell(ended)
 
     def started(self, registration: QueryRegistration) -> None:
-        """Take note that a query runs again: its new run has replaced the earlier one."""
+        """Record that a query runs again: its new run has replaced the earlier one."""
         with self._lock:
             self._ended.pop(registration.state_location, None)
 
@@ -223,9 +225,9 @@ class EndedQueries:
         self._loop.close(timeout=5)
 
     def renew(self) -> None:
-        """Renew the leases, end the runs whose time is over, and tell a coordinator that was started anew of the runs.
+        """Renew the leases, end the runs whose time is over, and report the runs to a restarted coordinator.
 
-        Raises what the coordinator raises; whatever was not done is done by the next call.
+        Raises the errors of the coordinator; the next call does the rest.
         """
         with self._lock:
             now = self._clock()

@@ -1,4 +1,4 @@
-"""The executors of a Spark session: on which machines they run, and with how many cores."""
+"""The executors of a Spark session: their machines and their numbers of cores."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ EXECUTOR_SECONDS = 60.0
 """A session waits at its start at most this many seconds for the executors that it has asked for."""
 EXECUTOR_POLL_SECONDS = 0.2
 WAIT_NOTICE_SECONDS = 10.0
-"""After this many seconds a session says what it waits for, and who holds the CPUs."""
+"""After this many seconds a waiting session logs the reason and the holders of the CPUs."""
 
 
 def executor_cores(spark: SparkSession) -> dict[str, int]:
@@ -54,7 +54,7 @@ def executor_cores(spark: SparkSession) -> dict[str, int]:
 
 
 def await_executors(spark: SparkSession, count: int) -> None:
-    """Wait until ``count`` executors are there; go on without them after ``EXECUTOR_SECONDS``."""
+    """Wait until ``count`` executors have registered; continue without them after ``EXECUTOR_SECONDS``."""
     store = spark.sparkContext._jsc.sc().statusStore()
     began = time.monotonic()
     deadline = began + EXECUTOR_SECONDS
@@ -76,7 +76,7 @@ def await_executors(spark: SparkSession, count: int) -> None:
 def placement_group_of(strategy: str, count: int, cores: int, memory: str | int) -> PlacementGroup:
     """Reserve Ray's resources for ``count`` executors, as RayDP does for ``placement_group_strategy=``.
 
-    Waits as long as it takes, like RayDP, and says after ``WAIT_NOTICE_SECONDS`` what it waits for. Raises
+    Waits as long as it takes, like RayDP, and logs the reason after ``WAIT_NOTICE_SECONDS``. Raises
     ``ValueError`` for a strategy that Ray does not have.
     """
     import ray
@@ -107,7 +107,7 @@ def mib(nbytes: float) -> str:
 
 
 def cpus_in_words() -> str:
-    """Return how many CPUs the Ray cluster has and who holds them, in words for whoever waits for executors."""
+    """Describe the CPUs of the Ray cluster and their holders, for users who wait for executors."""
     import ray
 
     resources, available = ray.cluster_resources(), ray.available_resources()
@@ -122,8 +122,8 @@ def cpus_in_words() -> str:
         told.append(f"{others:g} by tasks and placement groups")
     held = f" Held are {', '.join(told)}." if told else ""
     return (
-        f"The Ray cluster has {total:g} CPUs, of which {free:g} are free.{held} Of {memory} of memory, {free_memory} "
-        "are free. Executors come when enough CPUs and memory are free: end what holds them, add a node, or ask for "
+        f"The Ray cluster has {total:g} CPUs; {free:g} are free.{held} Of {memory} of memory, {free_memory} "
+        "are free. Executors start when enough CPUs and memory are free: end the holders, add a node, or ask for "
         "fewer executors, fewer cores or less executor_memory."
     )
 
@@ -152,13 +152,13 @@ def _actors_with_cpus() -> list[tuple[float, str]]:
 
 
 def machine_of(host_port: str) -> str:
-    """Return the machine of what Spark says of an executor, which has no port until the block manager registers."""
+    """Return the machine of Spark's address of an executor, which has no port until the block manager registers."""
     machine, _, _ = host_port.rpartition(":")
     return host_port if not machine or host_port.endswith("]") else machine
 
 
 def address_of(machine: str) -> str:
-    """Return the IP address of a machine by which Ray knows it; a name that nobody knows stays as it is."""
+    """Return the IP address under which Ray knows a machine; return a name that does not resolve unchanged."""
     machine = machine.strip("[]")
     try:
         ip = socket.gethostbyname(machine)
@@ -174,18 +174,18 @@ def own_address() -> str:
     return str(ray.util.get_node_ip_address())
 
 
-# Gives up executors whose machine is gone or cut off, and gets others in their place.
+# Gives up executors whose machine is dead or cut off, and gets replacements.
 #
 # A machine that loses its power or its cable sends no reset. Spark waits two minutes for the heartbeat of an
-# executor, since the executor may be collecting garbage, and the stream stands still meanwhile. So a thread of the
-# driver connects to the ports of the executors, which a machine's kernel answers however busy or stopped the executor
-# is. Where nobody answers twice, Spark is told that the executors of that machine are lost.
+# executor, since the executor may be collecting garbage, and the stream is blocked during that time. So a thread of the
+# driver connects to the ports of the executors. A machine's kernel accepts connections even if the executor is busy or
+# stopped. After two failed connections, the driver tells Spark that the executors of that machine are lost.
 
 
 EXECUTOR_LOOK_SECONDS = 1.0
 """Seconds between two looks: one connection to each executor, side by side."""
 FAILED_LOOKS = 2
-"""After this many looks in a row without an answer an executor counts as lost."""
+"""After this many consecutive looks without an answer an executor counts as lost."""
 EXECUTOR_CLASS = "RayDPExecutor"
 SPARK_MESSAGES = "org.apache.spark.scheduler.cluster.CoarseGrainedClusterMessages"
 
@@ -193,10 +193,10 @@ Place = tuple[str, int]
 
 
 class LostExecutors:
-    """Looks after the executors of a session, in a thread of its own.
+    """Watches the executors of a session, in a separate thread.
 
-    With ``by_raydp`` the executors are RayDP's, which must be asked for others. Other cluster managers are told of the
-    loss, and start another one themselves.
+    With ``by_raydp`` the executors are RayDP's, which must be asked for replacements. Other cluster managers start one
+    themselves when they learn of the loss.
     """
 
     def __init__(self, spark: SparkSession, shutdown: Shutdown, *, by_raydp: bool) -> None:
@@ -208,7 +208,7 @@ class LostExecutors:
             self.look,
             EXECUTOR_LOOK_SECONDS,
             name="statestore-executors",
-            what="look after the executors: Spark waits minutes for those whose machine is gone",
+            what="look after the executors: Spark waits minutes for those whose machine is dead",
             remedy="Look at the log of the driver.",
             is_ending=lambda: shutdown.is_ending,
         )
@@ -216,11 +216,11 @@ class LostExecutors:
             self._loop.start()
 
     def close(self) -> None:
-        """Look after the executors no more."""
+        """Stop watching the executors."""
         self._loop.close(timeout=None)
 
     def look(self) -> None:
-        """Give up executors that do not answer, and ask for others."""
+        """Give up executors that do not answer, and request replacements."""
         if self._shutdown.is_ending:
             return
         all_executors = executor_places(self._spark)
@@ -234,7 +234,7 @@ class LostExecutors:
     def _give_up(self, lost: Mapping[str, Place], total: int) -> None:
         machines = {ip for ip, _ in lost.values()}
         log.warning(
-            "Nobody answers at %s: executors %s are given up, and their tasks run elsewhere",
+            "No answer from %s: executors %s are given up, and their tasks run elsewhere",
             ", ".join(sorted(machines)),
             ", ".join(sorted(lost)),
         )
@@ -244,9 +244,9 @@ class LostExecutors:
         scala, jvm = context._jsc.sc(), context._jvm
         for executor_id, (ip, _) in lost.items():
             reason = jvm.org.apache.spark.scheduler.ExecutorProcessLost(
-                f"Nobody answers at {ip}.", jvm.scala.Option.empty(), False
+                f"No answer from {ip}.", jvm.scala.Option.empty(), False
             )
-            # Both as Spark does with an executor whose heartbeats stay away (HeartbeatReceiver.expireDeadHosts).
+            # Both as Spark does with an executor whose heartbeats stop (HeartbeatReceiver.expireDeadHosts).
             scala.killAndReplaceExecutor(executor_id)
             remove = getattr(jvm, f"{SPARK_MESSAGES}$RemoveExecutor")(executor_id, reason)
             scala.schedulerBackend().driverEndpoint().send(remove)
@@ -291,7 +291,7 @@ def _end_executor_actors(machines: Collection[str]) -> None:
     for actor in ray._private.state.actors().values():
         is_executor = actor["ActorClassName"].endswith(EXECUTOR_CLASS) and actor["State"] != "DEAD"
         if is_executor and actor["Address"]["IPAddress"] in machines:
-            with suppress(ValueError):  # it has ended meanwhile, or is of another namespace
+            with suppress(ValueError):  # it has ended since, or is of another namespace
                 handle = ray.get_actor(actor["Name"], namespace=namespace)
                 if handle._actor_id.hex() == actor["ActorID"]:  # and not the one of that name in our namespace
                     ray.kill(handle, no_restart=True)
@@ -306,20 +306,20 @@ SHUFFLE = {
     # A machine that is cut off sends no reset. Spark would wait two minutes for its part of a shuffle.
     "spark.shuffle.io.connectionTimeout": "5s",
     "spark.shuffle.io.connectionCreationTimeout": "3s",
-    # A machine that stands still for half a minute is waited for all the same.
+    # Tasks still wait for a machine that hangs for half a minute.
     "spark.shuffle.io.retryWait": "1s",
     "spark.shuffle.io.maxRetries": "8",
 }
-"""How long tasks wait for a machine from which they fetch what a shuffle has written. Where the driver knows that an
-executor is lost, they try no more.
+"""How long tasks retry to fetch shuffle files from a machine. Once the driver knows that an executor is lost, they
+stop.
 """
 
 
 def master_on_head(given: Mapping[str, str]) -> dict[str, str]:
-    """Return settings that put RayDP's two master actors beside Ray's head, unless the user has said where.
+    """Return settings that put RayDP's two master actors on Ray's head, unless the user has placed them.
 
-    They ask for nothing otherwise, and Ray puts them on any node. Executors that are lost do not come back without
-    them, so the loss of one machine would end the session with some bad luck.
+    By default they request no resources, and Ray puts them on any node. Lost executors do not come back without
+    them, so the loss of one machine could end the session.
     """
     if any(name.startswith(("spark.ray.raydp_spark_master.resource.", MASTER_RESOURCES)) for name in given):
         return {}
@@ -329,10 +329,10 @@ def master_on_head(given: Mapping[str, str]) -> dict[str, str]:
 class MasterSettings(dict[str, str]):
     """Settings of a session, which reach RayDP's master without the number of executors.
 
-    The master starts no executor where ``INSTANCES`` of them are registered or were ever started again by Ray: it
-    never takes one of the latter off. A session of N executors that has lost N of them over time, and whose driver then
-    asks for one in the place of another that is lost, would not get it. Without the setting the master starts what the
-    driver asks for. RayDP hands its master a pickled copy, and adds the number to this object itself.
+    The master starts no executor if ``INSTANCES`` of them are registered or were ever restarted by Ray: it
+    never subtracts the latter. A session of N executors that has lost N of them over time, and whose driver then
+    asks for a replacement, would not get it. Without the setting the master starts the executors that the
+    driver requests. RayDP hands its master a pickled copy, and adds the number to this object itself.
     """
 
     def __reduce__(self) -> tuple[Any, ...]:

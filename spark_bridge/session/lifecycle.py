@@ -57,23 +57,23 @@ def init_spark(
     request_limits: RequestLimits | None = None,
     **raydp_options: Any,
 ) -> SparkSession:
-    """Start Spark on Ray with RayDP, and the state store beside its executors; return the Spark session.
+    """Start Spark on Ray with RayDP, and the state store on its executors' machines; return the Spark session.
 
     Ray: joins the cluster that this process is in, else the one that ``ray_address`` or ``RAY_ADDRESS`` names, else the
     one that runs on this machine; else starts a cluster, which ``stop_spark`` stops again.
 
     ``configs`` are Spark settings; ``raydp_options`` go to ``raydp.init_spark``. ``num_hosts`` StateStoreHost actors
-    are started (default: one per executor core), on all machines that have executors; they take no CPU slot. Hosts are
-    started beside executors that come later too, and in the place of those that are lost with their machine.
+    are started (default: one per executor core), on all machines that have executors; they take no CPU slot. Hosts also
+    start on the machines of executors that come later, and replace hosts that are lost with their machine.
     ``state_location`` puts the state of each query into ``<state_location>/<query id>`` instead of its checkpoint
     location. ``recovery_timeout`` (seconds) is how long a task waits for a new owner of its state partition, and how
-    long for the next progress of a partition that is being loaded. ``keep_serving`` (seconds) is how long hosts answer
-    on from the last completed version of a query that has ended: None for as long as the session lives, 0 for not at
-    all. ``coordinator_conf`` has leases, timeouts and the place of the coordinator (default: the head node); it counts
-    for the session that finds no coordinator in the namespace and so starts one. ``tls`` encrypts the messages between
-    tasks, query clients and hosts. Host i answers queries at ``query_port + i``, also after a restart; with 0 it takes
-    any free port, and clients outside must be told the new port after a restart. ``request_limits`` are the limits of
-    these answers.
+    long for the next progress of a partition that is being loaded. ``keep_serving`` (seconds) is how long hosts keep
+    answering from the last completed version of a query that has ended: None for as long as the session lives, 0 to
+    stop at once. ``coordinator_conf`` has leases, timeouts and the placement of the coordinator (default: the head
+    node); it applies if the session finds no coordinator in the namespace and so starts one. ``tls`` encrypts the
+    messages between tasks, query clients and hosts. Host i answers queries at ``query_port + i``, also after a restart;
+    with 0 it takes any free port, and clients outside need the new port after a restart. ``request_limits`` are the
+    limits of these answers.
 
     Raises ``EnvironmentProblemError`` if Java is missing or the versions of RayDP and PySpark do not fit together.
     Raises ``SessionError`` if this process has a session already, ``num_hosts`` is below 1 or ``keep_serving`` below 0.
@@ -177,11 +177,11 @@ def attach(
 
 
 def scale_hosts(num_hosts: int | None) -> None:
-    """Have ``num_hosts`` hosts in this process's session from now on; None for one per executor core.
+    """Set the number of hosts in this process's session to ``num_hosts``; None for one per executor core.
 
-    Returns when further hosts are being started. Partitions move to them, and away from hosts that are to go, while the
-    streams run: each is loaded by its new owner first, and handed over between two batches. Raises ``SessionError`` if
-    there is no session or ``num_hosts`` is below 1.
+    Returns when further hosts are being started. Partitions move to them, and away from leaving hosts, while the
+    streams run: the new owner loads each partition first, and takes it over between two batches. Raises
+    ``SessionError`` if this process has no session or ``num_hosts`` is below 1.
     """
     require_num_hosts(num_hosts)
     current_cluster().placement.scale(num_hosts)

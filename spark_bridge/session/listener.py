@@ -1,7 +1,7 @@
-"""The driver's StreamingQueryListener: registers queries, and tells their tasks where the hosts are.
+"""The driver's StreamingQueryListener: registers queries, and sends their tasks the hosts' addresses.
 
 Spark calls ``onQueryStarted`` synchronously, before the first task; local properties set there reach every task of the
-query. A query that is refused is ended there (``query_refusal``). The refusal is a property as well: where the query
+query. A query that is refused is ended there (``query_refusal``). The refusal is a property as well: if the query
 cannot be ended, its first tasks raise it.
 """
 
@@ -68,9 +68,9 @@ from spark_bridge.task import executor as properties
 
 # Ending a query that may not run before its first batch, with our words as the error that its user sees.
 #
-# A listener cannot stop a query by raising an error, and ``stop()`` ends it without one. So the query is given its
-# error, and is marked as ended, while Spark's thread waits for the listener. That thread then looks whether the query
-# was ended, finds it so, and runs nothing: neither sources nor the checkpoint's offsets are touched.
+# A listener cannot stop a query by raising an error, and ``stop()`` ends it without one. So the listener sets the
+# query's error, and marks the query as ended, while Spark's thread waits for the listener. That thread then finds that
+# the query was ended, and runs nothing: neither sources nor the checkpoint's offsets are touched.
 
 
 RATE = "rate"
@@ -84,7 +84,7 @@ def end_with(jvm: Any, execution: Any, message: str) -> None:
     ``Py4JError`` where Spark's classes are not as those of 3.5 and 4.2.
     """
     kind = execution.getClass()
-    # State and its cases stand beside StreamExecution, whose package is another one since Spark 4.1.
+    # State and its cases are in the package of StreamExecution, which has another name since Spark 4.1.
     package = kind.getPackage().getName()
     ended = kind.getClassLoader().loadClass(f"{package}.TERMINATED$").getField("MODULE$").get(None)
     parameters = jvm.java.util.HashMap()
@@ -98,10 +98,10 @@ def end_with(jvm: Any, execution: Any, message: str) -> None:
 
 
 def sources_refusal(execution: Any, checkpoint: CheckpointStorage, operators: str) -> str | None:
-    """Return why a query cannot go on from its checkpoint with the sources that it has now, or None if it can.
+    """Return why a query cannot continue from its checkpoint with its current sources, or None if it can.
 
-    Spark tells sources apart by their places. It takes no other number of them, which it says in an assertion that does
-    not name the cause, and it gives the offset of a source to whichever source has the place now. Reads the names of
+    Spark tells sources apart by their places. It rejects another number of them, with an assertion that does not name
+    the cause, and it gives the offset of a source to whichever source now has the place. Reads the names of
     ``offsets/``, the last file there, and a file for each ``rate`` source.
     """
     there = SparkCommits(checkpoint).sources()
@@ -114,11 +114,11 @@ def sources_refusal(execution: Any, checkpoint: CheckpointStorage, operators: st
         return None
     if has_as_many:
         differs = (
-            f"sources that make batches while nothing comes at {_places(rates)} among its sources now, and the "
-            f"checkpoint {checkpoint.location} goes on with {_places(there.rates)}"
+            f"sources that make batches without input at {_places(rates)} among its sources now, and the "
+            f"checkpoint {checkpoint.location} has them at {_places(there.rates)}"
         )
     else:
-        differs = f"{len(here)} sources now, and the checkpoint {checkpoint.location} goes on with {there.num_sources}"
+        differs = f"{len(here)} sources now, and the checkpoint {checkpoint.location} has {there.num_sources}"
     return (
         f"[STATE_STORE_INVALID_CONFIG_AFTER_RESTART] The query has {differs}. Operators with a time mode "
         '(processingTime, eventTime), and aggregates with output_mode="append" and a watermark, have one source of '
@@ -139,7 +139,7 @@ def _places(places: Collection[int]) -> str:
 
 
 BatchCommittedCallback = Callable[[str, int, Callable[[], str]], None]
-"""Takes a run, the batch that Spark has committed, and what gives all figures of its progress, as JSON."""
+"""Takes a run, the batch that Spark has committed, and a function that returns its progress as JSON."""
 
 
 class EventsInJava(JStreamingQueryListener):  # type: ignore[misc]
@@ -150,7 +150,7 @@ class EventsInJava(JStreamingQueryListener):  # type: ignore[misc]
         self._batch_committed = batch_committed
 
     def onQueryProgress(self, jevent: Any) -> None:
-        """Tell which batch of which run Spark has committed."""
+        """Tell listeners which batch of which run Spark has committed."""
         progress = jevent.progress()
         run_id, batch_id = str(progress.runId().toString()), int(progress.batchId())
         self._batch_committed(run_id, batch_id, lambda: str(progress.json()))
@@ -159,7 +159,7 @@ class EventsInJava(JStreamingQueryListener):  # type: ignore[misc]
         """Do nothing: an idle query has no new version."""
 
 
-# Asks the running query whether Spark is at a batch, for no event tells of a batch that has begun.
+# Asks the running query whether Spark is at a batch, because no event reports the start of a batch.
 
 
 log = logging.getLogger(__name__)
@@ -168,13 +168,13 @@ log = logging.getLogger(__name__)
 def is_at_work(execution: Any) -> bool:
     """Return whether Spark has rows for a batch, and has not committed it. ``execution`` is Java's ``StreamingQuery``.
 
-    A stream that only looks for rows is not at work. False where Java does not answer, as when its session ends.
+    A stream that only looks for rows is not running a batch. False if Java does not answer, as when its session ends.
     """
     try:
         status = execution.status()
         return bool(status.isTriggerActive() and status.isDataAvailable())
     except (Py4JError, OSError) as error:
-        log.info("Spark does not say whether it is at a batch: %s", error)
+        log.info("Cannot determine whether Spark is running a batch: %s", error)
         return False
 
 
@@ -189,7 +189,7 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
         self._cluster = cluster
         self._registrations: dict[str, QueryRegistration] = {}
         self._properties: dict[str, Any] = {}
-        """By run, the local properties of the thread that runs the query, which its later jobs are given."""
+        """By run, the local properties of the thread that runs the query, which its later jobs inherit."""
         self._lock = threading.Lock()
         self._stopping = threading.Event()
         self._in_java: Any = None
@@ -217,7 +217,7 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
             try:
                 end_with(self._spark._jvm, execution, f"StateStoreRefusedError: {refusal}")
             except Exception:
-                # These are inner classes of Spark. The refusal stands all the same: tasks raise it.
+                # These are inner classes of Spark. The refusal still works: tasks raise it.
                 log.exception("Query %s is refused by its first tasks", event.runId)
 
     def _register(self, event: QueryStartedEvent, execution: Any) -> str | None:
@@ -234,7 +234,7 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
         options = {**storage_settings(self._spark), **self._cluster.conf.storage_options}
         if state != own and CheckpointStorage.open(own, options).exists("query.json"):
             return (
-                f"{checkpoint} holds state of its own ({own}), but {STATE_LOCATION_CONF} says that it is at {state}: "
+                f"{checkpoint} already holds state ({own}), but {STATE_LOCATION_CONF} points to {state}: "
                 f"the query would begin without it. Unset {STATE_LOCATION_CONF}, or move the state there."
             )
         machines = self._cluster.machines()
@@ -243,7 +243,7 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
             if len(machines) > 1 and not shared and CheckpointStorage.open(location).is_local:
                 return (
                     f"{location} is on a local disk, and this Ray cluster has {len(machines)} machines "
-                    f"({', '.join(machines)}): each would see files of its own. Use a checkpoint location on S3, "
+                    f"({', '.join(machines)}): each would see only its own files. Use a checkpoint location on S3, "
                     "Google Cloud Storage or Azure, put the state elsewhere with state_location=, or, if all machines "
                     f"share that directory, set {SHARED_FILES_CONF}=true."
                 )
@@ -310,7 +310,7 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
         return made
 
     def publish_endpoints(self) -> None:
-        """Tell the jobs that this thread starts where the hosts are."""
+        """Send the hosts' addresses to the jobs that this thread starts."""
         options = self._cluster.options
         self._set(properties.ADDRESSES, json.dumps(self._cluster.addresses()))
         self._set(properties.TOKEN, self._cluster.token)
@@ -321,7 +321,7 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
         self._set(properties.TLS, None if options.tls is None else options.tls.to_json())
 
     def publish_addresses(self, addresses: Sequence[str]) -> None:
-        """Tell the jobs that running queries start from now on where the hosts are."""
+        """Send the hosts' addresses to the jobs that running queries start from now on."""
         with self._lock:
             running = list(self._properties.values())
         for of_query in running:
@@ -336,7 +336,7 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
         operators = ", ".join(sorted(set(names)))
         if duplicates:
             names_twice = ", ".join(map(repr, duplicates))
-            return f"Operator name {names_twice} is used twice in one query; give each a name of its own."
+            return f"Operator name {names_twice} is used twice in one query; give each operator a different name."
         kind = str(execution.getClass().getSimpleName())
         trigger = str(execution.trigger().getClass().getSimpleName())
         if "Async" in kind:
@@ -403,7 +403,7 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
         """Do nothing: an idle query has no new version."""
 
     def onQueryTerminated(self, event: QueryTerminatedEvent) -> None:
-        """Report that a run has ended: hosts answer from its last version as long as ``keep_serving`` says."""
+        """Report that a run has ended: hosts answer from its last version for ``keep_serving``."""
         run_id = str(event.runId)
         with self._lock:
             known = self._registrations.pop(run_id, None)
@@ -419,7 +419,7 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
                 log.log(self._level(), "The end of run %s was not reported: %s", run_id, error)
 
     def _level(self) -> int:
-        """Return the level for what the coordinator was not told: Spark tells of a query's end behind ``stop()``."""
+        """Return the log level for a failed report: after ``stop()``, Spark reports the end of a query late."""
         return logging.INFO if self._stopping.is_set() else self._cluster.shutdown.log_level
 
     def close(self) -> None:

@@ -1,6 +1,6 @@
 """The progress of a query's operators in their last batch: the counterpart of Spark's ``StateOperatorProgress``.
 
-Spark takes these operators for stateless, so its own progress says nothing of their state.
+Spark considers these operators stateless, so its own progress does not describe their state.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ PROGRESS_POLL_SECONDS = 0.05
 class StateOperatorProgress:
     """One operator in one batch, over all its partitions; the names are those of Spark's JSON, in snake case.
 
-    ``operator_name`` is the name that the user gave. ``custom_metrics`` has Spark's names where Spark has the figure
+    ``operator_name`` is the name that the user gave. ``custom_metrics`` has Spark's names if Spark has the figure
     (``numDroppedDuplicateRows``, ``numRegisteredTimers``, ``numValuesRemovedDueToTTLExpiry`` and others), and the
     milliseconds of each step under names of ours.
     ``num_rows_total`` counts the pairs of all column families after the batch; ``memory_used_bytes`` is the memory that
     the hosts use for them now. ``commit_time_ms`` is the sum over the partitions. ``num_state_store_instances`` counts
     the partitions that have reported the batch: fewer than ``num_shuffle_partitions`` if a host was lost since, or if
-    the figures are asked for more than three batches later. Of the others ``num_rows_total`` has the pairs of now.
-    ``num_rows_largest_partition`` and ``num_rows_median_partition`` say how evenly these pairs lie: they have no
-    counterpart in Spark.
+    the figures are asked for more than three batches later. For the others ``num_rows_total`` has the current pairs.
+    ``num_rows_largest_partition`` and ``num_rows_median_partition`` show how evenly these pairs are distributed: they
+    have no counterpart in Spark.
     """
 
     operator_name: str
@@ -83,18 +83,18 @@ def _camel_case(name: str) -> str:
 
 
 class StateOperatorListener(Protocol):
-    """Hears of every batch that Spark has committed, once and in order, as Spark's ``onQueryProgress`` does."""
+    """Receives every batch that Spark has committed, once and in order, as Spark's ``onQueryProgress`` does."""
 
     def on_state_operator_progress(self, run_id: str, progress: Sequence[StateOperatorProgress]) -> None:
-        """Take the progress of each operator in a batch that is committed. An error that is raised here is logged."""
+        """Receive the progress of each operator in a committed batch. Errors that this raises are logged."""
 
 
 @runtime_checkable
 class CheckpointListener(Protocol):
-    """A ``StateOperatorListener`` that hears of checkpoints as well, after the operators of a batch."""
+    """A ``StateOperatorListener`` that receives checkpoints as well, after the operators of a batch."""
 
     def on_checkpoint_progress(self, run_id: str, progress: CheckpointProgress) -> None:
-        """Take the newest checkpoint: of the batch, or of a later one if there is one already."""
+        """Receive the newest checkpoint: of the batch, or of a later one if there is one already."""
 
 
 _listeners: list[StateOperatorListener] = []
@@ -102,13 +102,13 @@ _lock = threading.Lock()
 
 
 def add_state_operator_listener(listener: StateOperatorListener) -> None:
-    """Have a listener called for every batch of every query of this driver."""
+    """Call a listener for every batch of every query of this driver."""
     with _lock:
         _listeners.append(listener)
 
 
 def remove_state_operator_listener(listener: StateOperatorListener) -> None:
-    """Call a listener no more; it is no error if it was never added."""
+    """Remove a listener; does nothing if it was never added."""
     with _lock:
         if listener in _listeners:
             _listeners.remove(listener)
@@ -123,7 +123,7 @@ def has_listeners() -> bool:
 def tell_listeners(
     run_id: str, progress: Sequence[StateOperatorProgress], checkpoint: Callable[[], CheckpointProgress | None]
 ) -> None:
-    """Call all listeners for a batch; ``checkpoint`` is asked for if one of them wants to hear of it."""
+    """Call all listeners for a batch; ``checkpoint`` is called if one of them wants checkpoints."""
     with _lock:
         listeners = list(_listeners)
     found = checkpoint() if any(isinstance(listener, CheckpointListener) for listener in listeners) else None
@@ -132,7 +132,7 @@ def tell_listeners(
             listener.on_state_operator_progress(run_id, progress)
             if found is not None and isinstance(listener, CheckpointListener):
                 listener.on_checkpoint_progress(run_id, found)
-        except Exception:  # the other listeners must be called all the same
+        except Exception:  # the other listeners must still be called
             log.exception("A state operator listener failed at run %s", run_id)
 
 
@@ -176,9 +176,9 @@ def _progress(cluster: StateCluster, run_id: str, wanted: Callable[[int], int]) 
 
 
 def _has_applied(instance: dict[str, Any], version: int) -> bool:
-    """Return whether a partition has come to a version, its keys included.
+    """Return whether a partition has reached a version, its keys included.
 
-    Hosts hear of a completed version a moment later, and show the version before they have written its changes.
+    Hosts learn of a completed version a moment later, and show the version before they have written its changes.
     """
     commit = instance["commits"].get(version)
     reached: int = instance["version"]
@@ -217,7 +217,7 @@ def _sum(operator: str, version: int, num_partitions: int, instances: list[dict[
     )
 
 
-# The cost of a batch's checkpoint: time, bytes, requests to storage and what those cost.
+# The cost of a batch's checkpoint: time, bytes, requests to storage and their price.
 
 
 @dataclass(frozen=True)
@@ -226,8 +226,8 @@ class CheckpointProgress:
 
     ``duration_ms`` is from the first open to the durable manifest, None if no coordinator has seen both. ``requests``
     are those of hosts and coordinator to storage since the checkpoint before, by kind (put, get, head, list, delete);
-    ``sent_bytes`` and ``received_bytes`` are the bytes of their files. ``dollars`` is what they cost by the setting
-    ``spark.statestore.storagePrices``.
+    ``sent_bytes`` and ``received_bytes`` are the bytes of their files. ``dollars`` is their cost according to the
+    setting ``spark.statestore.storagePrices``.
     """
 
     batch_id: int
@@ -258,7 +258,7 @@ def newest_checkpoint(cluster: StateCluster, run_id: str, prices: Prices) -> Che
 
 
 def progress_of_record(record: Mapping[str, Any], prices: Prices) -> CheckpointProgress:
-    """Return the progress that a ``CheckpointRecord``, as plain data, tells of."""
+    """Return the progress in a ``CheckpointRecord``, as plain data."""
     used = record["storage"]
     return CheckpointProgress(
         batch_id=record["version"] - 1,
@@ -272,20 +272,20 @@ def progress_of_record(record: Mapping[str, Any], prices: Prices) -> CheckpointP
 
 
 def prices_of(conf: Any) -> Prices:
-    """Return the prices that the settings of a session give, of PySpark or of the JVM.
+    """Return the prices in the settings of a session, of PySpark or of the JVM.
 
-    Raises ``InvalidStateStoreArgument`` for a setting that is none.
+    Raises ``InvalidStateStoreArgument`` for an invalid setting.
     """
     return Prices.parse(str(conf.get(STORAGE_PRICES_CONF, "") or ""))
 
 
-# The driver's spans: the root of each batch's trace, and Spark's steps below, made when Spark tells of the batch.
+# The driver's spans: the root of each batch's trace, and Spark's steps below, made when Spark reports the batch.
 
 
 FIRST_STEPS = ("latestOffset", "walCommit", "getBatch", "queryPlanning")
 LAST_STEPS = ("addBatch", "commitOffsets")
-"""Spark's steps of a batch in their order. Spark tells how long each took, but not when it began: the first ones are
-laid end to end from the beginning of the batch on, the last ones up to its end."""
+"""Spark's steps of a batch in their order. Spark reports how long each took, but not when it began: the first ones are
+placed end to end from the beginning of the batch on, the last ones up to its end."""
 
 
 class BatchTraces:
@@ -296,7 +296,7 @@ class BatchTraces:
         self._lock = threading.Lock()
 
     def add(self, registration: QueryRegistration, version: int) -> None:
-        """Begin with a run, whose first batch goes on from a version."""
+        """Add a run; its first batch continues from ``version``."""
         if spans.is_on():
             with self._lock:
                 self._runs[registration.run_id] = registration, version + 1, spans.now()
@@ -328,7 +328,7 @@ class BatchTraces:
             last -= took[step] * 1_000_000
 
     def end(self, run_id: str, exception: str | None) -> None:
-        """End with a run. ``exception`` is what its last batch has failed with: that has a root, too."""
+        """Remove a run. ``exception`` is the error of its last batch, which has a root, too."""
         with self._lock:
             known = self._runs.pop(run_id, None)
         if known is None or exception is None:
@@ -369,7 +369,7 @@ def _ns(timestamp: str) -> int:
 
 
 STREAM_METRICS_SECONDS = 10.0
-"""Seconds between two looks at the operators. A look asks each host once for each query, beside the batches."""
+"""Seconds between two looks at the operators. A look asks each host once for each query, outside the batches."""
 
 
 @dataclass(frozen=True)
@@ -426,7 +426,7 @@ class StreamMetrics:
                     self._sizes(title, operator, 0, 0)
 
     def batch(self, run_id: str, progress: str) -> None:
-        """Publish what Spark's progress of a batch, as JSON, says of the whole query."""
+        """Publish the figures of the whole query in Spark's progress of a batch, as JSON."""
         told: Mapping[str, Any] = json.loads(progress)
         with self._lock:
             title = self._titles.get(run_id)
@@ -474,7 +474,7 @@ class StreamMetrics:
                 log.info("The operators of run %s have no figures now: %s", run_id, error)
                 continue
             with self._lock:
-                if run_id in self._titles:  # otherwise it has ended meanwhile
+                if run_id in self._titles:  # otherwise it has ended since
                     for one in found:
                         self._publish(title, one)
 
@@ -490,7 +490,7 @@ class StreamMetrics:
 
 
 def backlog_rows(progress: Mapping[str, Any]) -> int | None:
-    """Return the rows that the sources of a progress have beyond the batch; None where no source says so.
+    """Return the rows that the sources of a progress have beyond the batch; None if no source reports it.
 
     Sources with offsets by topic and partition, as Kafka's, report the latest ones too.
     """
@@ -516,5 +516,5 @@ def _offsets(by_partition: Mapping[str, Mapping[str, int]]) -> list[tuple[str, s
 
 
 def _number(value: Any) -> float:
-    """Return a rate of Spark's, which is NaN, Infinity or missing where there was nothing to divide."""
+    """Return a rate of Spark's, which is NaN, Infinity or missing if there was nothing to divide."""
     return float(value) if isinstance(value, int | float) and 0 <= value < float("inf") else 0.0

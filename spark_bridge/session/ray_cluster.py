@@ -100,8 +100,8 @@ def _silent(address: str, error: Exception) -> EnvironmentProblemError:
 
 def _outside(address: str) -> EnvironmentProblemError:
     return EnvironmentProblemError(
-        f"Ray's client (ray://) does not do for Spark on Ray: {address} is the address of a proxy, and Spark's driver "
-        "must run where its executors can reach it. Run the program in the cluster, by `ray job submit --address "
+        f"Ray's client (ray://) does not work for Spark on Ray: {address} is the address of a proxy, and Spark's "
+        "driver must be reachable by its executors. Run the program in the cluster, by `ray job submit --address "
         "http://<head>:8265 -- python my_stream.py`, or on a machine of it with RAY_ADDRESS=<head>:6379."
     )
 
@@ -142,7 +142,7 @@ def keep_ray_stopped() -> Callable[[], None]:
 
 
 def stop_raydp_at_exit() -> None:
-    """Put ``stop_raydp`` in the place of RayDP's own exit handler.
+    """Replace RayDP's own exit handler by ``stop_raydp``.
 
     RayDP's handler fails in a program that has called ``ray.shutdown()``: it sends a message to its master.
     """
@@ -186,14 +186,14 @@ def stop_ray() -> None:
 # Ray on Spark: a Ray cluster within a Spark application (``ray.util.spark``), with the settings that state needs.
 #
 # Each Ray worker is a Spark job of one task that never ends, and keeps the cores of that task. The stream's tasks
-# need cores beside them.
+# need other cores.
 
 
 AUTH_MODE = "RAY_AUTH_MODE"
 SETTLED_SECONDS = 5.0
-"""Executors that have not come within this many seconds after the last ones are not on their way."""
+"""After this many seconds without a new executor, no more are expected."""
 RAY_JOB_GROUP = "ray-cluster-"
-"""With this begin the job groups of the Spark jobs that are Ray's workers."""
+"""Prefix of the job groups of the Spark jobs that are Ray's workers."""
 
 
 @dataclass(frozen=True)
@@ -207,19 +207,19 @@ class CoreUse:
 def setup_ray_on_spark(spark: SparkSession, num_workers: int, cpus_per_worker: int = 1, **options: Any) -> str:
     """Start a Ray cluster on a Spark cluster, for ``attach(spark)``; return its address.
 
-    The head runs beside Spark's driver, and ``num_workers`` Ray workers within Spark's executors, each in
+    The head runs on the machine of Spark's driver, and ``num_workers`` Ray workers within Spark's executors, each in
     ``cpus_per_worker`` of their cores. ``options`` go to ``ray.util.spark.setup_ray_cluster``;
     ``ray.util.spark.shutdown_ray_cluster()`` ends the cluster.
 
-    Raises ``EnvironmentProblemError``, before anything is started, if Ray's token authentication is on, with which Ray
-    cannot start on Spark. Raises the same if no cores would be left for streams, if the program ``ray`` is not on the
-    PATH, or if the session is ``local[n]``.
+    Raises ``EnvironmentProblemError``, before anything is started, if Ray's token authentication is on, because Ray
+    then cannot start on Spark. Raises the same if no cores would be left for streams, if the program ``ray`` is not on
+    the PATH, or if the session is ``local[n]``.
     """
     require_no_token()
     if shutil.which("ray") is None:
         raise EnvironmentProblemError(
-            f"The program 'ray' is not on the PATH ({os.environ.get('PATH', '')}), by which Ray starts its nodes. Put "
-            f"the directory of the environment there, probably {Path(sys.executable).parent}, on the machines of "
+            f"The program 'ray', which starts Ray's nodes, is not on the PATH ({os.environ.get('PATH', '')}). Add "
+            f"the directory of the environment, probably {Path(sys.executable).parent}, on the machines of "
             "executors too (spark.executorEnv.PATH), and start Spark again."
         )
     if spark.sparkContext._jsc.sc().isLocal():
@@ -246,7 +246,7 @@ def require_no_token() -> None:
         raise EnvironmentProblemError(
             f"Ray does not start on Spark with its token authentication, which is on by default ({AUTH_MODE} is "
             f"{'not set' if mode is None else repr(mode)}): Ray's workers fail with InvalidAuthToken. Set "
-            f"{AUTH_MODE}=disabled in the environment of this program before Python starts, and let nobody but the "
+            f"{AUTH_MODE}=disabled in the environment of this program before Python starts, and let only the "
             "cluster's machines reach Ray's ports."
         )
 
@@ -275,7 +275,7 @@ def require_cores(spark: SparkSession, more: int = 0) -> None:
 
 
 def too_few_cores(use: CoreUse, more: int, task_cpus: int) -> str | None:
-    """Return why streams would wait for ever beside Ray's workers, or None if they would not."""
+    """Return why Ray's workers would leave streams waiting for ever, or None if they would not."""
     taken = use.of_ray + more
     if not taken or use.all - taken >= task_cpus:
         return None
@@ -314,23 +314,23 @@ def _task_cpus(spark: SparkSession, profile: Any) -> int:
     return int(cpus.get()) if cpus.isDefined() else int(spark.sparkContext.getConf().get("spark.task.cpus", "1"))
 
 
-# RayDP's master: an actor without which a Spark application gets no executors, and which Ray does not start again.
+# RayDP's master: an actor that gives a Spark application its executors, and which Ray does not restart.
 #
-# Executors end with the master, and Spark waits for others for ever, without a word. So the queries of the session
-# are ended with an error, for whoever runs the program to start it again.
+# Executors end with the master, and Spark silently waits for others for ever. So the queries of the session are ended
+# with an error, which tells the user to start the program again.
 
 
 MASTER_LOOK_SECONDS = 2.0
 """Seconds between two looks; a look is one message to Ray."""
 MASTER_DIED = (
-    "RayDP's master of this application has died, and its executors with it; Ray does not start them again. Nothing "
-    "that was committed is lost: start the program again, and its queries go on from their checkpoints. "
+    "RayDP's master of this application has died, and its executors with it; Ray does not start them again. No "
+    "committed state is lost: start the program again, and its queries continue from their checkpoints. "
     "`statestore run` does that by itself."
 )
 
 
 class SparkMasterWatch:
-    """Looks whether the RayDP master of the application ``app_name`` lives; ends the queries of ``spark`` otherwise."""
+    """Checks whether the RayDP master of the application ``app_name`` lives; ends the queries of ``spark`` if not."""
 
     def __init__(self, spark: SparkSession, app_name: str, shutdown: Shutdown) -> None:
         from raydp.spark.ray_cluster_master import RAYDP_SPARK_MASTER_SUFFIX
@@ -344,17 +344,17 @@ class SparkMasterWatch:
             MASTER_LOOK_SECONDS,
             name="statestore-spark-master",
             what="look after RayDP's master: queries are not ended if it dies",
-            remedy="Look at the log of the driver; if batches stand still, start the program again.",
+            remedy="Look at the log of the driver; if batches stop, start the program again.",
             most_seconds=10 * MASTER_LOOK_SECONDS,
             is_ending=lambda: shutdown.is_ending,
         ).start()
 
     def close(self) -> None:
-        """Look no more."""
+        """Stop looking."""
         self._loop.close(timeout=None)
 
     def look(self) -> None:
-        """End the queries if the master has died: again and again, since the program may start further ones."""
+        """End the queries if the master has died: repeatedly, since the program may start further ones."""
         if self._shutdown.is_ending or spark_is_over(self._spark):
             self._loop.close()  # the program has stopped Spark, and RayDP the master
         elif self._is_dead:

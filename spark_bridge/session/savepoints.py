@@ -36,15 +36,15 @@ SAVEPOINT_ATTEMPTS = 5
 def trigger_savepoint(query: StreamingQuery | str, path: str | None = None, stop: bool = False) -> Future[str]:
     """Save the state of a running query as of its last committed batch; return a future of the savepoint's path.
 
-    The query runs on meanwhile. ``query``: a ``StreamingQuery``, or its name, id or run id. ``path``: the directory
-    below which the savepoint gets a directory of its own, by default ``savepoints`` beside the state. With ``stop`` the
+    The query keeps running. ``query``: a ``StreamingQuery``, or its name, id or run id. ``path``: the directory
+    in which the savepoint gets a new subdirectory, by default ``savepoints`` next to the state. With ``stop`` the
     query is stopped when the savepoint is done, and no sink sees a later batch. It is stopped as by
-    ``StreamingQuery.stop()``: where the sink is a Python ``foreachBatch`` function that waits for a job of its own,
+    ``StreamingQuery.stop()``: if the sink is a Python ``foreachBatch`` function that waits for its own job,
     ``query.exception()`` may say that this job was cancelled.
 
     The future fails with ``UnknownQueryError``, ``InvalidRequestError`` (no batch is committed yet),
-    ``SavepointExpiredError``, ``SavepointDeclinedError`` or ``SavepointFailedError``. The query goes on then, also with
-    ``stop``.
+    ``SavepointExpiredError``, ``SavepointDeclinedError`` or ``SavepointFailedError``. The query then continues, also
+    with ``stop``.
     """
     cluster = current_cluster()
     name = query if isinstance(query, str) else str(query.runId)
@@ -87,7 +87,7 @@ def _wait(begin: Callable[[], SavepointStatus], ask: Callable[[], SavepointStatu
                 raise rebuilt_error(status.failure.error, status.failure.message, CoordinatorError)
             time.sleep(SAVEPOINT_POLL_SECONDS)
             status = ask()
-        log.warning("The coordinator has been restarted: the savepoint is begun anew")
+        log.warning("The coordinator has been restarted: restarting the savepoint")
     raise SavepointFailedError(
         f"The coordinator was lost {SAVEPOINT_ATTEMPTS} times while the savepoint was made; look at its logs."
     )
@@ -142,10 +142,10 @@ def restore_savepoint(
     storage_options: Mapping[str, str] | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> RestoredSavepoint:
-    """Make the new ``checkpoint_location`` from the savepoint at ``path``; a query started there goes on just after it.
+    """Make the new ``checkpoint_location`` from the savepoint at ``path``; a query started there continues after it.
 
     With ``state_only`` a new query starts there at batch 0, with this state. Storage settings and
-    ``spark.statestore.location`` are the Spark session's, where there is one. See
+    ``spark.statestore.location`` are the Spark session's, if there is one. See
     ``coordinator_actor.savepoints.restore.restore_into_checkpoint`` for the arguments and the errors.
     """
     set_up(setting_of_environment(), {"role": "driver"})  # often before there is a session
@@ -175,7 +175,7 @@ def describe_savepoint(
 ) -> SavepointInfo:
     """Return the description of a savepoint: query, version, operators with their schemas and rows.
 
-    With ``check_files`` every file is read and compared with what was written. Raises ``SavepointError``, and
+    With ``check_files`` every file is read and compared with its checksums. Raises ``SavepointError``, and
     ``DamagedFileError`` that names all files that are missing or damaged.
     """
     describe = savepoint_format.verify_stored_savepoint if check_files else savepoint_format.read_stored_savepoint

@@ -26,9 +26,9 @@ STATELESS_AQE = "spark.sql.adaptive.streaming.stateless.enabled"
 AVAILABLE_NOW_WRAPPER = "spark.sql.streaming.triggerAvailableNowWrapper.enabled"
 MIN_BATCHES_CONF = "spark.sql.streaming.minBatchesToRetain"
 STATE_LOCATION_CONF = "spark.statestore.location"
-"""Where the state of queries is, if not in their checkpoint locations."""
+"""The location of the state of queries, if not in their checkpoint locations."""
 SHARED_FILES_CONF = "spark.statestore.sharedFileSystem"
-"""Set to true, it says that all machines share the directories of checkpoint and state."""
+"""Set to true, it declares that all machines share the directories of checkpoint and state."""
 STORAGE_PRICES_CONF = "spark.statestore.storagePrices"
 HADOOP_PREFIX = "spark.hadoop.fs.s3a."
 
@@ -52,7 +52,7 @@ def apply_settings(spark: SparkSession) -> None:
     """Set on a live session the settings that stateful operators need."""
     spark.conf.set(EXCLUDED_RULES, excluded_rules(spark.conf.get(EXCLUDED_RULES, None)))
     spark.conf.set(STATELESS_AQE, "false")
-    # A rate source makes quiet streams tick. Beside it, availableNow of Spark 4.2 would make one batch of a backlog.
+    # A rate source makes quiet streams tick. With it, availableNow of Spark 4.2 would make one batch of a backlog.
     spark.conf.set(AVAILABLE_NOW_WRAPPER, "true")
 
 
@@ -78,8 +78,8 @@ def storage_settings(spark: SparkSession) -> dict[str, str]:
 
 # Whether the session of this process is being shut down, by ``stop_spark`` or without it.
 #
-# A program may die of an error of its own, or stop Spark or Ray itself. Threads of the session then find Spark and
-# Ray half gone. Nothing is wrong that anybody could mend, and what they would log buries the program's own error.
+# A program may die of its own error, or stop Spark or Ray itself. Threads of the session then find Spark and
+# Ray half stopped. No user can fix anything then, and log lines about it would bury the program's own error.
 
 
 class Shutdown:
@@ -103,7 +103,7 @@ class Shutdown:
 
     @property
     def is_ending(self) -> bool:
-        """Whether the session or its Spark ends: what fails then is no news."""
+        """Whether the session or its Spark ends: failures are then expected."""
         return self.is_over or self._is_spark_over()
 
     @property

@@ -32,7 +32,7 @@ from spark_bridge.session.settings import Shutdown
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-# Computes the places of a session's hosts: beside its executors, on all machines that have executors.
+# Computes the places of a session's hosts: on all machines that have executors.
 #
 # Plain functions over names and numbers; ``host_placement.py`` asks Spark and Ray, and starts the hosts.
 
@@ -52,12 +52,12 @@ def place_hosts(
     standing: Mapping[str, int],
     going: Collection[str] = (),
 ) -> Placement:
-    """Return where the hosts of a session are to stand.
+    """Return the placement of a session's hosts.
 
     ``executors`` has the cores of the executors on each machine, by IP address; ``nodes`` the IP address of each node
-    of Ray that can take hosts; ``standing`` how many hosts stand on each node now. Without ``num_hosts`` there is one
-    host per core. Nodes at one address share its cores. Where no node has an executor, all nodes count alike. ``going``
-    are the addresses of machines that are to go, and so take no hosts: their cores ask for none elsewhere.
+    of Ray that can take hosts; ``standing`` how many hosts each node has now. Without ``num_hosts`` there is one
+    host per core. Nodes at one address share its cores. If no node has an executor, all nodes count alike. ``going``
+    are the addresses of machines that are being drained, and so take no hosts: their cores do not count elsewhere.
     """
     sharing = Counter(nodes.values())
     cores = {node: executors[ip] / sharing[ip] for node, ip in nodes.items() if executors.get(ip)}
@@ -65,8 +65,8 @@ def place_hosts(
     without_node = sorted(ip for ip in executors if ip not in sharing)
     if drained := [ip for ip in without_node if ip in going]:
         problems.append(
-            f"{', '.join(drained)}, where executors run, are to go: hosts stand elsewhere, and tasks there reach state "
-            "over the network until their executors end."
+            f"Executors run on {', '.join(drained)}, which are being drained: their hosts are elsewhere, and tasks "
+            "there reach state over the network until the executors end."
         )
     if missing := [ip for ip in without_node if ip not in going]:
         problems.append(
@@ -76,11 +76,11 @@ def place_hosts(
     total = max(1, num_hosts or sum(n for ip, n in executors.items() if ip in sharing or ip not in going))
     hosts = spread(total, cores or dict.fromkeys(nodes, 1.0), standing)
     if not executors:
-        problems.append("No executor is there, so that the hosts stand on any nodes.")
+        problems.append("There are no executors, so the hosts run on any nodes.")
     without = sorted({nodes[node] for node in cores if not hosts.get(node)})
     if without:
         problems.append(
-            f"The executors at {', '.join(without)} have no host beside them: num_hosts={num_hosts} is fewer than the "
+            f"The executors at {', '.join(without)} have no local host: num_hosts={num_hosts} is fewer than the "
             f"{len(cores)} machines with executors."
         )
     return Placement(hosts, tuple(problems))
@@ -89,7 +89,7 @@ def place_hosts(
 def spread(total: int, weights: Mapping[str, float], standing: Mapping[str, int]) -> dict[str, int]:
     """Divide ``total`` hosts among nodes: one for each first, then in proportion to the weights (D'Hondt's method).
 
-    Among equals comes first who has more hosts now. If there are as many hosts as the weights add up to, they follow
+    Ties go to the node with more hosts now. If there are as many hosts as the weights add up to, they follow
     the weights exactly.
     """
     hosts: dict[str, int] = {}
@@ -103,12 +103,13 @@ def spread(total: int, weights: Mapping[str, float], standing: Mapping[str, int]
     return hosts
 
 
-# The hosts of one session: started where its executors run, ended where none do any more, replaced with their nodes.
+# The hosts of one session: started on its executors' machines, ended on machines without executors, replaced if their
+# node is lost.
 #
-# A thread looks every ``PLACEMENT_LOOK_SECONDS`` at Spark's executors, at Ray's nodes and at the hosts. Ray says
-# whether a host lives: Ray starts a process that has died again on the same node; with its node a host is gone for
-# good. A host that is to go hands its partitions over first, and is ended when the coordinator says that the host
-# owns nothing any more.
+# A thread looks every ``PLACEMENT_LOOK_SECONDS`` at Spark's executors, at Ray's nodes and at the hosts. Ray reports
+# whether a host lives: Ray restarts a dead process on the same node, but a host whose node is lost does not return. A
+# leaving host hands its partitions over first, and is ended when the coordinator reports that the host owns
+# nothing any more.
 
 
 log = logging.getLogger(__name__)
@@ -116,19 +117,19 @@ log = logging.getLogger(__name__)
 PLACEMENT_LOOK_SECONDS = 2.0
 """Seconds between two looks. A look is one message to Ray for each host and one for all nodes."""
 START_AGAIN_SECONDS = 10.0
-"""A node on which a host could not be made gets another one after this many seconds."""
+"""A node on which a host failed to start gets another one after this many seconds."""
 SURPLUS_SECONDS = 30.0
 """A host more than its node should have ends after this many seconds: an executor that is lost mostly comes back."""
 START_SECONDS = 120.0
 """A session begins when its hosts answer, or fails after this many seconds."""
 STOP_SECONDS = 20.0
-"""Hosts that are to end must stop within this many seconds; they are killed then."""
+"""Ending hosts must stop within this many seconds; after that they are killed."""
 DEAD = "DEAD"
 
 
 @dataclass(frozen=True)
 class StandingHost:
-    """One host actor: its number in the session, the node on which it stands, and at what number its port is counted.
+    """One host actor: its number in the session, its node, and the number that counts for its port.
 
     ``ready`` is the answer to the first question.
     """
@@ -141,13 +142,13 @@ class StandingHost:
 
 
 class HostPlacement:
-    """Starts the hosts of a session and keeps them where they are to stand.
+    """Starts the hosts of a session and keeps them in their places.
 
-    One thread at a time looks, and holds ``_looking``. ``executors`` gives the cores of the executors by IP address,
-    ``drained`` the ids of the nodes that are to go. ``report`` is told at every look what is not as it should be and
-    which hosts are to go, and answers with those that may end. ``hosts`` is replaced as a whole, for other threads to
-    read. Numbers of hosts never come again, those of ports do: host i answers queries at ``query_port + i`` for the
-    lowest i that no other host has.
+    One thread at a time looks, and holds ``_looking``. ``executors`` returns the cores of the executors by IP address,
+    ``drained`` the ids of the drained nodes. ``report`` receives at every look the problems and the leaving hosts,
+    and answers with those that may end. ``hosts`` is replaced as a whole, for other threads to read. Numbers
+    of hosts are not reused, those of ports are: host i answers queries at ``query_port + i`` for the lowest i that no
+    other host has.
     """
 
     def __init__(
@@ -211,7 +212,7 @@ class HostPlacement:
         self.look()
 
     def look(self) -> None:
-        """Let go of hosts that are gone for good, start those that are missing, and end those that may end."""
+        """Remove hosts that are lost with their nodes, start missing ones, and end those that may end."""
         if self._shutdown.is_over:
             return
         with self._looking:
@@ -223,7 +224,7 @@ class HostPlacement:
             standing = Counter(host.node_id for host in self.hosts if host.node_id in usable)
             problems: list[str] = []
             wanted: Mapping[str, int] = standing
-            if executors or not self.hosts:  # without executors nothing says where the hosts should be
+            if executors or not self.hosts:  # without executors the hosts have no right place
                 placement = place_hosts(
                     executors, usable, self._num_hosts, standing, {nodes[n] for n in going if n in nodes}
                 )
@@ -236,19 +237,19 @@ class HostPlacement:
             self._end(leaving, problems)
 
     def _publish(self, leaving: Collection[str]) -> None:
-        """Let tasks of later batches ask hosts that stay. Those that are to go are told to only then."""
+        """Publish the hosts that stay to tasks of later batches. Only then do the others leave."""
         staying = [host for host in self.hosts if host.host_id not in leaving]
         there, _ = ray.wait([h.ready for h in staying], num_returns=len(staying), timeout=0) if staying else ([], [])
         addresses = []
         for answer in there:
-            with suppress(RayError):  # it is gone, which the next look finds
+            with suppress(RayError):  # it has died, which the next look finds
                 addresses.append(str(ray.get(answer)))
         if addresses and addresses != self._published:
             self.publish(addresses)
             self._published = addresses
 
     def _leaving(self, wanted: Mapping[str, int], usable: Mapping[str, str]) -> list[str]:
-        """Return the hosts that are to go: all on nodes that are, and on the others what was too many for long."""
+        """Return the leaving hosts: all on drained nodes, and on other nodes those that have been surplus for long."""
         now = time.monotonic()
         leaving, surplus = [], []
         left = dict(wanted)
@@ -263,7 +264,7 @@ class HostPlacement:
         return leaving + [h for h, since in self._surplus_since.items() if now - since >= SURPLUS_SECONDS]
 
     def _end(self, leaving: Sequence[str], problems: Sequence[str]) -> None:
-        """Say what is wrong and who is to go, and end those that own nothing any more."""
+        """Log the problems, report them and the leaving hosts, and end the hosts that own nothing any more."""
         if tuple(problems) != self._problems:
             for problem in problems:
                 log.warning("%s", problem)
@@ -273,7 +274,7 @@ class HostPlacement:
         self.hosts = tuple(host for host in self.hosts if host not in ended)
         self._ending = [thread for thread in self._ending if thread.is_alive()]
         if ended:
-            log.info("Hosts %s have handed over what they had, and end", ", ".join(sorted(released)))
+            log.info("Hosts %s have handed over their partitions, and end", ", ".join(sorted(released)))
             thread = threading.Thread(target=end_hosts, args=(ended,), name="statestore-host-end", daemon=True)
             self._ending.append(thread)
             thread.start()
@@ -284,8 +285,8 @@ class HostPlacement:
             if host.node_id in nodes:
                 self._not_before[host.node_id] = time.monotonic() + START_AGAIN_SECONDS
             level = self._shutdown.log_level
-            log.log(level, "Host %s is gone for good with node %s", host.host_id, host.node_id)
-            # Should Ray still wait for its node: nobody must start it any more.
+            log.log(level, "Host %s is lost with node %s", host.host_id, host.node_id)
+            # Should Ray still wait for its node: it must not start the host again.
             ray.kill(host.actor, no_restart=True)
         self.hosts = tuple(host for host in self.hosts if host not in gone)
 
@@ -310,15 +311,15 @@ class HostPlacement:
         log.info("Started host %s on node %s", host_id, node_id)
 
     def _misplaced(self, executors: Mapping[str, int], nodes: Mapping[str, str]) -> list[str]:
-        """Say which machines have hosts and no executors, though others have executors."""
+        """Return a problem naming machines with hosts but without executors, if others have executors."""
         machines = sorted({ip for host in self.hosts if (ip := nodes.get(host.node_id)) and ip not in executors})
         if not machines or not set(nodes.values()) & executors.keys():
             return []
-        return [f"Hosts stand on {', '.join(machines)}, where no executor runs (any more)."]
+        return [f"Hosts run on {', '.join(machines)}, which have no executors (any more)."]
 
 
 def end_hosts(hosts: Sequence[StandingHost]) -> None:
-    """Let hosts unload what they hold and end; kill those that do not within ``STOP_SECONDS``."""
+    """Tell hosts to unload their partitions and end; kill those that do not within ``STOP_SECONDS``."""
     try:
         stopping = [host.actor.stop.remote() for host in hosts]
         if stopping:
@@ -329,7 +330,7 @@ def end_hosts(hosts: Sequence[StandingHost]) -> None:
 
 
 def is_dead(actor: Any) -> bool:
-    """Return whether Ray has given an actor up: it could not be made, or its node is gone."""
+    """Return whether Ray has given an actor up: it could not be created, or its node is lost."""
     try:
         return bool(ray._private.state.actors(actor._actor_id.hex()).get("State") == DEAD)
     except RayError:
@@ -344,9 +345,9 @@ LEASE_SECONDS = 10.0
 class StateCluster:
     """Starts the hosts of one session in a Ray cluster, and the coordinator if no other session has started it.
 
-    ``executors`` gives the cores of the executors on each machine now, by IP address: the hosts stand there. Raises
-    ``InvalidRequestError`` if no node can take the coordinator, ``EnvironmentProblemError`` if the coordinator that is
-    there is of a release that speaks other messages.
+    ``executors`` returns the cores of the executors on each machine now, by IP address: hosts run on these machines.
+    Raises ``InvalidRequestError`` if no node can take the coordinator, ``EnvironmentProblemError`` if the existing
+    coordinator is of a release with other messages.
     """
 
     def __init__(self, options: SessionOptions, executors: Callable[[], Mapping[str, int]], shutdown: Shutdown) -> None:
@@ -394,7 +395,7 @@ class StateCluster:
         try:
             return self.leases.place_session(self.session_id, tuple(problems), tuple(leaving)).released
         except (CoordinatorError, StateStoreError, SparkBridgeError) as error:
-            log.log(self.shutdown.log_level, "The coordinator was not told where the hosts stand: %s", error)
+            log.log(self.shutdown.log_level, "Could not report the placement of hosts to the coordinator: %s", error)
             return ()
 
     def _report_failing_loops(self) -> None:

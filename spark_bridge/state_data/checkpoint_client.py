@@ -40,9 +40,9 @@ class CheckpointClient(QueryableStateClient):
         client.get("user_totals", 42)
         client.sql("select user, spent from user_totals order by spent desc limit 10").df()
 
-    Keys, versions, errors and results are those of the query client. The query may run meanwhile, and is not disturbed;
-    what Spark has not committed yet is not seen. A lookup loads the key's partition, a scan all partitions, one after
-    the other.
+    Keys, versions, errors and results are those of the query client. The query may run at the same time, and is not
+    disturbed; changes that Spark has not committed yet are not visible. A lookup loads the key's partition, a scan all
+    partitions, one after the other.
     """
 
     def __init__(self, reads: StoredReads) -> None:
@@ -64,9 +64,9 @@ class CheckpointClient(QueryableStateClient):
     ) -> CheckpointClient:
         """Open the checkpoint of a query.
 
-        ``state_location`` is the value of ``spark.statestore.location`` when the query ran, if it was set. Versions
-        that a damaged manifest does not concern are read, and ``damaged`` hears what is wrong with the manifest. Raises
-        ``MissingFileError`` if there is no state, ``DamagedFileError``.
+        ``state_location`` is the value of ``spark.statestore.location`` when the query ran, if it was set. If a
+        manifest is damaged, the versions that it does not concern can still be read, and ``damaged`` receives the
+        damage. Raises ``MissingFileError`` if the checkpoint has no state, ``DamagedFileError``.
         """
         place = find_state(checkpoint_location, state_location, storage_options, open_storage=open_storage)
         return cls(StoredReads(place, damaged=damaged, open_storage=open_storage))
@@ -105,16 +105,16 @@ class _InStorage:
         return self._reads.locate(operator, query)
 
     def proxy(self) -> str:
-        raise RequestError("This client reads a checkpoint; there is no host that could be asked.")
+        raise RequestError("This client reads a checkpoint; it has no hosts to ask.")
 
     def failed(self) -> None:
-        """Do nothing: there is no other host."""
+        """Do nothing: a checkpoint has no other host."""
 
 
 class StoredWatch:
     """The changes of an operator's state, version by version, like ``StateWatch``; it looks every second.
 
-    Iterate over it; it ends with ``close`` only, as storage does not say whether the query still runs. A watch of some
+    Iterate over it; it ends with ``close`` only, as storage does not show whether the query still runs. A watch of some
     keys reads the changelogs of each version, and loads a partition only if one of its keys has changed.
     """
 
@@ -145,7 +145,7 @@ class StoredWatch:
         self._closed = threading.Event()
 
     def close(self) -> None:
-        """End the watch; a thread that waits is told at once."""
+        """End the watch; a waiting thread ends at once."""
         self._closed.set()
 
     def __enter__(self) -> StoredWatch:
@@ -164,7 +164,7 @@ class StoredWatch:
             self._closed.wait(WATCH_POLL_SECONDS)
 
     def up_to(self, version: int) -> Iterator[StateChange]:
-        """Give the changes that are after ``position``, up to a completed version."""
+        """Yield the changes that are after ``position``, up to a completed version."""
         while self.position < version and not self._closed.is_set():
             yield from self._of_version(self.position + 1)
             self.position += 1
@@ -190,9 +190,9 @@ def client_of_path(
     damaged: Callable[[str], None] = log.warning,
     open_storage: OpenStorage = CheckpointStorage.open,
 ) -> Iterator[CheckpointClient]:
-    """Give a client that reads the checkpoint or savepoint at ``location``.
+    """Yield a client that reads the checkpoint or savepoint at ``location``.
 
-    A savepoint is restored to a temporary directory first, of which ``progress`` is told, and has one version: that of
+    A savepoint is first restored to a temporary directory, with messages to ``progress``, and has one version: that of
     the savepoint. ``damaged`` is that of ``CheckpointClient.open``. Raises what ``open`` and
     ``restore_into_checkpoint`` raise.
     """

@@ -79,7 +79,7 @@ METADATA_SCHEMA = pa.schema(
         pa.field("maxBatchId", pa.int64()),
     ]
 )
-"""The columns of ``state_metadata``, with the names of Spark's state metadata source where that source has them."""
+"""The columns of ``state_metadata``, with the names of Spark's state metadata source if it has them."""
 
 
 def state_metadata_table(
@@ -92,7 +92,7 @@ def state_metadata_table(
 
     ``keySchema``, ``userKeySchema`` (of a map) and ``valueSchema`` are in Spark's JSON. Versions ``minVersion`` to
     ``maxVersion`` can be read: the states after batches ``minBatchId`` to ``maxBatchId`` (-1: no batch is committed).
-    Raises ``VersionNotFoundError`` if there is no version, ``MissingFileError``, ``DamagedFileError``.
+    Raises ``VersionNotFoundError`` if the state has no version, ``MissingFileError``, ``DamagedFileError``.
     """
     return metadata_of(StateVersions.look(find_state(checkpoint_location, state_location, storage_options)))
 
@@ -131,7 +131,7 @@ def metadata_of(versions: StateVersions) -> pa.Table:
 
 
 def operator_kind(schema: OperatorSchema) -> str:
-    """Return the kind of operator that makes such state, as in ``OperatorSpec``, as far as the schema tells."""
+    """Return the kind of operator that makes such state, as in ``OperatorSpec``, as far as the schema shows it."""
     if any(v.kind != ROWS for v in schema.variables):
         return "transform_with_state"
     (variable,) = schema.variables
@@ -164,7 +164,7 @@ def read_state(
     ``as_of="2026-01-01T00:00:00"`` reads the version that was the last completed one at that time.
 
     See ``state_batches`` for the arguments, the columns and the errors. If the version is removed before an action has
-    read it, that action fails: make the DataFrame anew then. ``state_location`` and ``storage_options`` are by default
+    read it, that action fails: then create a new DataFrame. ``state_location`` and ``storage_options`` are by default
     the session's. The DataFrame has as many partitions as the state.
     """
     place = state_place(spark, checkpoint_location, state_location, storage_options)
@@ -212,7 +212,7 @@ def state_place(
     state_location: str | None = None,
     storage_options: Mapping[str, str] | None = None,
 ) -> StatePlace:
-    """Return where a query's state is, by the settings of the session. Raises ``MissingFileError``."""
+    """Return the location of a query's state, by the settings of the session. Raises ``MissingFileError``."""
     of_session = storage_settings(spark)
     if current_spark() is not None:
         of_session.update(current_cluster().conf.storage_options)
@@ -242,7 +242,7 @@ class _Task:
         return cls(without_pieces(source), packed_pieces(source.reading.pieces))
 
     def run(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """Give the rows of the pieces whose numbers come in."""
+        """Yield the rows of the pieces whose numbers come in."""
         for batch in batches:
             for number in batch.column(0).to_pylist():
                 yield from self.source.batches(unpacked_piece(self.packed[number]))
@@ -294,7 +294,7 @@ class SelectedSource:
         return range(*partition_range(piece.partition, reading.num_partitions, reading.key_groups))
 
     def batches(self, piece: Piece) -> Iterator[pa.RecordBatch]:
-        """Give the rows of one partition. Raises ``VersionNotFoundError`` if the version has been removed meanwhile."""
+        """Yield the rows of one partition. Raises ``VersionNotFoundError`` if the version has been removed."""
         source = self.source
         with opened_partition(source.reading.place, piece, open_storage=source.open_storage) as state:
             view = PartitionView(piece.partition, state.reads, source.reading.version, None)
@@ -370,7 +370,7 @@ def _encoded(fields: Sequence[pa.Field], values: Sequence[pa.Scalar]) -> bytes:
 
 
 def _groups(source: StateSource, conditions: Sequence[Comparison]) -> frozenset[int] | None:
-    """Return the key groups of the keys that can meet the conditions; None if not all key columns are given."""
+    """Return the key groups of the keys that can meet the conditions; None if key columns are missing."""
     key = source.rows.key
     choices: list[list[object]] = []
     many = 1
@@ -412,13 +412,13 @@ def read_state_dataset(
 ) -> Dataset:
     """Return the rows of a state variable at a retained version, by default the last completed one, as a ``Dataset``.
 
-    A read task reads one partition, which is a range of key groups, and gives its rows as blocks. ``columns`` are the
+    A read task reads one partition, which is a range of key groups, and yields its rows as blocks. ``columns`` are the
     columns wanted (None: all of ``state_batches``). ``where`` are conditions as in ``QueryableStateClient.scan``, as
     ``("user", ">=", 100)``; all must hold. Conditions on all key columns leave out partitions, and conditions on the
-    first key columns ranges of keys. See ``state_batches`` for the other arguments, the columns and the errors;
-    ``concurrency`` and ``ray_remote_args`` are those of ``ray.data.read_datasource``. The version is fixed here.
-    Raises besides ``RequestError`` naming a column that there is not, or a value that is not of a column's type. Logs a
-    warning if no CPU of the Ray cluster is free, since the tasks of Ray Data wait until one is.
+    first key columns leave out ranges of keys. See ``state_batches`` for the other arguments, the columns and the
+    errors; ``concurrency`` and ``ray_remote_args`` are those of ``ray.data.read_datasource``. The version is fixed by
+    this call. Also raises ``RequestError`` naming a column that does not exist, or a value that is not of a column's
+    type. Logs a warning if no CPU of the Ray cluster is free, since the tasks of Ray Data wait until one is.
     """
     place = find_state(checkpoint_location, state_location, storage_options)
     source = state_source(place, operator, state, version, collect=not flatten, raw=state_columns)
@@ -454,11 +454,11 @@ class StateDatasource(Datasource):  # type: ignore[misc]
         return "RayStatestore"
 
     def estimate_inmemory_data_size(self) -> int | None:
-        """Return None: storage does not say how large the rows are."""
+        """Return None: storage does not know the size of the rows."""
         return None
 
     def get_read_tasks(self, parallelism: int, *args: Any, **kwargs: Any) -> list[ReadTask]:
-        """Return a task for each partition that can have such rows; for none of them one that gives no rows."""
+        """Return a task for each partition that can have such rows; if none can, one task without rows."""
         metadata = BlockMetadata(num_rows=None, size_bytes=None, input_files=None, exec_stats=None)
         reads: list[Callable[[], Iterator[pa.Table]]] = [partial(self._read, packed) for packed in self._packed]
         nothing = partial(_no_rows, self._schema)
@@ -468,7 +468,7 @@ class StateDatasource(Datasource):  # type: ignore[misc]
 def _blocks(
     source: StateSource, columns: list[str] | None, where: list[WhereCondition], packed: bytes
 ) -> Iterator[pa.Table]:
-    """Give the rows of one partition, in a task of Ray; Ray puts small tables together to blocks."""
+    """Yield the rows of one partition, in a task of Ray; Ray puts small tables together to blocks."""
     chosen = selected(source, columns, where)
     is_empty = True
     for batch in chosen.batches(unpacked_piece(packed)):
@@ -508,10 +508,10 @@ def state_batches(
     """Return the rows of a state variable at a retained version, one partition after the other, in batches.
 
     ``state`` is the variable, by default the only one or the operator's own rows; timers are ``"timers"``. ``version``
-    is by default the last completed one; version N+1 is the state after batch N. ``as_of`` asks for the version that
-    was the last completed one at a time: a datetime, or a text of ISO 8601; without a zone it is UTC.
+    is by default the last completed one; version N+1 is the state after batch N. ``as_of`` selects the version that
+    was the last completed one at a time: a datetime, or an ISO 8601 string; without a zone it is UTC.
 
-    The columns are first the key's. Then come the columns of the variable. A value has its fields. A list has the
+    The key's columns come first, then the columns of the variable. A value has its fields. A list has the
     fields of an element, one row per element in their order. A map has the columns of the user's key and of the value,
     one row per entry. Timers have ``expiration_timestamp_ms``. An aggregate has its results, or with ``state_columns``
     the state that it keeps. Then come ``ttl_expiration_ms`` if the variable has a TTL (rows that have expired and are
@@ -520,8 +520,8 @@ def state_batches(
     ``map_value``.
 
     ``state_location`` is the value of ``spark.statestore.location`` when the query ran, if it was set;
-    ``storage_options`` are the settings of the storage. The query may run meanwhile, and is not disturbed. Raises
-    ``VersionNotFoundError`` naming the versions that there are, also if the version is removed while it is read;
+    ``storage_options`` are the settings of the storage. The query may run at the same time, and is not disturbed.
+    Raises ``VersionNotFoundError`` naming the existing versions, also if the version is removed during the read;
     ``MissingFileError``; ``DamagedFileError``; ``InvalidStateStoreArgument`` naming operators and variables.
     """
     place = find_state(checkpoint_location, state_location, storage_options)
@@ -577,7 +577,7 @@ def state_changes_batches(
     ``to_version`` is by default the last completed one. These are the changes of batches ``from_version`` to
     ``to_version - 1``. There is a row per change. Its columns are ``version`` (the version that the change led to),
     ``change_type`` ("insert", "update" or "delete"), and the columns of the key and of a map's user key. Then come the
-    structs ``before`` and ``after`` of the value columns (null where there is no value), ``key_group``, and
+    structs ``before`` and ``after`` of the value columns (null if the value does not exist), ``key_group``, and
     ``partition_id`` (in the layout of that version). Elements of lists are only inserted and deleted. Rows ascend by
     version within a partition. Everything else is as in ``state_batches``.
     """
@@ -614,8 +614,8 @@ def state_changes_table(
 def _reader(source: Callable[[], AnySource], *, is_newest: bool) -> pa.RecordBatchReader:
     """Return the batches of all pieces.
 
-    The first batch is read at once, so that errors are raised here, and a newest version that is gone is looked up
-    again.
+    The first batch is read at once, so that errors are raised here, and a newest version that has been removed is
+    looked up again.
     """
 
     def begin() -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:
@@ -632,6 +632,6 @@ def _again(read: Callable[[], T], *, is_newest: bool) -> T:
         try:
             return read()
         except VersionNotFoundError as error:
-            if error.__cause__ is None:  # the version was not removed meanwhile: there is none
+            if error.__cause__ is None:  # the version was not removed during the read: it does not exist
                 raise
     return read()

@@ -1,4 +1,4 @@
-"""The options of the format ``ray_statestore``, with the names of Spark's state data source where that has them."""
+"""The options of the format ``ray_statestore``, with the names of Spark's state data source if it has them."""
 
 from __future__ import annotations
 
@@ -43,25 +43,25 @@ REQUIRED, CONFLICT, INVALID, UNAVAILABLE = (
     "STDS_INVALID_OPTION_VALUE",
     "STDS_COMMITTED_BATCH_UNAVAILABLE",
 )
-"""Spark's error conditions of its own state data source, by which programs tell errors apart."""
+"""Error conditions of Spark's state data source, which programs use to tell errors apart."""
 STATE, EARLIEST, LATEST = "state", "earliest", "latest"
 
 
 @dataclass(frozen=True)
 class SourceOptions:
-    """The parts of a state source that are to be read.
+    """The parts of a state source to read.
 
     - ``path``: the checkpoint location of the query.
     - ``operator``, ``stateVarName``: as ``operator`` and ``state`` of ``state_batches``; ``readRegisteredTimers``
-      stands for ``stateVarName`` "timers".
-    - ``batchId`` or ``version`` (the batch's number and one): of a table of rows, by default the last completed one.
+      means ``stateVarName`` "timers".
+    - ``batchId`` or ``version`` (the batch's number plus one): for a table of rows, by default the last completed one.
     - ``flattenCollectionTypes`` (true), ``stateColumns`` (false): see ``state_batches``.
     - ``stateLocation``: ``spark.statestore.location`` of the query's session, if it was set.
     - ``storage.NAME``: a setting of the storage, as in ``storage_options``.
     - ``snapshotStartBatchId``: rows are made of the last snapshots up to this batch and the changelogs after them.
-    - ``readChangeFeed`` (false): the changes in place of the rows, as ``state_changes_batches`` gives them; of a table
-      those of the batches from ``changeStartBatchId`` to ``changeEndBatchId`` (by default the last one), both included.
-      A stream is always one of changes, and needs it.
+    - ``readChangeFeed`` (false): the changes in place of the rows, as ``state_changes_batches`` yields them; for a
+      table those of the batches from ``changeStartBatchId`` to ``changeEndBatchId`` (by default the last one), both
+      included. A stream is always one of changes, and needs it.
     - ``startingVersion``, ``maxVersionsPerTrigger``: of a stream; see ``ChangeStreamReader``.
     """
 
@@ -81,10 +81,10 @@ class SourceOptions:
 
     @classmethod
     def of(cls, options: Mapping[str, str]) -> SourceOptions:
-        """Return the options that Spark gives, in which case does not count.
+        """Parse the options from Spark; their names are not case-sensitive.
 
         Raises ``InvalidStateStoreArgument`` naming an option that is unknown, missing, of the wrong form, or that does
-        not go with another one; ``MissingFileError`` if there is no state.
+        not go with another one; ``MissingFileError`` if the checkpoint has no state.
         """
         known = {name.lower(): name for name in NAMES} | _ALSO
         given: dict[str, str] = {}
@@ -137,7 +137,7 @@ class SourceOptions:
 
 
 def _together(given: Mapping[str, str], is_changes: bool) -> None:
-    """Raise ``InvalidStateStoreArgument`` for options of which one excludes the other."""
+    """Raise ``InvalidStateStoreArgument`` for options that exclude each other."""
     if "batchId" in given and "version" in given:
         raise _conflict("batchId", "version", "Both name the version to read")
     if "stateVarName" in given and _flag(given, "readRegisteredTimers", False):

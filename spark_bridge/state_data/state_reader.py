@@ -73,9 +73,9 @@ class StateReader(DataSourceReader):  # type: ignore[misc]
         return [StatePartition(p) for p in packed]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        """Give the rows of one partition, on an executor.
+        """Yield the rows of one partition, on an executor.
 
-        Where there is nothing to read, PySpark puts one partition of its own in the place of our empty list.
+        If there is nothing to read, PySpark replaces our empty list by one partition.
         """
         if isinstance(partition, StatePartition):
             yield from fitting(self._batches(unpacked_piece(partition.piece)), self._schema)
@@ -85,7 +85,7 @@ class StateReader(DataSourceReader):  # type: ignore[misc]
 
 
 class FilteringStateReader(StateReader):
-    """Reads a table of rows. Conditions on key columns leave out partitions and keys; Spark applies them once more."""
+    """Reads a table of rows. Conditions on key columns leave out partitions and keys; Spark applies them again."""
 
     def __init__(self, source: StateSource, schema: pa.Schema) -> None:
         super().__init__(source, schema)
@@ -93,7 +93,7 @@ class FilteringStateReader(StateReader):
         self._where: list[tuple[str, str, Any]] = []
 
     def pushFilters(self, filters: list[Filter]) -> Iterator[Filter]:
-        """Take what conditions on key columns there are, and give all back for Spark to apply.
+        """Accept the conditions on key columns, and return all for Spark to apply.
 
         A condition on a column of floats is not taken, since Spark takes NaN for the greatest value.
         """
@@ -125,7 +125,7 @@ def reader_of(options: SourceOptions, schema: StructType) -> StateReader:
     """Return the reader of a table. Raises what ``source_of`` raises.
 
     Spark refuses a reader that takes filters unless ``spark.sql.python.filterPushdown.enabled`` is set, which a reader
-    is not told. But where the setting counts, another process of Spark asks for the reader than where it does not.
+    cannot see. But with the setting, another process of Spark asks for the reader than without it.
     """
     source = source_of(options)
     takes_filters = FILTERING_WORKER in sys.modules or _main_module() == FILTERING_WORKER
@@ -148,7 +148,7 @@ def reader_schema(schema: StructType) -> pa.Schema:
 
 
 def fitting(batches: Iterator[pa.RecordBatch], schema: pa.Schema) -> Iterator[pa.RecordBatch]:
-    """Give batches with the very types that Spark compares with: it is strict in what may be null within structs."""
+    """Yield batches with exactly the types that Spark compares with: it is strict about nulls within structs."""
     for batch in batches:
         if batch.schema.equals(schema):
             yield batch
@@ -178,7 +178,7 @@ BEFORE_STATE = -1
 class ChangeStreamReader(DataSourceStreamReader):  # type: ignore[misc]
     """Reads what completed versions change. An offset is a version; a batch has the changes between two of them.
 
-    ``startingVersion`` is where a new stream begins: "state" (the default) with all rows of the version that is
+    ``startingVersion`` is the start of a new stream: "state" (the default) with all rows of the version that is
     completed then, as inserted; "latest" after that version; "earliest" after the oldest version that is kept; a
     number after that version. ``maxVersionsPerTrigger`` limits a batch. The query need not run.
     """
@@ -194,7 +194,7 @@ class ChangeStreamReader(DataSourceStreamReader):  # type: ignore[misc]
         self._target: int | None = None
 
     def initialOffset(self) -> dict[str, int]:
-        """Return where a new stream begins. Raises ``VersionNotFoundError`` for a version that is not there."""
+        """Return the start of a new stream. Raises ``VersionNotFoundError`` for a version that does not exist."""
         starting = self._options.starting
         versions = self._versions()
         if starting == STATE:
@@ -213,9 +213,10 @@ class ChangeStreamReader(DataSourceStreamReader):  # type: ignore[misc]
         return ReadAllAvailable() if most is None else ReadMaxFiles(most)
 
     def latestOffset(self, start: dict[str, int], limit: Any) -> dict[str, int]:
-        """Return the last completed version, or the one up to which the limit lets a batch read.
+        """Return the last completed version, or the version at which the limit ends a batch.
 
-        Raises ``VersionNotFoundError`` if the query went back to a version before what the stream has read.
+        Raises ``VersionNotFoundError`` if the query was rolled back to a version before the ones that the stream has
+        read.
         """
         from pyspark.sql.streaming.datasource import ReadMaxFiles
 
@@ -241,7 +242,9 @@ class ChangeStreamReader(DataSourceStreamReader):  # type: ignore[misc]
         return {OFFSET_FIELD: self._completed(self._versions())}
 
     def partitions(self, start: dict[str, int], end: dict[str, int]) -> Sequence[StatePartition]:
-        """Return a partition for each one of the state. Raises ``VersionNotFoundError`` if the versions are gone."""
+        """Return a partition for each one of the state. Raises ``VersionNotFoundError`` if the versions have been
+        removed.
+        """
         begin, last = start[OFFSET_FIELD], end[OFFSET_FIELD]
         if begin == last:
             return []
@@ -263,7 +266,7 @@ class ChangeStreamReader(DataSourceStreamReader):  # type: ignore[misc]
         return changes_source(of.place, of.operator, of.state, begin, last, raw=of.state_columns)
 
     def read(self, partition: StatePartition) -> Iterator[pa.RecordBatch]:
-        """Give the changes of one partition, on an executor."""
+        """Yield the changes of one partition, on an executor."""
         assert partition.source is not None
         return fitting(partition.source.batches(unpacked_piece(partition.piece)), self._schema)
 

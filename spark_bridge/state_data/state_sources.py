@@ -38,7 +38,7 @@ class StateSource:
         return self.rows.output
 
     def batches(self, piece: Piece) -> Iterator[pa.RecordBatch]:
-        """Give the rows of one partition. Raises ``VersionNotFoundError`` if the version has been removed meanwhile."""
+        """Yield the rows of one partition. Raises ``VersionNotFoundError`` if the version has been removed."""
         with opened_partition(self.reading.place, piece, open_storage=self.open_storage) as state:
             yield from scan_partition(self.rows, state, piece.partition)
 
@@ -57,9 +57,9 @@ class ChangesSource:
         return self.changes.output
 
     def batches(self, piece: Piece) -> Iterator[pa.RecordBatch]:
-        """Give the changes of one partition.
+        """Yield the changes of one partition.
 
-        Raises ``VersionNotFoundError`` if versions have been removed meanwhile.
+        Raises ``VersionNotFoundError`` if versions have been removed.
         """
         return self.changes.changes(self.reading.place, piece, self.open_storage)
 
@@ -78,7 +78,7 @@ class InsertsSource:
         return self.changes.output
 
     def batches(self, piece: Piece) -> Iterator[pa.RecordBatch]:
-        """Give the rows of one partition. Raises ``VersionNotFoundError`` if the version has been removed meanwhile."""
+        """Yield the rows of one partition. Raises ``VersionNotFoundError`` if the version has been removed."""
         rows = self.changes.rows
         for batch in StateSource(self.reading, rows, self.open_storage).batches(piece):
             yield self.changes.as_inserts(self.reading.version, batch)
@@ -118,7 +118,7 @@ def inserts_source(
     raw: bool = False,
     open_storage: OpenStorage = CheckpointStorage.open,
 ) -> InsertsSource:
-    """Return the rows at a version as changes from nothing: with what a change feed begins."""
+    """Return the rows at a version as inserts: the beginning of a change feed."""
     source = state_source(place, operator, state, version, raw=raw, open_storage=open_storage)
     return InsertsSource(source.reading, VariableChanges(source.rows), open_storage)
 

@@ -52,9 +52,9 @@ def query_in_storage(
 ) -> QueryRegistration:
     """Return the query with its operators as they are at a version. Its run is the one that has claimed the state last.
 
-    Storage does not say the query's ``name``, nor a session. ``is_followed``: later versions of the run are read, too.
-    Then raises ``VersionNotFoundError`` while the run has made no version with its own partitions and backends: hosts
-    keep the layout with which they begin a run.
+    Storage has neither the query's ``name`` nor a session. With ``is_followed``, later versions of the run are read,
+    too. Then raises ``VersionNotFoundError`` while the run has made no version with its own partitions and backends:
+    hosts keep the layout with which they begin a run.
     """
     place = versions.place
     specs = []
@@ -90,14 +90,14 @@ def query_in_storage(
 ADDRESS = "storage"
 """The address under which a router finds these reads in its own process."""
 MANIFEST_LOOK_SECONDS = 1.0
-"""Manifests that were read are taken for the last ones for this many seconds."""
+"""TTL of the last manifests that were read, in seconds."""
 
 
 class StoredReads:
     """``StateReads`` of one checkpoint. Thread-safe; ``_lock`` guards the choice of the newest manifests only.
 
-    ``query_name`` is what the query is called, which storage does not say. ``now_ms`` is the time at which rows with a
-    TTL have expired.
+    ``query_name`` is the name of the query, which storage does not have. ``now_ms`` is the time that decides whether
+    rows with a TTL have expired.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class StoredReads:
             if self._damaged is not None:
                 for what in untold:
                     self._damaged(what)
-            # Of two threads that looked at once, the one that saw more.
+            # If two threads looked at once, the one that saw more counts.
             if self._looked is None or self._looked[1].completed <= found.completed:
                 self._looked = begun, found
             return self._looked[1]
@@ -183,7 +183,7 @@ class StoredReads:
         return {"host_id": ADDRESS, "operators": found}
 
     def await_completed(self, run_id: str, after: int, seconds: float) -> int:
-        """Return the completed version that there is now: storage tells nobody of the next one."""
+        """Return the newest completed version; storage sends no notice of the next one."""
         return self.versions().newest_completed()
 
     def lag_ms(self, run_id: str) -> int:

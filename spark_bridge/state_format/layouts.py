@@ -44,22 +44,22 @@ from backends.encoding.columns import distinct_names
 from backends.encoding.operator_schema import TIMERS, OperatorSchema, StateVariable
 from backends.encoding.schema import StateSchema
 
-# The names of the column families that operators keep state in; ``layouts`` has the columns that stand in them.
+# The names of the column families that operators keep state in; ``layouts`` has their columns.
 #
-# A variable of a processor is in the family of its own name, or of ``stored_name`` where no file can have such a
-# name. Lists, maps and timers are in further families, whose names have a part after that. Clients and hosts import
+# A variable of a processor is in a family with its name, or with ``stored_name`` if no file can have such a
+# name. Lists, maps and timers have further families, whose names have a part after that. Clients and hosts import
 # this module: it must not import Spark or pandas, whose import would delay their start.
 
 
 PART_SEPARATOR = ".-"
-"""Begins every part, and stands in no name of a family that is a variable's own, unless ``stored_name`` made it."""
+"""Begins every part. A variable's own family has it in its name only if ``stored_name`` put it there."""
 _ESCAPED = "n.-"
 _PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*")
 _LETTER = re.compile(r"[A-Za-z0-9_]")
 CHUNKS = ".-chunks"
 """The part of a list that has all elements but the last ones."""
 CHUNKS_BY_TIME = ".-due"
-"""The part of a side of ``join`` that has its chunks by the time at which their first row is due."""
+"""The part of a side of ``join`` that has its chunks by the time when their first row is due."""
 ENTRIES = ".-entries"
 """The part of a map that has the entries of large maps."""
 TIMERS_BY_KEY = ".-keys"
@@ -67,24 +67,24 @@ TIMERS_BY_KEY = ".-keys"
 TIMERS_BY_EXPIRY = ".-expiry"
 """The part of the timers that has all timers by the time when they fire."""
 ENDS_FAMILY = "sessions.-ends"
-"""The family of ``aggregate`` with session windows that has the keys by the time at which they are due."""
+"""The family of ``aggregate`` with session windows that has the keys by the time when they are due."""
 EXPIRY_FAMILY = "default.-expiry"
-"""The family of ``deduplicate`` that has the keys by the time at which they expire."""
+"""The family of ``deduplicate`` that has the keys by the time when they expire."""
 
 SWEEP_FAMILY = "ttl.-sweep"
-"""The family that notes, by key group and family, up to which key the sweep of expired values has come.
+"""The family that records, by key group and family, the key up to which the sweep of expired values has come.
 
-It is in no schema, for its rows are no state: a key is the key group (2 bytes) and the family's name in UTF-8, a value
-is a stored key. A savepoint leaves them out, and the next sweep begins a key group again.
+It is in no schema, because its rows are not state: a key is the key group (2 bytes) and the family's name in UTF-8, a
+value is a stored key. A savepoint leaves them out, and the next sweep begins a key group again.
 """
 
 
 def stored_name(variable: str) -> str:
-    """Return the name of the main family of a variable: that of the variable, or ASCII that says it.
+    """Return the name of the main family of a variable: that of the variable, or its ASCII encoding.
 
     The latter is ``n.-`` and the name in UTF-8, where every byte but letters, digits and ``_`` is ``-`` and two
-    hexadecimal digits. No other family is called so: a name with ``.-`` in it is not kept as it is, and after the
-    ``.-`` of a part stands no other ``-``.
+    hexadecimal digits. No other family has such a name: a name with ``.-`` in it is not kept unchanged, and the ``.-``
+    of a part is not followed by another ``-``.
     """
     if _PLAIN.fullmatch(variable) and PART_SEPARATOR not in variable:
         return variable
@@ -101,12 +101,12 @@ def family_of(variable: StateVariable, part: str = "") -> tuple[str, StateSchema
 
 
 VALUE, ROWS, WINDOWS, LIST, MAP = "value", "rows", "windows", "list", "map"
-"""The kinds of state that a query client tells apart, with ``SESSIONS`` and ``TIMERS``."""
+"""The kinds of state that a query client distinguishes, with ``SESSIONS`` and ``TIMERS``."""
 
 TTL_COLUMN = "__ttl_expiration_ms"
 """When a value, element or entry expires."""
 PRESENT = pa.schema([pa.field("present", pa.bool_())])
-"""The value of a key that says no more than that the key is there."""
+"""Marker value of a key without a value."""
 
 SESSIONS, START, END = "sessions", "start", "end"
 """The column that holds the sessions of a key, and the bounds of each session; also the kind of such state."""
@@ -122,12 +122,12 @@ EXPIRES_AT = "__expires_at"
 """When a deduplicated key expires."""
 
 LENGTH, NUM_CHUNKS, TAIL = "length", "chunks", "tail"
-"""Beside the key of a list: how many elements were written, how many chunks there are, and the last elements."""
+"""At the key of a list: how many elements were written, how many chunks there are, and the last elements."""
 CHUNK_NUMBER, ELEMENTS = "__chunk", "elements"
 """The number of a chunk (from 0), and its elements."""
 
 IS_LARGE, MAP_ENTRIES = "large", "entries"
-"""Beside the key of a map: whether its entries stand in a family of their own, and if not, the entries."""
+"""At the key of a map: whether its entries are in a separate family, and if not, the entries."""
 ENTRY_KEY, ENTRY_VALUE = "key", "value"
 """The fields of a small map's entry."""
 
@@ -139,7 +139,7 @@ EXPIRIES, EXPIRY = "expiries", "__expiry"
 
 
 def is_present(num_keys: int) -> pa.RecordBatch:
-    """Return the values of keys that are there, in the columns of ``PRESENT``."""
+    """Return marker values for keys, in the columns of ``PRESENT``."""
     return pa.RecordBatch.from_arrays([pa.repeat(pa.scalar(True), num_keys)], schema=PRESENT)
 
 
@@ -166,7 +166,7 @@ def session_schema(
 def deduplicate_schema(keys: pa.Schema, key_columns: tuple[str, ...], expiry: pa.DataType | None) -> OperatorSchema:
     """Return the schema of ``deduplicate``: the keys and, if keys expire, the time (of type ``expiry``) when each does.
 
-    ``key_columns`` are the columns of the key in the order in which the user names them.
+    ``key_columns`` are the columns of the key in the user's order.
     """
     if expiry is None:
         return OperatorSchema.of_rows(
@@ -284,13 +284,13 @@ KEY_GROUP = "key_group"
 PARTITION = "partition_id"
 """The number of the state partition that has the row (int32)."""
 LIST_VALUE = "list_value"
-"""All elements of a key's list, where there is one row per key."""
+"""All elements of a key's list, if there is one row per key."""
 MAP_VALUE = "map_value"
-"""All entries of a key's map, where there is one row per key."""
+"""All entries of a key's map, if there is one row per key."""
 
 
 def with_distinct_names(fields: Iterable[pa.Field]) -> pa.Schema:
-    """Return the fields, renamed where a field before has the same name; see ``distinct_names`` for the rule."""
+    """Return the fields, renamed if an earlier field has the same name; see ``distinct_names`` for the rule."""
     given = list(fields)
     names = distinct_names([field.name for field in given])
     return pa.schema([field.with_name(name) for field, name in zip(given, names, strict=True)])
@@ -300,15 +300,15 @@ def with_distinct_names(fields: Iterable[pa.Field]) -> pa.Schema:
 #
 # The key group of such a key is computed from all its columns, the window included: the windows of one grouping key
 # are in all partitions. A client that asks ``KeyRows`` for all windows of keys therefore asks every owner. The client
-# gives the keys without the column of the window, under any key group: a host does not look at the key group. Session
-# windows are no part of the key.
+# sends the keys without the column of the window, under any key group: a host does not look at the key group. Session
+# windows are not part of the key.
 
 
 def window_place(variable: StateVariable) -> int | None:
     """Return the place of the window in the stored key of an aggregate's rows; None if the key has no window.
 
-    A window is a struct of the timestamps ``start`` and ``end``. Of several such columns, the first one in stored order
-    counts; the others are ordinary columns of the key.
+    A window is a struct of the timestamps ``start`` and ``end``. If there are several such columns, the first one in
+    stored order counts; the others are ordinary columns of the key.
     """
     if variable.kind != ROWS or len(variable.families) != 1:
         return None

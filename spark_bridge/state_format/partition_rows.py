@@ -1,6 +1,6 @@
 """All rows of a state variable in one partition, in the order of the stored keys.
 
-Lists and maps stand in two column families, which are read side by side, a few megabytes at a time.
+Lists and maps are in two column families, which are read in parallel, a few megabytes at a time.
 """
 
 from __future__ import annotations
@@ -246,7 +246,7 @@ def sizes_of(array: pa.Array) -> npt.NDArray[np.int64]:
 class LazyLists:
     """Lists whose elements are made into Python values when they are asked for, some thousand at a time.
 
-    ``decode`` makes Python values of elements. Lists that are asked for in order are decoded once.
+    ``decode`` converts elements to Python values. Lists that are asked for in order are decoded once.
     """
 
     def __init__(self, elements: pa.Array, offsets: Offsets, decode: Callable[[pa.RecordBatch], list[Any]]) -> None:
@@ -269,12 +269,12 @@ class LazyLists:
         return self._block[a - self._first : b - self._first]
 
 
-# Divides lists and maps by size: small ones stand beside the grouping key, large ones in chunks or entries.
+# Divides lists and maps by size: small ones are stored at the grouping key, large ones in chunks or entries.
 
 
 TAIL_ELEMENTS = 64
 TAIL_BYTES = 16 << 10
-"""The most elements and bytes (about) of a list beside its key; a chunk has as many bytes."""
+"""The most elements and bytes (about) of a list at its key; a chunk has as many bytes."""
 CHUNK_ELEMENTS = 256
 """The most elements of a chunk."""
 SMALL_ENTRIES = 64
@@ -309,7 +309,7 @@ def chunk_keys(keys: pa.BinaryArray, numbers: Offsets) -> pa.BinaryArray:
 
 
 def are_large(entries: pa.Array, offsets: Offsets) -> npt.NDArray[np.bool_]:
-    """Return which maps have too many entries, or bytes, to stand beside their keys; ``offsets`` are their bounds."""
+    """Return which maps have too many entries, or bytes, to be stored at their keys; ``offsets`` are their bounds."""
     ends = offsets_of(sizes_of(entries))
     large: npt.NDArray[np.bool_] = (np.diff(offsets) > SMALL_ENTRIES) | (
         ends[offsets[1:]] - ends[offsets[:-1]] > SMALL_MAP_BYTES

@@ -79,7 +79,7 @@ class PairsOfRows:
 
     @property
     def is_by_time_of_program(self) -> bool:
-        """Return whether rows are kept by times that only the program can tell: the sides of ``join``."""
+        """Return whether rows are kept by times that only the program knows: the sides of ``join``."""
         return any(family.endswith(CHUNKS_BY_TIME) for family in self.rows.variable.families)
 
     @property
@@ -107,7 +107,9 @@ class PairsOfRows:
     # -- keys ----------------------------------------------------------------------------------
 
     def keys(self, batch: pa.RecordBatch, num_groups: int) -> pa.BinaryArray:
-        """Return bytes by whose order rows are to come: the stored key, and what tells the rows of one key apart."""
+        """Return bytes that define the order of rows: the stored key, and the part that distinguishes the rows of one
+        key.
+        """
         columns = self._key_columns(batch)
         keys = encode_keys(columns, key_groups(columns, num_groups))
         if not len(self.rows.inner):
@@ -265,7 +267,7 @@ def _grouped(keys: pa.BinaryArray) -> tuple[Offsets, Offsets]:
 
 
 def _present(keys: pa.BinaryArray) -> SortedPairs:
-    """Return pairs that say no more than that their keys are there, sorted."""
+    """Return pairs of the keys, sorted, with the marker value ``PRESENT``."""
     return SortedPairs.of(keys, encode_values(is_present(len(keys))))
 
 

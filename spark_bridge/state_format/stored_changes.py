@@ -1,8 +1,8 @@
 """Makes the changes of a state variable from version to version: a row per changed value, element, entry or timer.
 
 After the change feed of Spark's state data source, which shows changed pairs. Here a row is shown only if it changed. A
-value that was written again as it was is no change. The entries of a map that has grown large stay. Of a list that was
-appended to only the new elements are shown.
+value that was written again unchanged is not a change. The entries of a map that has grown large stay. If a list was
+only appended to, only the new elements are shown.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ from spark_bridge.state_format.stored_rows import (
 
 # Changes of lists between two versions: the elements that were deleted, and those that were inserted.
 #
-# An element that stays is no change. These stay: the elements that the old and the new list have in common at their
-# beginnings, then those at their ends. And where elements left at the beginning and came at the end, as with a TTL,
-# those between.
+# An element that stays is not a change. These stay: the elements that the old and the new list have in common at their
+# beginnings, then those at their ends. And if elements were removed at the beginning and added at the end, as with a
+# TTL, those between.
 
 
 def changed_elements(
@@ -56,7 +56,7 @@ def changed_elements(
 
     Each is a position among the old elements and one among the new elements; the one that does not apply is -1. Both
     arguments have an array for the old elements and one for the new: ``lists`` has the id of each element's list,
-    ``values`` bytes that are equal where elements are. The elements of a list stand together and in order.
+    ``values`` bytes that are equal for equal elements. The elements of a list are adjacent and in order.
     """
     known = pc.unique(pa.concat_arrays(list(lists)))
     known = known.take(pc.sort_indices(known))
@@ -222,7 +222,7 @@ class VariableChanges:
         )
 
     def _side(self, families: Mapping[str, tuple[pa.BinaryArray, pa.BinaryArray]]) -> _Side:
-        """Return the rows of pairs, which are given by family; a pair whose value is null is not there."""
+        """Return the rows of pairs, by family; a pair whose value is null does not exist."""
         rows = self.rows
         ids: list[pa.BinaryArray] = []
         ordered: list[pa.BinaryArray] = []
@@ -253,7 +253,7 @@ class VariableChanges:
         return stored.take(pa.array(part.pair))
 
     def _comparable(self, side: _Side) -> pa.Array:
-        """Return bytes that are equal where the values of rows are."""
+        """Return bytes that are equal for rows with equal values."""
         n = len(self.rows.key) + len(self.rows.inner) + 1
         columns = side.columns[n:]
         if not columns:

@@ -125,7 +125,7 @@ class VariableRows:
 
     @cached_property
     def inner(self) -> pa.Schema:
-        """Return the columns that tell the rows of one key apart; none where a key has one row."""
+        """Return the columns that distinguish the rows of one key; none if a key has one row."""
         if self.kind == TIMERS:
             return pa.schema([pa.field(EXPIRATION, pa.int64())])
         if self.kind == SESSIONS:
@@ -139,7 +139,7 @@ class VariableRows:
 
     @cached_property
     def stored_value(self) -> pa.Schema:
-        """Return the stored columns of a value; none where a value only says that its key is there."""
+        """Return the stored columns of a value; none if the value is only a marker."""
         if self.kind == TIMERS:
             return pa.schema([])
         if self.kind == SESSIONS:
@@ -175,7 +175,7 @@ class VariableRows:
 
     @cached_property
     def key_order(self) -> list[int]:
-        """Return the places of the columns of ``key`` in the order in which the user names them."""
+        """Return the places of the columns of ``key`` in the user's order."""
         named = [self.key.get_field_index(n) for n in self.schema.key_columns if n in self.key.names]
         return [*named, *(i for i in range(len(self.key)) if i not in named)]
 
@@ -195,7 +195,7 @@ class VariableRows:
 
     @cached_property
     def _stored(self) -> dict[str, StateSchema]:
-        """Return the families' schemas with every field nullable: old rows may have nulls where none is declared."""
+        """Return the families' schemas with every field nullable: old rows may have undeclared nulls."""
         return {
             family: replace(
                 given,
@@ -291,7 +291,7 @@ def _elements(lists: pa.Array) -> tuple[pa.StructArray, Positions]:
 
 
 INT64_KEY_BYTES = 9
-"""Bytes of an int64 that is not null in a key: a byte that says that there is a value, and eight of the value."""
+"""Bytes of an int64 that is not null in a key: a byte that marks the value as present, and eight of the value."""
 _LONG = pa.schema([pa.field("long", pa.int64())])
 
 
@@ -311,7 +311,7 @@ def with_more(keys: pa.BinaryArray, more: pa.BinaryArray) -> pa.BinaryArray:
 
 
 def by_expiry(keys: pa.BinaryArray, expiries: npt.NDArray[np.int64]) -> pa.BinaryArray:
-    """Return grouping keys as keys whose first column is an expiry, so that those that expire first stand first."""
+    """Return grouping keys as keys whose first column is an expiry, so that those that expire first come first."""
     return join_columns([_sliced(keys, 0, KEY_GROUP_BYTES), longs_of_key(expiries), _sliced(keys, KEY_GROUP_BYTES)])
 
 
@@ -336,7 +336,7 @@ def without_last_long(keys: pa.BinaryArray) -> pa.BinaryArray:
 
 
 def expired_ranges(key_groups: tuple[int, int], until_ms: int) -> list[KeyRange]:
-    """Return where the keys of ``by_expiry`` lie whose expiry is at most ``until_ms``, a range per key group.
+    """Return the ranges of the keys of ``by_expiry`` whose expiry is at most ``until_ms``, one per key group.
 
     ``key_groups`` are the first key group and the one after the last.
     """
@@ -346,12 +346,12 @@ def expired_ranges(key_groups: tuple[int, int], until_ms: int) -> list[KeyRange]
 
 
 def group_range(group: int) -> KeyRange:
-    """Return where the keys of one key group lie."""
+    """Return the range of the keys of one key group."""
     return prefix_range(group.to_bytes(KEY_GROUP_BYTES, "big"))
 
 
 def prefix_range(prefix: bytes) -> KeyRange:
-    """Return where the keys lie that begin with ``prefix``."""
+    """Return the range of the keys that begin with ``prefix``."""
     kept = prefix.rstrip(b"\xff")
     return prefix, kept[:-1] + bytes([kept[-1] + 1]) if kept else None
 
@@ -370,11 +370,10 @@ def _sliced(keys: pa.BinaryArray, start: int, stop: int | None = None) -> pa.Bin
     return binary_array(*gather_ranges(content, offsets[:-1] + start, stops))
 
 
-# The order of rows that stand in two column families, such as a list's chunks and its last elements.
+# The order of rows in two column families, such as a list's chunks and its last elements.
 #
-# The last elements of a list stand under the list's own key, which is the beginning of the keys of its chunks. For
-# the elements to be in their order, such a key gets a byte appended that is greater than what any chunk's key goes on
-# with.
+# The last elements of a list are stored under the list's own key, which begins the keys of its chunks. For
+# the elements to be in order, such a key gets a byte appended that is greater than the next byte of any chunk's key.
 
 
 _BEHIND_CHUNKS = b"\x02"
@@ -395,14 +394,14 @@ def without_order(rows: VariableRows, family: str, ordered: pa.BinaryArray) -> p
 
 
 def list_keys(rows: VariableRows, family: str, keys: pa.BinaryArray) -> pa.BinaryArray:
-    """Return the stored keys of the lists whose elements stand under ``keys`` of ``family``."""
+    """Return the stored keys of the lists whose elements are stored under ``keys`` of ``family``."""
     if family == rows.main or not len(keys):
         return keys
     return pc.binary_slice(keys, 0, -INT64_KEY_BYTES)
 
 
 def in_step(streams: Sequence[Iterator[SortedPairs]]) -> Iterator[list[SortedPairs]]:
-    """Read several sorted streams side by side: yield a part of each, whose keys are above all keys yielded before."""
+    """Read several sorted streams in parallel: yield a part of each, whose keys are above all keys yielded before."""
     held: list[SortedPairs | None] = [next(stream, None) for stream in streams]
     while True:
         for i, stream in enumerate(streams):
@@ -435,7 +434,7 @@ def row_order(keys: Sequence[pa.BinaryArray], pairs: Sequence[Positions]) -> Pos
     return np.argsort(of_rows, kind="stable")
 
 
-# Finds the rows that differ between two moments, and the columns in which differences are shown.
+# Finds the rows that differ between two moments, and the columns that show the differences.
 
 
 CHANGE_TYPE = "change_type"
@@ -450,7 +449,7 @@ def changed_rows(
     """Return the changed rows by id: the position of each among the old rows and among the new rows, -1 for none.
 
     Both arguments have an array for the old rows and one for the new: ``ids`` are different for different rows,
-    ``values`` are bytes that are equal where the values of rows are.
+    ``values`` are bytes that are equal for rows with equal values.
     """
     (ids_before, ids_after), (values_before, values_after) = ids, values
     at = np.asarray(pc.fill_null(pc.index_in(ids_after, value_set=ids_before), -1)).astype(np.int64)

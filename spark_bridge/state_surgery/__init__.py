@@ -1,1 +1,1 @@
-"""Changes of stored state by hand, by keys and rows of users."""
+"""Manual changes of stored state, by keys and rows of users."""

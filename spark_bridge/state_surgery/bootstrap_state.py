@@ -1,4 +1,4 @@
-"""``bootstrap_state``: makes a new checkpoint with which a query begins, out of rows from anywhere."""
+"""``bootstrap_state``: makes a new checkpoint for a query to begin with, out of rows from anywhere."""
 
 from __future__ import annotations
 
@@ -63,27 +63,27 @@ def bootstrap_state(
     workers: Workers | None = None,
     clock: Callable[[], float] = time.time,
 ) -> NewStateReport:
-    """Make a new checkpoint, with which the query of ``program`` begins at batch 0, with these rows as its state.
+    """Make a new checkpoint, from which the query of ``program`` begins at batch 0 with these rows as its state.
 
     ``program`` is the streaming DataFrame of the query. ``rows`` are the rows of its operator: a Ray ``Dataset``, a
-    Spark DataFrame, a pandas DataFrame, or a ``pa.Table``, ``pa.RecordBatch`` or ``pa.RecordBatchReader``. Of several
-    operators or state variables give a mapping: ``{"operator": rows}`` or ``{("operator", "variable"): rows}``; those
+    Spark DataFrame, a pandas DataFrame, or a ``pa.Table``, ``pa.RecordBatch`` or ``pa.RecordBatchReader``. For several
+    operators or state variables pass a mapping: ``{"operator": rows}`` or ``{("operator", "variable"): rows}``; those
     that are not in the mapping begin empty.
 
     The columns are those of ``state_batches(state_columns=True)``, without ``key_group`` and ``partition_id``: the key,
-    and the value's. They are cast where no value changes. With ``as_input``, rows are input rows of an ``aggregate``
+    and the value's. They are cast if no value changes. With ``as_input``, rows are input rows of an ``aggregate``
     with the columns that its ``by=`` and functions name (a window as a struct of ``start`` and ``end``), and the state
-    is what the operator would have made of them.
-    ``combine`` is as in ``rewrite_state``, for keys that come several times.
+    is the one that the operator would have made of them.
+    ``combine`` is as in ``rewrite_state``, for keys that occur several times.
 
     ``key_groups`` is the number of key groups of the query, by default that of the session
     (``spark.statestore.keyGroups``), else 1,024. See ``rewrite_state`` for the other arguments. The rows of a Spark
-    DataFrame go through the driver, one partition at a time; where Spark runs on Ray, ``ray.data.from_spark`` spares
-    the way.
+    DataFrame go through the driver, one partition at a time; if Spark runs on Ray, ``ray.data.from_spark`` avoids
+    that.
 
-    Raises, with nothing left at the place, ``SavepointError`` (the place is not empty), ``InvalidStateStoreArgument``
-    (no such operator or variable; rows that do not have the columns of the state; keys that come several times), and
-    ``StorageError``. The idea is that of Flink's State Processor API.
+    Raises, with nothing left at the new location, ``SavepointError`` (the location is not empty),
+    ``InvalidStateStoreArgument`` (unknown operator or variable; rows that do not have the columns of the state; keys
+    that occur several times), and ``StorageError``. The idea is that of Flink's State Processor API.
     """
     say = progress or log.info
     options = session_options(storage_options)

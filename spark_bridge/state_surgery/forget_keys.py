@@ -35,13 +35,13 @@ from spark_bridge.state_format.layouts import family_of, window_place
 if TYPE_CHECKING:
     from pyspark.sql.streaming import StreamingQuery
 
-# Keys as users give them, as the columns of stored keys by which rows are found in every column family.
+# Keys as users give them, converted to the columns of stored keys, which find rows in every column family.
 
 
 def keys_to_forget(operator: str, schema: OperatorSchema, num_groups: int, keys: Any) -> ForgottenKeys:
-    """Return the rows of these keys. A window is no part of a key: all windows of a key go.
+    """Return the rows of these keys. A window is not part of a key: all windows of a key go.
 
-    ``keys`` may be a function that makes them from the schema of the key's columns, for who has only their texts.
+    ``keys`` may be a function that makes them from the schema of the key's columns, for callers with only strings.
 
     Raises ``UnknownKeyOrNamespaceError`` for values that cannot be a key, ``InvalidStateStoreArgument`` for no keys,
     and for an operator whose only key is a window.
@@ -52,7 +52,7 @@ def keys_to_forget(operator: str, schema: OperatorSchema, num_groups: int, keys:
     given = stored if window is None else stored.remove(window)
     if not len(given):
         raise InvalidStateStoreArgument(
-            f"Operator {operator!r} has no key but its window, so none of its rows is of somebody: nothing was changed."
+            f"Operator {operator!r} has no key but its window, so its rows belong to no key: nothing was changed."
         )
     codec = KeyCodec(operator, given, names_in_order(given, schema.key_columns), num_groups)
     columns = codec.columns(keys(codec.schema) if callable(keys) else keys).select(given.names)
@@ -79,24 +79,24 @@ def forget_keys(
     """Remove keys from an operator: from the running state, and from every version, snapshot and changelog.
 
     When the call returns, no version that can be read has a row of the keys, and no file of the state has their bytes.
-    All versions stay. A row that comes later makes a key anew. What other operators have, savepoints, and what sinks
-    were given, stays as it is.
+    All versions stay. A later row of such a key starts with new state. The state of other operators, savepoints, and
+    the output of sinks stay unchanged.
 
     ``query_or_checkpoint``: a ``StreamingQuery``, or the name, id or run id of a query that runs in this session; or
-    the checkpoint location of one that does not run. Of a running query most files are written anew beside the stream;
-    then its next batch waits for the last ones, and hosts load what has changed. Queries are answered meanwhile.
+    the checkpoint location of one that does not run. Most files of a running query are rewritten while the stream
+    runs; then its next batch waits for the last ones, and hosts load the changed files. Hosts keep answering queries.
 
-    ``keys`` are as in ``QueryableStateClient.get_many``: values, tuples or dicts, or a table. Of a windowed aggregate
-    all windows of a key go. ``reference`` stands in the audit log of the checkpoint (``statestore audit``), as the
-    number of a request; keys do not. ``state_location`` and ``storage_options`` are as in ``read_state``. ``progress``
-    is told of each step. ``coordinator`` is that of the session by default.
+    ``keys`` are as in ``QueryableStateClient.get_many``: values, tuples or dicts, or a table. All windows of a key of
+    a windowed aggregate go. ``reference`` is recorded in the audit log of the checkpoint (``statestore audit``), as the
+    number of a request; keys are not. ``state_location`` and ``storage_options`` are as in ``read_state``. ``progress``
+    is called with each step. ``coordinator`` is that of the session by default.
 
-    Reads and writes the partitions of the keys with all their changelogs; where windows are kept, those of the whole
+    Reads and writes the partitions of the keys with all their changelogs; for windows, those of the whole
     operator. Raises before anything is changed: ``UnknownQueryError``, ``MissingFileError`` (no checkpoint),
-    ``InvalidStateStoreArgument`` (no such operator, no keys), ``UnknownKeyOrNamespaceError`` (values that are no keys).
-    Raises as early ``VersionNotFoundError`` (the last version must be recovered first: start the query once) and
-    ``InvalidRequestError`` (somebody else writes its files anew, or it stops with a savepoint). Raises ``StorageError``
-    and ``DamagedFileError`` later: call it again then.
+    ``InvalidStateStoreArgument`` (unknown operator, no keys), ``UnknownKeyOrNamespaceError`` (values that cannot be
+    keys), ``VersionNotFoundError`` (the last version must be recovered first: start the query once) and
+    ``InvalidRequestError`` (another caller rewrites its files, or it stops with a savepoint). Raises ``StorageError``
+    and ``DamagedFileError`` later: then call it again.
     """
     say = progress or log.info
     request = ForgetRequest(
@@ -152,7 +152,7 @@ def _served(port: CoordinatorPort, place: StatePlace, say: Callable[[str], None]
 
 
 def _is_location(text: str) -> bool:
-    """Return whether a text is a checkpoint location, and no name of a query: it has a slash, or a checkpoint."""
+    """Return whether a string is a checkpoint location, not a query's name: it has a slash, or a checkpoint."""
     if "/" in text:
         return True
     try:

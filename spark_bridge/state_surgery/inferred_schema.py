@@ -46,7 +46,7 @@ from spark_bridge.state_surgery.stages import (
 )
 
 Functions: TypeAlias = Function | Mapping[Any, Any] | None
-"""A function, or one for each state variable; where several operators are rewritten, for each operator."""
+"""A function, or one for each state variable; if several operators are rewritten, for each operator."""
 
 
 @dataclass(frozen=True)
@@ -148,8 +148,8 @@ def rewritten_operators(
 ) -> dict[str, RewrittenOperator]:
     """Return the operators that are rewritten, by name.
 
-    Raises ``InvalidStateStoreArgument`` for an operator or a variable that there is not, and where the function of an
-    operator with several variables does not say which one it is for.
+    Raises ``InvalidStateStoreArgument`` for an operator or a variable that does not exist, and if the function of an
+    operator with several variables does not name its variable.
     """
     names = [operator] if isinstance(operator, str) else list(operator)
     if not names or len(set(names)) != len(names):
@@ -185,7 +185,7 @@ def _functions(reading: Reading, given: Any) -> dict[str, Function | None]:
     if len(own) != 1:
         raise InvalidStateStoreArgument(
             f"Operator {reading.operator!r} has the state variables {', '.join(repr(v.name) for v in there)}: give a "
-            "function for each that is to be rewritten, as function={'name': function}."
+            "function for each one to rewrite, as function={'name': function}."
         )
     _check_function(reading, own[0], given)
     return {own[0].name: given}
@@ -202,7 +202,7 @@ def _check_function(reading: Reading, variable: StateVariable, function: Any) ->
     check_written_by_hand(reading.operator, reading.schema, variable)
 
 
-# The schema of rewritten state where the program is not given: that of the old state, with the new rows' columns.
+# The schema of rewritten state without a program: that of the old state, with the new rows' columns.
 
 
 def inferred_variable(
@@ -217,7 +217,7 @@ def inferred_variable(
     variable = source.variable
     if ENDS_FAMILY in variable.families or EXPIRY_FAMILY in variable.families or variable.kind == TIMERS:
         raise InvalidStateStoreArgument(
-            f"The rows of {owner} are kept by time as well: give program=, the DataFrame of the query that goes on."
+            f"The rows of {owner} are also kept by time: give program=, the DataFrame of the query that continues."
         )
     shown = _shown(source)
     columns = {f.name: f for f in made if f.name not in DERIVED or f.name in shown or f.name in key_columns}
@@ -233,7 +233,7 @@ def inferred_variable(
     window = window_place(variable)
     if set(stored) == set(key_columns):
         keys.sort(key=lambda f: stored.index(f.name))
-    elif window is not None:  # first in stored keys, so that the keys of a window lie together
+    elif window is not None:  # first in stored keys, so that the keys of a window are adjacent
         keys.sort(key=lambda f: f.name != stored[window])
     key = pa.schema(keys)
     has_ttl = source.has_ttl and columns.pop(source.value.names[-1], None) is not None
@@ -256,7 +256,7 @@ def _shown(source: VariableRows) -> dict[str, str]:
 
 
 def _named(field: pa.Field, own: str, taken: pa.Schema) -> pa.Field:
-    """Return a field under its own name if rows show it under another: where a column before has that name."""
+    """Return a field under its own name if rows show it under another, because an earlier column has that name."""
     return field.with_name(own) if own in taken.names else field
 
 
@@ -281,11 +281,11 @@ def _field(given: pa.Field, before: pa.Schema) -> pa.Field:
     return pa.field(given.name, kind)
 
 
-# The operators of a rewritten state where no program is given: their columns are those of the first new rows.
+# The operators of a rewritten state without a program: their columns are those of the first new rows.
 
 
 Sample: TypeAlias = Callable[[RewrittenOperator, str], TargetColumns | None]
-"""Gives the columns of the first rows that the function of a variable makes, by target; None if it makes none."""
+"""Returns the columns of the first rows that the function of a variable makes, by target; None if it makes none."""
 
 
 class Fresh(NamedTuple):
@@ -318,8 +318,8 @@ def inferred_operators(
             )
             if not made_columns:
                 raise InvalidStateStoreArgument(
-                    f"The function made no rows of {variable!r} of operator {operator!r}, so nothing says which "
-                    "columns new rows have: give program=, or None as the function to leave all rows out."
+                    f"The function made no rows of {variable!r} of operator {operator!r}, so the columns of "
+                    "new rows are unknown: give program=, or None as the function to leave all rows out."
                 )
             for target, columns in made_columns.items():
                 name = _checked_name(target, variable, kept)

@@ -42,19 +42,19 @@ from spark_bridge.state_surgery.stages import (
 
 # Runs the tasks of both stages on Ray.
 #
-# A task of the first stage is a generator: what it has cut goes to Ray's object store while it reads on, and to disk
-# where the store is full. The driver has references, and the counts of the tasks. Ray runs a task again if its worker
-# dies, and if its objects are lost: so the functions of users must give the same rows for the same rows.
+# A task of the first stage is a generator: finished runs go to Ray's object store while it reads the next rows, and to
+# disk if the store is full. The driver has references, and the counts of the tasks. Ray runs a task again if its worker
+# dies, and if its objects are lost: so the functions of users must return the same rows for the same rows.
 
 
 log = logging.getLogger(__name__)
 
 WORKER_WAIT_SECONDS = 10.0
-"""So often the progress is told while no task ends."""
+"""Seconds between two progress messages while no task ends."""
 END_SECONDS = 600.0
 """Tasks that still write when another one has failed are waited for at most this many seconds."""
 TASKS_PER_CPU = 2
-"""At most this many tasks are given to Ray at once: rows that a driver still has to make are not made long before."""
+"""The most tasks submitted to Ray at once: rows that a driver still has to make are not made long before."""
 FEWEST_TASKS = 8
 
 
@@ -62,7 +62,7 @@ FEWEST_TASKS = 8
 class CutRows:
     """The result of the first stage: runs of rows by variable, in the order of the jobs, and counts.
 
-    A run is a reference, or whatever else the workers that made it take for one.
+    A run is a reference, or the equivalent of the workers that made it.
     """
 
     runs: dict[OperatorVariable, list[tuple[RunName, Any]]] = field(default_factory=dict)
@@ -90,7 +90,7 @@ class Workers(Protocol):
         ...
 
     def cut(self, jobs: Iterable[ReadJob], say: Callable[[str], None]) -> CutRows:
-        """Run the first stage. Raises what a task raises."""
+        """Run the first stage. Raises the errors of tasks."""
         ...
 
     def build(
@@ -154,7 +154,7 @@ class RayWorkers:
         return max(FEWEST_TASKS, int(TASKS_PER_CPU * cpus))
 
     def _take(self, stream: Any, cut: CutRows, say: Callable[[str], None], done: str) -> None:
-        """Take the references that one task gives: to the names of runs, then to the runs; to its counts at last."""
+        """Take the references that one task yields: to the names of runs, then to the runs; to its counts at last."""
         names: deque[RunName] = deque()
         last = None
         for ref in self._references(stream, say, done):
@@ -167,7 +167,7 @@ class RayWorkers:
                 cut.counts.add(given)
                 return
             names.extend(given)
-        _result(last)  # what was taken for a run is what the task has raised
+        _result(last)  # the error of the task was taken for a run
         raise RuntimeError(f"A task of the first stage ended before its counts, after {last}.")
 
     def _references(self, stream: Any, say: Callable[[str], None], done: str) -> Iterator[Any]:
@@ -214,7 +214,7 @@ class RayWorkers:
 
 
 def _await_end(running: list[Any], say: Callable[[str], None]) -> None:
-    """Wait for tasks that write, so that the caller can remove what was written.
+    """Wait for tasks that write, so that the caller can remove the written files.
 
     They are not cancelled: of a task that ends just then, Ray 2.60 ends the process that cancels.
     """
@@ -224,7 +224,7 @@ def _await_end(running: list[Any], say: Callable[[str], None]) -> None:
         say(f"waiting for {len(running)} tasks to end")
         _, left = ray.wait(running, num_returns=len(running), timeout=END_SECONDS, fetch_local=False)
         if left:
-            log.warning("%d tasks go on: files that they write from now on have to be removed by hand", len(left))
+            log.warning("%d tasks are still running: remove files that they write from now on manually", len(left))
 
 
 def _columns(source: RowSource, routing: Routing) -> TargetColumns | None:
@@ -232,7 +232,7 @@ def _columns(source: RowSource, routing: Routing) -> TargetColumns | None:
 
 
 def _cut(source: RowSource, routing: Routing) -> Iterator[Any]:
-    """Give, for each flush, the names of its runs and then the runs; at last the counts."""
+    """Yield, for each flush, the names of its runs and then the runs; at last the counts."""
     counts = RowCounts()
     for runs in routing.cut(source.batches(), counts):
         yield list(runs)
@@ -248,7 +248,7 @@ def _build(partition: NewPartition, runs: Mapping[OperatorVariable, Sequence[Any
 
 
 def _result(ref: Any) -> Any:
-    """Return a task's result, or raise what the task has raised."""
+    """Return a task's result, or raise its error."""
     import ray
 
     try:
@@ -295,11 +295,12 @@ class WrittenOperator(Struct, frozen=True):
 
 
 class NewStateReport(Struct, frozen=True):
-    """The state written to ``checkpoint_location`` (with ``dry_run``: not written). The query goes on from ``version``.
+    """The state written to ``checkpoint_location`` (with ``dry_run``: not written). The query continues from
+    ``version``.
 
     ``batch_id`` is the last batch that Spark takes as committed; None if a new query begins with the state. By
     variable, as (operator, variable): ``rows_read``, ``rows_made`` by the function, and ``rows_written``, which are
-    fewer where rows were combined; ``samples_before`` and ``samples_after`` are the first rows, as tables.
+    fewer if rows were combined; ``samples_before`` and ``samples_after`` are the first rows, as tables.
     """
 
     checkpoint_location: str
@@ -344,11 +345,11 @@ class NewState:
         """Run both stages, and write everything unless ``dry_run``. If anything fails, nothing is left at the new
         location.
 
-        Spark's files are copied first of all: the old query may go on meanwhile, and remove its own.
+        Spark's files are copied first of all: the old query may run at the same time, and remove its own.
         """
         new, conf = self.new, StateStoreConf(storage_options=dict(self.options))
         for operator in self.operators:
-            backend_of(_with(conf, operator.backend))  # raises before anything is written if there is no such backend
+            backend_of(_with(conf, operator.backend))  # raises before anything is written if the backend does not exist
         if self.spark_files is not None:
             spark_log_files(self.spark_files, new.version - 1)  # raises as well
         if not dry_run:
@@ -433,16 +434,16 @@ class NewState:
         AuditLog(self.new.state).append(record)
 
     def _remove(self, say: Callable[[str], None]) -> None:
-        """Remove what this call has written: the place was empty, and nobody else may write there."""
-        say(f"removing what was written to {self.new.checkpoint.location}")
+        """Remove the files that this call has written: the location was empty, and it has no other writer."""
+        say(f"removing the files written to {self.new.checkpoint.location}")
         try:
             self.new.remove()
         except Exception:
-            log.warning("%s could not be removed; do so by hand", self.new.state.location, exc_info=True)
+            log.warning("%s could not be removed; remove it manually", self.new.state.location, exc_info=True)
 
 
 def new_query_id() -> str:
-    """Return an id as Spark gives queries."""
+    """Return an id in the form of Spark's query ids."""
     return str(uuid.uuid4())
 
 
@@ -453,7 +454,7 @@ def session_options(given: Mapping[str, str] | None) -> dict[str, str]:
 
 
 def session_state_location() -> str | None:
-    """Return ``spark.statestore.location`` of the Spark session, if there is one that has it."""
+    """Return ``spark.statestore.location`` of the Spark session, if there is a session with that setting."""
     spark = current_spark()
     return (spark.conf.get(STATE_LOCATION_CONF, "") or None) if spark is not None else None
 

@@ -1,4 +1,4 @@
-"""The operators that a program declares, and the schema with which their state is written."""
+"""The operators that a program declares, and the schemas of their state."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def _keys(pairs: PairsOfRows) -> pa.Schema:
 
 
 def _stored_names(pairs: PairsOfRows) -> list[str]:
-    """Return the names of ``pairs.columns`` as the operator knows them, without a suffix that tells them apart."""
+    """Return the names of ``pairs.columns`` as the operator knows them, without the suffix that distinguishes them."""
     rows = pairs.rows
     return [*(rows.key.names[i] for i in rows.key_order), *rows.stored_value.names]
 
@@ -124,7 +124,7 @@ def declared(program: Program) -> dict[str, OfProgram]:
 def schema_to_write(spec: OperatorSpec, stored: OperatorSchema | None) -> OperatorSchema:
     """Return the schema of an operator whose variables in ``stored`` stay as they are, and whose others are new.
 
-    Raises ``InvalidStateStoreArgument`` if the program cannot go on with those that stay.
+    Raises ``InvalidStateStoreArgument`` if the program cannot continue with those that stay.
     """
     try:
         return evolved(stored, OperatorSchema.from_json(spec.schema), spec.kind)
@@ -144,8 +144,8 @@ def check_written_by_hand(operator: str, schema: OperatorSchema, variable: State
     """Raise ``InvalidStateStoreArgument`` for the rows of a side of ``join``."""
     if not written_by_hand(schema, [variable]):
         raise InvalidStateStoreArgument(
-            f"The rows of {variable.name!r} of operator {operator!r} wait by times that only join(...) can tell: they "
-            "cannot be written by hand. Give None as their function, so that the join begins anew, from sources that "
+            f"The rows of {variable.name!r} of operator {operator!r} wait by times that only join(...) knows: they "
+            "cannot be rewritten. Give None as their function, so that the join begins again, from sources that "
             "reach back as far as within=."
         )
 
@@ -181,7 +181,7 @@ def targets_of(
     combine: Mapping[OperatorVariable, Combining],
     aggregator: Aggregator | None = None,
 ) -> tuple[Target, ...]:
-    """Return where the rows of some variables of an operator go: not the sides of ``join``.
+    """Return the targets of the rows of some variables of an operator: not the sides of ``join``.
 
     Raises ``InvalidStateStoreArgument`` for states that cannot be merged.
     """
@@ -201,7 +201,7 @@ def _merging(how: str, operator: str, pairs: PairsOfRows, aggregator: Aggregator
         raise InvalidStateStoreArgument(f"combine={how!r} must be a function, or {MERGE!r}.")
     if aggregator is None or len(pairs.rows.inner):
         raise InvalidStateStoreArgument(
-            f"combine={MERGE!r} merges the states of an aggregate, and program= has to say how: for operator "
+            f"combine={MERGE!r} merges the states of an aggregate, and needs program= to know how: for operator "
             f"{operator!r} give program=, the DataFrame that aggregate(...) returns, or a function as combine=."
         )
     return MergedStates(aggregator, pairs)
@@ -241,7 +241,7 @@ class BlockRows:
 
 
 def sources_of(rows: Any) -> Iterator[RowSource]:
-    """Yield the sources of the rows that a user gave. Raises ``InvalidStateStoreArgument`` for what has no rows."""
+    """Yield the sources of a user's rows. Raises ``InvalidStateStoreArgument`` for an object without rows."""
     if isinstance(rows, pa.RecordBatch):
         rows = pa.Table.from_batches([rows])
     if isinstance(rows, pa.Table):
@@ -287,7 +287,7 @@ def _of_table(table: pa.Table) -> Iterator[GivenRows]:
 
 
 def _of_frame(frame: Any) -> Iterator[Any]:
-    """Give the rows of a Spark DataFrame as IPC streams, a partition after the other through the driver."""
+    """Yield the rows of a Spark DataFrame as IPC streams, a partition after the other through the driver."""
     from spark_bridge.operators.map_in_arrow import map_in_arrow
 
     def packed(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:

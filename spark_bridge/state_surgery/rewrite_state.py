@@ -61,13 +61,13 @@ def planned_rewrite(
     sample: Sample,
     open_storage: OpenStorage,
 ) -> RewritePlan:
-    """Return the plan. ``sample`` gives the columns that a variable's function makes, by target, for its first rows.
+    """Return the plan. ``sample`` returns the columns that a variable's function makes, by target, for its first rows.
 
-    Raises ``InvalidStateStoreArgument`` naming what does not fit.
+    Raises ``InvalidStateStoreArgument`` naming the mismatch.
     """
     specs = None if program is None else declared(program)
     if specs is not None and key is not None:
-        raise InvalidStateStoreArgument("key= and program= were given: the program says which columns its keys have.")
+        raise InvalidStateStoreArgument("key= and program= were given: the program already defines its keys.")
     stored = versions.operators(version)
     if specs is None:
         kept = [name for name in stored if name not in rewritten]
@@ -119,7 +119,7 @@ def _unchanged(versions: StateVersions, version: int, name: str, spec: Any, open
             evolved(reading.schema, OperatorSchema.from_json(spec.schema), spec.kind)
         except IncompatibleSchemaError as error:
             raise InvalidStateStoreArgument(
-                f"The program cannot go on from operator {name!r} as it is stored: {error} Rewrite it as well."
+                f"The program cannot continue from operator {name!r} as it is stored: {error} Rewrite it as well."
             ) from error
     entry = versions.entry(name, version)
     families = tuple(f for v in reading.schema.variables if not v.deleted for f in v.families)
@@ -154,43 +154,43 @@ def rewrite_state(
     clock: Callable[[], float] = time.time,
     open_storage: OpenStorage = CheckpointStorage.open,
 ) -> NewStateReport:
-    """Make a new checkpoint from which a query goes on, with other rows in some operators.
+    """Make a new checkpoint for a query to continue from, with other rows in some operators.
 
-    The old checkpoint stays as it is; its query may run meanwhile. What is not named goes to the new checkpoint
-    unchanged, so does the progress of the sources.
+    The old checkpoint stays unchanged; its query may run at the same time. Operators that are not named go to the new
+    checkpoint unchanged, and so does the progress of the sources.
 
-    ``function`` takes a ``pa.RecordBatch`` of an operator's rows, as ``state_batches(state_columns=True)`` gives them
-    without ``key_group`` and ``partition_id``, and returns a batch or table of new rows, with the columns of the key
-    among them. It returns None for no rows, and a mapping for rows of several operators: ``{"operator": rows}``, or
-    ``{("operator", "variable"): rows}``. It is called for some thousand rows at a time, on Ray, and perhaps again for
-    the same rows: it must give the same for the same. For an operator with several state variables give ``{"variable":
-    function}``: the others stay as they are; None as a function leaves all rows out. ``operator`` may name several
-    operators, with a function for all of them, or one for each by name.
+    ``function`` takes a ``pa.RecordBatch`` of an operator's rows, with the columns of
+    ``state_batches(state_columns=True)`` without ``key_group`` and ``partition_id``, and returns a batch or table of
+    new rows, with the columns of the key among them. It returns None for no rows, and a mapping for rows of several
+    operators: ``{"operator": rows}``, or ``{("operator", "variable"): rows}``. It is called for some thousand rows at a
+    time, on Ray, and perhaps again for the same rows: it must return the same for the same rows. For an operator with
+    several state variables pass ``{"variable": function}``: the others stay unchanged; None as a function leaves all
+    rows out. ``operator`` may name several operators, with a function for all of them, or one for each by name.
 
-    ``program`` is the streaming DataFrame of the query that is to go on: its declarations say which columns the new
-    state has, and rows are cast to them where no value changes. Without it, the first rows that the function makes say
-    so, ``key`` names the columns of new keys (by operator if there are several), and columns that keep name and type
-    keep their declaration. ``combine`` is called where new keys come several times (by operator if there are several):
-    it takes a ``pa.Table`` with all rows of some keys, and returns one row for each of them. ``"merge"`` merges the
-    states of an ``aggregate`` of ``program``. Elements of a list need none: they all stay, in the order of the old
-    keys.
+    ``program`` is the streaming DataFrame of the query that is to continue: its declarations define the columns of the
+    new state, and rows are cast to them if no value changes. Without it, the first rows that the function makes define
+    the columns, ``key`` names the columns of new keys (by operator if there are several), and columns that keep name
+    and type keep their declaration. ``combine`` is called if new keys occur several times (by operator if there are
+    several): it takes a ``pa.Table`` with all rows of some keys, and returns one row for each of them. ``"merge"``
+    merges the states of an ``aggregate`` of ``program``. Elements of a list need none: they all stay, in the order of
+    the old keys.
 
     ``version`` is by default the last completed one; Spark must still have the offsets of its batch. With
     ``state_only`` a new query begins with the state, at batch 0. ``num_partitions`` and ``backend`` are those of the
     rewritten operators, by default those of the program, or the old ones. ``dry_run`` does everything but write, and
-    returns the same report. ``reference`` stands in the audit log of the new checkpoint. ``state_location`` and
+    returns the same report. ``reference`` is recorded in the audit log of the new checkpoint. ``state_location`` and
     ``storage_options`` are those of both checkpoints, by default those of the Spark session. ``concurrency`` is the
-    most tasks at once, ``ray_remote_args`` are for the tasks, which take one CPU each. ``progress`` is told of each
+    most tasks at once, ``ray_remote_args`` are for the tasks, which take one CPU each. ``progress`` is called with each
     step.
 
     Reads each partition of the operators once, and writes each new one once. Tasks hold some 64 MiB of rows, or the
     rows of one key group, and with the backend ``file`` a partition; the rest is in Ray's object store, and on disk
-    where that is full.
+    if that is full.
 
-    Raises ``MissingFileError``, ``VersionNotFoundError``, ``SavepointError`` (the new place is not empty),
-    ``StorageError``, and what ``function`` raises. Raises ``InvalidStateStoreArgument`` for an operator or a variable
-    that does not exist, for rows that do not have the columns of the state, and for keys that come several times.
-    Nothing is left at the new place then. The idea is that of Flink's State Processor API.
+    Raises ``MissingFileError``, ``VersionNotFoundError``, ``SavepointError`` (the new location is not empty),
+    ``StorageError``, and the errors of ``function``. Raises ``InvalidStateStoreArgument`` for an operator or a variable
+    that does not exist, for rows that do not have the columns of the state, and for keys that occur several times.
+    After an error, nothing is left at the new location. The idea is that of Flink's State Processor API.
     """
     say = progress or log.info
     options = session_options(storage_options)
@@ -207,7 +207,7 @@ def rewrite_state(
     at = versions.resolve(version)
     if at == 0 and not state_only:
         raise InvalidStateStoreArgument(
-            f"No batch of {checkpoint_location} is committed yet, so there is nothing to go on after: give "
+            f"No batch of {checkpoint_location} is committed yet, so no query can continue from it: give "
             "state_only=True for a new query that begins with the rewritten state."
         )
     rewritten = rewritten_operators(versions, at, operator, function, open_storage)

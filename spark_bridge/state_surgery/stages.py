@@ -1,8 +1,8 @@
-"""The first stage in which rows become new state: a task reads one source, and cuts its rows by target partition.
+"""The first stage of turning rows into new state: a task reads one source, and cuts its rows by target partition.
 
 Rows travel as Arrow's IPC streams, sorted by stored key: so by key group, and so by partition. A task flushes when it
-has ``FLUSH_BYTES`` of rows. A run has the rows of a flush for neighbouring partitions. It has ``RUN_BYTES`` at least,
-for Ray keeps small objects in the memory of the driver.
+has ``FLUSH_BYTES`` of rows. A run has the rows of a flush for neighbouring partitions. It has at least ``RUN_BYTES``,
+because Ray keeps small objects in the memory of the driver.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from spark_bridge.state_format.stored_rows import key_groups_of
 
 
 DERIVED = (KEY_GROUP, PARTITION)
-"""Columns of stored rows that follow from the key: they may be given, and say nothing."""
+"""Columns of stored rows that follow from the key: they may be present, and are ignored."""
 
 
 def conformed(given: Any, pairs: PairsOfRows, owner: str) -> pa.RecordBatch:
-    """Return rows in the columns of ``pairs.columns``; ``owner`` names in messages what they are for.
+    """Return rows in the columns of ``pairs.columns``; ``owner`` names their purpose in messages.
 
     ``given`` is a ``pa.RecordBatch`` or ``pa.Table``. Raises ``InvalidStateStoreArgument`` for anything else, for
     columns that are missing or too many, for values that a column's type cannot have, and for nulls where none may be.
@@ -95,13 +95,13 @@ def _column(given: pa.RecordBatch | pa.Table, field: pa.Field, owner: str) -> pa
 
 
 def key_in_words(rows: pa.RecordBatch, pairs: PairsOfRows, at: int) -> str:
-    """Return the key of one row, for messages, with what tells it apart from others of the same key."""
+    """Return the key of one row, for messages, with the part that distinguishes it from others of the same key."""
     n = len(pairs.rows.key) + len(pairs.rows.inner)
     return ", ".join(f"{name}={python_value(rows.column(i)[at])!r}" for i, name in enumerate(rows.schema.names[:n]))
 
 
 def in_key_order(rows: pa.RecordBatch, keys: pa.BinaryArray) -> tuple[pa.RecordBatch, pa.BinaryArray]:
-    """Return rows and keys sorted by key; equal keys stay in the order in which they came."""
+    """Return rows and keys sorted by key; equal keys keep their order."""
     if len(keys) < 2 or pc.all(pc.greater_equal(keys.slice(1), keys.slice(0, len(keys) - 1))).as_py():
         return rows, keys
     order = key_order(keys)
@@ -139,7 +139,7 @@ class RowSource(Protocol):
     """Rows to be rewritten."""
 
     def batches(self) -> Iterator[pa.RecordBatch]:
-        """Give the rows."""
+        """Yield the rows."""
         ...
 
 
@@ -191,7 +191,7 @@ class RowCounts:
             return
         parts = [table] if held is None else [held, table]
         both = pa.concat_tables(parts).slice(0, SAMPLE_ROWS)
-        # A table of its own: a slice would hold the buffers of the whole batch.
+        # A copy as a new table: a slice would hold the buffers of the whole batch.
         self.samples[what, name] = unpacked_rows(packed(both.schema, both.to_batches())).read_all().combine_chunks()
 
 
@@ -205,7 +205,7 @@ class Routing:
     num_groups: int
 
     def columns(self, batches: Iterator[pa.RecordBatch]) -> TargetColumns | None:
-        """Return the columns that the function makes of the first rows of which it makes any; None if of no rows."""
+        """Return the columns of the function's first output that has rows; None if it never has any."""
         for batch in batches:
             made = batch if self.function is None else self.function(batch)
             if made is not None:
@@ -246,7 +246,7 @@ class Routing:
         if name is None:
             known = ", ".join(f"{o!r} ({v!r})" for o, v in sorted(self.targets))
             raise InvalidStateStoreArgument(
-                f"The function gave rows of {self.name[0]!r} ({self.name[1]!r}) to {key!r}, which gets none: it can "
+                f"The function gave rows of {self.name[0]!r} ({self.name[1]!r}) to {key!r}, which takes none: it can "
                 f"give rows to {known}. Without program=, these are the ones that it gave its first rows to."
             )
         return self.targets[name]
@@ -334,7 +334,7 @@ def unpacked_rows(rows: PackedRows) -> pa.RecordBatchReader:
     return pa.ipc.open_stream(pa.py_buffer(rows))
 
 
-# The second stage in which rows become new state: a task combines the rows of one partition, and writes the
+# The second stage of turning rows into new state: a task combines the rows of one partition, and writes the
 # partition.
 #
 # A task maps the runs that have rows of its partition, and holds the rows of some key groups in memory: about
@@ -346,7 +346,7 @@ REWRITE_CHUNK_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class CopiedState:
-    """Column families of an operator whose pairs go to the new state as they are."""
+    """Column families of an operator whose pairs go to the new state unchanged."""
 
     place: StatePlace
     pieces: tuple[Piece, ...]
@@ -371,7 +371,7 @@ class CopiedState:
 
 @dataclass(frozen=True)
 class NewPartition:
-    """A partition of new state: where it is written, and of what. ``place`` None: nothing is written."""
+    """A partition of new state: its location and its sources. ``place`` None: nothing is written."""
 
     meta: ChangelogMeta
     families: tuple[str, ...]

@@ -1,1 +1,1 @@
-"""Processors with state of their own (``transform_with_state``): what users write, and the work of their tasks."""
+"""Processors that keep state (``transform_with_state``): the classes for users, and the work of their tasks."""

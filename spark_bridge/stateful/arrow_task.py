@@ -39,9 +39,9 @@ from spark_bridge.task.task_store import StateAccess
 
 
 def aligned(given: Columns, schema: pa.Schema, what: str) -> pa.Table:
-    """Return a table with the columns of the schema; raises ``StatefulProcessorError`` naming what does not fit."""
+    """Return a table with the columns of the schema; raises ``StatefulProcessorError`` naming a mismatch."""
     if not isinstance(given, (pa.Table, pa.RecordBatch)):
-        raise StatefulProcessorError(f"The processor gave a {type(given).__name__} for its {what}: give a table.")
+        raise StatefulProcessorError(f"The processor returned a {type(given).__name__} for its {what}: return a table.")
     if sorted(given.schema.names) != sorted(schema.names):
         raise StatefulProcessorError(
             f"The processor's {what} has the columns {', '.join(given.schema.names) or '(none)'}; its schema has "
@@ -137,8 +137,8 @@ class StateColumns:
         if answer.state is not None:
             if answer.state.num_rows != n:
                 raise StatefulProcessorError(
-                    f"The processor gave {answer.state.num_rows} rows of state for {n} keys: give one for each, in the "
-                    "order of batch.keys; updated= says which of them are to be written."
+                    f"The processor returned {answer.state.num_rows} rows of state for {n} keys: return one for each, "
+                    "in the order of batch.keys; updated= selects those to write."
                 )
             self._write(
                 aligned(answer.state, self.rows.schema, "state"),
@@ -175,7 +175,7 @@ def _blanked(rows: pa.Table, which: Flags) -> pa.Table:
 
 
 TIMED_KEYS = 1 << 18
-"""Keys without rows but with an expired timer that one call is given, at most."""
+"""The most keys without rows but with an expired timer in one call."""
 
 
 @dataclass
@@ -186,7 +186,7 @@ class Declaring:
     state: str | None = None
 
     def init(self, handle: StatefulProcessorHandle) -> None:
-        """Have the processor declare its state."""
+        """Let the processor declare its state."""
         own = ArrowStatefulProcessorHandle(handle)
         self.processor.init(own)
         self.state = own.declared
@@ -200,7 +200,7 @@ class Declaring:
 class ArrowLogic:
     """The logic of an operator with a processor in columns; ``ProcessLogic`` explains fields of the same names.
 
-    ``rows`` is the schema of the rows. ``is_initial`` says that they are the rows of an initial state.
+    ``rows`` is the schema of the rows. ``is_initial`` marks them as the rows of an initial state.
     """
 
     processor: ArrowStatefulProcessor
@@ -289,11 +289,11 @@ class ArrowLogic:
             answer = ArrowResult(output=answer)
         if not isinstance(answer, ArrowResult):
             raise StatefulProcessorError(
-                f"{type(self.processor).__name__} answered with a {type(answer).__name__}: give an ArrowResult, a "
+                f"{type(self.processor).__name__} returned a {type(answer).__name__}: return an ArrowResult, a "
                 "table (output alone) or None."
             )
         if self.is_initial and answer.output is not None:
-            raise StatefulProcessorError("An initial state has no output: give no output= for it.")
+            raise StatefulProcessorError("An initial state has no output: leave output= out.")
         return answer
 
 

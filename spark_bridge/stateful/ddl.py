@@ -50,8 +50,8 @@ def struct_of(schema: T.StructType | str) -> T.StructType:
         return schema
     if not isinstance(schema, str):
         raise StateDeclarationError(
-            f"{schema!r} is no schema: give a StructType, or its fields as DDL text such as 'count INT, last "
-            "TIMESTAMP'."
+            f"{schema!r} is not a schema: give a StructType, or its fields as DDL text such as "
+            "'count INT, last TIMESTAMP'."
         )
     return _Parser(schema).fields()
 
@@ -86,7 +86,7 @@ class _Parser:
         return token
 
     def _take(self, *wanted: str) -> bool:
-        """Return whether the next tokens are these words, and if so, go on after them."""
+        """Return whether the next tokens are these words, and if so, consume them."""
         if [t.lower() for t in self._tokens[self._at : self._at + len(wanted)]] != list(wanted):
             return False
         self._at += len(wanted)
@@ -150,10 +150,10 @@ class _Parser:
             self._expect(">")
             return struct
         remedy = f". {INTERVAL_REMEDY}" if name == "interval" else ""
-        raise self._refusal(f"{name!r} is no type that state can have{remedy}")
+        raise self._refusal(f"{name!r} is not a type that state can have{remedy}")
 
     def _numbers(self, default: tuple[int, int]) -> tuple[int, int]:
-        """Read the one or two numbers in brackets after a type; ``default`` where there are none."""
+        """Read the one or two numbers in brackets after a type; ``default`` without them."""
         if not self._take("("):
             return default
         first = self._number()
@@ -164,14 +164,14 @@ class _Parser:
     def _number(self) -> int:
         token = self._next()
         if not token.isdecimal():
-            raise self._refusal(f"{token or 'the end'!r} is no number")
+            raise self._refusal(f"{token or 'the end'!r} is not a number")
         return int(token)
 
 
 # Instants to wall-clock times of this process's time zone and back, whole columns at a time.
 #
-# PySpark gives a ``TimestampType`` to Python as a naive datetime in the local time zone, and takes such datetimes
-# back.
+# PySpark converts a ``TimestampType`` to a naive datetime in the local time zone for Python, and converts such
+# datetimes back.
 
 
 Micros = npt.NDArray[np.int64]
@@ -222,14 +222,14 @@ def check_years(micros: Micros) -> None:
 
 
 def _offsets(micros: Micros) -> tuple[Micros, npt.NDArray[np.bool_]]:
-    """Return the seconds by which local time is ahead of UTC, and whether they are the same on the days around."""
+    """Return the seconds that local time is ahead of UTC, and whether they are the same on the days around."""
     if time.tzname == ("UTC", "UTC"):
         return np.zeros(len(micros), np.int64), np.ones(len(micros), np.bool_)
     days, which = np.unique(micros // (_DAY_SECONDS * _SECOND), return_inverse=True)
     offsets = np.zeros(len(days), np.int64)
     is_steady = np.zeros(len(days), np.bool_)
     for i, day in enumerate(days.tolist()):
-        # A wall-clock day lies within these three days of UTC; datetime looks a day back to see which hours come twice.
+        # A wall-clock day is within these three days of UTC; datetime looks a day back to find hours that occur twice.
         around = {time.localtime((day + d) * _DAY_SECONDS).tm_gmtoff for d in (-1, 0, 1, 2)}
         offsets[i] = around.pop()
         is_steady[i] = not around

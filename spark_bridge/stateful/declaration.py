@@ -36,7 +36,7 @@ class Declaration:
     """A state variable: its name, kind (``VALUE``, ``LIST`` or ``MAP``) and schemas.
 
     ``value`` are the fields of a value, of an element, or of an entry's value; ``user_key`` those of the key of a map's
-    entries. ``ttl_ms`` is how long a value lives (None: for good).
+    entries. ``ttl_ms`` is how long a value lives (None: it never expires).
     """
 
     name: str
@@ -90,23 +90,23 @@ class Declaration:
 
 
 def check_variable_name(name: str) -> None:
-    """Raise ``StateDeclarationError`` for what cannot be the name of a state variable, as in Spark."""
+    """Raise ``StateDeclarationError`` for an invalid name of a state variable, as Spark does."""
     if not isinstance(name, str) or not name or name != name.strip() or name == DEFAULT_FAMILY:
         raise StateDeclarationError(
             f"[STATE_STORE_CANNOT_USE_COLUMN_FAMILY_WITH_INVALID_NAME] {name!r} cannot be the name of a state "
-            f"variable: give a text that is not {DEFAULT_FAMILY!r} and neither begins nor ends with a blank."
+            f"variable: give a string that is not {DEFAULT_FAMILY!r} and neither begins nor ends with a blank."
         )
     try:
         name.encode()
     except UnicodeEncodeError as error:
         raise StateDeclarationError(
             f"[STATE_STORE_CANNOT_USE_COLUMN_FAMILY_WITH_INVALID_NAME] {name!r} cannot be the name of a state "
-            f"variable: it is no Unicode text ({error.reason})."
+            f"variable: it is not valid Unicode ({error.reason})."
         ) from error
 
 
 def _nullable(data_type: T.DataType) -> T.DataType:
-    """Return the type with every field nullable: old rows may have nulls where none is declared."""
+    """Return the type with every field nullable: old rows may have undeclared nulls."""
     if isinstance(data_type, T.StructType):
         return T.StructType([T.StructField(f.name, _nullable(f.dataType), True) for f in data_type.fields])
     if isinstance(data_type, T.ArrayType):
@@ -137,7 +137,7 @@ class StateFigures:
 
 @dataclass(frozen=True)
 class NoKey:
-    """Stands for the number of the current key while there is none: use as a number raises ``HandleStateError``."""
+    """Placeholder for the number of the current key if there is none: use as a number raises ``HandleStateError``."""
 
     phase: str
 
@@ -192,7 +192,7 @@ class KeyStep:
         return self._store
 
     def restart(self, store: StateAccess) -> None:
-        """Go on with another micro-batch and its state, at its first key."""
+        """Move to another micro-batch and its state, at its first key."""
         self._store = store
         self.timestamp_ms = store.times.timestamp_ms
         self.figures = StateFigures()
@@ -200,7 +200,7 @@ class KeyStep:
         self.begin(pa.array([], pa.binary()))
 
     def begin(self, keys: pa.BinaryArray) -> None:
-        """Go on to other keys; raises ``StatefulProcessorError`` unless they are after all earlier keys."""
+        """Move to other keys; raises ``StatefulProcessorError`` unless they are after all earlier keys."""
         if len(keys):
             if self._last and keys[0].as_py() <= self._last:
                 raise StatefulProcessorError(
@@ -262,16 +262,16 @@ class DeletedState:
 
 
 def make_deleted(state: Any, name: str, kind: str) -> None:
-    """Turn a state variable's object, to which the processor has a reference, into a ``DeletedState``."""
+    """Turn a state variable's object that the processor holds into a ``DeletedState``."""
     vars(state).clear()
     state.__class__ = DeletedState
     state.__init__(name, kind)
 
 
-# PySpark's own classes of ``transformWithState``, of which ours are subclasses where PySpark has them (from 4.0 on).
+# PySpark's classes of ``transformWithState``. Ours are subclasses of them if PySpark has them (from 4.0 on).
 #
 # So a processor may ask ``isinstance(state, pyspark.sql.streaming.stateful_processor.ValueState)``. Ours inherit
-# nothing but that: each public method of PySpark's is one of ours. On Spark 3.5 each name here stands for ``object``.
+# nothing else: each public method of PySpark's is one of ours. On Spark 3.5 each name here is ``object``.
 
 
 if TYPE_CHECKING or find_spec("pyspark.sql.streaming.stateful_processor") is None:

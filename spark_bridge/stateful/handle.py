@@ -1,4 +1,4 @@
-"""``StatefulProcessorHandle``, by which a processor declares state variables and sets timers; and the time modes."""
+"""``StatefulProcessorHandle``, which declares state variables and sets timers for a processor; and the time modes."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ class Timers:
         return keys.take(key_order(keys))
 
     def _changeable(self) -> list[int]:
-        """Return the current key's timers, to be changed, and remember what they were."""
+        """Return the current key's timers for changes, and remember their old values."""
         lists, i = self._all(), self._step.current
         timers = lists[i]
         if timers is None:
@@ -193,11 +193,11 @@ class StatefulProcessorHandle(PySparkStatefulProcessorHandle):
         self._deleted: dict[str, StateVariable] = {}
 
     def getValueState(self, stateName: str, schema: StructType | str, ttlDurationMs: int | None = None) -> ValueState:
-        """Declare a variable that has one value per key, and return the object by which to use it.
+        """Declare a variable that has one value per key, and return its object.
 
         ``schema`` is a StructType, or DDL text of its fields. With ``ttlDurationMs``, a value lives for that many
-        milliseconds after the batch that wrote it. Raises ``StateDeclarationError`` for a name or schema that cannot
-        be, ``TimeModeError`` for a TTL without processing time, and ``HandleStateError`` outside ``init``.
+        milliseconds after the batch that wrote it. Raises ``StateDeclarationError`` for an invalid name or schema,
+        ``TimeModeError`` for a TTL without processing time, and ``HandleStateError`` outside ``init``.
         """
         return self._declared("get_value_state", stateName, VALUE, ValueState, ttlDurationMs, schema)
 
@@ -262,8 +262,8 @@ class StatefulProcessorHandle(PySparkStatefulProcessorHandle):
         if name in self._variables:
             raise StateDeclarationError(
                 f"[STATEFUL_PROCESSOR_DUPLICATE_STATE_VARIABLE_DEFINED] State variable {name!r} is declared twice, as "
-                f"{self._variables[name].kind} state and as {kind} state. Give each variable a name of its own, and "
-                "keep the object that the first call has returned."
+                f"{self._variables[name].kind} state and as {kind} state. Give each variable a different name, and "
+                "keep the object that the first call returned."
             )
         user_key = None if user_key_schema is None else struct_of(user_key_schema)
         declaration = Declaration(name, kind, struct_of(value_schema), user_key, self._checked_ttl(name, ttl_ms))

@@ -33,15 +33,15 @@ from spark_bridge.stateful.ttl import Ttl
 
 # The lists of one state variable in the store: reading those of a step's keys, and staging their changes.
 #
-# The last elements of a list stand beside its grouping key, the elements before them in chunks, under the grouping
-# key with the number of the chunk after it. So an append reads and writes one row, however long the list is.
+# The last elements of a list are stored with its grouping key, the elements before them in chunks, under the grouping
+# key followed by the number of the chunk. So an append reads and writes one row, however long the list is.
 
 
 _FIRST_CHUNKS_READ = 4
 _CHUNKS_READ = 64
 """Chunks read at once: first few, as a reader may need no more, then twice as many each time up to the most."""
 _CHUNKS_REMOVED = 1 << 16
-"""Chunks whose removal is staged at once."""
+"""The most chunks whose removal is staged at once."""
 
 
 class ListChange:
@@ -56,7 +56,7 @@ class ListChange:
 
 @dataclass(frozen=True)
 class _Heads:
-    """The rows beside the step's keys: where there is one, and the lengths, numbers of chunks and tails of the lists.
+    """The rows of the step's keys: which keys have one, and the lengths, numbers of chunks and tails of the lists.
 
     Expired elements are left out of ``tails``; ``lengths`` counts them.
     """
@@ -68,7 +68,7 @@ class _Heads:
 
 
 class StoredLists:
-    """Reads the lists of a step's keys, and stages changed lists. ``values`` checks what a user gives."""
+    """Reads the lists of a step's keys, and stages changed lists. ``values`` checks a user's values."""
 
     def __init__(self, declaration: Declaration, variable: StateVariable, step: KeyStep) -> None:
         self._codec = declaration.codec
@@ -100,7 +100,7 @@ class StoredLists:
         return chain(self._chunks(i, heads), parts) if heads.chunks[i] else parts
 
     def _heads(self) -> _Heads:
-        """Return the rows beside the step's keys, read for all keys at once when the first is needed."""
+        """Return the rows of the step's keys, read for all keys at once when the first is needed."""
         if self._read_heads is None:
             stored = self._step.store.get_many(self._step.keys, self._family)
             found = self._schema.decode_values(stored)
@@ -245,7 +245,7 @@ class ListState(PySparkListState):
         return self._stored.has_elements(self._step.current)
 
     def get(self) -> Iterator[tuple[Any, ...]]:
-        """Yield the key's elements in the order in which they were added, as they are at the time of the call.
+        """Yield the key's elements in the order of their addition, as they are at the time of the call.
 
         A long list is read some chunks at a time.
         """

@@ -41,8 +41,8 @@ from spark_bridge.stateful.ttl import Ttl
 
 # The maps of one state variable in the store: reading those of a step's keys, and staging their changes.
 #
-# A small map is one row beside its grouping key. A map that has grown large stays large: it has a row for each of its
-# entries, under the grouping key with the user's key after it.
+# A small map is one row at its grouping key. A map that has grown large stays large: it has a row for each of its
+# entries, under the grouping key followed by the user's key.
 
 
 ValueTuple: TypeAlias = tuple[Any, ...]
@@ -82,13 +82,13 @@ class KeyMap:
 
     @property
     def is_wiped(self) -> bool:
-        """Return whether the entries in the store are to be removed."""
+        """Return whether the entries in the store must be removed."""
         return self.was_large and not self.is_large
 
 
 @dataclass(frozen=True)
 class _Heads:
-    """The rows beside the step's keys: where there is one, whether the map is large, and the entries of small maps.
+    """The rows of the step's keys: which keys have one, whether the map is large, and the entries of small maps.
 
     Expired entries are left out.
     """
@@ -99,7 +99,7 @@ class _Heads:
 
 
 class StoredMaps:
-    """Reads the maps of a step's keys, and stages changed maps. ``keys`` and ``values`` check what a user gives."""
+    """Reads the maps of a step's keys, and stages changed maps. ``keys`` and ``values`` check a user's values."""
 
     def __init__(self, declaration: Declaration, variable: StateVariable, step: KeyStep, ttl: Ttl) -> None:
         self._codec, self._key_codec = declaration.codec, declaration.key_codec
@@ -125,7 +125,7 @@ class StoredMaps:
         return heads.large[i], heads.small[i]
 
     def _heads(self) -> _Heads:
-        """Return the rows beside the step's keys, read for all keys at once when the first is needed."""
+        """Return the rows of the step's keys, read for all keys at once when the first is needed."""
         if self._read_heads is None:
             stored = self._step.store.get_many(self._step.keys, self._family)
             found = self._schema.decode_values(stored)
@@ -230,7 +230,7 @@ class StoredMaps:
         step.stage(step.keys.take(pa.array([i for i, _ in maps])), self._schema.encode_values(rows), self._family)
 
     def _stage_large_heads(self, maps: list[int]) -> None:
-        """Stage the rows beside the keys of large maps again: a sweep of this batch may have staged their removal."""
+        """Stage the rows at the keys of large maps again: a sweep of this batch may have staged their removal."""
         kind = self._schema.value.field(MAP_ENTRIES).type
         entries = list_array(pa.array([], kind.value_type), np.zeros(len(maps) + 1, np.int64), None, kind)
         rows = pa.RecordBatch.from_arrays(
@@ -300,7 +300,7 @@ class MapState(PySparkMapState):
         return next(self._entries(found), None) is not None if found.is_large else bool(found.entries)
 
     def getValue(self, key: ValueTuple) -> Row | None:
-        """Return the value of an entry, None if there is no such entry.
+        """Return the value of an entry, or None if the entry does not exist.
 
         Raises ``IllegalStateValueError`` if ``key`` does not fit its schema.
         """
@@ -318,7 +318,7 @@ class MapState(PySparkMapState):
         return self._value_of(self._keys.accept(key)) is not None
 
     def updateValue(self, key: ValueTuple, value: ValueTuple) -> None:
-        """Set an entry; its TTL begins anew.
+        """Set an entry; its TTL restarts.
 
         Raises ``IllegalStateValueError`` if ``key`` or ``value`` does not fit its schema.
         """
@@ -409,7 +409,7 @@ class MapState(PySparkMapState):
         return value
 
     def _prefix(self) -> bytes:
-        """Return the stored key of the current key, with which the stored keys of a large map's entries begin."""
+        """Return the stored key of the current key, which begins the stored keys of a large map's entries."""
         prefix: bytes = self._step.keys[self._step.current].as_py()
         return prefix
 

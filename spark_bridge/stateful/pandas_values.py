@@ -45,7 +45,7 @@ class PandasCodec:
         return RowCodec(self.struct).schema
 
     def to_frame(self, batch: pa.RecordBatch) -> pd.DataFrame:
-        """Return the rows as a DataFrame, in memory of its own.
+        """Return the rows as a DataFrame, in newly allocated memory.
 
         A column with a time that nanoseconds cannot hold, before 1678 or after 2261, is of microseconds. Raises
         ``ValueError`` naming the column of a date or a nested time that Python's datetime cannot hold.
@@ -61,7 +61,7 @@ class PandasCodec:
             if _has_zone(column.type) and isinstance(frame[str(i)].dtype, pd.DatetimeTZDtype):
                 frame[str(i)] = frame[str(i)].dt.tz_convert(self.time_zone).dt.tz_localize(None)
         frame.columns = pd.Index(self.struct.names)
-        # Computed here once: otherwise every part of the frame would compute where each column lies.
+        # Computed here once: otherwise every part of the frame would compute the place of each column.
         inner: Any = frame
         inner._mgr._rebuild_blknos_and_blklocs()
         return frame
@@ -69,8 +69,8 @@ class PandasCodec:
     def to_columns(self, frame: pd.DataFrame) -> FrameColumns:
         """Return copies of the columns of a frame, in the order of the schema.
 
-        Columns go by name if any name is a string, otherwise by position. A frame without columns gives no columns.
-        Raises ``ValueError`` naming the columns of a frame that does not fit.
+        Columns go by name if any name is a string, otherwise by position. For a frame without columns, return no
+        columns. Raises ``ValueError`` naming the columns of a frame that does not fit.
         """
         places = _positions(tuple(frame.columns.tolist()), self._names)
         # Many times as fast as through series. Copied, as the processor may change the frame afterwards.
@@ -123,7 +123,7 @@ def _frame_of_far_times(columns: Sequence[pa.Array], names: Sequence[str], time_
                     f"Column {name!r} has a time that pandas or Python's datetime cannot hold: {error}. Cast it to a "
                     "string or a number."
                 ) from error
-            # By Arrow: pandas is off by fractions of a second where the offset of a zone has seconds.
+            # By Arrow: pandas is off by fractions of a second if the offset of a zone has seconds.
             wall = pa.table([_wall_clock(column, time_zone)], [place])
             series[place] = _pandas_of(wall, coerce=False)[place]
     return pd.DataFrame(series)
@@ -280,7 +280,7 @@ def _instants(array: pa.Array, kind: pa.DataType, time_zone: str) -> pa.Array:
 
 
 def _converted(array: pa.Array, kind: pa.DataType, convert: Callable[[pa.Array], pa.Array]) -> pa.Array:
-    """Return the array in another type of the same shape; ``convert`` is given the timestamps whose types differ."""
+    """Return the array in another type of the same shape; ``convert`` receives the timestamps whose types differ."""
     if array.type == kind:
         return array
     if pa.types.is_struct(kind):

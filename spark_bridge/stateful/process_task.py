@@ -75,7 +75,7 @@ class OutputRows:
         return any(isinstance(f.dataType, kinds) for f in self.codec.struct.fields)
 
     def flush(self) -> None:
-        """Give the rows to the sink; raises ``StatefulProcessorError`` for rows that do not fit the schema."""
+        """Yield the rows to the sink; raises ``StatefulProcessorError`` for rows that do not fit the schema."""
         if not self._rows:
             return
         rows, self._rows = self._rows, []
@@ -113,7 +113,7 @@ class OutputFrames:
                 self.flush()
 
     def flush(self) -> None:
-        """Give the rows to the sink; raises ``StatefulProcessorError`` for rows that do not fit the schema."""
+        """Yield the rows to the sink; raises ``StatefulProcessorError`` for rows that do not fit the schema."""
         if not self._frames:
             return
         frames, self._frames, self._num_rows = self._frames, [], 0
@@ -180,7 +180,7 @@ def _by_position(rows: list[Any], names: list[str]) -> Sequence[Sequence[Any]]:
     for kind in kinds:
         if not issubclass(kind, (tuple, list)):
             wrong = next(r for r in rows if type(r) is kind)
-            raise TypeError(f"{shown(wrong)} ({kind.__name__}) is no Row.")
+            raise TypeError(f"{shown(wrong)} ({kind.__name__}) is not a Row.")
     if not any(issubclass(kind, Row) for kind in kinds):
         return rows
     known: object = None
@@ -200,7 +200,7 @@ def _by_position(rows: list[Any], names: list[str]) -> Sequence[Sequence[Any]]:
 
 
 def _places(row: Any, given: Sequence[str], names: list[str]) -> list[int] | None:
-    """Return where a row has the fields ``names``, None if in their order; raises ``ValueError``."""
+    """Return the positions of the fields ``names`` in a row, None if in their order; raises ``ValueError``."""
     fields = list(given)
     if fields == names:
         return None
@@ -210,9 +210,7 @@ def _places(row: Any, given: Sequence[str], names: list[str]) -> list[int] | Non
 
 
 def _mismatch(struct: StructType, error: Exception) -> StatefulProcessorError:
-    return StatefulProcessorError(
-        f"What the processor gave for output does not fit its schema, {struct.simpleString()}: {error}"
-    )
+    return StatefulProcessorError(f"The processor's output does not fit its schema, {struct.simpleString()}: {error}")
 
 
 # The state of one processor in one task: its variables, timers and TTL, in steps of sorted keys.
@@ -246,7 +244,7 @@ class ProcessorState:
         self._is_swept = False
 
     def restart(self, store: StateAccess) -> None:
-        """Go on with another micro-batch and the variables that ``init`` has declared; a task has a single batch."""
+        """Move to another micro-batch and the variables that ``init`` has declared; a task has a single batch."""
         self._step.restart(store)
         self.timer_values = _timer_values(self._time_mode, store)
         self._is_swept = False
@@ -319,7 +317,7 @@ class ProcessorState:
     def _timers_variable(self, store: StateAccess) -> StateVariable:
         timers = store.schema.timers
         if timers is None:
-            raise StateDeclarationError("There are no timers: the operator was started without a time mode.")
+            raise StateDeclarationError("Timers are unavailable: the operator was started without a time mode.")
         return timers
 
 
@@ -352,7 +350,7 @@ class TaskInput:
     def read(
         self, batches: Iterable[pa.RecordBatch], sorter: RowSorter, late_watermark_ms: int, timer: StepTimer
     ) -> int:
-        """Give all rows that are not late to the sorter; return the number of late rows."""
+        """Yield all rows that are not late to the sorter; return the number of late rows."""
         num_late = 0
         timer.restart()
         for batch in batches:
@@ -377,8 +375,8 @@ class ProcessLogic:
     """The logic of an operator with a processor of rows (``pyspark.sql.Row``) or of pandas DataFrames.
 
     ``time_mode`` is one of ``handle.TIME_MODES``. ``event_time`` is the column of the output that must be after the
-    watermark for late rows. ``time_zone`` is the session's, in which DataFrames have their timestamps. ``frame_rows``
-    and ``frame_bytes`` are the most rows and bytes of a DataFrame that the processor is given, see ``frame_size``.
+    watermark for late rows. ``time_zone`` is the session's; DataFrames have their timestamps in it. ``frame_rows``
+    and ``frame_bytes`` are the most rows and bytes of a DataFrame for the processor, see ``frame_size``.
     """
 
     processor: Any
@@ -453,7 +451,7 @@ class InitialStateLogic:
     def process(
         self, batches: Iterable[pa.RecordBatch], store: StateAccess, timer: StepTimer
     ) -> Iterator[pa.RecordBatch]:
-        """Call the processor for all rows, and commit; there is no output."""
+        """Call the processor for all rows, and commit; it has no output."""
         processor = self.processor
         with RowSorter(self.input.keys, store.num_key_groups, self.limits) as sorter:
             self.input.read(batches, sorter, 0, timer)
@@ -473,7 +471,7 @@ class InitialStateLogic:
 
 @contextmanager
 def started(processor: Any, keys: pa.Schema, time_mode: str, store: StateAccess) -> Iterator[ProcessorState]:
-    """Initialise a processor, and give its state; the processor is closed at the end, whatever happens."""
+    """Initialise a processor, and yield its state; the processor is always closed at the end."""
     state = ProcessorState(processor, keys, time_mode, store)
     processor.init(state.handle)
     try:
@@ -488,9 +486,9 @@ _frozen_by: Literal["nobody", "us", "others"] = "nobody"
 
 @contextmanager
 def frozen() -> Iterator[None]:
-    """Keep the garbage collector from the objects that there are, unless somebody has frozen some already.
+    """Freeze the existing objects for the garbage collector, unless some objects are frozen already.
 
-    Rows make many objects, for which the collector would visit the objects of all modules many times.
+    Rows make many objects, and the collector would visit the objects of all modules many times for them.
     """
     global _frozen_by
     is_ours = False
@@ -511,7 +509,7 @@ def frozen() -> Iterator[None]:
 def opener(
     given: TaskInput, mode: Mode, time_zone: str, frame_rows: int, frame_bytes: int
 ) -> Callable[[pa.RecordBatch], Taker]:
-    """Return a function that gives Arrow rows the form in which a processor takes them."""
+    """Return a function that converts Arrow rows to the form that a processor takes."""
 
     def open_rows(rows: pa.RecordBatch) -> Taker:
         made = RowCodec(given.struct).iter_rows(rows)
@@ -578,7 +576,7 @@ def figures_of(state: ProcessorState, num_rows: int, num_late: int) -> OperatorF
 def _all_parts(
     step: RowStep, take: Taker, steps: Iterator[RowStep], open_rows: Callable[[pa.RecordBatch], Taker]
 ) -> Iterator[Any]:
-    """Yield the rows of a single key that go on in the next steps, and take these steps on the way."""
+    """Yield the rows of a single key that continue in the next steps, and take these steps on the way."""
     yield from take(0, step.rows.num_rows)
     while step.is_part:
         step = next(steps)

@@ -1,4 +1,4 @@
-"""Values that a processor puts into a state variable: checked, copied, and in the form in which they will come back."""
+"""Values that a processor puts into a state variable: checked, copied, and in the form that reads return."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from spark_bridge.stateful.ddl import Micros, check_years, from_local, to_local
 
 
 Value = Any
-"""A value of a column, as PySpark gives it."""
+"""A value of a column, in PySpark's form."""
 
 
 _REFUSALS = (pa.ArrowException, TypeError, ValueError, OverflowError, InvalidOperation)
@@ -55,9 +55,9 @@ def integers_of(array: pa.Array, kind: pa.DataType, mask: Mask | None) -> Micros
 
 
 def transposed(rows: Sequence[Sequence[Value]], width: int, what: Callable[[], str]) -> list[Sequence[Value]]:
-    """Return the columns of rows, all of which must have ``width`` values; raises ``ValueError``.
+    """Return the columns of rows, which must all have ``width`` values; raises ``ValueError``.
 
-    ``what`` gives the end of the message: which schema has how many fields.
+    ``what`` returns the end of the message: the schema and its number of fields.
     """
     lengths = set(map(len, rows))
     if lengths != {width}:
@@ -71,7 +71,7 @@ def transposed(rows: Sequence[Sequence[Value]], width: int, what: Callable[[], s
 def to_array(name: str, values: Sequence[Value], field: pa.Field, *, nan_is_null: bool = False) -> pa.Array:
     """Return a column of Python values, of the field's type.
 
-    ``name`` is the path to the field. ``nan_is_null``: NaN stands for null, as in pandas. Raises ``TypeError`` or
+    ``name`` is the path to the field. ``nan_is_null``: NaN means null, as in pandas. Raises ``TypeError`` or
     ``ValueError`` naming path, type and value.
     """
     kind = field.type
@@ -115,7 +115,7 @@ def _convert_timestamps(values: Sequence[Value], kind: pa.DataType) -> pa.Array:
 
 
 def _aware(values: Sequence[Value]) -> list[bool]:
-    """Return which of the values have a time zone; raises ``TypeError`` for a value that is no datetime."""
+    """Return which of the values have a time zone; raises ``TypeError`` for a value that is not a datetime."""
     try:
         return [v is not None and v.tzinfo is not None for v in values]
     except AttributeError as error:
@@ -152,7 +152,7 @@ _PYTHON_TYPES: dict[str, tuple[type, ...]] = {
     "timestamp": (datetime,),
     "timestamp_ntz": (datetime,),
 }
-"""By Spark type, the Python types whose values can be wrong only by being out of range."""
+"""By Spark type, the Python types whose values can only be out of range."""
 
 
 def _struct_array(name: str, values: Sequence[Value], kind: pa.DataType, nan_is_null: bool) -> pa.Array:
@@ -212,7 +212,7 @@ def _map_array(name: str, values: Sequence[Value], kind: pa.DataType, nan_is_nul
 
 
 def _extents(values: Sequence[Value]) -> tuple[Micros, Mask]:
-    """Return where the elements of each of n rows begin and end (n+1 offsets), and which rows are None."""
+    """Return the bounds of the elements of each of n rows (n+1 offsets), and which rows are None."""
     mask = np.fromiter((v is None for v in values), np.bool_, len(values))
     offsets = np.zeros(len(values) + 1, np.int64)
     np.cumsum(np.fromiter((0 if v is None else len(v) for v in values), np.int64, len(values)), out=offsets[1:])
@@ -225,7 +225,7 @@ def shown(value: object) -> str:
     return text if len(text) <= 100 else f"{text[:97]}..."
 
 
-# Arrow batches to the Python rows that PySpark would give, and such rows to batches, a column at a time.
+# Arrow batches to the Python rows that PySpark would return, and such rows to batches, a column at a time.
 #
 # A struct is a ``Row``, a map a dict, an array a list, a timestamp a naive datetime in the local time zone.
 
@@ -371,7 +371,7 @@ _SIGNATURES_KEPT = 1024
 
 
 class _UnusualError(Exception):
-    """Says that only the codec can judge a value."""
+    """Only the codec can judge a value."""
 
 
 class StateValues:
@@ -411,9 +411,9 @@ class StateValues:
         if isinstance(value, np.ndarray):
             value = value.tolist()
         if isinstance(value, str) and len(self._fields) == 1:
-            value = (value,)  # as PySpark takes it, to which a text is a sequence
+            value = (value,)  # as PySpark does, which treats a string as a sequence
         if not isinstance(value, (tuple, list)):
-            raise self.refusal(f"{value!r} ({type(value).__name__}) is no tuple.")
+            raise self.refusal(f"{value!r} ({type(value).__name__}) is not a tuple.")
         if len(value) != len(self._fields):
             raise self.refusal(f"{value!r} has {len(value)} fields, not {len(self._fields)}.")
         try:
@@ -447,7 +447,7 @@ def _is_mutable(data_type: T.DataType) -> bool:
 
 
 def _canonical(data_type: T.DataType) -> Callable[[Any], Any]:
-    """Return a function that copies a value in the form in which it would come back from the store.
+    """Return a function that copies a value in the form that a read from the store returns.
 
     The function raises ``_UnusualError`` for values that it does not know.
     """

@@ -24,7 +24,7 @@ from spark_bridge.stateful.handle import StatefulProcessorHandle
 
 
 class TimerValues(PySparkTimerValues):
-    """Processing time and watermark of the batch, in ms since 1970; -1 where there is none."""
+    """Processing time and watermark of the batch, in ms since 1970; -1 if there is none."""
 
     __slots__ = ("_processing_time_ms", "_watermark_ms")
 
@@ -136,7 +136,7 @@ class ArrowBatch:
     """The input of a processor: m keys, the n rows of these keys, and the state that the keys have.
 
     - ``keys``: the key columns, a row per key. A key without rows has a timer that has expired.
-    - ``rows``: all columns of the rows, sorted by key; the rows of one key are in the order in which they came.
+    - ``rows``: all columns of the rows, sorted by key; the rows of one key keep their order.
     - ``key_index``: the number of each row's key, int64, one per row.
     - ``offsets``: m + 1 numbers; the rows of key i are those from ``offsets[i]`` to ``offsets[i + 1]``.
     - ``state``: the declared columns, a row per key, of nulls where ``has_state`` is false.
@@ -227,7 +227,7 @@ class ArrowStatefulProcessor(ABC):
     def handle_initial_state(self, batch: ArrowBatch) -> ArrowResult | None:
         """Make state of the rows of an initial state, ``batch.rows``; the answer must have no output."""
         raise NotImplementedError(
-            f"{type(self).__name__} is given an initial state, but has no handle_initial_state(batch)."
+            f"{type(self).__name__} receives an initial state, but has no handle_initial_state(batch)."
         )
 
     def close(self) -> None:  # noqa: B027 - most have nothing to release

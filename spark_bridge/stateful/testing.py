@@ -54,7 +54,7 @@ class TesterTimeError(IllegalArgumentException, ProcessorTesterError):  # type: 
 
 
 class TesterAssertionError(PySparkAssertionError, ProcessorTesterError):  # type: ignore[misc]
-    """There is no such state variable, time mode or output mode, or two kinds of initial state."""
+    """The state variable, time mode or output mode does not exist, or there are two kinds of initial state."""
 
 
 # The ``handle`` of a ``ProcessorTester``: state and timers of a key outside a call of the processor.
@@ -70,9 +70,9 @@ class VariableFinder(Protocol):
 class TesterHandle:
     """Chooses a key, whose state variables and timers a test may then use; names are those of ``TwsTester.handle``.
 
-    The state variables are the objects that the processor's ``init`` was given, whatever schema and TTL a test names.
-    What a test changes by them and here is kept with the tester's next call. Raises ``ProcessorTesterError`` for a
-    variable that ``init`` has not declared, and for timers without a time mode or a current key.
+    The state variables are the objects that the processor's ``init`` received, whatever schema and TTL a test names.
+    The tester's next call keeps the changes that a test makes through them and here. Raises ``ProcessorTesterError``
+    for a variable that ``init`` has not declared, and for timers without a time mode or a current key.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class TesterHandle:
 
 
 _KEYS = pa.schema([pa.field("key", pa.int64())])
-"""A key is stored as its number, in the order in which keys come: so it may be of any type."""
+"""A key is stored as its number, in the order of appearance: so it may be of any type."""
 _KINDS = {ValueState: VALUE, ListState: LIST, MapState: MAP}
 
 
@@ -218,7 +218,7 @@ class ProcessorTester:
                 processor.handleInitialState(columns, state, self._state.timer_values)
 
     def test(self, key: Any, input: Sequence[Row]) -> list[Row]:
-        """Return the rows that the processor gives for a key's rows; late rows are left out."""
+        """Return the rows that the processor returns for a key's rows; late rows are left out."""
         self._uses_pandas = False
         extractor, watermark = self._event_time, self._times.watermark_ms
         if self._time_mode == EVENT_TIME and extractor is not None:
@@ -226,7 +226,7 @@ class ProcessorTester:
         return self._handle_rows(key, iter(input))
 
     def testInPandas(self, key: Any, input: pd.DataFrame) -> pd.DataFrame:
-        """Return the DataFrame that the processor gives for a key's DataFrame; late rows are left out."""
+        """Return the DataFrame that the processor returns for a key's DataFrame; late rows are left out."""
         self._uses_pandas = True
         extractor, watermark = self._event_time, self._times.watermark_ms
         if self._time_mode == EVENT_TIME and extractor is not None:
@@ -253,17 +253,17 @@ class ProcessorTester:
         return self._handle_timers()
 
     def updateValueState(self, stateName: str, key: Any, value: tuple[Any, ...]) -> None:
-        """Set a key's value; raises ``ProcessorTesterError`` if there is no such value state."""
+        """Set a key's value; raises ``ProcessorTesterError`` if the value state does not exist."""
         with self._variable(ValueState, stateName, key) as state:
             state.update(value)
 
     def peekValueState(self, stateName: str, key: Any) -> tuple[Any, ...] | None:
-        """Return a key's value or None; raises ``ProcessorTesterError`` if there is no such value state."""
+        """Return a key's value or None; raises ``ProcessorTesterError`` if the value state does not exist."""
         with self._variable(ValueState, stateName, key) as state:
             return state.get()
 
     def updateListState(self, stateName: str, key: Any, value: Sequence[tuple[Any, ...]]) -> None:
-        """Set a key's list; raises ``ProcessorTesterError`` if there is no such list state."""
+        """Set a key's list; raises ``ProcessorTesterError`` if the list state does not exist."""
         with self._variable(ListState, stateName, key) as state:
             if value:
                 state.put(value)
@@ -271,24 +271,24 @@ class ProcessorTester:
                 state.clear()
 
     def peekListState(self, stateName: str, key: Any) -> list[tuple[Any, ...]]:
-        """Return a key's list; raises ``ProcessorTesterError`` if there is no such list state."""
+        """Return a key's list; raises ``ProcessorTesterError`` if the list state does not exist."""
         with self._variable(ListState, stateName, key) as state:
             return list(state.get())
 
     def updateMapState(self, stateName: str, key: Any, value: dict[tuple[Any, ...], tuple[Any, ...]]) -> None:
-        """Set a key's map; raises ``ProcessorTesterError`` if there is no such map state."""
+        """Set a key's map; raises ``ProcessorTesterError`` if the map state does not exist."""
         with self._variable(MapState, stateName, key) as state:
             state.clear()
             for user_key, user_value in value.items():
                 state.updateValue(user_key, user_value)
 
     def peekMapState(self, stateName: str, key: Any) -> dict[tuple[Any, ...], tuple[Any, ...]]:
-        """Return a key's map; raises ``ProcessorTesterError`` if there is no such map state."""
+        """Return a key's map; raises ``ProcessorTesterError`` if the map state does not exist."""
         with self._variable(MapState, stateName, key) as state:
             return dict(state.iterator())
 
     def deleteState(self, stateName: str, key: Any) -> None:
-        """Remove a key's value, list or map; raises ``ProcessorTesterError`` if there is no such state variable."""
+        """Remove a key's value, list or map; raises ``ProcessorTesterError`` if the state variable does not exist."""
         with self._batch(key):
             self._clear(stateName)
 
@@ -316,7 +316,7 @@ class ProcessorTester:
         return _one_frame(output) if self._uses_pandas else output
 
     def _as_in_a_query(self, given: Any) -> list[Any]:
-        """Return what the processor gave; a NaT or NA in a row is None, as in the output of a query."""
+        """Return the processor's output; a NaT or NA in a row is None, as in the output of a query."""
         return list(given or ()) if self._uses_pandas else [detached(row) for row in given or ()]
 
     def _check_advance(self, mode: str, what: str, now_ms: int, then_ms: int) -> None:
@@ -330,7 +330,7 @@ class ProcessorTester:
 
     @contextmanager
     def _variable(self, kind: type[State], name: str, key: Any) -> Iterator[State]:
-        """Give a state variable with the key as the current key, in a micro-batch of its own."""
+        """Yield a state variable with the key as the current key, in a separate micro-batch."""
         state = self._declared(kind, name)
         with self._batch(key):
             yield state
@@ -343,7 +343,7 @@ class ProcessorTester:
 
     @contextmanager
     def _batch(self, key: Any) -> Iterator[tuple[Any, ...]]:
-        """Run a micro-batch with one key, and give the key's columns; it is committed if no error is raised."""
+        """Run a micro-batch with one key, and yield the key's columns; it is committed if no error is raised."""
         with self._committed():
             yield self._begin(key)
 
@@ -372,7 +372,7 @@ class ProcessorTester:
         return columns
 
     def _restarted(self) -> ProcessorState:
-        """Commit what is open, and begin a micro-batch without keys."""
+        """Commit the open micro-batch, and begin one without keys."""
         self._commit()
         self._open = LocalStateAccess(self._provider, self._schema, self._times, (0, 1), 1)
         self._state.restart(self._open)
@@ -393,15 +393,15 @@ class ProcessorTester:
                 "[UNSUPPORTED_OPERATION] Timers need timeMode='ProcessingTime' or 'EventTime', not 'None'."
             )
         if self._open is None:
-            raise ProcessorTesterError("There is no current key between calls: call handle.setGroupingKey(key) first.")
+            raise ProcessorTesterError("Between calls no key is current: call handle.setGroupingKey(key) first.")
         return self._state.handle
 
     def _clear(self, name: str) -> None:
-        """Remove what the current key has in a state variable."""
+        """Remove the current key's state of a variable."""
         if name not in self._state.states:
             raise _unknown("state variable", name, self._state)
         if self._open is None:
-            raise ProcessorTesterError("There is no current key between calls: call handle.setGroupingKey(key) first.")
+            raise ProcessorTesterError("Between calls no key is current: call handle.setGroupingKey(key) first.")
         self._state.states[name].clear()
 
     def _set_watermark(self, watermark_ms: int) -> None:

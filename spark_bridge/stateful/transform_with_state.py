@@ -1,4 +1,4 @@
-"""``transform_with_state``: a processor with state of its own by key, as an ordinary streaming DataFrame."""
+"""``transform_with_state``: a processor with state by key, as an ordinary streaming DataFrame."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def checked_arguments(
     if not isinstance(output_mode, str) or output_mode.lower() not in PROCESSOR_OUTPUT_MODES:
         raise InvalidOperatorError(
             f"output_mode={output_mode!r} is none of a processor's: {', '.join(PROCESSOR_OUTPUT_MODES)}. A processor "
-            "emits what it gives, and cannot know all its keys."
+            "emits the rows that it returns, and cannot know all its keys."
         )
     if not isinstance(time_mode, str) or time_mode.lower() not in TIME_MODES:
         raise InvalidOperatorError(
@@ -96,7 +96,7 @@ def checked_arguments(
     check_keys(df.schema, keys)
     key_schema = pa.schema([pa.field(k, arrow_type(df.schema[k].dataType)) for k in keys])
     is_timed = time_mode.lower() == EVENT_TIME
-    # Several columns with a watermark are an error only where one of them is used.
+    # Several columns with a watermark are an error only if one of them is used.
     marked = event_time_of(df.schema, df.columns) if is_timed or event_time_column is not None else None
     if is_timed and marked is None:
         raise InvalidOperatorError(
@@ -119,7 +119,7 @@ def checked_arguments(
 
 
 def _check_names(schema: T.StructType, whose: str) -> None:
-    """Raise ``InvalidOperatorError`` for columns that a processor could not tell apart."""
+    """Raise ``InvalidOperatorError`` for columns that a processor could not distinguish."""
     twice = sorted({n for n in schema.names if schema.names.count(n) > 1})
     if twice:
         raise InvalidOperatorError(f"{whose} has several columns named {', '.join(map(repr, twice))}: rename them.")
@@ -134,7 +134,7 @@ def _check_names(schema: T.StructType, whose: str) -> None:
 def _struct(schema: T.StructType | str) -> T.StructType:
     struct = struct_of(schema)
     if not struct.fields:
-        raise InvalidOperatorError("output_schema has no fields; give what the processor emits.")
+        raise InvalidOperatorError("output_schema has no fields; give the fields that the processor emits.")
     _check_names(struct, "output_schema")
     for f in struct.fields:
         arrow_type(f.dataType)
@@ -145,7 +145,7 @@ def _with_event_time(output: T.StructType, column: str, given: T.StructType, mar
     """Return the output schema with that column marked as Spark marks event time: with the delay of the watermark."""
     if marked is None:
         raise InvalidOperatorError(
-            f"event_time_column={column!r} goes on with the watermark of the DataFrame, which has none: put "
+            f"event_time_column={column!r} continues the watermark of the DataFrame, which has none: put "
             'withWatermark("column", "delay") on it first.'
         )
     if column not in output.names:
@@ -170,7 +170,7 @@ def _initial_rows(
     if rows is None:
         return None
     if not isinstance(rows, DataFrame):
-        raise InvalidOperatorError(f"initial_state={initial!r} is no DataFrame.")
+        raise InvalidOperatorError(f"initial_state={initial!r} is not a DataFrame.")
     if rows.isStreaming:
         raise InvalidOperatorError("initial_state is a streaming DataFrame: give a batch DataFrame (spark.read).")
     _check_names(rows.schema, "initial_state")
@@ -214,8 +214,8 @@ def transform_with_state(
 
     - ``df``: a streaming DataFrame.
     - ``by``: the key column or columns.
-    - ``processor``: an instance of a subclass of ``StatefulProcessor`` (PySpark's own serves as well). It is given the
-      rows of each key as ``pyspark.sql.Row``, and gives the rows to emit.
+    - ``processor``: an instance of a subclass of ``StatefulProcessor`` (PySpark's own works as well). It receives the
+      rows of each key as ``pyspark.sql.Row``, and returns the rows to emit.
     - ``output_schema``: the schema of the rows to emit, a StructType or DDL text.
     - ``operator``: the name of this state in the checkpoint and in queries.
     - ``output_mode``: "update" or "append". It tells readers of the program whether rows replace earlier rows; both run
@@ -230,7 +230,7 @@ def transform_with_state(
     - ``num_partitions``: the number of state partitions, by default the session's ``spark.sql.shuffle.partitions``. The
       number stays with the checkpoint.
 
-    Raises ``InvalidOperatorError`` for everything that the arguments show to be wrong.
+    Raises ``InvalidOperatorError`` for every mistake that the arguments show.
     """
     given = checked_arguments(df, by, output_schema, operator, output_mode, time_mode, initial_state, event_time_column)
     return _of_rows(given, processor, "rows", num_partitions)
@@ -251,7 +251,7 @@ def transform_with_state_in_pandas(
 ) -> DataFrame:
     """Run a processor of pandas DataFrames over a stream by key; the processor's state is in the state store.
 
-    The arguments are those of ``transform_with_state``. The rows that the processor is given, the rows that it gives,
+    The arguments are those of ``transform_with_state``. The rows that the processor receives and returns,
     and those of the initial state are pandas DataFrames. One has at most
     ``spark.sql.execution.arrow.maxRecordsPerBatch`` rows (and on Spark 4 ``maxBytesPerBatch`` bytes), as the session
     says when this is called. Structs and maps are dicts in them, arrays numpy arrays, and timestamps naive times in
@@ -284,8 +284,8 @@ def transform_with_state_in_arrow(
     given = checked_arguments(df, by, output_schema, operator, output_mode, time_mode, initial_state, event_time_column)
     if not isinstance(processor, ArrowStatefulProcessor):
         raise InvalidOperatorError(
-            f"processor={processor!r} is no instance of a subclass of ArrowStatefulProcessor; make one, or one of a "
-            'function by @arrow_processor("n long, total double").'
+            f"processor={processor!r} is not an instance of a subclass of ArrowStatefulProcessor; make one, or one of "
+            'a function by @arrow_processor("n long, total double").'
         )
     rows = pa.schema([pa.field(f.name, arrow_type(f.dataType)) for f in df.schema.fields])
     logic = ArrowLogic(processor, given.time_mode, given.input, rows, given.output, given.event_time)
@@ -364,8 +364,8 @@ def _copy(processor: Any) -> Any:
         return cloudpickle.loads(cloudpickle.dumps(processor))
     except Exception as error:
         raise InvalidOperatorError(
-            f"The processor {type(processor).__name__} cannot be pickled, and so not be sent to tasks: {error}. Make "
-            "in init() what cannot be pickled, such as connections and locks."
+            f"The processor {type(processor).__name__} cannot be pickled, and so not be sent to tasks: {error}. Create "
+            "objects that cannot be pickled, such as connections and locks, in init()."
         ) from error
 
 

@@ -2,7 +2,7 @@
 
 An expired value is invisible at once. It is removed from the store when its key is handled, and otherwise by a sweep:
 each batch looks at a bounded number of rows, in other key groups every time, so that every batch takes about the same
-time. Where a key group has more rows than that, the state itself notes where its next sweep goes on (``SWEEP_FAMILY``).
+time. If a key group has more rows than that, the state itself records where its next sweep starts (``SWEEP_FAMILY``).
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ from spark_bridge.stateful.declaration import INT64_MAX, KeyStep
 SWEPT_ROWS = 20_000
 """Rows that a sweep looks at in a batch, at most, or one of each column family."""
 _HEADS_ASKED = 32
-"""Heads (rows beside the key) of long lists and large maps whose other rows are looked for, in one batch of a scan."""
+"""In one batch of a scan: long lists and large maps whose other rows are looked up, after the row at the key."""
 _GOLDEN = (math.sqrt(5) - 1) / 2
-"""The share of the key groups by which sweeps move on: it spreads them evenly."""
+"""The share of the key groups that sweeps advance by: it spreads them evenly."""
 _PARTS_SWEPT = {VALUE: ("",), LIST: (CHUNKS, ""), MAP: (ENTRIES, "")}
 
 
 class Ttl:
-    """The TTL of one variable: its values live for ``ttl_ms`` after the batch that wrote them (None: for good)."""
+    """The TTL of one variable: its values live for ``ttl_ms`` after the batch that wrote them (None: for ever)."""
 
     def __init__(self, ttl_ms: int | None, step: KeyStep) -> None:
         self._ttl_ms = ttl_ms
@@ -101,7 +101,7 @@ def stage_expired(step: KeyStep) -> None:
 
 @dataclass(frozen=True)
 class _Family:
-    """A column family of a variable with a TTL: ``part`` says which one, ``name`` and ``schema`` are those stored."""
+    """A column family of a variable with a TTL: ``part`` selects it, ``name`` and ``schema`` are the stored ones."""
 
     variable: StateVariable
     part: str
@@ -140,12 +140,12 @@ class _Sweep:
         return group_range(self._groups[0])[0] + family.encode()
 
     def _note(self, family: str, position: bytes | None) -> None:
-        """Stage where the next sweep of this batch's first key group goes on: after that key, or at the beginning."""
+        """Stage the start of the next sweep of this batch's first key group: after that key, or at the beginning."""
         values = None if position is None else pa.array([position], pa.binary())
         self._step.stage(pa.array([self._position_key(family)], pa.binary()), values, SWEEP_FAMILY)
 
     def _purge(self, deleted: list[str], positions: dict[str, bytes | None]) -> None:
-        """Stage the removal of some rows of deleted variables, to which no processor writes."""
+        """Stage the removal of some rows of deleted variables, which no processor writes to."""
         store, left = self._step.store, SWEPT_ROWS
         ranges = [group_range(group) for group in range(*store.key_groups)]
         for family in deleted:

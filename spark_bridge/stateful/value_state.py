@@ -53,7 +53,7 @@ class ValueState(PySparkValueState):
         return self._accepted.copied(value)
 
     def update(self, newValue: tuple[Any, ...]) -> None:
-        """Set the key's value; its TTL begins anew. Raises ``IllegalStateValueError`` if it does not fit the schema."""
+        """Set the key's value; its TTL restarts. Raises ``IllegalStateValueError`` if it does not fit the schema."""
         index = self._step.index
         self._values[index] = self._accept(newValue)
         self._changed.append(index)

@@ -1,1 +1,1 @@
-"""The state task in a PySpark worker: it takes rows, makes one commit, and then gives rows."""
+"""The state task in a PySpark worker: it takes rows, makes one commit, and then yields rows."""

@@ -28,9 +28,9 @@ def settle_worker() -> None:
     """Prepare the worker process for its next task. Call it at the end of each task, when all modules are imported.
 
     After every task PySpark's daemon collects all garbage, and goes through all objects of pyarrow, pandas and the
-    other modules. These objects stay, so they are taken out of the collections once. Before every task PySpark 3.5 has
-    each importer of its zip file, one per package, read the file's directory anew. So the cached importers are dropped;
-    the next import of a module makes its importer again.
+    other modules. These objects stay, so they are taken out of the collections once. Before every task PySpark 3.5
+    makes each importer of its zip file, one per package, read the file's directory again. So the cached importers are
+    dropped; the next import of a module makes its importer again.
     """
     global _is_frozen
     if not _is_frozen:
@@ -46,10 +46,10 @@ def settle_worker() -> None:
 
 @dataclass(frozen=True)
 class Endpoints:
-    """Addresses at which a task may find hosts, and ``timeout``, the seconds for which the task waits for a new owner.
+    """Possible addresses of hosts, and ``timeout``, the seconds that the task waits for a new owner.
 
-    ``addresses`` and ``token`` were known at the start of the query. ``host_files`` is the directory in which hosts
-    leave their addresses, on every node.
+    ``addresses`` and ``token`` were known at the start of the query. Hosts leave their addresses in the directory
+    ``host_files``, on every node.
     """
 
     addresses: tuple[str, ...]
@@ -76,9 +76,9 @@ def read_host_files(directory: Path) -> list[HostFile]:
     return files
 
 
-# The local properties of Spark by which the driver tells the tasks of a query where the hosts are.
+# The local properties of Spark that carry the hosts' addresses from the driver to the tasks of a query.
 #
-# The driver's query listener sets them (``spark_bridge.session.listener``), and Spark gives them to every
+# The driver's query listener sets them (``spark_bridge.session.listener``), and Spark passes them to every
 # task of the query.
 
 
@@ -95,7 +95,7 @@ TOKEN = "spark.statestore.token"
 There is a Spark setting of this name (``settings.redact``), so that Spark's event log hides it.
 """
 HOST_FILES = "statestore.hostFiles"
-"""The directory on every node in which hosts leave their addresses."""
+"""The directory on every node where hosts leave their addresses."""
 TIMEOUT = "statestore.recoveryTimeout"
 """How long a task waits for a new owner of its partition, in seconds."""
 TRACING = "statestore.tracing"
@@ -105,9 +105,9 @@ TLS = "statestore.tls"
 
 
 def endpoints_from(local_property: Callable[[str], str | None], operator: str) -> tuple[Endpoints, str]:
-    """Return where the hosts are, and the run id, from the properties that the listener has set.
+    """Return the hosts' addresses, and the run id, from the properties that the listener has set.
 
-    Raises ``StateStoreRefusedError``, before any state is touched, where the query may not run.
+    Raises ``StateStoreRefusedError``, before any state is touched, if the query may not run.
     """
     refusal = local_property(REFUSAL)
     if refusal:
@@ -127,7 +127,7 @@ def endpoints_from(local_property: Callable[[str], str | None], operator: str) -
 
 
 def local_endpoints(local_property: Callable[[str], str | None]) -> Endpoints | None:
-    """Return where the hosts are, from a task's local properties; None if the properties do not say."""
+    """Return the hosts' addresses from a task's local properties; None if the properties lack them."""
     addresses, token, tls = local_property(ADDRESSES), local_property(TOKEN), local_property(TLS)
     if not addresses or not token:
         return None
@@ -140,14 +140,14 @@ def local_endpoints(local_property: Callable[[str], str | None]) -> Endpoints | 
     )
 
 
-# The way of a PySpark task to the coordinator: through a state store host, without joining Ray.
+# The connection of a PySpark task to the coordinator: through a state store host, without joining Ray.
 #
 # ``StateStoreCoordinatorRef.for_executor()`` finds ``find`` through the entry point
-# ``statestore.executor_transport``, since ``coordinator_actor`` knows nothing of Spark.
+# ``statestore.executor_transport``, since ``coordinator_actor`` does not depend on Spark.
 
 
 def find() -> Transport | None:
-    """Return the transport of the task that this process runs; None outside a task, or where the task knows no host."""
+    """Return the transport of the task that this process runs; None outside a task, or if the task knows no host."""
     from pyspark import TaskContext
 
     context = TaskContext.get()
@@ -170,7 +170,7 @@ def find() -> Transport | None:
     return send
 
 
-# Finds the directory where a task may write files of its own.
+# Finds a directory for the files that a task writes.
 
 
 def local_directory() -> str:
@@ -180,7 +180,7 @@ def local_directory() -> str:
 
 
 def temporary_file() -> IO[bytes]:
-    """Open a file without a name in the local directory: it is gone once it is closed, or if the process dies."""
+    """Open a file without a name in the local directory: it disappears once it is closed, or if the process dies."""
     return tempfile.TemporaryFile(dir=local_directory(), prefix="statestore-")
 
 

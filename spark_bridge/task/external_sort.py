@@ -1,6 +1,6 @@
 """External sort: the rows of one task in key order, in bounded memory.
 
-Spark gives a task its rows in no order (Spark refuses every sort on a stream), so the task sorts them: in memory while
+Spark gives a task unordered rows (Spark refuses every sort on a stream), so the task sorts them: in memory while
 they fit, beyond that in sorted runs on the local disk, which are merged. The rows of a key stay in the order of
 arrival.
 """
@@ -42,7 +42,7 @@ class RowStep:
     """Rows of consecutive keys.
 
     ``keys`` are distinct encoded keys in order; the rows of the i-th key are ``offsets[i]`` to ``offsets[i + 1]``.
-    ``is_part``: the step has a single key, and the next step goes on with the same key.
+    ``is_part``: the step has a single key, and the next step continues with the same key.
     """
 
     keys: pa.BinaryArray
@@ -53,7 +53,7 @@ class RowStep:
 
 @dataclass
 class _Run:
-    """Sorted rows in a file without a name: the file is gone once it is closed, or if the process dies."""
+    """Sorted rows in a file without a name: the file disappears once it is closed, or if the process dies."""
 
     file: IO[bytes]
     reader: pa.ipc.RecordBatchStreamReader
@@ -88,7 +88,7 @@ class _Run:
 
 @dataclass
 class RowSorter:
-    """Takes rows that have the key columns ``keys``, and gives them in steps, sorted by key as stored keys are.
+    """Takes rows that have the key columns ``keys``, and yields them in steps, sorted by key as stored keys are.
 
     Use it in a ``with`` statement, which removes the files.
     """
@@ -121,7 +121,7 @@ class RowSorter:
             self._spill(0, self._sorted())
 
     def steps(self) -> Iterator[RowStep]:
-        """Give all rows, once, in steps within the limits. Only a key that has more rows than a step is split."""
+        """Yield all rows, once, in steps within the limits. Only a key that has more rows than a step is split."""
         if self._levels and self._waiting:
             self._spill(0, self._sorted())
         while len(self._runs()) > self.limits.fan_in:
@@ -135,7 +135,7 @@ class RowSorter:
         return [run for level in reversed(self._levels) for run in level]
 
     def _sorted(self) -> Iterator[RowStep]:
-        """Give the rows that wait in memory, as one step."""
+        """Yield the rows that wait in memory, as one step."""
         if not self._waiting:
             return
         rows = _concatenated(self._waiting)
@@ -161,7 +161,7 @@ class RowSorter:
                 run.file.close()
 
     def _merge(self, runs: list[_Run]) -> Iterator[RowStep]:
-        """Give the rows of several runs, which are in the order of arrival; a step is as large as the memory allows."""
+        """Yield the rows of several runs, in the order of arrival; a step is as large as the memory allows."""
         share = max(1, self.limits.memory // (4 * len(runs)))
         while True:
             for run in runs:
@@ -187,7 +187,7 @@ class RowSorter:
                         run.read(share)
 
     def _single_key(self, runs: list[_Run], key: bytes, share: int) -> Iterator[RowStep]:
-        """Give in parts, one run after the other, the rows of a key that has too many rows for the memory."""
+        """Yield in parts, one run after the other, the rows of a key that has too many rows for the memory."""
         held: pa.RecordBatch | None = None
         for run in runs:
             while len(run.keys) and run.keys[0].as_py() == key:
@@ -221,10 +221,10 @@ def _ranked(keys: pa.BinaryArray, ranks: npt.NDArray[np.int64], rows: pa.RecordB
 
 
 def with_keys(steps: Iterator[RowStep], others: pa.BinaryArray, limit: int) -> Iterator[RowStep]:
-    """Give the steps with ``others`` (sorted, distinct) among their keys; a key that no row has gets no rows.
+    """Yield the steps with ``others`` (sorted, distinct) among their keys; a key that no row has gets no rows.
 
     A step takes at most ``limit`` of these keys. A step that would take more is cut. Keys before the first key or
-    after the last key of all steps make steps of their own, whose rows have no columns.
+    after the last key of all steps make separate steps, whose rows have no columns.
     """
     no_rows = pa.RecordBatch.from_arrays([], names=[])
     held: RowStep | None = None
@@ -264,7 +264,7 @@ def _without_rows(keys: pa.BinaryArray, limit: int, no_rows: pa.RecordBatch) -> 
 
 
 def _in_parts(step: RowStep, limit: int) -> Iterator[RowStep]:
-    """Give the step, or, if it has more than ``limit`` keys, steps of ``limit`` keys each."""
+    """Yield the step, or, if it has more than ``limit`` keys, steps of ``limit`` keys each."""
     if len(step.keys) <= limit:
         yield step
         return
@@ -295,7 +295,7 @@ def _one_key(key: bytes, rows: pa.RecordBatch, *, is_part: bool) -> RowStep:
 
 
 def _cut(step: RowStep, limits: Limits) -> Iterator[RowStep]:
-    """Give the step in steps within the limits."""
+    """Yield the step in steps within the limits."""
     per_row = max(1, step.rows.nbytes // max(1, step.rows.num_rows))
     size = max(1, min(limits.step_rows, limits.step_bytes // per_row))
     i, num_keys = 0, len(step.keys)

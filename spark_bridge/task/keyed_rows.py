@@ -1,6 +1,6 @@
-"""The rows of a task by key, reduced as they come: for aggregates, session windows and deduplication.
+"""The rows of a task by key, reduced as they arrive: for aggregates, session windows and deduplication.
 
-The rows of a key are reduced (to one state, to its sessions, to its first row) whenever many rows have come, so that
+The rows of a key are reduced (to one state, to its sessions, to its first row) whenever many rows have arrived, so that
 usually little more than a row per key is held. Rows beyond the memory limit go to the local disk, sorted by key.
 """
 
@@ -74,9 +74,9 @@ class StepSize:
 
 
 class RowReducer:
-    """Takes rows by key and reduces them; gives them in steps of ascending keys. Use it in a ``with`` statement.
+    """Takes rows by key and reduces them; yields them in steps of ascending keys. Use it in a ``with`` statement.
 
-    ``empty`` is a batch without rows that has the columns which ``reduce`` takes and gives.
+    ``empty`` is a batch without rows that has the columns which ``reduce`` takes and returns.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class RowReducer:
                 self._parts = [merged]
 
     def steps(self) -> Iterator[KeyedRows]:
-        """Give all rows, reduced, in ascending order of their keys; no key comes twice."""
+        """Yield all rows, reduced, in ascending order of their keys; no key occurs twice."""
         if self._sorter is None:
             yield self._merged()
             return
@@ -180,7 +180,7 @@ class RowReducer:
 def scanned(
     store: StateAccess, ranges: Sequence[KeyRange], column_family: str = DEFAULT_FAMILY
 ) -> Iterator[pa.RecordBatch]:
-    """Give stored pairs of ranges in large batches: there may be many ranges with few pairs each."""
+    """Yield stored pairs of ranges in large batches: there may be many ranges with few pairs each."""
     waiting: list[pa.RecordBatch] = []
     num_rows = num_bytes = 0
     for pairs in store.scan(ranges, column_family):
@@ -248,7 +248,7 @@ SPOOL_MEMORY_BYTES = 64 << 20
 
 
 class Spool:
-    """Takes batches of one schema and gives them back in order. Use it in a ``with`` statement.
+    """Takes batches of one schema and returns them in order. Use it in a ``with`` statement.
 
     ``memory`` is the limit in bytes. The file has no name: it is gone at the end, and if the process dies.
     """
@@ -279,7 +279,7 @@ class Spool:
             self._write()
 
     def batches(self) -> Iterator[pa.RecordBatch]:
-        """Give all batches, once; nothing can be added afterwards."""
+        """Yield all batches, once; nothing can be added afterwards."""
         if self.is_on_disk:
             self._writer.close()
             self._file.seek(0)

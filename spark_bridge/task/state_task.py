@@ -1,7 +1,7 @@
 """The state task: the function that runs inside a PySpark worker for one partition and micro-batch of an operator.
 
 The task reads all its rows, reads the old values of the keys touched in bulk, runs the operator's logic, commits, and
-only then gives rows: even if Spark takes only some of the output (``head(1)``), the commit is whole. Spark's
+only then yields rows: even if Spark takes only some of the output (``head(1)``), the commit is complete. Spark's
 counterpart is a task of its ``StateStoreRDD``.
 """
 
@@ -28,25 +28,25 @@ from spark_bridge.task.task_store import StateAccess, TaskStore
 from spark_bridge.transport.protocol import TaskIdentity
 
 OUTPUT_ROWS = 1 << 16
-"""Output is given in batches of at most this many rows."""
+"""Output is yielded in batches of at most this many rows."""
 
 
 class Logic(Protocol):
-    """An operator's work on one partition: it takes rows, commits changes to the store, and gives output."""
+    """An operator's work on one partition: it takes rows, commits changes to the store, and yields output."""
 
     def process(
         self, batches: Iterable[pa.RecordBatch], store: StateAccess, timer: StepTimer
     ) -> Iterator[pa.RecordBatch]:
-        """Take all rows, read state and commit once, and only then give the output."""
+        """Take all rows, read state and commit once, and only then yield the output."""
 
 
 @dataclass(frozen=True)
 class StateTask:
     """The function for ``mapInArrow`` of one operator: ``num_partitions`` partitions of ``num_key_groups`` key groups.
 
-    ``keys`` are the key columns of its rows, in the order in which they are stored. ``uses_time``: the logic asks for
-    the times of the batch, as the operator's ``OperatorSpec`` says. ``watermark_lag_ms``: rows that have waited in an
-    operator before this one may be so far behind the watermark; it counts so much later for them.
+    ``keys`` are the key columns of its rows, in storage order. ``uses_time``: the logic asks for the times of the
+    batch, as the operator's ``OperatorSpec`` says. ``watermark_lag_ms``: how far behind the watermark rows may be that
+    have waited in an operator before this one; the watermark is that much later for them.
     """
 
     operator: str
@@ -60,7 +60,7 @@ class StateTask:
     def run(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         """Process one partition of one micro-batch: batches of rows in, batches of output out.
 
-        Raises ``StateStoreRefusedError`` where the query may not run and ``PartitionMismatchError`` where the rows are
+        Raises ``StateStoreRefusedError`` if the query may not run and ``PartitionMismatchError`` if the rows are
         not those of one shuffle partition, both before any state is changed.
         """
         from pyspark import TaskContext
@@ -152,7 +152,7 @@ def partitions_of(rows: pa.RecordBatch, keys: Sequence[str], num_key_groups: int
 # Spark computes the watermark, and the coordinator reads it from Spark's offset log for each batch (``BatchTimes``,
 # ``coordinator_actor/durable/spark_commits.py``). A timestamp is compared with the watermark itself, a window by its
 # end, as in Spark's ``WatermarkSupport``. A key column with event time is stored first, so that the keys that are
-# done lie together in every key group.
+# done are adjacent in every key group.
 
 
 WATERMARK_METADATA = "spark.watermarkDelayMs"
@@ -189,13 +189,13 @@ class EventTime:
 
     @property
     def is_exact(self) -> bool:
-        """Return whether ``done_ranges`` gives only keys that are done."""
+        """Return whether ``done_ranges`` has only keys that are done."""
         return not self.is_window or self.window_us > 0
 
     def done_ranges(self, key_groups: tuple[int, int], watermark_ms: int) -> list[KeyRange]:
-        """Return the ranges in which all done keys lie, if this column is their first.
+        """Return the ranges that contain all done keys, if this column is their first.
 
-        Unless ``is_exact``, other keys lie there, too.
+        Unless ``is_exact``, they contain other keys, too.
         Windows are stored by their start: a window that begins after the watermark cannot have ended.
         """
         begin = np.array([min(watermark_ms * 1000 - self.window_us + 1, _MAX_TIME)])
@@ -224,7 +224,7 @@ def all_keys(key_groups: tuple[int, int]) -> list[KeyRange]:
 
 
 def between(ranges: Sequence[KeyRange], after: bytes | None, up_to: bytes | None) -> list[KeyRange]:
-    """Return the parts of ascending ranges that lie after ``after`` and not after ``up_to`` (None: no limit)."""
+    """Return the parts of ascending ranges after ``after`` and up to ``up_to`` (None: no limit)."""
     if after is None and up_to is None:
         return list(ranges)
     clipped = []

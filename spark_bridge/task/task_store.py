@@ -1,7 +1,7 @@
-"""A state task's way to its partition: find the owner, read, commit, and go on when a host dies.
+"""A state task's way to its partition: find the owner, read, commit, and continue when a host dies.
 
 A PySpark worker does not join Ray. It knows host addresses from Spark's local properties, and looks into the node's Ray
-session directory for newer ones. What a host does with a commit stands in ``spark_bridge.host.commits``.
+session directory for newer ones. ``spark_bridge.host.commits`` describes what a host does with a commit.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _FAMILY = b"column_family"
 
 
 class StagedChanges:
-    """Batches of changes by column family, in the order in which they were added. Every try to commit reads them all.
+    """Batches of changes by column family, in the order of their addition. Every attempt to commit reads them all.
 
     ``budget`` is in bytes.
     """
@@ -113,15 +113,15 @@ class StagedChanges:
 RETRIABLE = (HostUnavailableError, NotOwnerError, QueryBusyError, StaleOwnerError, UnknownHostError, UnknownRunError)
 """After these errors the task looks for the owner again."""
 RETRY_DELAY = 0.1
-"""Seconds before the owner is looked for again."""
+"""Seconds before the next search for the owner."""
 HELD_DELAY = 0.5
-"""Seconds before a batch that is held for a savepoint, or a commit that waits for others, is tried again."""
+"""Seconds before a retry of a batch that is held for a savepoint, or of a commit that waits for others."""
 
 T = TypeVar("T")
 
 
 class _StillLoadingError(Exception):
-    """The owner loads the partition: this says how far it has come."""
+    """The owner is loading the partition; carries the progress."""
 
     def __init__(self, host: str, progress: LoadProgress) -> None:
         super().__init__(host, progress)
@@ -136,9 +136,9 @@ _owners: dict[tuple[str, str, int], tuple[str, str]] = {}
 class TaskStore:
     """The store of one state task: opened at version = batch id, committed once (``StateAccess``).
 
-    When a host dies, a call waits for the new owner and goes on there, so that the query does not fail. After
+    When a host dies, a call waits for the new owner and continues there, so that the query does not fail. After
     ``endpoints.timeout`` seconds the call raises ``HostUnavailableError`` naming the last failure. While the owner
-    loads the partition, the seconds count from the last progress of that.
+    loads the partition, the seconds count from the last progress of the load.
 
     ``watermark_lag_ms`` is how far behind the watermark of the query the rows of the task may be.
     """
@@ -210,7 +210,7 @@ class TaskStore:
     def get_many(self, keys: pa.BinaryArray, column_family: str = DEFAULT_FAMILY) -> pa.BinaryArray:
         """Return values of keys at the version opened; see ``StateAccess``.
 
-        Where the owner is known, the same call opens a store that is not open yet.
+        If the owner is known, the same call opens a store that is not open yet.
         """
         task = self._task
         command = GetCommand(task.run_id, task.operator, task.partition, task.batch_id, column_family)
@@ -223,7 +223,7 @@ class TaskStore:
     def scan(
         self, ranges: Sequence[KeyRange], column_family: str = DEFAULT_FAMILY, limit: int | None = None
     ) -> Iterator[pa.RecordBatch]:
-        """Give pairs of the ranges, one range after the other; go on with the next owner where the last one stopped."""
+        """Yield pairs of the ranges, one range after the other; the next owner continues where the last one stopped."""
         task, left, rest = self._task, limit, list(ranges)
         deadline = time.monotonic() + self._endpoints.timeout
         while rest and left != 0:
@@ -281,8 +281,8 @@ class TaskStore:
                 self._loaded = loading.progress
                 time.sleep(RETRY_DELAY)
             except (BatchHeldError, HostMemoryBusyError):
-                # The query stops with a savepoint, and this task with it; or it goes on if that fails. Or the host is
-                # busy with other commits, each of which ends, or fails its own task.
+                # The query stops with a savepoint, and this task with it; or it continues if that fails. Or the host is
+                # busy with other commits, each of which ends, or fails its task.
                 opening = None  # it would send its keys again and again
                 time.sleep(HELD_DELAY)
                 deadline = time.monotonic() + self._endpoints.timeout
@@ -302,9 +302,9 @@ class TaskStore:
     def _stalled(self, loading: _StillLoadingError) -> HostUnavailableError:
         return HostUnavailableError(
             f"Partition {self._task.partition} of operator {self._task.operator!r} is being loaded at {loading.host}, "
-            f"and has made no progress for {self._endpoints.timeout:.0f} s (spark.statestore.recoveryTimeout). It has "
-            f"come to {loading.progress}. What is loaded is kept for the next attempt. See whether the storage of the "
-            "checkpoint answers."
+            f"and has made no progress for {self._endpoints.timeout:.0f} s (spark.statestore.recoveryTimeout). "
+            f"Progress: {loading.progress}. Loaded files are kept for the next attempt. Check whether the storage "
+            "of the checkpoint answers."
         )
 
     def _forget_owner(self, error: Exception) -> None:
@@ -365,7 +365,7 @@ class TaskStore:
 
 
 def _give_up(address: str, token: str) -> None:
-    """Forget a host that does not answer, with all that it owned: else the task of each partition would call it."""
+    """Forget a host that does not answer, with all its partitions: else the task of each partition would call it."""
     forget_client(address, token)
     for key in [key for key, (owner, _) in list(_owners.items()) if owner == address]:
         _owners.pop(key, None)
@@ -413,12 +413,12 @@ class LocalStateAccess:
     def scan(
         self, ranges: Sequence[KeyRange], column_family: str = DEFAULT_FAMILY, limit: int | None = None
     ) -> Iterator[pa.RecordBatch]:
-        """Give pairs of the ranges; see ``StateAccess``."""
+        """Yield pairs of the ranges; see ``StateAccess``."""
         left = limit
         for start, end in ranges if column_family in self._known else ():
             for batch in self._base.scan(start, end, column_family):
                 if left is not None:
-                    batch = batch.slice(0, left)  # noqa: PLW2901 - no more than the limit allows
+                    batch = batch.slice(0, left)  # noqa: PLW2901 - at most the limit
                     left -= batch.num_rows
                 if batch.num_rows:
                     yield batch
@@ -430,7 +430,7 @@ class LocalStateAccess:
         if column_family != DEFAULT_FAMILY:
             self._store.create_column_family(column_family)  # also one that is in no schema, as hosts take them
         is_kept = pc.is_valid(values)
-        # In the order given: of a key given twice the last change counts.
+        # In the given order: if a key occurs twice, its last change counts.
         if pc.all(is_kept).as_py():
             self._store.put_many(keys, values, column_family)
         elif not pc.any(is_kept).as_py():
@@ -476,18 +476,20 @@ class StateAccess(Protocol):
         """Return the number of key groups of all partitions together."""
 
     def get_many(self, keys: pa.BinaryArray, column_family: str = DEFAULT_FAMILY) -> pa.BinaryArray:
-        """Return values at the version opened, in the order of ``keys``, null where a key has none.
+        """Return values at the version opened, in the order of ``keys``, null for keys without a value.
 
-        Sorted keys are fastest. Staged changes are not seen. A family that was never written to is empty.
+        Sorted keys are fastest. Staged changes are not visible. A family that was never written to is empty.
         """
 
     def scan(
         self, ranges: Sequence[KeyRange], column_family: str = DEFAULT_FAMILY, limit: int | None = None
     ) -> Iterator[pa.RecordBatch]:
-        """Give pairs (``key``, ``value``) of the ranges at the version opened, range after range, ``limit`` in all."""
+        """Yield pairs (``key``, ``value``) of the ranges at the version opened, range after range, ``limit`` in all."""
 
     def stage(self, keys: pa.BinaryArray, values: pa.BinaryArray, column_family: str = DEFAULT_FAMILY) -> None:
-        """Add changes to the commit: a null value removes its key; of a key staged several times the last counts."""
+        """Add changes to the commit: a null value removes its key; if a key is staged several times, the last change
+        counts.
+        """
 
     def commit(self, figures: OperatorFigures, timings: dict[str, float] | None = None) -> None:
-        """Make the staged changes the next version, durably, in one commit. Call it once, before giving any output."""
+        """Commit the staged changes durably as the next version. Call it once, before yielding any output."""

@@ -1,4 +1,4 @@
-"""The client of a host's Flight server: calls to one host, whose errors are raised here as they were raised there."""
+"""The client of a host's Flight server: calls to one host, whose errors are raised again here."""
 
 from __future__ import annotations
 
@@ -53,25 +53,25 @@ from spark_bridge.transport.protocol import (
 )
 from spark_bridge.transport.tls import TlsConf
 
-# Gives up hosts that have fallen silent: a machine that is gone or cut off sends no reset, and a call waits in vain.
+# Gives up hosts that have fallen silent: a machine that is dead or cut off sends no reset, and a call would wait.
 #
-# A call of Arrow Flight cannot be interrupted. gRPC's own pings are no way: pyarrow's server cannot be told to allow
+# A call of Arrow Flight cannot be interrupted. gRPC's own pings do not help: pyarrow's server cannot be told to allow
 # them, and closes connections that ping more than three times in five quiet minutes. So one thread of a process
-# watches the calls that are under way. When a call takes long, the thread connects to the host's port, which the
-# host's kernel answers however busy the host is. Where nobody answers, twice, the thread shuts down all connections
+# watches the calls that are in progress. When a call takes long, the thread connects to the host's port, which the
+# host's kernel answers however busy the host is. After two failed connections, the thread shuts down all connections
 # of this process to that port, and gRPC fails their calls at once.
 
 
 log = logging.getLogger(__name__)
 
 SILENT_SECONDS = 2.0
-"""A call that has waited this many seconds for its host makes the thread see whether the host is there."""
+"""After this many seconds of waiting for a host, the thread checks whether the host is alive."""
 CALL_WATCH_SECONDS = 1.0
-"""Seconds between two looks at the calls under way."""
+"""Seconds between two looks at the running calls."""
 PROBE_SECONDS = 2.0
 """A host has this many seconds to take a connection."""
 FAILED_PROBES = 2
-"""After this many probes in a row without an answer a host counts as silent."""
+"""After this many consecutive probes without an answer a host counts as silent."""
 
 _IPV4_IN_IPV6 = "::ffff:"
 
@@ -86,11 +86,11 @@ class CallUnderWay:
         self.since = time.monotonic()
 
     def pause(self) -> None:
-        """Take note that the caller waits for nothing: it works on what the host has sent."""
+        """Record that the caller is not waiting: it processes a reply of the host."""
         self.since = math.inf
 
     def go_on(self) -> None:
-        """Take note that the caller waits again."""
+        """Record that the caller waits again."""
         self.since = time.monotonic()
 
 
@@ -120,7 +120,7 @@ class SilentHosts:
                 self.look,
                 CALL_WATCH_SECONDS,
                 name="statestore-silent-hosts",
-                what="probe the hosts of slow calls: calls to a machine that is gone end only when TCP gives up",
+                what="probe the hosts of slow calls: calls to a dead machine end only when TCP gives up",
                 remedy="Look at the log of this process.",
                 most_seconds=4 * CALL_WATCH_SECONDS,
             ).start()
@@ -137,16 +137,16 @@ class SilentHosts:
         self._failed = {place: self._failed.get(place, 0) + 1 for place in silent}
         for place, times in self._failed.items():
             if times >= FAILED_PROBES:
-                log.warning("Nobody answers at %s:%d, and calls there are given up", *place)
+                log.warning("No answer from %s:%d; calls there are given up", *place)
                 shut_down_connections(place)
 
 
 def silent_places(
     places: Collection[tuple[str, int]], *, refusals: bool = True, seconds: float = PROBE_SECONDS
 ) -> set[tuple[str, int]]:
-    """Return the places at which nobody takes a connection within ``seconds``.
+    """Return the places that do not accept a connection within ``seconds``.
 
-    Without ``refusals``, those that refuse one are not among them: their machine is there.
+    Without ``refusals``, places that refuse one are not included: their machine is alive.
     """
     connecting: dict[int, tuple[socket.socket, tuple[str, int]]] = {}
     silent = set(places)
@@ -181,9 +181,9 @@ def silent_places(
 
 
 def shut_down_connections(place: tuple[str, int]) -> None:
-    """Shut down this process's connections to an IP address and port, whoever in the process has made them."""
+    """Shut down this process's connections to an IP address and port, whichever code has made them."""
     for entry in list(Path("/dev/fd").iterdir()):
-        with suppress(OSError):  # closed meanwhile, or a connection that is not made yet
+        with suppress(OSError):  # closed since, or a connection that is not made yet
             descriptor = os.dup(int(entry.name))
             if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
                 os.close(descriptor)
@@ -233,13 +233,13 @@ class HostClient:
     """Calls to the host at ``address``, each bounded by ``timeout`` seconds. ``grpc+tls://`` needs ``tls``.
 
     Every method raises the host's own errors, and ``HostUnavailableError`` when the host does not answer: after some
-    8 s if nobody is there any more who takes connections (``silent_hosts.py``).
+    8 s if the host accepts no connections any more (``SilentHosts``).
     """
 
     def __init__(self, address: str, token: str, timeout: float = 60.0, tls: TlsConf | None = None) -> None:
         self.address = address
         if tls is None and address.startswith("grpc+tls:"):
-            raise TlsError(f"{address} is to be called with TLS, and it is not said which certificates to trust.")
+            raise TlsError(f"{address} must be called with TLS: set which certificates to trust.")
         arguments = {} if tls is None else tls.flight_client_arguments()
         # Without the first two gRPC shares one channel between clients, and its back-off outlives a restarted host. The
         # third is the time to connect, else 20 s: a machine that is gone does not even refuse a connection.
@@ -277,12 +277,12 @@ class HostClient:
         return opened
 
     def locate(self, operator: str, query: str | None = None) -> OperatorLocation:
-        """Return where an operator's partitions are."""
+        """Return the location of an operator's partitions."""
         location: OperatorLocation = self._action("locate", LocateRequest(operator, query), OperatorLocation)
         return location
 
     def call_coordinator(self, method: str, args: dict[str, object]) -> Any:
-        """Have the host pass on a message to the coordinator; return the coordinator's answer."""
+        """Send a message to the coordinator through the host; return the coordinator's answer."""
         return self._action("coordinator", CoordinatorCall(method, args), Any)
 
     def describe(self) -> dict[str, Any]:
@@ -291,7 +291,7 @@ class HostClient:
         return described
 
     def get_many(self, command: GetCommand, keys: pa.BinaryArray) -> pa.BinaryArray:
-        """Return the values of keys, in the order of the keys; null where a key has none."""
+        """Return the values of keys, in the order of the keys; null for keys without a value."""
         values, _ = self._get(command, keys)
         return self._of_all(values, keys)
 
@@ -304,7 +304,7 @@ class HostClient:
         """
         values, metadata = self._get(OpenAndGetCommand(task, column_family), keys)
         if metadata is None:
-            raise HostUnavailableError(f"{self.address} did not say what it has opened.")
+            raise HostUnavailableError(f"{self.address} did not return the version that it has opened.")
         opened = json_decoder(OpenReply).decode(metadata)
         return opened, self._of_all(values, keys) if opened.is_open else values
 
@@ -336,7 +336,7 @@ class HostClient:
         return values
 
     def scan(self, command: ScanCommand, ranges: Sequence[KeyRange]) -> Iterator[pa.RecordBatch]:
-        """Give the pairs of ranges of keys, in batches as they come; closing the iterator early ends the call."""
+        """Yield the pairs of ranges of keys, as a stream of batches; closing the iterator early ends the call."""
         descriptor = flight.FlightDescriptor.for_command(msgspec.json.encode(command))
         is_stopped = False
         try:
@@ -378,7 +378,7 @@ class HostClient:
                     writer.done_writing()
                     answer = reader.read()
         except flight.FlightError as error:
-            # If ``changes`` raised, that is why the host was not told the end of the changes.
+            # If ``changes`` raised, the host has not received the end of the changes.
             raise _error_of(error) from error.__context__
         except pa.ArrowException as error:
             raise HostUnavailableError(f"{self.address}: {error}") from None
@@ -405,12 +405,12 @@ _clients_lock = threading.Lock()
 def client_for(address: str, token: str, tls: TlsConf | None = None) -> HostClient:
     """Return this process's connection to a host. Connections are kept: a PySpark worker runs many tasks.
 
-    A host that was given up is called again where somebody takes connections there; otherwise raises
-    ``HostUnavailableError`` at once, since each task would find out anew and take ``CONNECT_MS`` for it.
+    A host that was given up is called again if it accepts connections; otherwise raises ``HostUnavailableError``
+    at once, since each task would need ``CONNECT_MS`` to find that out.
     """
     if address in _given_up:
         if silent_places({_place_of(address)}, seconds=SILENT_AGAIN_SECONDS):
-            raise HostUnavailableError(f"Nobody takes connections at {address}, where a call was given up before.")
+            raise HostUnavailableError(f"No connection to {address}, where a call was given up before.")
         _given_up.discard(address)
     with _clients_lock:
         client = _clients.get((address, token))
@@ -420,10 +420,10 @@ def client_for(address: str, token: str, tls: TlsConf | None = None) -> HostClie
 
 
 def forget_client(address: str, token: str) -> None:
-    """Drop the connection to a host that did not answer; it is closed when nobody uses it any more.
+    """Drop the connection to a host that did not answer; it is closed when its last user is done.
 
-    It must not be closed here: to close it while another thread begins a call ends the process (gRPC reads what has
-    been freed).
+    It must not be closed here: closing it while another thread begins a call crashes the process (gRPC reads freed
+    memory).
     """
     _given_up.add(address)
     with _clients_lock:
@@ -465,7 +465,7 @@ def from_wire(provider_id: Any) -> StateStoreProviderId:
     try:
         return convert(provider_id, StateStoreProviderId)
     except msgspec.ValidationError as error:
-        raise RequestError(f"{provider_id!r} is no provider id: {error}") from error
+        raise RequestError(f"{provider_id!r} is not a provider id: {error}") from error
 
 
 def checked_call(method: str, args: dict[str, Any]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ VALUES_SCHEMA = pa.schema([pa.field("value", pa.binary())])
 COMMIT_SCHEMA = pa.schema([pa.field("key", pa.binary(), nullable=False), pa.field("value", pa.binary())])
 """Changes to commit: a null value removes its key."""
 END_OF_CHANGES = b"end"
-"""The metadata of a commit's last message, which has no batch: a task that dies while sending never sends it."""
+"""The metadata of a commit's last message, which has no batch: a task that dies while sending does not send it."""
 RANGES_SCHEMA = pa.schema([pa.field("start", pa.binary(), nullable=False), pa.field("end", pa.binary())])
 
 
@@ -26,7 +26,7 @@ class TaskIdentity(Struct, frozen=True):
     """One run of a state task.
 
     ``attempt`` is Spark's task attempt id; ``invocation`` differs for every call of the task's function. ``stage`` is
-    Spark's stage id, by which a plan that runs again is told from a task that is tried again; None: not known.
+    Spark's stage id, which distinguishes a plan that runs again from a task that is retried; None: not known.
     """
 
     run_id: str
@@ -42,7 +42,7 @@ class OpenReply(Struct, frozen=True):
     """The answer to ``open``: ``redirect`` is the address of the owner, None if the host that was asked is the owner.
 
     ``times`` are the batch's times, if the operator uses them. ``schema`` is the operator's schema with its history, as
-    JSON. ``loading`` says how far the load of the partition has come: it is not open yet, and the task asks again.
+    JSON. ``loading`` is the progress of the partition's load: it is not open yet, and the task asks again.
     """
 
     redirect: str | None
@@ -92,7 +92,7 @@ class ScanCommand(Struct, frozen=True, tag="scan"):
 class CommitCommand(Struct, frozen=True, tag="commit"):
     """Commit the changes of one task as version ``batch_id + 1``. ``timings`` are milliseconds by step.
 
-    ``nbytes`` says how many bytes of changes will come, so that the host takes them in when it has room. Each batch of
+    ``nbytes`` is the number of bytes of changes to come, so that the host accepts them when it has room. Each batch of
     changes names its column family in its metadata.
     """
 
@@ -103,7 +103,7 @@ class CommitCommand(Struct, frozen=True, tag="commit"):
 
 
 class LocateRequest(Struct, frozen=True):
-    """Ask where the state of an operator is. ``query`` is a name, query id or run id."""
+    """Ask for the location of an operator's state. ``query`` is a name, query id or run id."""
 
     operator: str
     query: str | None = None
@@ -124,7 +124,7 @@ class ErrorInfo(Struct, frozen=True):
 
 
 class HostFile(Struct, frozen=True):
-    """The file that a host leaves in its node's Ray session directory (mode 0600): there tasks find the host again."""
+    """The file that a host leaves in its node's Ray session directory (mode 0600): tasks find the host with it."""
 
     host_id: str
     incarnation: str

@@ -1,6 +1,6 @@
 """TLS of the query port and of Flight: paths of certificates, the SSL contexts made of them, and errors with remedies.
 
-Only paths travel, in Spark's local properties and to Ray actors. Keys are read where they are used.
+Only paths are sent, in Spark's local properties and to Ray actors. Keys are read where they are used.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ class TlsConf:
             context.load_cert_chain(self.certificate, self.key)
         except ssl.SSLError as error:
             raise TlsError(
-                f"{self.certificate} and {self.key} are no certificate and its private key (both PEM): {error}"
+                f"{self.certificate} and {self.key} are not a certificate and its private key (both PEM): {error}"
             ) from error
 
     def _load_ca(self, context: ssl.SSLContext) -> None:

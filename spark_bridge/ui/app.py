@@ -61,7 +61,7 @@ PAGE_HEADERS = {
 
 
 class SafeHeaders:
-    """ASGI middleware that gives every answer the headers that keep browsers in check."""
+    """ASGI middleware that adds security headers to every answer."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -98,7 +98,7 @@ async def form_of(request: Request) -> Mapping[str, str] | Response:
     try:
         return dict(parse_qsl(body.decode("ascii"), keep_blank_values=True, max_num_fields=200, errors="replace"))
     except (UnicodeDecodeError, ValueError):
-        return PlainTextResponse("This is no form.", 400)
+        return PlainTextResponse("The request is not a form.", 400)
 
 
 async def _body(request: Request) -> bytes | None:
@@ -135,7 +135,7 @@ POSTED = {
 ACTING = (cluster_pages.trigger, cluster_pages.check)
 """Forms that only administrators may send."""
 MOST_PAGE_REQUESTS = 32
-"""At most this many requests are answered at once, watches apart; each may have a thread."""
+"""The most requests that are answered at once, without watches; each may have a thread."""
 SESSION_SECONDS = 12 * 3600
 _NEXT = re.compile(r"/(?![/\\])[\x21-\x7e]*")
 
@@ -152,9 +152,9 @@ def create_ui(
 ) -> ASGIApp:
     """Return the page of a system.
 
-    ``verifier`` checks the tokens with which people sign in; ``own`` is the token of the process itself, if its address
-    may sign somebody in. ``lifespan`` makes a context manager that is open as long as the application runs by itself.
-    ``prices`` are those by which requests to storage are counted in dollars. ``sql_limits`` are those of all SQL
+    ``verifier`` checks the tokens of people who sign in; ``own`` is the token of the process itself, if its address
+    may sign a person in. ``lifespan`` makes a context manager that is open as long as the application runs by itself.
+    ``prices`` convert requests to storage to dollars. ``sql_limits`` are those of all SQL
     statements that run at once, together (default: ``PAGE_SQL``).
     """
 
@@ -369,7 +369,7 @@ class _Page:
 
 
 async def _not_found(request: Request, _: Exception) -> Response:
-    return PlainTextResponse("There is no such page.", 404)
+    return PlainTextResponse("This page does not exist.", 404)
 
 
 def _token(request: Request) -> str:

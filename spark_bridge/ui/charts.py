@@ -16,9 +16,9 @@ PHASES = ("tasks", "acknowledge", "manifest", "commit")
 WIDTH, HEIGHT = 600.0, 120.0
 MOST_DURATION_BARS = 60
 MOST_CELLS = 2_000
-"""At most this many cells are drawn of a heat map, over all hosts."""
+"""The most cells of a heat map, over all hosts."""
 MOST_HOSTS = 100
-"""At most this many rows are drawn of a heat map; the hosts with the highest values first."""
+"""The most rows of a heat map; the hosts with the highest values come first."""
 SHADES = 8
 
 
@@ -35,7 +35,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Bar:
-    """One bar, and what it says in words."""
+    """One bar, and its description."""
 
     title: str
     parts: tuple[Part, ...]
@@ -89,7 +89,7 @@ class StepShare:
 
 
 def steps(checkpoints: Sequence[Checkpoint]) -> list[StepShare]:
-    """Return where the time of tasks went in some checkpoints, the longest step first. Times are medians."""
+    """Return the time that tasks spent in each step in some checkpoints, the longest step first. Times are medians."""
     times: dict[str, tuple[list[float], list[float]]] = {}
     for one in checkpoints:
         for name, step in one.steps.items():
@@ -103,7 +103,7 @@ def steps(checkpoints: Sequence[Checkpoint]) -> list[StepShare]:
 
 
 def strip(amounts: Mapping[str, float], whole: float) -> list[Part]:
-    """Return amounts beside one another on a strip that is 100 wide and stands for ``whole``."""
+    """Return amounts next to one another on a strip that is 100 wide and stands for ``whole``."""
     made, x = [], 0.0
     for name, amount in amounts.items():
         width = 0.0 if whole <= 0 else min(100.0 - x, amount / whole * 100)
@@ -225,7 +225,7 @@ MOST_CHARACTERS = 300
 
 
 def value(cell: Any) -> str:
-    """Return a value of state as text, cut where it is long."""
+    """Return a value of state as text, cut if it is long."""
     made = _value(cell)
     return made if len(made) <= MOST_CHARACTERS else f"{made[:MOST_CHARACTERS]}… ({len(made):,} characters)"
 

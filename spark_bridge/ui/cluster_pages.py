@@ -44,12 +44,12 @@ def overview(call: PageCall) -> Response:
     paces = [(q, query_pace(q, of.taken_ms), sparkline(q.checkpoints)) for q in of.queries]
     faulty = {fault.subject for fault in of.faults}
     first = call.number("from", 0)
-    # What is wrong stands first, then what runs, and of that what is at a batch.
+    # Problems first, then running queries, those with a running batch before the others.
     ordered = sorted(
         paces,
         key=lambda one: (not _is_faulty(one[0], faulty), one[0].status != RUNNING, not one[0].pending_partitions),
     )
-    # From a checkpoint nobody knows whether the query runs.
+    # A checkpoint does not show whether the query runs.
     at_work = [(q, p) for q, p, _ in paces if q.status in AT_WORK]
     held = sum(_held(host.memory) for host in of.hosts)
     budget = sum(host.memory.get(BUDGET, 0) for host in of.hosts)
@@ -85,7 +85,7 @@ def overview(call: PageCall) -> Response:
 
 @dataclass(frozen=True)
 class _Latency:
-    """The percentiles of lookups at the host where they take longest."""
+    """The percentiles of lookups at the slowest host."""
 
     p50_ms: float
     p99_ms: float
@@ -186,7 +186,7 @@ COLUMNS = ("partition", "keys", "bytes", "time", "rows", "lag")
 
 
 def named_operator(call: PageCall) -> tuple[Query, Operator]:
-    """Return the operator that the request names. Raises ``LookupError`` with those that there are."""
+    """Return the operator that the request names. Raises ``LookupError`` naming the existing ones."""
     of, name = call.named_query(), call.given("operator")
     for operator_ in of.operators:
         if operator_.name == name:
@@ -281,7 +281,7 @@ MOST_SAVEPOINTS = 100
 
 
 def savepoints_page(call: PageCall) -> Response:
-    """List the savepoints of a query, the newest first, and say how far one is that was asked for."""
+    """List the savepoints of a query, the newest first, and show the progress of a requested one."""
     queries = call.overview.queries
     named = call.given("query")
     query = call.named_query() if named or len(queries) == 1 else None
@@ -315,7 +315,7 @@ def savepoint_page(call: PageCall) -> Response:
 
 
 def check(call: PageCall) -> Response:
-    """Read every file of a savepoint, and compare it with what was written."""
+    """Read every file of a savepoint, and compare it with its checksum."""
     query = call.named_query()
     info = _described(call, query, check_files=True)
     return call.render("savepoint.html", query=query, info=info, is_checked=True, directory=_directory(call))
@@ -327,7 +327,7 @@ def trigger(call: PageCall) -> Response:
     request = uuid.uuid4().hex
     path = call.given("path") or None
     if path is not None and not path.startswith("/") and "://" not in path:
-        raise RequestError(f"{path[:200]!r} is no absolute path or URL; hosts have working directories of their own.")
+        raise RequestError(f"{path[:200]!r} is not an absolute path or URL; hosts have different working directories.")
     call.system.trigger_savepoint(request, query.run_id, path)
     ref = reference(query, call.overview.queries)
     return RedirectResponse(call.url("savepoints", query=ref, request=request, directory=path), 303)
@@ -345,6 +345,6 @@ def _described(call: PageCall, query: Query, *, check_files: bool) -> SavepointI
     """Describe the savepoint of that name in the directory that is listed. Raises ``RequestError``."""
     name = call.given("name")
     if not name or "/" in name or name in (".", ".."):
-        raise RequestError(f"{name[:200]!r} is no name of a savepoint.")
+        raise RequestError(f"{name[:200]!r} is not a name of a savepoint.")
     base = _directory(call) or default_directory(query)
     return call.system.describe_savepoint(f"{base.rstrip('/')}/{name}", check_files=check_files)

@@ -1,4 +1,4 @@
-"""A running cluster as the page shows it. This process has joined the Ray cluster, and the caller says how to ask."""
+"""A running cluster as the page shows it. The process has joined the Ray cluster; the caller defines how to ask."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ CHANGES_WAIT_SECONDS = 5.0
 
 
 class LiveSystem:
-    """Shows what coordinator and hosts say (a ``System``).
+    """Shows the answers of coordinator and hosts (a ``System``).
 
     ``overview`` asks them all, ``connect`` makes a query client, ``call`` sends a message to the coordinator by its
-    name. ``storage_options`` are the settings of the storage in which savepoints are looked for.
+    name. ``storage_options`` are the settings of the storage that savepoints are looked for in.
     """
 
     is_live = True
@@ -122,7 +122,7 @@ MOST_WATCH_ROWS = 50
 
 
 class PageWatches:
-    """The watches under way. Each has a thread and a connection."""
+    """The open watches. Each has a thread and a connection."""
 
     def __init__(self) -> None:
         self._open = 0
@@ -130,7 +130,7 @@ class PageWatches:
     async def stream(self, call: PageCall, last_event: str, check: Callable[[], object]) -> Response:
         """Return the changes of the key that the request names, until the browser leaves.
 
-        ``last_event`` is the version that a browser has seen that comes again after a lost connection, or "". ``check``
+        ``last_event`` is the last version that a reconnecting browser has seen, or "". ``check``
         raises ``AccessDeniedError`` once the token is no longer valid. Raises ``RequestError``.
         """
         if self._open >= MOST_WATCHES:
@@ -191,11 +191,11 @@ def _event(name: str, data: object) -> bytes:
     return f"event: {name}\ndata: ".encode() + msgspec.json.encode(data) + b"\n\n"
 
 
-# A checkpoint in storage as the page shows it, with no cluster at all. The query may run or not.
+# A checkpoint in storage as the page shows it, without any cluster. The query may run or not.
 
 
 class StoredSystem:
-    """Shows what storage says (a ``System``). Nothing is written or locked."""
+    """Shows the content of storage (a ``System``). Nothing is written or locked."""
 
     is_live = False
 

@@ -53,7 +53,7 @@ def input_for(name: str, kind: pa.DataType) -> Input:
 
 
 def parsed(text: str, kind: pa.DataType, what: str) -> Any:
-    """Return the Python value of a text. Times without a zone are UTC. Raises ``RequestError`` naming ``what``."""
+    """Return the Python value of a string. Times without a zone are UTC. Raises ``RequestError`` naming ``what``."""
     try:
         if pa.types.is_string(kind) or pa.types.is_large_string(kind):
             return text
@@ -86,7 +86,7 @@ def _reason(error: Exception) -> str:
 
 
 def text_of(value: Any) -> str:
-    """Return the text that ``parsed`` takes for a value."""
+    """Return the string that ``parsed`` converts to a value."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, bytes):
@@ -140,7 +140,7 @@ def has_key(call: PageCall, table: StateTable) -> bool:
 
 
 def key_of_call(call: PageCall, table: StateTable, schema: pa.Schema) -> tuple[Any, ...]:
-    """Return the key of the request. Raises ``RequestError`` naming the column whose text is no value."""
+    """Return the key of the request. Raises ``RequestError`` naming the column whose input is not a value."""
     given = {**call.query, **call.form}
     key: list[Any] = []
     for name in table.key:
@@ -150,7 +150,7 @@ def key_of_call(call: PageCall, table: StateTable, schema: pa.Schema) -> tuple[A
         text = given.get(f"{KEY_PREFIX}{name}")
         kind = schema.field(name).type
         if text is None or (not text and not pa.types.is_string(kind)):
-            raise RequestError(f"Key column {name!r} has no value; type one, or say that it is null.")
+            raise RequestError(f"Key column {name!r} has no value; type one, or mark it as null.")
         key.append(parsed(text, kind, f"Key column {name!r}"))
     return tuple(key)
 

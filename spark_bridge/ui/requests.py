@@ -39,14 +39,14 @@ if TYPE_CHECKING:
 
 SESSION_COOKIE = "statestore_session"
 VISIT_COOKIE = "statestore_visit"
-"""A random number of a browser, by which the form to sign in is told from one of another site."""
+"""A random number of a browser, which distinguishes our sign-in form from one of another site."""
 
 
 class OwnToken:
-    """A token that this process has made for the person who has started it, besides those that ``others`` know.
+    """A token that this process has made for the person who has started it, in addition to those that ``others`` know.
 
-    It ends with the process. ``code`` may be exchanged for it once, so that an address can sign somebody in and is
-    worth nothing afterwards.
+    It ends with the process. ``code`` may be exchanged for it once, so that an address can sign a person in and is
+    worthless afterwards.
     """
 
     def __init__(self, others: TokenVerifier | None, *, admin: bool) -> None:
@@ -57,7 +57,7 @@ class OwnToken:
 
     @property
     def code(self) -> str | None:
-        """The code, as long as nobody has used it."""
+        """The code, until it is used."""
         return self._code
 
     def exchanged(self, code: str) -> str | None:
@@ -95,7 +95,7 @@ def form_token(secret: str) -> str:
 def refusal_of_form(headers: Headers, secret: str, given: str) -> str | None:
     """Return why a form may come from another site; None if it comes from a page of ours.
 
-    Three checks, of which each alone would do in a browser of today: where the browser says the request began
+    Makes three checks; each alone is enough in a current browser: the origin of the request according to the browser
     (``Sec-Fetch-Site``), the ``Origin``, and the token of the form.
     """
     if headers.get("sec-fetch-site", "same-origin") not in ("same-origin", "none"):
@@ -104,7 +104,7 @@ def refusal_of_form(headers: Headers, secret: str, given: str) -> str | None:
     if origin is not None and origin.partition("://")[2] != headers.get("host"):
         return f"The form was sent by {origin[:100]!r}, not by this page."
     if not secret or not _equal(given, form_token(secret)):
-        return "The form is of an earlier sign-in, or of another site. Load the page again, and send it once more."
+        return "The form is of an earlier sign-in, or of another site. Load the page again, and send the form again."
     return None
 
 
@@ -119,9 +119,9 @@ class System(Protocol):
     """The data behind the page. All calls block, and may come from several threads."""
 
     is_live: bool
-    """Whether a cluster is asked, where somebody may act."""
+    """Whether the page shows a cluster, which people may act on."""
     place: str
-    """What is looked at, in words: the namespace of a cluster, or the location of a checkpoint."""
+    """The source of the page, in words: the namespace of a cluster, or the location of a checkpoint."""
 
     def overview(self) -> Overview:
         """Return the overview as it is now."""
@@ -130,10 +130,10 @@ class System(Protocol):
         """Return the client, made when it is needed first."""
 
     def recent_changes(self, table: StateTable, since: int, until: int) -> Iterator[StateChange]:
-        """Give the changes of the completed versions after ``since`` up to ``until``, in any order."""
+        """Yield the changes of the completed versions after ``since`` up to ``until``, in any order."""
 
     def savepoints(self, query: Query, base: str | None = None) -> list[SavepointInfo]:
-        """Return the savepoints below a directory, by default the one beside the state of the query."""
+        """Return the savepoints in a directory, by default the one next to the state of the query."""
 
     def describe_savepoint(self, path: str, *, check_files: bool = False) -> SavepointInfo:
         """Describe a savepoint, and with ``check_files`` read all of its files."""
@@ -149,7 +149,7 @@ class System(Protocol):
 class StateTable:
     """One state variable of an operator of a query, as the page names it. ``id`` names it in addresses.
 
-    ``schema_version`` is the version that tells the columns; None stands for the newest.
+    ``schema_version`` is the version that has the columns; None means the newest.
     """
 
     query: str
@@ -193,7 +193,7 @@ def tables_of(overview: Overview) -> list[StateTable]:
             variable.window,
             _readable(query),
             {**variable.key, **variable.inner, **variable.value},
-            # Where a manifest is damaged, the newest version may not be there.
+            # If a manifest is damaged, the newest version may be missing.
             query.readable[-1][-1] if query.readable else None,
         )
         for query in overview.queries
@@ -208,7 +208,7 @@ def _readable(query: Query) -> range:
 
 
 def state_id(query: str, operator: str, state: str) -> str:
-    """Return how addresses name a state variable: three parts, in which slashes are escaped."""
+    """Return the name of a state variable in addresses: three parts, with escaped slashes."""
     return "/".join(part.replace("%", "%25").replace("/", "%2F") for part in (query, operator, state))
 
 
@@ -217,10 +217,10 @@ MOST_NUMBER = 10**18
 
 @dataclass(frozen=True)
 class PageCall:
-    """One request of somebody who may see the page.
+    """One request of a person who may see the page.
 
-    ``base`` is the path below which the page is served, without a slash at the end. ``secret`` is what the tokens of
-    forms follow from. ``query`` and ``form`` have the last value of each name. ``prices`` are those of storage,
+    ``base`` is the path that the page is served below, without a slash at the end. The tokens of forms are derived from
+    ``secret``. ``query`` and ``form`` have the last value of each name. ``prices`` are those of storage,
     ``sql_limits`` those of all SQL statements together.
     """
 
@@ -250,11 +250,11 @@ class PageCall:
         if not text:
             return default
         if not text.isdecimal() or not text.isascii() or not least <= int(text[:20]) <= most:
-            raise RequestError(f"{name}={text[:50]!r} is no whole number from {least:,} to {most:,}.")
+            raise RequestError(f"{name}={text[:50]!r} is not a whole number from {least:,} to {most:,}.")
         return int(text)
 
     def named_query(self) -> Query:
-        """Return the query that ``query`` names. Raises ``LookupError`` with those that there are."""
+        """Return the query that ``query`` names. Raises ``LookupError`` naming the existing ones."""
         return self.overview.query(self.given("query") or None)
 
     def url(self, path: str, **parameters: Any) -> str:
@@ -274,7 +274,7 @@ class PageCall:
         for table in tables_of(self.overview):
             if table.id == named:
                 return table
-        raise LookupError(f"There is no state {named[:200]!r}; choose one of those that there are.")
+        raise LookupError(f"The state {named[:200]!r} does not exist; choose an existing one.")
 
     def render(self, template: str, status: int = 200, **context: Any) -> Response:
         """Return a page."""
@@ -323,7 +323,7 @@ def faults_about(faults: Iterable[Fault], *subjects_: str) -> list[Fault]:
 
 
 def plain_page(template: str, status: int = 200, **context: Any) -> Response:
-    """Return a page for somebody who is not signed in."""
+    """Return a page for a person who is not signed in."""
     return HTMLResponse(_environment().get_template(template).render(**context), status)
 
 
@@ -348,7 +348,7 @@ def _environment() -> Environment:
     return made
 
 
-# The overview that requests share: made at most once a second, however many people look.
+# The overview that requests share: made at most once a second, for any number of people.
 
 
 log = logging.getLogger(__name__)
@@ -367,16 +367,16 @@ OLD_SECONDS = 30.0
 
 @dataclass(frozen=True)
 class LastOverview:
-    """An overview, and why there is no newer one, if somebody has tried to get one and failed."""
+    """An overview, and why there is no newer one, if an attempt to get one has failed."""
 
     overview: Overview
     problem: str | None = None
 
 
 class SharedOverview:
-    """Asks for the overview, in one thread for all requests that come meanwhile.
+    """Asks for the overview, in one thread for all requests that arrive during the query.
 
-    An overview that cannot be had leaves the last one, with the reason: then a page still says what was known.
+    If the query fails, the last overview stays, with the reason: then a page still shows the last known state.
     """
 
     def __init__(self, ask: Callable[[], Overview], clock: Callable[[], float] = time.monotonic) -> None:
@@ -388,10 +388,10 @@ class SharedOverview:
         self._asking: threading.Event | None = None
 
     def get(self) -> LastOverview:
-        """Return the overview, not older than ``PAGE_FRESH_SECONDS`` where it can be had in time.
+        """Return the overview, not older than ``PAGE_FRESH_SECONDS`` if it arrives in time.
 
         That is within ``RECENT_WAIT_SECONDS`` if the last one is younger than ``RECENT_SECONDS``, within
-        ``OVERVIEW_WAIT_SECONDS`` if it is older, and whenever it comes if there is none.
+        ``OVERVIEW_WAIT_SECONDS`` if it is older, and without a limit if there is none.
         """
         with self._lock:
             seen = self._seen
@@ -408,7 +408,7 @@ class SharedOverview:
             assert self._seen is not None, "it is set before the event"
             age = self._clock() - self._seen_at
             if age > OLD_SECONDS and self._seen.problem is None:
-                return replace(self._seen, problem=f"What is shown is {age:.0f} s old: coordinator and hosts are slow.")
+                return replace(self._seen, problem=f"This data is {age:.0f} s old: coordinator and hosts are slow.")
             return self._seen
 
     def _refresh(self, done: threading.Event) -> None:

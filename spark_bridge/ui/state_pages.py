@@ -85,7 +85,7 @@ def _parameters(names: Sequence[str], key: tuple[object, ...]) -> dict[str, str]
     return {f"null.{n}" if v is None else f"key.{n}": "1" if v is None else text_of(v) for n, v in parts}
 
 
-# Keys: look one up with typed inputs, some versions beside one another, and watch it live.
+# Keys: look one up with typed inputs, some versions next to one another, and watch it live.
 
 
 MOST_VERSIONS = 6
@@ -102,7 +102,7 @@ class Compared:
 
 
 def keys(call: PageCall) -> Response:
-    """Show the form, and what the key has."""
+    """Show the form, and the state of the key."""
     tables = tables_of(call.overview)
     table = call.table() or (tables[0] if len(tables) == 1 else None)
     inputs, found, problem, status, watch = [], [], "", 200, ""
@@ -150,7 +150,7 @@ def _found(call: PageCall, table: StateTable, key: tuple[object, ...], version: 
 
 
 def _compared(found: list[Found]) -> list[Compared]:
-    """Return the columns of versions beside one another, if each has at most one row, and one has a row."""
+    """Return the columns of versions next to one another, if each has at most one row, and one has a row."""
     if len(found) < 2 or any(len(f.rows) > 1 for f in found) or not any(f.rows for f in found):
         return []
     columns = next(f.columns for f in found if f.rows)
@@ -171,7 +171,7 @@ _FORMULAS = ("=", "+", "-", "@", "\t", "\r")
 
 @dataclass(frozen=True)
 class ChartBar:
-    """A bar from the zero line: where it begins and how wide it is, 0 to 100."""
+    """A bar from the zero line: its start and its width, 0 to 100."""
 
     label: str
     value: str
@@ -225,7 +225,7 @@ def _is_numeric(cells: Iterable[object]) -> bool:
 
 
 def csv_response(name: str, schema: pa.Schema, batches: Iterable[pa.RecordBatch]) -> Response:
-    """Return rows as CSV for download, as they come. At most ``MOST_CSV_ROWS``; a last line says if there are more."""
+    """Return rows as a stream of CSV for download. At most ``MOST_CSV_ROWS``; a last line tells if there are more."""
     headers = {"Content-Disposition": f'attachment; filename="{name}.csv"'}
     return StreamingResponse(_lines(schema, batches), media_type="text/csv; charset=utf-8", headers=headers)
 
@@ -260,7 +260,7 @@ def _written(cell: object) -> object:
 
 
 def _safe(text: str) -> str:
-    """Return a text that a spreadsheet does not take for a formula."""
+    """Return a string that a spreadsheet does not take for a formula."""
     return f"'{text}" if text.startswith(_FORMULAS) else text
 
 
@@ -339,7 +339,7 @@ MOST_ANSWER_BYTES = 64 << 20
 _running = threading.BoundedSemaphore(MOST_STATEMENTS)
 """At most this many statements run at once in this process."""
 PAGE_SQL = SqlLimits(memory_bytes=1024 << 20, threads=2, temp_bytes=0)
-"""The limits of all statements of a page together, unless it is given others."""
+"""The limits of all statements of a page together, unless other limits are set."""
 
 
 def sql(call: PageCall) -> Response:
@@ -372,7 +372,7 @@ def sql_csv(call: PageCall) -> Response:
 
 @contextmanager
 def _answered(call: PageCall) -> Iterator[ProcessStatement]:
-    """Give the answer of the statement, which ends after ``SQL_SECONDS``. Raises ``RequestError`` for wrong SQL."""
+    """Yield the answer of the statement, which ends after ``SQL_SECONDS``. Raises ``RequestError`` for wrong SQL."""
     if not _running.acquire(timeout=SQL_SECONDS):
         raise RequestError(f"{MOST_STATEMENTS} statements are running, which is the limit; try again later.")
     try:

@@ -62,7 +62,7 @@ def test_hosts_stand_where_executors_run(make_lab: Callable[[int], Lab]) -> None
         # Hosts of a machine that is to go hand over while the stream runs.
         drained = next(a for a in seen(lab)[1] if a != lab.addresses[0])
         said = lab.run(0, [STATESTORE, "drain", drained, "--address", ray_address(lab)], ray_environment(), timeout=300)
-        assert f"No host stands on {drained} any more" in said.stdout
+        assert f"No host is left on {drained}" in said.stdout
         stream.wait_for_more("batch", 2)
         assert drained not in seen(lab)[1]
     finally:

@@ -75,7 +75,7 @@ def test_the_file_stands_where_ray_keeps_its_own(tmp_path: Path, monkeypatch: py
 
 def test_a_directory_that_is_not_there_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_METRICS_GRAFANA_DASHBOARD_OUTPUT_DIR", raising=False)
-    for given, words in ((["install"], "Name the directory"), (["install", str(tmp_path / "x")], "is no directory")):
+    for given, words in ((["install"], "Name the directory"), (["install", str(tmp_path / "x")], "is not a directory")):
         result = CliRunner().invoke(app, ["grafana", *given])
         assert result.exit_code == 2 and words in " ".join(result.stderr.split())
     assert list(tmp_path.iterdir()) == []

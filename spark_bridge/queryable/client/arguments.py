@@ -72,7 +72,7 @@ def key_columns(schema: pa.Schema, keys: Any) -> list[Any] | NamedColumns | None
         return _of_array(schema, pa.array(keys))
     if not isinstance(keys, Iterable):
         raise UnknownKeyOrNamespaceError(
-            f"{keys!r} ({type(keys).__name__}) are no keys; give a list, an array or a table."
+            f"keys must be a list, an array or a table, not {keys!r} ({type(keys).__name__})."
         )
     return None
 
@@ -128,7 +128,7 @@ class KeyCodec:
     """The keys of one operator.
 
     ``stored`` are their columns as they are stored, ``by`` their names in the user's order. Every method raises
-    ``UnknownKeyOrNamespaceError`` for values that cannot be a key of these columns. The error says which key, and which
+    ``UnknownKeyOrNamespaceError`` for values that cannot be a key of these columns. The error names the key and the
     columns.
     """
 
@@ -210,7 +210,7 @@ class KeyCodec:
 
     @cached_property
     def columns_schema(self) -> pa.Schema:
-        """The schema of what ``columns`` returns."""
+        """The schema of the result of ``columns``."""
         return pa.schema([pa.field(f.name, f.type) for f in self.schema])
 
     def _chosen(self, given: NamedColumns) -> list[Any]:
@@ -222,7 +222,7 @@ class KeyCodec:
             return given.columns
         raise UnknownKeyOrNamespaceError(
             f"The columns {', '.join(map(repr, given.names)) or '(none)'} are not the key columns of {self.owner}: "
-            f"{', '.join(map(repr, missing))} must be there once. Name them so, or give the key columns alone, in "
+            f"{', '.join(map(repr, missing))} must be present once. Name them so, or give the key columns alone, in "
             "that order."
         )
 
@@ -241,7 +241,7 @@ class KeyCodec:
             if any(not issubclass(kind, tuple | list | dict) for kind in kinds) or set(map(len, keys)) - {width}:
                 wrong = next(k for k in keys if not isinstance(k, tuple | list) or len(k) != width)
                 raise UnknownKeyOrNamespaceError(
-                    f"Key {wrong!r} is no key of {self.owner}: give a tuple of {width} values in that order, or a "
+                    f"Key {wrong!r} is not a key of {self.owner}: give a tuple of {width} values in that order, or a "
                     "dict by name."
                 )
             columns = [list(values) for values in zip(*keys, strict=True)] if keys else [[]] * width
@@ -259,7 +259,7 @@ class KeyCodec:
     def _by_name(self, key: Mapping[str, Any]) -> tuple[Any, ...]:
         if set(key) != set(self.by):
             raise UnknownKeyOrNamespaceError(
-                f"Key {key!r} is no key of {self.owner}: a dict must have exactly these columns."
+                f"Key {key!r} is not a key of {self.owner}: a dict must have exactly these columns."
             )
         return tuple(key[name] for name in self.by)
 
@@ -305,7 +305,7 @@ def names_in_order(stored: pa.Schema, key_columns: Sequence[str]) -> tuple[str, 
 
 
 ScanBounds: TypeAlias = tuple[bytes | None, bytes | None]
-"""The first key, and the first one after the last; None where there is no such bound."""
+"""The first key, and the first one after the last; None for a missing bound."""
 _STRING_END = 2
 """The bytes that the end of a string takes in a stored key."""
 
@@ -313,10 +313,10 @@ _STRING_END = 2
 def key_range(
     codec: KeyCodec, window: str | None, prefix: Any, start: Any, end: Any
 ) -> tuple[ScanBounds, list[tuple[Any, ...]]]:
-    """Return bounds on the key, in the order of ``by``: as a range of bytes, and as conditions that must hold besides.
+    """Return bounds on the key, in the order of ``by``: as a range of bytes, and as extra conditions.
 
-    The range is without key group. Where a window is stored before columns that come before it in ``by``, only whole
-    leading columns are possible, as conditions. Raises ``RequestError`` and ``UnknownKeyOrNamespaceError``.
+    The range is without key group. If a window is stored before columns that precede it in ``by``, only whole leading
+    columns are possible, as conditions. Raises ``RequestError`` and ``UnknownKeyOrNamespaceError``.
     """
     if codec.is_in_order:
         of_prefix: ScanBounds = (None, None) if prefix is None else range_of_prefix(codec, prefix)
@@ -325,9 +325,7 @@ def key_range(
         if first is not None and behind is not None and behind < first:
             bounds = {"prefix": prefix, "start": start, "end": end}
             named = ", ".join(f"{name}={value!r}" for name, value in bounds.items() if value is not None)
-            raise RequestError(
-                f"No key of {codec.owner} can be within {named}: the end of these bounds lies below their start."
-            )
+            raise RequestError(f"No key of {codec.owner} can be within {named}: these bounds end before they start.")
         return (first, behind), []
     conditions: list[tuple[Any, ...]] = []
     if prefix is not None:
@@ -339,8 +337,7 @@ def key_range(
         if len(columns) > 1 or codec.by[0] == window:
             raise RequestError(
                 f"Operator {codec.operator!r} keeps its keys in the order {', '.join(codec.stored.names)}, so that "
-                "start= "
-                f"and end= can only be of its first key column {codec.by[0]!r}; use where= for others."
+                f"start= and end= can only be of its first key column {codec.by[0]!r}; use where= for others."
             )
         conditions.append((codec.by[0], operator, columns[0]))
     return (None, None), conditions
@@ -426,12 +423,14 @@ def _comparison(condition: WhereCondition, types: Mapping[str, pa.DataType]) -> 
     if isinstance(condition, Comparison):
         return condition
     if not isinstance(condition, tuple | list) or len(condition) not in (2, 3) or not isinstance(condition[0], str):
-        raise RequestError(f"where: {condition!r} is no condition; give (column, operator, value), as ('n', '>', 10).")
+        raise RequestError(
+            f"where: {condition!r} is not a condition; give (column, operator, value), as ('n', '>', 10)."
+        )
     column, operator, *given = condition
     name: Any = _ALSO.get(operator, operator)
     name = name.lower() if isinstance(name, str) else name
     if name not in OPERATORS:
-        raise RequestError(f"where: {operator!r} is no operator; there are {', '.join(OPERATORS)}.")
+        raise RequestError(f"where: {operator!r} is not an operator; there are {', '.join(OPERATORS)}.")
     if (name in ("is null", "is not null")) != (not given):
         raise RequestError(f"where: {condition!r}: 'is null' and 'is not null' take no value, all others one.")
     values = list(given[0]) if name == "in" else given
@@ -448,7 +447,7 @@ def _comparison(condition: WhereCondition, types: Mapping[str, pa.DataType]) -> 
 
 
 def json_value(value: Any, kind: pa.DataType | None) -> str | int | float | bool:
-    """Return a value as JSON has it: as it is, or as a string that hosts read as the column's type.
+    """Return a value for JSON: unchanged, or as a string that hosts read as the column's type.
 
     Raises ``RequestError``.
     """
@@ -502,9 +501,9 @@ def requested_version(isolation: str, version: int | None) -> At:
     """Return the version that a call asks for. Raises ``RequestError`` for one that there cannot be."""
     if version is not None:
         if isinstance(version, bool) or not isinstance(version, int) or version < 0:
-            raise RequestError(f"version={version!r} is no version; they are numbers from 0 on.")
+            raise RequestError(f"version={version!r} is not a version; versions are numbers from 0 on.")
         if isolation != "completed":
-            raise RequestError(f"version={version} says which version is read; leave isolation={isolation!r} out.")
+            raise RequestError(f"version={version} already selects the version; leave isolation={isolation!r} out.")
         return At("version", version)
     if isolation == "completed":
         return COMPLETED
@@ -516,4 +515,4 @@ def requested_version(isolation: str, version: int | None) -> At:
 def check_limit(limit: int | None) -> None:
     """Raise ``RequestError`` for a value that cannot be a limit."""
     if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 0):
-        raise RequestError(f"limit={limit!r} is no number of rows.")
+        raise RequestError(f"limit={limit!r} is not a number of rows.")

@@ -66,7 +66,7 @@ class BlockingCalls:
             result, failure = None, None
             try:
                 result = what()
-            except BaseException as error:  # noqa: BLE001 - the caller is told
+            except BaseException as error:  # noqa: BLE001 - the caller raises it
                 failure = error
             with contextlib.suppress(RuntimeError):  # the loop was closed, and no caller waits any more
                 loop.call_soon_threadsafe(answer, result, failure)
@@ -81,7 +81,7 @@ class BlockingCalls:
             if not done:
                 return False
             if not self._pending.cancelled():
-                self._pending.exception()  # nobody else asks for it any more
+                self._pending.exception()  # no other caller asks for it any more
             self._pending = None
         return True
 
@@ -190,7 +190,7 @@ class AsyncStateWatch(AsyncIterator[StateChange]):
 
 SQL_BATCH_ROWS = 8_192
 INTERRUPT_SECONDS = 0.1
-"""A statement that is to end is interrupted so often: DuckDB forgets an interruption that comes before its work."""
+"""Seconds between two interruptions of a statement that must end: DuckDB forgets one that comes before its work."""
 
 
 class AsyncSqlRows(AsyncIterator[pa.RecordBatch]):
@@ -276,8 +276,8 @@ BATCH_PATIENCE_SECONDS = 0.02
 """A batch that takes longer than this is not waited for by the next one; it may be one host that is slow, or away."""
 BATCHES_AT_ONCE = 8
 GRACE_SECONDS = 0.05
-"""A caller is told so much after its timeout, without the others of its batch, so that the batch can first say what
-failed last.
+"""A caller times out this long after its own timeout, without the others of its batch. The batch can report its last
+failure in that time.
 """
 MUCH_LATER_SECONDS = 1.0
 LookupGroup = tuple[str, str | None, str | None, str]
@@ -379,7 +379,7 @@ class LookupBatcher:
             keys = [key for key, _, _ in batch]
             timeout = max(0.0, until - self._loop.time())
             answers = self._client.get_each(operator, keys, query, state, isolation=isolation, timeout=timeout)
-        except Exception as error:  # noqa: BLE001 - the callers are told
+        except Exception as error:  # noqa: BLE001 - the callers raise it
             answers = [error] * len(batch)
         with contextlib.suppress(RuntimeError):  # the loop was closed, and no caller waits any more
             self._loop.call_soon_threadsafe(self._answer, batch, answers)

@@ -64,12 +64,12 @@ class QueryableStateClient:
         client.get("user_totals", 42)                     # {'n': 17, 'spent': 311.2}, or None
         client.get_many("user_totals", [42, 43, 44])      # pyarrow.Table, one row per key asked, in that order
         client.scan("user_totals", where=[("n", ">", 100)]).to_pandas()
-        for change in client.watch("user_totals"):        # what each completed checkpoint changed
+        for change in client.watch("user_totals"):        # the changes of each completed checkpoint
             print(change.version, change.batch)
 
-    **Operators** are named by ``operator=`` as in ``aggregate`` and the others. Where two running queries have an
-    operator of one name, ``query=`` (name, query id or run id) says which. ``state=`` names the state variable of a
-    processor that has several.
+    **Operators** are named by ``operator=`` as in ``aggregate`` and the others. If two running queries have an
+    operator of the same name, ``query=`` (name, query id or run id) selects one. ``state=`` names the state variable of
+    a processor that has several.
 
     **Keys** are in the order of ``by``: a plain value for one column, a tuple for several, or a dict by column name.
 
@@ -78,15 +78,15 @@ class QueryableStateClient:
     version that each host committed last, partition by partition, before Spark commits. ``version=`` is a version that
     is still retained.
 
-    **Time.** A call waits for hosts that are restarted or moved, and for a query that is started again, until its
-    ``timeout`` (seconds; by default the client's) is over. Then it raises ``QueryTimeoutError`` with the last failure,
-    or ``QueryEndedError`` for a query that has not come back. A client that has never read of an ended query is told so
-    at once.
+    **Time.** A call waits for hosts that are restarted or moved, and for a query that is restarted, until its
+    ``timeout`` (seconds; by default the client's) has elapsed. Then it raises ``QueryTimeoutError`` with the last
+    failure, or ``QueryEndedError`` for a query that has not come back. A client that has never read an ended query
+    raises ``QueryEndedError`` at once.
 
-    **Errors** are ``QueryableStateError``s that say what was asked and what exists: ``UnknownOperatorError``,
+    **Errors** are ``QueryableStateError``s that name the request and the existing names: ``UnknownOperatorError``,
     ``QueryEndedError``, ``UnknownKvStateIdError`` (no such state variable), ``UnknownKeyOrNamespaceError`` (a value
     that cannot be a key), ``StateVersionError``, ``AccessDeniedError``, ``RequestLimitError``, ``QueryTimeoutError``.
-    An absent key is no error.
+    An absent key is not an error.
     """
 
     def __init__(self, discovery: Discovery, connections: KvConnections, router: StateRouter, timeout: float) -> None:
@@ -106,10 +106,10 @@ class QueryableStateClient:
 
     @property
     def lag_seconds(self) -> float:
-        """How old the last answer may be, where hosts of ``serve_state(follow=True)`` are late; else 0.0.
+        """How old the last answer may be, if hosts of ``serve_state(follow=True)`` are late; else 0.0.
 
         Such hosts look for new versions about once a second. If the looks fail, hosts answer from the last
-        version that they know, and each answer says how many seconds ago the last successful look began. Answers of a
+        version that they know, and each answer has the seconds since the last successful look began. Answers of a
         running query's own hosts have no lag.
         """
         return self._connections.lag_ms / 1000
@@ -127,18 +127,18 @@ class QueryableStateClient:
     ) -> QueryableStateClient:
         """Connect to the state store.
 
-        Without ``address``: from a process in the Ray cluster, which finds coordinator, hosts and token by itself. Ray
-        is joined if it is not joined yet. With the ``address`` of a host, ``ip:port`` or ``statestore://ip:port``, or
-        of several hosts, of which one that answers is used: from a process that has neither Ray nor Spark. Then a
-        ``token`` is needed, as ``statestore token`` issues it. ``STATESTORE_ADDRESS`` and ``STATESTORE_TOKEN`` in the
-        environment are the defaults of both.
+        Without ``address``, the process must be able to reach the Ray cluster: it finds coordinator, hosts and token by
+        itself, and joins Ray if it has not joined yet. With the ``address`` of a host, ``ip:port`` or
+        ``statestore://ip:port``, or of several hosts, the process needs neither Ray nor Spark; the client uses a host
+        that answers. Then a ``token`` is needed, as ``statestore token`` issues it. ``STATESTORE_ADDRESS`` and
+        ``STATESTORE_TOKEN`` in the environment are the defaults of both.
 
-        ``direct``: whether the owners of partitions are asked themselves, or all through the host at ``address``, which
-        asks the others. By default the latter only if there is an ``address``. ``tls``, a ``TlsConf`` or an
-        ``ssl.SSLContext`` of a client, must be given where hosts use TLS. ``timeout`` is the seconds of every call that
-        names none.
+        ``direct``: whether the client asks the owners of partitions itself, or sends everything to the host at
+        ``address``, which asks the others. By default the latter only if there is an ``address``. ``tls``, a
+        ``TlsConf`` or an ``ssl.SSLContext`` of a client, must be given where hosts use TLS. ``timeout`` is in seconds,
+        for every call without its own.
 
-        With an address nothing is looked up yet: a wrong address or token shows with the first call.
+        With an address, ``connect`` does no I/O: a wrong address or token shows with the first call.
         """
         address, token = from_environment(address, token)
         context = tls.client_context() if isinstance(tls, TlsConf) else tls
@@ -150,9 +150,8 @@ class QueryableStateClient:
             return cls(found, connections, StateRouter(connections), timeout)
         if token is None:
             raise QueryableStateError(
-                "address= needs a token= as well (or STATESTORE_TOKEN in the environment): hosts answer nobody "
-                "without one. "
-                "`statestore token` issues them."
+                "address= needs a token= as well (or STATESTORE_TOKEN in the environment): hosts reject clients "
+                "without one. `statestore token` issues them."
             )
         addresses = addresses_of(address)
         connections = KvConnections(token, context, timeout)
@@ -176,12 +175,12 @@ class QueryableStateClient:
     ) -> Any:
         """Return the state of one key, or None if it has none.
 
-        - Of an aggregate or a value state: a dict of its columns.
-        - Of a list state: a list of its elements. Of a map state: a dict of user key to value. Elements and values of
+        - For an aggregate or a value state: a dict of its columns.
+        - For a list state: a list of its elements. For a map state: a dict of user key to value. Elements and values of
           one column are plain, others dicts; user keys of several columns are tuples.
-        - Of an aggregate by windows or sessions: a list of dicts with the window's column, ascending; with ``window=``
+        - For an aggregate by windows or sessions: a list of dicts with the window's column, ascending; with ``window=``
           the one dict. ``window`` is its start, a datetime, or ``(start, end)``. Times without a zone are UTC.
-        - Of timers: a list of the times when they fire, in ms since 1970.
+        - For timers: a list of the times when they fire, in ms since 1970.
 
             client.get("user_totals", 42)                                   # {'n': 17, 'spent': 311.2}
             client.get("by_country", ("de", "fr"))                          # a key of two columns
@@ -321,16 +320,16 @@ class QueryableStateClient:
         version: int | None = None,
         timeout: float | None = None,
     ) -> StateScan:
-        """Return the rows of a state variable, as they come.
+        """Return the rows of a state variable as a stream.
 
         There is a row per key, list element, map entry, window, session or timer.
 
-        ``prefix``: the keys that begin with these columns, if it is a tuple (or a value that is no string), as
-        ``("de",)``; or with this string, if it is one. ``start`` (included) and ``end`` (not included) bound the key in
-        the order of ``by``; they are one column, or a tuple of the first columns. ``where``: conditions, all of which
-        must hold, as ``[("n", ">", 10), ("country", "in", ["de", "fr"])]``; operators are =, !=, <, <=, >, >=, in, is
-        null, is not null. ``columns``: the wanted columns; by default all but ``key_group``, ``partition_id`` and, with
-        a TTL, ``ttl_expiration_ms``. ``limit``: the most rows, of any keys.
+        ``prefix`` selects keys by their beginning: a tuple (or a value other than a string) is the first columns, as
+        ``("de",)``; a string is the beginning of the key. ``start`` (included) and ``end`` (not included) bound the key
+        in the order of ``by``; they are one column, or a tuple of the first columns. ``where``: conditions that must
+        all hold, as ``[("n", ">", 10), ("country", "in", ["de", "fr"])]``; operators are =, !=, <, <=, >, >=, in,
+        is null, is not null. ``columns``: the wanted columns; by default all but ``key_group``, ``partition_id`` and,
+        with a TTL, ``ttl_expiration_ms``. ``limit``: the most rows, of any keys.
 
         Rows come in no order. ``timeout`` is for the first of them, and then for each wait.
         """
@@ -388,7 +387,7 @@ class QueryableStateClient:
         version: int | None = None,
         timeout: float | None = None,
     ) -> int:
-        """Return how many rows ``scan`` would give."""
+        """Return the number of rows of ``scan``."""
         at = requested_version(isolation, version)
 
         def ask(known: KnownOperator, deadline: float) -> int:

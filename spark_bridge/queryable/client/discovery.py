@@ -38,13 +38,13 @@ class Discovery(Protocol):
     """Finds operators and hosts. Every method raises errors that ``retries`` knows; times are of ``time.monotonic``."""
 
     def locate(self, operator: str, query: str | None, deadline: float) -> OperatorLocation:
-        """Return where an operator's partitions are."""
+        """Return the location of an operator's partitions."""
 
     def proxy(self) -> str:
         """Return the address of a host that answers for all hosts; after ``failed`` it may be another host."""
 
     def failed(self) -> None:
-        """Say that the proxy did not answer."""
+        """Report that the proxy did not answer."""
 
 
 class ProxyDiscovery:
@@ -103,7 +103,7 @@ class CoordinatorDiscovery:
         coordinator = self._coordinator
         if self._within is not None and left < DISCOVERY_SECONDS:
             if left <= 0:
-                raise HostUnavailableError("There was no time left to ask the coordinator.")
+                raise HostUnavailableError("The timeout ended before the coordinator could be asked.")
             coordinator = self._within(left)
         location = coordinator.locate(operator, query)
         self._addresses = addresses_in(location) or self._addresses
@@ -145,8 +145,7 @@ def addresses_of(address: str | Sequence[str]) -> list[str]:
         if not host or "/" in host or not port.isdigit() or not 0 < int(port) < 1 << 16:
             raise RequestError(
                 f"address={plain!r} is not of the form ip:port or {SCHEME}ip:port: it is the query address of a "
-                "host, which "
-                "`statestore status` shows."
+                "host, which `statestore status` shows."
             )
     if not addresses:
         raise RequestError("address= is empty; give the query address of at least one host.")
@@ -170,8 +169,7 @@ def coordinator_in_cluster(namespace: str, coordinator_name: str, timeout: float
     except ImportError as error:
         raise EnvironmentProblemError(
             "Without an address the coordinator is found by Ray, which is not installed here. Give address= and "
-            "token=, or set "
-            f"{ADDRESS_VARIABLE} and {TOKEN_VARIABLE}."
+            f"token=, or set {ADDRESS_VARIABLE} and {TOKEN_VARIABLE}."
         ) from error
     from coordinator_actor.reference import RayCoordinatorPort
 
@@ -181,8 +179,7 @@ def coordinator_in_cluster(namespace: str, coordinator_name: str, timeout: float
         except (ConnectionError, ValueError) as error:
             raise EnvironmentProblemError(
                 "No Ray cluster answers at the address that this machine has on record; set RAY_ADDRESS, or give "
-                "address= and "
-                f"token=. Ray says: {error}"
+                f"address= and token=. Ray says: {error}"
             ) from error
     token = RayCoordinatorPort(namespace, coordinator_name, timeout).token()
     port = RayCoordinatorPort(namespace, coordinator_name, min(timeout, DISCOVERY_SECONDS))
@@ -280,7 +277,7 @@ class KnownOperators:
         return known
 
     def _refresh(self, ref: OperatorRef, known: KnownOperator) -> None:
-        # Set before the look-up, so that other threads use the location meanwhile. Two threads at once look it up
+        # Set before the look-up, so that other threads use the location during it. Two threads at once look it up
         # twice.
         known.located_at = self._clock()
 
@@ -324,7 +321,7 @@ class ClusterAccess:
         begun: float | None = None,
         failure: Exception | None = None,
     ) -> T:
-        """Return the result of ``ask(known operator, deadline)``; repeat the call where that may help.
+        """Return the result of ``ask(known operator, deadline)``; retry if that may help.
 
         ``what`` begins the message of a ``QueryTimeoutError``. ``begun`` is when a first attempt began, which has
         failed with ``failure``.
@@ -340,7 +337,7 @@ class ClusterAccess:
         )
 
     def answer_of_any_host(self, what: str, request: Request, timeout: float | None) -> Any:
-        """Return the answer of any one host; repeat the request where that may help."""
+        """Return the answer of any one host; retry if that may help."""
         deadline = time.monotonic() + (self.timeout if timeout is None else timeout)
         return retrying(
             lambda: self.ask_host(request, deadline),

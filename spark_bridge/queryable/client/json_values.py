@@ -76,7 +76,7 @@ def to_json(value: Any) -> Any:
         return duration_text(value)
     if isinstance(value, bytes):
         return base64.b64encode(value).decode()
-    raise TypeError(f"There is no JSON for {value!r} ({type(value).__name__}).")
+    raise TypeError(f"{value!r} ({type(value).__name__}) has no JSON form.")
 
 
 def _expanded(time: np.datetime64) -> str:
@@ -159,7 +159,7 @@ def _is_plain(column: pa.Array | pa.ChunkedArray) -> bool:
 
 
 def from_json(value: Any, kind: pa.DataType, what: str) -> Any:
-    """Return a JSON value as a client takes it for an Arrow type.
+    """Convert a JSON value to the form that a client takes for an Arrow type.
 
     Raises ``UnknownKeyOrNamespaceError``, whose message names ``what``.
     """
@@ -209,7 +209,7 @@ def _from_json(value: Any, kind: pa.DataType) -> Any:
 
 
 def _of(value: Any, *kinds: type) -> Any:
-    """Return the value, if it is exactly of one of these types (JSON's true is no number)."""
+    """Return the value, if it is exactly of one of these types (JSON's true is not a number)."""
     if type(value) not in kinds:
         raise ValueError(f"It should be {' or '.join(_NAMES[k] for k in kinds)}.")
     return value
@@ -228,7 +228,7 @@ _NAMES = {
 def time_of(text: str) -> dt.datetime | np.datetime64:
     """Return the time of an ISO 8601 text; without a zone it is UTC. Raises ``ValueError``.
 
-    An expanded year, with a sign, gives a ``numpy.datetime64``.
+    For an expanded year, with a sign, return a ``numpy.datetime64``.
     """
     if text[:1] in ("+", "-"):
         return np.datetime64(text.removesuffix("Z"), "us")
@@ -262,7 +262,7 @@ def window_of_text(text: str) -> Any:
 def key_of_text(text: str, schema: pa.Schema) -> Any:
     """Return the key of a path: all of ``text`` for a key of one column, else the columns' values with commas between.
 
-    A value with a comma or a double quote in it stands in double quotes, and its own double quotes are written twice
+    A value that contains a comma or a double quote is enclosed in double quotes, and its own double quotes are doubled
     (as in CSV). Raises ``UnknownKeyOrNamespaceError``.
     """
     if len(schema) == 1:
@@ -271,8 +271,8 @@ def key_of_text(text: str, schema: pa.Schema) -> Any:
     if len(parts) != len(schema):
         wanted = ",".join(schema.names)
         raise UnknownKeyOrNamespaceError(
-            f"The key {text!r} has {len(parts)} parts, the key columns are {len(schema)}: {wanted}. A part with a "
-            "comma in it stands in double quotes."
+            f"The key {text!r} has {len(parts)} parts, the key columns are {len(schema)}: {wanted}. Enclose a part "
+            "that contains a comma in double quotes."
         )
     return _key(parts, schema)
 
@@ -292,7 +292,7 @@ def _comma_separated(text: str) -> Iterator[str]:
                     break
                 part, at = part + '"', at + 1
             if text[at : at + 1] not in ("", ","):
-                raise UnknownKeyOrNamespaceError(f"The key {text!r} goes on after a closing double quote.")
+                raise UnknownKeyOrNamespaceError(f"The key {text!r} has more characters after a closing double quote.")
             yield part
         else:
             end = text.find(",", at)
@@ -317,7 +317,9 @@ def key_of_json(value: Any, schema: pa.Schema) -> Any:
         return _key([value], schema)
     if not isinstance(value, list) or len(value) != len(schema):
         wanted = ", ".join(f"{f.name}: {f.type}" for f in schema)
-        raise UnknownKeyOrNamespaceError(f"{value!r} is no array of the key columns ({wanted}), nor an object of them.")
+        raise UnknownKeyOrNamespaceError(
+            f"{value!r} is neither an array of the key columns ({wanted}) nor an object of them."
+        )
     return _key(value, schema)
 
 
@@ -332,7 +334,7 @@ def bound_of_json(value: Any, schema: pa.Schema, what: str) -> Any:
     if len(parts) > len(schema):
         raise UnknownKeyOrNamespaceError(f"{what} has {len(parts)} values, the key {len(schema)} columns.")
     made = [from_json(v, f.type, f"{what}, key column {f.name!r}") for v, f in zip(parts, schema, strict=False)]
-    # Plain text is the beginning of a text; an array of a text is the whole value of a column.
+    # A plain string is a prefix; an array with a string is the whole value of a column.
     return made[0] if isinstance(value, str) and pa.types.is_string(schema.types[0]) else tuple(made)
 
 

@@ -21,7 +21,7 @@ from spark_bridge.queryable.protocol import At, KeyRowsRequest, ScanRequest, Sta
 from spark_bridge.queryable.routing.router import KEYS_PER_REQUEST, PinnedVersion, StateRouter, shifted_positions
 from spark_bridge.state_format.layouts import ROWS, SESSIONS, VALUE, WINDOWS
 
-# Windows as users name them: in the key, or beside it as ``window=``, by start and end or by the start alone.
+# Windows as users name them: in the key, or separately as ``window=``, by start and end or by the start alone.
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ def start_and_end(window: Any) -> tuple[Any, Any]:
         return window["start"], window["end"]
     if isinstance(window, tuple | list) and len(window) == 2:
         return window[0], window[1]
-    raise UnknownKeyOrNamespaceError(f"{window!r} is no window; give its start, a datetime, or (start, end).")
+    raise UnknownKeyOrNamespaceError(f"{window!r} is not a window; give its start, a datetime, or (start, end).")
 
 
 def _is_time(one: dt.datetime | np.datetime64, other: Any) -> bool:
@@ -285,8 +285,7 @@ class KeyLookups:
             return pa.concat_tables([view.table(columns.slice(begin, len(part)), part) for begin, part in parts])
         if window is not None:
             raise RequestError(
-                f"get_many of {view.kind} takes no window=; give none and take what is wanted of the column, or use "
-                "get."
+                f"get_many of {view.kind} takes no window=; leave it out and filter by the column, or use get."
             )
         codec = view.without_window
         columns = codec.columns(keys)
@@ -360,7 +359,7 @@ class KeyLookups:
         return KeysWithWindows(self.view, self._window_length).columns(keys, window)
 
     def _window_length(self) -> int | None:
-        """Return the length of the operator's windows in us, which is looked up once.
+        """Return the length of the operator's windows in us; it is looked up once.
 
         None if there are no windows yet.
         """

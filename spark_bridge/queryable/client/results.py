@@ -23,7 +23,7 @@ FORMS = ("arrow", "pandas", "polars", "pylist")
 def check_form(as_: str) -> None:
     """Raise ``RequestError`` for an unknown form."""
     if as_ not in FORMS:
-        raise RequestError(f"as_={as_!r} is no form of a table; there are {', '.join(map(repr, FORMS))}.")
+        raise RequestError(f"as_={as_!r} is not a form of a table; there are {', '.join(map(repr, FORMS))}.")
 
 
 def formed(table: pa.Table, as_: str) -> Any:
@@ -71,7 +71,7 @@ def to_polars(table: pa.Table) -> Any:
 
 @dataclass(frozen=True)
 class KeyedResults:
-    """Rows of several keys: the position of each row's key, the columns that tell a key's rows apart, and the
+    """Rows of several keys: the position of each row's key, the columns that distinguish a key's rows, and the
     values.
     """
 
@@ -112,7 +112,7 @@ class KeyedResults:
         return pa.MapArray.from_arrays(self._offsets(n), _elements(self.inner), _elements(self.value))
 
     def _offsets(self, n: int) -> pa.Array:
-        """Return where the rows of each key begin."""
+        """Return the start of each key's rows."""
         counts = np.bincount(np.asarray(self.position), minlength=n)
         offsets = np.zeros(n + 1, np.int32)
         np.cumsum(counts, out=offsets[1:])
@@ -162,7 +162,7 @@ def whole(column: pa.ChunkedArray | pa.Array) -> pa.Array:
         ) from error
 
 
-# The results of one aggregate's state for single lookups: what ``results`` of the aggregates does for columns.
+# The results of one aggregate's state for single lookups, as ``results`` of the aggregates computes them for columns.
 
 
 Row: TypeAlias = Mapping[str, Any]

@@ -118,16 +118,16 @@ class StateScan:
 # ``client.diff``: the keys whose values differ between two versions.
 #
 # Both versions are read in the order of the stored keys and merged, so that memory grows with a batch of rows,
-# however large the state is and however many versions lie between. Stored keys begin with their key group, and a
-# partition has a range of key groups: so the order is the same in any number of partitions.
+# whatever the size of the state and the number of versions between the two. Stored keys begin with their key group, and
+# a partition has a range of key groups: so the order is the same in any number of partitions.
 
 
 class VersionDiff:
     """The differences, batch by batch. Iterate over it once; ``close`` ends it early.
 
     There is a row per key that differs: ``change_type`` ("insert", "update" or "delete"), the columns of the key, and
-    the structs ``before`` and ``after`` of its values, null where there are none. A list or map is one value; windows,
-    sessions and timers are rows of their own. Rows that have expired are in neither version.
+    the structs ``before`` and ``after`` of its values, null if there are none. A list or map is one value; each
+    window, session and timer is a separate row. Rows that have expired are in neither version.
     """
 
     def __init__(self, view: StateView, before: StateAnswer, after: StateAnswer) -> None:
@@ -219,7 +219,7 @@ class _Rows:
         return _Rows(self.ids[begin:end], [column[begin:end] for column in self.columns])
 
     def comparable(self, num_keys: int) -> pa.Array:
-        """Return bytes that are equal where the values of rows are."""
+        """Return bytes that are equal for rows with equal values."""
         values = [_without_maps(column) for column in self.columns[num_keys:]]
         if not values:
             return pa.repeat(pa.scalar(b""), len(self.ids))
@@ -227,7 +227,7 @@ class _Rows:
 
 
 class _Side:
-    """The rows of one version, of which one batch is held."""
+    """The rows of one version; one batch of them is held."""
 
     def __init__(self, view: StateView, answer: StateAnswer, num_keys: int) -> None:
         self._view = view

@@ -1,4 +1,4 @@
-"""State variables as a client reads them: which column family has one, and how its values and rows look to users."""
+"""State variables as a client reads them: their column families, and the form of their values and rows."""
 
 from __future__ import annotations
 
@@ -83,9 +83,9 @@ class StateView:
 
     @cached_property
     def without_window(self) -> KeyCodec:
-        """The codec of keys without the window, by which all windows are found.
+        """The codec of keys without the window, which finds all windows.
 
-        The same as ``codec`` where there are no windows.
+        The same as ``codec`` without windows.
         """
         if self.window is None:
             return self.codec
@@ -116,7 +116,7 @@ class StateView:
         return TTL_COLUMN in self.schema.value.names
 
     def unexpired(self, values: pa.BinaryArray, at_ms: int) -> pa.BinaryArray:
-        """Return stored values; null where one had expired at ``at_ms``, in ms since 1970."""
+        """Return stored values; null for one that had expired at ``at_ms``, in ms since 1970."""
         if not self._has_ttl:
             return values
         states = self.schema.decode_values(values)
@@ -126,9 +126,9 @@ class StateView:
         return pc.if_else(expired.fill_null(False), pa.scalar(None, pa.binary()), values)
 
     def value_columns(self, values: pa.BinaryArray, at_ms: int | None = None) -> list[pa.Array]:
-        """Return the columns of ``value_fields`` of stored values; null where there is no value, or it has expired.
+        """Return the columns of ``value_fields`` of stored values; null for values that are absent or expired.
 
-        It has expired if it had at ``at_ms``, in ms since 1970; None stands for now.
+        Expiry is judged at ``at_ms``, in ms since 1970; None means now.
         """
         states = self.schema.decode_values(self.unexpired(values, now_ms() if at_ms is None else at_ms))
         if self.is_aggregate:
@@ -191,7 +191,7 @@ class StateView:
 
     @cached_property
     def row_fields(self) -> tuple[list[pa.Field], list[pa.Field]]:
-        """The columns of a row after those of the key: the columns that tell a key's rows apart, and the value."""
+        """The columns of a row after those of the key: the columns that distinguish a key's rows, and the value."""
         inner: list[pa.Field] = []
         if self.kind == TIMERS:
             return [pa.field(EXPIRATION, pa.int64())], []
@@ -275,7 +275,7 @@ def _alive(row: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def now_ms() -> int:
-    """Return the time by which rows have expired, in ms since 1970, as hosts take it."""
+    """Return the time that decides whether rows have expired, in ms since 1970, in the form that hosts expect."""
     return int(time.time() * 1000)
 
 

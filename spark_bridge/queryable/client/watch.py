@@ -62,16 +62,16 @@ class StateWatch:
                 print(change.version, change.batch.to_pylist())
 
     It begins after ``from_version``, by default at the version that is completed now, and waits for the next version
-    without end. Versions that changed nothing of the watched state are left out. To go on later, or after an error,
+    without end. Versions that changed nothing of the watched state are left out. To continue later, or after an error,
     make another watch with the ``version`` of the last change as ``from_version`` (or with ``position``, which also
     counts versions that changed nothing).
 
-    A watch outlives hosts, coordinator and restarts of the query, if they come back within the ``timeout``. Else it
-    raises ``QueryTimeoutError``. If the query has ended and has not come back, all of its versions have been given, and
-    the iteration ends. It raises ``QueryEndedError`` at the beginning if the query has ended and is not read on. It
-    raises ``StateVersionError`` if the next versions are no longer retained, or if the query went back to an older
-    version than the watch has given: the later versions that the watch gave no longer hold. For one thread at a time;
-    ``close`` is for any thread.
+    A watch outlives hosts, coordinator and restarts of the query, if they come back within the ``timeout``. Otherwise
+    it raises ``QueryTimeoutError``. If the query has ended and has not come back, the iteration ends after its last
+    version. It raises ``QueryEndedError`` at the beginning if the query has ended and is not read on. It
+    raises ``StateVersionError`` if the next versions are no longer retained, or if the query was rolled back to an
+    older version than the watch has returned: the later versions are then invalid. Use a watch from one thread at a
+    time; ``close`` is thread-safe.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class StateWatch:
         return next(self._changes)
 
     def close(self) -> None:
-        """End the watch. A thread that waits is told within ``AWAIT_SECONDS``."""
+        """End the watch. A waiting thread notices within ``AWAIT_SECONDS``."""
         self._closed.set()
 
     def __enter__(self) -> StateWatch:
@@ -138,7 +138,7 @@ class StateWatch:
                 try:
                     delay = attempts.delay(error)
                 except (QueryEndedError, QueryTimeoutError):
-                    # What comes after the end is as good: the last request may have had too little time.
+                    # Any error after the end counts as the end: the last request may have had too little time.
                     if has_ended:
                         return
                     raise
@@ -148,9 +148,9 @@ class StateWatch:
                 attempts, has_ended = self._attempts(), False
 
     def _next_changes(self, deadline: float) -> Iterator[StateChange]:
-        """Yield what has completed since the position; wait for that a while.
+        """Yield the versions completed since the position; wait a while for one.
 
-        The position moves on with the changes that are given.
+        The position advances with the returned changes.
         """
         known = self._access.known(self._ref, deadline)
         position = self._begin(known, deadline)
@@ -180,7 +180,7 @@ class StateWatch:
         """Raise ``StateVersionError`` if a run begins before the position."""
         location = known.location
         is_first = self._run_id is None
-        # A location may be a little old, but a new run is located at the version with which it begins, or later.
+        # A location may be slightly stale, but a new run is located at its first version or later.
         try:
             completed = self._completed(known, max(0, position - 1), AWAIT_SECONDS if is_first else 0.0, deadline)
         except QueryEndedError:
@@ -192,14 +192,12 @@ class StateWatch:
         of = f"operator {operator!r} (query {query})"
         if is_first:
             raise StateVersionError(
-                f"from_version={position} of {of} is not completed: the last completed version is {completed}. Has "
-                "the query gone "
-                "back? Read its state anew and watch from there."
+                f"from_version={position} of {of} is not completed: the last completed version is {completed}. If the "
+                "query was rolled back, read its state again and watch from there."
             )
         raise StateVersionError(
-            f"The query was rolled back: {of} went on from version {completed}, but changes up to version {position} "
-            "have been given "
-            "already, which no longer hold. Read the state anew and watch from there."
+            f"The query was rolled back: {of} continued from version {completed}, but changes up to version {position} "
+            "were already returned and are now invalid. Read the state again and watch from there."
         )
 
     # -- requests ------------------------------------------------------------------------------
@@ -212,7 +210,7 @@ class StateWatch:
         return reply.count
 
     def _changes_until(self, known: KnownOperator, after: int, until: int, deadline: float) -> Iterator[StateChange]:
-        """Yield the changes of each version up to ``until``, each once all changes of the version are there."""
+        """Yield the changes of each version up to ``until``, each once all changes of the version have arrived."""
         location = known.location
         view = known.view(self._state)
         body = b""

@@ -30,8 +30,8 @@ from spark_bridge.queryable.reads.version_copies import PartitionLoader, Version
 T = TypeVar("T")
 
 MAX_WAIT_SECONDS = 2.0
-"""A host waits at most this many seconds for a version that others say is completed, or for partitions that are being
-loaded or unloaded.
+"""A host waits at most this many seconds for a version that others report as completed, or for partitions that are
+being loaded or unloaded.
 """
 _PAUSE_SECONDS = 0.005
 
@@ -67,14 +67,14 @@ class VersionedReader:
         read: Callable[[PartitionView], T],
         keep: ExitStack,
     ) -> tuple[int, list[T]]:
-        """Return the version, and what ``read`` gives for each partition at that version.
+        """Return the version, and the result of ``read`` for each partition at that version.
 
         With ``latest`` the partitions may be at different versions; the lowest one is returned.
 
-        ``read`` may be called again if the version has gone meanwhile; what it has opened before must not matter then.
-        What is read later, as iterators, may be read until ``keep`` is closed.
+        ``read`` may be called again if the version is dropped during the call; its earlier results must then not
+        matter. Iterators that it returns may be read until ``keep`` is closed.
 
-        Raises ``StateVersionError``, ``NotOwnerError``, ``RequestError``, what the coordinator raises, and
+        Raises ``StateVersionError``, ``NotOwnerError``, ``RequestError``, the errors of the coordinator, and
         ``HostUnavailableError`` if the coordinator does not say whether the version is completed, or a partition is
         being loaded for longer than ``wait_seconds``.
         """
@@ -122,9 +122,8 @@ class VersionedReader:
                 )
                 raise HostUnavailableError(
                     f"Host {self._host.info.host_id} could not find out within {self.wait_seconds:.1f} s whether "
-                    "version "
-                    f"{at_least} of operator {plan.operator!r} (run {plan.run_id}) is completed; {there} here. The "
-                    "coordinator does not answer."
+                    f"version {at_least} of operator {plan.operator!r} (run {plan.run_id}) is completed; {there} here. "
+                    "The coordinator does not answer."
                 )
             raise StateVersionError(
                 f"Version {at_least} of operator {plan.operator!r} (run {plan.run_id}) is not completed; version "
@@ -145,7 +144,7 @@ class VersionedReader:
         return PartitionView(partition, instance.state.reads, completed.version, head, instance)
 
     def _settle(self, plan: OperatorPlan, partition: int, completed: CompletedVersion, failure: Exception) -> None:
-        """Do what may help a partition that does not have the last completed version."""
+        """Bring a partition closer to the last completed version, which it lacks: wait, or load it."""
         instance = self._host.held.instance(plan.run_id, plan.operator, partition)
         if instance is None or isinstance(failure, StoreClosedError):
             time.sleep(_PAUSE_SECONDS)  # the partition is being unloaded
@@ -202,7 +201,7 @@ class VersionedReader:
         keep: ExitStack,
     ) -> tuple[int, list[T]]:
         if at.version < 0:
-            raise RequestError(f"version={at.version} is no version; the first one is 0.")
+            raise RequestError(f"version={at.version} is not a version; the first one is 0.")
         self.completed(plan, at.version)
         return at.version, [self._exactly_of(plan, p, at, read, keep) for p in partitions]
 
@@ -220,8 +219,7 @@ class VersionedReader:
                     # The changes that were accepted for the version need not be those that the manifest names.
                     raise VersionNotFoundError(
                         f"Version {at.version} of partition {partition} of operator {plan.operator!r} is not held "
-                        "here; "
-                        f"version {instance.state.version} is."
+                        f"here; version {instance.state.version} is."
                     )
                 return read(PartitionView(partition, instance.state.reads, at.version, head, instance))
             except StoreClosedError as error:
@@ -236,11 +234,11 @@ class VersionedReader:
         return read(PartitionView(partition, copy.reads, at.version, None))
 
 
-# Waiting for the completion of a version, also in a host that nobody tells of the run.
+# Waiting for the completion of a version, also in a host that gets no messages about the run.
 
 
 ASK_COORDINATOR_SECONDS = 1.0
-"""While somebody waits for a version of a run, the coordinator is asked so often."""
+"""Seconds between two questions to the coordinator while a request waits for a version of a run."""
 _BRIEFLY_SECONDS = 0.001
 MAX_ASKED_RUNS = 1000
 
@@ -260,7 +258,7 @@ class CompletionWait:
         self._lock = threading.Lock()
 
     def await_completed(self, run_id: str, after: int, seconds: float) -> int:
-        """See ``StateReads``. Raises ``RetiredRunError`` if the run is over meanwhile."""
+        """See ``StateReads``. Raises ``RetiredRunError`` if the run ends during the wait."""
         deadline = time.monotonic() + seconds
         self._host.prepared.settle(run_id, self._wait_seconds)
         newest = self._host.completed.newest(run_id)
@@ -280,7 +278,7 @@ class CompletionWait:
     def _ask_coordinator(self, run_id: str, after: int) -> CompletedVersion | None:
         """Return the newest version that the coordinator knows; one waiting thread asks for all of them.
 
-        Nobody tells this host of versions if it has nothing of the run, nor that the run is over.
+        If this host holds nothing of the run, it gets no messages about the run's versions, nor about its end.
         """
         newest, now = self._host.completed.newest(run_id), time.monotonic()
         with self._lock:

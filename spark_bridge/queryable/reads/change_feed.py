@@ -1,8 +1,8 @@
 """``ChangeFeed``: the changes of each version, read from the changelogs of every layout.
 
-The feed also tells the values that changed keys had before. A host knows these of its own partitions as long as the
-version is in memory. So a client that watches a running query costs no more than reading the changelogs. Else a copy
-from storage has them, which goes on from version to version (``FollowerCopies``).
+The feed also returns the earlier values of changed keys. A host knows these of its own partitions as long as the
+version is in memory. So a client that watches a running query costs no more than reading the changelogs. Otherwise the
+values come from a copy that is loaded from storage and advances from version to version (``FollowerCopies``).
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class GroupingKeyFilter:
         return cls(rows, columns, without_prefix(keys))
 
     def of_pairs(self, family: str, keys: pa.BinaryArray) -> pa.BooleanArray | None:
-        """Return which stored keys pass (boolean); None if the bytes of stored keys do not tell."""
+        """Return which stored keys pass (boolean); None if the bytes of stored keys do not decide it."""
         rows = self.rows
         if not len(keys) or rows.kind == TIMERS or len(self.columns) < len(rows.key):
             return None
@@ -85,13 +85,13 @@ class GroupingKeyFilter:
         return batch.filter(pc.is_in(ids, self.keys))
 
 
-# The values that keys had before a version: from the partition in memory where it has them, else from a copy.
+# The values that keys had before a version: from the partition in memory if it has them, else from a copy.
 
 
 class PreviousValues:
     """The values of one partition at ascending versions.
 
-    Copies that it takes are given back when ``keep`` is closed.
+    Copies that it takes are returned when ``keep`` is closed.
     """
 
     def __init__(self, host: Host, copies: FollowerCopies, plan: OperatorPlan, piece: Piece, keep: ExitStack) -> None:
@@ -106,7 +106,7 @@ class PreviousValues:
             self._heads[piece.lineage.rescaled.version] = piece.lineage.rescaled.head
 
     def at(self, version: int, family: str, keys: pa.BinaryArray) -> pa.BinaryArray:
-        """Return the values that stored keys have at a version, null where there is none."""
+        """Return the values that stored keys have at a version, null if there is none."""
         if version == 0 and 0 not in self._heads and not self._piece.lineage.snapshots:
             return pa.nulls(len(keys), pa.binary())
         head = self._heads.get(version)
@@ -137,7 +137,7 @@ def _values(
     return reads.get_many(keys, version, family, head=head, remember=False)
 
 
-# The manifests of the runs whose changes are read: which run has made which version, and from which files.
+# The manifests of the runs whose changes are read: they name the run and the files of each version.
 
 
 MANIFESTS_IDLE_SECONDS = 60.0
@@ -170,7 +170,7 @@ class RunManifests:
         return list(self._runs)
 
     def versions(self, plan: OperatorPlan, completed: int) -> StateVersions:
-        """Read the manifests that are new, and return the versions up to ``completed``, all of which have manifests.
+        """Read the new manifests, and return the versions up to ``completed``, all of which have manifests.
 
         Raises ``RetiredRunError`` if a newer run has begun.
         """
@@ -206,7 +206,7 @@ class RunManifests:
     def release_idle(self) -> None:
         """Forget runs that were not read for a while and are not registered here.
 
-        Nobody would tell this host of their end.
+        This host gets no message when they end.
         """
         until = self._clock() - MANIFESTS_IDLE_SECONDS
         with self._lock:
@@ -230,9 +230,9 @@ def require_same_history(plan: OperatorPlan, versions: StateVersions, after: int
     if previous_run in runs and made.run_id in runs and runs.index(made.run_id) > runs.index(previous_run):
         return
     raise StateVersionError(
-        f"The query was rolled back: version {after} of operator {plan.operator!r} was made anew by run "
-        f"{made.run_id}, but what "
-        f"run {previous_run} has given of it already no longer holds. Read the state anew, and watch it from there."
+        f"The query was rolled back: version {after} of operator {plan.operator!r} was remade by run "
+        f"{made.run_id}, so the rows that run {previous_run} returned of it are invalid. Read the state again, "
+        "and watch it from there."
     )
 
 
@@ -260,11 +260,10 @@ class ChangeFeed:
         keys: pa.BinaryArray | None,
         previous_run: str = "",
     ) -> StateAnswer:
-        """Return the rows that the versions after ``after`` up to ``until`` changed, of some grouping keys or of
-        all.
+        """Return the rows that the versions after ``after`` up to ``until`` changed, of some or all grouping keys.
 
-        ``previous_run`` is the earlier run that gave the changes before. Raises ``StateVersionError`` if versions are
-        missing, or do not follow from what that run gave, ``RequestError`` if there can be none, ``RetiredRunError`` if
+        ``previous_run`` is the earlier run that returned the changes before. Raises ``StateVersionError`` if versions
+        are missing, or do not follow from that run's, ``RequestError`` if there can be none, ``RetiredRunError`` if
         a newer run has begun.
         """
         if after > until:
@@ -315,7 +314,7 @@ class ChangeFeed:
         wanted: GroupingKeyFilter | None,
         keep: ExitStack,
     ) -> Iterator[VersionChanges]:
-        """Yield what each version has written to the variable's families in one partition, versions ascending."""
+        """Yield the changes of each version to the variable's families in one partition, versions ascending."""
         place = plan.place
         storage = self._host.files.open_storage(place.state_location, place.options)
         since = piece.since if piece.since is not None else piece.lineage.version
@@ -344,7 +343,7 @@ class ChangeFeed:
         self._manifests.release_idle()
 
     def _drop(self, run_id: str | None) -> None:
-        # The manifests first: a copy that is given back meanwhile is not kept then (``is_known``).
+        # The manifests first, so that a copy that is returned during this call is not kept (``is_known``).
         self._manifests.drop(run_id)
         self._copies.drop(run_id)
 

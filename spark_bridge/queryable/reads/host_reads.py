@@ -59,8 +59,8 @@ def _now_ms() -> int:
 class HostReads:
     """``StateReads`` of one host. Thread-safe; ``_plans_lock`` guards changes of the kept plans.
 
-    ``now_ms`` is the time at which rows with a TTL have expired. A version that other hosts say is completed is waited
-    for ``wait_seconds`` at most.
+    ``now_ms`` is the time that decides whether rows with a TTL have expired. A request waits at most ``wait_seconds``
+    for a version that other hosts report as completed.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class HostReads:
     ) -> None:
         self._host = host
         self._now_ms = now_ms
-        # The clock as it is now, not as it was when the modules were imported: the simulation has one of its own.
+        # The clock is read at each call, not when the modules are imported: the simulation replaces it.
         self._reader = VersionedReader(
             host, VersionCopies(host, time.monotonic, wait_seconds=wait_seconds), wait_seconds
         )
@@ -272,7 +272,7 @@ class HostReads:
         if registration is None:
             self._host.version_requests.completed_version(
                 run_id, 0, self._reader.wait_seconds
-            )  # raises if there is no such run
+            )  # raises if the run does not exist
             registration = self._reader.loader.loads.result(
                 (run_id, operator),
                 lambda: self._host.grants.for_read(run_id, operator, 0).registration,

@@ -37,7 +37,7 @@ READ_BYTES = 64 << 20
 FIRST_KEYS = 1 << 10
 """Keys that are read first, to learn how large values are."""
 DECODED_ROWS = 1 << 14
-"""Keys whose rows are decoded at once."""
+"""The most keys whose rows are decoded at once."""
 LONG_ROWS = 1 << 8
 """Stored rows of one key that are decoded at once: each may be a chunk of many elements."""
 
@@ -46,7 +46,7 @@ LONG_ROWS = 1 << 8
 class FoundPairs:
     """Stored pairs that were found in one partition, and the positions of their keys, ascending.
 
-    ``more`` has, by position, the pairs that are too long to be stored beside the key: chunks of lists, entries of
+    ``more`` has, by position, the pairs that are too long to be stored with the key: chunks of lists, entries of
     large maps.
     """
 
@@ -57,7 +57,7 @@ class FoundPairs:
 
 
 def values_of(view: PartitionView, keys: pa.BinaryArray, family: str) -> pa.BinaryArray:
-    """Return the values of stored keys, null where there is none. Sorted keys are fastest."""
+    """Return the values of stored keys, null if there is none. Sorted keys are fastest."""
     if family != DEFAULT_FAMILY and family not in view.reads.column_families(view.version, head=view.head):
         return pa.nulls(len(keys), pa.binary())
     # A completed version is applied when the reads of the version before are done: no single read may take long.
@@ -183,7 +183,7 @@ def _ranks(keys: pa.BinaryArray) -> npt.NDArray[np.int64]:
 def _rows_of_long(
     plan: OperatorPlan, rows: VariableRows, pairs: Iterator[pa.RecordBatch], position: int
 ) -> Iterator[pa.RecordBatch]:
-    """Yield the part of a key's rows that is stored elsewhere; it comes before the part beside the key."""
+    """Yield the part of a key's rows that is stored elsewhere; it comes before the part stored with the key."""
     for batch in pairs:
         raise_if_cancelled()
         for at in range(0, batch.num_rows, LONG_ROWS):
@@ -220,15 +220,16 @@ def _timers(rows: VariableRows, keys: pa.BinaryArray, values: pa.BinaryArray) ->
     return DecodedRows(pair, [*columns, expiries])
 
 
-# The windows that the keys of a windowed aggregate have in a partition: all of them, and perhaps some that are gone.
+# The windows that the keys of a windowed aggregate have in a partition: all of them, and perhaps some that no longer
+# exist.
 #
 # The windows of one grouping key may be in any partition, because their key groups differ. With the windows known,
 # the rows of a grouping key are single lookups. A partition is scanned for its windows when they are first asked for;
-# from then on every commit tells which windows it has added.
+# from then on every commit reports the windows that it has added.
 
 
 KNOWN_HEADS = 16
-"""Versions that are remembered as versions whose windows are all known."""
+"""The most versions that are remembered as having only known windows."""
 _MIN_RESCAN = 64
 
 
@@ -281,7 +282,7 @@ class KeyWindowIndex:
         found = self._windows_of(batch.column(0) for batch in scanned)
         with self._lock:
             if is_known:
-                # Most windows that commits have added are gone again. Other versions are scanned again.
+                # Most windows that commits have added no longer exist. Other versions are scanned again.
                 self._windows, self._heads = found, BoundedDict(KNOWN_HEADS)
             else:
                 self._windows |= found
@@ -379,7 +380,7 @@ class WindowedKeys:
     ) -> Iterator[_Candidates]:
         """Yield all keys with all windows, ``CANDIDATES`` at a time.
 
-        They are kept, because partitions mostly have the same windows.
+        They are kept, because partitions usually have the same windows.
         """
         made = self._made.get(windows)
         if made is not None:

@@ -170,7 +170,7 @@ class OperatorPlan:
         group = int.from_bytes(key[:KEY_GROUP_BYTES], "big")
         if len(key) < KEY_GROUP_BYTES or group >= self.registration.key_groups:
             raise RequestError(
-                f"{key[:16].hex()} is no stored key: it begins with none of the {self.registration.key_groups} key "
+                f"{key[:16].hex()} is not a stored key: it begins with none of the {self.registration.key_groups} key "
                 "groups."
             )
         return group * self.spec.num_partitions // self.registration.key_groups
@@ -245,7 +245,7 @@ def _columns(fields: pa.Schema | list[pa.Field]) -> dict[str, str]:
 
 
 DIRECTORY_SECONDS = 0.5
-"""An answer of the coordinator about operators is given again for this many seconds."""
+"""TTL of a cached answer of the coordinator about operators, in seconds."""
 MAX_LOCATIONS = 1000
 
 
@@ -316,7 +316,7 @@ class OperatorDirectory:
         }
 
     def forget(self, run_id: str | None) -> None:
-        """Forget a run that is over (None: all runs): clients must hear of its end, or of the next run, at once."""
+        """Forget a run that is over (None: all runs): clients must learn of its end, or of the next run, at once."""
         with self._lock:
             for key, (_, location) in list(self._locations.items()):
                 if run_id in (None, location.run_id):

@@ -106,9 +106,9 @@ def _one(batches: list[pa.RecordBatch]) -> pa.RecordBatch:
 
 
 MAX_RANGES = 4096
-"""Ranges that are opened one by one. Where there are more, one range that has all of them is read, and filtered."""
+"""Ranges that are opened one by one. If there are more, one range that contains all of them is read, and filtered."""
 _EXPIRY_BYTES = 9
-"""Where timers are stored by time, the time stands between key group and grouping key."""
+"""The width of the time that timers stored by time have between key group and grouping key."""
 
 Pairs = dict[str, Iterator[pa.RecordBatch]]
 
@@ -139,7 +139,7 @@ class KeyBounds:
         return found
 
     def within(self, pairs: pa.RecordBatch, skipped: int = KEY_GROUP_BYTES) -> pa.RecordBatch:
-        """Return the pairs whose keys are within the bounds; the first ``skipped`` bytes of a key do not count."""
+        """Return the pairs whose keys are within the bounds; the first ``skipped`` bytes of a key are ignored."""
         keys = without_prefix(pairs.column(0), skipped)
         if self.start:
             chosen = pc.greater_equal(keys, self.start)
@@ -208,7 +208,7 @@ _WIDEST = Context(prec=400)
 """Enough digits for every double."""
 _MOST_DIGITS = 80
 _FLOAT_LIMIT = 3.4028235677973366e38
-"""What is less rounds to a finite number of four bytes."""
+"""Smaller values round to a finite number of four bytes."""
 _NESTED = (pa.types.is_struct, pa.types.is_list, pa.types.is_map)
 
 RowPredicate = Callable[[pa.RecordBatch], pa.Array]
@@ -358,9 +358,9 @@ def _bytes(comparison: Comparison, value: Any) -> Any:
 
 
 def _number(value: Any, kind: pa.DataType) -> Decimal | None:
-    """Return a JSON value, or its text, as a number; None if it is none.
+    """Return a JSON value, or its text, as a number; None if it is not a number.
 
-    Beside decimals, a float has the digits that people see: 0.1 is a tenth.
+    Compared with decimals, a float has the digits that are displayed: 0.1 is a tenth.
     """
     if isinstance(value, bool):
         return None

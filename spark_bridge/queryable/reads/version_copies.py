@@ -54,7 +54,7 @@ class VersionCopies:
     """Holds copies for their readers. Thread-safe; the lock guards the copies and their numbers of users.
 
     A reader waits only for the loading of the partitions that it reads itself, and for ``wait_seconds`` at most. A load
-    goes on then, for later readers. ``COPY_LOADS_AT_ONCE`` loads go on together, and end when their run does.
+    then continues, for later readers. ``COPY_LOADS_AT_ONCE`` loads run in parallel, and end when their run does.
     """
 
     def __init__(self, host: Host, clock: Callable[[], float] = time.monotonic, *, wait_seconds: float) -> None:
@@ -74,7 +74,7 @@ class VersionCopies:
     def at(
         self, registration: QueryRegistration, spec: OperatorSpec, partition: int, version: int
     ) -> Iterator[PartitionState]:
-        """Give a copy of a partition for a ``with``; the copy stays at that version meanwhile.
+        """Yield a copy of a partition for a ``with``; the copy stays at that version until the ``with`` ends.
 
         Raises ``StateVersionError`` if the version is not retained, ``TooManyRequestsError`` if as many other versions
         as possible are in use, ``HostUnavailableError`` if the copy is not loaded yet, and what loading raises.
@@ -144,7 +144,7 @@ class VersionCopies:
     ) -> None:
         try:
             loaded.set_result(self._filled(copies, registration, spec, partition, version))
-        except BaseException as error:  # noqa: BLE001 - the readers that wait are told
+        except BaseException as error:  # noqa: BLE001 - the waiting readers raise it
             with self._lock:
                 del copies.partitions[partition]  # the next reader tries again
             loaded.set_exception(error)
@@ -185,26 +185,26 @@ class VersionCopies:
             copies.destroy()
 
 
-# Loads that requests wait for briefly: a load goes on without its requests, for later ones.
+# Loads that requests wait for briefly: a load continues without its requests, for later ones.
 #
-# A request takes room of the host's admission limiters as long as it is worked on. If all room were taken by requests
-# that wait for one partition, no request would be answered from the partitions that are loaded.
+# A request occupies a slot of the host's admission limiters while it is processed. If requests that wait for one
+# partition held all slots, no request would be answered from the partitions that are loaded.
 
 
 T = TypeVar("T")
 
 LOADS_AT_ONCE = 8
-"""Loads that go on together; further loads wait for them."""
+"""Loads that run in parallel; further loads wait for them."""
 MAX_WAITING_REQUESTS = 16
-"""Requests that wait at once, less than the limiters admit; further requests are refused at once, and are to be
-repeated.
+"""Concurrent waiting requests, fewer than the limiters admit; further requests are refused at once, and must be
+retried.
 """
 
 
 class BackgroundLoads:
-    """Runs loads in threads of its own.
+    """Runs loads in separate threads.
 
-    Thread-safe; the lock guards the loads that go on. No request waits longer than ``wait_seconds``.
+    Thread-safe; the lock guards the running loads. No request waits longer than ``wait_seconds``.
     """
 
     def __init__(
@@ -220,7 +220,7 @@ class BackgroundLoads:
         """Return the result of ``load``, or raise its error.
 
         ``load`` runs once, in another thread, for all requests for ``key``. Raises ``HostUnavailableError``, with
-        ``what`` in its message, if the load takes longer; the load goes on then.
+        ``what`` in its message, if the load takes longer; the load then continues.
         """
         with self.waiting(what):
             with self._lock:
@@ -257,12 +257,12 @@ class BackgroundLoads:
 
 
 REFUSED_SECONDS = 0.1
-"""A host believes for this many seconds that a partition is another host's."""
+"""TTL of a cached answer that another host owns a partition, in seconds."""
 MAX_REFUSED = 1 << 14
 
 
 class PartitionLoader:
-    """Loads partitions of this host. Thread-safe; the lock guards changes of what was refused."""
+    """Loads partitions of this host. Thread-safe; the lock guards changes of the cached refusals."""
 
     def __init__(self, host: Host, wait_seconds: float) -> None:
         self.loads = BackgroundLoads(wait_seconds)
@@ -317,7 +317,7 @@ def _name(run_id: str, operator: str, partition: int) -> str:
 
 
 MAX_IDLE_FOLLOWERS = 16
-"""Copies that are kept while nobody reads them."""
+"""The most copies that are kept without a reader."""
 FOLLOWER_IDLE_SECONDS = 60.0
 FollowerKey = tuple[str, str, str]
 """Run id, directory, backend."""
@@ -325,16 +325,16 @@ FollowerKey = tuple[str, str, str]
 
 @dataclass(eq=False)
 class Follower:
-    """A copy of a partition that goes on from version to version; for one reader at a time."""
+    """A copy of a partition that advances from version to version; for one reader at a time."""
 
     state: PartitionState
     used_at: float
 
 
 class FollowerCopies:
-    """The copies that nobody reads now. Thread-safe; the lock guards them.
+    """The copies without a reader. Thread-safe; the lock guards them.
 
-    ``is_active(run id)`` says whether changes of a run may still be read; copies of other runs are not kept.
+    ``is_active(run id)`` returns whether changes of a run may still be read; copies of other runs are not kept.
     """
 
     def __init__(self, host: Host, clock: Callable[[], float], is_active: Callable[[str], bool]) -> None:
@@ -347,7 +347,7 @@ class FollowerCopies:
         self._idle: dict[FollowerKey, list[Follower]] = {}
 
     def take(self, plan: OperatorPlan, piece: Piece, version: int) -> Follower:
-        """Return a copy at ``version`` or before, or a new one. The caller has it alone until ``give_back``."""
+        """Return a copy at ``version`` or before, or a new one. The caller has exclusive use until ``give_back``."""
         self.release_idle()
         with self._lock:
             idle = self._idle.get(_key(plan, piece), [])
@@ -372,7 +372,7 @@ class FollowerCopies:
         self.release_idle()
 
     def release_idle(self) -> None:
-        """Destroy copies that were not used for a while, and the oldest ones where there are too many."""
+        """Destroy copies that were not used for a while, and the oldest ones if there are too many."""
         until = self._clock() - FOLLOWER_IDLE_SECONDS
         with self._lock:
             idle = [(f, key) for key, followers in list(self._idle.items()) for f in followers]

@@ -102,7 +102,7 @@ def shifted_positions(batch: pa.RecordBatch, places: KeyPositions | None, begin:
     return pa.RecordBatch.from_arrays(columns, schema=batch.schema)
 
 
-# Monotonic reads: no answer of a client is older than an answer that the client has had of the same run before.
+# Monotonic reads: no answer of a client is older than one that the client has received before from the same run.
 
 
 MAX_SEEN_RUNS = 4096
@@ -155,11 +155,11 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_renew_locks)
 
 
-# The version of a query's answer, where several hosts answer: all answers are brought to one version.
+# The version of a query's answer if several hosts answer: all answers are brought to one version.
 #
-# Hosts hear of a completed version one after the other, so their first answers may be of different versions. Then the
+# Hosts learn of a completed version one after the other, so their first answers may be of different versions. Then the
 # hosts that are ahead are asked again for exactly the lowest version, which they usually still hold. So two round
-# trips are enough, unless one host is far behind. ``reads/versions/answer_version.py`` decides within one host.
+# trips are enough, unless one host is far behind. ``reads/answer_version.py`` decides within one host.
 #
 # A large request goes out in chunks, one after the other. The answer to the first chunk fixes the version of all
 # chunks.
@@ -169,7 +169,7 @@ P = TypeVar("P")
 T = TypeVar("T")
 
 MAX_RESTARTS = 3
-"""The chunks of a large request are read again from the first one so often, before chunks are read from storage."""
+"""The most times that all chunks of a large request are read again, before chunks are read from storage."""
 
 
 class VersionAlignment:
@@ -184,7 +184,8 @@ class VersionAlignment:
     ) -> tuple[int, list[T]]:
         """Return the version, and the answer to each request. With ``latest`` the version is the lowest one.
 
-        Raises what hosts raise, and ``ConnectionClosedError`` for an answer of another version than the one asked for.
+        Raises the errors of hosts, and ``ConnectionClosedError`` for an answer of another version than the one asked
+        for.
         """
         is_completed = at.isolation == "completed"
         if is_completed:
@@ -245,7 +246,7 @@ def retryable(at: At, error: StateVersionError) -> Exception:
 
 
 class PinnedVersion:
-    """The version of chunks that are read one after the other: ``at`` is what the next chunk asks for.
+    """The version of chunks that are read one after the other: ``at`` is the version of the next request.
 
     The first answer fixes the version. If the chunks take long, hosts may no longer hold that version in memory. Then
     all chunks are read again, a few times. If that does not help, the other chunks are read from storage, which takes
@@ -278,7 +279,7 @@ class PinnedVersion:
 
 
 def read_in_chunks(chunks: Sequence[P], at: At, read: Callable[[P, At], tuple[int, T]]) -> tuple[int, list[T]]:
-    """Return the version, and what ``read`` answers to each of the chunks, of which there is at least one."""
+    """Return the version, and the answer of ``read`` to each of the chunks; there is at least one."""
     pinned = PinnedVersion(at)
     version = 0
     answers: list[T] = []
@@ -375,7 +376,8 @@ class StateRouter:
     def lookup(
         self, location: OperatorLocation, family: str, keys: pa.BinaryArray, at: At, deadline: float
     ) -> tuple[int, pa.BinaryArray]:
-        """Return the version, and the stored values of stored keys in the order of ``keys``; null where a key has none.
+        """Return the version, and the stored values of stored keys in the order of ``keys``; null for keys without a
+        value.
 
         Without keys no host is asked, and the version is the highest one seen.
         """
@@ -439,7 +441,7 @@ class StateRouter:
     # -- ranges --------------------------------------------------------------------------------
 
     def count(self, location: OperatorLocation, request: ScanRequest, deadline: float) -> tuple[int, int]:
-        """Return the version, and how many rows ``scan`` would give."""
+        """Return the version, and the number of rows of ``scan``."""
         asked = replace(request, run_id=location.run_id, forward=self._forward)
         if self._via is not None:
             requests = [ScatteredCount(self._proxy(), asked)]
@@ -502,7 +504,7 @@ class StateRouter:
     def _scan_shares(
         self, location: OperatorLocation, partitions: list[int] | None, in_order: bool
     ) -> list[tuple[str, list[int]]]:
-        """Return the addresses to ask, and for which partitions.
+        """Return the addresses to ask, each with its partitions.
 
         A proxy is asked for the partitions of several owners in one scan, owner by owner.
         """
@@ -520,7 +522,7 @@ class StateRouter:
         """Return the version of a scan, which all hosts are then asked for: the later one of an owner's and the
         location's.
 
-        An owner is asked because other hosts may not have heard of the run for long.
+        An owner is asked because other hosts may not have received the run's versions for long.
         """
         address, partitions = shares[0]
         if self._via is not None:
@@ -542,7 +544,7 @@ class StateRouter:
                 f"{address} knows no completed version of run {request.run_id}: it could not ask the coordinator."
             )
         completed = max(completed, location.completed_version)
-        # The version that the caller asks for is not noted: it may never be completed.
+        # The version that the caller asks for is not recorded: it may never be completed.
         self.seen.note(request.run_id, completed)
         return max(request.at.version, completed)
 

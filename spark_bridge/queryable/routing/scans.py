@@ -1,7 +1,7 @@
-"""The rows of several hosts as one stream, which goes on when one of the hosts dies.
+"""The rows of several hosts as one stream, which survives the death of one of the hosts.
 
-There is no thread and no queue: the thread that takes the rows reads from a connection that has some. Rows that a host
-sends ahead wait in the socket, so that a slow reader holds the hosts back, and memory stays flat.
+There are neither threads nor queues: the thread that takes the rows reads from a connection that has some. Rows that a
+host sends ahead wait in the socket, so that a slow reader holds the hosts back, and memory stays flat.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class RemoteRows:
 
 
 class LocalRows:
-    """The rows that an iterator of this process gives."""
+    """The rows that an iterator of this process yields."""
 
     def __init__(self, version: int, schema: pa.Schema, batches: Iterator[pa.RecordBatch]) -> None:
         self.version = version
@@ -121,12 +121,12 @@ def scan_source(pending: PendingScan) -> ScanSource:
 
 # The rest of a scan whose stream has broken, partition by partition, from the hosts that own the partitions now.
 #
-# A host gives its partitions one after the other, in the order in which they were asked for. The rows of a partition
-# at an exact version always come in the same order. So a stream is resumed by counting: the rows that were given
-# already are asked for again and dropped. Each partition is asked for by itself, for the partitions may have other
-# owners by now. A query that was restarted goes on from the version that it had, so its next run is asked for the
-# rest; that run refuses if it has made the version anew (a rollback). Rows that expire by the clock cannot be
-# counted: a stream that has given some of those is not resumed.
+# A host sends its partitions one after the other, in the order of the request. The rows of a partition at an exact
+# version always come in the same order. So a stream is resumed by counting: the rows that were already returned are
+# requested again and dropped. Each partition is requested separately, because the partitions may have new owners. A
+# query that was restarted continues from its version, so its next run is asked for the rest; that run rejects the
+# request if it has remade the version (a rollback). Rows that expire by the clock cannot be counted: a stream that has
+# returned some of those is not resumed.
 
 
 @dataclass(frozen=True)
@@ -154,14 +154,14 @@ class ScanPlan:
 
 @dataclass(frozen=True)
 class ScanResumption:
-    """Reads on at ``version`` where a stream of ``plan`` has broken; ``relocate`` is that of the plan."""
+    """Continues at ``version`` after a broken stream of ``plan``; ``relocate`` is that of the plan."""
 
     plan: ScanPlan
     version: int
     relocate: Callable[[Exception], OperatorLocation]
 
     def rows(self, partitions: Sequence[int], given: int, failure: Exception) -> Iterator[pa.RecordBatch]:
-        """Yield the rows of ``partitions`` without the first ``given`` ones, which the broken stream has given.
+        """Yield the rows of ``partitions`` without the first ``given`` ones, which the broken stream has returned.
 
         ``failure`` is the error of that stream. Raises what ``Attempts.delay`` raises if attempts no longer help.
         """
@@ -229,10 +229,8 @@ class ScanResumption:
             return
         raise RetiredRunError(
             f"Operator {before.operator.name!r} of query {before.query_id} (run {before.run_id}) was scanned, which "
-            "then "
-            f"ended; run {location.run_id} of query {location.query_id} has the operator now, with other state, "
-            "partitions or "
-            "columns: scan it again."
+            f"then ended; run {location.run_id} of query {location.query_id} has the operator now, with other state, "
+            "partitions or columns: scan it again."
         )
 
     def _attempts(self) -> Attempts:
@@ -248,7 +246,7 @@ def _layout(location: OperatorLocation) -> tuple[object, ...]:
 
 @dataclass
 class _Stream:
-    """Partitions that are read one after the other, and how many of their rows have been given.
+    """Partitions that are read one after the other, and how many of their rows have been returned.
 
     ``is_resumed``: the source is a ``ScanResumption``, which makes its own attempts, so its errors are final.
     """
@@ -262,9 +260,9 @@ class _Stream:
 class RoutedScan(Iterator[pa.RecordBatch]):
     """The rows of ``shares``: addresses, and the partitions that each address is asked for.
 
-    With ``in_order`` the rows of the first share come first, and so on; else rows come as they arrive. A caller that
-    stops early must ``close`` the scan. ``version`` is the lowest of the hosts' versions, all of which are the same if
-    an exact one is asked for.
+    With ``in_order`` the rows of the first share come first, and so on; otherwise rows come as they arrive. A caller
+    that stops early must ``close`` the scan. ``version`` is the lowest of the hosts' versions; if an exact version is
+    requested, they are all the same.
     """
 
     def __init__(
@@ -280,7 +278,7 @@ class RoutedScan(Iterator[pa.RecordBatch]):
         try:
             for address, partitions in shares:
                 pending.append(plan.open_stream(address, replace(plan.request, partitions=partitions), deadline))
-            # The scans of this process first: other hosts work meanwhile.
+            # The scans of this process first: the other hosts work in parallel.
             for is_remote in (False, True):
                 for (_, partitions), one in zip(shares, pending, strict=True):
                     if isinstance(one, KvStream) == is_remote:
@@ -371,7 +369,7 @@ class RoutedScan(Iterator[pa.RecordBatch]):
                 poll.register(fileno, select.POLLIN)
             ready += [waiting[fileno] for fileno, _ in poll.poll(0 if ready else self._plan.timeout * 1000)]
         self._turn += 1
-        # If no stream is ready after all that time, one is read nevertheless: the read raises that nothing comes.
+        # If no stream is ready after all that time, one is read nevertheless: the read then times out.
         return (ready or streams)[self._turn % len(ready or streams)]
 
     def close(self) -> None:

@@ -82,7 +82,7 @@ class KeyShare:
 class RoutingTable:
     """The owners of one operator's partitions in one run.
 
-    Every method raises ``UnknownKvStateKeyGroupLocationError`` where a partition has no owner.
+    Every method raises ``UnknownKvStateKeyGroupLocationError`` if a partition has no owner.
     """
 
     def __init__(self, location: OperatorLocation) -> None:
@@ -175,8 +175,7 @@ class RoutingTable:
             if not 0 <= partition < self.num_partitions:
                 raise UnknownKvStateKeyGroupLocationError(
                     f"Operator {self.location.operator.name!r} (run {self.location.run_id}) has no partition "
-                    f"{partition}; "
-                    f"it has {self.num_partitions}."
+                    f"{partition}; it has {self.num_partitions}."
                 )
             address = self.addresses[self._hosts[partition]] or self._no_owner()
             known = shares[-1:] if in_order else [share for share in shares if share[0] == address]
@@ -198,9 +197,8 @@ class RoutingTable:
 
     def _no_key(self, key: bytes) -> UnknownKeyOrNamespaceError:
         return UnknownKeyOrNamespaceError(
-            f"{key!r} is no stored key of operator {self.location.operator.name!r}: it begins with none of the "
-            f"{self.key_groups} "
-            "key groups."
+            f"{key!r} is not a stored key of operator {self.location.operator.name!r}: it begins with none of the "
+            f"{self.key_groups} key groups."
         )
 
     def _no_owner(self) -> Any:
@@ -208,8 +206,7 @@ class RoutingTable:
         silent = sorted({owner.host_id for owner in location.owners if not owner.query_address})
         raise UnknownKvStateKeyGroupLocationError(
             f"Some partitions of operator {location.operator.name!r} (run {location.run_id}) have no owner that "
-            "answers queries; "
-            f"hosts without a query address: {', '.join(silent)}."
+            f"answers queries; hosts without a query address: {', '.join(silent)}."
         )
 
 
@@ -245,7 +242,7 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class ScatteredRequest(Protocol[T_co]):
-    """A request to one host. The host answers with the version that it has read, and with what was asked for."""
+    """A request to one host. The host answers with the version that it has read, and with the result."""
 
     @property
     def address(self) -> str:
@@ -343,7 +340,7 @@ class ScatteredKeyRows:
 
 @dataclass(frozen=True)
 class ScatteredCount:
-    """Ask one host how many rows a scan would give."""
+    """Ask one host for the number of rows of a scan."""
 
     address: str
     request: ScanRequest
@@ -437,7 +434,7 @@ MOVED = (
 restarted.
 """
 BUSY = (QueryBusyError, TooManyRequestsError)
-"""Errors that pass by waiting: nothing has moved, and whoever was asked takes no more for the moment."""
+"""Errors that pass with time: no partition has moved, and the host accepts no more requests for the moment."""
 PERMANENT = (AccessDeniedError, QueryTimeoutError, WrongOperatorError)
 """Errors that no attempt helps, though their base classes may pass."""
 FINAL_ERRORS = (QueryEndedError, UnknownOperatorError)
@@ -451,7 +448,7 @@ LONGEST_RETRY_DELAY = 0.5
 
 
 def should_locate(error: Exception) -> bool:
-    """Return whether an error says that what is known of the owners is wrong or old."""
+    """Return whether an error shows that the cached owners are wrong or stale."""
     return isinstance(error, (*MOVED, *FINAL_ERRORS)) and not isinstance(error, PERMANENT)
 
 
@@ -484,8 +481,8 @@ class Attempts:
         """Return the seconds to wait until the next attempt.
 
         Raises ``error`` itself if another attempt does not help. If there is no time for one, raises
-        ``QueryTimeoutError``, or ``error`` if it is one of ``FINAL_ERRORS``, because that the query has not come back
-        is an answer.
+        ``QueryTimeoutError``, or ``error`` if it is one of ``FINAL_ERRORS``, because it is an answer that the query has
+        not come back.
         """
         if not self._may_help(error):
             raise error
@@ -498,8 +495,7 @@ class Attempts:
                 raise error
             raise QueryTimeoutError(
                 f"{self._what} was not answered within {max(0.0, self.deadline - self._begun):.1f} s, in "
-                f"{self._failures} "
-                f"attempts; last failure: {type(error).__name__}: {error}"
+                f"{self._failures} attempts; last failure: {type(error).__name__}: {error}"
             ) from error
         return delay
 

@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from spark_bridge.queryable.server.tokens import TokenVerifier
 
 RECEIVE_BUFFER_BYTES = 1 << 16
-"""The most bytes that one ``recv`` brings, usually whole frames. Larger frames get memory of their own."""
+"""The most bytes that one ``recv`` returns, usually whole frames. A larger frame gets its own memory."""
 SEND_TICK_SECONDS = 1.0
-"""A send that makes no progress looks at its deadline so often."""
+"""Seconds between two checks of the deadline by a send that makes no progress."""
 LINGER_SECONDS = 1.0
 LINGER_BYTES = 64 << 20
 
@@ -110,8 +110,7 @@ class FramedSocket:
         if not 0 < header_length <= min(length, MAX_HEADER_BYTES):
             raise RequestError(
                 f"A frame of {length:,} bytes cannot have a header of {header_length:,}; a header has at least 1 and "
-                "at most "
-                f"{MAX_HEADER_BYTES:,}."
+                f"at most {MAX_HEADER_BYTES:,}."
             )
         frame_length = FRAME_PREFIX.size + length
         if end - begin < frame_length:
@@ -129,7 +128,7 @@ class FramedSocket:
         return memoryview(bytes(body)) if body.obj is self._buffer.obj else body
 
     def _fill(self, begin: int, end: int, wanted: int, deadline: float) -> tuple[int, int]:
-        """Receive until ``wanted`` bytes are in the buffer; return where they begin and end."""
+        """Receive until ``wanted`` bytes are in the buffer; return their start and end."""
         if begin + wanted > RECEIVE_BUFFER_BYTES:
             self._buffer[: end - begin] = self._buffer[begin:end]
             begin, end = 0, end - begin
@@ -228,7 +227,7 @@ class FramedSocket:
         return bool(poll.poll(0))
 
     def linger(self, max_bytes: int = LINGER_BYTES) -> None:
-        """Let the client read a last answer while it still sends: closing at once would take that answer from it."""
+        """Wait until the client, which still sends, has read a last answer: closing at once would discard it."""
         deadline = time.monotonic() + LINGER_SECONDS
         with contextlib.suppress(OSError, ClientGoneError, RequestError):
             socket.socket.shutdown(self._socket, socket.SHUT_WR)
@@ -311,10 +310,10 @@ MAX_MESSAGE_CHARS = 8192
 
 
 def failure_of(error: Exception) -> Failure:
-    """Return the ``Failure`` that tells a client of an error.
+    """Return the ``Failure`` that reports an error to a client.
 
-    The project's own errors cross the network with their text. Of other errors only the class does, because their text
-    may disclose too much.
+    The project's own errors cross the network with their text. Of other errors only the class is sent, because their
+    text may disclose too much.
     """
     name = type(error).__name__
     if isinstance(error, PUBLIC_ERRORS):

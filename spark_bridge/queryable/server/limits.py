@@ -19,7 +19,7 @@ from backends.exceptions import InvalidStateStoreArgument
 from spark_bridge.exceptions import TooManyRequestsError
 from spark_bridge.queryable.protocol import MAX_HEADER_BYTES
 
-# ``RequestLimits``: the bounds of a ``KvStateServer``, by which a greedy client cannot stop a stream.
+# ``RequestLimits``: the bounds of a ``KvStateServer``, so that a greedy client cannot stop a stream.
 #
 # After Envoy's overload settings and Redis' ``maxclients``, ``timeout`` and query-buffer limits: everything that a
 # client can make grow has a bound.
@@ -31,19 +31,20 @@ MAX_FRAME_BYTES = (1 << 32) - 1
 
 @dataclass(frozen=True)
 class RequestLimits:
-    """The limits of one server. Raises ``InvalidStateStoreArgument`` for a limit with which nothing could be answered.
+    """The limits of one server. Raises ``InvalidStateStoreArgument`` for a limit so low that no request could be
+    answered.
 
     - ``max_request_bytes``: header and body of one request.
     - ``max_keys``: keys of one request.
     - ``scan_seconds``: the time that a scan, or another answer of many batches, may take, with the client's reading.
-    - ``max_requests``: lookups that are worked on at once; separately as many that are forwarded to other hosts.
+    - ``max_requests``: lookups that are processed at once; separately as many that are forwarded to other hosts.
     - ``max_scans``: scans, counts and change feeds that are open at once; separately as many that are forwarded, and as
       many lookups of either kind that load an old version or answer with many rows.
     - ``max_connections``: connections at once of clients with a valid token.
     - ``idle_seconds``: a connection that asks for nothing for this long is closed.
     - ``max_buffered_bytes``: the bytes of all large requests that are arriving and all large answers that are leaving.
-    - ``transfer_seconds``: the time in which a request must arrive once it has begun, and an answer of one frame must
-      be taken.
+    - ``transfer_seconds``: the most seconds for a request to arrive once it has begun, and for a client to take an
+      answer of one frame.
     - ``wait_seconds``: the time that a request waits for admission before it fails with ``TooManyRequestsError``.
     """
 
@@ -74,14 +75,12 @@ class RequestLimits:
         if not 4096 <= self.max_request_bytes <= MAX_FRAME_BYTES:
             raise InvalidStateStoreArgument(
                 f"RequestLimits.max_request_bytes must be from 4096 to {MAX_FRAME_BYTES} (a frame states its length "
-                "in 32 bits), "
-                f"not {self.max_request_bytes}."
+                f"in 32 bits), not {self.max_request_bytes}."
             )
         if not self.max_request_bytes + MAX_HEADER_BYTES <= self.max_buffered_bytes:
             raise InvalidStateStoreArgument(
                 f"RequestLimits.max_buffered_bytes ({self.max_buffered_bytes}) must have room for one request of "
-                "max_request_bytes "
-                f"({self.max_request_bytes}) and {MAX_HEADER_BYTES} more."
+                f"max_request_bytes ({self.max_request_bytes}) and {MAX_HEADER_BYTES} more."
             )
 
 
@@ -95,8 +94,8 @@ COMPUTE_PATIENCE_SECONDS = 0.05
 class AdmissionLimiter:
     """Admits an ``amount`` of something at once.
 
-    The others wait in order (``threading.Semaphore`` lets newcomers overtake). ``what`` names it in errors. The lock
-    guards the free amount and the queue.
+    Further requests wait in order (``threading.Semaphore`` lets newcomers overtake). ``what`` names it in errors. The
+    lock guards the free amount and the queue.
     """
 
     def __init__(self, amount: int, what: str) -> None:
@@ -109,7 +108,7 @@ class AdmissionLimiter:
     def acquire(self, wait_seconds: float, amount: int = 1) -> None:
         """Take ``amount``, after ``wait_seconds`` at most.
 
-        Raises ``TooManyRequestsError`` if so much is not free by then.
+        Raises ``TooManyRequestsError`` if that amount is not free by then.
         """
         with self._lock:
             if not self._waiting and self._free >= amount:
@@ -129,7 +128,7 @@ class AdmissionLimiter:
         raise self._refusal(wait_seconds, amount)
 
     def release(self, amount: int = 1) -> None:
-        """Give ``amount`` back."""
+        """Release ``amount``."""
         with self._lock:
             self._free += amount
             if self._waiting:
@@ -159,8 +158,7 @@ class AdmissionLimiter:
         wanted = f"{amount:,} more" if amount > 1 else "one more"
         return TooManyRequestsError(
             f"This host has room for {self.amount:,} {self._what} at once and found none for {wanted} within "
-            f"{wait_seconds:g} s; "
-            "try again later, or ask other hosts."
+            f"{wait_seconds:g} s; try again later, or ask other hosts."
         )
 
 
@@ -175,8 +173,8 @@ class _Waiter:
 class ComputeSlot:
     """Lets threads compute one at a time: a ``with`` waits until the slot is free.
 
-    Every call of numpy and Arrow releases the interpreter's lock and wants it back at once. With eight threads that do
-    so, half of all time is spent handing the lock over. The slot is no limit: a thread that has waited ``patience``
+    Every call of numpy and Arrow releases the interpreter's lock and wants it back at once. With eight such threads,
+    half of all time is spent handing the lock over. The slot is not a limit: a thread that has waited ``patience``
     seconds takes the slot from its holder. The holder may be waiting for something else, and so delays only one other
     thread.
     """
@@ -202,8 +200,7 @@ class ComputeSlot:
 class AdmissionControl:
     """The limiters of one server, by kind of request.
 
-    Forwarded requests have limiters of their own: two hosts that forward to each other would wait for each other
-    otherwise.
+    Forwarded requests have separate limiters: otherwise two hosts that forward to each other would wait for each other.
     """
 
     def __init__(self, limits: RequestLimits) -> None:
@@ -324,7 +321,7 @@ def middle_of(bucket: int) -> float:
 
 
 MAX_SERIES = 512
-"""Pairs of operator and verb that are counted apart. Names come from clients, and must not make memory grow."""
+"""The most pairs of operator and verb with separate counts. Names come from clients, and must not make memory grow."""
 OTHER = "(other)"
 """The operator under which requests for unknown operators are counted, and those beyond ``MAX_SERIES``."""
 
@@ -371,8 +368,8 @@ class RequestDelta:
 class RequestStatistics:
     """Counts requests; safe from many threads.
 
-    An operator gets figures of its own once a request for it has been answered. Until then, and beyond ``MAX_SERIES``,
-    it counts as ``OTHER``. Requests that name no operator have the operator "". One lock guards which series there are,
+    An operator gets its own figures once a request for it has been answered. Until then, and beyond ``MAX_SERIES``,
+    it counts as ``OTHER``. Requests that name no operator have the operator "". One lock guards the set of series,
     another the taken deltas.
     """
 

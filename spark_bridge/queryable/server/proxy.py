@@ -56,9 +56,9 @@ log = logging.getLogger(__name__)
 MAX_AGE_SECONDS = 2.0
 """An oracle in use is fetched again at this age, aside from the requests that use it."""
 FETCH_SECONDS = 0.1
-"""However many requests find an oracle wrong, it is not fetched more often than that."""
+"""The least seconds between two fetches of an oracle, however many requests find it wrong."""
 ENDED_SECONDS = 0.5
-"""A query that has ended is taken for ended for this many seconds, without asking again."""
+"""TTL of the cached answer that a query has ended, in seconds."""
 MAX_CACHED_RUNS = 1024
 FETCHES = "fetch the owners of the partitions of a query: requests use the owners that were known before"
 
@@ -80,9 +80,9 @@ class _CachedOracle:
 class LocationCache:
     """Oracles by job, for any number of threads. ``_lock`` guards all dicts; reads of them take no lock.
 
-    A job is a query on its state location: a copy of a checkpoint, which has the same query id, is a job of its own.
+    A job is a query on its state location. A copy of a checkpoint has the same query id, but is a separate job.
 
-    ``coordinator`` may fail with ``HostUnavailableError``: the cached oracles go on serving then.
+    ``coordinator`` may fail with ``HostUnavailableError``: the cached oracles then stay in use.
     """
 
     def __init__(self, coordinator: CoordinatorPort, clock: Callable[[], float] = time.monotonic) -> None:
@@ -129,7 +129,7 @@ class LocationCache:
                 self._specs = {key: spec for key, spec in self._specs.items() if key[0] != run_id}
 
     def location(self, run_id: str, operator: str, *, with_schema: bool = False) -> OperatorLocation:
-        """Return where an operator of a run is: the same object as long as nothing changes.
+        """Return the location of an operator of a run: the same object until something changes.
 
         It has a schema only ``with_schema``. Raises ``RetiredRunError`` if the run is unknown or not the query's newest
         one, ``QueryEndedError``, ``UnknownOperatorError``, and ``HostUnavailableError`` if the operator is not cached
@@ -197,7 +197,7 @@ class LocationCache:
     def _fetch(self, job_id: str, unless_since: float, operator: str | None = None) -> None:
         """Fetch the oracle of a job, or of a run's job, unless it was fetched in the last ``unless_since`` seconds.
 
-        A thread that comes while another one fetches waits, and uses what that one has fetched.
+        If another thread is fetching, this one waits and uses the result of that fetch.
         """
         begun = self._clock()
         with self._lock:
@@ -219,7 +219,7 @@ class LocationCache:
             except (CoordinatorError, HostUnavailableError) as error:
                 if cached is None:
                     raise
-                log.info("Query %s is served by what was known of it before: %s", job_id, error)
+                log.info("Query %s is served from cached locations: %s", job_id, error)
                 oracle = None
             if oracle is None:
                 # The coordinator does not know the query (yet), because the coordinator was replaced.
@@ -245,8 +245,7 @@ class LocationCache:
             exist = ", ".join(repr(o.name) for o in oracle.operators)
             raise UnknownOperatorError(
                 f"Query {oracle.name or oracle.query_id} (run {oracle.run_id}) has no operator {operator!r}; "
-                "operators that "
-                f"exist: {exist}."
+                f"operators that exist: {exist}."
             )
         owners = oracle.owners(operator)
         spec = self._specs.get((oracle.run_id, operator))
@@ -289,7 +288,7 @@ class LocationCache:
                 job_id = self._used.pop()
                 try:
                     self._fetch(job_id, MAX_AGE_SECONDS / 2)
-                except Exception as error:  # noqa: BLE001 - the thread must go on; cached oracles go on serving
+                except Exception as error:  # noqa: BLE001 - the thread must survive; cached oracles stay in use
                     log.warning("The locations of query %s could not be fetched: %s", job_id, error)
                     failing_loops.failed(self, FETCHES, "Look at the log of that host and of the coordinator.", error)
                 else:
@@ -314,8 +313,8 @@ without taking room here.
 class ForwardingReads:
     """``StateReads`` of a proxy: answers requests with ``forward`` for all partitions, others for this host's.
 
-    ``own`` returns what this host answers by itself, and ``address`` its own query address; both are called once, when
-    something is asked. Requests to other hosts have no ``forward``, so no request goes further than one step.
+    ``own`` returns the ``StateReads`` of this host alone, and ``address`` its own query address; both are called once,
+    with the first request. Requests to other hosts have no ``forward``, so no request goes further than one step.
     """
 
     def __init__(
@@ -446,9 +445,9 @@ class ForwardingReads:
         *,
         with_schema: bool = False,
     ) -> T:
-        """Return the result of ``ask``; repeat the call for a little while if partitions have moved.
+        """Return the result of ``ask``; retry for a short time if partitions have moved.
 
-        Raises what the owners raise.
+        Raises the errors of the owners.
         """
         run_id, operator = request.run_id, request.operator
         begun = self._clock()
@@ -491,9 +490,10 @@ def connections_to_hosts(token: str, tls: ssl.SSLContext | None = None) -> KvCon
 class KvStateClientProxy(KvStateServer):
     """Answers queries of this host's state, and requests with ``forward`` for all hosts.
 
-    ``reads`` returns what this host answers from; it is first called when something is asked. ``coordinator`` says
-    where state is. ``hosts`` are the connections to other hosts, with the cluster's token (``connections_to_hosts``);
-    the proxy closes them when it shuts down. The other arguments are those of ``KvStateServer``.
+    ``reads`` returns the ``StateReads`` that this host answers from; it is first called with the first request.
+    ``coordinator`` locates state. ``hosts`` are the connections to other hosts, with the cluster's token
+    (``connections_to_hosts``); the proxy closes them when it shuts down. The other arguments are those of
+    ``KvStateServer``.
     """
 
     def __init__(
@@ -522,10 +522,10 @@ class KvStateClientProxy(KvStateServer):
         return self._locations.get(job_id)
 
     def update_kv_state_location_oracle(self, job_id: str, oracle: KvStateLocationOracle | None) -> None:
-        """Tell the proxy who owns which partitions of a query; None makes it forget. From any thread.
+        """Set the owners of a query's partitions; None makes the proxy forget them. Thread-safe.
 
-        The proxy fetches what it needs by itself, and again if it is old or proves wrong. This method is for callers
-        that know better.
+        The proxy fetches what it needs by itself, and again if it is stale or proves wrong. This method is for callers
+        with newer information.
         """
         self._locations.update(job_id, oracle)
 

@@ -60,8 +60,8 @@ if TYPE_CHECKING:
 FRAME_BYTES = 4 << 20
 """The most bytes that the rows of one ``RowsReply`` take, unless one row is larger."""
 QUIET_SECONDS = 1.0
-"""A scan that has found nothing for this many seconds sends an empty batch: the client sees that the scan goes on, the
-server whether the client is gone.
+"""A scan that has found nothing for this many seconds sends an empty batch. It shows the client that the scan is
+running, and the server whether the client is gone.
 """
 
 
@@ -102,7 +102,7 @@ class RowSender:
             self._held = []
 
     def keep_alive(self, now: float) -> None:
-        """Send an empty batch if nothing has been sent for long: the work goes on."""
+        """Send an empty batch if nothing has been sent for long, as a heartbeat."""
         if now - self._sent_at >= QUIET_SECONDS:
             schema = self._answer.schema
             self.send(pa.RecordBatch.from_arrays([pa.nulls(0, f.type) for f in schema], schema=schema))
@@ -130,15 +130,15 @@ def slices(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
 
 
 SLOW_LOOKUP_SECONDS = 5.0
-"""Rows of keys that take longer than this to find go on under the limiter of slow lookups."""
+"""Rows of keys that take longer than this to find continue under the limiter of slow lookups."""
 LARGE_ANSWER_BYTES = 1 << 16
 
 
 class ServedRequest:
     """Implements ``RequestContext`` for one request, within a ``with``. For the thread of the connection.
 
-    The ``with`` waits until ``limiter`` admits the request. When the work becomes slow the request moves to the limiter
-    ``slow``: when it says so (``before_slow_work``), and unless ``may_stay`` also after ``SLOW_LOOKUP_SECONDS``.
+    The ``with`` waits until ``limiter`` admits the request. A request that becomes slow moves to the limiter ``slow``:
+    when it announces slow work (``before_slow_work``), and unless ``may_stay`` also after ``SLOW_LOOKUP_SECONDS``.
     ``stopping`` is set when the server stops.
     """
 
@@ -205,8 +205,7 @@ class ServedRequest:
             so_far = "" if self.rows is None else f", after {self.rows.num_rows:,} rows"
             raise RequestLimitError(
                 f"The answer took longer than the {self._limits.scan_seconds:g} s allowed here{so_far}: ask for "
-                "less, or "
-                "read faster."
+                "less, or read faster."
             )
         if now - self._checked_at < min(QUIET_SECONDS, TOKEN_SECONDS):
             return
@@ -236,7 +235,7 @@ class ServedRequest:
 
 MAX_AWAIT_SECONDS = 30.0
 AWAIT_SLICE_SECONDS = 1.0
-"""A thread that waits for a version checks so often whether the server still runs and the client is still there."""
+"""Seconds between two checks, by a thread that waits for a version, of the server and the client."""
 COMPUTE_SLOT_BYTES = 1 << 18
 """Lookups of at most this many bytes of keys are worked on one at a time. A larger one would keep the others waiting
 for too long.
@@ -274,7 +273,7 @@ class RequestHandler:
         self._session = session
 
     def handle(self, request: Request, body: memoryview) -> None:
-        """Answer a request. Raises what the client is to be told, and ``ClientGoneError``."""
+        """Answer a request. Raises the error to send to the client, and ``ClientGoneError``."""
         reads, wait_seconds = self._server.reads, self._limits.wait_seconds
         match request:
             case LookupRequest():

@@ -138,7 +138,7 @@ class ServerConnection:
             self._is_welcome = True
         except ClientGoneError:
             raise
-        except Exception as error:  # noqa: BLE001 - the client is told, and the log
+        except Exception as error:  # noqa: BLE001 - sent to the client, and logged
             self._observe("", "hello", started, failed=True)
             self._fail(error)
             self._frames.linger(MAX_HELLO_BYTES)
@@ -178,7 +178,7 @@ class ServerConnection:
         except ClientGoneError:
             failed = False  # a client that has seen enough of a scan leaves, too
             raise
-        except Exception as error:  # noqa: BLE001 - the client is told, and the log
+        except Exception as error:  # noqa: BLE001 - sent to the client, and logged
             self._fail(error)
             if isinstance(error, AccessDeniedError):
                 self._frames.linger()
@@ -205,10 +205,10 @@ def decoded_request(header: memoryview) -> Request:
 
 BACKLOG = 128
 MAX_UNAUTHENTICATED = 64
-"""Connections whose clients have not shown a valid token yet; they count apart from ``max_connections``."""
+"""Connections whose clients have not shown a valid token yet; they do not count for ``max_connections``."""
 REFUSED_AT_ONCE = 16
-"""Clients beyond ``MAX_UNAUTHENTICATED`` that are told why they are refused; further ones only find the connection
-closed.
+"""Clients beyond ``MAX_UNAUTHENTICATED`` that receive the reason for their refusal; further ones only find the
+connection closed.
 """
 SHUTDOWN_SECONDS = 10.0
 ACCEPT_SECONDS = 1.0
@@ -223,8 +223,8 @@ class KvStateServer:
     """Answers queries at ``server_address`` from ``reads``.
 
     ``port`` 0 takes a free port, which the server keeps when started again. ``tokens`` decides which clients may ask.
-    Clients are told ``host_id`` in the ``Welcome``. With ``tls``, only encrypted connections are answered. Raises
-    ``OSError`` if the address cannot be bound. ``_lock`` guards the connections and what runs now.
+    The ``Welcome`` sends ``host_id`` to clients. With ``tls``, only encrypted connections are answered. Raises
+    ``OSError`` if the address cannot be bound. ``_lock`` guards the connections and the running requests.
     """
 
     def __init__(
@@ -353,7 +353,7 @@ class KvStateServer:
                 self._accept_one(listener, running)
             except TimeoutError:  # no client has connected
                 failing_loops.recovered(self)
-            except Exception as error:  # noqa: BLE001 - it mostly passes, such as too many open files or threads
+            except Exception as error:  # noqa: BLE001 - it usually passes, such as too many open files or threads
                 if not running.stopping.wait(ACCEPT_AGAIN_SECONDS):
                     log.warning("A connection to %s could not be accepted: %s", self.server_address, error)
                     what = f"accept connections of query clients at {self.server_address}"
@@ -407,8 +407,7 @@ class KvStateServer:
                 connection.refuse(
                     TooManyRequestsError(
                         f"{MAX_UNAUTHENTICATED} clients of this host have yet to say who they are, as many as may; "
-                        "try again, or "
-                        "ask other hosts."
+                        "try again, or ask other hosts."
                     )
                 )
         except OSError as error:  # in the handshake: the client speaks no TLS, or another version, or is gone

@@ -1,9 +1,9 @@
 """The token check: a client without a valid token gets no answer.
 
 There are two kinds of tokens. The cluster's secret token allows everything on every port. The coordinator gives it to
-every process of the Ray cluster, because Ray's namespaces are no boundary between processes. Read-only tokens
+every process of the Ray cluster, because Ray's namespaces do not separate processes. Read-only tokens
 (``coordinator_actor.access_tokens``) are for clients outside; they are valid for the query port, which only reads, and
-for HTTP. Those of administrators are the same to both, and may act on the page.
+for HTTP. Those of administrators are treated the same by both, and may act on the page.
 """
 
 from __future__ import annotations
@@ -73,12 +73,11 @@ class ClusterTokens:
         if not token:
             raise AccessDeniedError(
                 "No token was given, and without one nothing is answered: a process attached to the Ray cluster gets "
-                "one by itself, "
-                "others need token= or STATESTORE_TOKEN (statestore token issue)."
+                "one by itself, others need token= or STATESTORE_TOKEN (statestore token issue)."
             )
         if not is_issued(token):
             if not hmac.compare_digest(token.encode(errors="replace"), self._encoded):
-                raise AccessDeniedError("The token is unknown: it is of another cluster, or none at all.")
+                raise AccessDeniedError("The token is unknown: it belongs to another cluster, or is not a token.")
             return CLUSTER_GRANT
         revoked = self._revoked()
         if revoked is None:
@@ -106,7 +105,7 @@ STALE_SECONDS = 60.0
 class CoordinatorTokens:
     """Verifies callers' tokens (a ``TokenVerifier``), and asks the coordinator which tokens have been revoked.
 
-    ``call`` calls a method of the coordinator by name, and blocks meanwhile.
+    ``call`` calls a method of the coordinator by name, and blocks until it returns.
     """
 
     def __init__(self, call: Callable[[str], Any], clock: Callable[[], float] = time.monotonic) -> None:
@@ -125,7 +124,7 @@ class CoordinatorTokens:
             if not token:
                 raise AccessDeniedError("No token was given, and without one nothing is answered.")
             raise HostUnavailableError(
-                "This application has not reached the coordinator yet, and cannot tell which tokens are valid."
+                "This application has not reached the coordinator yet, and cannot verify tokens."
             )
         return self._verifier.verify(token)
 
@@ -152,6 +151,6 @@ class CoordinatorTokens:
         while True:
             try:
                 await asyncio.to_thread(self.ask)
-            except Exception as error:  # noqa: BLE001 - the coordinator may be restarting; ``verify`` says so
+            except Exception as error:  # noqa: BLE001 - the coordinator may be restarting; ``verify`` reports it
                 log.warning("The coordinator could not be asked for revoked tokens: %s", error)
             await asyncio.sleep(REVOCATION_SECONDS)

@@ -74,7 +74,7 @@ class CatalogTable:
 def catalog(operators: Sequence[Mapping[str, Any]]) -> list[CatalogTable]:
     """Return the tables of a client's ``operators()``.
 
-    Where the copy of a checkpoint runs beside the original, both have one query id: their run ids name them instead.
+    If a copy of a checkpoint runs next to the original, both have one query id: their run ids name them instead.
     """
     runs: dict[str, set[str]] = {}
     for operator in operators:
@@ -135,17 +135,17 @@ def resolve(name: tuple[str, ...], known: Sequence[CatalogTable]) -> CatalogTabl
 
 
 def quoted(identifier: str) -> str:
-    """Return an identifier as SQL writes it, in quotes where it needs them."""
+    """Return an identifier in SQL, quoted if necessary."""
     if re.fullmatch(r"[a-z_][a-z0-9_]*", identifier):
         return identifier
     return '"' + identifier.replace('"', '""') + '"'
 
 
-# The interface of a client to SQL: the methods that SQL calls. A client depends on ``sql``, never the other way.
+# The interface of a client to SQL: the methods that SQL calls. A client depends on ``sql``, never the reverse.
 
 
 class VersionedRows(Protocol):
-    """Rows at one version, as they come: what a client's scan returns."""
+    """Rows at one version, as a stream: the result of a client's scan."""
 
     @property
     def schema(self) -> pa.Schema:
@@ -217,7 +217,7 @@ class StatementSnapshot:
         self._failure: Exception | None = None
 
     def failed(self, error: Exception) -> None:
-        """Keep the first error of a scan, because DuckDB passes on only the text of an error."""
+        """Keep the first error of a scan, because DuckDB passes on only an error's message."""
         self._failure = self._failure or error
 
     def taken_failure(self) -> Exception | None:
@@ -320,7 +320,7 @@ class StateScanner:
         try:
             with _keeping_failure(self._snapshot):
                 for batch in self._rows:
-                    # The whole filter once more: the conditions that were pushed down need not be all of it, nor exact.
+                    # The whole filter again: the conditions that were pushed down need not be all of it, nor exact.
                     passing = batch if self._filter is None else batch.filter(self._filter)
                     if passing.num_rows:
                         yield passing.select(self._columns)

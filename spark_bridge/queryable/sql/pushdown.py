@@ -41,7 +41,7 @@ _METADATA_AT = 2
 
 @dataclass(frozen=True)
 class FieldRef:
-    """A column, or a field of a struct: ``path`` are the names on the way to the field."""
+    """A column, or a field of a struct: ``path`` are the names that lead to the field."""
 
     path: tuple[str, ...]
 
@@ -72,7 +72,7 @@ class UnknownExpressionError(Exception):
 def parse_expression(expression: pc.Expression) -> Node:
     """Return the tree of an expression. Raises ``UnknownExpressionError`` if the expression is not understood."""
     try:
-        # The bytes that Arrow gives to pickle. Nothing is pickled or unpickled here.
+        # The bytes that Arrow passes to pickle. Nothing is pickled or unpickled here.
         (content,) = expression.__reduce__()[1]
         with pa.ipc.open_file(pa.py_buffer(content)) as reader:
             batch = reader.get_batch(0)
@@ -84,7 +84,9 @@ def parse_expression(expression: pc.Expression) -> Node:
             f"The expression {expression} is not as Arrow is known to write it: {error}"
         ) from error
     if behind is not None:
-        raise UnknownExpressionError(f"The expression {expression} goes on where it should end: {behind!r}.")
+        raise UnknownExpressionError(
+            f"The expression {expression} has more characters where it should end: {behind!r}."
+        )
     return node
 
 
@@ -316,7 +318,7 @@ def _where(conditions: Sequence[ColumnCondition]) -> list[Comparison]:
 
 
 def as_json(value: pa.Scalar) -> str | int | float | bool | None:
-    """Return a value as ``Comparison`` has it: a JSON value, or a string that Arrow casts to exactly this value.
+    """Return a value in the form of ``Comparison``: a JSON value, or a string that Arrow casts to exactly this value.
 
     Else None.
     """
@@ -354,7 +356,7 @@ def _keys(conditions: Sequence[ColumnCondition], schema: pa.Schema, key: Sequenc
 
 
 def _choices(conditions: Sequence[ColumnCondition], column: str) -> tuple[pa.Scalar, ...] | None:
-    """Return the smallest list of values that a column can have; None if there is no such list."""
+    """Return the smallest list of the possible values of a column; None if it has no such list."""
     lists = [c.values for c in conditions if c.column == column and c.operator in ("=", "in")]
     return min(lists, key=len, default=None)
 

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     import pandas as pd
     import polars as pl
 
-# DuckDB connections in which the state variables of a statement are tables, and the limits of a statement.
+# DuckDB connections with the state variables of a statement as tables, and the limits of a statement.
 #
 # DuckDB bounds the memory, threads and temporary files of a database, not of a statement. So no two statements share
 # a database at the same time. Making a database takes 40 ms, so an idle one is reused.
@@ -54,7 +54,7 @@ KEPT_DATABASES = 4
 
 @dataclass(frozen=True)
 class SqlLimits:
-    """The limits of one SQL statement. Raises ``InvalidStateStoreArgument`` for a limit with which nothing could run.
+    """The limits of one SQL statement. Raises ``InvalidStateStoreArgument`` for a limit too low for any statement.
 
     - ``memory_bytes``: the memory that DuckDB may use for the statement; at least 16 MiB.
     - ``threads``: the threads that DuckDB may use for the statement.
@@ -98,7 +98,7 @@ def _mib(nbytes: int) -> str:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether DuckDB or Arrow says that a statement has reached its limit of memory."""
+    """Return whether an error of DuckDB or Arrow means that a statement has reached its memory limit."""
     return isinstance(error, MemoryError) or "Out of Memory Error" in str(error)
 
 
@@ -123,8 +123,7 @@ def statement_kind(duckdb: Any, statement: str) -> str:
     if kinds not in (["SELECT"], ["EXPLAIN"]):
         raise RequestError(
             f"One statement that reads is possible, not {', '.join(kinds) or 'none'}: the state cannot be changed. "
-            "To keep what "
-            "is read in tables of your own, give connection=."
+            "To keep what is read in tables of your own, give connection=."
         )
     return str(kinds[0])
 
@@ -143,7 +142,7 @@ class StatementDatabase:
         self.connection = self._database.cursor() if may_share else self._database
 
     def __del__(self) -> None:
-        # Nothing is there if the database could not be made.
+        # There is nothing to remove if the database could not be created.
         if getattr(self, "_may_share", False) and hasattr(self, "connection") and len(_idle) < KEPT_DATABASES:
             _idle.append((self.limits, self._database))
 
@@ -271,7 +270,7 @@ class StateRelation:
         return list(self.relation.columns)
 
     def interrupt(self) -> None:
-        """End what runs on the statement, from another thread: that call raises DuckDB's ``InterruptException``."""
+        """Interrupt the statement's running call from another thread: it raises DuckDB's ``InterruptException``."""
         self._connection.interrupt()
 
     def arrow(self) -> pa.Table:
@@ -370,29 +369,29 @@ def sql(
     timeout: float | None = None,
     limits: SqlLimits | None = None,
 ) -> StateRelation:
-    """Return the rows that a SQL statement makes of the state of running queries.
+    """Return the rows of a SQL statement over the state of running queries.
 
     Names of tables are:
 
     - ``operator``;
-    - ``operator.state``, where an operator has several state variables;
-    - ``query.operator`` (the query by name or id), where several queries have an operator of that name;
+    - ``operator.state``, if an operator has several state variables;
+    - ``query.operator`` (the query by name or id), if several queries have an operator of that name;
     - ``query.operator.state``;
     - each of these as one quoted name with dots.
 
-    Everything of a query is read at one version: ``version``, which needs a statement over one query, or that of the
-    first rows. Rows are fetched when the result is asked for, and again each time.
+    All tables of a query are read at one version: ``version``, which needs a statement over one query, or that of the
+    first rows. Rows are fetched when the result is read, and again each time.
 
-    ``query_params`` are the values of ``?``, ``$1`` or ``$name``. Without ``connection`` only one statement that reads
-    is possible, on a DuckDB in memory that opens no files and whose time zone is UTC. With a ``connection`` of the
-    user's own the statement may be any, also with that connection's tables, which go before operators of the same name.
-    Qualified names of operators are then to be written as one name: ``"query.operator"``.
+    ``query_params`` are the values of ``?``, ``$1`` or ``$name``. Without ``connection``, the statement must be a
+    single read; it runs on a DuckDB in memory that opens no files and whose time zone is UTC. With a ``connection`` of
+    the user's own, any statement is allowed, also with that connection's tables, which take precedence over operators
+    of the same name. Qualified names of operators must then be written as one name: ``"query.operator"``.
 
     ``limits`` are those of the statement (default: ``SqlLimits()``); a ``connection`` of the user's own has its own.
 
-    Raises ``UnknownOperatorError`` naming the tables that there are, ``RequestError`` for a statement that does not
+    Raises ``UnknownOperatorError`` naming the existing tables, ``RequestError`` for a statement that does not
     only read or a ``version`` of several queries, ``RequestLimitError`` for a statement that needs more memory,
-    DuckDB's own errors for wrong SQL, and what a client's ``scan`` raises.
+    DuckDB's own errors for wrong SQL, and the errors of a client's ``scan``.
     """
     duckdb = import_duckdb()
     # An EXPLAIN does not share the database: EXPLAIN ANALYZE runs the statement that it explains.

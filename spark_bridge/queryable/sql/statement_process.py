@@ -1,14 +1,14 @@
 """SQL statements of other people, each in a process whose memory the operating system limits.
 
 DuckDB does not count the values that one call of a function makes (``repeat``, a list of ``range``), so its own limit
-does not hold for them. ``RLIMIT_DATA`` of a child process does. The child runs the same ``sql`` as the user's own
-program, with a client that asks this process for rows: names, pushdown and versions are as they are there.
+does not cover them. ``RLIMIT_DATA`` of a child process does. The child runs the same ``sql`` as the user's own
+program, with a client that asks this process for rows: names, pushdown and versions behave the same.
 
-Two sockets connect the processes. On the first the child says that it is ready, takes a statement (a line of JSON),
+Two sockets connect the processes. On the first the child reports that it is ready, takes a statement (a line of JSON),
 and answers with a line of JSON, an Arrow IPC stream and a second line, without which the answer is not complete. On the
-second the child hands over one end of a new socket for each scan. Over that go the request (a line of JSON, and keys or
-bounds as an IPC stream), the version, and the rows as an IPC stream. A failed scan ends the child, because an IPC
-stream that breaks off looks whole.
+second the child hands over one end of a new socket for each scan. This socket carries the request (a line of JSON, and
+keys or bounds as an IPC stream), the version, and the rows as an IPC stream. A failed scan ends the child, because an
+IPC stream that breaks off looks complete.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from spark_bridge.queryable.sql.catalog import SqlClient, VersionedRows
 from spark_bridge.queryable.sql.sql import SqlLimits, StatementDatabase, import_duckdb, spill_directory, sql
 
 UNCOUNTED_BYTES = 192 << 20
-"""Beyond the limit of a statement, for what DuckDB does not count: batches of scans and answers, stacks of threads."""
+"""Memory beyond a statement's limit, not counted by DuckDB: batches of scans and answers, stacks of threads."""
 KEPT_PROCESSES = 2
 """At most this many processes wait for their next statement."""
 IDLE_SECONDS = 60.0
@@ -174,7 +174,7 @@ class ProcessStatement:
         )
 
     def end(self, reason: Exception) -> None:
-        """End the statement, from any thread: what waits for it raises ``reason``, or the error before."""
+        """End the statement, from any thread: threads that wait for it raise ``reason``, or an earlier error."""
         with self._lock:
             if not self._is_closed:
                 self.failure = self.failure or reason
@@ -188,7 +188,7 @@ class ProcessStatement:
         self.end(RequestError("The statement was ended before it was done."))
 
     def close(self) -> None:
-        """Let go of the process. The statement ends if it has not ended."""
+        """Release the process. The statement is ended if it still runs."""
         with self._lock:
             if self._is_closed:
                 return
@@ -382,11 +382,11 @@ def run_statements(statements_fd: int, scans_fd: int, directory: str) -> None:
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
     with contextlib.suppress(OSError):
-        # Where memory runs out, Linux is to end this process rather than its parent.
+        # If memory runs out, Linux should end this process rather than its parent.
         Path("/proc/self/oom_score_adj").write_text("1000")
     scans = socket.socket(fileno=scans_fd)
     threading.Thread(target=_exit_with_parent, args=(scans, directory), daemon=True).start()
-    with contextlib.suppress(SparkBridgeError):  # the statement says that DuckDB is not installed
+    with contextlib.suppress(SparkBridgeError):  # the statement reports that DuckDB is not installed
         import_duckdb().connect(":memory:", config={"threads": 1}).sql("select 1").to_arrow_table()
     grown = _memory("VmRSS") + MOST_GROWTH_BYTES
     with contextlib.suppress(ConnectionError), socket.socket(fileno=statements_fd).makefile("rwb") as file:

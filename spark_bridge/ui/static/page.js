@@ -1,4 +1,4 @@
-// The page's only script: it keeps the parts with data-live up to date, and watches a key. All works without it, too.
+// The page's only script: it keeps the parts with data-live up to date, and watches a key. The page works without it.
 "use strict";
 
 const EVERY_MS = 3000;
@@ -6,7 +6,7 @@ const pause = document.getElementById("pause");
 const live = () => [...document.querySelectorAll("[data-live][id]")];
 let paused = false;
 
-// Says of each table whether there is more of it to the right.
+// Marks each table that has more columns to the right.
 function hint() {
   for (const e of document.querySelectorAll(".scroll")) {
     e.classList.toggle("cut", e.scrollWidth > e.clientWidth + e.scrollLeft + 1);
@@ -28,17 +28,17 @@ function replace(old, fresh) {
 
 const parts = (of) => [...of.querySelectorAll("main [data-live][id]")].map((e) => e.id).join(" ");
 
-// Returns what the server answered in place of a page, such as "503 Service Unavailable", or nothing.
+// Updates the page. Returns null, or the server's answer if it is not a page, such as "503 Service Unavailable".
 async function refresh() {
   const answer = await fetch(location.href, { headers: { Accept: "text/html" }, credentials: "same-origin" });
   if (answer.status === 401) { location.reload(); return null; }
   const fresh = new DOMParser().parseFromString(await answer.text(), "text/html");
-  // A 404 is a page of ours where what was shown is gone, and a proxy's where the service is.
+  // A 404 is a page of ours if the shown object is gone, and a proxy's if the service is.
   if (!fresh.getElementById("main") || (!answer.ok && answer.status !== 404)) {
     return `${answer.status} ${answer.statusText}`.trim();
   }
   document.title = fresh.title;
-  // What there was not, such as the first query, has no place yet.
+  // A new part, such as the first query, has no place in the document yet.
   if (parts(document) !== parts(fresh)) replace(document.getElementById("main"), fresh.getElementById("main"));
   for (const old of live()) {
     const other = fresh.getElementById(old.id);
@@ -55,7 +55,7 @@ function notRenewed(why) {
   said.className = "fault error not-renewed";
   said.dataset.why = why;
   said.textContent = `The server of this page has ${why} since ${new Date().toLocaleTimeString()}. ` +
-    "What follows is what was known then; it is asked again and again.";
+    "The page shows the last known state, and keeps retrying.";
   stale.replaceChildren(said);
 }
 

@@ -112,7 +112,7 @@ STATE = pa.schema([("p", pa.float64())])
         (lambda: S.approx_count_distinct("s", rsd=0.4), "rsd=0.4 is out of range; it must be"),
         (lambda: S.approx_count_distinct("s", rsd=0.001), "rsd=0.001 is out of range; it must be"),
         (lambda: S.approx_count_distinct("s", rsd=0), "rsd=0 is out of range; it must be"),
-        (lambda: S.merge("x", state=STATE, partial=None, merge=same), "merge: partial=None is no function"),  # type: ignore[arg-type]
+        (lambda: S.merge("x", state=STATE, partial=None, merge=same), "merge: partial=None is not a function"),  # type: ignore[arg-type]
         (lambda: S.merge("x", state=STATE, partial=same, merge=same, finish=same), "finish= and result= .* together"),
         (lambda: S.merge("group_id", state=STATE, partial=same, merge=same), "'group_id' is the column of the groups"),
         (lambda: S.merge("x", state=pa.schema([]), partial=same, merge=same), "at least one column.*it has none"),
@@ -121,7 +121,7 @@ STATE = pa.schema([("p", pa.float64())])
         (lambda: S.merge("x", state=pa.schema([("t", pa.time32("s"))]), partial=same, merge=same), "cannot be stored"),
         (
             lambda: S.merge("x", state=STATE, partial=same, merge=same, finish=same, result=float),
-            "result=<class 'float'> is no type",
+            "result=<class 'float'> is not a type",
         ),
     ],
 )

@@ -75,11 +75,11 @@ def test_clients_and_those_without_finish_see_the_state() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"partial": lambda rows: None}, "mean: partial answered a builtins.NoneType; it must give a pyarrow.Table"),
+        ({"partial": lambda rows: None}, "mean: partial returned a builtins.NoneType; it must return a pyarrow.Table"),
         ({"partial": lambda rows: rows}, r"it must give group_id and the state columns weight, weighted \(weight,"),
         ({"partial": lambda rows: partial(rows).slice(1)}, "mean: partial answered 1 rows for 2 groups"),
         ({"merge": lambda states: states}, "mean: merge answered 4 rows for 2 groups"),
-        ({"finish": lambda states: states["weight"].slice(1)}, "mean: finish answered .* array of 2 values"),
+        ({"finish": lambda states: states["weight"].slice(1)}, "mean: finish returned .* array of 2 values"),
         ({"finish": lambda states: pa.array(["a", "b"])}, "mean: finish has the type string where float was declared"),
     ],
 )

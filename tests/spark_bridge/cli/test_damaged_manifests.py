@@ -162,7 +162,7 @@ def test_verify_goes_on_and_names_both_kinds_of_damage(s: Stream) -> None:
     found = verified()
     assert [file.name in d["path"] for d in found["damages"]] == [True] and not found["is_sound"] and not found["lost"]
     assert found["version"] == NEWEST and found["files"] > 4
-    assert "Other versions or the query's start need what is damaged" in run("verify", where(s), code=1).stdout
+    assert "Other versions or the query's start need the damaged files" in run("verify", where(s), code=1).stdout
     changelog = next((s.world.root / "ck/statestore/operators/op/2/1").rglob("6-*.changelog"))
     changelog.write_bytes(changelog.read_bytes()[:-1])
     found = verified()

@@ -48,11 +48,11 @@ def test_a_directory_that_is_sent_has_the_program(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_is_refused_before_anything_is_started(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"There is no program .*gone.py"):
+    with pytest.raises(ValueError, match=r"The program .*gone.py does not exist"):
         command_of(tmp_path / "gone.py", [], None, None)
     with pytest.raises(ValueError, match="--name 'a/b'"):
         runtime_env_of("a/b", None, [], 5)
-    with pytest.raises(ValueError, match="--env: there is no name") as raised:
+    with pytest.raises(ValueError, match="--env: the name before") as raised:
         runtime_env_of("a", None, ["=secret"], 5)
     assert "secret" not in str(raised.value)
 

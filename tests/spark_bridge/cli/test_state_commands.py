@@ -83,7 +83,7 @@ def test_conditions(text: str, condition: tuple[Any, ...]) -> None:
     assert condition_of(text) == condition
 
 
-@pytest.mark.parametrize(("text", "why"), [("n", "is no condition"), ("k in a", "comes a JSON array")])
+@pytest.mark.parametrize(("text", "why"), [("n", "is not a condition"), ("k in a", "comes a JSON array")])
 def test_wrong_conditions(text: str, why: str) -> None:
     with pytest.raises(RequestError, match=why):
         condition_of(text)

@@ -125,7 +125,7 @@ def test_a_killed_driver_is_started_again_and_the_words_say_why() -> None:
     assert played.supervise() == ENDED_WELL
     assert played.cluster.submitted == [1, 2, 3]
     assert any("clicks-1 has ended after 5 s: the driver was killed by SIGKILL" in line for line in played.said)
-    assert any("Starting again in 2 s (failure 2 in a row, 20 are allowed)" in line for line in played.said)
+    assert any("Starting again in 2 s (consecutive failure 2, 20 are allowed)" in line for line in played.said)
 
 
 def test_delays_double_up_to_a_minute_and_failures_in_a_row_are_bounded() -> None:
@@ -133,7 +133,7 @@ def test_delays_double_up_to_a_minute_and_failures_in_a_row_are_bounded() -> Non
     assert played.supervise(backoff_limit=9) == GAVE_UP
     assert played.cluster.submitted == list(range(1, 11))
     assert [w for w in played.waits if w > 1] == [2, 4, 8, 16, 32, 60, 60, 60]
-    assert "10 failures in a row" in played.said[-1]
+    assert "10 consecutive failures" in played.said[-1]
 
 
 def test_a_run_that_was_long_enough_ends_the_row() -> None:
@@ -204,7 +204,7 @@ def test_a_signal_between_two_starts_starts_nothing_more() -> None:
 @pytest.mark.parametrize(
     ("run", "words"),
     [
-        (JobRun(1, JOB_FAILED, exit_code=137), "killed by SIGKILL (by hand, or by the system for want of memory)"),
+        (JobRun(1, JOB_FAILED, exit_code=137), "killed by SIGKILL (manually, or by the system for want of memory)"),
         (JobRun(1, JOB_FAILED, exit_code=1), "exit code 1"),
         (JobRun(1, JOB_FAILED, exit_code=250), "exit code 250"),
         (JobRun(1, JOB_FAILED, cause="JOB_SUPERVISOR_ACTOR_DIED", message="Job supervisor died: x"), "machine"),

@@ -71,7 +71,7 @@ def test_stop_go_on_kill_a_host_and_end_with_the_same_state(tmp_path: Path, scra
     first = run_demo(scratch, *options, "--stop-after", "2")
     assert "batch 2/5" in first
     assert "batch 3/5" not in first
-    assert "Go on with: statestore demo --checkpoint" in first
+    assert "Continue with: statestore demo --checkpoint" in first
     second = run_demo(scratch, *options, "--kill-host", "--partitions", "3", "--backend", "file")
     assert "batch 2/5" not in second
     assert "kill -9" in second

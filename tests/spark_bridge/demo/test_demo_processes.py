@@ -148,7 +148,7 @@ def test_plain_lines_without_a_terminal() -> None:
     assert "\x1b" not in out.getvalue()
     assert lines == [
         "starting Ray ...",
-        "Going on after batch 3, which an earlier run committed.",
+        "Continuing after batch 3, which an earlier run committed.",
         "batch 4/50 | 6,735 rows | 8,900 rows/s | 1,200 aircraft touched | 3,000 in the state | "
         "checkpoint 4 | 756 ms, state 61 ms",
         "batch 5/50 | 6,735 rows | 8,900 rows/s | checkpoint 5 | 756 ms",
@@ -202,5 +202,5 @@ def test_the_summary_leaves_the_warm_up_out() -> None:
     record.lookups_ms = [1.0, 3.0, 2.0]
     assert record.summary(61.4) == (
         "6 batches in 61 s, start and clean-up included. "
-        "Median batch: 500 ms, of which 60 ms for state (10%). 3 lookups, median 2.0 ms."
+        "Median batch: 500 ms, 60 ms of it for state (10%). 3 lookups, median 2.0 ms."
     )

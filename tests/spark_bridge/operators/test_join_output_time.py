@@ -75,8 +75,8 @@ def test_what_a_function_makes_may_have_the_times_of_either_side() -> None:
     ("column", "given", "words"),
     [
         ("at", times(0, 0), "the output has no such column; it has k, lt, rt"),
-        ("k", times(0, 0), "is no event time of a side; these are lt, rt"),
-        ("lt", times(None, 0), "wait for good.*Give both bounds of within="),
+        ("k", times(0, 0), "is not an event time of a side; these are lt, rt"),
+        ("lt", times(None, 0), "wait for ever.*Give both bounds of within="),
         ("lt", [], "needs to know how long rows wait: put withWatermark on both sides and give within="),
     ],
 )

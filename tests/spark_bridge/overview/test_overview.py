@@ -279,7 +279,7 @@ def test_a_query_whose_driver_is_lost_is_told_of_until_it_runs_again(stream: Mak
     s.c.expire()
     assert of_cluster(s).queries == () and lost() == [("name", "run1", heard)], "since when, not when it was given up"
     (fault,) = (fault for fault in of_cluster(s).faults if fault.kind == "driver-lost")
-    assert "not been heard of for 1 min 1 s, and was given up" in fault.what
+    assert "no heartbeat for 1 min 1 s, and was given up" in fault.what
     assert s.c.register_query(structs.replace(s.registration, run_id="run2")).refusal is None
     assert lost() == []
     s.c.serve_ended(structs.replace(s.registration, run_id="run2"))

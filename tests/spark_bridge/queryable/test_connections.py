@@ -260,7 +260,7 @@ def test_a_host_that_does_not_answer_costs_the_deadline_and_the_connection(conne
         finally:
             go_on.set()
         assert get(connections, address, b"k2", soon(PATIENCE)) == b"v2", "not the late answer to the first question"
-        with pytest.raises(HostUnavailableError, match="no time left"):
+        with pytest.raises(HostUnavailableError, match="timeout ended"):
             get(connections, address, b"k1", soon(-1))
 
 
@@ -287,7 +287,7 @@ def test_nobody_there_and_no_token(connections: KvConnections) -> None:
         free = f"127.0.0.1:{listener.getsockname()[1]}"
     with pytest.raises(HostUnavailableError, match="does not answer"):
         get(connections, free, b"k")
-    with pytest.raises(QueryableStateError, match="no address of the form"):
+    with pytest.raises(QueryableStateError, match="not an address of the form"):
         get(connections, "nonsense", b"k")
     with serving() as (server, _), KvConnections("wrong") as strangers:
         for _ in range(100):  # none of these connections counts as open

@@ -110,7 +110,9 @@ def test_hosts_stand_beside_executors_and_the_coordinator_on_the_head(nodes: Cal
 
         executors = {"127.0.0.2": 2, "127.0.0.9": 1}
         said = wait_until(lambda: cluster.coordinator.describe()["problems"])
-        assert "127.0.0.9, where executors run" in said[0] and "127.0.0.4, where no executor runs" in said[1]
+        assert (
+            "127.0.0.9, where executors run" in said[0] and "Hosts run on 127.0.0.4, which have no executors" in said[1]
+        )
     finally:
         cluster.stop()
 
@@ -133,7 +135,7 @@ def test_hosts_follow_executors_that_go_drained_nodes_and_scaling(
         store.drain(four.node_id)
         come_to_stand(cluster, {two.node_id: 2})
         (said,) = wait_until(lambda: cluster.coordinator.describe()["problems"])
-        assert said.startswith("127.0.0.4, where executors run, are to go")
+        assert said.startswith("Executors run on 127.0.0.4, which are being drained")
         store.keep(four.node_id)
         come_to_stand(cluster, {two.node_id: 2, four.node_id: 1})
         drain_by_ray(four.node_id)

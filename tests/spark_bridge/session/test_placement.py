@@ -58,7 +58,7 @@ def test_few_hosts_go_to_the_machines_with_most_cores() -> None:
     placed = place_hosts({"x": 1, "y": 5, "z": 3}, {"a": "x", "b": "y", "c": "z"}, 2, {})
     assert placed.hosts == {"b": 1, "c": 1}
     assert placed.problems == (
-        "The executors at x have no host beside them: num_hosts=2 is fewer than the 3 machines with executors.",
+        "The executors at x have no local host: num_hosts=2 is fewer than the 3 machines with executors.",
     )
 
 
@@ -71,7 +71,7 @@ def test_machines_that_ray_does_not_know_are_named() -> None:
 def test_of_machines_that_are_to_go_nobody_is_told_to_start_ray_there() -> None:
     placed = place_hosts({"x": 1, "y": 1, "z": 1}, {"a": "x"}, None, {}, going={"y"})
     said_of_y, said_of_z = placed.problems
-    assert said_of_y.startswith("y, where executors run, are to go") and "Start Ray" not in said_of_y
+    assert said_of_y.startswith("Executors run on y, which are being drained") and "Start Ray" not in said_of_y
     assert "is at z, where executors run" in said_of_z and "Start Ray there" in said_of_z
     assert placed.hosts == {"a": 2}, "for the cores at x and z: those at y are to go"
 

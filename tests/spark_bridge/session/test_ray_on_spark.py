@@ -48,9 +48,9 @@ def test_a_stream_needs_a_core_beside_rays_workers(use: CoreUse, more: int, task
 def test_no_program_ray_on_the_path_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(AUTH_MODE, "disabled")
     monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(EnvironmentProblemError, match=r"'ray' is not on the PATH \(/nowhere\)") as told:
+    with pytest.raises(EnvironmentProblemError, match=r"starts Ray's nodes, is not on the PATH \(/nowhere\)") as told:
         ray_cluster.setup_ray_on_spark(object(), 1)  # type: ignore[arg-type]
-    named = re.search(r"Put the directory of the environment there, probably (\S+), on", str(told.value))
+    named = re.search(r"Add the directory of the environment, probably (\S+), on", str(told.value))
     assert named is not None
     monkeypatch.setenv("PATH", named[1])
     started: list[dict[str, object]] = []

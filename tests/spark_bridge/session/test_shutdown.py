@@ -88,7 +88,7 @@ def test_a_program_that_dies_shows_its_own_error_alone(how: str, directory: Path
     assert done.stderr.count("Traceback (most recent call last)") == 1, done.stderr
     assert "RuntimeError: the program's own error" in done.stderr
     assert "Started a local Ray instance" not in done.stderr, "Ray's interface or RayDP's exit handler starts it again"
-    for ours in ("looked after", "not reported", "not renewed", "not taken", "not published", "gone for good"):
+    for ours in ("looked after", "not reported", "not renewed", "not taken", "not published", "is lost with node"):
         assert ours not in done.stderr, done.stderr
 
 
@@ -144,7 +144,7 @@ def test_a_session_that_waits_for_cpus_says_who_holds_them_and_ends_at_the_first
                 lines.append(line)
                 if notice in line:
                     break
-            held_by = "has 1 CPUs, of which 0 are free. Held are 1 by actor Trainer 'model' of job "
+            held_by = "has 1 CPUs; 0 are free. Held are 1 by actor Trainer 'model' of job "
             assert notice in lines[-1] and held_by in lines[-1], "".join(lines)
             waiting.send_signal(signal.SIGTERM)
             waiting.communicate(timeout=HANG)

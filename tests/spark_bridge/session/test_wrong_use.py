@@ -62,7 +62,7 @@ def typed(make_stream: Callable[..., Stream]) -> Stream:
         ({"by": "k", "n": S.last("s")}, "event time"),
         ({"by": "k", "n": S.last("s", by="m")}, "no order"),
         ({"by": "k", "k": S.count()}, "name of a key column"),
-        ({"by": "k", "n": "count"}, "no aggregate function"),
+        ({"by": "k", "n": "count"}, "not an aggregate function"),
         ({"by": "k", "n": S.count(), "num_partitions": 0}, "positive integer"),
         ({"by": "k", "n": S.count(), "num_partitions": 5000}, "key groups, 1024"),
         ({"by": "k", "n": S.count(), "output_mode": "overwrite"}, "output_mode='overwrite'"),
@@ -184,9 +184,7 @@ def test_a_checkpoint_with_state_of_its_own_is_not_begun_elsewhere(
     try:
         stream.add([(1, 1.0)])
         message = refusal(aggregate(stream.read(), by="k", operator="o", num_partitions=2, n=S.count()), stream)
-        printed = re.search(
-            r"\((\S+)\), but (\S+) says that it is at (\S+): .*Unset \2, or move the state there", message
-        )
+        printed = re.search(r"\((\S+)\), but (\S+) points to (\S+): .*Unset \2, or move the state there", message)
         assert printed is not None, message
         if remedy == "Unset":
             spark.conf.unset(printed[2])
@@ -253,7 +251,7 @@ def test_a_restart_that_brings_or_takes_a_source_says_which_modes_do(make_stream
     stream.add([(1, dt.datetime(2024, 1, 2))])
     message = refusal(made("append"), stream)
     assert "STATE_STORE_INVALID_CONFIG_AFTER_RESTART" in message
-    assert "2 sources now" in message and "goes on with 1" in message and 'output_mode="append"' in message
+    assert "2 sources now" in message and "has 1" in message and 'output_mode="append"' in message
     # Spark itself would run this one, whose sources are as they were, until its tasks raise the refusal.
     refused = start(aggregate(df, by=["t", "k"], operator="p", num_partitions=2, n=S.count()), stream)
     with pytest.raises(Exception, match="'p'"):
@@ -319,7 +317,7 @@ def test_a_source_that_changes_its_place_is_refused(make_stream: Callable[..., S
     wait_until(lambda: query.lastProgress is not None)
     query.stop()
     message = refusal(made("update", "append"), stream)
-    assert "at place 3 among its sources now" in message and "goes on with place 2" in message
+    assert "at place 3 among its sources now" in message and "has them at place 2" in message
 
 
 def test_a_session_without_the_listener(stream: Stream, spark: Any) -> None:

@@ -119,7 +119,7 @@ def test_bad_rows_are_refused_and_nothing_is_left(tmp_path: Path) -> None:
         (GIVEN.drop_columns(["user"]), {}, "without 'user'"),
         (GIVEN.append_column("more", GIVEN["user"]), {}, "unknown 'more'"),
         (twice, {}, "come several times, as user=2.*combine="),
-        (twice, {"combine": "merge"}, "program= has to say how"),
+        (twice, {"combine": "merge"}, "needs program= to know how"),
         (GIVEN, {"combine": {"totlas": "merge"}}, "combine= names 'totlas'"),
         (twice, {"combine": "add"}, "must be a function, or 'merge'"),
         (GIVEN.set_column(1, "n.count.count", pa.array([1, 2, None, 4])), {}, "'n.count.count'.* 1 nulls"),

@@ -233,7 +233,7 @@ def test_a_program_says_what_the_new_state_is_like(old: str, tmp_path: Path) -> 
         (lambda b: changed(b).set_column(3, "g", b["g"]), "'g' of the rows of operator 'totals' is int32.*Cast"),
         (lambda b: changed(b).set_column(3, "g", pa.array([None] * b.num_rows, pa.string())), "'g'.* nulls"),
         (lambda b: changed(b).to_pylist(), "came as list"),
-        (lambda b: {"other": changed(b)}, r"to 'other', which gets none: it can give rows to 'totals'"),
+        (lambda b: {"other": changed(b)}, r"to 'other', which takes none: it can give rows to 'totals'"),
     ):
         with pytest.raises(InvalidStateStoreArgument, match=said):
             rewritten(old, "totals", function, tmp_path / "refused", program=program)
@@ -294,7 +294,7 @@ def test_bad_calls_are_refused_with_the_remedy(old: str, tmp_path: Path) -> None
         (lambda: rewritten(old, "totals", lambda b: {"../x": b}, new), r"'../x'"),
         (lambda: rewritten(old, "totals", lambda b: {5: b}, new), "gave rows to 5"),
         (lambda: rewritten(old, "totals", lambda b: {"windows": b}, new), "'windows', which stays as it is"),
-        (lambda: rewritten(old, "firsts", same, new), "by time as well: give program="),
+        (lambda: rewritten(old, "firsts", same, new), "also kept by time: give program="),
         (lambda: rewritten(old, "totals", same, new, program=[]), "has none"),
         (lambda: rewritten(old, "totals", same, new, program=program_of(old), key=["k"]), "key= and program="),
         (lambda: rewritten(Stored("file").savepoint, "totals", same, new), "is a savepoint: restore_savepoint"),

@@ -125,7 +125,7 @@ def test_in_columns_one_call_takes_all_that_fits() -> None:
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
-        (5, ["answered with a int", "ArrowResult"]),
+        (5, ["returned a int", "ArrowResult"]),
         (pa.table({"user": ["a"]}), ["output has the columns user", "user, n, total"]),
         (pa.table({"user": ["a"], "n": ["x"], "total": [1]}), ["'n'", "string", "int64", "'x'"]),
         (ArrowResult(output=7), ["a int for its output"]),  # type: ignore[arg-type]

@@ -58,15 +58,15 @@ def test_rows_of_several_makers_may_be_mixed() -> None:
         (lambda: Row(**ONE), ["returned Row(user='a'", "iterator of Rows"]),
         (lambda: 5, ["returned 5 (int)", "iterator"]),
         (lambda: "text", ["'text' (str)"]),
-        (lambda: [5], ["5 (int) is no Row", "user:string,n:bigint,total:bigint"]),
-        (lambda: [ONE], ["(dict) is no Row"]),
+        (lambda: [5], ["5 (int) is not a Row", "user:string,n:bigint,total:bigint"]),
+        (lambda: [ONE], ["(dict) is not a Row"]),
         (lambda: [Row(user="a", n=1)], ["Row(user='a', n=1) has the fields user, n"]),
         (lambda: [Row(user="a", n=1, totals=2)], ["has the fields user, n, totals"]),
         (lambda: [Row("total", "user", "n")(2, "a")], ["(2, 'a') has 2 values for total, user, n"]),
         (lambda: [Row("user", "n", "total")("a", 1)], ["has 2 values", "3 fields (user, n, total)"]),
         (lambda: [("a", 1)], ["('a', 1) has 2 values", "3 fields (user, n, total)"]),
         (lambda: [("a", 1, 2), ("b", "x", 3)], ["'n'", "long", "'x' (str)"]),
-        (lambda: [pd.DataFrame([ONE])], ["(DataFrame) is no Row"]),
+        (lambda: [pd.DataFrame([ONE])], ["(DataFrame) is not a Row"]),
     ],
 )
 def test_rows_that_do_not_fit_are_an_error(answer: Callable[[], Any], words: list[str]) -> None:

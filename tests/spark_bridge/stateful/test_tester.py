@@ -392,7 +392,7 @@ def test_what_differs_from_the_tester_of_pyspark() -> None:
     assert not processor.pages.exists()
     with pytest.raises(ProcessorTesterError, match="has no hash: give keySchema="):
         tester.test(["ann"], rows("a"))
-    with pytest.raises(ProcessorTesterError, match="no current key"):
+    with pytest.raises(ProcessorTesterError, match="no key is current"):
         ProcessorTester(Visits()).handle.deleteState("count")
 
     class Silent(Visits):

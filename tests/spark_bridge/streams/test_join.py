@@ -276,8 +276,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no key": ({"on": []}, "names no key column"),
     "unknown key": ({"on": "nobody"}, "left=: .*'nobody': the column does not exist"),
     "other types": ({"on": "b"}, "has type bigint on the left side and string on the right side: cast"),
-    "one name": ({"on": "k", "right": "both"}, "Both sides have columns named lt that are no keys: rename"),
-    "durations": ({"within": ("1 hour", "now")}, "'now' is no duration"),
+    "one name": ({"on": "k", "right": "both"}, "Both sides have columns named lt that are not keys: rename"),
+    "durations": ({"within": ("1 hour", "now")}, "'now' is not a duration"),
     "order": ({"within": ("2 hours", "1 hour")}, "The first is greater than the second"),
     "one bound": ({"within": "1 hour"}, "must be two durations"),
     "outer, open": ({"how": "left", "within": ("1 hour", None)}, "give within= with its upper bound"),
@@ -288,8 +288,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "time without one": ({"left_time": "a"}, "left_time='a' has no watermark"),
     "batch": ({"right": "batch"}, "right= is a batch DataFrame"),
     "apply alone": ({"apply": delays}, "apply= and output= go together"),
-    "apply, semi": ({"apply": delays, "output": "n long", "how": "left_semi"}, "gives rows of the left side alone"),
-    "output": ({"apply": delays, "output": "n lang"}, "output='n lang' is no schema"),
+    "apply, semi": ({"apply": delays, "output": "n long", "how": "left_semi"}, "emits rows of the left side alone"),
+    "output": ({"apply": delays, "output": "n lang"}, "output='n lang' is not a schema"),
     "name": ({"operator": "a/b"}, "operator="),
 }
 
@@ -312,7 +312,7 @@ def test_wrong_use_is_refused_with_the_remedy(sides: Sides) -> None:
 
 REFUSED_ASOF: dict[str, tuple[dict[str, Any], str]] = {
     "direction": ({"direction": "sideways"}, "direction='sideways' is none of 'backward', 'forward', 'nearest'"),
-    "tolerance": ({"tolerance": "-1 second"}, "tolerance='-1 second' is less than nothing"),
+    "tolerance": ({"tolerance": "-1 second"}, "tolerance='-1 second' is negative"),
     "time in the key": ({"on": ["k", "lt"], "right": "lt"}, "The key 'lt' has the watermark"),
     "no watermark": ({"right": "unmarked"}, "join_asof needs a watermark on a time column of the right side"),
 }
@@ -338,5 +338,5 @@ def test_a_join_that_keeps_all_rows_warns(sides: Sides) -> None:
         with pytest.warns(UserWarning) as warned:
             join(left, right, on="k", within=within, operator="grows")
         (ours,) = [w for w in warned if "keeps all rows" in str(w.message)]
-        assert f"keeps all rows of {whose} for good" in str(ours.message)
+        assert f"keeps all rows of {whose} for ever" in str(ours.message)
         assert ours.filename == __file__

@@ -43,7 +43,7 @@ def _as_another(handle: Any) -> None:
 
 Declare = Callable[[Any], Any]
 DECLARATIONS: list[tuple[str, Declare, str, type[Exception], list[str]]] = [
-    ("twice", _twice, "none", StateDeclarationError, [DUPLICATE, "'n'", "name of its own"]),
+    ("twice", _twice, "none", StateDeclarationError, [DUPLICATE, "'n'", "different name"]),
     ("as another", _as_another, "none", StateDeclarationError, [DUPLICATE, "value state", "map state"]),
     (
         "default",
@@ -99,7 +99,7 @@ DECLARATIONS: list[tuple[str, Declare, str, type[Exception], list[str]]] = [
         ["'1'", "int of ms"],
     ),
     ("no ddl", lambda h: h.getValueState("n", "x"), "none", StateDeclarationError, ["'x'", "name TYPE"]),
-    ("no type", lambda h: h.getValueState("n", "x FOO"), "none", StateDeclarationError, ["'foo'", "no type"]),
+    ("no type", lambda h: h.getValueState("n", "x FOO"), "none", StateDeclarationError, ["'foo'", "not a type"]),
     ("no schema", lambda h: h.getValueState("n", 3), "none", StateDeclarationError, ["3", "StructType"]),
     ("no fields", lambda h: h.getValueState("n", ""), "none", StateDeclarationError, ["'n'", "without fields"]),
     ("two fields", lambda h: h.getValueState("n", "x INT, x INT"), "none", StateDeclarationError, ["'n'", "same name"]),

@@ -173,7 +173,7 @@ def test_duplicates_within_the_watermark_are_dropped_as_by_spark(make_stream: Ca
         ({"by": [S.window("ts", "1 minute"), S.window("ts", "2 minutes")], "n": S.count()}, "there can be one"),
         ({"by": ["k", S.window("ts", "1 minute").alias("k")], "n": S.count()}, "another name"),
         ({"by": ["k", S.window("ts", "1 minute").alias("v")], "n": S.sum("v")}, "another name"),
-        ({"by": ["k", 3], "n": S.count()}, "is no key"),
+        ({"by": ["k", 3], "n": S.count()}, "is not a key"),
         (
             {"by": ["k", S.session_window("ts", "1 minute")], "n": S.count(), "partial_aggregation": True},
             "session windows",
@@ -209,7 +209,7 @@ def test_what_is_wrong_with_deduplication_is_said_while_building(
     df = make_stream(SCHEMA).read()
     with pytest.raises(InvalidOperatorError, match=message):
         deduplicate(df, by, operator="wrong", within=within)
-    with pytest.raises(InvalidOperatorError, match="no duration"):
+    with pytest.raises(InvalidOperatorError, match="not a duration"):
         deduplicate(df.withWatermark("ts", DELAY), "k", operator="wrong", within="ten minutes")
     with pytest.raises(InvalidOperatorError, match="dropDuplicates"):
         deduplicate(df.sparkSession.range(3), "id", operator="wrong")

@@ -190,7 +190,7 @@ def test_a_load_that_does_not_advance_ends_with_what_was_loaded_and_is_shared_by
     with pytest.raises(HostUnavailableError) as raised:
         loads.opened()
     said = str(raised.value)
-    assert "made no progress for 60 s (spark.statestore.recoveryTimeout). It has come to 3 of 8 files" in said, said
+    assert "made no progress for 60 s (spark.statestore.recoveryTimeout). Progress: 3 of 8 files" in said, said
     assert loads.address in said
     loads.clock.on_sleep = slowly(loads, 1.0)
     assert value(loads.opened()) == LAST

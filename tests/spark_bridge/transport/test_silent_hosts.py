@@ -113,7 +113,7 @@ def test_a_call_to_a_host_that_is_cut_off_ends_long_before_its_time(
         cable.take_out()
         with pytest.raises(HostUnavailableError):
             asked.result(HANG)
-    assert f"Nobody answers at 127.0.0.1:{cable.port}" in caplog.text
+    assert f"No answer from 127.0.0.1:{cable.port}" in caplog.text
     client.close()
 
 

@@ -245,7 +245,7 @@ def test_a_key_is_looked_up(state_page: str, tab: Open, viewport: dict[str, int]
     page.get_by_label("user").first.fill("5")
     page.get_by_label("Versions").fill("1, 3")
     page.get_by_role("button", name="Look up").click()
-    page.get_by_role("heading", name="Versions beside one another").wait_for()
+    page.get_by_role("heading", name="Versions side by side").wait_for()
     assert page.locator("tr.changed td").all_inner_texts() == ["5", "7"]
     assert not opened.overflows()
 

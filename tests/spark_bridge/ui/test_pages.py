@@ -336,7 +336,7 @@ def tiles_of(text: str) -> dict[str, str]:
 def test_a_query_at_a_batch_counts_as_a_batch_under_way(look: Look) -> None:
     text = look(ModelSystem(in_trouble())).get("/").text
     assert "at a batch for 921 ms" in text and "waits for 4 of its partitions" in text
-    assert tiles_of(text)["Batches under way"] == "2 1 wait for partitions"
+    assert tiles_of(text)["Running batches"] == "2 1 wait for partitions"
 
 
 def test_queries_without_new_input_are_idle_and_not_late(look: Look) -> None:

@@ -295,8 +295,8 @@ def test_a_savepoint_is_made_listed_described_and_checked(tmp_path: Path, look: 
         (link,) = re.findall(r'href="(/savepoint\?[^"]*)"', text)
         described = page.get(html.unescape(link)).text
         assert '<td class="n">20</td>' in described and "Check every file" in described
-        fields = {**Forms(described.partition("What is in it")[2]).hidden}
-        assert "Every file is there" in page.post("/savepoint", data=fields).text
+        fields = {**Forms(described.partition("<h2>Contents</h2>")[2]).hidden}
+        assert "Every file is present" in page.post("/savepoint", data=fields).text
         file = next((tmp_path / "ck").rglob("savepoint-*/operators/**/*.parquet"))
         file.write_bytes(b"damaged")
         broken = page.post("/savepoint", data=fields)

@@ -252,7 +252,7 @@ def test_columns_of_other_types_are_matched_without_loss() -> None:
     ],
 )
 def test_what_cannot_be_a_key_is_an_error_that_says_so(of: KeyCodec, keys: Any, words: tuple[str, ...]) -> None:
-    with pytest.raises(UnknownKeyOrNamespaceError, match=r"totals|one key|no keys|dimensions") as caught:
+    with pytest.raises(UnknownKeyOrNamespaceError, match=r"totals|one key|keys must be|dimensions") as caught:
         of.columns(keys)
     for word in words:
         assert word in str(caught.value)
@@ -341,7 +341,7 @@ def test_start_is_included_and_end_is_not() -> None:
 
 
 def test_bounds_that_exclude_each_other_are_named_as_they_were_given() -> None:
-    with pytest.raises(RequestError, match=r"within start=\('b', 1\), end='a': the end .* below their start"):
+    with pytest.raises(RequestError, match=r"within start=\('b', 1\), end='a': these bounds end before they start"):
         key_range(TWO, None, None, ("b", 1), "a")
     with pytest.raises(RequestError, match=r"within prefix=\('b',\), end='a':"):
         key_range(TWO, None, ("b",), None, "a")

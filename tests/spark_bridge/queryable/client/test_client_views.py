@@ -134,7 +134,7 @@ def test_windows_by_key(tmp_path: Path, order: tuple[str, ...], by: tuple[str, .
             assert sorted(client.scan("op", prefix=(1,)).to_arrow().column("n").to_pylist()) == [10, 11]
         else:
             assert client.scan("op", prefix=((NINE, NINE + MINUTE),), columns=["n"]).to_pylist() == [{"n": 10}]
-        with pytest.raises(UnknownKeyOrNamespaceError, match="no window"):
+        with pytest.raises(UnknownKeyOrNamespaceError, match="is not a window"):
             client.get("op", 1, window="nine")
     query.close()
 

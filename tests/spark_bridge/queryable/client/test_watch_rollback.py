@@ -56,9 +56,9 @@ def test_what_was_made_anew_behind_what_was_given_is_never_mixed_in(cluster: Clu
     cluster.batch({1: (70, "b")})
     if is_located:
         client._access.moved(("totals", None), RetiredRunError("of the test"))
-    with pytest.raises(StateVersionError, match=r"rolled back.*version 6.*made anew by run run2.*Read the state anew"):
+    with pytest.raises(StateVersionError, match=r"rolled back.*version 6.*remade by run run2.*Read the state again"):
         next(changes)
-    there = client.get("totals", 1)  # "Read the state anew and watch from there."
+    there = client.get("totals", 1)  # "Read the state again and watch from there."
     assert there is not None and there["n"] == 70
     again = client.watch("totals", from_version=7)
     cluster.batch({1: (80, "b")})

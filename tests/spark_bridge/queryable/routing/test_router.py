@@ -131,9 +131,9 @@ def test_a_host_that_hangs_is_not_waited_for_until_the_deadline(
     started = time.monotonic()
     try:
         # On a slow machine there may be no time left by the time of asking.
-        with pytest.raises(HostUnavailableError, match=r"in time|no time left"):
+        with pytest.raises(HostUnavailableError, match=r"in time|timeout ended"):
             router.lookup_one(memory.location, FAMILY, stored([1])[0].as_py(), COMPLETED, soon(HANG))
-        with pytest.raises(HostUnavailableError, match=r"in time|no time left"):
+        with pytest.raises(HostUnavailableError, match=r"in time|timeout ended"):
             router.lookup(memory.location, FAMILY, stored([1, 2]), COMPLETED, soon(HANG))
         assert time.monotonic() - started < PATIENCE
     finally:

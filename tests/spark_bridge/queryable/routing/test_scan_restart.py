@@ -110,7 +110,7 @@ def test_a_version_that_was_made_anew_is_refused(cluster: Cluster, direct: bool)
     go_back(cluster, 1, "run2")
     cluster.batch(dict.fromkeys(range(USERS), (20, WIDE)))
     break_off(cluster, "b")
-    with pytest.raises(StateVersionError, match=r"rolled back: version 2.*made anew by run run2.*Read the state anew"):
+    with pytest.raises(StateVersionError, match=r"rolled back: version 2.*remade by run run2.*Read the state again"):
         list(scan)
 
 

@@ -236,7 +236,7 @@ def test_files_that_do_not_fit_are_named(files: Files, tmp_path: Path) -> None:
         (TlsConf(files.ca, str(tmp_path / "c"), str(tmp_path / "k")), "/c cannot be read"),
         (TlsConf(files.ca, files.by_ip["certificate"], str(tmp_path / "k")), "/k cannot be read"),
         (TlsConf(str(tmp_path / "empty"), **files.by_ip), "empty has no certificates of authorities"),
-        (TlsConf(files.ca, **mixed), "no certificate and its private key"),
+        (TlsConf(files.ca, **mixed), "not a certificate and its private key"),
         (TlsConf(files.other_ca, **files.by_ip), "signed by an authority in .*other-ca"),
         (TlsConf(files.ca, **expired), "expired"),
         (TlsConf(files.ca, **files.by_ip, server_name="other.example"), "(?i)mismatch"),
@@ -258,7 +258,7 @@ def test_the_remedies_of_files_work(files: Files, tmp_path: Path) -> None:
         TlsConf(files.ca).check()
     with pytest.raises(TlsError, match="has no key=: certificate= and key= belong together"):
         TlsConf(files.ca, certificate=files.by_ip["certificate"])
-    with pytest.raises(TlsError, match="are no certificate and its private key"):
+    with pytest.raises(TlsError, match="are not a certificate and its private key"):
         TlsConf(files.ca, files.by_ip["certificate"], files.client["key"]).check()
     with pytest.raises(TlsError, match=f"signed by an authority in {files.other_ca}"):
         TlsConf(files.other_ca, **files.by_ip).check()
