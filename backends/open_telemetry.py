@@ -49,7 +49,6 @@ class OpenTelemetryTracer:
         self._has_failed = False
 
     def span(self, name: str, trace: Trace | None, attributes: Mapping[str, Attribute], *, is_root: bool) -> Span:
-        """See ``Tracer``."""
         try:
             return self._begun(name, trace, None, attributes, is_root=is_root)
         except Exception as error:  # noqa: BLE001 - a failure to trace must not fail the step
@@ -66,7 +65,6 @@ class OpenTelemetryTracer:
         is_root: bool,
         failure: str | None,
     ) -> None:
-        """See ``Tracer``."""
         try:
             span = self._begun(name, trace, times[0], attributes, is_root=is_root)
             if failure is not None:
@@ -99,11 +97,9 @@ class OpenTelemetryTracer:
         return TraceFlags(TraceFlags.SAMPLED if is_sampled else TraceFlags.DEFAULT)
 
     def has_current(self) -> bool:
-        """See ``Tracer``."""
         return api.get_current_span().get_span_context().is_valid
 
     def carried(self, work: Callable[P, T]) -> Callable[P, T]:
-        """See ``Tracer``."""
         context = contexts.get_current()
 
         def carried(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -116,7 +112,6 @@ class OpenTelemetryTracer:
         return carried
 
     def header(self) -> bytes | None:
-        """See ``Tracer``."""
         current = api.get_current_span().get_span_context()
         if not current.is_valid:
             return None

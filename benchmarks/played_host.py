@@ -32,7 +32,7 @@ from spark_bridge.transport.protocol import TaskIdentity
 Redirects = Mapping[tuple[str, int], str]
 """The addresses of the hosts to which tasks were sent on, by operator and partition."""
 AUTHENTICATION = uuid.uuid4().bytes
-MOST_KEYS = 100_000
+MAX_KEYS = 100_000
 """Keys are drawn from so many in each partition."""
 SWITCH_SECONDS = 0.0005
 """How long a thread of a host keeps the interpreter while others wait, in seconds."""
@@ -122,7 +122,7 @@ class HostHere(Player):
 def changes(partition: int, batch: int, keys: int) -> Changes:
     """Return changes of so many keys of a partition, the same ones for the same batch."""
     rng = np.random.default_rng((partition, batch))
-    drawn = np.sort(rng.choice(MOST_KEYS, keys, replace=False, shuffle=False)).astype(">i8")
+    drawn = np.sort(rng.choice(MAX_KEYS, keys, replace=False, shuffle=False)).astype(">i8")
     return Changes.of(_binary(drawn.tobytes(), 8), _binary(rng.bytes(16 * keys), 16))
 
 

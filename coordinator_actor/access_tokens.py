@@ -92,15 +92,12 @@ class AccessTokens:
         self._revoked = _revoked(tokens)
 
     def token(self) -> str:
-        """See ``CoordinatorPort``."""
         return self._secret
 
     def wire_version(self) -> int:
-        """See ``CoordinatorPort``."""
         return WIRE_VERSION
 
     def issue_token(self, name: str, expires_in: float | None = None, *, admin: bool = False) -> str:
-        """See ``CoordinatorPort``."""
         if not name.isprintable() or not name.strip() or len(name) > MAX_NAME:
             raise InvalidRequestError(
                 f"{name!r} is not a valid name of a token: it needs 1 to {MAX_NAME} printable characters."
@@ -128,12 +125,10 @@ class AccessTokens:
         return _signed(made, self._secret)
 
     def list_tokens(self) -> tuple[IssuedToken, ...]:
-        """See ``CoordinatorPort``."""
         with self._lock:
             return tuple(sorted(self._tokens.values(), key=lambda token: token.created))
 
     def revoke_token(self, id_or_name: str) -> IssuedToken:
-        """See ``CoordinatorPort``."""
         with self._lock:
             now = self._clock()
             found = self._tokens.get(id_or_name)

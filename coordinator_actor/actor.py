@@ -53,12 +53,10 @@ class ClusterStore:
         return str(internal_kv._internal_kv_get(key, namespace=KV_NAMESPACE), "ascii")
 
     def load(self) -> bytes | None:
-        """See ``TokenStore``."""
         content: bytes | None = internal_kv._internal_kv_get(f"{self._prefix}/tokens", namespace=KV_NAMESPACE)
         return content
 
     def save(self, content: bytes) -> None:
-        """See ``TokenStore``."""
         internal_kv._internal_kv_put(f"{self._prefix}/tokens", content, overwrite=True, namespace=KV_NAMESPACE)
 
     def drain(self, node_id: str) -> None:
@@ -132,20 +130,17 @@ class RayMetrics:
         self._made: dict[str, Counter | Gauge | Histogram] = {}
 
     def set(self, name: str, value: float, **labels: str) -> None:
-        """See ``MetricSink``."""
         metric = self._metric(name)
         assert isinstance(metric, Gauge), name
         metric.set(value, {**self._own, **labels})
 
     def add(self, name: str, more: float, **labels: str) -> None:
-        """See ``MetricSink``."""
         metric = self._metric(name)
         assert isinstance(metric, Counter), name
         if more:  # Ray refuses to add 0
             metric.inc(more, {**self._own, **labels})
 
     def observe(self, name: str, value: float, **labels: str) -> None:
-        """See ``MetricSink``."""
         metric = self._metric(name)
         assert isinstance(metric, Histogram), name
         metric.observe(value, {**self._own, **labels})

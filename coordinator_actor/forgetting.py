@@ -41,7 +41,7 @@ FORGET_KEYS = "forget_keys"
 HOLD_SECONDS = 20.0
 """A query waits this many seconds for a holder of its batches that does not renew its hold."""
 HOLD_RENEW_SECONDS = 5.0
-MOST_HELD_SECONDS = 60.0
+MAX_HELD_SECONDS = 60.0
 """Batches wait this many seconds for a writer whose storage hangs: then they continue, and the work starts over."""
 FORGET_POLL_SECONDS = 0.05
 UNKNOWN_QUERY_SECONDS = 15.0
@@ -235,8 +235,8 @@ class _Holding:
     def _renew(self) -> None:
         since = self._held_since
         try:
-            if since is not None and time.monotonic() > since + MOST_HELD_SECONDS:
-                log.warning("The batches of %s were held for %.0f s and continue now", self._query, MOST_HELD_SECONDS)
+            if since is not None and time.monotonic() > since + MAX_HELD_SECONDS:
+                log.warning("The batches of %s were held for %.0f s and continue now", self._query, MAX_HELD_SECONDS)
                 self._held_since = None
                 self._renewed(batches=False)
             else:

@@ -88,7 +88,7 @@ class CommitFigures(Struct, frozen=True):
     """Counts and times of a task and its commit, for the history of checkpoints.
 
     For rows see ``OperatorFigures``; ``duplicates`` are rows that were dropped as such. ``steps`` has milliseconds by
-    step, at most ``MOST_STEPS``. ``storage`` are the host's requests to the query's storage since its last commit of
+    step, at most ``MAX_STEPS``. ``storage`` are the host's requests to the query's storage since its last commit of
     that query: requests by kind, and bytes.
     """
 
@@ -101,7 +101,7 @@ class CommitFigures(Struct, frozen=True):
     duplicates: int = 0
 
 
-MOST_STEPS = 16
+MAX_STEPS = 16
 """At most this many steps of a task are distinguished: their names come from tasks."""
 
 

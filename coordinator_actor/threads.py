@@ -31,9 +31,9 @@ from coordinator_actor.exceptions import QueryBusyError
 
 THREADS_PER_QUERY = 4
 """Most work on a query is serialised anyway, under the lock of its run."""
-MOST_WAITING = 1000
+MAX_WAITING_MESSAGES = 1000
 """The capacity of a query's queue: five messages of each of 200 hosts."""
-MOST_THREADS = 4096
+MAX_THREADS = 4096
 """Threads of all queries together; they are made when needed, and are kept."""
 
 Work = Callable[[], Any]
@@ -58,12 +58,12 @@ class QueryThreads:
     A lane exists while it has work. A query occupies at most ``threads`` threads and ``most_waiting`` pieces of work.
     """
 
-    def __init__(self, threads: int = THREADS_PER_QUERY, most_waiting: int = MOST_WAITING) -> None:
+    def __init__(self, threads: int = THREADS_PER_QUERY, most_waiting: int = MAX_WAITING_MESSAGES) -> None:
         self._threads = threads
         self._most_waiting = most_waiting
         self._lock = threading.Lock()
         self._lanes: dict[str, _Lane] = {}
-        self._pool = ThreadPoolExecutor(MOST_THREADS, thread_name_prefix="statestore-query-work")
+        self._pool = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="statestore-query-work")
 
     def submit(self, query: str, work: Work) -> Future[Any]:
         """Begin some work of a query, or queue it. Return its future at once.

@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from spark_bridge import QueryableStateClient, aggregate, init_spark, stop_spark
-from spark_bridge import functions as S
+from ray_statestore import QueryableStateClient, aggregate, init_spark, stop_spark
+from ray_statestore import functions as S
 
 USERS, ROWS_PER_FILE, FILES = 1_000, 20_000, 5
 

@@ -18,7 +18,7 @@ import numpy as np
 import pandas as pd
 from pyspark.sql import DataFrame, Row
 
-from spark_bridge import (
+from ray_statestore import (
     ExpiredTimerInfo,
     StatefulProcessor,
     StatefulProcessorHandle,

@@ -21,8 +21,8 @@ from fastapi import FastAPI
 from pydantic import BaseModel
 from ray import serve
 
-from spark_bridge import AsyncQueryableStateClient, aggregate, init_spark, stop_spark
-from spark_bridge import functions as S
+from ray_statestore import AsyncQueryableStateClient, aggregate, init_spark, stop_spark
+from ray_statestore import functions as S
 
 USERS, ROWS = 1_000, 50_000
 app = FastAPI(title="Unusual purchases")

@@ -19,7 +19,7 @@ import numpy.typing as npt
 import pandas as pd
 import pyarrow as pa
 
-from spark_bridge import (
+from ray_statestore import (
     ArrowBatch,
     ArrowResult,
     ArrowStatefulProcessor,

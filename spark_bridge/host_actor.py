@@ -106,7 +106,7 @@ def require_same_driver(options: SessionOptions) -> None:
 # A host's metrics, made of counts that the host keeps anyway; see ``coordinator_actor.metrics`` for the table.
 
 
-MOST_PARTITIONS = 100
+MAX_PARTITIONS = 100
 """Operators of more partitions have one value for each host: the number of series must not follow the partitions."""
 HOST_METRICS_SECONDS = 5.0
 """Seconds between two collections of a host's figures. A collection costs some microseconds per partition."""
@@ -150,7 +150,7 @@ class HostMetrics:
         for one in instances:
             query, operator = names.get(one["run_id"], one["query_id"]), one["operator"]
             # By the number of the partition itself: all hosts then give an operator's partitions the same labels.
-            partition = str(one["partition"]) if one["num_partitions"] <= MOST_PARTITIONS else "all"
+            partition = str(one["partition"]) if one["num_partitions"] <= MAX_PARTITIONS else "all"
             at = (query, operator, partition)
             keys[at] = keys.get(at, 0) + one["keys"]
             nbytes[at] = nbytes.get(at, 0) + one["memory_bytes"]

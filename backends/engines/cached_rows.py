@@ -435,7 +435,6 @@ class VaryingRows(CacheTable):
         )
 
     def get(self, keys: pa.BinaryArray, asked: Records | None, hashes: KeyHashes) -> tuple[pa.BinaryArray | None, Ints]:
-        """See ``EvenRows``."""
         entries, is_held = self._find(keys, hashes)
         missing = NO_POSITIONS if is_held is None else np.flatnonzero(~is_held)
         if len(missing) == len(keys) and len(keys):
@@ -485,14 +484,12 @@ class VaryingRows(CacheTable):
         return (key, value) if key + (value or 0) <= EVEN_BYTES else None
 
     def sizes(self, rows: Ints) -> tuple[Ints, Ints]:
-        """See ``EvenRows``."""
         key, value = (
             (offsets[rows + 1] - offsets[rows]).astype(np.int64) for offsets in (self.key_offsets, self.value_offsets)
         )
         return key, value
 
     def pairs(self, entries: Ints) -> tuple[pa.BinaryArray, pa.BinaryArray]:
-        """See ``EvenRows``."""
         rows = entries & ROW
         is_absent = (entries & ABSENT) != 0
         return self.keys.take(pa.array(rows)), self.values.take(pa.array(rows, mask=is_absent))

@@ -27,7 +27,7 @@ from backends.host_memory import BoundedDict
 from backends.storage.failures import HEDGED_BYTES, check_bucket, first_line
 from backends.storage.local_files import LocalFiles
 from backends.storage.locations import FileRef, Location, digest, file_digest, parse_location
-from backends.storage.object_files import MOST_FILES_AT_ONCE, PART_BYTES, ObjectFiles, ObjectStores, SharedObjects
+from backends.storage.object_files import MAX_FILES_AT_ONCE, PART_BYTES, ObjectFiles, ObjectStores, SharedObjects
 from backends.storage.requests import BucketTraffic, RequestCounts, RequestSender, buckets_of_process
 
 OpenStorage: TypeAlias = "Callable[[str, Mapping[str, str]], CheckpointStorage]"
@@ -412,7 +412,7 @@ class CheckpointStorage:
         self._sender.send("delete", path, delete)
 
     def delete_all(self, paths: Sequence[str]) -> None:
-        """Remove files, finished or not: ``MOST_FILES_AT_ONCE`` of them with one request if the storage supports it.
+        """Remove files, finished or not: ``MAX_FILES_AT_ONCE`` of them with one request if the storage supports it.
 
         No error for those that do not exist. Raises ``StorageError``: some may have been removed then, others not.
         """
@@ -423,8 +423,8 @@ class CheckpointStorage:
             return
         for path in paths:
             self._check_path(path)
-        for first in range(0, len(paths), MOST_FILES_AT_ONCE):
-            some = paths[first : first + MOST_FILES_AT_ONCE]
+        for first in range(0, len(paths), MAX_FILES_AT_ONCE):
+            some = paths[first : first + MAX_FILES_AT_ONCE]
 
             def delete(some: Sequence[str] = some) -> bool:
                 try:

@@ -121,8 +121,8 @@ FAILURE_SECONDS = 60.0
 """A failure is reported for this many seconds."""
 WAITING_SECONDS = 5.0
 """A request that has had no answer for this many seconds is reported."""
-MOST_LOCATIONS = 1_000
-MOST_FAILURES = 100
+MAX_TRACKED_LOCATIONS = 1_000
+MAX_FAILURES = 100
 LONGEST_TEXT = 300
 
 
@@ -130,7 +130,7 @@ LONGEST_TEXT = 300
 class _Place:
     """One location: when its last requests failed and how, and when a request of each kind was last answered."""
 
-    failed: deque[float] = field(default_factory=lambda: deque(maxlen=MOST_FAILURES))
+    failed: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_FAILURES))
     error: str = ""
     kind: str = ""
     """Kind of the last request that failed. Storage may reject writes and answer reads: a full disk, a lost permission.
@@ -141,7 +141,7 @@ class _Place:
 class TroubleTracker:
     """Knows the last failures by location, and the requests that are under way. Many threads may share one.
 
-    It holds one entry for each request under way, and ``MOST_FAILURES`` moments for each location that has failed.
+    It holds one entry for each request under way, and ``MAX_FAILURES`` moments for each location that has failed.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -149,7 +149,7 @@ class TroubleTracker:
         self._lock = threading.Lock()
         self._numbers = itertools.count()
         self._under_way: dict[int, tuple[str, str, float]] = {}
-        self._places: BoundedDict[str, _Place] = BoundedDict(MOST_LOCATIONS)
+        self._places: BoundedDict[str, _Place] = BoundedDict(MAX_TRACKED_LOCATIONS)
 
     def began(self, kind: str, location: str) -> int:
         """Record a request to a location. Return its number, which ``ended`` must be called with."""
@@ -175,7 +175,7 @@ class TroubleTracker:
     def read(self) -> list[dict[str, Any]]:
         """Return the troubles by location, as JSON types; none for storage that answers.
 
-        ``failures`` of the last minute (``MOST_FAILURES`` at most), the last with ``error``, ``failed_seconds`` ago;
+        ``failures`` of the last minute (``MAX_FAILURES`` at most), the last with ``error``, ``failed_seconds`` ago;
         ``answered_since``: a request of its kind was answered after that failure; ``waiting`` requests have had no
         answer for ``WAITING_SECONDS``, the longest for ``waiting_seconds``.
         """
@@ -223,9 +223,9 @@ FEWEST = 32
 """Nothing is usual before this many requests."""
 USUAL_SHARE, TIMES_USUAL = 0.95, 1.5
 """A request is late if it takes this many times as long as this share of its kind."""
-LEAST_SECONDS = 0.05
+MIN_SECONDS = 0.05
 """No request is late before this many seconds."""
-SHARE, MOST_AT_ONCE = 0.05, 8.0
+SHARE, MAX_AT_ONCE = 0.05, 8.0
 """At most this share of all requests is made twice, and at most this many in a row: all are late if storage hangs."""
 HEDGE_THREADS = 32
 """At most this many requests run in threads that may be left behind with the late one; others are made once."""
@@ -242,7 +242,7 @@ class Hedges:
         self._done_of = _done_of if done_of is None else done_of
         self._lock = threading.Lock()
         self._durations: dict[str, deque[float]] = {}
-        self._credit = MOST_AT_ONCE
+        self._credit = MAX_AT_ONCE
         self._under_way = 0
         self._pool: ThreadPoolExecutor | None = None
 
@@ -257,7 +257,7 @@ class Hedges:
             known = sorted(self._durations.get(kind, ()))
         if len(known) < FEWEST:
             return None
-        return max(LEAST_SECONDS, TIMES_USUAL * known[int(USUAL_SHARE * len(known))])
+        return max(MIN_SECONDS, TIMES_USUAL * known[int(USUAL_SHARE * len(known))])
 
     def first_answer(self, kind: str, attempt: Callable[[], T], on_second: Callable[[], None]) -> T:
         """Return the result of ``attempt``. If the first call is late, another thread calls it a second time.
@@ -296,7 +296,7 @@ class Hedges:
             if self._under_way >= HEDGE_THREADS:
                 return None
             self._under_way += 1
-            self._credit = min(MOST_AT_ONCE, self._credit + SHARE)
+            self._credit = min(MAX_AT_ONCE, self._credit + SHARE)
             if self._pool is None:
                 self._pool = ThreadPoolExecutor(HEDGE_THREADS, thread_name_prefix="statestore-storage")
         call = self._pool.submit(attempt)

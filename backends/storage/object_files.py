@@ -145,9 +145,9 @@ def _tokenless_credentials(config: Mapping[str, str | bool]) -> S3CredentialProv
     return lambda: credential
 
 
-MOST_FILES_AT_ONCE = 1000
+MAX_FILES_AT_ONCE = 1000
 """S3 removes at most this many files with one request, and lists at most this many on one page."""
-PART_BYTES, _PARTS_AT_ONCE, _MOST_PARTS = 8 << 20, 4, 10_000
+PART_BYTES, _PARTS_AT_ONCE, _MAX_PARTS = 8 << 20, 4, 10_000
 """The bytes of a part of a multipart upload, the number of parts that are uploaded at once, and the most parts that S3
 accepts.
 """
@@ -176,7 +176,7 @@ class ObjectFiles:
 
     def put_file(self, path: str, source: Path | bytes, size: int) -> None:
         """Write a large file in parts, some at once. obstore retries a part that fails, with its own backoff."""
-        part = max(PART_BYTES, -(-size // _MOST_PARTS))
+        part = max(PART_BYTES, -(-size // _MAX_PARTS))
         if size > part:
             # One request for each part, and to begin and to end the upload: one more than the parts.
             self._note_more("write", -(-size // part) + 1)
@@ -222,7 +222,7 @@ class ObjectFiles:
         obstore.delete(self._stores.plain, self._prefix + path)
 
     def remove_all(self, paths: Sequence[str]) -> None:
-        """Remove at most ``MOST_FILES_AT_ONCE`` files; some storages stop at one that is missing, as by ``remove``."""
+        """Remove at most ``MAX_FILES_AT_ONCE`` files; some storages stop at one that is missing, as by ``remove``."""
         obstore.delete(self._stores.plain, [self._prefix + path for path in paths])
 
     def listed(self, directory: str, after: str | None) -> list[tuple[str, int]]:
@@ -230,7 +230,7 @@ class ObjectFiles:
         key = (self._prefix + directory).rstrip("/") if directory.strip("/") else self._prefix.rstrip("/")
         offset = None if after is None else self._prefix + after
         found = obstore.list(self._stores.plain, prefix=key or None, offset=offset).collect()
-        self._note_more("list", len(found) // MOST_FILES_AT_ONCE)  # further pages
+        self._note_more("list", len(found) // MAX_FILES_AT_ONCE)  # further pages
         return sorted((str(meta["path"]).removeprefix(self._prefix), int(meta["size"])) for meta in found)
 
 
@@ -247,8 +247,8 @@ If more loads are under way, the first one reads for all: most likely their host
 """
 OBJECT_BYTES = 4 << 20
 """At most this many bytes of an object are read for all. Later parts are read alone."""
-MOST_OBJECTS = 64
-MOST_BYTES = 16 << 20
+MAX_OBJECTS = 64
+MAX_SHARED_BYTES = 16 << 20
 """Limit of the kept bytes of all objects; the least recently used object is evicted first."""
 
 
@@ -256,8 +256,8 @@ class SharedObjects:
     """The beginnings of objects that were read recently. Thread-safe: ``_lock`` guards the tables, not the requests.
 
     ``_asked`` counts the readers of each object, ``_held`` has the objects that were read for all or are being read.
-    Both are bounded by ``MOST_OBJECTS``, the bytes by ``MOST_BYTES`` plus those being read. ``_loads`` counts the loads
-    under way. ``spare(nbytes, drop)`` counts bytes in the memory of the process, as ``HostMemory.spare`` does, and
+    Both are bounded by ``MAX_OBJECTS``, the bytes by ``MAX_SHARED_BYTES`` plus those being read. ``_loads`` counts
+    the loads under way. ``spare(nbytes, drop)`` counts bytes in the memory of the process, as ``HostMemory.spare`` does, and
     returns None if there is no room for them.
     """
 
@@ -298,7 +298,7 @@ class SharedObjects:
         with self._lock:
             asked = self._asked.pop(name, 0) + is_new_reader
             self._asked[name] = asked
-            if len(self._asked) > MOST_OBJECTS:
+            if len(self._asked) > MAX_OBJECTS:
                 self._asked.popitem(last=False)
             future = self._held.get(name)
             if future is None and asked <= ALONE and self._loads <= ALONE:
@@ -338,7 +338,7 @@ class SharedObjects:
         done = [(name, len(held.result())) for name, held in self._held.items() if held.done()]
         nbytes = sum(size for _, size in done)
         for name, size in done:
-            if nbytes <= MOST_BYTES and len(self._held) <= MOST_OBJECTS:
+            if nbytes <= MAX_SHARED_BYTES and len(self._held) <= MAX_OBJECTS:
                 return
             del self._held[name]
             self._claims.pop(name, None)

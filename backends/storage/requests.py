@@ -120,7 +120,7 @@ def num_requests(used: Mapping[str, int]) -> int:
 
 log = logging.getLogger(__name__)
 
-LEAST_RATE = 20.0
+MIN_RATE = 20.0
 """Minimum rate, in requests a second, even while the service rejects all of them."""
 GROWTH = 1.25
 """Growth factor of the rate per second without throttling."""
@@ -177,11 +177,11 @@ class AdaptiveRateLimit:
             now = self._clock()
             rate = self._rate_at(now)
             if rate is None:
-                self._refused_at = rate = max(LEAST_RATE, self._in_second, self._in_last_second)
+                self._refused_at = rate = max(MIN_RATE, self._in_second, self._in_last_second)
                 log.warning("%s throttles requests: they are delayed for some seconds", self._bucket)
-                self._rate = max(LEAST_RATE, rate / 2)
+                self._rate = max(MIN_RATE, rate / 2)
             elif now >= self._quiet_until:
-                self._rate = max(LEAST_RATE, rate / 2)
+                self._rate = max(MIN_RATE, rate / 2)
             self._quiet_until = max(self._quiet_until, now + seconds)
             self._turn = max(self._turn, self._quiet_until)
 

@@ -1,6 +1,6 @@
 """``history/<id>.json``: figures of the last checkpoints, for people. They outlive coordinators, hosts and runs.
 
-A file has the last ``MOST_RECORDS`` checkpoints, and is named by the newest of them. So a reader needs only one file,
+A file has the last ``MAX_RECORDS`` checkpoints, and is named by the newest of them. So a reader needs only one file,
 and earlier files may be removed. State never depends on these files: a lost or damaged one costs only figures. The idea
 is that of Flink's checkpoint history, which its job manager keeps in memory.
 """
@@ -24,7 +24,7 @@ from coordinator_actor.durable.fencing import RecordFiles, numbered_path, number
 log = logging.getLogger(__name__)
 
 HISTORY = "history"
-MOST_RECORDS = 300
+MAX_RECORDS = 300
 KEPT_FILES = 2
 """The newest file, and the one before it, in case the newest is damaged."""
 

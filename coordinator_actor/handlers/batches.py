@@ -101,7 +101,6 @@ class Batches:
         self._runs = registries.runs
 
     def open_batch(self, request: OpenBatch) -> BatchGrant:
-        """See ``CoordinatorPort``."""
         trace = spans.batch(request.run_id, request.batch_id + 1)
         with spans.span("coordinator.open_batch", trace, host=request.host_id):
             return self._open_batch(request)
@@ -147,7 +146,6 @@ class Batches:
             )
 
     def open_for_read(self, run_id: str, operator: str, partition: int) -> OpenGrant:
-        """See ``CoordinatorPort``."""
         run = self._runs.get(run_id)
         run.lifetime.require_served()
         run.require_partition(operator, partition)
@@ -159,7 +157,6 @@ class Batches:
         return OpenGrant(owner, completed, head, run.registration, run.manifests.epoch, is_begun=is_begun)
 
     def completed(self, run_id: str, host_id: str) -> Completed:
-        """See ``CoordinatorPort``."""
         run = self._runs.get(run_id)
         run.lifetime.require_served()
         announced = run.announcements.to(host_id)
@@ -168,7 +165,6 @@ class Batches:
         return announced if run.lifetime.stopped_at is None else replace(announced, ended=True)
 
     def lineage(self, run_id: str, operator: str, partition: int, version: int, use: str = "") -> Lineage:
-        """See ``CoordinatorPort``."""
         run = self._runs.awaited(run_id)
         with run.lock:
             run.require_partition(operator, partition)
@@ -196,20 +192,17 @@ class Batches:
             return found
 
     def renew_files(self, run_id: str, operator: str, partition: int, use: str) -> bool:
-        """See ``CoordinatorPort``."""
         run = self._runs.awaited(run_id)
         with run.lock:
             return run.files_in_use.renew((operator, partition), use, self._registries.clock())
 
     def release_files(self, run_id: str, operator: str, partition: int, use: str) -> None:
-        """See ``CoordinatorPort``."""
         run = self._runs.find(run_id)
         if run is not None:
             with run.lock:
                 run.files_in_use.end((operator, partition), use)
 
     def snapshot_uploaded(self, message: SnapshotUploaded) -> bool:
-        """See ``CoordinatorPort``."""
         run = self._runs.awaited(message.run_id)
         task, new = (message.operator, message.partition), message.snapshot
         with run.lock:
@@ -232,7 +225,6 @@ class Batches:
     def acknowledge_many(
         self, run_id: str, host_id: str, incarnation: str, messages: Sequence[Acknowledge]
     ) -> tuple[Acknowledged | Refused, ...]:
-        """See ``CoordinatorPort``."""
         # All of one version: those of an older one are rejected.
         trace = spans.batch(run_id, max((m.version for m in messages), default=0))
         with spans.span("coordinator.acknowledge", trace, host=host_id, num_partitions=len(messages)):
@@ -281,7 +273,6 @@ class Batches:
             return tuple(answers.get(i, accepted) for i in range(len(messages)))
 
     def rebalance(self, query: str | None = None) -> dict[str, int]:
-        """See ``CoordinatorPort``."""
         moved = {}
         for run in self._runs.current():
             if query is not None and not run.is_named(query):
@@ -357,7 +348,6 @@ class Lookups:
         self._locations = locations
 
     def look_up(self, operator: str, query: str, by: str, batch_id: int) -> LookedUp:
-        """See ``CoordinatorPort``."""
         location = self._locations.locate(operator, query)
         run = self._registries.runs.get(location.run_id)
         run.lifetime.require_served()

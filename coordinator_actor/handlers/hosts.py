@@ -65,7 +65,6 @@ class Hosts:
         self._timeout = host_timeout
 
     def register_host(self, info: HostInfo, report: HostReport) -> None:
-        """See ``CoordinatorPort``."""
         with self._registries.lock:
             if self._registries.has_ended(info.session_id):
                 return
@@ -148,7 +147,6 @@ class Hosts:
         held: Mapping[str, int] | None = None,
         hand_over: HandOver | None = None,
     ) -> HostOrders:
-        """See ``CoordinatorPort``."""
         held = held or {}
         now = self._registries.clock()
         with self._registries.lock:
@@ -211,11 +209,9 @@ class Hosts:
             run.lock.release()
 
     def unregister_session(self, session_id: str) -> bool:
-        """See ``CoordinatorPort``."""
         return self._registries.end_session(session_id)
 
     def place_session(self, session_id: str, problems: Sequence[str], leaving: Sequence[str] = ()) -> SessionPlacement:
-        """See ``CoordinatorPort``."""
         with self._registries.lock:
             if self._registries.has_ended(session_id):
                 return SessionPlacement()
@@ -230,7 +226,6 @@ class Hosts:
         return SessionPlacement(tuple(released))
 
     def report_failing_loops(self, session_id: str, process: str, failing: Sequence[FailingLoop]) -> None:
-        """See ``CoordinatorPort``."""
         with self._registries.lock:
             if failing and not self._registries.has_ended(session_id):
                 self._registries.failing[session_id] = process, self._registries.clock(), tuple(failing)
@@ -240,7 +235,6 @@ class Hosts:
     def verify_instances(
         self, host_id: str, incarnation: str, run_ids: Sequence[str]
     ) -> dict[str, dict[str, list[int]]]:
-        """See ``CoordinatorPort``."""
         with self._registries.lock:
             self._registries.hosts.require(host_id, incarnation)
             runs = [run for run_id in run_ids if (run := self._runs.find(run_id)) is not None]
@@ -303,21 +297,17 @@ class Instances:
         executor_id: str,
         other_provider_ids: Sequence[StateStoreProviderId] = (),
     ) -> list[StateStoreProviderId]:
-        """See ``CoordinatorPort``."""
         with self._lock:
             return self._instances.report(provider_id, host, executor_id, other_provider_ids)
 
     def verify_if_instance_active(self, provider_id: StateStoreProviderId, executor_id: str) -> bool:
-        """See ``CoordinatorPort``."""
         with self._lock:
             return self._instances.verify(provider_id, executor_id)
 
     def get_location(self, provider_id: StateStoreProviderId) -> str | None:
-        """See ``CoordinatorPort``."""
         with self._lock:
             return self._instances.location(provider_id)
 
     def get_locations(self, provider_ids: Sequence[StateStoreProviderId]) -> list[str | None]:
-        """See ``CoordinatorPort``."""
         with self._lock:
             return self._instances.locations(provider_ids)

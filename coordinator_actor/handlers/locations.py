@@ -28,7 +28,6 @@ class Locations:
         self._runs = registries.runs
 
     def locate(self, operator: str, query: str | None = None) -> OperatorLocation:
-        """See ``CoordinatorPort``."""
         served = self._runs.served()
         named = [run for run in served if query is None or run.is_named(query)]
         found = [run for run in named if run.operator(operator) is not None]
@@ -88,7 +87,6 @@ class Locations:
         )
 
     def operators(self) -> tuple[RunningOperator, ...]:
-        """See ``CoordinatorPort``."""
         served = self._runs.served()
         having: dict[str, list[QueryState]] = {}
         for run in served:
@@ -112,7 +110,6 @@ class Locations:
         )
 
     def get_kv_state_location_oracle(self, job_id: str) -> KvStateLocationOracle | None:
-        """See ``CoordinatorPort``."""
         served = self._runs.served()
         location = next((r.registration.state_location for r in served if r.run_id == job_id), job_id)
         found = _meant([r for r in served if location in (r.registration.state_location, r.registration.query_id)])
@@ -147,7 +144,7 @@ def _meant(having: Sequence[QueryState]) -> list[QueryState]:
 # Handles messages for people: descriptions of queries and hosts, and the figures of checkpoints and savepoints.
 
 
-MOST_LOST = 100
+MAX_LOST = 100
 """At most this many queries with lost drivers are named, the last ones."""
 
 REPORTED_SECONDS = 30.0
@@ -163,7 +160,6 @@ class Figures:
         self._runs = registries.runs
 
     def describe(self) -> dict[str, Any]:
-        """See ``CoordinatorPort``."""
         with self._registries.lock:
             hosts = [
                 {
@@ -200,12 +196,11 @@ class Figures:
                 {"query": e.registration.name or e.registration.query_id, "run_id": e.registration.run_id, "at": e.at}
                 | {"checkpoint_location": e.registration.checkpoint_location, "query_id": e.registration.query_id}
                 | {"state_location": e.registration.state_location}
-                for e in self._runs.lost()[-MOST_LOST:]
+                for e in self._runs.lost()[-MAX_LOST:]
             ],
         }
 
     def checkpoint_stats(self, query: str, history_since: str = "") -> dict[str, Any]:
-        """See ``CoordinatorPort``."""
         run = self._runs.running(query, or_ended=True)
         savepoints = self._runs.savepoints_of(run.run_id)
         changed = run.history.changed_since(history_since)

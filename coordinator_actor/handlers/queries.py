@@ -55,7 +55,6 @@ class Queries:
     def register_query(
         self, registration: QueryRegistration, initial: Mapping[str, Mapping[int, PartitionEntry]] | None = None
     ) -> RegisteredQuery:
-        """See ``CoordinatorPort``."""
         with self._registries.lock:
             registering = self._registering.setdefault(registration.state_location, threading.Lock())
         with registering:
@@ -157,7 +156,6 @@ class Queries:
         run.take_over(was_known=was_known)
 
     def renew_leases(self, run_ids: Sequence[str]) -> list[str]:
-        """See ``CoordinatorPort``."""
         with self._registries.lock:
             return [run_id for run_id in run_ids if not self._renewed(run_id)]
 
@@ -172,7 +170,6 @@ class Queries:
     def driver_heartbeat(
         self, run_id: str, *, is_stopping: bool = False, is_at_work: bool = False, pace: InputPace | None = None
     ) -> bool:
-        """See ``CoordinatorPort``."""
         with self._registries.lock:
             run = self._runs.find(run_id)
             known = self._renewed(run_id)
@@ -190,7 +187,6 @@ class Queries:
         return True
 
     def batch_committed(self, run_id: str, batch_id: int, *, by_driver: bool = False) -> bool:
-        """See ``CoordinatorPort``."""
         run = self._runs.awaited(run_id)
         if by_driver and run.lifetime.is_current and run.versions.completed == batch_id:
             run.spark_logs.has(batch_id)  # without the lock: tasks of the next batch may arrive during the request
@@ -206,7 +202,6 @@ class Queries:
             return True
 
     def deactivate_instances(self, run_id: str) -> bool:
-        """See ``CoordinatorPort``."""
         run = self._runs.find(run_id)
         if run is not None:
             self._finish(run)
@@ -222,7 +217,6 @@ class Queries:
         return True
 
     def serve_ended(self, registration: QueryRegistration, failure: str = "") -> RegisteredQuery:
-        """See ``CoordinatorPort``."""
         with self._registries.lock:
             self._runs.note_failure(registration.run_id, failure)
             registering = self._registering.setdefault(registration.state_location, threading.Lock())
@@ -266,7 +260,6 @@ class Queries:
         return RegisteredQuery(None, newest.epoch, completed)
 
     def take_up_versions(self, run_id: str, behind: float | None = None) -> RegisteredQuery:
-        """See ``CoordinatorPort``."""
         run = self._runs.get(run_id)
         run.lifetime.require_served()
         began = self._registries.clock()

@@ -25,7 +25,6 @@ class Rewritings:
     def hold_query(
         self, query: str, holder: str, seconds: float, *, batches: bool | None = None, hold: str = ""
     ) -> HeldQuery:
-        """See ``CoordinatorPort``."""
         run = self._runs.running(query, or_ended=seconds <= 0)
         with run.lock:
             if seconds <= 0:
@@ -63,7 +62,6 @@ class Rewritings:
             return self._held(run, held, waits_for)
 
     def adopt_rewritten(self, run_id: str, hold: str, epoch: int, path: str) -> None:
-        """See ``CoordinatorPort``."""
         run = self._runs.get(run_id)
         with run.lock:
             run.lifetime.require_current()
@@ -157,7 +155,6 @@ class Savepoints:
     def trigger_savepoint(
         self, request_id: str, query: str, path: str | None = None, *, stop: bool = False
     ) -> SavepointStatus:
-        """See ``CoordinatorPort``."""
         known = self.savepoint_status(request_id)
         if known.known:
             return known
@@ -173,12 +170,10 @@ class Savepoints:
         return self.savepoint_status(request_id)
 
     def savepoint_status(self, request_id: str) -> SavepointStatus:
-        """See ``CoordinatorPort``."""
         request = self._runs.savepoint_request(request_id)
         return SavepointStatus(known=False) if request is None else status_of(request)
 
     def savepoint_exported(self, message: SavepointExported) -> None:
-        """See ``CoordinatorPort``."""
         with self._registries.lock:
             self._registries.hosts.require(message.host_id, message.incarnation)
         savepoints = self._runs.savepoints_of(message.run_id)

@@ -19,8 +19,8 @@ from backends.formats.manifest import Manifest
 from backends.formats.manifest_chain import delta_bytes
 from backends.storage.requests import num_requests, used_since, used_together
 from coordinator_actor.checkpoints.pending_checkpoint import TaskKey
-from coordinator_actor.durable.records import MOST_RECORDS, CheckpointRecord, CheckpointRecords, StepTime
-from coordinator_actor.messages import MOST_STEPS, Acknowledge, CommitFigures
+from coordinator_actor.durable.records import MAX_RECORDS, CheckpointRecord, CheckpointRecords, StepTime
+from coordinator_actor.messages import MAX_STEPS, Acknowledge, CommitFigures
 
 WRITE_SECONDS = 10.0
 """How long a record may wait to be written. A coordinator that is killed loses this much of the history."""
@@ -190,7 +190,7 @@ class CheckpointHistory:
         self._changed[record.id] = self._num_changes
 
     def _forget_oldest(self) -> None:
-        self._records = {i: self._records[i] for i in sorted(self._records)[-MOST_RECORDS:]}
+        self._records = {i: self._records[i] for i in sorted(self._records)[-MAX_RECORDS:]}
         self._changed = {i: self._changed[i] for i in self._records}
 
     def tidy_up(self, delete_all: Callable[[Sequence[str]], None]) -> None:
@@ -223,7 +223,7 @@ def _record(manifest: Manifest, counted: _Counted | None, used: dict[str, int], 
             before = times.get(name)
             if before is not None:
                 times[name] = StepTime(before.sum_ms + ms, max(before.max_ms, ms))
-            elif len(times) < MOST_STEPS:
+            elif len(times) < MAX_STEPS:
                 times[name] = StepTime(ms, ms)
     used = used_together(used, counted.storage)
     return structs.replace(

@@ -67,7 +67,7 @@ CLUSTER_AREA = "cluster"
 PORT_CHECK_SECONDS = 3.0
 NODE_SECONDS = 30.0
 """A node may have to start a process before it answers."""
-MOST_SKEW_SECONDS = 1.0
+MAX_SKEW_SECONDS = 1.0
 """Clocks that differ by more make TTLs, processing time and the times of checkpoints differ by as much."""
 PACKAGES = ("ray-statestore", "ray", "pyspark", "raydp", "pyarrow", "msgspec", "rocksdict")
 
@@ -192,7 +192,7 @@ def node_checks(nodes: Sequence[Mapping[str, Any]]) -> Iterator[Check]:
         if other:
             wrong += 1
             yield Check(CLUSTER_AREA, name, ERROR, "; ".join(other), "Install the same versions on all machines.")
-        if abs(node["skew"]) > MOST_SKEW_SECONDS:
+        if abs(node["skew"]) > MAX_SKEW_SECONDS:
             wrong += 1
             found = f"Its clock is {node['skew']:+.1f} s from this machine's."
             yield Check(CLUSTER_AREA, f"clock of {node['ip']}", WARNING, found, "Let all machines follow NTP (chrony).")
@@ -245,7 +245,7 @@ MACHINE_AREA = "machine"
 PACKAGE = "ray-statestore"
 TESTED = {"3.5": "1.6", "4.2": "1.7"}
 """The tested lines of Spark, and the RayDP that belongs to each."""
-LEAST_FREE = 2 << 30
+MIN_FREE = 2 << 30
 """Bytes of the temporary directory: copies of partitions and Ray's own files go there."""
 
 
@@ -330,7 +330,7 @@ def disk_check() -> Iterator[Check]:
     where = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
     free = shutil.disk_usage(where).free
     found = f"{where} has {free / (1 << 30):.1f} GiB free."
-    if free < LEAST_FREE:
+    if free < MIN_FREE:
         yield Check(MACHINE_AREA, "disk", WARNING, found, "Free some space, or let RAY_TMPDIR name a larger disk.")
     else:
         yield Check(MACHINE_AREA, "disk", OK, found)

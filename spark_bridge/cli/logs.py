@@ -23,7 +23,7 @@ from spark_bridge.overview.model import LostDriver, Overview, Query
 COORDINATOR_ACTOR, HOST_ACTOR = "StateStoreCoordinator", "StateStoreHost"
 HOST_PREFIX = f"{HOST_ACTOR}-"
 WHOLE = -1
-MOST_LOOKED_AT = 500
+MAX_LOOKED_AT = 500
 """At most this many logs of other processes on a machine are checked for an actor that was started again."""
 
 
@@ -104,9 +104,9 @@ def _of_earlier_processes(address: str, actor: Any, missing: list[str]) -> Itera
         return
     found = list_logs(address, node_id=actor.node_id, glob_filter="worker-*.err")
     names = [name for of in found.values() for name in of if not name.endswith(f"-{actor.pid}.err")]
-    if len(names) > MOST_LOOKED_AT:
-        missing.append(f"Only {MOST_LOOKED_AT} of {len(names)} logs were looked at for earlier ones of {actor.name}.")
-    for name in names[:MOST_LOOKED_AT]:
+    if len(names) > MAX_LOOKED_AT:
+        missing.append(f"Only {MAX_LOOKED_AT} of {len(names)} logs were looked at for earlier ones of {actor.name}.")
+    for name in names[:MAX_LOOKED_AT]:
         read = _reader(WHOLE, address=address, node_id=actor.node_id, filename=name, is_begin=True)
         try:
             begin = list(islice(read(), 10))

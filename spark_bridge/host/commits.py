@@ -24,7 +24,7 @@ from coordinator_actor.exceptions import CoordinatorError
 from coordinator_actor.messages import (
     DROPPED_ELEMENTS,
     DUPLICATES,
-    MOST_STEPS,
+    MAX_STEPS,
     Acknowledge,
     Acknowledged,
     CommitFigures,
@@ -516,7 +516,7 @@ class TaskCommits:
             figures.num_rows_removed,
             figures.num_rows_dropped_by_watermark,
             used_since(used, before),
-            dict(list(steps.items())[-MOST_STEPS:]),
+            dict(list(steps.items())[-MAX_STEPS:]),
             int(figures.custom.get(DUPLICATES, 0)),
         )
 

@@ -172,7 +172,6 @@ class Host:
     def commit(
         self, task: TaskIdentity, changes: Changes, timings: Mapping[str, float], figures: OperatorFigures | None = None
     ) -> Acknowledged:
-        """See ``TaskCommits``."""
         trace = spans.batch(task.run_id, task.batch_id + 1)
         with spans.span("host.commit", trace, operator=task.operator, partition=task.partition):
             return self.task_commits.commit(task, changes, timings, figures)

@@ -26,7 +26,7 @@ from spark_bridge.host.registration import HostRegistration
 
 log = logging.getLogger(__name__)
 
-MOST_STORAGES = 64
+MAX_STORAGES = 64
 """At most this many storages are remembered: one for each running query, and those of runs before."""
 
 
@@ -49,7 +49,7 @@ class PartitionFiles:
         )
         self._lock = threading.Lock()
         self._storages: BoundedDict[tuple[str, tuple[tuple[str, str], ...]], CheckpointStorage] = BoundedDict(
-            MOST_STORAGES
+            MAX_STORAGES
         )
         self.shared = SharedObjects(partial(host_memory(conf).spare, LAST_READS))
         self.copies = local_dir / "copies"

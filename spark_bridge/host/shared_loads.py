@@ -153,7 +153,7 @@ WANTED_SECONDS = 10.0
 """The load of a copy ends if the coordinator has not asked for it for this many seconds."""
 LANES = 4
 """At most this many copies of a run are loaded side by side."""
-MOST_LOADS = 16
+MAX_LOADS = 16
 """At most this many copies are loaded side by side for all runs."""
 AGAIN_SECONDS, LONGEST_AGAIN_SECONDS = 1.0, 60.0
 """The seconds until a copy that could not be loaded is tried again; twice as many after each further failure."""
@@ -193,7 +193,7 @@ class HandOvers:
         self._wanted: dict[str, WarmUp] = {}
         self._wanted_at = 0.0
         self._failed: dict[_Copy, tuple[float, float]] = {}
-        self._places = threading.Semaphore(MOST_LOADS)
+        self._places = threading.Semaphore(MAX_LOADS)
 
     def report(self) -> HandOver:
         """Return how far this host is, for a heartbeat."""

@@ -224,7 +224,7 @@ coordinator costs.
 """
 IDLE_RUN_SECONDS = 60.0
 """TTL of the coordinator's last answer about a run that this host has no partitions of, in seconds."""
-MOST_ASKED = 1000
+MAX_ASKED = 1000
 """The host knows of at most this many runs when it has asked for them."""
 
 
@@ -261,7 +261,7 @@ class VersionRequests:
         self._held = held
         self._completed = completed
         self._lock = threading.Lock()
-        self._asking: BoundedDict[str, _Asking] = BoundedDict(MOST_ASKED)
+        self._asking: BoundedDict[str, _Asking] = BoundedDict(MAX_ASKED)
 
     def completed_version(self, run_id: str, at_least: int, seconds: float) -> CompletedVersion | None:
         """Return the last completed version of a run that this host knows of; ask first if that is below ``at_least``.

@@ -386,7 +386,7 @@ FRAME_BYTES_CONF = "spark.sql.execution.arrow.maxBytesPerBatch"
 """Since Spark 4.0."""
 NO_LIMIT = (1 << 31) - 1
 """Stands for no limit of the rows or bytes of a frame, as in Spark."""
-MOST_FRAME_BYTES = NO_LIMIT - 1
+MAX_CONFIGURED_FRAME_BYTES = NO_LIMIT - 1
 """The highest value that Spark takes for ``FRAME_BYTES_CONF``."""
 
 
@@ -426,13 +426,13 @@ def frame_limits(spark: SparkSession) -> tuple[int, int]:
     """
     rows = int(spark.conf.get(FRAME_ROWS_CONF, "10000") or 10_000)
     # Spark also validates the default, if it knows the setting: so the value for "no limit" must be valid.
-    text = spark.conf.get(FRAME_BYTES_CONF, str(MOST_FRAME_BYTES)) or MOST_FRAME_BYTES
+    text = spark.conf.get(FRAME_BYTES_CONF, str(MAX_CONFIGURED_FRAME_BYTES)) or MAX_CONFIGURED_FRAME_BYTES
     num_bytes = int(spark._jvm.org.apache.spark.network.util.JavaUtils.byteStringAsBytes(str(text)))
     return _or_no_limit(rows), _or_no_limit(num_bytes)
 
 
 def _or_no_limit(limit: int) -> int:
-    return limit if 0 < limit < MOST_FRAME_BYTES else NO_LIMIT
+    return limit if 0 < limit < MAX_CONFIGURED_FRAME_BYTES else NO_LIMIT
 
 
 # Micro-batches for quiet streams. Spark runs no batch without new data, so no timer fires and no window closes.

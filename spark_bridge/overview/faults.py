@@ -38,14 +38,14 @@ SILENT_HOST_MS = 5_000
 """A host's heartbeats come every second, and its lease ends after ten."""
 RECENT_RESTART_MS = 600_000
 """A process that was started again is reported for this long."""
-LEAST_FAILURES = 3
+MIN_FAILURES = 3
 """Fewer failed and retried requests within a minute are normal: each store has some."""
-LEAST_WAITING_MS = 10_000
+MIN_WAITING_MS = 10_000
 HANGING_MS = 30_000
 """Storage that does not answer for this long holds up batches."""
 LONGEST_REASON = 300
 COORDINATOR_PROCESS = "coordinator"
-LEAST_LOOP_FAILURES = 2
+MIN_LOOP_FAILURES = 2
 """A loop that fails once tries again at once, and nothing is lost."""
 ALIVE = "ALIVE"
 """Ray's word for an actor whose process runs."""
@@ -91,7 +91,7 @@ def process_faults(overview: Overview) -> Iterator[Fault]:
 
 def _of_loops(loops: Sequence[LoopFailures]) -> Iterator[Fault]:
     for loop in loops:
-        if loop.failures >= LEAST_LOOP_FAILURES:
+        if loop.failures >= MIN_LOOP_FAILURES:
             yield Fault(
                 WARNING,
                 "background-loop-fails",
@@ -219,10 +219,10 @@ def _of_storage(overview: Overview) -> Iterator[Fault]:
             at.by.append(name)
             at.troubles.append(one)
     for met in seen.values():
-        if met.failures >= LEAST_FAILURES or met.waiting_ms >= LEAST_WAITING_MS:
+        if met.failures >= MIN_FAILURES or met.waiting_ms >= MIN_WAITING_MS:
             yield Fault(
                 ERROR if met.stands_still else WARNING,
-                "storage-fails" if met.failures >= LEAST_FAILURES else "storage-hangs",
+                "storage-fails" if met.failures >= MIN_FAILURES else "storage-hangs",
                 _subject(overview, met.location),
                 " ".join(_told(met)),
                 "Look at that storage: is it up, full, slowed down, are the credentials and permissions right, is the "
@@ -267,15 +267,15 @@ def _subject(overview: Overview, location: str) -> str:
 
 LATE_INTERVALS = 3
 """A checkpoint is late after this many of the usual intervals between two."""
-LEAST_LATE_MS = 60_000
+MIN_LATE_MS = 60_000
 """No checkpoint is late before: short intervals vary."""
-MOST_SKEW = 5.0
-LEAST_SKEWED_KEYS = 10_000
+MAX_SKEW = 5.0
+MIN_SKEWED_KEYS = 10_000
 """Fewer keys in a partition slow nothing down."""
-MOST_SNAPSHOT_LAG = 50
+MAX_SNAPSHOT_LAG = 50
 """Versions: five snapshots of ten versions each, as Spark's own warning has it."""
-MOST_TIME_SKEW = 5.0
-LEAST_SKEWED_MS = 1_000
+MAX_TIME_SKEW = 5.0
+MIN_SKEWED_MS = 1_000
 """A partition whose batch takes less time slows nothing down."""
 SLOW_STORAGE_MS = 1_000
 """Storage is slow if the slowest changelog of a usual batch and its manifest take at least this long, and half the
@@ -430,7 +430,7 @@ def _late(overview: Overview, query: Query, subject: str) -> Iterator[Fault]:
     if len(done) < 3 or not query.batch_ms:
         return  # a stream without new data runs no batch
     usual = median(later - earlier for earlier, later in pairwise(done))
-    limit = max(LEAST_LATE_MS, LATE_INTERVALS * usual)
+    limit = max(MIN_LATE_MS, LATE_INTERVALS * usual)
     if query.batch_ms > limit:
         waits_for, remedy = _awaited(query)
         yield Fault(
@@ -472,7 +472,7 @@ def _awaited(query: Query) -> tuple[str, str]:
 def _of_operator(query: Query, operator: Operator) -> Iterator[Fault]:
     subject = f"operator {operator.name} of query {query.title}"
     largest = max((p.keys or 0 for p in operator.partitions), default=0)
-    if operator.skew is not None and operator.skew > MOST_SKEW and largest >= LEAST_SKEWED_KEYS:
+    if operator.skew is not None and operator.skew > MAX_SKEW and largest >= MIN_SKEWED_KEYS:
         hottest = max(operator.partitions, key=lambda p: p.keys or 0)
         yield Fault(
             WARNING,
@@ -484,14 +484,14 @@ def _of_operator(query: Query, operator: Operator) -> Iterator[Fault]:
             "partitions.",
         )
     yield from _slow_partition(operator, subject)
-    lagging = [p for p in operator.partitions if (p.snapshot_lag or 0) > MOST_SNAPSHOT_LAG]
+    lagging = [p for p in operator.partitions if (p.snapshot_lag or 0) > MAX_SNAPSHOT_LAG]
     if lagging:
         worst = max(lagging, key=lambda p: p.snapshot_lag or 0)
         yield Fault(
             WARNING,
             "snapshots-lag",
             subject,
-            f"{len(lagging)} partitions have no snapshot of the last {MOST_SNAPSHOT_LAG} versions; partition "
+            f"{len(lagging)} partitions have no snapshot of the last {MAX_SNAPSHOT_LAG} versions; partition "
             f"{worst.partition} is {worst.snapshot_lag} versions behind.",
             "Loading them after a failure takes long: look at the logs of their hosts for uploads that fail or "
             "maintenance that does not keep up.",
@@ -513,7 +513,7 @@ def _slow_partition(operator: Operator, subject: str) -> Iterator[Fault]:
         return
     usual = median(ms for ms, _ in timed)
     slowest_ms, slowest = max(timed, key=lambda one: one[0])
-    if slowest_ms > LEAST_SKEWED_MS and slowest_ms > MOST_TIME_SKEW * usual:
+    if slowest_ms > MIN_SKEWED_MS and slowest_ms > MAX_TIME_SKEW * usual:
         rows = "" if slowest.rows is None else f" for {slowest.rows:,} rows"
         yield Fault(
             WARNING,

@@ -45,7 +45,7 @@ from spark_bridge.overview.model import (
 
 Description = Mapping[str, Any]
 _RECORDED = Checkpoint.__struct_fields__
-MOST_SCHEMAS = 1_000
+MAX_SCHEMAS = 1_000
 """The variables of at most this many schemas are kept from one look to the next."""
 _COUNTERS = ("opens", "commits", "keys_written", "keys_read", "loads", "snapshots")
 
@@ -278,7 +278,7 @@ def _partitions(host: Description) -> Iterator[tuple[str, Partition]]:
         )
 
 
-@lru_cache(maxsize=MOST_SCHEMAS)
+@lru_cache(maxsize=MAX_SCHEMAS)
 def _variables(schema: str) -> tuple[Variable, ...]:
     return variables_in_use(OperatorSchema.from_json(schema))
 
@@ -371,7 +371,7 @@ def _trouble(process: Description) -> tuple[LocationTrouble, ...]:
 HOST_NAME_PREFIX = "StateStoreHost-"
 """``start_host`` names an actor so, and its host ``host-`` with the same session and number."""
 RAY_ANSWER_SECONDS = 10.0
-MOST_SILENT = 50
+MAX_SILENT = 50
 """Ray is asked about at most this many hosts that do not answer."""
 
 
@@ -415,7 +415,7 @@ def cluster_overview(
         coordinator,
         [told[answer] for answer in of_hosts.values() if answer in told],
         {run_id: told[answer] for run_id, answer in of_runs.items() if answer in told},
-        silent=[_actor(name, namespace) for name in silent[:MOST_SILENT]],
+        silent=[_actor(name, namespace) for name in silent[:MAX_SILENT]],
         known=known,
         now_ms=_now(),
     )

@@ -115,9 +115,9 @@ def cpus_in_words() -> str:
     memory, free_memory = (mib(found.get("memory", 0.0)) for found in (resources, available))
     holders = _actors_with_cpus()
     others = total - free - sum(cpus for cpus, _ in holders)
-    told = [f"{cpus:g} by {who}" for cpus, who in sorted(holders, reverse=True)[:MOST_HOLDERS]]
-    if len(holders) > MOST_HOLDERS:
-        told.append(f"{sum(c for c, _ in sorted(holders, reverse=True)[MOST_HOLDERS:]):g} by further actors")
+    told = [f"{cpus:g} by {who}" for cpus, who in sorted(holders, reverse=True)[:MAX_HOLDERS]]
+    if len(holders) > MAX_HOLDERS:
+        told.append(f"{sum(c for c, _ in sorted(holders, reverse=True)[MAX_HOLDERS:]):g} by further actors")
     if others > 0:
         told.append(f"{others:g} by tasks and placement groups")
     held = f" Held are {', '.join(told)}." if told else ""
@@ -128,7 +128,7 @@ def cpus_in_words() -> str:
     )
 
 
-MOST_HOLDERS = 5
+MAX_HOLDERS = 5
 """The most actors that are named."""
 
 

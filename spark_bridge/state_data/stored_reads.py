@@ -143,7 +143,6 @@ class StoredReads:
             return self._looked[1]
 
     def locate(self, operator: str, query: str | None) -> OperatorLocation:
-        """See ``StateReads``."""
         versions = self.versions()
         newest = versions.newest_completed()
         registration = self._registration(versions, newest)
@@ -196,12 +195,10 @@ class StoredReads:
     # -- lookups -------------------------------------------------------------------------------
 
     def lookup_one(self, request: LookupRequest, key: bytes) -> tuple[int, bytes | None]:
-        """See ``StateReads``."""
         version, values = self.lookup(request, pa.array([key], pa.binary()))
         return version, values[0].as_py()
 
     def lookup(self, request: LookupRequest, keys: pa.BinaryArray) -> tuple[int, pa.BinaryArray]:
-        """See ``StateReads``."""
         plan, version, pieces = self._reading(request.operator, request.at)
         plan.require_family(request.column_family)
         of_keys = plan.partitions_of_keys(keys)
@@ -215,7 +212,6 @@ class StoredReads:
         return version, placed(values, positions) if values else pa.array([], pa.binary())
 
     def key_rows(self, request: KeyRowsRequest, keys: pa.BinaryArray) -> StateAnswer:
-        """See ``StateReads``."""
         plan, version, pieces = self._reading(request.operator, request.at, request.partitions)
         variable = plan.variable(request.state)
         rows = plan.rows(variable, self._now_ms())
@@ -252,7 +248,6 @@ class StoredReads:
     # -- rows ----------------------------------------------------------------------------------
 
     def scan(self, request: ScanRequest) -> StateAnswer:
-        """See ``StateReads``."""
         plan, version, pieces = self._reading(request.operator, request.at, request.partitions)
         rows = plan.rows(plan.variable(request.state), self._now_ms(), collect=request.collect)
         selection = RowSelection.of(rows, request.columns, request.where)
@@ -267,12 +262,10 @@ class StoredReads:
         return StateAnswer(version, selection.schema, gather_batches(limited(batches(), request.limit)))
 
     def count(self, request: ScanRequest) -> tuple[int, int]:
-        """See ``StateReads``."""
         answer = self.scan(request)
         return answer.version, sum(batch.num_rows for batch in answer.batches)
 
     def changes(self, request: ChangesRequest, keys: pa.BinaryArray | None) -> StateAnswer:
-        """See ``StateReads``."""
         if request.after > request.until:
             raise RequestError(f"Changes after version {request.after} up to version {request.until}: there are none.")
         versions = self.versions()

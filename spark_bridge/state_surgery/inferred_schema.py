@@ -58,7 +58,6 @@ class PartitionRows:
     columns: tuple[str, ...]
 
     def batches(self) -> Iterator[pa.RecordBatch]:
-        """See ``RowSource``."""
         for batch in self.source.batches(unpacked_piece(self.packed)):
             yield batch.select(list(self.columns))
 

@@ -55,7 +55,7 @@ END_SECONDS = 600.0
 """Tasks that still write when another one has failed are waited for at most this many seconds."""
 TASKS_PER_CPU = 2
 """The most tasks submitted to Ray at once: rows that a driver still has to make are not made long before."""
-FEWEST_TASKS = 8
+MIN_TASKS = 8
 
 
 @dataclass
@@ -113,7 +113,6 @@ class RayWorkers:
         self._concurrency = concurrency
 
     def columns_of(self, jobs: Sequence[ReadJob], say: Callable[[str], None]) -> TargetColumns | None:
-        """See ``Workers``."""
         import ray
 
         task = ray.remote(_columns).options(**self._args)
@@ -125,7 +124,6 @@ class RayWorkers:
         return None
 
     def cut(self, jobs: Iterable[ReadJob], say: Callable[[str], None]) -> CutRows:
-        """See ``Workers``."""
         import ray
 
         task = ray.remote(_cut).options(num_returns="streaming", **self._args)
@@ -151,7 +149,7 @@ class RayWorkers:
         if self._concurrency is not None:
             return self._concurrency
         cpus = ray.cluster_resources().get("CPU", 1) if ray.is_initialized() else 1
-        return max(FEWEST_TASKS, int(TASKS_PER_CPU * cpus))
+        return max(MIN_TASKS, int(TASKS_PER_CPU * cpus))
 
     def _take(self, stream: Any, cut: CutRows, say: Callable[[str], None], done: str) -> None:
         """Take the references that one task yields: to the names of runs, then to the runs; to its counts at last."""
@@ -187,7 +185,6 @@ class RayWorkers:
     def build(
         self, partitions: Sequence[NewPartition], cut: CutRows, say: Callable[[str], None]
     ) -> list[BuiltPartition]:
-        """See ``Workers``."""
         import ray
 
         task = ray.remote(_build).options(**self._args)

@@ -222,7 +222,6 @@ class GivenRows:
     parts: tuple[PackedRows, ...]
 
     def batches(self) -> Iterator[pa.RecordBatch]:
-        """See ``RowSource``."""
         for part in self.parts:
             yield from unpacked_rows(part)
 
@@ -234,7 +233,6 @@ class BlockRows:
     ref: Any
 
     def batches(self) -> Iterator[pa.RecordBatch]:
-        """See ``RowSource``."""
         import ray
 
         yield from ray.get(self.ref).to_batches(max_chunksize=SOURCE_BATCH_ROWS)

@@ -43,7 +43,7 @@ from spark_bridge.ui.requests import (
 # HTTP for the page: headers that keep browsers in check, and forms of limited size.
 
 
-MOST_FORM_BYTES = 64 << 10
+MAX_FORM_BYTES = 64 << 10
 FORM_SECONDS = 10.0
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; form-action 'self'; "
@@ -94,7 +94,7 @@ async def form_of(request: Request) -> Mapping[str, str] | Response:
     except asyncio.TimeoutError:
         return PlainTextResponse("The form did not come in time.", 408, {"Connection": "close"})
     if body is None:
-        return PlainTextResponse(f"The form is larger than {MOST_FORM_BYTES} bytes.", 413, {"Connection": "close"})
+        return PlainTextResponse(f"The form is larger than {MAX_FORM_BYTES} bytes.", 413, {"Connection": "close"})
     try:
         return dict(parse_qsl(body.decode("ascii"), keep_blank_values=True, max_num_fields=200, errors="replace"))
     except (UnicodeDecodeError, ValueError):
@@ -105,7 +105,7 @@ async def _body(request: Request) -> bytes | None:
     parts = bytearray()
     async for part in request.stream():
         parts += part
-        if len(parts) > MOST_FORM_BYTES:
+        if len(parts) > MAX_FORM_BYTES:
             return None
     return bytes(parts)
 
@@ -134,7 +134,7 @@ POSTED = {
 """Forms that are sent, by address."""
 ACTING = (cluster_pages.trigger, cluster_pages.check)
 """Forms that only administrators may send."""
-MOST_PAGE_REQUESTS = 32
+MAX_PAGE_REQUESTS = 32
 """The most requests that are answered at once, without watches; each may have a thread."""
 SESSION_SECONDS = 12 * 3600
 _NEXT = re.compile(r"/(?![/\\])[\x21-\x7e]*")
@@ -232,8 +232,8 @@ class _Page:
         return endpoint
 
     async def _answer(self, request: Request, grant: Grant, view: PageView, form: Mapping[str, str]) -> Response:
-        if self._requests >= MOST_PAGE_REQUESTS:
-            return PlainTextResponse(f"{MOST_PAGE_REQUESTS} requests are being answered, the limit; try again.", 429)
+        if self._requests >= MAX_PAGE_REQUESTS:
+            return PlainTextResponse(f"{MAX_PAGE_REQUESTS} requests are being answered, the limit; try again.", 429)
         self._requests += 1
         try:
             return await run_in_threadpool(self._viewed, request, grant, view, form)

@@ -14,10 +14,10 @@ from spark_bridge.overview.model import Checkpoint, Operator, Partition, duratio
 PHASES = ("tasks", "acknowledge", "manifest", "commit")
 """The phases of a batch in their order, as in ``CheckpointRecord.phases``."""
 WIDTH, HEIGHT = 600.0, 120.0
-MOST_DURATION_BARS = 60
-MOST_CELLS = 2_000
+MAX_DURATION_BARS = 60
+MAX_CELLS = 2_000
 """The most cells of a heat map, over all hosts."""
-MOST_HOSTS = 100
+MAX_HOSTS = 100
 """The most rows of a heat map; the hosts with the highest values come first."""
 SHADES = 8
 
@@ -56,7 +56,7 @@ class Timeline:
 
 def timeline(checkpoints: Sequence[Checkpoint]) -> Timeline | None:
     """Return the chart of the last checkpoints whose duration is known; None if there are none."""
-    shown = [c for c in checkpoints if c.phases][-MOST_DURATION_BARS:]
+    shown = [c for c in checkpoints if c.phases][-MAX_DURATION_BARS:]
     if not shown:
         return None
     top = max(sum(c.phases.values()) for c in shown) or 1
@@ -177,8 +177,8 @@ def heat_map(operator: Operator, measure: str) -> HeatMap | None:
     highest = max(value for held in by_host.values() for _, value in held)
     total = sum(value for held in by_host.values() for _, value in held) or 1
     ordered = sorted(by_host.items(), key=lambda item: -max(v for _, v in item[1]))
-    drawn = ordered[:MOST_HOSTS]
-    cells_of_row = max(1, MOST_CELLS // len(drawn))
+    drawn = ordered[:MAX_HOSTS]
+    cells_of_row = max(1, MAX_CELLS // len(drawn))
     per_cell = max(1, -(-max(len(held) for _, held in drawn) // cells_of_row))
     rows = []
     for host, held in drawn:
@@ -209,7 +209,7 @@ class Sparkline:
 
 def sparkline(checkpoints: Sequence[Checkpoint]) -> Sparkline | None:
     """Return the line of the last durations; None if fewer than two are known."""
-    known = [c.duration_ms for c in checkpoints if c.duration_ms is not None][-MOST_DURATION_BARS:]
+    known = [c.duration_ms for c in checkpoints if c.duration_ms is not None][-MAX_DURATION_BARS:]
     if len(known) < 2:
         return None
     top = max(known) or 1
@@ -220,14 +220,14 @@ def sparkline(checkpoints: Sequence[Checkpoint]) -> Sparkline | None:
 # Values of state as the page writes them.
 
 
-MOST_CHARACTERS = 300
+MAX_CHARACTERS = 300
 """At most this many characters of a value are shown."""
 
 
 def value(cell: Any) -> str:
     """Return a value of state as text, cut if it is long."""
     made = _value(cell)
-    return made if len(made) <= MOST_CHARACTERS else f"{made[:MOST_CHARACTERS]}… ({len(made):,} characters)"
+    return made if len(made) <= MAX_CHARACTERS else f"{made[:MAX_CHARACTERS]}… ({len(made):,} characters)"
 
 
 def _value(cell: Any) -> str:
@@ -238,7 +238,7 @@ def _value(cell: Any) -> str:
     if isinstance(cell, float):
         return repr(cell) if math.isfinite(cell) else {True: "NaN"}.get(math.isnan(cell), str(cell))
     if isinstance(cell, bytes):
-        return f"0x{cell[:MOST_CHARACTERS].hex()}"
+        return f"0x{cell[:MAX_CHARACTERS].hex()}"
     if isinstance(cell, datetime):
         return cell.isoformat(sep=" ").replace("+00:00", "Z")
     if isinstance(cell, date | timedelta):

@@ -17,8 +17,8 @@ from spark_bridge.exceptions import RequestError, SparkBridgeError
 from spark_bridge.overview.faults import AT_WORK, COORDINATOR_PROCESS, awaited
 from spark_bridge.overview.model import ERROR, RUNNING, HostOverview, Operator, Partition, Query, query_pace
 from spark_bridge.ui.charts import (
+    MAX_DURATION_BARS,
     MEASURES,
-    MOST_DURATION_BARS,
     PHASES,
     Part,
     heat_map,
@@ -32,7 +32,7 @@ from spark_bridge.ui.charts import (
 from spark_bridge.ui.live import default_directory
 from spark_bridge.ui.requests import PageCall, faults_about, reference, state_id, tables_of
 
-MOST_FAULTS = 20
+MAX_FAULTS = 20
 QUERIES_AT_ONCE = 100
 BUDGET = "host_memory"
 LOOKUP_VERBS = ("lookup", "get")
@@ -59,8 +59,8 @@ def overview(call: PageCall) -> Response:
     return call.render(
         "overview.html",
         errors=sum(fault.severity == ERROR for fault in of.faults),
-        faults=of.faults[:MOST_FAULTS],
-        faults_left=max(0, len(of.faults) - MOST_FAULTS),
+        faults=of.faults[:MAX_FAULTS],
+        faults_left=max(0, len(of.faults) - MAX_FAULTS),
         queries=ordered[first : first + QUERIES_AT_ONCE],
         faulty={q.query_id for q in of.queries if _is_faulty(q, faulty)},
         first=first,
@@ -115,7 +115,7 @@ def _held(memory: dict[str, int]) -> int:
 
 
 HOSTS_AT_ONCE = 50
-MOST_REQUEST_ROWS = 100
+MAX_REQUEST_ROWS = 100
 """At most this many rows of requests are shown, those with the most requests first."""
 
 
@@ -157,8 +157,8 @@ def hosts(call: PageCall) -> Response:
         kinds=kinds,
         first=first,
         at_once=HOSTS_AT_ONCE,
-        requests=requests[:MOST_REQUEST_ROWS],
-        requests_left=max(0, len(requests) - MOST_REQUEST_ROWS),
+        requests=requests[:MAX_REQUEST_ROWS],
+        requests_left=max(0, len(requests) - MAX_REQUEST_ROWS),
         storage=sorted({kind for host in shown for kind in host.storage_requests}),
     )
 
@@ -244,7 +244,7 @@ def query(call: PageCall) -> Response:
     of = call.named_query()
     first = call.number("from", 0)
     newest_first = of.checkpoints[::-1]
-    recent = of.checkpoints[-MOST_DURATION_BARS:]
+    recent = of.checkpoints[-MAX_DURATION_BARS:]
     known = [c for c in recent if c.rows is not None]
     ref = reference(of, call.overview.queries)
     about = (f"query {of.title}", *(f"operator {o.name} of query {of.title}" for o in of.operators))
@@ -277,7 +277,7 @@ def query(call: PageCall) -> Response:
 # Savepoints: list and describe them, and have one made.
 
 
-MOST_SAVEPOINTS = 100
+MAX_SAVEPOINTS = 100
 
 
 def savepoints_page(call: PageCall) -> Response:
@@ -299,8 +299,8 @@ def savepoints_page(call: PageCall) -> Response:
         query=query,
         queries=[(reference(q, queries), q) for q in queries],
         directory=None if query is None else (_directory(call) or default_directory(query)),
-        savepoints=found[:MOST_SAVEPOINTS],
-        left_out=max(0, len(found) - MOST_SAVEPOINTS),
+        savepoints=found[:MAX_SAVEPOINTS],
+        left_out=max(0, len(found) - MAX_SAVEPOINTS),
         problem=problem,
         request=request,
         progress=call.system.savepoint_status(request) if request else None,

@@ -60,7 +60,6 @@ class LiveSystem:
         self._connecting = threading.Lock()
 
     def overview(self) -> Overview:
-        """See ``System``."""
         return self._overview()
 
     def client(self) -> QueryableStateClient:
@@ -88,20 +87,16 @@ class LiveSystem:
             changes.close()
 
     def savepoints(self, query: Query, base: str | None = None) -> list[SavepointInfo]:
-        """See ``System``."""
         return savepoint_format.read_stored_savepoints(base or default_directory(query), self._options)
 
     def describe_savepoint(self, path: str, *, check_files: bool = False) -> SavepointInfo:
-        """See ``System``."""
         describe = savepoint_format.verify_stored_savepoint if check_files else savepoint_format.read_stored_savepoint
         return describe(path, self._options)
 
     def trigger_savepoint(self, request_id: str, query: str, path: str | None) -> None:
-        """See ``System``."""
         self._call("trigger_savepoint", request_id, query, path)
 
     def savepoint_status(self, request_id: str) -> SavepointStatus:
-        """See ``System``."""
         status: SavepointStatus = self._call("savepoint_status", request_id)
         return status
 
@@ -114,10 +109,10 @@ def default_directory(query: Query) -> str:
 # The live watch of a key: server-sent events, one for each version that changed it.
 
 
-MOST_WATCHES = 16
+MAX_WATCHES = 16
 BEAT_SECONDS = 5.0
 """After this many seconds without a change a line is sent, so that a browser that has left is noticed."""
-MOST_WATCH_ROWS = 50
+MAX_WATCH_ROWS = 50
 """At most this many changed rows of one version are sent."""
 
 
@@ -133,7 +128,7 @@ class PageWatches:
         ``last_event`` is the last version that a reconnecting browser has seen, or "". ``check``
         raises ``AccessDeniedError`` once the token is no longer valid. Raises ``RequestError``.
         """
-        if self._open >= MOST_WATCHES:
+        if self._open >= MAX_WATCHES:
             return PlainTextResponse(f"{self._open} watches are open, which is the limit; close one.", 429)
         table = call.table()
         if table is None:
@@ -171,7 +166,7 @@ class PageWatches:
 
 
 def _told(change: StateChange) -> dict[str, object]:
-    rows = python_rows(change.batch.slice(0, MOST_WATCH_ROWS))
+    rows = python_rows(change.batch.slice(0, MAX_WATCH_ROWS))
     return {
         "version": change.version,
         "rows": [
@@ -182,7 +177,7 @@ def _told(change: StateChange) -> dict[str, object]:
             }
             for row in rows
         ],
-        "more": max(0, change.batch.num_rows - MOST_WATCH_ROWS),
+        "more": max(0, change.batch.num_rows - MAX_WATCH_ROWS),
     }
 
 
@@ -216,7 +211,6 @@ class StoredSystem:
         self._opening = threading.Lock()
 
     def overview(self) -> Overview:
-        """See ``System``."""
         return overview_of_checkpoint(self._location, self._state_location, self._options, open_storage=self._open)
 
     def client(self) -> CheckpointClient:
@@ -229,16 +223,13 @@ class StoredSystem:
             return self._client
 
     def recent_changes(self, table: StateTable, since: int, until: int) -> Iterator[StateChange]:
-        """See ``System``."""
         return self.client().watch(table.operator, state=table.state, from_version=since).up_to(until)
 
     def savepoints(self, query: Query, base: str | None = None) -> list[SavepointInfo]:
-        """See ``System``."""
         base = base or default_directory(query)
         return savepoint_format.read_stored_savepoints(base, self._options, open_storage=self._open)
 
     def describe_savepoint(self, path: str, *, check_files: bool = False) -> SavepointInfo:
-        """See ``System``."""
         describe = savepoint_format.verify_stored_savepoint if check_files else savepoint_format.read_stored_savepoint
         return describe(path, self._options, open_storage=self._open)
 

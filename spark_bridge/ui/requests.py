@@ -68,7 +68,6 @@ class OwnToken:
         return self.token
 
     def verify(self, token: str) -> Grant:
-        """See ``TokenVerifier``."""
         if _equal(token, self.token):
             return self._grant
         if self._others is None or not token:
@@ -212,7 +211,7 @@ def state_id(query: str, operator: str, state: str) -> str:
     return "/".join(part.replace("%", "%25").replace("/", "%2F") for part in (query, operator, state))
 
 
-MOST_NUMBER = 10**18
+MAX_NUMBER = 10**18
 
 
 @dataclass(frozen=True)
@@ -244,7 +243,7 @@ class PageCall:
         """Return a parameter of the form or the address, "" if there is none."""
         return self.form.get(name, self.query.get(name, "")).strip()
 
-    def number(self, name: str, default: int, least: int = 0, most: int = MOST_NUMBER) -> int:
+    def number(self, name: str, default: int, least: int = 0, most: int = MAX_NUMBER) -> int:
         """Return a parameter that is a whole number. Raises ``RequestError``."""
         text = self.given(name)
         if not text:

@@ -42,7 +42,7 @@ from spark_bridge.ui.requests import PageCall, StateTable, tables_of
 
 SHOWN_VERSIONS = 10
 """At most this many of the last versions are looked at."""
-MOST_CHANGES = 200_000
+MAX_CHANGES = 200_000
 """At most this many changes are counted."""
 SHOWN = 20
 
@@ -59,7 +59,7 @@ def hottest(call: PageCall) -> Response:
     for change in call.system.recent_changes(table, since, newest) if since < newest else ():
         columns = [python_values(change.batch.column(name)) for name in table.key]
         counts.update(_hashable(key) for key in zip(*columns, strict=True))
-        is_cut = counts.total() > MOST_CHANGES or time.monotonic() > deadline
+        is_cut = counts.total() > MAX_CHANGES or time.monotonic() > deadline
         if is_cut:
             break
     return call.render(
@@ -88,8 +88,8 @@ def _parameters(names: Sequence[str], key: tuple[object, ...]) -> dict[str, str]
 # Keys: look one up with typed inputs, some versions next to one another, and watch it live.
 
 
-MOST_VERSIONS = 6
-MOST_KEY_ROWS = 100
+MAX_COMPARED_VERSIONS = 6
+MAX_KEY_ROWS = 100
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ def keys(call: PageCall) -> Response:
         compared=_compared(found),
         problem=problem,
         watch=watch,
-        at_most=MOST_VERSIONS,
+        at_most=MAX_COMPARED_VERSIONS,
     )
 
 
@@ -137,8 +137,10 @@ def _versions(call: PageCall, table: StateTable) -> list[int | None]:
     if not text:
         return [None]
     parts = [part.strip() for part in text.replace(",", " ").split()]
-    if len(parts) > MOST_VERSIONS or not all(part.isdecimal() and part.isascii() and len(part) < 19 for part in parts):
-        raise RequestError(f"versions={text[:100]!r}: give up to {MOST_VERSIONS} numbers with commas between.")
+    if len(parts) > MAX_COMPARED_VERSIONS or not all(
+        part.isdecimal() and part.isascii() and len(part) < 19 for part in parts
+    ):
+        raise RequestError(f"versions={text[:100]!r}: give up to {MAX_COMPARED_VERSIONS} numbers with commas between.")
     return [int(part) for part in parts]
 
 
@@ -146,7 +148,7 @@ def _found(call: PageCall, table: StateTable, key: tuple[object, ...], version: 
     rows = call.system.client().key_rows(
         table.operator, [key], table.state, query=table.query, version=version, timeout=PAGE_READ_SECONDS
     )
-    return take_rows(rows, MOST_KEY_ROWS)
+    return take_rows(rows, MAX_KEY_ROWS)
 
 
 def _compared(found: list[Found]) -> list[Compared]:
@@ -164,8 +166,8 @@ def _compared(found: list[Found]) -> list[Compared]:
 # Rows as a table, a chart and CSV.
 
 
-MOST_RESULT_BARS = 40
-MOST_CSV_ROWS = 1_000_000
+MAX_RESULT_BARS = 40
+MAX_CSV_ROWS = 1_000_000
 _FORMULAS = ("=", "+", "-", "@", "\t", "\r")
 
 
@@ -204,7 +206,7 @@ def chart(call: PageCall, found: Found | None) -> Chart | None:
     label = call.given("x") if call.given("x") in labels else labels[0]
     x, y = found.columns.index(label), found.columns.index(number)
     points = [(value_text(row[x]), float(row[y])) for row in found.rows if row[y] is not None]
-    shown = points[:MOST_RESULT_BARS]
+    shown = points[:MAX_RESULT_BARS]
     low, high = min([0.0, *(v for _, v in shown)]), max([0.0, *(v for _, v in shown)])
     span = (high - low) or 1.0
     bars = [_bar(name, v, low, span) for name, v in shown]
@@ -225,7 +227,7 @@ def _is_numeric(cells: Iterable[object]) -> bool:
 
 
 def csv_response(name: str, schema: pa.Schema, batches: Iterable[pa.RecordBatch]) -> Response:
-    """Return rows as a stream of CSV for download. At most ``MOST_CSV_ROWS``; a last line tells if there are more."""
+    """Return rows as a stream of CSV for download. At most ``MAX_CSV_ROWS``; a last line tells if there are more."""
     headers = {"Content-Disposition": f'attachment; filename="{name}.csv"'}
     return StreamingResponse(_lines(schema, batches), media_type="text/csv; charset=utf-8", headers=headers)
 
@@ -238,15 +240,15 @@ def _lines(schema: pa.Schema, batches: Iterable[pa.RecordBatch]) -> Iterator[str
     for batch in batches:
         columns = [python_values(column) for column in batch.columns]
         for row in zip(*columns, strict=True):
-            if given == MOST_CSV_ROWS:
-                writer.writerow([f"There are more than {MOST_CSV_ROWS} rows."])
+            if given == MAX_CSV_ROWS:
+                writer.writerow([f"There are more than {MAX_CSV_ROWS} rows."])
                 break
             writer.writerow([_written(cell) for cell in row])
             given += 1
         yield written.getvalue()
         written.seek(0)
         written.truncate()
-        if given == MOST_CSV_ROWS:
+        if given == MAX_CSV_ROWS:
             return
     yield written.getvalue()
 
@@ -268,7 +270,7 @@ def _safe(text: str) -> str:
 
 
 FILTERS = 3
-MOST_SCAN_ROWS = 1_000
+MAX_SCAN_ROWS = 1_000
 USUAL_ROWS = 100
 
 
@@ -284,7 +286,7 @@ def scan(call: PageCall) -> Response:
             schema = variable_schema(call, table)
             columns = [(field.name, str(field.type)) for field in schema]
             if call.given("limit"):
-                most = call.number("limit", USUAL_ROWS, 1, MOST_SCAN_ROWS)
+                most = call.number("limit", USUAL_ROWS, 1, MAX_SCAN_ROWS)
                 found = take_rows(_rows(call, table, conditions_of(call, schema, FILTERS), most + 1), most)
         except (SparkBridgeError, StateStoreError) as error:
             problem, status = str(error), 400
@@ -297,7 +299,7 @@ def scan(call: PageCall) -> Response:
         operators=OPERATORS,
         filters=FILTERS,
         usual=USUAL_ROWS,
-        most=MOST_SCAN_ROWS,
+        most=MAX_SCAN_ROWS,
         found=found,
         chart=chart(call, found),
         problem=problem,
@@ -310,7 +312,7 @@ def scan_csv(call: PageCall) -> Response:
     if table is None:
         raise RequestError("table= must name the state to read.")
     conditions = conditions_of(call, variable_schema(call, table), FILTERS)
-    rows = _rows(call, table, conditions, MOST_CSV_ROWS + 1)
+    rows = _rows(call, table, conditions, MAX_CSV_ROWS + 1)
     return csv_response("scan", rows.schema, rows)
 
 
@@ -330,13 +332,13 @@ def _rows(call: PageCall, table: StateTable, where: list[tuple[Any, ...]], limit
 # SQL over the state: one statement that reads.
 
 
-MOST_SQL_ROWS = 1_000
+MAX_SQL_ROWS = 1_000
 SQL_SECONDS = 30.0
-MOST_STATEMENTS = 4
+MAX_STATEMENTS = 4
 PAGE_BATCH_ROWS = 1_024
-MOST_ANSWER_BYTES = 64 << 20
+MAX_ANSWER_BYTES = 64 << 20
 """The page keeps an answer in memory."""
-_running = threading.BoundedSemaphore(MOST_STATEMENTS)
+_running = threading.BoundedSemaphore(MAX_STATEMENTS)
 """At most this many statements run at once in this process."""
 PAGE_SQL = SqlLimits(memory_bytes=1024 << 20, threads=2, temp_bytes=0)
 """The limits of all statements of a page together, unless other limits are set."""
@@ -349,7 +351,7 @@ def sql(call: PageCall) -> Response:
     if call.form.get("statement", "").strip():
         try:
             with _answered(call) as answer:
-                found = found_in(_first(answer, MOST_SQL_ROWS + 1), MOST_SQL_ROWS)
+                found = found_in(_first(answer, MAX_SQL_ROWS + 1), MAX_SQL_ROWS)
         except (SparkBridgeError, StateStoreError) as error:
             problem, status = str(error), 400
     return call.render(
@@ -359,14 +361,14 @@ def sql(call: PageCall) -> Response:
         found=found,
         chart=chart(call, found),
         problem=problem,
-        most=MOST_SQL_ROWS,
+        most=MAX_SQL_ROWS,
     )
 
 
 def sql_csv(call: PageCall) -> Response:
     """Return the rows of the statement as CSV."""
     with _answered(call) as answer:
-        table = _first(answer, MOST_CSV_ROWS + 1)
+        table = _first(answer, MAX_CSV_ROWS + 1)
     return csv_response("statement", table.schema, table.to_batches())
 
 
@@ -374,13 +376,13 @@ def sql_csv(call: PageCall) -> Response:
 def _answered(call: PageCall) -> Iterator[ProcessStatement]:
     """Yield the answer of the statement, which ends after ``SQL_SECONDS``. Raises ``RequestError`` for wrong SQL."""
     if not _running.acquire(timeout=SQL_SECONDS):
-        raise RequestError(f"{MOST_STATEMENTS} statements are running, which is the limit; try again later.")
+        raise RequestError(f"{MAX_STATEMENTS} statements are running, which is the limit; try again later.")
     try:
         answer = ProcessStatement(
             call.system.client(),
             call.form["statement"],
             timeout=PAGE_READ_SECONDS,
-            limits=(call.sql_limits or PAGE_SQL).share_of(MOST_STATEMENTS),
+            limits=(call.sql_limits or PAGE_SQL).share_of(MAX_STATEMENTS),
         )
         too_long = RequestError(f"The statement was not done after {SQL_SECONDS:.0f} s, which is the limit.")
         ending = threading.Timer(SQL_SECONDS, answer.end, [too_long])
@@ -401,9 +403,9 @@ def _first(answer: ProcessStatement, most: int) -> pa.Table:
         batches.append(batch.slice(0, most - given))
         given += batch.num_rows
         size += batches[-1].nbytes
-        if size > MOST_ANSWER_BYTES:
+        if size > MAX_ANSWER_BYTES:
             raise RequestLimitError(
-                f"The first {min(given, most)} rows of the answer have more than {MOST_ANSWER_BYTES >> 20} MiB. Ask "
+                f"The first {min(given, most)} rows of the answer have more than {MAX_ANSWER_BYTES >> 20} MiB. Ask "
                 "for fewer columns or parts of the values, or ask the HTTP application (POST /v1/sql), which streams."
             )
         if given >= most:

@@ -16,7 +16,7 @@ from coordinator_actor.coordinator_port import GROUPS, CoordinatorPort, Group
 from coordinator_actor.exceptions import BatchHeldError, InvalidRequestError, QueryBusyError, UnknownRunError
 from coordinator_actor.handlers import hosts as host_messages
 from coordinator_actor.messages import HostReport, OpenBatch, QueryRegistration
-from coordinator_actor.threads import MOST_WAITING, THREADS_PER_QUERY, Dispatcher, QueryThreads, query_of
+from coordinator_actor.threads import MAX_WAITING_MESSAGES, THREADS_PER_QUERY, Dispatcher, QueryThreads, query_of
 from tests.coordinator_actor.coordinator_world import World
 from tests.coordinator_actor.hanging_storage import HangingStorage
 from tests.patience import HANG, PATIENCE
@@ -277,7 +277,7 @@ def test_a_query_has_so_many_threads_and_so_much_may_wait() -> None:
     with pytest.raises(OSError, match="broken"):
         threads.submit("slow", failing).result(PATIENCE)
     assert threads.submit("slow", lambda: 8).result(PATIENCE) == 8
-    assert MOST_WAITING > THREADS_PER_QUERY
+    assert MAX_WAITING_MESSAGES > THREADS_PER_QUERY
 
 
 @pytest.mark.parametrize("message", [m for m, group in GROUPS.items() if group is Group.QUERIES])

@@ -61,17 +61,14 @@ class ProxyDiscovery:
         self._connections = connections
 
     def proxy(self) -> str:
-        """See ``Discovery``."""
         return self._current
 
     def failed(self) -> None:
-        """See ``Discovery``."""
         known = list(dict.fromkeys([*self._given, *self._named]))
         at = known.index(self._current) if self._current in known else -1
         self._current = known[(at + 1) % len(known)]
 
     def locate(self, operator: str, query: str | None, deadline: float) -> OperatorLocation:
-        """See ``Discovery``."""
         proxy = self._current
         reply, body = self._connections.request(proxy, LocateOperatorRequest(operator, query), deadline=deadline)
         if not isinstance(reply, LocateReply):
@@ -98,7 +95,6 @@ class CoordinatorDiscovery:
         self._addresses: list[str] = []
 
     def locate(self, operator: str, query: str | None, deadline: float) -> OperatorLocation:
-        """See ``Discovery``."""
         left = deadline - time.monotonic()
         coordinator = self._coordinator
         if self._within is not None and left < DISCOVERY_SECONDS:
@@ -125,7 +121,6 @@ class CoordinatorDiscovery:
         return addresses[0]
 
     def failed(self) -> None:
-        """See ``Discovery``."""
         self._addresses = self._addresses[1:]
 
 

@@ -83,29 +83,23 @@ class HostReads:
     # -- operators and versions ----------------------------------------------------------------
 
     def locate(self, operator: str, query: str | None) -> OperatorLocation:
-        """See ``StateReads``."""
         return self._directory.locate(operator, query)
 
     def operators(self) -> list[dict[str, Any]]:
-        """See ``StateReads``."""
         return self._directory.operators()
 
     def describe(self, operator: str | None, query: str | None) -> dict[str, Any]:
-        """See ``StateReads``."""
         return self._directory.describe(operator, query)
 
     def await_completed(self, run_id: str, after: int, seconds: float) -> int:
-        """See ``StateReads``."""
         return self._completion.await_completed(run_id, after, seconds)
 
     def lag_ms(self, run_id: str) -> int:
-        """See ``StateReads``."""
         return self._host.lag_ms(run_id)
 
     # -- lookups -------------------------------------------------------------------------------
 
     def lookup_one(self, request: LookupRequest, key: bytes) -> tuple[int, bytes | None]:
-        """See ``StateReads``."""
         plan = self._plan(request.run_id, request.operator)
         family = request.column_family
         plan.require_family(family)
@@ -130,7 +124,6 @@ class HostReads:
         return version, value
 
     def lookup(self, request: LookupRequest, keys: pa.BinaryArray) -> tuple[int, pa.BinaryArray]:
-        """See ``StateReads``."""
         plan = self._plan(request.run_id, request.operator)
         plan.require_family(request.column_family)
         of_keys = plan.partitions_of_keys(keys)
@@ -156,7 +149,6 @@ class HostReads:
     # -- rows ----------------------------------------------------------------------------------
 
     def key_rows(self, request: KeyRowsRequest, keys: pa.BinaryArray) -> StateAnswer:
-        """See ``StateReads``."""
         plan = self._plan(request.run_id, request.operator)
         variable = plan.variable(request.state)
         rows = plan.rows(variable, self._now_ms())
@@ -185,7 +177,6 @@ class HostReads:
         return self._answer(plan, partitions, request, find, read, selection)
 
     def scan(self, request: ScanRequest) -> StateAnswer:
-        """See ``StateReads``."""
         plan = self._plan(request.run_id, request.operator)
         if request.previous_run not in ("", plan.run_id):
             if request.at.isolation != "version":
@@ -230,7 +221,6 @@ class HostReads:
         return StateAnswer(version, selection.schema, RowStream(gather_batches(batches), keep.close))
 
     def count(self, request: ScanRequest) -> tuple[int, int]:
-        """See ``StateReads``."""
         plan = self._plan(request.run_id, request.operator)
         rows = plan.rows(plan.variable(request.state), self._now_ms(), collect=request.collect)
         if request.where or not has_row_per_pair(rows):
@@ -255,7 +245,6 @@ class HostReads:
         return version, count if request.limit is None else min(count, request.limit)
 
     def changes(self, request: ChangesRequest, keys: pa.BinaryArray | None) -> StateAnswer:
-        """See ``StateReads``."""
         plan = self._plan(request.run_id, request.operator)
         if keys is not None:
             plan.groups_of(keys)

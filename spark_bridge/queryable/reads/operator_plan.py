@@ -277,7 +277,6 @@ class OperatorDirectory:
         return location
 
     def operators(self) -> list[dict[str, Any]]:
-        """See ``StateReads``."""
         return [operator_summary(found) for found in self._running()]
 
     def _running(self) -> tuple[RunningOperator, ...]:

@@ -206,7 +206,7 @@ _COMPARE: dict[str, Callable[[pa.Array, pa.Scalar], pa.Array]] = {
 }
 _WIDEST = Context(prec=400)
 """Enough digits for every double."""
-_MOST_DIGITS = 80
+_MAX_DIGITS = 80
 _FLOAT_LIMIT = 3.4028235677973366e38
 """Smaller values round to a finite number of four bytes."""
 _NESTED = (pa.types.is_struct, pa.types.is_list, pa.types.is_map)
@@ -380,7 +380,7 @@ def _fitted(operator: str, number: Decimal, kind: pa.DataType) -> _Fitted:
         least, most, scale = 1 - 10**kind.precision, 10**kind.precision - 1, kind.scale
     if number.is_nan():
         return _beyond(operator, above=True)
-    if not number.is_finite() or number.adjusted() > _MOST_DIGITS:
+    if not number.is_finite() or number.adjusted() > _MAX_DIGITS:
         return _beyond(operator, above=number > 0)
     # In units of the last digit, as integers.
     scaled = number.scaleb(scale, _WIDEST)

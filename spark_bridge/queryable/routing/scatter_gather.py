@@ -269,25 +269,21 @@ class ScatteredLookup:
 
     @property
     def address(self) -> str:
-        """See ``ScatteredRequest``."""
         return self.share.address
 
     def _request(self, at: At) -> LookupRequest:
         return LookupRequest(self.location.run_id, self.location.operator.name, at, self.family, self.forward)
 
     def send(self, connections: KvConnections, at: At, deadline: float) -> KvExchange:
-        """See ``ScatteredRequest``."""
         return connections.begin(self.address, self._request(at), pack_bytes(self.share.keys), deadline)
 
     def receive(self, exchange: KvExchange, deadline: float) -> tuple[int, pa.BinaryArray]:
-        """See ``ScatteredRequest``."""
         reply, body = exchange.finish()
         if type(reply) is not LookupReply:
             unexpected(exchange.address, reply)
         return reply.version, self._checked(unpack_bytes(body))
 
     def read(self, reads: StateReads, at: At) -> tuple[int, pa.BinaryArray]:
-        """See ``ScatteredRequest``."""
         version, values = reads.lookup(self._request(at), self.share.keys)
         return version, self._checked(values)
 
@@ -308,15 +304,12 @@ class ScatteredKeyRows:
 
     @property
     def address(self) -> str:
-        """See ``ScatteredRequest``."""
         return self.share.address
 
     def send(self, connections: KvConnections, at: At, deadline: float) -> KvExchange:
-        """See ``ScatteredRequest``."""
         return connections.begin(self.address, replace(self.request, at=at), pack_bytes(self.share.keys), deadline)
 
     def receive(self, exchange: KvExchange, deadline: float) -> tuple[int, tuple[pa.Schema, list[pa.RecordBatch]]]:
-        """See ``ScatteredRequest``."""
         decoder = RowBatchDecoder()
         batches = []
         version = 0
@@ -333,7 +326,6 @@ class ScatteredKeyRows:
         return version, (decoder.schema, batches)
 
     def read(self, reads: StateReads, at: At) -> tuple[int, tuple[pa.Schema, list[pa.RecordBatch]]]:
-        """See ``ScatteredRequest``."""
         answer = reads.key_rows(replace(self.request, at=at), self.share.keys)
         return answer.version, (answer.schema, [batch for batch in answer.batches if batch.num_rows])
 
@@ -346,18 +338,15 @@ class ScatteredCount:
     request: ScanRequest
 
     def send(self, connections: KvConnections, at: At, deadline: float) -> KvExchange:
-        """See ``ScatteredRequest``."""
         return connections.begin(self.address, CountRequest(replace(self.request, at=at)), b"", deadline)
 
     def receive(self, exchange: KvExchange, deadline: float) -> tuple[int, int]:
-        """See ``ScatteredRequest``."""
         reply, _ = exchange.finish()
         if type(reply) is not CountReply:
             unexpected(exchange.address, reply)
         return reply.version, reply.count
 
     def read(self, reads: StateReads, at: At) -> tuple[int, int]:
-        """See ``ScatteredRequest``."""
         return reads.count(replace(self.request, at=at))
 
 

@@ -349,7 +349,6 @@ class ForwardingReads:
     # -- for all hosts -------------------------------------------------------------------------
 
     def lookup(self, request: LookupRequest, keys: pa.BinaryArray) -> tuple[int, pa.BinaryArray]:
-        """See ``StateReads``."""
         if not request.forward:
             return self.own.lookup(request, keys)
         return self._answer(
@@ -358,7 +357,6 @@ class ForwardingReads:
         )
 
     def lookup_one(self, request: LookupRequest, key: bytes) -> tuple[int, bytes | None]:
-        """See ``StateReads``."""
         if not request.forward:
             return self.own.lookup_one(request, key)
         return self._answer(
@@ -369,7 +367,6 @@ class ForwardingReads:
         )
 
     def key_rows(self, request: KeyRowsRequest, keys: pa.BinaryArray) -> StateAnswer:
-        """See ``StateReads``."""
         if not request.forward:
             return self.own.key_rows(request, keys)
         return _state_answer(
@@ -405,7 +402,6 @@ class ForwardingReads:
         )
 
     def count(self, request: ScanRequest) -> tuple[int, int]:
-        """See ``StateReads``."""
         if not request.forward:
             return self.own.count(request)
         return self._answer(request, lambda location, deadline: self.router.count(location, request, deadline))
@@ -413,15 +409,12 @@ class ForwardingReads:
     # -- requests that any host can answer -----------------------------------------------------
 
     def locate(self, operator: str, query: str | None) -> OperatorLocation:
-        """See ``StateReads``."""
         return self.own.locate(operator, query)
 
     def changes(self, request: ChangesRequest, keys: pa.BinaryArray | None) -> StateAnswer:
-        """See ``StateReads``."""
         return self.own.changes(request, keys)
 
     def await_completed(self, run_id: str, after: int, seconds: float) -> int:
-        """See ``StateReads``."""
         return self.own.await_completed(run_id, after, seconds)
 
     def lag_ms(self, run_id: str) -> int:
@@ -429,11 +422,9 @@ class ForwardingReads:
         return self.own.lag_ms(run_id)
 
     def operators(self) -> list[dict[str, Any]]:
-        """See ``StateReads``."""
         return self.own.operators()
 
     def describe(self, operator: str | None, query: str | None) -> dict[str, Any]:
-        """See ``StateReads``."""
         return self.own.describe(operator, query)
 
     # -- attempts ------------------------------------------------------------------------------
@@ -561,12 +552,10 @@ class KvStateClientProxy(KvStateServer):
         return answers
 
     def start(self) -> None:
-        """See ``KvStateServer``."""
         self._locations.start()
         super().start()
 
     def shutdown(self) -> None:
-        """See ``KvStateServer``."""
         self._locations.stop()
         super().shutdown()
         self._hosts.drop()

@@ -191,7 +191,6 @@ class ServedRequest:
         return self._slow is None or self._admitted_by is self._slow
 
     def before_slow_work(self) -> None:
-        """See ``RequestContext``."""
         if self._slow is not None and self._admitted_by is not self._slow:
             self._release()
             self._admit(self._slow)

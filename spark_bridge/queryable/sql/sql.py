@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 # a database at the same time. Making a database takes 40 ms, so an idle one is reused.
 
 
-LEAST_MEMORY_BYTES = 16 << 20
+MIN_MEMORY_BYTES = 16 << 20
 """DuckDB needs about this much for the smallest statement."""
 KEPT_DATABASES = 4
 """At most this many empty databases wait for their next statement."""
@@ -67,7 +67,7 @@ class SqlLimits:
     temp_bytes: int = 8192 << 20
 
     def __post_init__(self) -> None:
-        least = {"memory_bytes": LEAST_MEMORY_BYTES, "threads": 1, "temp_bytes": 0}
+        least = {"memory_bytes": MIN_MEMORY_BYTES, "threads": 1, "temp_bytes": 0}
         for field in fields(self):
             value = getattr(self, field.name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least[field.name]:
@@ -78,7 +78,7 @@ class SqlLimits:
     def share_of(self, statements: int) -> SqlLimits:
         """Return the limits of each of so many statements at once that have these bytes together."""
         return SqlLimits(
-            max(LEAST_MEMORY_BYTES, self.memory_bytes // statements), self.threads, self.temp_bytes // statements
+            max(MIN_MEMORY_BYTES, self.memory_bytes // statements), self.threads, self.temp_bytes // statements
         )
 
     def exceeded(self, error: object) -> RequestLimitError:

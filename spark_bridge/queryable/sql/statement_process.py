@@ -49,11 +49,11 @@ UNCOUNTED_BYTES = 192 << 20
 KEPT_PROCESSES = 2
 """At most this many processes wait for their next statement."""
 IDLE_SECONDS = 60.0
-MOST_GROWTH_BYTES = 64 << 20
+MAX_GROWTH_BYTES = 64 << 20
 """A process that keeps more than this after a statement ends: its next statement would have less memory."""
 PIECE_BYTES = 4 << 20
 """Answers come in batches of at most this size, or of one row."""
-MOST_ROW_BYTES = 64 << 20
+MAX_ROW_BYTES = 64 << 20
 BATCH_ROWS = 8_192
 READY = b"ready\n"
 _ENVIRONMENT = {
@@ -388,7 +388,7 @@ def run_statements(statements_fd: int, scans_fd: int, directory: str) -> None:
     threading.Thread(target=_exit_with_parent, args=(scans, directory), daemon=True).start()
     with contextlib.suppress(SparkBridgeError):  # the statement reports that DuckDB is not installed
         import_duckdb().connect(":memory:", config={"threads": 1}).sql("select 1").to_arrow_table()
-    grown = _memory("VmRSS") + MOST_GROWTH_BYTES
+    grown = _memory("VmRSS") + MAX_GROWTH_BYTES
     with contextlib.suppress(ConnectionError), socket.socket(fileno=statements_fd).makefile("rwb") as file:
         file.write(READY)
         file.flush()
@@ -467,9 +467,9 @@ def _pieces(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
         half = batch.num_rows // 2
         yield from _pieces(batch.slice(0, half))
         yield from _pieces(batch.slice(half))
-    elif batch.nbytes > MOST_ROW_BYTES:
+    elif batch.nbytes > MAX_ROW_BYTES:
         raise RequestLimitError(
-            f"A row of the answer has {batch.nbytes >> 20} MiB; at most {MOST_ROW_BYTES >> 20} MiB are possible. Ask "
+            f"A row of the answer has {batch.nbytes >> 20} MiB; at most {MAX_ROW_BYTES >> 20} MiB are possible. Ask "
             "for fewer columns, or for a part of the value."
         )
     else:

@@ -10,7 +10,7 @@ import pytest
 
 from backends.exceptions import FileExistsInStorageError
 from backends.storage.checkpoint_storage import CheckpointStorage
-from backends.storage.failures import FEWEST, HEDGED_BYTES, LEAST_SECONDS, MOST_AT_ONCE, REMEMBERED, SHARE, Hedges
+from backends.storage.failures import FEWEST, HEDGED_BYTES, MAX_AT_ONCE, MIN_SECONDS, REMEMBERED, SHARE, Hedges
 from backends.storage.locations import FileRef, digest
 from backends.storage.requests import BucketTraffic, RequestCounts
 from tests.backends.storage.s3_faults import Fault, FaultProxy, S3Server
@@ -39,7 +39,7 @@ def test_what_is_late_follows_from_the_last_requests_of_its_kind() -> None:
     assert hedges.late_after("read") == pytest.approx(0.3) and hedges.late_after("write") is None
     for _ in range(REMEMBERED):
         hedges.took("read", 0.001)
-    assert hedges.late_after("read") == LEAST_SECONDS
+    assert hedges.late_after("read") == MIN_SECONDS
     # One of a hundred that takes long is not usual.
     usual(hedges, 0.1, "write")
     hedges.took("write", 10.0)
@@ -89,7 +89,7 @@ def test_if_all_are_late_few_are_made_twice() -> None:
     seconds: list[int] = []
     for _ in range(1000):
         hedges.first_answer("read", lambda: None, lambda: seconds.append(1))
-    assert 0.9 * 1000 * SHARE <= len(seconds) <= MOST_AT_ONCE + 1001 * SHARE * 1.1
+    assert 0.9 * 1000 * SHARE <= len(seconds) <= MAX_AT_ONCE + 1001 * SHARE * 1.1
 
 
 # -- storage -------------------------------------------------------------------------------------
@@ -159,7 +159,7 @@ def test_a_late_write_whose_name_another_has_taken_is_not_ours(s3: Hedged) -> No
 
 
 def test_large_files_and_what_the_service_refuses_are_made_once(s3: Hedged) -> None:
-    s3.proxy.plan = [Fault("delay", seconds=5 * LEAST_SECONDS, times=100)]
+    s3.proxy.plan = [Fault("delay", seconds=5 * MIN_SECONDS, times=100)]
     ref = s3.storage.put_new("large", bytes(HEDGED_BYTES + 1))
     assert s3.counts.read()["put"] == 1
     s3.storage.get_range("large", 0, HEDGED_BYTES + 1)

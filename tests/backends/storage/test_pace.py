@@ -8,8 +8,8 @@ from backends.storage.checkpoint_storage import CheckpointStorage
 from backends.storage.requests import (
     FREE_AT,
     GROWTH,
-    LEAST_RATE,
     LONGEST_WAIT_SECONDS,
+    MIN_RATE,
     AdaptiveRateLimit,
     BucketTraffic,
 )
@@ -103,7 +103,7 @@ def test_the_rate_never_goes_to_nothing_and_no_wait_is_longer_than_the_longest(
     for _ in range(50):
         pace.refused(0.1)
         clock.now += 0.1
-    assert sent_in_a_second(pace, clock) >= LEAST_RATE - 1
+    assert sent_in_a_second(pace, clock) >= MIN_RATE - 1
     pace.refused(0.1)
     waits = [pace.wait_seconds() for _ in range(1000)]
     assert waits[0] >= 0.1 and max(waits) <= LONGEST_WAIT_SECONDS < sum(waits)
@@ -132,7 +132,7 @@ def test_one_throttled_request_holds_back_the_others_of_its_bucket_alone(
     assert clock.waits == [wait]
     for i in range(3):
         neighbour.put_new(f"x{i}", b"1")
-    assert len(clock.waits) == 4 and max(clock.waits[1:]) <= 1.5 / LEAST_RATE
+    assert len(clock.waits) == 4 and max(clock.waits[1:]) <= 1.5 / MIN_RATE
     clock.now += 30
     neighbour.put_new("later", b"1")
     assert len(clock.waits) == 4

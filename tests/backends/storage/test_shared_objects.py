@@ -102,13 +102,13 @@ def read_all(shared: SharedObjects, name: str, read: Callable[[int], bytes]) -> 
 
 
 def test_what_is_kept_is_bounded_in_bytes_and_objects(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(object_files, "MOST_BYTES", 1000)
+    monkeypatch.setattr(object_files, "MAX_SHARED_BYTES", 1000)
     shared = SharedObjects(room)
     for i in range(200):
         assert read_all(shared, f"o{i}", lambda n: DATA) == DATA[:10]
     assert list(shared._held) == [f"o{i}" for i in range(196, 200)]
-    assert len(shared._asked) <= object_files.MOST_OBJECTS
-    monkeypatch.setattr(object_files, "MOST_OBJECTS", 3)
+    assert len(shared._asked) <= object_files.MAX_OBJECTS
+    monkeypatch.setattr(object_files, "MAX_OBJECTS", 3)
     read_all(shared, "o", lambda n: DATA)
     assert len(shared._held) == 3
 

@@ -9,7 +9,7 @@ import pytest
 
 from backends.exceptions import StorageError
 from backends.storage.checkpoint_storage import CheckpointStorage
-from backends.storage.failures import LONGEST_TEXT, MOST_FAILURES, MOST_LOCATIONS, TroubleTracker, for_people
+from backends.storage.failures import LONGEST_TEXT, MAX_FAILURES, MAX_TRACKED_LOCATIONS, TroubleTracker, for_people
 from backends.storage.requests import RequestCounts
 
 
@@ -94,13 +94,13 @@ def test_storage_that_refuses_writes_and_answers_reads_has_not_answered() -> Non
 
 def test_what_is_remembered_is_bounded() -> None:
     trouble = TroubleTracker(Clock())
-    for n in range(MOST_FAILURES + 5):
+    for n in range(MAX_FAILURES + 5):
         fails(trouble, "often")
         fails(trouble, f"other-{n}")
-    assert {t["location"]: t["failures"] for t in trouble.read()}["often"] == MOST_FAILURES
-    for n in range(MOST_LOCATIONS + 5):
+    assert {t["location"]: t["failures"] for t in trouble.read()}["often"] == MAX_FAILURES
+    for n in range(MAX_TRACKED_LOCATIONS + 5):
         fails(trouble, f"{n}")
-    assert len(trouble.read()) == MOST_LOCATIONS
+    assert len(trouble.read()) == MAX_TRACKED_LOCATIONS
 
 
 def test_a_request_that_fails_is_told_with_its_error(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ from tests.critical_path import CriticalPath
 
 PARTITIONS = 1000
 VERSIONS = 115
-MOST_REQUESTS = 40
+MAX_REQUESTS = 40
 YEAR_OF_SAVEPOINTS = 365 * 24
 LONGEST_PATH = 8
 """Spark's logs, manifests, those in no fold; claim, what is there then, fence; Spark's logs again, a manifest."""
@@ -98,7 +98,7 @@ def test_a_start_of_a_thousand_partitions_takes_few_requests_whatever_the_histor
     assert (registered.refusal, registered.epoch, registered.completed_version) == (None, 61, VERSIONS)
     assert store.coordinator.open_for_read("new", "op", PARTITIONS - 1).version == VERSIONS
     made = store.requests() - before
-    assert made.total() <= MOST_REQUESTS, made
+    assert made.total() <= MAX_REQUESTS, made
 
 
 def test_a_start_waits_for_few_requests_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,7 +117,7 @@ def test_a_start_behind_a_year_of_hourly_savepoints_takes_few_requests() -> None
             store.state.delete_all(log.savepoints.obsolete(None))
     restarted = Coordinator(lambda: 1000.0, store.open, CoordinatorConf())
     # A coordinator that starts anew reads the records that are kept: one of them may hold the run.
-    for coordinator, most in (store.coordinator, MOST_REQUESTS), (restarted, MOST_REQUESTS + KEPT_RECORDS):
+    for coordinator, most in (store.coordinator, MAX_REQUESTS), (restarted, MAX_REQUESTS + KEPT_RECORDS):
         before = store.requests()
         assert coordinator.register_query(store.registration("new")).completed_version == VERSIONS
         made = store.requests() - before

@@ -18,12 +18,12 @@ from coordinator_actor.durable.moved_checkpoints import fork_checkpoint
 from coordinator_actor.durable.records import (
     HISTORY,
     KEPT_FILES,
-    MOST_RECORDS,
+    MAX_RECORDS,
     CheckpointRecord,
     CheckpointRecords,
     HistoryFile,
 )
-from coordinator_actor.messages import MOST_STEPS, CommitFigures, HostReport
+from coordinator_actor.messages import MAX_STEPS, CommitFigures, HostReport
 from coordinator_actor.run.history import WRITE_SECONDS, CheckpointHistory
 from tests.coordinator_actor.coordinator_world import World
 from tests.coordinator_actor.coordinators import acknowledge, run_of
@@ -130,11 +130,11 @@ def test_names_of_steps_are_bounded(world: World) -> None:
     c = begin(world)
     world.plan_spark(0)
     for p in range(2):
-        steps = {f"step{i + p * MOST_STEPS}": 1.0 for i in range(MOST_STEPS)}
+        steps = {f"step{i + p * MAX_STEPS}": 1.0 for i in range(MAX_STEPS)}
         acknowledge(c, staged(world, c, 0, p, CommitFigures(steps=steps)))
     world.commit_spark(0)
     c.batch_committed("run1", 0)
-    assert len(history(c)[0]["steps"]) == MOST_STEPS
+    assert len(history(c)[0]["steps"]) == MAX_STEPS
 
 
 def test_the_history_outlives_the_coordinator_and_the_run(world: World) -> None:
@@ -173,10 +173,10 @@ def test_one_file_takes_many_versions_and_old_files_go(world: World) -> None:
 def test_the_number_of_records_is_bounded(world: World) -> None:
     storage = world.storage(str(world.root / "ck/statestore"), {})
     made = CheckpointHistory(CheckpointRecords(RecordFiles(storage)), 0.0)
-    for version in range(1, MOST_RECORDS + 51):
+    for version in range(1, MAX_RECORDS + 51):
         made.completed(Manifest(version, None, version, 1, "run1", 0, {}), float(version))
     made.write(1000.0)
-    assert [r.version for r in made.records()] == list(range(51, MOST_RECORDS + 51))
+    assert [r.version for r in made.records()] == list(range(51, MAX_RECORDS + 51))
     assert CheckpointRecords(RecordFiles(storage)).load() == made.records()
 
 
@@ -310,7 +310,7 @@ def test_of_the_history_is_told_what_has_come_or_changed_since_a_mark(world: Wor
 
 
 def test_a_history_that_is_full_tells_which_are_gone() -> None:
-    kept: list[CheckpointRecord] = [CheckpointRecord(i, i, 1, "r", partitions=1) for i in range(1, MOST_RECORDS + 1)]
+    kept: list[CheckpointRecord] = [CheckpointRecord(i, i, 1, "r", partitions=1) for i in range(1, MAX_RECORDS + 1)]
 
     class Files:
         def load(self) -> tuple[CheckpointRecord, ...]:
@@ -320,9 +320,9 @@ def test_a_history_that_is_full_tells_which_are_gone() -> None:
     made.write(0.0)
     mark = made.changed_since("").mark
     assert made.changed_since(mark).first == 1
-    made.completed(Manifest(MOST_RECORDS + 1, None, MOST_RECORDS + 1, 1, "r", 0, {}), 1.0)
+    made.completed(Manifest(MAX_RECORDS + 1, None, MAX_RECORDS + 1, 1, "r", 0, {}), 1.0)
     changed = made.changed_since(mark)
-    assert ([r.id for r in changed.records], changed.first) == ([MOST_RECORDS + 1], 2)
+    assert ([r.id for r in changed.records], changed.first) == ([MAX_RECORDS + 1], 2)
 
 
 def test_a_fork_takes_the_history_along(world: World) -> None:

@@ -10,7 +10,7 @@ import pytest
 from backends.storage.requests import RequestCounts
 from coordinator_actor.messages import DROPPED_ELEMENTS, OperatorFigures, OperatorSpec
 from spark_bridge.host.held_partitions import in_columns
-from spark_bridge.host_actor import MOST_PARTITIONS, HostMetrics
+from spark_bridge.host_actor import MAX_PARTITIONS, HostMetrics
 from spark_bridge.overview.from_cluster import overview_of_cluster
 from spark_bridge.queryable.server.limits import RequestStatistics
 from tests.coordinator_actor.coordinator_world import SCHEMA, World
@@ -95,7 +95,7 @@ def test_partitions_have_labels_of_their_own_as_long_as_they_are_few(sink: KeptM
     assert sink.of("statestore_keys") == {("op", "0", "totals"): 10, ("op", "1", "totals"): 30}
     assert sink.of("statestore_partition_memory_bytes")["op", "1", "totals"] == 3000
     assert sink.of("statestore_snapshot_lag_versions") == {("op", "totals"): 7}
-    many = [instance(p, of=MOST_PARTITIONS + 1) for p in range(5)]
+    many = [instance(p, of=MAX_PARTITIONS + 1) for p in range(5)]
     metrics.publish(described(*many), NAMES)
     assert sink.of("statestore_keys")["op", "all", "totals"] == 50
 

@@ -280,7 +280,7 @@ def test_a_holder_that_dies_holds_nobody_up_for_long_and_changes_nothing(cluster
 def test_storage_that_hangs_holds_nobody_up_for_long(cluster, monkeypatch):
     """The caller stands still in its last write; the query goes on, and is exchanged when the storage answers."""
     worked(cluster)
-    monkeypatch.setattr(forgetting, "MOST_HELD_SECONDS", 0.2)
+    monkeypatch.setattr(forgetting, "MAX_HELD_SECONDS", 0.2)
     monkeypatch.setattr(forgetting, "HOLD_RENEW_SECONDS", 0.05)
     stuck, free = threading.Event(), threading.Event()
     real = CheckpointStorage.put_new

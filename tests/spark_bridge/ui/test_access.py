@@ -175,7 +175,7 @@ def test_forms_have_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     large = client.post("/sql", data={"statement": "x" * 70_000})
     assert large.status_code == 413
     assert client.post("/sql", json={"statement": "select 1"}).status_code == 415
-    monkeypatch.setattr(page_app, "MOST_PAGE_REQUESTS", 0)
+    monkeypatch.setattr(page_app, "MAX_PAGE_REQUESTS", 0)
     assert client.get("/").status_code == 429
 
 

@@ -21,7 +21,7 @@ from coordinator_actor.messages import InputPace
 from spark_bridge.exceptions import EnvironmentProblemError
 from spark_bridge.overview.model import Overview, Partition
 from spark_bridge.ui.app import create_ui
-from spark_bridge.ui.charts import MOST_CELLS, heat_map, steps, strip, timeline
+from spark_bridge.ui.charts import MAX_CELLS, heat_map, steps, strip, timeline
 from spark_bridge.ui.live import LiveSystem
 from spark_bridge.ui.requests import OLD_SECONDS, RECENT_SECONDS, RECENT_WAIT_SECONDS, SharedOverview
 from tests.patience import PATIENCE
@@ -229,7 +229,7 @@ def test_a_heat_map_is_bounded_and_keeps_the_hottest() -> None:
     hot = structs.replace(many.partitions[7_777], keys=10**9)
     many = replace(many, partitions=(*many.partitions[:7_777], hot, *many.partitions[7_778:]))
     heat = heat_map(many, "keys")
-    assert heat is not None and sum(len(row.cells) for row in heat.rows) <= MOST_CELLS
+    assert heat is not None and sum(len(row.cells) for row in heat.rows) <= MAX_CELLS
     assert heat.rows[0].host == hot.owner and [c.shade for c in heat.rows[0].cells].count(7) == 1
     assert len(heat.rows) + heat.left_out == 200
     assert heat_map(replace(many, partitions=(Partition("totals", 0),)), "keys") is None
