@@ -257,8 +257,8 @@ class SharedObjects:
 
     ``_asked`` counts the readers of each object, ``_held`` has the objects that were read for all or are being read.
     Both are bounded by ``MAX_OBJECTS``, the bytes by ``MAX_SHARED_BYTES`` plus those being read. ``_loads`` counts
-    the loads under way. ``spare(nbytes, drop)`` counts bytes in the memory of the process, as ``HostMemory.spare`` does, and
-    returns None if there is no room for them.
+    the loads under way. ``spare(nbytes, drop)`` counts bytes in the memory of the process, as ``HostMemory.spare``
+    does, and returns None if there is no room for them.
     """
 
     def __init__(self, spare: Callable[[int, Callable[[], None]], object | None]) -> None:
