@@ -1,6 +1,6 @@
 """Spans for the steps of the state store. While tracing is off, a span costs one comparison, and nothing is imported.
 
-``set_up.py`` switches tracing on; ``open_telemetry.py`` makes the spans then. Attributes are named
+``tracing.py`` switches tracing on; ``open_telemetry.py`` makes the spans then. Attributes are named
 ``statestore.<name>``; those that are None are left out. Never give one a user's key or value.
 """
 

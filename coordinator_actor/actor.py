@@ -181,7 +181,7 @@ def steady_clock() -> Callable[[], float]:
 class StateStoreCoordinator:
     """The coordinator of one namespace as a Ray actor. Its methods are the messages of ``CoordinatorPort``.
 
-    Each is a coroutine that waits for the threads of its concurrency group (``dispatcher.py``). Ray restarts the actor.
+    Each is a coroutine that waits for the threads of its concurrency group (``threads.py``). Ray restarts the actor.
     Hosts and drivers then report again what they hold. ``token`` is the secret of this cluster, unless an earlier
     coordinator of that name has left one.
     """

@@ -56,7 +56,7 @@ MessageMethod = TypeVar("MessageMethod", bound=Callable[..., Any])
 
 
 class Group(Enum):
-    """A concurrency group: messages that the same threads answer (``dispatcher.py``).
+    """A concurrency group: messages that the same threads answer (``threads.py``).
 
     Only messages of the group ``QUERIES`` may wait for storage, or for a lock that is held over storage.
     """
@@ -95,7 +95,7 @@ class CoordinatorPort:
     A subclass implements ``call``, which sends a message to the coordinator.
 
     Every message may raise a ``CoordinatorError`` or a ``StateStoreError``, in addition to the errors that it names.
-    Messages may arrive twice. Wherever a string is declared, a ``uuid.UUID`` is converted to one (``arguments.py``).
+    Messages may arrive twice. Wherever a string is declared, a ``uuid.UUID`` is converted to one.
     """
 
     def call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
@@ -402,7 +402,7 @@ class CoordinatorPort:
 
     @message(Group.LOCATIONS)
     def wire_version(self) -> int:
-        """Return the version of the messages that this coordinator speaks (``wire_version.py``)."""
+        """Return the version of the messages that this coordinator speaks (``WIRE_VERSION``)."""
 
     @message(Group.QUERIES)
     def issue_token(self, name: str, expires_in: float | None = None, *, admin: bool = False) -> str:

@@ -2,7 +2,7 @@
 
 Messages about leases and locations wait for no storage and for no lock that is held over storage: they are answered at
 once, by the thread that takes the messages of their group. Registrations have separate threads. All others are answered
-in the threads of their query (``query_threads.py``).
+in the threads of their query (``QueryThreads``).
 """
 
 from __future__ import annotations

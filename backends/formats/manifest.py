@@ -252,7 +252,7 @@ class Manifest(Struct, frozen=True):
     before fences existed, and for writers without fencing. ``parent_completed_ms`` is when the version below was
     completed, in ms since 1970; None if the coordinator that wrote this did not see that. ``rewritten`` are the paths
     of the records that map files of the versions below to their current places, the oldest first
-    (``rewritten_files.py``).
+    (``RewrittenFiles``).
     """
 
     id: int

@@ -46,7 +46,7 @@ _RETRIES_OF_PARTS: RetryConfig = {
 class ObjectStores:
     """obstore's stores of one location. Construction does no I/O. Many threads may share one.
 
-    ``plain`` does not retry: ``sending/sender.py`` does. ``in_parts`` is for multipart uploads of large files, and
+    ``plain`` does not retry: ``RequestSender`` does. ``in_parts`` is for multipart uploads of large files, and
     retries each part separately. Raises obstore's errors, and ``ValueError``, for a wrong option.
     """
 

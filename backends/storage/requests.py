@@ -1,7 +1,7 @@
 """Sends all requests to storage.
 
-Each attempt is counted and timed, and waits for its turn (``pace.py``). It is retried where that may help, hedged with
-a second request if it is late (``hedges.py``), and sent with new credentials if the old ones have expired.
+Each attempt is counted and timed, and waits for its turn. It is retried where that may help, hedged with
+a second request if it is late (``failures.py``), and sent with new credentials if the old ones have expired.
 """
 
 from __future__ import annotations

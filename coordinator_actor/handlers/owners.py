@@ -1,4 +1,4 @@
-"""Assigns the partitions of a run to live hosts. ``query/owners/partition_owners.py`` decides which ones.
+"""Assigns the partitions of a run to live hosts. ``run/owners.py`` decides which ones.
 
 A coordinator that was just started knows no owners of earlier runs. For a while it relies on the partitions that hosts
 report, and leaves the other partitions without an owner: the host that reports first must not get the partitions that

@@ -187,7 +187,7 @@ def _hashes(names: Sequence[str]) -> Hashes:
     return np.array([xxhash.xxh64_intdigest(name.encode()) for name in names], np.uint64)
 
 
-# An assignment: the owner of every partition of a run at one time. ``partition_owners.py`` decides on the owners.
+# An assignment: the owner of every partition of a run at one time. The functions above decide on the owners.
 
 
 @dataclass(frozen=True)

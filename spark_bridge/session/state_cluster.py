@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 # Computes the places of a session's hosts: on all machines that have executors.
 #
-# Plain functions over names and numbers; ``host_placement.py`` asks Spark and Ray, and starts the hosts.
+# Plain functions over names and numbers; ``HostPlacement`` asks Spark and Ray, and starts the hosts.
 
 
 @dataclass(frozen=True)

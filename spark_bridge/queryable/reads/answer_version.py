@@ -2,7 +2,7 @@
 
 A completed version is read from a partition's base, from accepted changes over the base, or from the before-images of
 older versions. ``PartitionState`` finds out which of these, by the version and its head. Nothing here waits for a
-commit, and no commit waits for a read. ``routing/version_alignment.py`` brings the answers of several hosts to one
+commit, and no commit waits for a read. ``routing/router.py`` brings the answers of several hosts to one
 version.
 """
 
