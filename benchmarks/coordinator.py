@@ -39,7 +39,8 @@ from rich.table import Table
 
 from backends import StateStoreId, StateStoreProviderId
 from backends.encoding.schema import StateSchema
-from backends.formats.manifest import LocalState, SnapshotRef, changelog_path, seal
+from backends.formats.local_state import LocalState
+from backends.formats.manifest import SnapshotRef, changelog_path, seal
 from backends.formats.snapshot import SnapshotDescriptor
 from backends.storage.checkpoint_storage import CheckpointStorage
 from backends.storage.locations import FileRef, digest

@@ -33,7 +33,8 @@ from coordinator import SCHEMA, PlayedHost, acknowledged, console, directory
 from rich.table import Table
 
 from backends.formats.changelog import GROUPS_DIRECTORY
-from backends.formats.manifest import LocalState, SnapshotRef
+from backends.formats.local_state import LocalState
+from backends.formats.manifest import SnapshotRef
 from backends.formats.snapshot import PreparedSnapshot, store_together
 from backends.storage.checkpoint_storage import CheckpointStorage
 from backends.storage.locations import FileRef

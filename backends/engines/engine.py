@@ -24,7 +24,7 @@ from backends.encoding.sorted_pairs import SortedPairs, merged_scan
 from backends.engines.sorted_map_engine import SortedMap, SortedMapScan
 from backends.exceptions import InvalidStateStoreArgument, LocalDiskFullError
 from backends.formats.changelog import Changes
-from backends.formats.manifest import LocalState
+from backends.formats.local_state import LocalState
 from backends.host_memory import Claim, host_memory
 
 

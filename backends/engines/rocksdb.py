@@ -50,7 +50,7 @@ from backends.engines.row_cache import RowCache
 from backends.engines.sst_reader import TableScan
 from backends.exceptions import ConcurrentCommitError, LocalStateDamagedError, StateStoreError, StoreClosedError
 from backends.formats.changelog import Changes
-from backends.formats.manifest import LocalState
+from backends.formats.local_state import LocalState
 from backends.host_memory import DATABASES, Claim, host_memory
 
 log = logging.getLogger(__name__)

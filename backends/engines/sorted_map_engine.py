@@ -23,7 +23,7 @@ from backends.encoding.keys import KeyRange
 from backends.encoding.sorted_pairs import PAIRS_SCHEMA, SortedPairs, is_strictly_sorted, key_order, merged_scan
 from backends.exceptions import DamagedFileError, StoreClosedError
 from backends.formats.changelog import Changes
-from backends.formats.manifest import LocalState
+from backends.formats.local_state import LocalState
 
 # An immutable sorted map of bytes to bytes that shares structure with the maps it was made from.
 #

@@ -16,6 +16,7 @@ from msgspec import Struct, field, structs
 
 from backends.decoders import convert, json_decoder
 from backends.exceptions import DamagedFileError
+from backends.formats.local_state import LocalState
 from backends.storage.locations import FileRef, digest
 
 # The contribution of each partition to a version, kept in columns.
@@ -391,33 +392,6 @@ def version_in(path: str) -> int:
     """Return the version that a file's name begins with, ``<version>-<unique>.<kind>``; -1 for any other name."""
     version, dash, _ = path.rsplit("/", 1)[-1].partition("-")
     return int(version) if dash and version.isdecimal() else -1
-
-
-# The mark that says which version an engine holds, or that a write has not ended.
-
-
-_UNFINISHED = ", unfinished"
-
-
-class LocalState(msgspec.Struct, frozen=True):
-    """The state in an engine: a version, the path of the changelog that made the version, and the number of keys.
-
-    ``head`` None is the empty version 0. ``num_keys`` None: the keys are not counted.
-    """
-
-    version: int = 0
-    head: str | None = None
-    num_keys: int | None = 0
-
-    @classmethod
-    def unfinished(cls, head: str | None) -> LocalState:
-        """Return the mark of a write to ``head`` that has not ended. No lineage has such a version."""
-        return cls(0, f"{head}{_UNFINISHED}", None)
-
-    @property
-    def is_unfinished(self) -> bool:
-        """Whether this is the mark of a write that has not ended."""
-        return self.head is not None and self.head.endswith(_UNFINISHED)
 
 
 # The descriptor of a snapshot: which files it consists of, and where they are.

@@ -17,7 +17,8 @@ from typing import NamedTuple, Protocol
 from backends import fault_points
 from backends.exceptions import DamagedFileError, InvalidStateStoreArgument, StoreClosedError
 from backends.formats.changelog import GROUPS_DIRECTORY
-from backends.formats.manifest import LocalState, SnapshotDescriptor, SnapshotFile, SnapshotRef, seal, unseal
+from backends.formats.local_state import LocalState
+from backends.formats.manifest import SnapshotDescriptor, SnapshotFile, SnapshotRef, seal, unseal
 from backends.spans import Pool
 from backends.storage.checkpoint_storage import CheckpointStorage
 from backends.storage.locations import FileRef, digest, file_digest

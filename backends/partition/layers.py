@@ -17,7 +17,7 @@ from backends.conf import StateStoreConf
 from backends.engines.engine import StateEngine
 from backends.exceptions import ConcurrentCommitError
 from backends.formats.changelog import ChangelogMeta, Changes
-from backends.formats.manifest import LocalState
+from backends.formats.local_state import LocalState
 from backends.host_memory import DELTAS, Claim, HostMemory
 from backends.storage.checkpoint_storage import CheckpointStorage
 from backends.storage.locations import FileRef, digest

@@ -33,7 +33,8 @@ from backends.exceptions import (
 )
 from backends.formats import snapshot
 from backends.formats.changelog import ChangelogMeta, Changes, read_changelog
-from backends.formats.manifest import ChangelogRef, Lineage, LocalState, Rescaled, SnapshotRef, SourcePartition
+from backends.formats.local_state import LocalState
+from backends.formats.manifest import ChangelogRef, Lineage, Rescaled, SnapshotRef, SourcePartition
 from backends.host_memory import BEFORE_IMAGES, HostMemory
 from backends.partition.held_versions import HeldVersions, RecentReads
 from backends.partition.layers import BeforeImage, Delta, PartitionContext, Scratch

@@ -30,7 +30,8 @@ from backends.engines.engine import backend_of
 from backends.exceptions import FileExistsInStorageError
 from backends.formats import snapshot
 from backends.formats.changelog import ChangelogMeta, Changes, write_changelog
-from backends.formats.manifest import LocalState, Manifest, OperatorEntry, PartitionEntry, changelog_path, seal
+from backends.formats.local_state import LocalState
+from backends.formats.manifest import Manifest, OperatorEntry, PartitionEntry, changelog_path, seal
 from backends.formats.snapshot import StoredSnapshot
 from backends.spans import Pool
 from backends.storage.checkpoint_storage import CheckpointStorage, OpenStorage

@@ -21,7 +21,7 @@ from backends.engines.engine import writing_to
 from backends.engines.rocksdb import LocalRocksDB
 from backends.exceptions import StoreClosedError
 from backends.formats.changelog import Changes
-from backends.formats.manifest import LocalState
+from backends.formats.local_state import LocalState
 from backends.providers.standalone_provider import LocalStateStoreProvider
 from tests.simulation import scheduler as scheduling
 from tests.simulation.scheduler import Process

@@ -19,7 +19,7 @@ from backends.engines.rocksdb import LocalRocksDB
 from backends.engines.sorted_map_engine import SortedMapEngine
 from backends.exceptions import StoreClosedError
 from backends.formats.changelog import Changes
-from backends.formats.manifest import LocalState
+from backends.formats.local_state import LocalState
 
 MADE: dict[str, Callable[[Path, StateStoreConf], StateEngine]] = {
     "rocksdb": LocalRocksDB,
@@ -169,7 +169,7 @@ from pathlib import Path
 from backends import StateStoreConf, fault_points
 from backends.encoding.sorted_pairs import SortedPairs
 from backends.engines.rocksdb import LocalRocksDB
-from backends.formats.manifest import LocalState
+from backends.formats.local_state import LocalState
 
 seen = []
 def hook(point):

@@ -15,7 +15,7 @@ from backends.engines import sorted_map_engine
 from backends.engines.engine import BufferedEngine, DeferredEngine
 from backends.exceptions import StoreClosedError
 from backends.formats.changelog import Changes
-from backends.formats.manifest import LocalState
+from backends.formats.local_state import LocalState
 from backends.host_memory import host_memory
 from tests.effort import effort, only_thorough
 

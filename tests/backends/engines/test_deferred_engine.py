@@ -20,7 +20,8 @@ from backends.engines.engine import DeferredEngine, StateEngine
 from backends.engines.rocksdb import LocalRocksDB
 from backends.exceptions import ConcurrentCommitError, LocalStateDamagedError
 from backends.formats.changelog import Changes
-from backends.formats.manifest import ChangelogRef, Lineage, LocalState
+from backends.formats.local_state import LocalState
+from backends.formats.manifest import ChangelogRef, Lineage
 from backends.partition.partition_state import PartitionState, open_partition
 from backends.storage.checkpoint_storage import CheckpointStorage
 from tests.backends.partition.partition_steps import changes, commit

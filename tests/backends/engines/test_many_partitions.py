@@ -10,7 +10,7 @@ from backends.encoding.sorted_pairs import SortedPairs
 from backends.engines import rocksdb_files
 from backends.engines.rocksdb import LocalRocksDB
 from backends.formats.changelog import Changes
-from backends.formats.manifest import LocalState
+from backends.formats.local_state import LocalState
 
 FAMILIES = ("default", "timers", "lists")
 ROWS = 10

@@ -9,7 +9,7 @@ import pytest
 from backends import RocksDBStateStoreProvider, StateStoreConf, StateStoreId, fault_points
 from backends.engines import rocksdb, rocksdb_files
 from backends.exceptions import LocalStateDamagedError, MissingFileError
-from backends.formats.manifest import LocalState
+from backends.formats.local_state import LocalState
 from tests.backends.partition.partition_steps import changes
 from tests.backends.providers.providers import commit, content
 

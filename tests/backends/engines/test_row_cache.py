@@ -13,7 +13,7 @@ from backends.engines.rocksdb import LocalRocksDB
 from backends.engines.row_cache import CacheBudget, RowCache
 from backends.exceptions import LocalStateDamagedError, StoreClosedError
 from backends.formats.changelog import Changes
-from backends.formats.manifest import LocalState
+from backends.formats.local_state import LocalState
 from tests.backends.engines.cache_over_dict import (
     MIB,
     Below,

@@ -14,7 +14,7 @@ from backends.conf import StateStoreConf
 from backends.engines import rocksdb, rocksdb_scan
 from backends.exceptions import StoreClosedError
 from backends.formats.changelog import Changes
-from backends.formats.manifest import LocalState
+from backends.formats.local_state import LocalState
 from tests.patience import HANG, PATIENCE
 
 

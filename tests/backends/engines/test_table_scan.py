@@ -36,7 +36,7 @@ from backends.engines.sst_reader import (
 )
 from backends.exceptions import LocalStateDamagedError, StoreClosedError
 from backends.formats.changelog import Changes
-from backends.formats.manifest import LocalState
+from backends.formats.local_state import LocalState
 from tests.effort import effort
 from tests.patience import PATIENCE
 

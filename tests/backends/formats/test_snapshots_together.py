@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from backends.exceptions import DamagedFileError
-from backends.formats.manifest import LocalState, SnapshotDescriptor
+from backends.formats.local_state import LocalState
+from backends.formats.manifest import SnapshotDescriptor
 from backends.formats.snapshot import (
     Digests,
     PreparedSnapshot,

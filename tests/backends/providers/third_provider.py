@@ -14,7 +14,7 @@ from backends.encoding.keys import KeyRange
 from backends.encoding.sorted_pairs import PAIRS_SCHEMA, SortedPairs
 from backends.exceptions import DamagedFileError, StoreClosedError
 from backends.formats.changelog import Changes
-from backends.formats.manifest import LocalState
+from backends.formats.local_state import LocalState
 from backends.providers.standalone_provider import LocalStateStoreProvider
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import uuid
 
-from backends.formats.manifest import LocalState, SnapshotRef, seal
+from backends.formats.local_state import LocalState
+from backends.formats.manifest import SnapshotRef, seal
 from backends.formats.snapshot import SnapshotDescriptor, SnapshotFile
 from backends.storage.locations import FileRef
 from coordinator_actor.coordinator import Coordinator
