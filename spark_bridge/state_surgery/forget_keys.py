@@ -12,7 +12,6 @@ import pyarrow as pa
 from backends.encoding.operator_schema import OperatorSchema
 from backends.exceptions import InvalidStateStoreArgument, MissingFileError
 from backends.storage.checkpoint_storage import CheckpointStorage
-from backends.storage.locations import parse_location
 from coordinator_actor.coordinator_port import CoordinatorPort
 from coordinator_actor.exceptions import RetiredRunError, UnknownQueryError
 from coordinator_actor.forgetting import (
@@ -139,7 +138,8 @@ def _served(port: CoordinatorPort, place: StatePlace, say: Callable[[str], None]
         served = [
             query
             for query in described["queries"]
-            if query["retired_by"] is None and parse_location(query["state_location"]).text == place.state_location
+            if query["retired_by"] is None
+            and CheckpointStorage.open(query["state_location"], place.options).location == place.state_location
         ]
         if deadline is None:
             is_young = described["expects_reports"]
