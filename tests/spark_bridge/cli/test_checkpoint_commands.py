@@ -1,4 +1,4 @@
-"""The commands that look at a checkpoint, with neither Ray nor Spark: what they print, as JSON too, and exit codes."""
+"""The commands that read a checkpoint, without Ray and Spark: their output, also as JSON, and their exit codes."""
 
 from __future__ import annotations
 

@@ -140,7 +140,7 @@ def test_each_version_is_read_rightly_or_refused_with_the_damage(s: Stream) -> N
 
 
 def test_nothing_is_read_by_an_older_manifest_where_the_newest_is_damaged(s: Stream) -> None:
-    """What a run has made anew, after its user went back, would be read as it was before."""
+    """If a user went back and a run rewrote versions, an older manifest would show the rows before the rewrite."""
     damage(s, NEWEST)
     for look in (overview_of_checkpoint, lambda at: StateVersions.look(find_state(at), passes_over_damage=True)):
         with pytest.raises(DamagedFileError, match="is damaged"):

@@ -1,4 +1,4 @@
-"""The exit codes that no other test has: old failures, warnings, no cluster, and errors that nobody expected."""
+"""Exit codes that no other test covers: old failures, warnings, no cluster, and unexpected errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the supervisor makes of the answers of Ray's dashboard, which is played; ``test_run.py`` has a real one."""
+"""How the supervisor handles replies of Ray's dashboard, which is faked here. ``test_run.py`` uses a real one."""
 
 from __future__ import annotations
 

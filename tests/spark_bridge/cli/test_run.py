@@ -1,4 +1,4 @@
-"""``statestore run``: a stream goes on by itself, exact, whatever took its application down."""
+"""``statestore run`` restarts a stream with exact results, whatever terminated its application."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_no_cluster_is_said_and_is_an_exit_code_of_its_own(monkeypatch: pytest.M
 
 
 class Supervised:
-    """A counting stream under ``statestore run``, and what it should have counted."""
+    """A counting stream under ``statestore run``, and the counts that it should have."""
 
     def __init__(self, head: OwnHead, root: Path, *more: str) -> None:
         self.head, self.root = head, root
@@ -146,7 +146,7 @@ def supervised(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Super
 
 @pytest.mark.ray
 @pytest.mark.spark
-@pytest.mark.thorough  # otherwise: test_supervision.py starts killed drivers again, test_recovery.py goes on exactly
+@pytest.mark.thorough  # otherwise: test_supervision.py restarts killed drivers, test_recovery.py recovers exact counts
 @pytest.mark.parametrize("supervised", [("local",), ()], ids=["local", "raydp"], indirect=True)
 def test_the_driver_is_killed_and_the_counts_are_exact(supervised: Supervised) -> None:
     driver = supervised.driver(1)

@@ -1,4 +1,4 @@
-"""``statestore token``: what it understands and prints, and that tokens outlive the coordinator that issued them."""
+"""``statestore token``: its arguments and output, and that tokens outlive the coordinator that issued them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The demo from end to end, as a user runs it: stopped, gone on with, and a host killed on the way."""
+"""Run the demo end to end as a user does: stop it, resume it, and kill a host in between."""
 
 from __future__ import annotations
 

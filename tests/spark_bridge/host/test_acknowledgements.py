@@ -27,12 +27,12 @@ def message(p: int, run: str = "run1", version: int = 1) -> Acknowledge:
 
 
 def accepted(_run: str, messages: Sequence[Acknowledge]) -> list[Acknowledged | Refused]:
-    """What a coordinator answers: the partition as the id of a manifest, to be told apart."""
+    """Return the reply of a coordinator. The manifest id is the partition, so that replies differ."""
     return [Acknowledged(m.version, m.partition) for m in messages]
 
 
 class Coordinator:
-    """Answers when it is told to. ``calls`` are the partitions of each message that has come."""
+    """Replies when the test says so. ``calls`` lists the partitions of each received message."""
 
     def __init__(self, answer: Callable[[str, Sequence[Acknowledge]], Any] = accepted) -> None:
         self.answer = answer
@@ -53,7 +53,7 @@ class Coordinator:
 
 
 class Host:
-    """Tasks, each in a thread of its own, that commit through one ``Acknowledgements``."""
+    """Tasks, each in its own thread, that commit through one ``Acknowledgements``."""
 
     def __init__(self, coordinator: Callable[..., Any], pool: Threads) -> None:
         self.acknowledgements = Acknowledgements(coordinator)
@@ -164,7 +164,7 @@ def test_a_slow_message_is_waited_for_by_its_own_tasks_only(pool):
 
 
 def test_many_threads_get_each_its_own_answer_in_few_messages(pool):
-    """Every message takes until all other tasks of its run wait: whoever is not in it is in the next one."""
+    """Each message blocks until all other tasks of its run wait. Every task that it lacks is in the next one."""
     lock = threading.Lock()
     under_way: list[str] = []
     sent: list[tuple[str, int, int]] = []

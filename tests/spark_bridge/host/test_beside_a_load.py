@@ -79,7 +79,7 @@ def test_a_partition_that_is_another_hosts_waits_for_its_load_before_it_goes(mak
         work = host.maintenance.do_maintenance
     with host.loads.lock_of(instance.key):
         assert is_done_in_time(work), "the order waits for the load"
-        assert w.instance(0) is instance, "what is being loaded stays"
+        assert w.instance(0) is instance, "the instance that loads stays"
     work()
     assert w.instance(0) is None
 

@@ -18,7 +18,7 @@ BATCHES = 4
 
 
 class Disk(World):
-    """Storage of which partitions cannot be read (``broken``), or not be copied for want of room (``full``)."""
+    """Storage whose partitions cannot be read (``broken``), or cannot be copied for lack of disk space (``full``)."""
 
     def __init__(self, root: Path) -> None:
         super().__init__(root)

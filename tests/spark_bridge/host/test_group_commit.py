@@ -51,7 +51,7 @@ class Gated(CheckpointStorage):
 
 
 class Committing:
-    """One host's groups over storage, and tasks in threads of their own."""
+    """One host's commit groups over storage, and tasks in separate threads."""
 
     def __init__(self, location: Path, linger: float, *, writes: int = 1000) -> None:
         storage = Gated.open(str(location), fsync=False)
@@ -344,7 +344,7 @@ def test_who_waits_in_vain_does_so_only_now_and_then() -> None:
     known = known.next_batch()
     known.opened("op", 0)
     known.waited(in_vain=False)
-    assert known.expects_more(), "somebody came"
+    assert known.expects_more(), "one has arrived"
 
 
 def test_nobody_waits_longer_than_a_write_has_taken_lately(
@@ -386,7 +386,7 @@ def test_on_object_storage_a_group_waits_on_while_others_come(made: Callable[...
     host.open(0, 1, 2, 3)
     first = host.commit(0)
     host.wait_for_members(1)
-    second = host.commit(1)  # the time is up, but one has come meanwhile
+    second = host.commit(1)  # the time is up, but one has arrived by now
     wait_until(lambda: host.groups._changed.members == [3], "the group does not wait on")  # type: ignore[attr-defined]
     host.commit(2)
     wait_until(lambda: not host.groups._changed.members, "the group does not wait on")  # type: ignore[attr-defined]
@@ -584,5 +584,5 @@ def test_members_do_not_wait_for_a_first_member_whose_wait_has_failed(
             commit.result(PATIENCE)
     monkeypatch.setattr(GroupCommits, "_wait", wait)
     assert host.storage.paths == []
-    host.commit(3).result(PATIENCE)  # alone: nobody else is awaited
+    host.commit(3).result(PATIENCE)  # alone: it waits for no other task
     assert len(host.storage.paths) == 1

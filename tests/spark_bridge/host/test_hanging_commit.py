@@ -1,4 +1,4 @@
-"""The storage of a query hangs in a commit: the host goes on being heard of, also when that query ends meanwhile."""
+"""When a commit hangs in the storage of a query, the host still sends heartbeats, also if that query ends."""
 
 from __future__ import annotations
 

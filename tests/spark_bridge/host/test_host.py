@@ -36,7 +36,7 @@ def test_a_batch_planned_anew_is_never_completed_with_rows_of_the_run_before(tmp
     assert c.register_query(reg(w, "run2")).completed_version == 0
     h.heartbeat()
     plan_spark(w, 0)
-    # batch 0 is planned anew, with other rows; partition 1 does not run in it (head(1) in foreachBatch)
+    # batch 0 is planned again, with other rows; partition 1 does not run in it (head(1) in foreachBatch)
     run_task([h], 0, 0, "run2", value=b"run2-new-data")
     w.commit_spark(0)
     plan_spark(w, 1)
@@ -110,7 +110,7 @@ def test_a_failed_recovery_leaves_no_half_registered_run(tmp_path):
     w.put_hook = None
     assert (
         c.driver_heartbeat("run1") is False or 1 in c.registries.runs.by_id["run1"].versions.chain
-    )  # else nobody ever registers it again
+    )  # otherwise it is never registered again
     if not c.driver_heartbeat("run1"):
         c.register_query(reg(w, "run1"))
     h = make_host(w, c, 0, tmp_path, inc="c")
@@ -298,7 +298,7 @@ def test_hosts_of_a_session_that_stops_do_not_bring_its_runs_back(tmp_path):
     c.register_host(World.host(7).__class__("o", "a", "grpc://x:1", "n", "other"), HostReport())
     plan_spark(w, 0)
     run_task([h], 0)
-    assert c.unregister_session("s") is True  # StateCluster.stop(): hosts are told to stop only afterwards
+    assert c.unregister_session("s") is True  # StateCluster.stop(): hosts stop only afterwards
     epochs = len(list((tmp_path / "ck/statestore/epochs").iterdir()))
     h.heartbeat()
     assert "run1" not in c.registries.runs.by_id and len(list((tmp_path / "ck/statestore/epochs").iterdir())) == epochs

@@ -1,4 +1,4 @@
-"""A host's metrics, from its own description: what it holds, what it has done, whom it has answered."""
+"""A host's metrics, from its own description: its memory, its work, and the requests that it has answered."""
 
 from __future__ import annotations
 

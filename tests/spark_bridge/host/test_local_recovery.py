@@ -1,4 +1,4 @@
-"""A query that is started again goes on with the local files that its hosts still have, where these are right."""
+"""A restarted query reuses the local files of its hosts if they are valid."""
 
 from __future__ import annotations
 
@@ -92,14 +92,14 @@ class Restarts:
         return found
 
     def remove_files_up_to(self, version: int) -> None:
-        """Remove the state of these versions from storage: whoever needs a file of it fails."""
+        """Remove the state of these versions from storage, so that loading one of these files fails."""
         removed = [p for p in self.tmp.glob("ck/statestore/operators/**/*.changelog") if version_in(p.name) <= version]
         assert len(removed) == version
         for path in removed:
             path.unlink()
 
     def directories(self) -> list[str]:
-        """Return the runs of which there are local files."""
+        """Return the runs that have local files."""
         return sorted({p.relative_to(self.tmp).parts[2] for p in self.tmp.glob("local0a/q/*/**/LOCK")})
 
 
@@ -144,7 +144,7 @@ def test_what_the_run_before_has_not_completed_here_is_loaded_after_it(
     query: Restarts, when: Callable[[Restarts], None]
 ) -> None:
     query.complete()
-    query.batch()  # Spark has committed, and the host has not heard of it
+    query.batch()  # Spark has committed, and the host does not know yet
     query.remove_files_up_to(BATCHES)
     assert query.restart() == query.batches == BATCHES + 1
     when(query)

@@ -25,7 +25,7 @@ STEP = FILES_RENEW_SECONDS + 100
 
 
 class Retained:
-    """A query of two partitions of which few versions are kept, and storage whose files come one by one."""
+    """A query of two partitions that retains few versions, over storage that delivers files one by one."""
 
     def __init__(self, tmp_path: Path) -> None:
         self.tmp_path = tmp_path
@@ -56,7 +56,7 @@ class Retained:
                 self.host.maintenance.upload_snapshots([instance])
 
     def time_passes(self, seconds: float) -> None:
-        """Retention goes on meanwhile."""
+        """Advance the clock; retention runs as well."""
         self.world.now += seconds
         self.coordinator.maintain()
 
@@ -106,7 +106,7 @@ def test_files_of_a_copy_stay_while_the_copy_is_loaded_and_go_behind_it(q: Retai
     q.world.is_gated = True
     loading = q.load_copy(2)
     assert q.world.arrived.acquire(timeout=PATIENCE)
-    while q.batches < 20:  # the partition is changed and uploaded meanwhile
+    while q.batches < 20:  # the partition changes and is uploaded during the load
         q.batch()
         q.time_passes(10.0)
     assert q.changelogs() == list(range(1, 21))
@@ -209,7 +209,7 @@ def test_files_of_a_load_that_hangs_are_let_go_when_nobody_waits_for_it_any_more
         return f"{layout.directory(0)}/" in run.files_in_use.directories(run.versions.layouts, q.world.now)
 
     assert 4 * FILES_RENEW_SECONDS > BUSY_SECONDS
-    assert is_used(), "somebody waits"
+    assert is_used(), "a task waits"
     abandoned.set()
     assert not is_used()
     q.world.open_gate()

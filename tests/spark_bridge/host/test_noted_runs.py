@@ -1,4 +1,4 @@
-"""What a host notes of runs is bounded, however many runs it hears of."""
+"""A host remembers a bounded number of runs, however many runs it sees."""
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ def test_what_is_being_loaded_while_its_run_ends_is_unloaded(tmp_path):
 
 
 def test_a_partition_unloaded_meanwhile_does_not_stop_other_orders(tmp_path):
-    """on_completed waits for the commit_lock of an instance that is destroyed meanwhile: StoreClosedError."""
+    """on_completed raises StoreClosedError if the instance is destroyed while it waits for the commit_lock."""
     _w, c, (h,) = start(tmp_path)
     inst = next(iter(h.held.instances.values()))
     done = c.registries.runs.by_id["run1"].announcements.to("h0")

@@ -1,4 +1,4 @@
-"""A host's part in savepoints: what it exports, when it sleeps, and what it reports; without Ray."""
+"""A host's part in savepoints, without Ray: its exports, its pauses, and its reports."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def rows(p: int, n: int = 40, size: int = 10, value: int = 1) -> Iterator[pa.Rec
 
 
 class Exporting:
-    """The exports of one host, and what goes on around them."""
+    """The exports of one host and their surroundings."""
 
     def __init__(self, root: Path) -> None:
         self.root = root

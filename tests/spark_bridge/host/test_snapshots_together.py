@@ -1,4 +1,4 @@
-"""A host stores the snapshots of its partitions together, and nobody reads again what was said of them; without Ray."""
+"""A host stores the snapshots of its partitions together and does not read their metadata again; without Ray."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ KEEP = 3
 
 
 class Query:
-    """A query of some partitions on one host, of which few versions are kept."""
+    """A query of some partitions on one host that retains few versions."""
 
     def __init__(self, root: Path, backend: str = "file", threads: int = 1) -> None:
         self.root = root
@@ -96,7 +96,7 @@ def of_backend(request: pytest.FixtureRequest, tmp_path: Path) -> Query:
 
 @pytest.fixture
 def watched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What is read of snapshots, and which directories of partitions are listed."""
+    """Record the snapshot files that are read and the partition directories that are listed."""
     seen: list[str] = []
     read, listed, together = CheckpointStorage.read, CheckpointStorage.list, CheckpointStorage.read_together
 
@@ -249,7 +249,7 @@ def test_a_snapshot_that_fails_is_tried_again_and_spoils_no_other(
 def test_an_upload_is_believed_to_go_on_for_as_long_as_its_host_says_so(
     query: Query, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else keys could be forgotten beside a slow upload, which would bring their rows back."""
+    """Otherwise keys could be forgotten during a slow upload, and the upload would bring their rows back."""
     query.batch()
     run, seen = run_of(query.coordinator, "run1"), []
 
@@ -285,7 +285,7 @@ def test_an_upload_that_the_coordinator_has_taken_for_dead_stores_nothing(
 
 
 def test_an_upload_that_fails_is_over_at_once(query: Query, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever forgets keys would wait for it for a quarter of an hour."""
+    """Otherwise forgetting keys would wait for it for a quarter of an hour."""
     query.batch()
 
     def failing(prepared: Any) -> Any:

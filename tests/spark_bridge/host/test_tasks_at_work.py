@@ -1,4 +1,4 @@
-"""For whom a group waits: tasks that are about to open, by what was at work at once in the batch before."""
+"""A group waits for tasks that are about to open, judged by the number of concurrent tasks in the previous batch."""
 
 from __future__ import annotations
 
@@ -15,4 +15,4 @@ def test_nobody_is_waited_for_when_as_many_have_come_as_in_the_batch_before() ->
     tasks.opened("op", 1)
     tasks.opened("op", 2)
     tasks.answered("op", 0)
-    assert not tasks.expects_more(), "the last ones are at work, fewer than were at once, and nobody else comes"
+    assert not tasks.expects_more(), "the last tasks are running, fewer than ran at once, and no more will come"

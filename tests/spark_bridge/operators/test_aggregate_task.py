@@ -261,7 +261,7 @@ def test_lists_keep_all_elements_or_count_those_that_their_limit_drops(is_partia
         "all.collect_list(1000).items",
         "distinct.collect_set(1000).items",
         "few.collect_list(1000).items",
-    ], "queries that began while 1,000 was the default go on"
+    ], "queries that began while 1,000 was the default keep it"
     ahead = PartialTask(
         replace(logic, aggregator=logic.aggregator.unlimited(), is_partial=False),
         pa.schema([*BY_KEY, *logic.aggregator.state_schema]),
@@ -351,7 +351,7 @@ class ChangingOutputs:
         self.run: OperatorRun | None = None
 
     def program(self, **functions: S.AggregateFunction) -> None:
-        """Go on with these outputs."""
+        """Continue with these outputs."""
         fields = T.StructType([*CHANGING.fields, T.StructField("flag", T.BooleanType())])
         aggregator = Aggregator([output_of(fields, name, f, None) for name, f in functions.items()])
         keys = [] if self.window is None else [pa.field("window", WINDOW)]

@@ -133,7 +133,7 @@ def test_a_key_of_many_rows_is_not_written_anew_for_each(monkeypatch: pytest.Mon
 
 
 def test_holes_do_not_outgrow_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One row waits long while others come and go: the numbers of chunks are taken anew."""
+    """While one row waits, others come and go. Chunks are renumbered, so gaps in the numbers do not accumulate."""
     monkeypatch.setattr(waiting_rows, "WAITING_CHUNK_ROWS", 1)
     run = JoinRun(Case("left", 0, 5))
     run.batch([("a", 10_000, 0), ("a", 10_000, 1)], [], BatchTimes())

@@ -69,8 +69,9 @@ def soon(seconds: float) -> float:
 
 @contextmanager
 def scripted(*scripts: Callable[[socket.socket], None]) -> Iterator[str]:
-    """A peer that welcomes each connection in turn and then does anything but what a server does. What a script
-    raises fails the test.
+    """A peer that greets each connection in turn and then misbehaves as its script says.
+
+    An exception in a script fails the test.
     """
     listener = socket.create_server(("127.0.0.1", 0))
     listener.settimeout(PATIENCE)
@@ -93,7 +94,7 @@ def scripted(*scripts: Callable[[socket.socket], None]) -> Iterator[str]:
         yield f"127.0.0.1:{listener.getsockname()[1]}"
     finally:
         with suppress(OSError):  # not connected, say some systems
-            listener.shutdown(socket.SHUT_RDWR)  # nobody waits for a connection that does not come
+            listener.shutdown(socket.SHUT_RDWR)  # ends an accept() without a connection
         listener.close()
         thread.join(PATIENCE)
     assert not failures and not thread.is_alive(), failures

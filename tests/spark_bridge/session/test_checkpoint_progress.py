@@ -1,4 +1,4 @@
-"""What listeners hear of a checkpoint, from its record."""
+"""The progress that listeners receive for a checkpoint, derived from its record."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_a_record_becomes_the_progress_of_its_batch() -> None:
 
 
 class Operators:
-    """Hears of operators alone."""
+    """Receives the progress of operators only."""
 
     def __init__(self) -> None:
         self.told: list[Any] = []
@@ -34,7 +34,7 @@ class Operators:
 
 
 class Both(Operators):
-    """Hears of checkpoints as well."""
+    """Receives the progress of checkpoints as well."""
 
     def on_checkpoint_progress(self, run_id: str, progress: CheckpointProgress) -> None:
         self.told.append((run_id, progress))

@@ -35,7 +35,7 @@ def converse(ref: StateStoreCoordinatorRef, run: str) -> list[Any]:
     answers += [ref.get_location(one), ref.verify_if_instance_active(one, "e1")]
     answers.append(ref.report_active_instance(one, "hostB", "e2").result(PATIENCE))
     answers += [ref.get_location(one), ref.verify_if_instance_active(one, "e1")]
-    # Executor e1 still has the first one, which is active elsewhere by now, and one that nobody knows.
+    # Executor e1 still has the first one, which is now active elsewhere, and an unknown one.
     others = (one, provider(3, run))
     answers.append(ref.report_active_instance(two, "hostA", "e1", others).result(PATIENCE))
     answers.append(ref.get_locations([two, provider(4, run), one]))
@@ -44,7 +44,7 @@ def converse(ref: StateStoreCoordinatorRef, run: str) -> list[Any]:
 
 
 def conversation(run: str) -> list[Any]:
-    """What is to be answered."""
+    """Return the expected answers."""
     before = [None, False]
     reported = [[], "executor_hostA_e1", True]
     moved = [[], "executor_hostB_e2", False]
@@ -56,7 +56,7 @@ def conversation(run: str) -> list[Any]:
 
 
 class Recorded:
-    """A transport that answers when it is told to."""
+    """A transport that replies when the test says so."""
 
     def __init__(self, answer: Any = None) -> None:
         self.sent: list[tuple[str, dict[str, Any]]] = []

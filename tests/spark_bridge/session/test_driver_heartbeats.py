@@ -24,7 +24,7 @@ from tests.patience import PATIENCE
 
 
 class Port(CoordinatorPort):
-    """A way to a coordinator, by which a test can wait for the answers to a message."""
+    """A port to a coordinator that lets a test wait for the replies to a message."""
 
     def __init__(self, coordinator: Coordinator) -> None:
         self.coordinator = coordinator

@@ -1,4 +1,4 @@
-"""A driver keeps its ended queries known to the coordinator, as long as it was told to."""
+"""A driver keeps its ended queries registered with the coordinator for the configured time."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_with_which_error_a_query_has_ended(world: World, port: Port, queries: C
     ended.ended(first, "ValueError: no " + "x" * 1000)
     ended.ended(run_of(world, port, 2))
     assert failures() == {"run1": ("ValueError: no " + "x" * 1000)[:LONGEST_FAILURE], "run2": ""}
-    port.replace()  # a coordinator that is started anew is told again
+    port.replace()  # the driver reports it again to a restarted coordinator
     assert failures() == {}
     ended.renew()
     eventually(lambda: failures().keys() == {"run1", "run2"})

@@ -87,7 +87,7 @@ def test_the_remedies_of_a_missing_java_lead_to_one_that_runs(
 
 
 def java_of(home: Path, version: str) -> Path:
-    """A Java of that version, which does no more than say so."""
+    """Create a fake Java of that version that only prints the version."""
     program = home / "bin" / "java"
     program.parent.mkdir(parents=True)
     program.write_text(f"#!/bin/sh\necho 'openjdk version \"{version}\" 2019-01-15' >&2\n")

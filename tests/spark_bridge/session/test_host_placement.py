@@ -40,7 +40,7 @@ def nodes() -> Iterator[Callable[[str], Any]]:
     """A head at the address of this machine, and what adds a node at another address, unless there is one."""
     ray_dir = tempfile.mkdtemp(prefix="rs-", dir=SCRATCH)
     patch = pytest.MonkeyPatch()
-    patch.setenv("RAY_TMPDIR", ray_dir)  # a Cluster leaves its address there for whoever joins without one
+    patch.setenv("RAY_TMPDIR", ray_dir)  # a Cluster leaves its address there for drivers that join without one
     head = {"num_cpus": 1, "object_store_memory": STORE, "include_dashboard": False, "_system_config": HEALTH}
     cluster = Cluster(initialize_head=True, head_node_args=head)
     try:
@@ -63,7 +63,7 @@ def nodes() -> Iterator[Callable[[str], Any]]:
 
 
 def node_of(actor: Any) -> str:
-    """The node on which an actor runs, as Ray says."""
+    """Return the node of an actor, as Ray reports it."""
     return str(ray._private.state.actors(actor._actor_id.hex())["Address"]["NodeID"])
 
 
@@ -143,7 +143,7 @@ def test_hosts_follow_executors_that_go_drained_nodes_and_scaling(
         executors = {"127.0.0.2": 3}
         come_to_stand(cluster, {two.node_id: 3})
         ports = [host.port_number for host in cluster.placement.hosts]
-        assert len(set(ports)) == 3 and max(ports) < 4, "ports come again, so that a range of them is enough"
+        assert len(set(ports)) == 3 and max(ports) < 4, "ports are reused, so a range of them is enough"
     finally:
         cluster.stop()
 

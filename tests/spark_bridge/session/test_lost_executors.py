@@ -40,7 +40,7 @@ def test_a_machine_that_refuses_a_connection_is_there(monkeypatch: pytest.Monkey
         with socket.create_server(("127.0.0.1", 0)) as closed:
             refuses: tuple[str, int] = closed.getsockname()
         places: list[tuple[str, int]] = [takes.getsockname(), full.getsockname(), refuses]
-        # The queue of connections that nobody takes is full: the kernel drops more, as a cut cable does.
+        # The accept queue is full, so the kernel drops further connections, as a cut cable would.
         with socket.create_connection(places[1]), socket.socket() as waits:
             waits.setblocking(False)
             waits.connect_ex(places[1])

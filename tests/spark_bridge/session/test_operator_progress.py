@@ -25,7 +25,7 @@ pytestmark = pytest.mark.spark
 
 
 class Told:
-    """Notes what it is told, and returns only while ``go_on`` is set."""
+    """Records its calls, and returns only while ``go_on`` is set."""
 
     def __init__(self) -> None:
         self.batches: list[tuple[str, StateOperatorProgress]] = []

@@ -11,7 +11,7 @@ from spark_bridge.session.progress import StateOperatorProgress, newest_progress
 
 
 class Cluster:
-    """What a state cluster tells: one run of one operator, and its hosts."""
+    """A fake state cluster that reports one run of one operator, and its hosts."""
 
     def __init__(self, *hosts: list[dict[str, Any]]) -> None:
         self.hosts = [{"instances": instances} for instances in hosts]

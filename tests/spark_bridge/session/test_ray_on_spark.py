@@ -26,7 +26,7 @@ def test_a_token_is_refused_with_what_to_set(mode: str | None, monkeypatch: pyte
 @pytest.mark.parametrize(
     ("use", "more", "task_cpus", "refused"),
     [
-        (CoreUse(4, 0), 0, 1, False),  # no Ray on this Spark: its cores are nobody's business
+        (CoreUse(4, 0), 0, 1, False),  # no Ray on this Spark: its cores are not checked
         (CoreUse(0, 0), 0, 1, False),  # no executor has come yet
         (CoreUse(4, 2), 0, 1, False),
         (CoreUse(4, 4), 0, 1, True),

@@ -1,4 +1,4 @@
-"""Programs that end without ``stop_spark``: of an error of their own, or of a signal while they wait."""
+"""Programs that end without ``stop_spark``: with an error, or on a signal while they wait."""
 
 from __future__ import annotations
 

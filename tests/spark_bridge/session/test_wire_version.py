@@ -1,4 +1,4 @@
-"""Processes of two releases that speak other messages: whoever joins is refused in words, before anything changes."""
+"""A process whose release speaks another wire version is refused with a clear error, before anything changes."""
 
 from __future__ import annotations
 

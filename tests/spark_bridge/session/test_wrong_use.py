@@ -229,7 +229,7 @@ def test_a_checkpoint_made_otherwise_is_refused_and_left_alone(make_stream: Call
     path.write_bytes(right)
     go_on()
 
-    # State that is gone is not started anew.
+    # Lost state does not restart from empty.
     remove_checkpoint(state)
     stream.add([(1, 1, 1.0)])
     assert "version 3" in refusal(made(), stream)

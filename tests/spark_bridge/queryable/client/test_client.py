@@ -410,7 +410,7 @@ def test_an_ended_query_says_so(cluster: Callable[..., Cluster], monkeypatch: py
 
 
 def test_no_answer_is_older_than_one_before(cluster: Callable[..., Cluster]) -> None:
-    """A host that has not heard of a version yet asks for it, if the client has seen it."""
+    """A host that does not know a version yet asks the coordinator for it if the client has seen it."""
     c = cluster()
     c.batch(NAMES)
     client = c.client(direct=True)
@@ -418,7 +418,7 @@ def test_no_answer_is_older_than_one_before(cluster: Callable[..., Cluster]) -> 
     for n in range(2, 6):
         c.batch({k: (k + n, "x") for k in keys}, complete=False)
         c.c.batch_committed(c.run, c.version - 1)
-        c.hosts[n % 2].host.heartbeat()  # the other one hears of it later
+        c.hosts[n % 2].host.heartbeat()  # the other host learns of it later
         seen = -1
         for k in [*keys, *keys]:
             version = client.get("totals", k)["n"] - k
@@ -512,7 +512,7 @@ def test_many_threads_share_a_client(filled: Cluster) -> None:
 
 
 def test_a_process_that_forks_goes_on_with_its_client(filled: Cluster) -> None:
-    """Parent and child ask through one client object, each on connections of its own."""
+    """Parent and child use one client object, each with its own connections."""
     code = f"""
 import os
 from spark_bridge import QueryableStateClient

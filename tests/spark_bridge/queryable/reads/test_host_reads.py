@@ -1,5 +1,5 @@
-"""What a host answers: all partitions of an answer at one version, whatever is committed, moved and restarted
-meanwhile.
+"""A host answers all partitions of a request at one version, whatever is committed, moved or restarted during the
+request.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def test_partitions_are_read_at_one_version_while_a_commit_holds_one_of_them(mak
         assert w.one(7) == (3, 3)
         assert {w.one(k)[1] for k in KEYS} == {3}
         held = exactly(2, held_only=True)
-        assert w.lookup(KEYS, held) == (2, [2] * len(KEYS)), "base of the one, what the other keeps of the past"
+        assert w.lookup(KEYS, held) == (2, [2] * len(KEYS)), "the base of one, a retained version of the other"
         assert w.scan(held) == (2, filled(2))
         assert w.reads[0].count(ScanRequest(w.run, "op")) == (3, len(KEYS))
     w.hosts[0].heartbeat()
@@ -191,7 +191,7 @@ def test_the_attempt_that_the_coordinator_took_is_read_while_its_answer_is_on_it
     accept = instance.state.attempts.accept
 
     def accepted(version: int, attempt: str) -> None:
-        # Acknowledged, and Spark goes on: the first attempt of this task had an answer.
+        # Acknowledged, and Spark continues: the first attempt of this task had an answer.
         w.complete()
         seen.append((w.lookup(KEYS), w.scan(), instance.state.version))
         accept(version, attempt)
@@ -225,7 +225,7 @@ def test_reads_wait_for_no_commit_and_no_commit_for_them(make):
     assert writer.is_alive(), "no read has waited for it"
     release.set()
     writer.join(PATIENCE)
-    assert not writer.is_alive(), "a scan that nobody goes on with holds up nobody"
+    assert not writer.is_alive(), "an abandoned scan does not block a commit"
     w.world.put_hook = None
     w.complete()
     assert w.lookup(KEYS) == (3, [3] * len(KEYS))

@@ -44,7 +44,7 @@ def rows_of(answer: Any) -> tuple[list[str], list[tuple[Any, ...]]]:
 
 
 class Asked:
-    """What one host answers. A test that waits in vain gives less than a slow machine needs to load a partition."""
+    """The answers of one host. A test that expects a timeout sets less than a slow machine needs to load a partition."""
 
     def __init__(self, query: Query, *, wait_seconds: float = PATIENCE, **given: Any) -> None:
         self.query = query
@@ -237,7 +237,7 @@ def test_who_watches_a_running_query_loads_no_state(tmp_path, monkeypatch):
             assert sorted(map(repr, asked.changes(version - 1, version, name))) == sorted(map(repr, expected))
     assert copies == []
     assert asked.changes(0, 5, "total")
-    assert len(copies) == 2, "what is past comes from storage"
+    assert len(copies) == 2, "past versions come from storage"
     loads: list[tuple[int, int]] = []
     load = change_feed.stored_files.load
     monkeypatch.setattr(
@@ -254,7 +254,7 @@ def test_who_watches_a_running_query_loads_no_state(tmp_path, monkeypatch):
     f.host.unloading.unload(f.host.held.instance(f.run, "op", 0))
     f.host.unloading.unload(f.host.held.instance(f.run, "op", 1))
     asked.changes(5, 6, "total")
-    assert len(copies) == 2 and loads, "the copies go on from where they were"
+    assert len(copies) == 2 and loads, "the copies continue from their last version"
     assert all(behind - before <= 2 for before, behind in loads)
     asked.reads._changes._copies._clock = lambda: 1e12
     f.host.maintenance.do_maintenance()
@@ -277,7 +277,7 @@ def test_what_has_expired_is_no_row(tmp_path):
 
         return operation
 
-    for n in range(1, 6):  # at 1 to 5 s, for 10 s each; with more than fits beside the key
+    for n in range(1, 6):  # at 1 to 5 s, for 10 s each; with a value that is too large to be stored with the key
         f.batch(one_key(write(n)))
     f.host.heartbeat()
     now = [5_000]

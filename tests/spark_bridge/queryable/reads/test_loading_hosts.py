@@ -1,5 +1,5 @@
-"""A host that loads for long: who asks for what is being loaded is told so, and everybody else is answered
-meanwhile.
+"""A host with a long load rejects reads of the loading partition with the reason, and answers all other reads during
+the load.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def running(work: Callable[[], object], over: threading.Event) -> Iterator[threa
 
 
 def in_time(ask: Callable[[], Any], seconds: float = PATIENCE) -> Any:
-    """What is answered or raised, without waiting for ever."""
+    """Return the answer or raise the error of a call, and time out if there is none."""
     answers: list[Any] = []
 
     def run() -> None:
@@ -158,7 +158,7 @@ def test_old_versions_are_loaded_in_the_background(world: HostWorld) -> None:
     over.set()
     in_time(copies._loads.shutdown)
     assert filled[2:] == [(0, 2)]
-    assert not any(world.hosts[0].files.copies.glob("*")), "what was loaded for nobody is removed"
+    assert not any(world.hosts[0].files.copies.glob("*")), "an unused copy is removed"
 
 
 def test_a_load_is_shared_and_its_errors_are_everybodys(monkeypatch: pytest.MonkeyPatch) -> None:

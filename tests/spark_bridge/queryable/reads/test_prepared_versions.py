@@ -1,4 +1,4 @@
-"""Once Spark has committed a batch, no answer is older, though nobody has told the host of the commit."""
+"""Once Spark has committed a batch, no answer is older, even if the host was not notified of the commit."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_of_several_hosts_each_finds_out_for_itself(make):
 
 
 def test_a_host_that_begins_anew_does_not_begin_behind_spark(make):
-    """Its predecessor had accepted the version; neither it nor the coordinator has heard of the commit."""
+    """Its predecessor had accepted the version. Neither the host nor the coordinator knows of the commit."""
     w = make()
     w.batch(filled(1))
     committed_unheard(w, 2)
@@ -86,7 +86,7 @@ def test_a_host_that_begins_anew_does_not_begin_behind_spark(make):
 
 @pytest.mark.parametrize("has_coordinator_restarted", [False, True])
 def test_a_host_that_begins_anew_within_a_batch_does_not_stay_behind_spark(make, has_coordinator_restarted):
-    """Its predecessor had accepted changes, and the host itself accepts none: nobody tells it of the commit."""
+    """Its predecessor had accepted changes. The host itself accepts none, so it is not notified of the commit."""
     w = make(hosts=2)
     w.batch(filled(1))
     of_predecessor = [owner.host_id for owner in w.reads[0].locate("op", None).owners].index("h0")
@@ -117,14 +117,14 @@ def test_a_version_that_spark_has_not_committed_is_not_seen(make):
 
 
 def looked(w: HostWorld) -> list[str]:
-    """Return the list to which each look at Spark's commits is added from now on."""
+    """Return a list that records each later read of Spark's commit log."""
     paths: list[str] = []
     w.world.exists_hook = lambda path: paths.append(path) if path.startswith("commits/") else None
     return paths
 
 
 class Silence:
-    """The way to a coordinator that nobody reaches."""
+    """A port to an unreachable coordinator."""
 
     def __getattr__(self, name: str) -> Any:
         def call(*_: Any, **__: Any) -> Any:
@@ -134,7 +134,7 @@ class Silence:
 
 
 def test_a_host_without_a_lease_answers_until_spark_has_gone_on_without_it(make):
-    """Behind a cut cable it hears of nothing, and other hosts own its partitions."""
+    """Its network is cut: it receives no message, and other hosts own its partitions."""
     w = make()
     w.batch(filled(1))
     paths = looked(w)
@@ -202,7 +202,7 @@ def test_a_host_that_was_given_up_meanwhile_is_not_behind_spark(make):
 
 @pytest.mark.parametrize("heartbeats", [1, 2, 3])
 def test_a_host_that_was_given_up_and_is_known_again_is_not_behind_spark(make, heartbeats):
-    """Others have made a version meanwhile, and the coordinator has not heard yet that Spark has committed it."""
+    """Other hosts have made a version since, and the coordinator does not know yet that Spark has committed it."""
     w = make(hosts=2, n=4)
     w.batch(filled(1))
     lost, other = w.hosts
@@ -329,7 +329,7 @@ def test_storage_that_hangs_costs_one_thread_and_an_error_until_it_is_back(make)
         with pytest.raises(HostUnavailableError, match=r"whether Spark has committed batch 1 of query name"):
             w.one(3)
     assert len(paths) == 1
-    # Whoever comes when the look hangs already is refused at once, however long a reader may wait.
+    # If the read of the commit log already hangs, a new reader is refused at once, however long it may wait.
     w.reads[0]._reader.wait_seconds = HANG
     prepared = w.hosts[0].prepared._prepared[w.run]
     with pytest.raises(HostUnavailableError, match="no answer within"):
@@ -366,4 +366,4 @@ def test_a_look_is_paced(make, monkeypatch):
         w.one(3)
     w.complete()
     w.reads[0]._reader.wait_seconds = HANG
-    assert w.one(3, COMPLETED) == (2, 2), "who hears of it need not look"
+    assert w.one(3, COMPLETED) == (2, 2), "a host that was notified does not read storage"

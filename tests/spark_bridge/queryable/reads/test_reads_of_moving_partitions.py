@@ -1,4 +1,4 @@
-"""Reads of partitions that move between hosts, are loaded, or are closed meanwhile."""
+"""Reads of partitions that move between hosts, load, or close during the read."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_a_partition_of_another_host_is_refused_also_once_it_has_moved(make, mon
     for _ in range(5):
         with pytest.raises(NotOwnerError, match="belongs to host h1"):
             w.lookup(KEYS)
-    assert w.port.calls["open_for_read"] <= calls + 2, "it is believed for a moment"
+    assert w.port.calls["open_for_read"] <= calls + 2, "the answer is cached for a moment"
     assert w.scan()[1].keys() == set(mine), "a scan without partitions is of what the host owns"
     with pytest.raises(NotOwnerError):
         w.scan(partitions=[0, 1, 2, 3])

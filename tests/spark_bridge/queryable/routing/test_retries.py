@@ -1,4 +1,4 @@
-"""Which failures are tried again, how long, and what is said in the end."""
+"""Which failures are retried, for how long, and the final error."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ FINAL = (AccessDeniedError, RequestError, StateVersionError, ValueError, QueryTi
 
 
 class Time:
-    """A clock that only moves while somebody sleeps."""
+    """A clock that advances only during a sleep."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -151,7 +151,7 @@ def test_errors_are_what_they_were_before_they_crossed_the_network() -> None:
         rebuilt = rebuilt_error(kind.__name__, "it says this")
         assert (type(rebuilt), str(rebuilt)) == (kind, "it says this")
     ended = rebuilt_error("QueryEndedError", "over")
-    assert type(ended) is QueryEndedError, "ours, whoever raised it"
+    assert type(ended) is QueryEndedError, "our class, wherever it was raised"
     for name in ("KeyError", "os", "rebuilt_error", "__builtins__", "annotations"):
         unknown = rebuilt_error(name, "m")
         assert (type(unknown), str(unknown)) == (SparkBridgeError, f"{name}: m")

@@ -96,7 +96,7 @@ def test_a_slow_reader_holds_the_hosts_back_and_closing_ends_them(connections: K
             next(answer.batches)
         eventually(lambda: all(r.taken >= 2 for r in reads))
         time.sleep(0.3)
-        assert all(r.taken < 40 for r in reads), "what the sockets hold, and no more"
+        assert all(r.taken < 40 for r in reads), "as many as the sockets buffer"
         assert pa.total_allocated_bytes() - before < 20 << 20
         answer.close()
         eventually(lambda: all(r.open_iterators == 0 for r in reads))
@@ -116,7 +116,7 @@ def test_a_quick_host_does_not_wait_for_a_slow_one(connections: KvConnections) -
     go_on = threading.Event()
 
     class Slow(MemoryReads):
-        """Begins, for nobody knows the columns before, and goes on when it is told."""
+        """Sends its first batch, as the columns are unknown before, and the rest when the test says so."""
 
         def _rows(self) -> Iterator[pa.RecordBatch]:
             for i, batch in enumerate(super()._rows()):
@@ -190,7 +190,7 @@ def test_a_scan_goes_on_where_a_broken_stream_ended(seed: int, connections: KvCo
             rng.shuffle(owners)  # partitions move, too
             return replace(location, owners=tuple(owners))
 
-        # A proxy that has them all, in the order in which it is asked.
+        # A proxy that has all of them, in the requested order.
         via = relays[0].address if seed % 2 else None
         router = StateRouter(connections, via=via, sleep=lambda seconds: None)
         for limit in (None, 3000):

@@ -74,14 +74,14 @@ def runs_asked(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 
 
 def begun(cluster: Cluster, *, direct: bool) -> tuple[StateScan, list[pa.RecordBatch]]:
-    """A scan of which some rows have been given."""
+    """Return a scan and the rows that it has already given."""
     scan = cluster.client(direct=direct).scan("totals")
     return scan, [next(scan)]
 
 
 def break_off(cluster: Cluster, incarnation: str) -> None:
-    """The second host dies, with the connections to it, and comes back. The first one, which may be the proxy, hears
-    of what has happened.
+    """Kill the second host with its connections and restart it. The first host, which may be the proxy, learns of
+    the restart.
     """
     cluster.hosts[1].kill()
     cluster.replace_host(1, incarnation)
@@ -172,7 +172,7 @@ def test_a_proxy_leaves_it_to_the_client_to_wait_for_the_next_run(cluster: Clust
 
 
 def test_a_coordinator_that_does_not_answer_is_waited_for(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether the next run has made the version anew, a host that knows nothing of it cannot say."""
+    """A host that does not know the version cannot tell whether the next run has rewritten it."""
     cluster.start("run2")
     reads = [HostReads(h.host, wait_seconds=0.2) for h in cluster.hosts]
     monkeypatch.setattr(VersionRequests, "completed_version", lambda *_: None)

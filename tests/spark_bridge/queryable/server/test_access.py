@@ -1,4 +1,4 @@
-"""Who is let in where: the cluster's token everywhere, read-only ones at the query port, nobody else anywhere."""
+"""The cluster's token opens every port, a read-only token the query port, and anything else is rejected."""
 
 from __future__ import annotations
 

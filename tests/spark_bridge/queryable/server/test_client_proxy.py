@@ -1,4 +1,4 @@
-"""Proxies over real hosts: each answers for all, however these move, die, and come again."""
+"""Proxies over real hosts: each answers for all hosts while these move, die and restart."""
 
 from __future__ import annotations
 
@@ -247,9 +247,7 @@ def test_a_proxy_whose_host_has_nothing_of_the_query_gives_no_old_answers(
         (idle,) = [h for h in cluster.hosts if h.host.info.host_id not in owners]
         router = StateRouter(connections, via=idle.address)
         reply, _ = connections.request(idle.address, AwaitRequest(cluster.run, 0, 0.0))
-        assert type(reply) is CountReply and reply.count <= 1, (
-            "from now on it knows a version, and nobody tells it of others"
-        )
+        assert type(reply) is CountReply and reply.count <= 1, "from now on it knows one version and learns of no other"
         for version in range(2, 6):
             cluster.batch(dict.fromkeys(USERS, (version, "b")), complete=False)
             cluster.c.batch_committed(cluster.run, version - 1)

@@ -1,4 +1,4 @@
-"""What a server allows, and the queue of those who wait."""
+"""The limits of a server, and its queue of waiting requests."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_waiting_has_an_end_and_frees_the_place_in_the_queue():
     large.start()
     eventually(lambda: limiter._waiting or got)  # or this machine has stood still until it gave up
     limiter.acquire(PATIENCE, 3)  # behind the large one, and has its place when that gives up
-    assert not limiter._waiting  # not before it: nobody overtakes
+    assert not limiter._waiting  # not before it: no request overtakes
     large.join()
     assert len(got) == 1 and limiter.taken == 9
     with pytest.raises(TooManyRequestsError, match="11 more"):
@@ -129,7 +129,7 @@ def test_one_after_the_other_until_patience_ends():
     may_end.set()
     for thread in threads:
         thread.join()
-    # All of it has been given back, and no more than that.
+    # Exactly the amount taken has been returned.
     slot._patience = HANG
     most.clear()
     may_end.clear()

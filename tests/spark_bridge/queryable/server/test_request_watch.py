@@ -56,7 +56,7 @@ NOTHING = [Comparison("n", "=", [-1])]
 
 
 class Stopped(Exception):
-    """Nobody wants the answer any more."""
+    """The client no longer wants the answer."""
 
 
 class Watch:

@@ -1,4 +1,4 @@
-"""``KvStateServer`` over a store in memory: what it answers, what it refuses, and that nothing is left behind."""
+"""``KvStateServer`` over an in-memory store: its answers, its refusals, and that it leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -338,7 +338,7 @@ def test_shutdown_leaves_nothing_and_can_be_followed_by_a_start(monkeypatch):
         began = time.monotonic()
         server.shutdown()
         server.shutdown()
-        assert time.monotonic() - began < PATIENCE, "nobody has waited for the clients"
+        assert time.monotonic() - began < PATIENCE, "the shutdown has not waited for clients"
         assert query_threads() == [] and reads.open_iterators == 0 and server.num_connections == 0
         for client in (idle, silent):
             assert client.is_closed()

@@ -1,4 +1,4 @@
-"""What a ``KvStateServer`` holds for its clients: scans that are left or read slowly, requests at once, memory."""
+"""Resources of a ``KvStateServer``: abandoned scans, slow readers, concurrent requests, memory."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""SQL over state: what is pushed down, what a statement sees, which names there are. On an in-memory client that
-does what it is asked.
-"""
+"""SQL over state, on an in-memory client: pushdown, the versions that a statement sees, and names."""
 
 from __future__ import annotations
 
@@ -240,7 +238,7 @@ def test_without_duckdb_the_error_says_what_to_install(monkeypatch: pytest.Monke
 
 @dataclass
 class Endless(Memory):
-    """A table of many rows that is made as it is read; ``alive`` counts batches that nobody has let go of."""
+    """A table of many rows that is made as it is read; ``alive`` counts batches that are still referenced."""
 
     total: int = 2_000
     given: int = 0
