@@ -23,7 +23,7 @@ RAY = str(Path(sys.executable).with_name("ray"))
 
 
 class OwnHead:
-    """``ray start --head --block`` with separate ports and files, and without a token, as ``--working-dir`` needs none."""
+    """``ray start --head --block`` with separate ports and files. It has no token; ``--working-dir`` needs none."""
 
     def __init__(self, directory: str) -> None:
         self.directory = directory

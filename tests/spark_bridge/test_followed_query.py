@@ -40,7 +40,7 @@ USERS = 40
 
 
 class Follower:
-    """One host with a coordinator of its own, beside a query."""
+    """One host with its own coordinator that follows a query."""
 
     def __init__(self, query: Cluster) -> None:
         self.query = query

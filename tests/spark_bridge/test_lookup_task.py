@@ -134,7 +134,7 @@ def test_no_rows_no_known_keys_and_a_version_that_is_fixed(cluster: Cluster, end
 
 
 class Context:
-    """The context of a task in a worker of Spark; ``run_id`` is there where the query has state of its own."""
+    """The context of a task in a Spark worker; ``run_id`` exists if the query has its own state."""
 
     def __init__(self, run_id: str | None) -> None:
         given = {"sql.streaming.queryId": "other", "streaming.sql.batchId": "6", RUN_ID: run_id}

@@ -170,7 +170,7 @@ def feed(make_stream: Callable[..., Stream]) -> Start:
 def s3(
     spark: SparkSession, servers: tuple[S3Server, FaultProxy], monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[FaultProxy]:
-    """Route the state of new queries through the proxy. It outlives them, as hosts keep sending requests for a while."""
+    """Route the state of new queries through the proxy. It outlives them: hosts keep sending requests for a while."""
     cluster, (server, proxy) = current_cluster(), servers
     bucket = f"alerts-{uuid.uuid4().hex[:8]}"
     server.make_bucket(bucket)

@@ -59,7 +59,7 @@ def proxy_of(
     send_buffer: int | None = None,
     tls: TlsConf | None = None,
 ) -> KvStateClientProxy:
-    """Return the client proxy of a host. It fetches locations only on the first request."""
+    """Return the client proxy of a host. It calls ``host`` only on the first request."""
     proxy = KvStateClientProxy(
         lambda: HostReads(host(), wait_seconds=0.5),
         port,
@@ -200,7 +200,7 @@ class Cluster:
         raise AssertionError("no host owns the partition")
 
     def complete(self) -> None:
-        """Tell the coordinator that Spark has committed."""
+        """Commit the last batch, and send the heartbeats by which hosts learn of it."""
         self.c.batch_committed(self.run, self.version - 1)
         for h in self.hosts:
             h.host.heartbeat()

@@ -1,4 +1,4 @@
-"""The offsets of the stream of ``ray_statestore``: where it begins, what a batch has, and a query that goes back."""
+"""Offsets of the ``ray_statestore`` stream: its start, the contents of a batch, and a query that goes back."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from spark_bridge.state_data.source_options import SourceOptions
 from tests.spark_bridge.state_flows import Flow
 
 pytestmark = [
-    pytest.mark.spark,  # of which Spark 4 alone has such streams; no session is needed
+    pytest.mark.spark,  # only Spark 4 has such streams; no session is needed
     pytest.mark.spark42_only,
     pytest.mark.skipif(pyspark.__version__ < "4.2", reason="Spark 3.5 has no Python data sources."),
 ]
@@ -49,7 +49,7 @@ def stream(flow: Flow, **options: Any) -> Any:
 
 
 def rows(reader: Any, begin: int, end: int) -> list[Any]:
-    """What a batch between two offsets has."""
+    """Return the rows of a batch between two offsets."""
     parts = reader.partitions({"version": begin}, {"version": end})
     tables = [pa.Table.from_batches([b]) for part in parts for b in reader.read(part)]
     return pa.concat_tables(tables).to_pylist() if tables else []

@@ -39,7 +39,7 @@ PARTITIONS = {"firsts": 2, "reminders": 2, "sessions": 1, "totals": 2, "visits":
 
 @BOTH
 def test_the_model_gives_the_state_that_was_noted_then(backend: str) -> None:
-    """So nobody has changed the program, its input, or the model, by which the other tests go."""
+    """Otherwise the program, its input, or the model has changed, and the other tests rely on them."""
     expected = Stored(backend).expected()
     assert expected["version"] == STORED_BATCHES == len(expected["processing_times_ms"])
     assert Model.after(expected["processing_times_ms"]).state() == expected["state"]
@@ -78,7 +78,7 @@ def test_what_an_aggregate_keeps_has_the_columns_that_it_had(backend: str, opera
 
 
 USUAL = ("totals", "visits.pages")
-"""Of RocksDB one aggregate and one variable: what is written is read in the same way from either backend's files."""
+"""For RocksDB, one aggregate and one variable are enough: files of both backends are read in the same way."""
 NOTED = [
     (only_thorough if backend == "rocksdb" and name not in USUAL else pytest.param)(backend, name)
     for backend in BACKENDS
@@ -138,7 +138,7 @@ def test_the_savepoint_describes_itself(backend: str) -> None:
 
 @pytest.mark.parametrize("backend", ["rocksdb", only_thorough("file")])
 def test_the_savepoint_can_be_restored(backend: str, tmp_path: Path) -> None:
-    """To the backend that loads fast; queries go on with either in ``test_format_1``."""
+    """Restore to the backend that loads fast; ``test_format_1`` runs queries on both."""
     checkpoint = str(tmp_path / "checkpoint")
     restore_savepoint(Stored(backend).savepoint, checkpoint, backend="file")
     assert read(checkpoint) == Stored(backend).state()

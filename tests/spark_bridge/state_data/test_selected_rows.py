@@ -1,4 +1,4 @@
-"""Conditions on rows in storage: what is left out of partitions and ranges of keys has no row that passes."""
+"""Conditions on rows in storage: skipped partitions and key ranges have no matching row."""
 
 from __future__ import annotations
 

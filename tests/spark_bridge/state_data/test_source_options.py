@@ -1,4 +1,4 @@
-"""Options of the format ``ray_statestore``: what a table of them reads, with neither Ray nor Spark."""
+"""Options of the ``ray_statestore`` format and the rows that a table with them reads, without Ray and Spark."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ USERS = [(user, 0) for user in "abcdefgh"]
 
 @pytest.fixture(scope="module")
 def flow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Flow]:
-    """Eight versions, in each of which all users have its number; with snapshots of the versions 2 and 5."""
+    """Eight versions, with snapshots of versions 2 and 5. In each, every user's value is the version number."""
     made = Flow(tmp_path_factory.mktemp("flow"))
     for version in range(1, 9):
         made.batch({user: lambda of, version=version: of.total.update((version, "x")) for user in USERS})

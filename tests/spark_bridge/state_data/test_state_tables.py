@@ -140,7 +140,7 @@ def test_lists_and_maps_in_one_row_per_key(worked):
 def test_batches_stay_small_and_in_order_whatever_is_read_at_once(worked, name, monkeypatch):
     whole = state_table(worked.location, "op", name)
     collected = state_table(worked.location, "op", name, flatten=False)
-    least = {"visits": 3, "pages": 40}[name]  # an element of a list is seldom a pair of its own
+    least = {"visits": 3, "pages": 40}[name]  # few list elements are stored as separate pairs
     for rows, size in ((7, 1 << 20), (1 << 14, 500)):
         monkeypatch.setattr(partition_rows, "DECODE_STEP_ROWS", rows)
         monkeypatch.setattr(partition_rows, "DECODE_STEP_BYTES", size)
@@ -160,8 +160,9 @@ def test_reading_may_be_given_up(worked):
 
 
 def applied(name: str, rows: list[Row], changes: list[dict[str, Any]]) -> list[Row]:
-    """Rows with changes made to them: what is deleted or updated must be there, what is inserted must not (lists
-    apart).
+    """Return the rows after the changes.
+
+    Deleted and updated rows must exist; inserted rows must not, except in lists.
     """
     held = list(rows)
     for change in changes:
@@ -246,7 +247,7 @@ def test_a_map_that_has_grown_large_did_not_go_and_come(flow):
 
     f.batch(one_key(write(few)))
     assert len(changed(f, "pages")) == 50
-    f.batch(one_key(write(many)))  # the first ones anew, as they were
+    f.batch(one_key(write(many)))  # the first ones again, unchanged
     assert [(c[0], c[1]) for c in changed(f, "pages")] == [("insert", k[0]) for k, _ in many[50:]]
     f.batch(one_key(write([(many[7][0], (-1, None)), many[8]])))
     assert changed(f, "pages") == [("update", "/007", "u", (7, None), (-1, None))]
@@ -400,7 +401,7 @@ def test_a_field_named_as_the_time_to_live_is_not_mistaken_for_it(flow, flatten)
     assert change["after"] == found
 
 
-# -- operators with rows of their own -----------------------------------------------------------
+# -- operators with special rows ----------------------------------------------------------------
 
 
 def query(tmp_path: Path, schema: OperatorSchema, logic: Any, keys: list[str], *batches: pa.RecordBatch) -> Query:

@@ -9,7 +9,7 @@ from tests.spark_bridge.queryable.client_world import Cluster
 
 
 class Port:
-    """The way to the coordinator; ``before`` and ``after`` are done around a message. Hosts are heard meanwhile."""
+    """A port to the coordinator that calls ``before`` and ``after`` each message, with heartbeats of the hosts."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster

@@ -1,4 +1,4 @@
-"""``bootstrap_state``: rows from anywhere become the state with which a query begins; tasks in the test's process."""
+"""``bootstrap_state`` turns rows of any source into a query's initial state; tasks run in the test's process."""
 
 from __future__ import annotations
 

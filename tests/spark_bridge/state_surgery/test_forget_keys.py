@@ -1,4 +1,4 @@
-"""Forgotten keys are in no version and in no byte of a checkpoint; all else stays, and the query goes on."""
+"""No version and no byte of a checkpoint has a forgotten key; everything else stays, and the query continues."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def unlikely(rng: random.Random) -> str:
 
 
 class Clicks:
-    """A stream over some keys with names of their own, with snapshots and removals in between."""
+    """A stream over keys with unique names, with snapshots and removals in between."""
 
     def __init__(self, root: Path, backend: str, n: int = 2) -> None:
         self.rng = random.Random(7)
@@ -324,7 +324,7 @@ def test_of_two_that_forget_at_once_one_is_fenced_off_and_may_do_it_again(clicks
 
     with pytest.raises(FencedError):
         forget_in_storage(find_state(location), request(one, open_storage=opened))
-    assert files_with(location, other) == [], "what the one had written has the other one's key"
+    assert files_with(location, other) == [], "the files of the first attempt have the other key"
     stream.expect_forgotten([other])
     stream.check()
     forget_keys(location, "op", [(one, 0), (one, 1)])

@@ -1,4 +1,4 @@
-"""State is rewritten and made by the tasks of a real Ray, one of which dies."""
+"""Tasks on a real Ray rewrite and create state; one task dies."""
 
 from __future__ import annotations
 

@@ -180,7 +180,7 @@ def test_no_snapshot_is_taken_of_what_a_host_still_has_from_before(cluster):
     )
     forgetting_.start()
     eventually(lambda: any(step.startswith("waits for 2 hosts") for step in steps))
-    snapshots(cluster)  # of hosts that have not heard of the exchange yet
+    snapshots(cluster)  # of hosts that do not know of the exchange yet
     assert files_with(ck(cluster), SECRET) == []
     for h in cluster.hosts:
         h.host.heartbeat()
@@ -233,7 +233,7 @@ def test_a_run_whose_exchange_storage_has_not_answered_is_registered_again(clust
     port, real, lost = Port(cluster), RecordFiles.create, []
 
     def registered_again() -> None:
-        """Hosts and the driver hear of it at their next heartbeats."""
+        """Send the heartbeats by which hosts and the driver learn of it."""
         for h in cluster.hosts if hosts_report_first else ():
             h.host.heartbeat()
         assert not cluster.c.driver_heartbeat("run1")
@@ -278,7 +278,7 @@ def test_a_holder_that_dies_holds_nobody_up_for_long_and_changes_nothing(cluster
 
 
 def test_storage_that_hangs_holds_nobody_up_for_long(cluster, monkeypatch):
-    """The caller stands still in its last write; the query goes on, and is exchanged when the storage answers."""
+    """The caller hangs in its last write. The query continues, and its files are exchanged when the storage answers."""
     worked(cluster)
     monkeypatch.setattr(forgetting, "MAX_HELD_SECONDS", 0.2)
     monkeypatch.setattr(forgetting, "HOLD_RENEW_SECONDS", 0.05)
@@ -317,7 +317,7 @@ def test_storage_that_hangs_holds_nobody_up_for_long(cluster, monkeypatch):
 
 
 def written_record(cluster: Cluster) -> str:
-    """A record that would exchange files, as somebody has left it."""
+    """Write a record that would exchange files, as an interrupted caller leaves it, and return its path."""
     port, paths = Port(cluster), []
 
     def note(run_id: str, hold: str, epoch: int, path: str) -> None:
@@ -499,7 +499,7 @@ def test_a_hold_that_lapses_while_the_message_waits_for_the_run_is_not_renewed(c
 
 
 class WaitedFor:
-    """A lock that says when somebody asks for it."""
+    """A lock that signals an attempt to acquire it."""
 
     def __init__(self, real: Any) -> None:
         self.real = real
@@ -666,7 +666,7 @@ def test_a_copy_of_a_running_query_forgets_and_the_original_does_not(cluster):
 
 def test_a_query_that_runs_in_another_cluster_is_fenced_off_and_can_be_started_again(cluster):
     worked(cluster)
-    forget_keys(ck(cluster), "totals", [1])  # by whoever has not joined the cluster
+    forget_keys(ck(cluster), "totals", [1])  # by a process that has not joined the cluster
     with pytest.raises(FencedError):
         cluster.batch({2: (7, OTHER)})
     cluster.tasks = []

@@ -56,7 +56,7 @@ def test_in_columns_state_lives_as_long_as_its_ttl() -> None:
     run = in_arrow(counts, time_mode="processingtime")
     seen = [run.batch(rows(("a", 1)), BatchTimes(t))[0]["n"] for t in (1000, 1999, 2000, 2999)]
     assert seen == [None, 7, None, 7]
-    # What nobody touches is removed as well, in some batch.
+    # State of untouched keys is removed as well, in some batch.
     for t in range(16):
         run.batch(rows(), BatchTimes(5000 + t))
     assert stored(run, "state") == []

@@ -88,7 +88,7 @@ def test_a_large_map_is_read_by_entry_and_bit_by_bit(tmp_path: Path) -> None:
             assert recorder.scanned == 0
             for i in [*range(100, 200), 0, 4999]:
                 assert held.state.getValue((i,)) == (i,)
-            assert len(recorder.reads) < 20  # whoever asks for many gets all at once
+            assert len(recorder.reads) < 20  # many lookups load all entries at once
 
         run_step(state, [OTHER], look)
     assert sorted(s for s in recorder.staged if s[1]) == [("large.-entries", 1), ("large.-entries", 1)]

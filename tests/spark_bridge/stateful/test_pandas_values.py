@@ -93,7 +93,7 @@ def test_parts_of_a_frame_share_nothing_that_shows() -> None:
     pd.testing.assert_frame_equal(part, frame.iloc[2:5].reset_index(drop=True))
     assert type(part.index) is pd.RangeIndex
     part.index.name, part.columns.name = "row", "column"
-    part["a"] = ["text"] * 3  # another type, in a place of its own
+    part["a"] = ["text"] * 3  # another type, in a separate block
     part.insert(0, "first", 1.5)
     del part["at"]
     assert part.columns.tolist() == ["first", "a", "b", "d"]

@@ -89,7 +89,7 @@ def test_a_task_freezes_what_there_is_unless_somebody_has_and_counts_it_once(mon
     for _ in range(3):
         with frozen():
             pass
-    assert len(counts) == 1 and count() > 0, "what was frozen before stays so"
+    assert len(counts) == 1 and count() > 0, "objects that were frozen before stay frozen"
     monkeypatch.setattr(process_task, "_frozen_by", "nobody")
     gc.unfreeze()
     try:
@@ -175,7 +175,7 @@ def test_frames_have_as_many_rows_and_bytes_as_the_session_says(limits: dict[str
 
 
 class Alarms(StatefulProcessor):
-    """Sets a timer ``v`` ms after the batch's time for each row, and says what happens in which order."""
+    """Sets a timer ``v`` ms after the batch's time for each row, and emits the order of events."""
 
     rows_before_timers: list[Any]
 

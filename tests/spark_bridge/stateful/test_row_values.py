@@ -141,7 +141,7 @@ def test_names_that_no_attribute_can_have() -> None:
         1_585_443_600_000_000,  # summer
         1_603_580_400_000_000,  # 25 October 2020, 01:00 in summer
         1_603_583_999_000_000,  # 02:59:59 in summer
-        1_603_584_000_000_001,  # 02:00:00 in winter: the hour comes again
+        1_603_584_000_000_001,  # 02:00:00 in winter: the hour repeats
         1_603_587_600_000_000,  # 03:00 in winter
         -1_693_706_400_000_000,
         -62_000_000_000_000_000,

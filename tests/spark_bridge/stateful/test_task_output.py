@@ -15,7 +15,7 @@ from tests.spark_bridge.stateful.task_runs import NO_TIME, TINY, process, rows
 
 
 class Giving(StatefulProcessor):
-    """Gives what it is told to."""
+    """Emits the given output."""
 
     def __init__(self, answer: Callable[[], Any]) -> None:
         self.answer = answer

@@ -267,7 +267,7 @@ def test_state_expires() -> None:
 
 
 def test_what_has_expired_is_removed_by_any_batch_and_not_by_the_first_alone() -> None:
-    """Nobody handles the key again: only a sweep can remove its rows."""
+    """The key is not handled again, so only a sweep can remove its rows."""
     tester = ProcessorTester(Visits(ttl_ms=100), timeMode="processingtime")
 
     def stored() -> int:

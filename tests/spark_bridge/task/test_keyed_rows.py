@@ -1,4 +1,4 @@
-"""Rows by key in bounded memory: what is on disk counts like what is in memory, and no key comes twice."""
+"""Rows by key in bounded memory: rows on disk count like rows in memory, and no key comes twice."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ class Loads:
         wait_for(lambda: self.progress().files >= until or not self.progress().load)
 
     def end_with_next_file(self) -> None:
-        """Let the load see that it is to end. It waits for what it reads ahead, too, which are two files."""
+        """Let the load notice its cancellation. It also waits for the two files that it reads ahead."""
         self.world.gate.release(3)
 
     def is_at_rest(self) -> bool:
@@ -203,7 +203,7 @@ def test_a_failed_load_is_told_once_and_gone_on_with(loads: Loads) -> None:
             loads.let_through(1)
         else:
             loads.world.fails = True
-            loads.world.gate.release(2)  # also for what is read ahead
+            loads.world.gate.release(2)  # also for the files that are read ahead
 
     loads.clock.on_sleep = sleep
     with pytest.raises(StorageError, match="throttled"):

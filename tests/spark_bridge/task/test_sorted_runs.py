@@ -40,7 +40,7 @@ def open_files(directory: Path) -> list[str]:
     """Files there that this process has open, also removed ones. What others open or close is not looked at."""
     found = []
     for descriptor in Path("/proc/self/fd").iterdir():
-        with suppress(FileNotFoundError):  # closed meanwhile
+        with suppress(FileNotFoundError):  # closed by now
             found.append(str(descriptor.readlink()))
     return [name for name in found if name.startswith(f"{directory}/")]
 

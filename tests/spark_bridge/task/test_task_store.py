@@ -232,7 +232,7 @@ def test_a_get_that_opens_finds_the_new_owner(
     assert again.knows_owner
     assert again.get_many(keys, "a").to_pylist() == keys.to_pylist()
     again.commit(OperatorFigures())
-    # A host that is asked and is not the owner names whoever is.
+    # A host that is not the owner names the owner.
     asked = Served(world, c, "c", tmp_path)
     served.append(asked)
     asked.host.open = lambda task: OpenReply(successor.address, 1)
@@ -369,7 +369,7 @@ def test_what_one_task_finds_out_about_a_lost_host_no_other_task_of_the_worker_f
     for p in (0, 1):
         store(served, 1, p).commit(OperatorFigures())
         assert gone not in {address for address, _ in task_client._owners.values()}
-    assert gone not in called, "a connection of the first batch has shown that nobody answers"
+    assert gone not in called, "a connection of the first batch has shown that the host is gone"
 
 
 def test_a_get_that_opens_refuses_other_key_groups(world: World, served: list[Served], tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
-"""What a batch, a savepoint, a restart with other partitions and a move show in their traces, over Flight servers.
+"""Traces of a batch, a savepoint, a restart with other partitions and a move, over Flight servers.
 
-The coordinator is in the process of the hosts, so its spans stand below theirs.
+The coordinator runs in the process of the hosts, so its spans are children of theirs.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def test_an_attempt_that_fails_and_the_next_one_are_in_the_same_trace(recorded: 
     stream.register()
     write_offsets(stream.world, 0, 0, 1000)
     with pytest.raises(NotOwnerError):
-        stream.hosts[0].commit(task(0), None, {})  # nobody has opened the partition
+        stream.hosts[0].commit(task(0), None, {})  # no task has opened the partition
     stream.task(0, 0)
     refused, accepted = recorded.named("host.commit")
     assert refused.status.description == "NotOwnerError"

@@ -66,7 +66,7 @@ def test_a_connection_that_was_given_up_is_closed_when_its_last_call_is_over(ser
 
     client = client_for(address, TOKEN)
     forget_client(address, TOKEN)
-    assert client.describe()["host_id"] == "h0", "who has it already may go on"
+    assert client.describe()["host_id"] == "h0", "its current users may keep it"
     assert client_for(address, TOKEN) is not client
     forget_client(address, TOKEN)
     assert is_connected()

@@ -1,4 +1,4 @@
-"""A machine that is cut off sends no reset: calls to its host are given up because nobody takes connections there."""
+"""A machine that is cut off sends no reset. Calls to its host end because it accepts no connections."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Cable:
         while True:
             client, _ = self._listener.accept()
             if self.cut.is_set():
-                # The queue of connections that nobody takes is full with this one and the next: the kernel drops more.
+                # This connection and the next one fill the accept queue: the kernel drops further ones.
                 self._open.enter_context(client)
                 return
             self.connections += 1
@@ -56,7 +56,7 @@ class Cable:
             return  # closed at the end of the test
 
     def take_out(self) -> None:
-        """Cut it, and wait until nobody takes connections any more."""
+        """Cut the host off, and wait until it accepts no connections."""
         self.cut.set()
         self._open.enter_context(socket.create_connection(("127.0.0.1", self.port), timeout=PATIENCE))
         self._accepting.join(PATIENCE)
@@ -70,7 +70,7 @@ class Cable:
 
 
 class Server(flight.FlightServerBase):  # type: ignore[misc]
-    """Answers an action when it is let go on; a commit, as long as somebody sends changes."""
+    """Blocks an action until the test releases it, and a commit for as long as the client sends changes."""
 
     def __init__(self) -> None:
         super().__init__("grpc://127.0.0.1:0")

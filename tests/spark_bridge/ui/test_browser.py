@@ -210,8 +210,8 @@ def test_a_page_that_is_open_says_when_it_is_not_up_to_date(model: ModelSystem, 
         model.problem = None
         page.get_by_text("This is not up to date").wait_for(state="detached")
     page.get_by_text("The server of this page has not answered since").wait_for()
-    assert page.get_by_role("heading", name="2 errors").count() == 1, "what was known stays"
-    opened.problems.clear()  # the browser notes that nobody answers
+    assert page.get_by_role("heading", name="2 errors").count() == 1, "the known faults stay"
+    opened.problems.clear()  # the browser logs that the server does not answer
 
 
 def test_a_page_that_is_open_tells_an_error_of_its_server_as_such(
@@ -223,7 +223,7 @@ def test_a_page_that_is_open_tells_an_error_of_its_server_as_such(
     page.route("**/", lambda route: route.fulfill(status=503, content_type="text/plain", body="Restarting"))
     page.get_by_text('The server of this page has answered "503 Service Unavailable" since').wait_for()
     assert opened.violations() == []
-    assert page.get_by_role("heading", name="2 errors").count() == 1, "what was known stays"
+    assert page.get_by_role("heading", name="2 errors").count() == 1, "the known faults stay"
     page.unroute("**/")
     page.route("**/", lambda route: route.fulfill(status=404, content_type="text/plain", body="No such path"))
     page.get_by_text('has answered "404 Not Found" since').wait_for()
@@ -235,7 +235,7 @@ def test_a_page_that_is_open_tells_an_error_of_its_server_as_such(
     page.get_by_role("heading", name="Nothing is wrong").wait_for()
     page.get_by_text("The server of this page has").wait_for(state="detached")
     page.get_by_role("button", name="Pause updates").wait_for()
-    opened.problems.clear()  # the browser notes statuses, and that nobody answers
+    opened.problems.clear()  # the browser logs statuses, and that the server does not answer
 
 
 @BOTH_WIDTHS

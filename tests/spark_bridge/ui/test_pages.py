@@ -1,4 +1,4 @@
-"""The pages of a model: what is wrong stands first with what to do, names may be anything, and size costs nothing."""
+"""The pages of a model: faults and their remedies come first, any name is safe, and size does not slow a page down."""
 
 from __future__ import annotations
 

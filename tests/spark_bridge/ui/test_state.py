@@ -253,7 +253,7 @@ def test_a_watched_key_tells_each_version_that_changed_it(tmp_path: Path) -> Non
             tokens.revoked.add(LOOK)
             deadline = time.monotonic() + PATIENCE
             while reading.is_alive():
-                assert time.monotonic() < deadline, "the watch goes on without a token"
+                assert time.monotonic() < deadline, "the watch continues without a token"
                 made.cluster.batch({1: (99 + made.cluster.version, "a")})
                 reading.join(0.05)
             assert told[-1] == ("problem", {"problem": "The token is unknown."})

@@ -44,7 +44,7 @@ def rows_of(answer: Any) -> tuple[list[str], list[tuple[Any, ...]]]:
 
 
 class Asked:
-    """The answers of one host. A test that expects a timeout sets less than a slow machine needs to load a partition."""
+    """The answers of one host. Tests that expect a timeout wait less than a slow machine takes to load a partition."""
 
     def __init__(self, query: Query, *, wait_seconds: float = PATIENCE, **given: Any) -> None:
         self.query = query
@@ -277,7 +277,7 @@ def test_what_has_expired_is_no_row(tmp_path):
 
         return operation
 
-    for n in range(1, 6):  # at 1 to 5 s, for 10 s each; with a value that is too large to be stored with the key
+    for n in range(1, 6):  # at 1 to 5 s, for 10 s each; with more entries than are stored with the key
         f.batch(one_key(write(n)))
     f.host.heartbeat()
     now = [5_000]
