@@ -38,7 +38,7 @@ class Front:
         self._directory = directory
 
     def faults(self) -> list[str]:
-        """Return the text of each fault, all read at once because the page refreshes itself."""
+        """Return the faults as strings, all read at once because the page refreshes itself."""
         return list(self.tab.page.locator(".fault").all_inner_texts())
 
     def says(self, *words: str) -> float:

@@ -200,7 +200,7 @@ class Cluster:
         raise AssertionError("no host owns the partition")
 
     def complete(self) -> None:
-        """Commit the last batch, and send the heartbeats by which hosts learn of it."""
+        """Commit the last batch, and inform the hosts with a heartbeat."""
         self.c.batch_committed(self.run, self.version - 1)
         for h in self.hosts:
             h.host.heartbeat()

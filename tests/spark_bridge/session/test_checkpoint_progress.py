@@ -64,4 +64,4 @@ def test_a_checkpoint_is_asked_for_only_if_somebody_hears_of_it(listening: list[
     assert operators == [("run",)] * 3 and asked == [1, 1]
     assert first == [("run",), ("run", checkpoint)] * 2 and second == [("run",), ("run", checkpoint)]
     operator_progress.tell_listeners("run", (), lambda: None)
-    assert first[-1] == ("run",), "there is no checkpoint yet"
+    assert first[-1] == ("run",), "a checkpoint does not exist yet"

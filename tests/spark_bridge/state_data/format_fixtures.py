@@ -1,4 +1,4 @@
-"""The contents of ``tests/fixtures/format-1``, and copies from which tests may continue."""
+"""The contents of ``tests/fixtures/format-1``, and copies for tests that continue from it."""
 
 from __future__ import annotations
 

@@ -233,7 +233,7 @@ def test_a_run_whose_exchange_storage_has_not_answered_is_registered_again(clust
     port, real, lost = Port(cluster), RecordFiles.create, []
 
     def registered_again() -> None:
-        """Send the heartbeats by which hosts and the driver learn of it."""
+        """Inform the hosts and the driver of it with a heartbeat."""
         for h in cluster.hosts if hosts_report_first else ():
             h.host.heartbeat()
         assert not cluster.c.driver_heartbeat("run1")

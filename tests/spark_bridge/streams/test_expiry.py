@@ -1,4 +1,4 @@
-"""What has expired goes, also of keys that are handled in every batch; what has not is found, also beside it."""
+"""Expired state is removed, even for keys handled in every batch; unexpired state next to it is found."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``forget_keys`` beside a stream on Spark, and behind its end: the stream stays exact, and no byte of a key stays."""
+"""``forget_keys`` on a running and an ended stream on Spark leaves exact results and no byte of a key."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whoever asks after Spark has said that a batch is done is answered from that batch or a later one."""
+"""A read after Spark has reported the end of a batch returns that batch or a later one."""
 
 from __future__ import annotations
 

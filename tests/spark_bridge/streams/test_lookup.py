@@ -167,8 +167,8 @@ def dying(strikes: Path) -> Callable[[Iterator[Any]], Iterator[Any]]:
 def test_every_attempt_gives_what_the_recorded_version_says_whatever_dies(
     make_stream: Callable[..., Stream], tmp_path: Path
 ) -> None:
-    """Sinks fail, hosts, the coordinator, executors and their Python workers are killed, and the query that is looked
-    up goes on meanwhile.
+    """Sinks fail, and hosts, the coordinator, executors and their Python workers are killed while the looked-up query
+    runs.
     """
     rng = random.Random(11)
     looked_up, stream = make_stream(), make_stream("k long, w double")

@@ -186,7 +186,7 @@ def test_a_host_that_was_given_up_meanwhile_is_not_behind_spark(make):
     w.ahead += GRANT_SECONDS
     w.write(filled(2), partitions=[p for p in range(4) if p != late])
     assert lost.open(w.task(late)).redirect is None
-    for _ in range(2):  # only the other one is heard of
+    for _ in range(2):  # only the other one sends heartbeats
         w.ahead += 6
         w.world.now += 6
         other.heartbeat()
@@ -207,7 +207,7 @@ def test_a_host_that_was_given_up_and_is_known_again_is_not_behind_spark(make, h
     w.batch(filled(1))
     lost, other = w.hosts
     here = next(p for p in range(4) if w.instance(p) is not None)
-    for _ in range(2):  # only the other one is heard of
+    for _ in range(2):  # only the other one sends heartbeats
         w.ahead += 6
         w.world.now += 6
         other.heartbeat()
@@ -274,7 +274,7 @@ def test_a_host_that_a_duplicate_attempt_has_opened_is_not_behind_spark(make, n,
     lost, other = (w.hosts[int(h)] for h in ("01" if owners[0] == "h0" else "10"))
     w.ahead += GRANT_SECONDS
     w.write(filled(2), partitions=[0])
-    for _ in range(2):  # only the other one is heard of
+    for _ in range(2):  # only the other one sends heartbeats
         w.ahead += 6
         w.world.now += 6
         other.heartbeat()
