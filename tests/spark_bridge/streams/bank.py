@@ -274,8 +274,8 @@ def run_bank(
     """Run transfers, tellers and faults until there are ``answers``, or ``seconds`` have passed.
 
     Returns the number of answers, the faults by kind, and the highest version seen. A fault strikes every ``pause``
-    seconds. If ``at_least`` (answers, version) is not reached after ``seconds``, the run continues without faults, which
-    may come faster than the processes recover.
+    seconds. If ``at_least`` (answers, version) is not reached after ``seconds``, the run continues without faults,
+    which may come faster than the processes recover.
 
     ``stream`` is a ``Stream`` of ``account long, amount long``. Raises ``AssertionError`` with a teller's finding.
     """
