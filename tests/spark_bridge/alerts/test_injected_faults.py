@@ -150,7 +150,7 @@ def test_storage_that_is_slow(feed: Start, alerts: Alerts, s3: FaultProxy) -> No
         alerts.exactly(("StatestoreStorage", current_cluster().options.namespace))
 
 
-def test_a_checkpoint_that_is_given_up(feed: Start, alerts: Alerts, prometheus: Prometheus, s3: FaultProxy) -> None:
+def test_abandoned_checkpoint(feed: Start, alerts: Alerts, prometheus: Prometheus, s3: FaultProxy) -> None:
     """A single refused manifest does not raise the failure rate: only the last condition of the alert detects it."""
     with feed("given-up", SCHEMA, rows, counts("given-up")) as stream:
         stream.well(alerts)

@@ -51,7 +51,7 @@ def test_all_events() -> None:
     assert len(events_about([LogFile("coordinator", lambda: COORDINATOR)], (), [])) == 3
 
 
-def test_a_query_whose_driver_is_lost_or_that_nobody_knows_is_looked_for_in_the_logs() -> None:
+def test_lost_and_unknown_queries_are_searched_in_the_logs() -> None:
     lost = LostDriver("clicks", "r-1", "/ck", 1, "q-1", "/ck/statestore")
     overview = Overview("cluster", 1, CoordinatorInfo("c", "n", lost=(lost,)))
     for asked in (None, "clicks", "q-1", "r-1"):

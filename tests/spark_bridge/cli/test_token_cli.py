@@ -34,7 +34,7 @@ def test_times(text: str, seconds: float) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "30", "d", "1.5h", "-1d", "1d2h", "never"])
-def test_what_is_no_time(text: str) -> None:
+def test_invalid_times_are_rejected(text: str) -> None:
     with pytest.raises(typer.BadParameter, match="such as 30d"):
         seconds_of(text)
 

@@ -33,7 +33,7 @@ def test_pace() -> None:
     assert pace.hottest_ms == sum(QUERY.operators[0].partitions[0].commit_ms.values())
 
 
-def test_what_is_not_known_is_none() -> None:
+def test_unknown_figures_are_none() -> None:
     assert pace_of(overview(5_000))[0].rows_per_second is None
     assert pace_of(overview(5_000, 7_000, rows=None))[0].rows_per_second is None
     assert pace_of(overview())[0].freshness_ms is None

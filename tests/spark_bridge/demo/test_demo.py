@@ -65,7 +65,7 @@ def test_a_host_is_killed_and_the_state_is_what_pandas_computes(scratch: Path) -
 
 
 @pytest.mark.thorough  # otherwise: the test above, and restarts in test_recovery.py and test_rescale.py
-def test_stop_go_on_kill_a_host_and_end_with_the_same_state(tmp_path: Path, scratch: Path) -> None:
+def test_stop_resume_and_a_killed_host_give_the_same_state(tmp_path: Path, scratch: Path) -> None:
     directory = tmp_path / "kept"
     options = ["--batches", "5", "--checkpoint", str(directory)]
     first = run_demo(scratch, *options, "--stop-after", "2")

@@ -163,7 +163,7 @@ def test_a_slow_message_is_waited_for_by_its_own_tasks_only(pool):
     assert [f.result(WAIT).manifest_id for f in futures] == [0, 1, 2]
 
 
-def test_many_threads_get_each_its_own_answer_in_few_messages(pool):
+def test_many_threads_get_their_answers_in_few_messages(pool):
     """Each message blocks until all other tasks of its run wait. Every task that it lacks is in the next one."""
     lock = threading.Lock()
     under_way: list[str] = []

@@ -156,7 +156,7 @@ def test_a_group_is_stored_while_another_one_still_is(made: Callable[..., Commit
     assert len({ref.within for ref in results(first)}) == len({ref.within for ref in results(second)}) == 1
 
 
-def test_nobody_is_answered_before_the_group_is_stored(made: Callable[..., Committing]) -> None:
+def test_replies_wait_until_the_group_is_stored(made: Callable[..., Committing]) -> None:
     host = made(FOR_EVER, writes=0)
     host.open(0, 1)
     commits = [host.commit(p) for p in (0, 1)]
@@ -166,7 +166,7 @@ def test_nobody_is_answered_before_the_group_is_stored(made: Callable[..., Commi
     results(commits)
 
 
-def test_if_the_write_fails_every_member_hears_of_it(made: Callable[..., Committing]) -> None:
+def test_failed_write_fails_every_member(made: Callable[..., Committing]) -> None:
     host = made(FOR_EVER)
     host.storage.failure = StorageError("throttled")
     host.open(0, 1, 2)
@@ -178,7 +178,7 @@ def test_if_the_write_fails_every_member_hears_of_it(made: Callable[..., Committ
     assert len({ref.within for ref in results([host.commit(p) for p in range(3)])}) == 1
 
 
-def test_a_large_changelog_goes_alone_and_holds_up_nobody(
+def test_large_changelog_is_written_alone_and_blocks_no_other(
     made: Callable[..., Committing], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(group_commit, "LARGE_BYTES", 100)
@@ -295,7 +295,7 @@ def test_on_object_storage_those_are_waited_for_that_were_at_work_at_once_in_the
     assert len({ref.within for ref in results([first, *second])} - {None}) == 1
 
 
-def test_with_few_slots_nobody_waits_for_tasks_that_wait_for_a_slot(made: Callable[..., Committing]) -> None:
+def test_no_wait_for_tasks_without_a_slot(made: Callable[..., Committing]) -> None:
     host = made(FOR_EVER)
     host.is_remote()
     for version in (1, 2):
@@ -304,14 +304,14 @@ def test_with_few_slots_nobody_waits_for_tasks_that_wait_for_a_slot(made: Callab
             assert results([host.commit(p, version=version)])[0].within is None
 
 
-def test_on_a_local_disk_nobody_waits_for_tasks_that_have_not_begun(made: Callable[..., Committing]) -> None:
+def test_local_disk_group_does_not_wait_for_unstarted_tasks(made: Callable[..., Committing]) -> None:
     host = begun(made, FOR_EVER)
     host.storage.is_local = True
     host.open(0, version=2)
     assert results([host.commit(0, version=2)])[0].within is None
 
 
-def test_on_a_local_disk_nobody_waits_for_a_group_of_few(
+def test_local_disk_group_of_few_does_not_wait(
     made: Callable[..., Committing], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(group_commit, "LOCAL_MEMBERS", 4)
@@ -327,7 +327,7 @@ def test_on_a_local_disk_nobody_waits_for_a_group_of_few(
     assert path is not None
 
 
-def test_who_waits_in_vain_does_so_only_now_and_then() -> None:
+def test_fruitless_waits_become_rare() -> None:
     known = TasksAtWork()
     known.opened("op", 0)
     known.opened("op", 1)
@@ -347,7 +347,7 @@ def test_who_waits_in_vain_does_so_only_now_and_then() -> None:
     assert known.expects_more(), "one has arrived"
 
 
-def test_nobody_waits_longer_than_a_write_has_taken_lately(
+def test_wait_is_bounded_by_recent_write_times(
     made: Callable[..., Committing], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(group_commit, "FIRST_WRITE_SECONDS", SOON)
@@ -379,7 +379,7 @@ class TimesOut(threading.Condition):
         return predicate()
 
 
-def test_on_object_storage_a_group_waits_on_while_others_come(made: Callable[..., Committing]) -> None:
+def test_object_storage_group_keeps_waiting_while_tasks_arrive(made: Callable[..., Committing]) -> None:
     host = made(FOR_EVER)
     host.is_remote()
     host.groups._changed = TimesOut(host.groups, 2, 3)
@@ -394,7 +394,7 @@ def test_on_object_storage_a_group_waits_on_while_others_come(made: Callable[...
     assert len({ref.within for ref in results([first, second, third])} - {None}) == 1
 
 
-def test_on_object_storage_nobody_waits_on_for_whom_nobody_has_come(made: Callable[..., Committing]) -> None:
+def test_object_storage_group_stops_waiting_without_arrivals(made: Callable[..., Committing]) -> None:
     host = made(FOR_EVER)
     host.is_remote()
     host.groups._changed = TimesOut(host.groups, 1)
@@ -414,7 +414,7 @@ def test_on_object_storage_a_wait_pays_however_fast_writes_are(
     assert len({ref.within for ref in results([host.commit(p) for p in (0, 1)])} - {None}) == 1
 
 
-def test_a_run_that_ends_keeps_nobody_waiting_and_is_forgotten(made: Callable[..., Committing]) -> None:
+def test_ended_run_releases_waiters_and_is_forgotten(made: Callable[..., Committing]) -> None:
     host = made(SOON)
     host.open(0, 1)
     commit = host.commit(0)

@@ -21,7 +21,7 @@ from tests.spark_bridge.host.held_runs import get, one, start
 from tests.spark_bridge.host.host_steps import Port, ch, make_host, plan_spark, reg, run_task, task
 
 
-def test_a_batch_planned_anew_is_never_completed_with_rows_of_the_run_before(tmp_path):
+def test_replanned_batch_never_has_rows_of_the_earlier_run(tmp_path):
     w = World(tmp_path)
     c = w.coordinator(0)
     h = make_host(w, c, 0, tmp_path)
@@ -118,7 +118,7 @@ def test_a_failed_recovery_leaves_no_half_registered_run(tmp_path):
     run_task([h], 1, 0, value=b"x")
 
 
-def test_a_completed_version_is_heard_of_though_an_answer_was_lost(tmp_path):
+def test_host_learns_of_a_completed_version_after_a_lost_reply(tmp_path):
     _w, _c, (h,) = start(tmp_path)
 
     def lose(*_):
@@ -231,7 +231,7 @@ def test_a_task_that_loads_while_the_coordinator_restarts_can_commit(tmp_path):
     h.commit(t, ch(b"x"), {})
 
 
-def test_what_is_remembered_of_attempts_does_not_grow(tmp_path):
+def test_memory_of_attempts_is_bounded(tmp_path):
     w, c, h = one(tmp_path)
     for b in range(50):
         plan_spark(w, b)
@@ -242,7 +242,7 @@ def test_what_is_remembered_of_attempts_does_not_grow(tmp_path):
     assert len(next(iter(h.held.instances.values())).invocations) <= 2
 
 
-def test_what_is_remembered_of_snapshots_does_not_grow(tmp_path):
+def test_memory_of_snapshots_is_bounded(tmp_path):
     w = World(tmp_path)
     c = w.coordinator(0)
     port = Port(c)
@@ -270,7 +270,7 @@ def test_what_is_remembered_of_snapshots_does_not_grow(tmp_path):
     assert len(versions.descriptors) <= kept + 1
 
 
-def test_the_manifest_knows_better_than_a_report_which_attempt_was_last(tmp_path):
+def test_manifest_overrides_a_report_of_the_last_attempt(tmp_path):
     w = World(tmp_path)
     c = w.coordinator(0)
     h0 = make_host(w, c, 0, tmp_path)

@@ -151,7 +151,7 @@ def test_a_commit_waits_at_its_task_until_the_host_has_room(tmp_path, monkeypatc
         host.close()
 
 
-def test_a_task_is_told_why_its_large_commit_is_not_received(tmp_path, monkeypatch):
+def test_task_learns_why_its_large_commit_is_not_received(tmp_path, monkeypatch):
     w = World(tmp_path)
     host = make_host(w, w.coordinator(0), 0, tmp_path, host_memory=32 * MIB)
     assert host.coordinator.register_query(reg_of(w, spec())).refusal is None

@@ -140,7 +140,7 @@ def test_a_restarted_query_loads_nothing_where_its_partition_was(
 
 
 @pytest.mark.parametrize("when", [heard, not_heard])
-def test_what_the_run_before_has_not_completed_here_is_loaded_after_it(
+def test_version_that_the_last_run_did_not_complete_is_loaded(
     query: Restarts, when: Callable[[Restarts], None]
 ) -> None:
     query.complete()
@@ -162,7 +162,7 @@ def test_changes_that_spark_has_not_committed_are_gone(query: Restarts, when: Ca
     assert instance.state.newest() == (instance.state.version, instance.state.head)
 
 
-def test_files_of_a_version_that_was_rolled_back_are_not_gone_on_with(query: Restarts) -> None:
+def test_files_of_a_rolled_back_version_are_not_reused(query: Restarts) -> None:
     query.complete()
     (query.tmp / "ck/offsets/2").unlink()
     (query.tmp / "ck/commits/2").unlink()
@@ -204,7 +204,7 @@ def test_files_that_are_laid_aside_go_after_a_while(query: Restarts) -> None:
     assert query.value() == b"2"
 
 
-def test_what_nobody_reads_of_an_ended_query_is_laid_aside_and_opened_again(query: Restarts) -> None:
+def test_unread_partitions_of_an_ended_query_are_parked_and_reopened(query: Restarts) -> None:
     query.complete()
     query.host.held.note_ended((query.run,))
     for _ in range(2):

@@ -181,7 +181,7 @@ def test_files_stay_while_one_step_of_a_load_takes_longer_than_the_lease(q: Reta
 
 
 @pytest.mark.parametrize("of", ["a copy", "a partition"])
-def test_files_of_a_load_that_hangs_are_let_go_when_nobody_waits_for_it_any_more(q: Retained, of: str) -> None:
+def test_files_of_an_abandoned_hanging_load_are_released(q: Retained, of: str) -> None:
     """Storage never answers, and the host lives on and sends its heartbeats."""
     while q.batches < 4:
         q.batch()
@@ -217,7 +217,7 @@ def test_files_of_a_load_that_hangs_are_let_go_when_nobody_waits_for_it_any_more
         loading.result(PATIENCE)
 
 
-def test_a_copy_that_nobody_wants_any_more_ends_and_leaves_nothing(q: Retained) -> None:
+def test_unwanted_copy_is_cancelled_and_leaves_nothing(q: Retained) -> None:
     while q.batches < 4:
         q.batch()
     q.world.is_gated = True

@@ -169,7 +169,7 @@ def phase(world: NeighbourWorld, queries: Sequence[RunningQuery]) -> tuple[list[
 
 
 @pytest.mark.parametrize("is_poor", [hangs, answers_errors, takes_30_seconds], ids=lambda f: f.__name__)
-def test_neighbours_of_a_query_with_poor_storage_do_not_feel_it(
+def test_slow_storage_of_one_query_does_not_slow_others(
     world: NeighbourWorld,
     servers: tuple[S3Server, FaultProxy],
     is_poor: Callable[[FaultProxy], AbstractContextManager[None]],

@@ -5,7 +5,7 @@ from __future__ import annotations
 from spark_bridge.host.commits import TasksAtWork
 
 
-def test_nobody_is_waited_for_when_as_many_have_come_as_in_the_batch_before() -> None:
+def test_no_wait_once_as_many_tasks_came_as_in_the_last_batch() -> None:
     tasks = TasksAtWork()
     for partition in (0, 1, 2):
         tasks.opened("op", partition)

@@ -168,7 +168,7 @@ def test_frames_that_come_in_pieces_and_several_at_once_are_taken_apart(connecti
         assert get(connections, address, b"k") == b"x"  # on the same connection: there is only one
 
 
-def test_a_connection_that_the_host_closed_meanwhile_is_replaced_without_a_word(connections: KvConnections) -> None:
+def test_connection_closed_by_the_host_is_replaced_silently(connections: KvConnections) -> None:
     with serving() as (server, _):
         address = server.server_address
         assert get(connections, address, b"k1") == b"v1"
@@ -229,7 +229,7 @@ def test_an_answer_that_breaks_off_is_an_error_and_leaves_nothing_behind(connect
         said(LookupReply(7)) + said(LookupReply(7)),
     ],
 )
-def test_what_makes_no_sense_closes_the_connection(connections: KvConnections, nonsense: bytes) -> None:
+def test_invalid_frames_close_the_connection(connections: KvConnections, nonsense: bytes) -> None:
     def talk(peer: socket.socket) -> None:
         hear(peer)
         peer.sendall(nonsense)
@@ -283,7 +283,7 @@ def test_a_long_deadline_behind_a_short_one_counts(connections: KvConnections, m
         assert get(connections, address, b"k1", now + 0.15) == b"v1"
 
 
-def test_nobody_there_and_no_token(connections: KvConnections) -> None:
+def test_no_listener_and_no_token(connections: KvConnections) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         free = f"127.0.0.1:{listener.getsockname()[1]}"
     with pytest.raises(HostUnavailableError, match="does not answer"):
@@ -391,7 +391,7 @@ def test_many_threads_share_a_bounded_number_of_connections(
         assert get(connections, server.server_address, b"k1") == b"v1"
 
 
-def test_connections_that_nobody_needs_are_closed(connections: KvConnections, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idle_connections_in_the_pool_are_closed(connections: KvConnections, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections_module, "MAX_IDLE_SECONDS", 0.05)
     with serving() as (server, _):
         held = [connections.begin(server.server_address, LOOKUP, pack_one(b"k1")) for _ in range(6)]

@@ -48,7 +48,7 @@ def listening() -> Iterator[list[Any]]:
         operator_progress.remove_state_operator_listener(listener)
 
 
-def test_a_checkpoint_is_asked_for_only_if_somebody_hears_of_it(listening: list[Any]) -> None:
+def test_checkpoint_is_requested_only_for_a_listener(listening: list[Any]) -> None:
     checkpoint = progress_of_record(as_plain(RECORD), Prices())
     asked: list[int] = []
 

@@ -92,7 +92,7 @@ def test_a_report_returns_before_it_is_answered() -> None:
     assert transport.sent == [("report_active_instance", args)]
 
 
-def test_a_report_that_fails_says_so_to_whoever_waits() -> None:
+def test_failed_report_raises_in_its_waiter() -> None:
     transport = Recorded(CoordinatorStoppedError("gone"))
     transport.may_answer.set()
     answer = ref_over(transport).report_active_instance(provider(0), "hostA", "e1")
@@ -260,7 +260,7 @@ def test_messages_wait_for_a_coordinator_that_is_restarted(
 
 
 @needs_spark
-def test_a_coordinator_that_is_not_there_says_so(spark: SparkSession, caplog: pytest.LogCaptureFixture) -> None:
+def test_missing_coordinator_is_reported(spark: SparkSession, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(CoordinatorStoppedError, match=r"'nobody'.*init_spark"):
         StateStoreCoordinatorRef.for_executor(name="nobody")
     with caplog.at_level(logging.DEBUG, "coordinator_actor"):

@@ -87,7 +87,7 @@ def come_to_stand(cluster: StateCluster, wanted: dict[str, int]) -> None:
     assert Counter(node_of(host) for host in cluster.hosts) == wanted
 
 
-def test_hosts_stand_beside_executors_and_the_coordinator_on_the_head(nodes: Callable[[str], Any]) -> None:
+def test_hosts_run_next_to_executors_and_the_coordinator_on_the_head(nodes: Callable[[str], Any]) -> None:
     two, three = nodes("127.0.0.2"), nodes("127.0.0.3")
     executors = {"127.0.0.2": 2, "127.0.0.3": 1}
     cluster = StateCluster(SessionOptions(num_hosts=None), lambda: executors, Shutdown())
@@ -148,7 +148,7 @@ def test_hosts_follow_executors_that_go_drained_nodes_and_scaling(
         cluster.stop()
 
 
-def test_a_place_for_the_coordinator_that_no_node_has_is_refused(nodes: Callable[[str], Any]) -> None:
+def test_unavailable_coordinator_placement_is_rejected(nodes: Callable[[str], Any]) -> None:
     conf = CoordinatorConf(resources={"nowhere": 0.001})
     with pytest.raises(InvalidRequestError, match=r"\{'nowhere': 0.001\}"):
         get_or_create_coordinator(name="Displaced", conf=conf)

@@ -45,7 +45,7 @@ def test_a_stream_needs_a_core_beside_rays_workers(use: CoreUse, more: int, task
         assert f"take {use.of_ray + more} of the {use.all} cores" in problem and "wait for ever" in problem
 
 
-def test_no_program_ray_on_the_path_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_ray_executable_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(AUTH_MODE, "disabled")
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(EnvironmentProblemError, match=r"starts Ray's nodes, is not on the PATH \(/nowhere\)") as told:

@@ -74,7 +74,7 @@ def directory() -> Iterator[Path]:
 
 @pytest.mark.spark42
 @pytest.mark.parametrize("how", STOPS)
-def test_a_program_that_dies_shows_its_own_error_alone(how: str, directory: Path) -> None:
+def test_failing_program_shows_only_its_own_error(how: str, directory: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM.replace("STOPS", STOPS[how])],
         cwd=directory,

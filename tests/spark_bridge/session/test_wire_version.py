@@ -30,7 +30,7 @@ class Coordinator(CoordinatorPort):
         return self._version
 
 
-def test_the_same_version_is_taken_everywhere() -> None:
+def test_same_version_is_accepted_everywhere() -> None:
     require_same_messages(Coordinator(WIRE_VERSION))
     require_same_driver(pickle.loads(pickle.dumps(SessionOptions(1))))
     told = {properties.RUN_ID: "r", properties.ADDRESSES: '["grpc://h:1"]', properties.TOKEN: "t"}
@@ -38,7 +38,7 @@ def test_the_same_version_is_taken_everywhere() -> None:
 
 
 @pytest.mark.parametrize(("theirs", "words"), [(None, "version 0"), (WIRE_VERSION + 1, f"version {WIRE_VERSION + 1}")])
-def test_another_one_is_refused_with_both_versions(theirs: int | None, words: str) -> None:
+def test_other_version_is_rejected_with_both_versions(theirs: int | None, words: str) -> None:
     with pytest.raises(EnvironmentProblemError, match=rf"coordinator .*{words} .*{WIRE_VERSION}: two releases"):
         require_same_messages(Coordinator(theirs))
     told = {properties.RUN_ID: "r", properties.ADDRESSES: '["grpc://h:1"]', properties.TOKEN: "t"}

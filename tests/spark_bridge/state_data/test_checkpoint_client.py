@@ -120,7 +120,7 @@ def test_sql_and_filters(client: CheckpointClient) -> None:
     assert client.count("totals") == len(rows)
 
 
-def test_what_there_is_not(client: CheckpointClient) -> None:
+def test_unknown_operators_states_and_versions_are_errors(client: CheckpointClient) -> None:
     with pytest.raises(UnknownOperatorError, match="has no operator 'nope'; its operators: 'firsts'"):
         client.get("nope", 1)
     with pytest.raises(UnknownKvStateIdError, match="'nope'"):
@@ -133,7 +133,7 @@ def test_what_there_is_not(client: CheckpointClient) -> None:
         client.watch("totals", from_version=99)
 
 
-def test_a_watch_gives_each_version_and_goes_on_with_the_query(stream: Any) -> None:
+def test_watch_gives_each_version_and_follows_the_query(stream: Any) -> None:
     s = stream(batches=2)
     client = of_stream(s)
     with client.watch("op", from_version=0) as changes:

@@ -39,7 +39,7 @@ def goes_on_with(request: pytest.FixtureRequest, spark: SparkSession) -> Iterato
 
 @pytest.mark.parametrize("kind", ["checkpoint", "savepoint"])
 @pytest.mark.parametrize("made_by", BACKENDS)
-def test_a_query_goes_on_from_it(
+def test_query_continues_from_stored_format_1(
     spark: SparkSession, tmp_path: Path, made_by: str, kind: str, goes_on_with: str
 ) -> None:
     stored, checkpoint = Stored(made_by), str(tmp_path / "checkpoint")

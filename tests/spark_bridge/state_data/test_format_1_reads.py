@@ -38,7 +38,7 @@ PARTITIONS = {"firsts": 2, "reminders": 2, "sessions": 1, "totals": 2, "visits":
 
 
 @BOTH
-def test_the_model_gives_the_state_that_was_noted_then(backend: str) -> None:
+def test_model_matches_the_recorded_state(backend: str) -> None:
     """Otherwise the program, its input, or the model has changed, and the other tests rely on them."""
     expected = Stored(backend).expected()
     assert expected["version"] == STORED_BATCHES == len(expected["processing_times_ms"])
@@ -87,7 +87,7 @@ NOTED = [
 
 
 @pytest.mark.parametrize(("backend", "name"), NOTED)
-def test_the_changes_are_those_noted_then_and_lead_to_the_state(backend: str, name: str) -> None:
+def test_changes_match_the_recorded_ones_and_lead_to_the_state(backend: str, name: str) -> None:
     found = changes(Stored(backend).checkpoint, name)
     assert Counter(f"{kind} at {version}" for version, kind, *_ in found) == Stored(backend).expected()["changes"][name]
     rows: Counter[str] = Counter()

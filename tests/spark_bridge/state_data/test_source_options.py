@@ -101,7 +101,7 @@ def test_state_is_made_of_a_snapshot_of_that_batch_or_an_earlier_one(flow: Flow)
         ),
     ],
 )
-def test_what_cannot_be_is_named_as_spark_names_it(flow: Flow, options: dict[str, Any], says: str) -> None:
+def test_invalid_options_have_sparks_error_classes(flow: Flow, options: dict[str, Any], says: str) -> None:
     with pytest.raises(InvalidStateStoreArgument, match=says):
         table(flow, **options)
 

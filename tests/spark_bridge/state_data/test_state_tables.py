@@ -255,7 +255,7 @@ def test_a_map_that_has_grown_large_did_not_go_and_come(flow):
     assert changed(f, "pages") == [("delete", "/007", "u", (-1, None), None)]
 
 
-def test_what_is_written_as_it_was_is_no_change(flow):
+def test_rewriting_an_equal_value_is_not_a_change(flow):
     f = flow(n=1)
     f.batch(one_key(lambda of: of.total.update((1, "x"))))
     assert changed(f, "total") == [("insert", None, (1, "x"))]
@@ -470,7 +470,7 @@ def test_sessions_are_rows_of_their_own(tmp_path):
 
 
 @pytest.mark.parametrize("within", [None, 10])
-def test_of_keys_that_were_seen_there_is_when_they_are_forgotten(tmp_path, within):
+def test_deduplicated_keys_have_their_expiry_time(tmp_path, within):
     rows = pa.schema([pa.field("k", pa.string()), pa.field("ts", TS)])
     schema = deduplicate_schema(rows.remove(1), ("k",), None if within is None else TS)
     time = None if within is None else EventTime("ts")
@@ -518,7 +518,7 @@ def test_the_only_variable_need_not_be_named(flow):
     assert state_table(f.location, "op", version=0).num_rows == 0
 
 
-def test_the_newest_version_is_looked_up_anew_if_it_goes_before_it_is_read(flow, monkeypatch):
+def test_newest_version_is_looked_up_again_if_it_is_removed(flow, monkeypatch):
     f = flow(Single, n=1)
     f.batch(one_key(lambda of: of.v.update((1,))))
     f.batch(one_key(lambda of: of.v.update((2,))))

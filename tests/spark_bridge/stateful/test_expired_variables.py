@@ -85,7 +85,7 @@ def test_what_is_written_over_expired_values_stays(tmp_path: Path) -> None:
             assert len(partition.rows(family)) == 1
 
 
-def test_expired_rows_go_bit_by_bit_but_never_those_of_keys_at_hand(
+def test_expired_rows_are_swept_gradually_except_for_current_keys(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(expiry, "SWEPT_ROWS", 125)
@@ -169,7 +169,7 @@ def test_a_sweep_reads_no_more_rows_however_many_a_key_group_has(
     assert {key for key, _ in partition.rows("value")} == set(alive)
 
 
-def test_what_deleted_variables_held_goes_bit_by_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_state_of_deleted_variables_is_swept_gradually(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(expiry, "SWEPT_ROWS", 30)
     variables = Variables((None, None, None))
     partition = LocalPartition(tmp_path, variables.init)
@@ -191,7 +191,7 @@ def test_what_deleted_variables_held_goes_bit_by_bit(tmp_path: Path, monkeypatch
     assert len(partition.rows("value")) == 50
 
 
-def test_a_variable_that_was_deleted_begins_anew(tmp_path: Path) -> None:
+def test_redeclared_variable_begins_empty(tmp_path: Path) -> None:
     variables = Variables((None, None, None))
     partition = LocalPartition(tmp_path, variables.init, "processingtime")
 

@@ -80,7 +80,7 @@ def test_running_totals_in_every_form(
     assert in_order(stored(run, "totals")) == in_order(expected)
 
 
-def test_a_task_freezes_what_there_is_unless_somebody_has_and_counts_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_task_freezes_live_objects_once_unless_already_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
     """To count frozen objects takes 10 ms in a worker process, and a task no longer than 100 ms."""
     monkeypatch.setattr(process_task, "_frozen_by", "nobody")
     count, counts = gc.get_freeze_count, list[int]()

@@ -196,7 +196,7 @@ def test_a_variable_called_timers_comes_and_goes_beside_the_timers(tmp_path: Pat
     assert gone.timers == plain.timers and [v.kind for v in gone.in_use] == ["timers"]
 
 
-def test_a_text_stands_for_the_only_field(tmp_path: Path) -> None:
+def test_string_is_accepted_for_the_only_field(tmp_path: Path) -> None:
     def init(handle: Any) -> None:
         held["value"] = handle.getValueState("value", "x STRING")
         held["list"] = handle.getListState("list", "x STRING")
@@ -218,7 +218,7 @@ def test_a_text_stands_for_the_only_field(tmp_path: Path) -> None:
     LocalPartition(tmp_path, init).handle([KEY], use)
 
 
-def test_a_field_that_is_not_nullable_takes_a_null_all_the_same(tmp_path: Path) -> None:
+def test_non_nullable_field_accepts_a_null(tmp_path: Path) -> None:
     """A later schema may add fields, which are null in what was stored before."""
 
     def init(handle: Any) -> None:

@@ -266,7 +266,7 @@ def test_state_expires() -> None:
     assert tester.test("ann", rows("a")) == [Row(key="ann", n=1)]
 
 
-def test_what_has_expired_is_removed_by_any_batch_and_not_by_the_first_alone() -> None:
+def test_expired_state_is_removed_by_any_batch() -> None:
     """The key is not handled again, so only a sweep can remove its rows."""
     tester = ProcessorTester(Visits(ttl_ms=100), timeMode="processingtime")
 

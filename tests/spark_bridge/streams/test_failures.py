@@ -251,7 +251,7 @@ def test_foreach_batch_that_looks_at_one_row_first(totals: Totals, client: Query
 
 
 @pytest.mark.parametrize("consumed", ["nothing", "part"])
-def test_foreach_batch_that_runs_only_part_of_the_plan_fails_clearly_and_can_be_repaired(
+def test_foreach_batch_that_runs_part_of_the_plan_fails_and_can_be_repaired(
     totals: Totals, client: QueryableStateClient, consumed: str
 ) -> None:
     """Spark commits the batch nevertheless. The next batch must not continue from state that lacks partitions."""

@@ -41,7 +41,7 @@ def totals_of(stream: Stream) -> Any:
 
 
 @pytest.mark.spark42
-def test_a_batch_reads_its_version_again_though_the_other_query_went_on(make_stream: Callable[..., Stream]) -> None:
+def test_repeated_batch_reads_its_recorded_version(make_stream: Callable[..., Stream]) -> None:
     looked_up, stream = make_stream(), make_stream("k long, w double")
     looked_up.add([(k, 1.0) for k in range(10)])
     query = totals_of(looked_up)
@@ -163,10 +163,8 @@ def dying(strikes: Path) -> Callable[[Iterator[Any]], Iterator[Any]]:
     return run
 
 
-@pytest.mark.thorough  # the usual run has test_a_batch_reads_its_version_again_though_the_other_query_went_on
-def test_every_attempt_gives_what_the_recorded_version_says_whatever_dies(
-    make_stream: Callable[..., Stream], tmp_path: Path
-) -> None:
+@pytest.mark.thorough  # the usual run has test_repeated_batch_reads_its_recorded_version
+def test_every_attempt_reads_the_recorded_version(make_stream: Callable[..., Stream], tmp_path: Path) -> None:
     """Sinks fail, and hosts, the coordinator, executors and their Python workers are killed while the looked-up query
     runs.
     """

@@ -273,7 +273,7 @@ def test_another_program_is_refused_with_the_differences(saved: Saved, tmp_path:
         assert sorted(p for p in tmp_path.rglob("*") if "statestore" in p.parts) == before
 
 
-def test_some_of_the_operators_go_on_in_a_program_that_has_only_those(
+def test_savepoint_is_restored_into_a_program_with_fewer_operators(
     saved: Saved, client: QueryableStateClient, tmp_path: Path
 ) -> None:
     checkpoint = tmp_path / "ck"

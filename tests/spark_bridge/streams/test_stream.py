@@ -194,7 +194,7 @@ def test_negative_zero_and_nan_are_one_key_each(
     assert client.get_many("floats", [0.0, -0.0, nan])["n"].to_pylist() == [3, 3, 3]
 
 
-def test_a_restarted_query_goes_on_from_its_checkpoint(stream: Stream, client: QueryableStateClient) -> None:
+def test_restarted_query_continues_from_its_checkpoint(stream: Stream, client: QueryableStateClient) -> None:
     expected: dict[int, float] = defaultdict(float)
     for round_ in range(3):
         for _ in range(2):

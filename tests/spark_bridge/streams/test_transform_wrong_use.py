@@ -138,7 +138,7 @@ def test_a_batch_dataframe_has_no_state(spark: Any) -> None:
         transform_with_state(spark.range(3), "id", Counts(), OUTPUT, operator="o")
 
 
-def test_columns_that_cannot_be_told_apart(typed: Stream) -> None:
+def test_ambiguous_columns_are_rejected(typed: Stream) -> None:
     twice = typed.read().select("k", "s", F.col("k").alias("s"))
     with pytest.raises(InvalidOperatorError, match="several columns named 's'"):
         transform_with_state(twice, "k", Counts(), OUTPUT, operator="o")
@@ -165,7 +165,7 @@ def test_the_processor_itself_is_left_as_it_is(typed: Stream) -> None:
     assert vars(processor) == {}
 
 
-def test_event_time_goes_on_under_another_name(typed: Stream) -> None:
+def test_event_time_survives_a_rename(typed: Stream) -> None:
     marked = typed.read().withWatermark("t", "10 seconds")
     arguments: dict[str, Any] = {"operator": "o", "time_mode": "eventTime"}
     output = "k long, at timestamp, n long"

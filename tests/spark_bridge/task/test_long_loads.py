@@ -197,7 +197,7 @@ def test_a_load_that_does_not_advance_ends_with_what_was_loaded_and_is_shared_by
     assert len(loads.world.read) == VERSIONS and set(loads.world.read.values()) == {1}
 
 
-def test_a_failed_load_is_told_once_and_gone_on_with(loads: Loads) -> None:
+def test_failed_load_is_reported_once_and_resumed(loads: Loads) -> None:
     def sleep() -> None:
         if loads.progress().files < 4:
             loads.let_through(1)
@@ -219,7 +219,7 @@ def test_a_failed_load_is_told_once_and_gone_on_with(loads: Loads) -> None:
     assert max(before.values()) == 1 and sum((loads.world.read - before).values()) == VERSIONS - 4
 
 
-def test_a_load_that_nobody_waits_for_ends_and_what_it_has_loaded_goes_later(loads: Loads) -> None:
+def test_abandoned_load_ends_and_its_files_are_removed_later(loads: Loads) -> None:
     assert loads.host.open(task(VERSIONS)).loading is not None  # and the task dies
     loads.let_through(3)
     loads.clock.now += ABANDONED_SECONDS + 1
@@ -236,7 +236,7 @@ def test_a_load_that_nobody_waits_for_ends_and_what_it_has_loaded_goes_later(loa
     assert value(loads.opened()) == LAST
 
 
-def test_a_new_attempt_goes_on_with_a_load_that_nobody_waited_for(loads: Loads) -> None:
+def test_new_attempt_resumes_an_abandoned_load(loads: Loads) -> None:
     assert loads.host.open(task(VERSIONS)).loading is not None
     loads.let_through(3)
     loads.clock.now += ABANDONED_SECONDS + 1
@@ -280,7 +280,7 @@ def test_a_load_of_a_run_that_is_over_ends_and_leaves_nothing(loads: Loads) -> N
     assert not list(loads.tmp_path.glob("local0b/*/run1/**/engine"))
 
 
-def test_what_hangs_in_one_partition_holds_up_nothing_else(loads: Loads) -> None:
+def test_hanging_partition_does_not_block_others(loads: Loads) -> None:
     assert loads.host.open(task(VERSIONS)).loading is not None
     assert loads.world.arrived.acquire(timeout=PATIENCE)
     done: list[str] = []

@@ -270,7 +270,7 @@ CALLS = {"exchanges": exchange, "puts": put, "actions": action, "other calls": o
 
 @pytest.mark.parametrize("call", CALLS)
 @ROUNDS
-def test_whatever_is_called_is_answered_or_refused(served, call, rounds, caplog):
+def test_every_call_is_answered_or_rejected(served, call, rounds, caplog):
     rng = random.Random(f"{call} {rounds}")
 
     def round_of(count: int) -> None:
@@ -311,7 +311,7 @@ def test_no_token_no_answer(served, call):
 
 
 @ROUNDS
-def test_bytes_that_are_no_http2_end_a_connection(served, rounds):
+def test_non_http2_bytes_end_a_connection(served, rounds):
     rng = random.Random(rounds)
     served.still_answers()
     before = served.figures()

@@ -153,7 +153,7 @@ def test_only_hosts_of_calls_that_wait_for_long_are_probed(monkeypatch: pytest.M
             listener.accept()
 
 
-def test_one_probe_without_an_answer_gives_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_unanswered_probe_does_not_end_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     given_up: list[tuple[str, int]] = []
     monkeypatch.setattr(flight_client, "shut_down_connections", given_up.append)
     hosts = SilentHosts()

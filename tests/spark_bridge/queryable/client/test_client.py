@@ -158,9 +158,7 @@ def test_lists_and_maps_of_more_keys_than_a_host_allows(tmp_path: Path) -> None:
     flow.close()
 
 
-def test_what_was_answered_before_a_limit_is_not_asked_for_again(
-    filled: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_answers_before_a_limit_are_not_requested_again(filled: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     """And columns are in chunks, as all of one may be more than an Arrow array can have."""
     monkeypatch.setattr("spark_bridge.queryable.client.lookups.KEYS_PER_REQUEST", 80)
     client = filled.client(direct=True)
@@ -293,7 +291,7 @@ def test_addresses() -> None:
             addresses_of(wrong)
 
 
-def test_nobody_answers_is_a_timeout_that_names_the_last_failure() -> None:
+def test_silence_is_a_timeout_that_names_the_last_failure() -> None:
     with QueryableStateClient.connect(address="127.0.0.1:1", token=TOKEN, timeout=0.3) as client:
         failure = r"HostUnavailableError.*127\.0\.0\.1:1"
         with pytest.raises(QueryTimeoutError, match=rf"get\('totals', 1\).*within 0\.3 s.*{failure}"):
@@ -350,7 +348,7 @@ def test_a_killed_host_makes_answers_slower_and_not_wrong(cluster: Callable[...,
 
 
 @pytest.mark.parametrize("given", [(0, 1), (0,)])
-def test_a_client_goes_on_with_another_proxy(cluster: Callable[..., Cluster], given: tuple[int, ...]) -> None:
+def test_client_fails_over_to_another_proxy(cluster: Callable[..., Cluster], given: tuple[int, ...]) -> None:
     """With another given proxy, or with one that the first one has named; a restarted host has another address."""
     c = cluster()
     c.batch(NAMES)
@@ -430,7 +428,7 @@ def test_no_answer_is_older_than_one_before(cluster: Callable[..., Cluster]) -> 
         assert client.get("totals", 0)["n"] == n
 
 
-def test_locations_are_refreshed_behind_the_back_of_lookups(
+def test_locations_are_refreshed_in_the_background(
     cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     c = cluster()
@@ -461,9 +459,7 @@ def test_a_client_that_asks_the_coordinator_finds_all_hosts(filled: Cluster) -> 
             client.get("nothing", 5)
 
 
-def test_who_has_little_time_waits_for_the_coordinator_no_longer(
-    filled: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_short_timeout_bounds_the_wait_for_the_coordinator(filled: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("spark_bridge.queryable.client.discovery.DISCOVERY_SECONDS", 2 * PATIENCE)
     given: list[float] = []
 
@@ -511,7 +507,7 @@ def test_many_threads_share_a_client(filled: Cluster) -> None:
     assert not failures
 
 
-def test_a_process_that_forks_goes_on_with_its_client(filled: Cluster) -> None:
+def test_forked_process_keeps_using_its_client(filled: Cluster) -> None:
     """Parent and child use one client object, each with its own connections."""
     code = f"""
 import os

@@ -78,7 +78,7 @@ def test_keys_of_several_partitions_come_in_any_order(make, backend):
             assert w.lookup(asked) == (1, [key if key in KEYS else None for key in asked])
 
 
-def test_what_is_completed_is_read_before_anything_of_it_is_applied(make):
+def test_completed_version_is_read_before_it_is_applied(make):
     w = make()
     w.batch(filled(1))
     w.write(filled(2))
@@ -91,7 +91,7 @@ def test_what_is_completed_is_read_before_anything_of_it_is_applied(make):
     assert w.one(3) == (2, 2)
 
 
-def test_a_version_that_others_know_of_is_asked_for_at_once_and_once_for_all(make):
+def test_version_known_to_others_is_requested_at_once_and_once(make):
     w = make()
     w.batch(filled(1))
     w.write(filled(2))
@@ -243,7 +243,7 @@ def test_values_come_in_the_order_asked_whatever_is_asked(make):
     assert w.lookup(in_order) == (1, [k if k % 2 == 0 else None for k in in_order])
 
 
-def test_what_is_no_key_is_refused(make):
+def test_invalid_key_bytes_are_rejected(make):
     w = make()
     w.batch(filled(1))
     read = w.reads[0]
@@ -264,7 +264,7 @@ def test_what_is_no_key_is_refused(make):
         read.lookup(LookupRequest(w.run, "x"), stored([1]))
 
 
-def test_who_waits_for_a_version_is_woken_by_it(make, monkeypatch):
+def test_waiter_is_woken_by_its_version(make, monkeypatch):
     monkeypatch.setattr(answer_version, "ASK_COORDINATOR_SECONDS", HANG)
     w = make()
     read = w.reads[0]
@@ -283,7 +283,7 @@ def test_who_waits_for_a_version_is_woken_by_it(make, monkeypatch):
     assert found == [2]
 
 
-def test_a_host_without_any_partition_hears_of_versions_too(make, monkeypatch):
+def test_host_without_partitions_learns_of_versions(make, monkeypatch):
     monkeypatch.setattr(answer_version, "ASK_COORDINATOR_SECONDS", 0.1)
     w = make(hosts=2, n=1)
     w.batch(filled(1))
@@ -297,7 +297,7 @@ def test_a_host_without_any_partition_hears_of_versions_too(make, monkeypatch):
     assert read.describe("op", None)["operators"][0]["held"] == []
 
 
-def test_one_of_those_who_wait_asks_for_all_and_all_hear_of_the_end(make, monkeypatch):
+def test_one_waiter_asks_for_all_and_all_learn_of_the_end(make, monkeypatch):
     monkeypatch.setattr(answer_version, "ASK_COORDINATOR_SECONDS", 0.1)
     w = make()
     w.batch(filled(1))
@@ -330,7 +330,7 @@ def test_one_of_those_who_wait_asks_for_all_and_all_hear_of_the_end(make, monkey
     assert time.monotonic() - begun < PATIENCE
 
 
-def test_a_host_whose_partitions_have_left_hears_of_versions_by_its_heartbeat(make):
+def test_host_whose_partitions_moved_learns_of_versions_by_heartbeat(make):
     w = make()
     w.batch(filled(1))
     w.write(filled(2))

@@ -222,7 +222,7 @@ def test_changes_that_are_not_there_are_refused(flow):
         asked.changes(3, 2, "total")
 
 
-def test_who_watches_a_running_query_loads_no_state(tmp_path, monkeypatch):
+def test_watch_of_a_running_query_loads_no_state(tmp_path, monkeypatch):
     f = Flow(tmp_path, n=2)
     asked = Asked(f)
     copies: list[int] = []
@@ -265,7 +265,7 @@ def test_who_watches_a_running_query_loads_no_state(tmp_path, monkeypatch):
 # -- what expires --------------------------------------------------------------------------------
 
 
-def test_what_has_expired_is_no_row(tmp_path):
+def test_expired_state_has_no_row(tmp_path):
     f = Flow(tmp_path, Expiring, n=1)
 
     def write(n: int) -> Any:
@@ -380,7 +380,7 @@ def ask(keys: list[str]) -> pa.BinaryArray:
     return stored([(k,) for k in keys], pa.schema([BY_WINDOW.field("k")]))
 
 
-def test_after_a_reload_windows_are_looked_for_anew(tmp_path):
+def test_windows_are_searched_again_after_a_reload(tmp_path):
     q, logic, rows = windowed(tmp_path, BY_WINDOW)
     asked = Asked(q)
     q.process(logic, BY_WINDOW.names, batch_of(rows, [((0, 10), "a", 1.0)]))

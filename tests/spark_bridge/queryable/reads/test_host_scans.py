@@ -117,7 +117,7 @@ def test_comparisons_limits_and_columns(make):
             table(w, **wrong)
 
 
-def test_counting_takes_no_scan_where_the_number_of_keys_is_at_hand(make, monkeypatch):
+def test_count_needs_no_scan_if_the_number_of_keys_is_known(make, monkeypatch):
     w = make()
     w.batch(filled(1))
     w.batch({100: 1, 3: None})

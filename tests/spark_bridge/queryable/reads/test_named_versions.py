@@ -35,7 +35,7 @@ def test_every_retained_version_can_be_read_from_memory_or_storage(make, backend
         w.scan(exactly(1, held_only=True))
 
 
-def test_a_named_version_is_what_its_manifest_names_and_not_what_this_host_has_made_of_it(make):
+def test_named_version_comes_from_its_manifest_not_from_local_state(make):
     w = make(hosts=2, n=4)
     w.batch(filled(1))
     owners = [o.host_id for o in w.reads[0].locate("op", None).owners]

@@ -64,7 +64,7 @@ def test_a_host_that_misses_every_message_answers_from_the_batch_that_spark_has_
     assert w.scan() == (3, filled(3))
 
 
-def test_of_several_hosts_each_finds_out_for_itself(make):
+def test_each_host_detects_a_missed_commit_itself(make):
     w = make(hosts=3, n=6)
     for version in (1, 2):
         committed_unheard(w, version)
@@ -72,7 +72,7 @@ def test_of_several_hosts_each_finds_out_for_itself(make):
             assert w.scan(i=i)[0] == version
 
 
-def test_a_host_that_begins_anew_does_not_begin_behind_spark(make):
+def test_restarted_host_is_not_behind_spark(make):
     """Its predecessor had accepted the version. Neither the host nor the coordinator knows of the commit."""
     w = make()
     w.batch(filled(1))
@@ -85,7 +85,7 @@ def test_a_host_that_begins_anew_does_not_begin_behind_spark(make):
 
 
 @pytest.mark.parametrize("has_coordinator_restarted", [False, True])
-def test_a_host_that_begins_anew_within_a_batch_does_not_stay_behind_spark(make, has_coordinator_restarted):
+def test_host_restarted_within_a_batch_does_not_stay_behind_spark(make, has_coordinator_restarted):
     """Its predecessor had accepted changes. The host itself accepts none, so it is not notified of the commit."""
     w = make(hosts=2)
     w.batch(filled(1))
@@ -133,7 +133,7 @@ class Silence:
         return call
 
 
-def test_a_host_without_a_lease_answers_until_spark_has_gone_on_without_it(make):
+def test_host_without_a_lease_answers_until_spark_continues_without_it(make):
     """Its network is cut: it receives no message, and other hosts own its partitions."""
     w = make()
     w.batch(filled(1))
@@ -151,7 +151,7 @@ def test_a_host_without_a_lease_answers_until_spark_has_gone_on_without_it(make)
             read(w)
 
 
-def test_storage_is_looked_at_only_while_a_commit_may_be_missing(make):
+def test_commit_log_is_read_only_while_a_commit_may_be_missing(make):
     w = make()
     w.batch(filled(1))
     paths = looked(w)
@@ -177,7 +177,7 @@ def test_storage_is_looked_at_only_while_a_commit_may_be_missing(make):
     assert paths == [], "the version is known to be completed"
 
 
-def test_a_host_that_was_given_up_meanwhile_is_not_behind_spark(make):
+def test_host_declared_dead_is_not_behind_spark(make):
     """A task of the batch has opened a partition at it, and another host has made the changes."""
     w = make(hosts=2, n=4)
     w.batch(filled(1))
@@ -201,7 +201,7 @@ def test_a_host_that_was_given_up_meanwhile_is_not_behind_spark(make):
 
 
 @pytest.mark.parametrize("heartbeats", [1, 2, 3])
-def test_a_host_that_was_given_up_and_is_known_again_is_not_behind_spark(make, heartbeats):
+def test_host_declared_dead_and_registered_again_is_not_behind_spark(make, heartbeats):
     """Other hosts have made a version since, and the coordinator does not know yet that Spark has committed it."""
     w = make(hosts=2, n=4)
     w.batch(filled(1))
@@ -223,7 +223,7 @@ def test_a_host_that_was_given_up_and_is_known_again_is_not_behind_spark(make, h
     lost.close()
 
 
-def test_a_host_that_is_known_again_is_sure_once_it_has_a_part_in_a_version(make):
+def test_reregistered_host_is_current_once_it_takes_part_in_a_version(make):
     w = make()
     w.batch(filled(1))
     paths = looked(w)
@@ -253,7 +253,7 @@ def test_a_part_in_a_version_that_was_sent_before_a_host_registered_again_makes_
     assert paths == ["commits/2"], "another host may have made the next version"
 
 
-def test_of_a_query_that_has_ended_nobody_makes_a_version(make):
+def test_ended_query_gets_no_new_version(make):
     w = make()
     w.batch(filled(1))
     w.hosts[0].held.note_ended([w.run])
@@ -291,7 +291,7 @@ def test_a_host_that_a_duplicate_attempt_has_opened_is_not_behind_spark(make, n,
     lost.close()
 
 
-def test_one_look_serves_all_who_wait_for_it(make):
+def test_one_read_of_the_commit_log_serves_all_waiters(make):
     w = make()
     w.batch(filled(1))
     w.write(filled(2))
@@ -355,7 +355,7 @@ def test_an_error_of_storage_is_an_error_and_the_next_reader_looks_again(make):
     assert w.one(3) == (2, 2)
 
 
-def test_a_look_is_paced(make, monkeypatch):
+def test_reads_of_the_commit_log_are_paced(make, monkeypatch):
     monkeypatch.setattr(versions, "PREPARED_LOOK_SECONDS", HANG)
     w = make()
     w.batch(filled(1))

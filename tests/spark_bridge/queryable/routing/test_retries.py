@@ -65,7 +65,7 @@ def attempts(clock: Time, seconds: float = 10.0, **changes: Any) -> Attempts:
 
 
 @pytest.mark.parametrize("kind", [*HELPED, *BUSY])
-def test_what_may_pass_is_tried_again(kind: type[Exception]) -> None:
+def test_transient_errors_are_retried(kind: type[Exception]) -> None:
     clock, relocated = Time(), []
     failures = [kind("no"), kind("no"), kind("no")]
 
@@ -81,7 +81,7 @@ def test_what_may_pass_is_tried_again(kind: type[Exception]) -> None:
 
 
 @pytest.mark.parametrize("kind", FINAL)
-def test_what_does_not_pass_is_raised_at_once(kind: type[Exception]) -> None:
+def test_permanent_errors_are_raised_at_once(kind: type[Exception]) -> None:
     clock = Time()
 
     def call() -> None:
@@ -108,7 +108,7 @@ def test_a_query_that_ended_is_waited_for_by_those_who_have_had_answers(kind: ty
     assert sum(clock.slept) > 9, "it may come back until the deadline"
 
 
-def test_in_the_end_it_is_said_what_was_asked_how_long_and_what_failed_last() -> None:
+def test_final_error_has_the_request_duration_and_last_failure() -> None:
     clock = Time()
 
     def call() -> None:

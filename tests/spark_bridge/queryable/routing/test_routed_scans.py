@@ -172,7 +172,7 @@ def relayed(memory: Memory, stack: ExitStack) -> tuple[list[Relay], OperatorLoca
 
 
 @pytest.mark.parametrize("seed", range(effort(3, 8)))
-def test_a_scan_goes_on_where_a_broken_stream_ended(seed: int, connections: KvConnections) -> None:
+def test_scan_resumes_where_a_broken_stream_ended(seed: int, connections: KvConnections) -> None:
     rng = random.Random(seed)
     with ExitStack() as stack:
         memory = Memory([Partitioned(rng) for _ in range(3)])
@@ -212,7 +212,7 @@ def test_a_scan_goes_on_where_a_broken_stream_ended(seed: int, connections: KvCo
             assert errors, "nothing has broken"
 
 
-def test_a_scan_goes_on_at_the_new_owners_of_a_dead_host(tmp_path: Path, connections: KvConnections) -> None:
+def test_scan_resumes_at_the_new_owners_of_a_dead_host(tmp_path: Path, connections: KvConnections) -> None:
     cluster = Cluster(tmp_path, hosts=2, partitions=6)
     users = 60_000
     cluster.batch(dict.fromkeys(range(users), (1, "a" * 50)))
@@ -244,7 +244,7 @@ def test_a_scan_goes_on_at_the_new_owners_of_a_dead_host(tmp_path: Path, connect
         assert moves and {o.host_id for o in located(cluster).owners} == {"h0"}
 
 
-def test_what_cannot_be_resumed_is_an_error(connections: KvConnections) -> None:
+def test_unresumable_scan_is_an_error(connections: KvConnections) -> None:
     with ExitStack() as stack:
         memory = Memory([Partitioned(random.Random(1)) for _ in range(2)])
         stack.callback(memory.close)

@@ -39,7 +39,7 @@ from tests.spark_bridge.queryable.routing.router_world import (
 from tests.spark_bridge.queryable.routing.slow_hosts import Lagging, Memory
 
 
-def test_hosts_that_hear_of_a_version_at_different_times_give_one_answer(
+def test_hosts_with_different_latest_versions_give_one_answer(
     cluster: Cluster, router: StateRouter, connections: KvConnections
 ) -> None:
     location = located(cluster)
@@ -61,7 +61,7 @@ def test_hosts_that_hear_of_a_version_at_different_times_give_one_answer(
         assert router.completed_version(cluster.run) == answer.version
 
 
-def test_at_most_one_more_question_levels_the_versions(cluster: Cluster, connections: KvConnections) -> None:
+def test_one_more_request_at_most_aligns_the_versions(cluster: Cluster, connections: KvConnections) -> None:
     router, other = StateRouter(connections), StateRouter(connections)
     location = located(cluster)
     cluster.batch(dict.fromkeys(range(1000), (2, "b")), complete=False)
@@ -101,7 +101,7 @@ def test_a_named_version_and_the_latest_one(cluster: Cluster, router: StateRoute
     assert router.completed_version(cluster.run) <= 3
 
 
-def test_one_version_though_hosts_are_far_apart_and_versions_never_rest(connections: KvConnections) -> None:
+def test_answer_has_one_version_while_versions_advance_on_distant_hosts(connections: KvConnections) -> None:
     coordinator = [1]
     reads = [Lagging(coordinator) for _ in range(3)]
     memory = Memory(reads)
@@ -203,7 +203,7 @@ class Racing(Lagging):
 
 
 @pytest.mark.parametrize("races", [2, 100])
-def test_parts_that_take_long_begin_anew_rather_than_read_storage(
+def test_slow_parts_restart_instead_of_reading_storage(
     connections: KvConnections, monkeypatch: pytest.MonkeyPatch, races: int
 ) -> None:
     keys = stored(range(35))
@@ -242,7 +242,7 @@ def test_parts_that_take_long_begin_anew_rather_than_read_storage(
             memory.close()
 
 
-def test_who_asks_for_the_completed_version_is_told_of_none_that_a_host_does_not_know(
+def test_completed_read_never_names_a_version_unknown_to_a_host(
     connections: KvConnections, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The coordinator does not answer the host that lags. The client may repeat the request."""
@@ -284,7 +284,7 @@ def test_who_asks_for_the_completed_version_is_told_of_none_that_a_host_does_not
         memory.close()
 
 
-def test_a_completed_scan_is_of_no_version_that_a_host_has_made_up(connections: KvConnections) -> None:
+def test_completed_scan_never_uses_an_invented_version(connections: KvConnections) -> None:
     class Ignorant(Lagging):
         """Does not know the run, and cannot reach the coordinator."""
 

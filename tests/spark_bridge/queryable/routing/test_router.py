@@ -104,7 +104,7 @@ def test_rows_of_keys_name_the_position_among_all_keys(cluster: Cluster, router:
     assert (list(answer.batches), answer.schema.names[0]) == ([], "position")
 
 
-def test_what_is_no_stored_key(cluster: Cluster, connections: KvConnections) -> None:
+def test_invalid_stored_keys_are_rejected(cluster: Cluster, connections: KvConnections) -> None:
     router = StateRouter(connections)
     location = located(cluster)
     for wrong in (b"", b"\x00", b"\xff\xff123"):

@@ -161,7 +161,7 @@ def test_an_expired_token_is_refused(cluster: Cluster) -> None:
         cluster.connect(token)
 
 
-def test_a_host_that_does_not_know_yet_what_is_revoked_says_so(cluster: Cluster) -> None:
+def test_host_without_a_revocation_list_says_so(cluster: Cluster) -> None:
     token = cluster.tokens.issue_token("dashboard")
     assert not cluster.verifier.verify(SECRET).read_only
     with pytest.raises(HostUnavailableError, match="ask again soon"):

@@ -247,7 +247,7 @@ def no_more(now: tuple[int, ...], before: tuple[int, ...]) -> bool:
 
 @pytest.mark.parametrize("kind", KINDS)
 @ROUNDS
-def test_whatever_is_sent_is_answered_or_refused(server, kind, rounds):
+def test_every_request_is_answered_or_rejected(server, kind, rounds):
     made, reads = server
     say(made, HELLO)
     before = figures(made, reads)

@@ -30,7 +30,7 @@ from tests.spark_bridge.queryable.memory_reads import eventually
         {"max_buffered_bytes": 1 << 20},
     ],
 )
-def test_limits_under_which_nothing_works_are_refused(given):
+def test_unusable_limits_are_rejected(given):
     with pytest.raises(InvalidStateStoreArgument, match=next(iter(given))):
         RequestLimits(**given)
 
@@ -40,7 +40,7 @@ def test_limits_have_defaults_and_take_whole_seconds():
     assert RequestLimits(scan_seconds=5).scan_seconds == 5
 
 
-def test_who_came_first_is_served_first():
+def test_requests_are_served_in_order_of_arrival():
     limiter = AdmissionLimiter(1, "lookups")
     limiter.acquire(0)
     order = []
@@ -144,7 +144,7 @@ def test_one_after_the_other_until_patience_ends():
         thread.join()
 
 
-def test_one_who_stays_keeps_only_one_other_waiting():
+def test_long_holder_blocks_only_one_waiter():
     slot, may_end = ComputeSlot(patience=HANG), threading.Event()
 
     def stay() -> None:

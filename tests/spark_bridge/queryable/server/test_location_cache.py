@@ -14,7 +14,7 @@ from tests.spark_bridge.queryable.memory_reads import eventually
 from tests.spark_bridge.queryable.server.oracle_source import Source, oracle_of
 
 
-def test_an_oracle_in_use_is_looked_at_again_aside_from_its_users() -> None:
+def test_oracle_in_use_is_refreshed_in_the_background() -> None:
     now = [100.0]
     source = Source()
     source.running["q1"] = oracle_of("r1", "ip:1")
@@ -40,7 +40,7 @@ def test_an_oracle_in_use_is_looked_at_again_aside_from_its_users() -> None:
         oracles.stop()
 
 
-def test_oracles_that_are_started_again_are_looked_at_again() -> None:
+def test_restarted_oracles_are_refreshed() -> None:
     now = [100.0]
     source = Source()
     source.running["q1"] = oracle_of("r1")
@@ -57,7 +57,7 @@ def test_oracles_that_are_started_again_are_looked_at_again() -> None:
         oracles.stop()
 
 
-def test_many_who_find_an_oracle_wrong_fetch_it_once() -> None:
+def test_concurrent_users_of_a_stale_oracle_fetch_it_once() -> None:
     now = [100.0]
     source = Source()
     source.running["q1"] = oracle_of("r1")
@@ -75,7 +75,7 @@ def test_many_who_find_an_oracle_wrong_fetch_it_once() -> None:
     assert source.fetched == 2
 
 
-def test_what_the_coordinator_says_of_a_query_that_is_not_there() -> None:
+def test_unknown_query_gives_the_coordinators_error() -> None:
     now = [100.0]
     source = Source()
     source.running["q1"] = oracle_of("r1")

@@ -108,7 +108,7 @@ def test_large_batches_are_sent_in_frames_of_bounded_size():
         assert pa.ipc.open_stream(b"".join(bodies)).read_all().equals(pa.Table.from_batches([batch]))
 
 
-def test_a_scan_that_finds_nothing_for_long_says_that_it_is_at_work(monkeypatch):
+def test_scan_without_matches_sends_empty_replies(monkeypatch):
     now = 1000.0
 
     class Slow(MemoryReads):
@@ -237,7 +237,7 @@ def test_a_frame_that_is_too_large_is_refused_unread():
                 assert client.is_closed()
 
 
-def test_who_still_sends_reads_why_it_was_refused():
+def test_client_that_still_sends_can_read_the_error():
     with serving(max_request_bytes=10_000) as (server, _), client_of(server) as client:
         client.socket.sendall(frame_bytes(LOOKUP, b"x" * (8 << 20)))
         failed_with(client.hear()[0], "RequestLimitError")
@@ -301,7 +301,7 @@ def test_an_answer_that_is_too_large_is_refused():
         assert unpack_bytes(client.ask(LOOKUP, keys(b"other", b"other"))[1]).to_pylist() == [None, None]
 
 
-def test_errors_of_ours_travel_and_others_say_nothing(caplog):
+def test_own_errors_are_sent_and_others_are_hidden(caplog):
     with serving() as (server, _), client_of(server) as client:
         assert "'nothing'" in failed_with(client.ask(LocateOperatorRequest("nothing"))[0], "UnknownOperatorError")
         # of a host that a proxy asked: not the end of this connection
@@ -394,7 +394,7 @@ def test_the_version_asked_for_reaches_the_store():
         assert not isinstance(reply, Failure)
 
 
-def test_the_port_goes_on_after_any_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_port_stays_open_after_any_error(monkeypatch: pytest.MonkeyPatch) -> None:
     accept, errors = KvStateServer._accept_one, [KeyError("a"), MemoryError("no more threads")]
 
     def failing(self: KvStateServer, *args: Any) -> None:

@@ -57,7 +57,7 @@ def test_no_token_no_answer(sent):
         assert server.statistics.snapshot()[""]["hello"]["failures"] == 1
 
 
-def test_who_says_nothing_is_sent_away(monkeypatch):
+def test_silent_connection_is_closed(monkeypatch):
     monkeypatch.setattr(server_module, "HELLO_SECONDS", 0.1)
     with serving() as (server, _):
         for sent in (b"", b"\x10", frame_bytes(Hello(PROTOCOL, "right-token"))[:-1]):

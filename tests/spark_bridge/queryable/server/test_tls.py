@@ -167,7 +167,7 @@ def test_the_remedies_of_connections_work(files: Files) -> None:
             assert ask_query(address, remedied)
 
 
-def test_flight_with_tls_needs_to_be_told_whom_to_trust() -> None:
+def test_flight_with_tls_needs_a_trusted_authority() -> None:
     with pytest.raises(TlsError, match="which certificates to trust"):
         HostClient("grpc+tls://127.0.0.1:1", SECRET)
 

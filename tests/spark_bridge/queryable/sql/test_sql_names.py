@@ -95,7 +95,7 @@ def test_tables_by_all_their_names(statement: str, rows: list[tuple[Any, ...]]) 
     assert sql(several(), statement).fetchall() == rows
 
 
-def test_unclear_and_unknown_names_say_what_there_is() -> None:
+def test_ambiguous_and_unknown_names_list_the_candidates() -> None:
     with pytest.raises(
         UnknownOperatorError, match=r"users can be any of \"my\.q\"\.users, clicks\.users; write which one"
     ):
