@@ -290,7 +290,7 @@ def test_a_follower_survives_every_error(query: Cluster, follower: Follower, mon
         follower.followed.close()
 
 
-def test_answers_say_how_late_a_follower_is(
+def test_answers_carry_the_lag_of_a_follower(
     query: Cluster, follower: Follower, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     follower.look()

@@ -143,7 +143,7 @@ class Context:
 
 
 @pytest.mark.parametrize("run_id", ["run-of-other", None])
-def test_a_task_is_a_span_in_the_trace_of_its_batch_or_in_one_of_its_own(
+def test_task_span_is_in_the_trace_of_its_batch_or_a_new_trace(
     cluster: Cluster, endpoints: Endpoints, monkeypatch: pytest.MonkeyPatch, run_id: str | None
 ) -> None:
     monkeypatch.setattr(TaskContext, "get", lambda: Context(run_id))

@@ -116,7 +116,7 @@ def test_result_types_are_arrays_of_the_input_types() -> None:
     ]
 
 
-def test_states_that_have_gone_through_spark_are_merged_as_well() -> None:
+def test_states_that_passed_through_spark_are_merged() -> None:
     berlin, utc = pa.timestamp("us", "Europe/Berlin"), pa.timestamp("us", "UTC")
     latest = Aggregator(
         [Output("v", "collect_list(2)", "v", "ts", TEXT, utc), Output("last", "last", "v", "ts", TEXT, utc)]

@@ -100,7 +100,7 @@ def test_intact_versions_are_shown_and_the_damage_is_named(s: Stream, args: tupl
         assert result.stdout
 
 
-def test_status_has_it_among_the_faults_with_what_to_do(s: Stream) -> None:
+def test_status_lists_the_damage_with_its_remedy(s: Stream) -> None:
     file = damage(s, 2)
     found = json.loads(run("status", "--json", "--checkpoint", where(s), code=1).stdout)
     (fault,) = found["faults"]
@@ -153,7 +153,7 @@ def test_missing_manifest_is_reported_like_a_damaged_one(s: Stream) -> None:
     assert "does not exist, but version 3" in run("scan", "op", "--checkpoint", where(s), code=DAMAGED).stderr
 
 
-def test_verify_goes_on_and_names_both_kinds_of_damage(s: Stream) -> None:
+def test_verify_continues_and_names_both_kinds_of_damage(s: Stream) -> None:
     file = damage(s, 2)
 
     def verified(*args: str, code: int = 1) -> Any:

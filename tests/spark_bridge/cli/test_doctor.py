@@ -42,7 +42,7 @@ class Replacing(CheckpointStorage):
         return FileRef(path, len(data), "")
 
 
-def test_storage_that_replaces_what_should_be_created(tmp_path: Path) -> None:
+def test_storage_without_create_only_writes_fails(tmp_path: Path) -> None:
     found = of(storage_checks(str(tmp_path), {}, open_storage=lambda at, options=None: Replacing.open(at, options)))
     assert found["create-if-absent"].status == "error" and "If-None-Match" in found["create-if-absent"].remedy
     assert list(tmp_path.iterdir()) == []

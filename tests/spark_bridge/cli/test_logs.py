@@ -66,7 +66,7 @@ def test_lost_and_unknown_queries_are_searched_in_the_logs() -> None:
         names_asked(two, None)
 
 
-def test_the_log_of_an_earlier_process_of_an_actor_is_known_by_its_begin() -> None:
+def test_log_of_an_earlier_actor_process_is_found_by_its_first_lines() -> None:
     actor = "StateStoreHost(statestore/host-a1-0 on 192.0.2.2, tasks at port 43019, queries at port 33545)"
     begin = [":job_id:01000000", ":actor_name:StateStoreHost", f":actor_name:{actor.replace('43019', '40679')}"]
     assert is_log_of(actor, begin)

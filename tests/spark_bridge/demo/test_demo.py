@@ -58,7 +58,7 @@ def scratch() -> Iterator[Path]:
 
 
 @pytest.mark.skipif(IS_THOROUGH, reason="the next test does the same and more")
-def test_a_host_is_killed_and_the_state_is_what_pandas_computes(scratch: Path) -> None:
+def test_state_after_a_killed_host_equals_pandas(scratch: Path) -> None:
     said = run_demo(scratch, "--batches", "2", "--kill-host", "--partitions", "3", "--backend", "file")
     assert "batch 2/2" in said and "kill -9" in said
     assert ALL_RIGHT in said

@@ -82,7 +82,7 @@ def begin(pool: Threads, answer: Callable[..., Any] = accepted) -> tuple[Coordin
     return coordinator, Host(coordinator, pool)
 
 
-def test_one_alone_is_sent_at_once(pool):
+def test_single_acknowledgement_is_sent_at_once(pool):
     coordinator, host = begin(pool)
     coordinator.go["run1"].set()
     assert host.acknowledgements.acknowledge(message(3)) == Acknowledged(1, 3)
@@ -111,7 +111,7 @@ def test_those_that_come_while_a_message_is_under_way_go_together(pool):
 
 
 @pytest.mark.parametrize("error", [StorageError("disk full"), HostUnavailableError("gone"), KeyboardInterrupt()])
-def test_an_error_reaches_all_who_wait_for_that_message_and_no_others(pool, error):
+def test_error_reaches_only_the_waiters_of_its_message(pool, error):
     def answer(run: str, messages: Sequence[Acknowledge]) -> Any:
         if messages[0].partition == 1:
             raise error

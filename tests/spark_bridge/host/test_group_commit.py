@@ -128,14 +128,14 @@ def test_all_that_have_opened_the_batch_go_together_at_once(made: Callable[..., 
     assert host.memory.held()[CHANGELOGS] == 0
 
 
-def test_one_that_is_alone_is_a_file_of_its_own_at_once(made: Callable[..., Committing]) -> None:
+def test_single_commit_is_written_to_its_own_file_at_once(made: Callable[..., Committing]) -> None:
     host = made(FOR_EVER)
     host.open(0)
     (ref,) = results([host.commit(0)])
     assert ref.within is None and host.storage.paths == ["run1/1-0"]
 
 
-def test_one_that_does_not_come_is_waited_for_as_long_as_the_option_says(made: Callable[..., Committing]) -> None:
+def test_group_waits_for_a_missing_task_up_to_the_linger(made: Callable[..., Committing]) -> None:
     host = made(SOON)
     host.open(0, 1)
     assert results([host.commit(0)])[0].within is None
@@ -223,7 +223,7 @@ def test_a_batch_does_not_wait_for_the_tasks_of_an_earlier_one_or_of_another_run
     assert results([host.commit(0, version=2)])[0].within is None
 
 
-def test_one_that_opens_again_is_waited_for_again(made: Callable[..., Committing]) -> None:
+def test_reopened_task_is_awaited_again(made: Callable[..., Committing]) -> None:
     host = made(FOR_EVER)
     host.open(0, 1)
     first = host.commit(0)
@@ -237,7 +237,7 @@ def test_one_that_opens_again_is_waited_for_again(made: Callable[..., Committing
 
 
 @pytest.mark.parametrize("is_remote", [True, False])
-def test_one_that_has_let_two_waits_pass_is_waited_for_no_more_until_such_a_one_comes(
+def test_task_that_missed_two_waits_is_not_awaited_until_it_comes(
     made: Callable[..., Committing], is_remote: bool
 ) -> None:
     """As a partition that is being loaded for minutes, or whose task has died."""
@@ -278,7 +278,7 @@ def begun(made: Callable[..., Committing], linger: float) -> Committing:
     return host
 
 
-def test_on_object_storage_those_are_waited_for_that_were_at_work_at_once_in_the_batch_before(
+def test_object_storage_group_waits_for_as_many_tasks_as_ran_in_the_last_batch(
     made: Callable[..., Committing],
 ) -> None:
     host = begun(made, FOR_EVER)
@@ -403,7 +403,7 @@ def test_object_storage_group_stops_waiting_without_arrivals(made: Callable[...,
     assert not host.groups._changed.members  # type: ignore[attr-defined]
 
 
-def test_on_object_storage_a_wait_pays_however_fast_writes_are(
+def test_object_storage_group_waits_even_if_writes_are_fast(
     made: Callable[..., Committing], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(group_commit, "FIRST_WRITE_SECONDS", 0.0)

@@ -136,7 +136,7 @@ def test_a_query_begins_with_its_initial_state(tmp_path, backend):
     ]
 
 
-def test_a_first_batch_that_is_repeated_begins_with_the_initial_state_again(tmp_path):
+def test_repeated_first_batch_begins_with_the_initial_state(tmp_path):
     w = World(tmp_path)
     c = w.coordinator(0)
     h = make_host(w, c, 0, tmp_path)

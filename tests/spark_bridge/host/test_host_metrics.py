@@ -89,7 +89,7 @@ def test_elements_that_limits_have_dropped_are_counted_by_the_last_attempt_at_ea
     host.close()
 
 
-def test_partitions_have_labels_of_their_own_as_long_as_they_are_few(sink: KeptMetrics) -> None:
+def test_few_partitions_have_separate_labels(sink: KeptMetrics) -> None:
     metrics = HostMetrics(sink, RequestStatistics(), RequestCounts(), 0)
     metrics.publish(described(instance(0), instance(1, 30, snapshot=2)), NAMES)
     assert sink.of("statestore_keys") == {("op", "0", "totals"): 10, ("op", "1", "totals"): 30}

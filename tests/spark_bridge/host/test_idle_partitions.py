@@ -124,7 +124,7 @@ def test_an_idle_query_gives_its_write_buffers_to_a_busy_one(
         query.check()
 
 
-def test_an_idle_query_writes_what_it_has_not_written_when_others_need_the_room(
+def test_idle_query_flushes_when_others_need_memory(
     host: tuple[World, Coordinator, Host], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine, "UNWRITTEN_BYTES", MIB)

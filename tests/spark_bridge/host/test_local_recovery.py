@@ -152,7 +152,7 @@ def test_version_that_the_last_run_did_not_complete_is_loaded(
 
 
 @pytest.mark.parametrize("when", [heard, not_heard])
-def test_changes_that_spark_has_not_committed_are_gone(query: Restarts, when: Callable[[Restarts], None]) -> None:
+def test_changes_that_spark_has_not_committed_are_discarded(query: Restarts, when: Callable[[Restarts], None]) -> None:
     query.complete()
     query.batch(is_committed=False)
     assert query.restart() == query.batches
@@ -311,7 +311,7 @@ def test_files_that_are_being_opened_count_in_an_exchange(query: Restarts) -> No
     assert told == [""]
 
 
-def test_what_a_run_before_still_has_open_counts_in_an_exchange(query: Restarts) -> None:
+def test_open_partitions_of_an_earlier_run_count_in_an_exchange(query: Restarts) -> None:
     query.complete()
     old = query.run
     query.restart(2)
@@ -325,7 +325,7 @@ def test_what_a_run_before_still_has_open_counts_in_an_exchange(query: Restarts)
     assert old not in query.directories()
 
 
-def test_what_is_opened_while_a_host_closes_leaves_no_files(query: Restarts) -> None:
+def test_partition_opened_while_a_host_closes_leaves_no_files(query: Restarts) -> None:
     query.complete()
     query.restart()
     all_held = query.host.held.all
@@ -341,7 +341,7 @@ def test_what_is_opened_while_a_host_closes_leaves_no_files(query: Restarts) -> 
     assert not query.directories()
 
 
-def test_a_partition_whose_files_turn_out_damaged_at_the_first_write_is_loaded_anew(query: Restarts) -> None:
+def test_partition_with_damage_found_at_the_first_write_is_reloaded(query: Restarts) -> None:
     query.complete()
     query.restart()
     assert query.value() == b"2"

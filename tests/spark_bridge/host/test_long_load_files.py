@@ -100,7 +100,7 @@ def value(state: Any) -> Any:
     return state.reads.get_many(pa.array([b"k"], pa.binary())).to_pylist()
 
 
-def test_files_of_a_copy_stay_while_the_copy_is_loaded_and_go_behind_it(q: Retained) -> None:
+def test_files_of_a_copy_are_kept_until_it_is_loaded(q: Retained) -> None:
     while q.batches < 4:
         q.batch()
     q.world.is_gated = True
@@ -126,7 +126,7 @@ def test_files_of_a_copy_stay_while_the_copy_is_loaded_and_go_behind_it(q: Retai
     assert q.changelogs()[0] > 9
 
 
-def test_files_of_a_partition_stay_while_it_is_loaded_and_go_behind_it(q: Retained) -> None:
+def test_files_of_a_partition_are_kept_until_it_is_loaded(q: Retained) -> None:
     """The newer snapshots are damaged, so that the load takes many steps."""
     while q.batches < 12:
         q.batch()

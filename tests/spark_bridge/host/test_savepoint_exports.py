@@ -284,7 +284,7 @@ def test_a_partition_that_is_unloaded_is_not_declined_and_is_exported_when_it_is
 
 
 @pytest.mark.parametrize("error", [MissingFileError("file 7 is gone"), ValueError("no such type"), OSError(28, "full")])
-def test_a_failure_declines_with_its_reason_and_is_said_again(host, error):
+def test_failed_export_declines_with_its_reason_repeatedly(host, error):
     host.scan_error = error
     host.take(0, 1)
     first, second = host.wait_sent(2)
@@ -352,7 +352,7 @@ def test_orders_are_taken_without_waiting_for_exports(host):
     assert not started.is_alive() and host.sent == []
 
 
-def test_a_message_says_how_long_the_export_took(host, monkeypatch):
+def test_message_has_the_duration_of_the_export(host, monkeypatch):
     ticks = iter((100.0, 103.5))
     monkeypatch.setattr("spark_bridge.host.exports.time", _Clock(lambda: next(ticks)))
     host.take(0)

@@ -136,7 +136,7 @@ def test_all_that_is_due_is_stored_with_one_request_and_loaded_by_another_host(o
     query.assert_holds()
 
 
-def test_what_several_threads_prepare_is_stored_with_one_request(tmp_path: Path) -> None:
+def test_snapshots_of_several_threads_are_stored_with_one_request(tmp_path: Path) -> None:
     query = Query(tmp_path, threads=2)
     for _ in range(10):
         query.batch()

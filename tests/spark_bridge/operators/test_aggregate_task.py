@@ -194,7 +194,7 @@ def test_many_keys_in_small_steps(mode: str, limits: Limits | None, monkeypatch:
 
 
 @pytest.mark.parametrize("num_keys", [3, 500])
-def test_rows_aggregated_ahead_give_what_rows_give(num_keys: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_preaggregated_rows_give_the_same_result_as_rows(num_keys: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("spark_bridge.task.keyed_rows.ROWS_PER_PART", 100)
     logic = logic_of(WINDOWED, "update", EventTime("window", True, 10 * SECOND))
     schema = pa.schema([*WINDOWED, pa.field("ts", TS), pa.field("v", pa.int64())])

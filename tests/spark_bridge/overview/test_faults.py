@@ -140,7 +140,7 @@ def test_a_healthy_system_has_no_fault() -> None:
         (stored_in(2_000.0, 4_100, manifest_ms=2_000), "slow-storage", "warning"),
     ],
 )
-def test_a_fault_is_found_and_says_what_to_do(overview: Overview, kind: str, severity: str) -> None:
+def test_fault_is_found_with_its_remedy(overview: Overview, kind: str, severity: str) -> None:
     (fault,) = faults_of(overview)
     assert (fault.kind, fault.severity) == (kind, severity)
     assert fault.subject and fault.what.endswith(".") and fault.remedy.endswith(".")
@@ -154,7 +154,7 @@ def test_a_fault_is_found_and_says_what_to_do(overview: Overview, kind: str, sev
         ({}, "the source", "reads from"),
     ],
 )
-def test_a_late_batch_says_what_it_waits_for(changes: dict[str, int], said: str, remedy: str) -> None:
+def test_late_batch_names_the_step_it_waits_for(changes: dict[str, int], said: str, remedy: str) -> None:
     (fault,) = faults_of(query(**{"batch_ms": 90_000, "pending_partitions": 0, **changes}))
     assert said in fault.what and remedy in fault.remedy
 

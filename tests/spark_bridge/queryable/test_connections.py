@@ -179,7 +179,7 @@ def test_connection_closed_by_the_host_is_replaced_silently(connections: KvConne
         assert [bytes(b) for r, b in connections.stream(address, SCAN) if type(r) is RowsReply] == first
 
 
-def test_after_a_restart_all_old_connections_are_given_up(connections: KvConnections) -> None:
+def test_old_connections_are_dropped_after_a_restart(connections: KvConnections) -> None:
     with serving() as (server, _):
         address = server.server_address
         held = [connections.begin(address, LOOKUP, pack_one(b"k1")) for _ in range(5)]
@@ -208,7 +208,7 @@ def test_a_new_connection_that_is_closed_at_once_is_an_error_and_not_tried_for_e
         assert get(connections, address, b"k") == b"x"
 
 
-def test_an_answer_that_breaks_off_is_an_error_and_leaves_nothing_behind(connections: KvConnections) -> None:
+def test_broken_answer_is_an_error_and_leaves_nothing(connections: KvConnections) -> None:
     def break_off(peer: socket.socket) -> None:
         hear(peer)
         peer.sendall(said(LookupReply(7), pack_one(b"x" * 1000))[:200])
@@ -334,9 +334,7 @@ def test_a_stream_that_fails_in_the_middle_raises_the_hosts_error_and_the_connec
         assert server.num_connections == 1
 
 
-def test_a_silent_stream_is_given_up_frame_by_frame(
-    connections: KvConnections, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stream_timeout_applies_to_each_frame(connections: KvConnections, monkeypatch: pytest.MonkeyPatch) -> None:
     connections.timeout = 0.2
     ahead = 0.0
     for module in (connections_module, connections_module, connections_module, connections_module):
@@ -404,7 +402,7 @@ def test_idle_connections_in_the_pool_are_closed(connections: KvConnections, mon
         assert connections._pools[server.server_address]._open == 1
 
 
-def test_a_forked_process_has_connections_of_its_own(connections: KvConnections) -> None:
+def test_forked_process_has_its_own_connections(connections: KvConnections) -> None:
     with serving() as (server, _):
         address = server.server_address
         pending = connections.begin(address, LOOKUP, pack_one(b"k2"))
@@ -434,7 +432,7 @@ def test_closed_connections_answer_nothing(connections: KvConnections) -> None:
             get(connections, server.server_address, b"k1")
 
 
-def test_tls_and_what_goes_wrong_with_it() -> None:
+def test_tls_and_its_failures() -> None:
     authority, other = trustme.CA(), trustme.CA()
     ours = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     authority.issue_cert("127.0.0.1").configure_cert(ours)

@@ -35,7 +35,7 @@ def traced(root: Path, *, progress: object = PROGRESS, exception: str | None = N
     return recorded
 
 
-def test_the_root_of_a_batch_is_as_long_as_spark_says(tmp_path: Path) -> None:
+def test_root_span_of_a_batch_has_sparks_duration(tmp_path: Path) -> None:
     recorded = traced(tmp_path)
     root = recorded.one("batch")
     assert (root.context.trace_id, root.context.span_id) == spans.batch("run1", 5).ids

@@ -34,7 +34,7 @@ def test_if_no_other_machine_answers_this_one_is_cut_off(
     assert is_cut_off(places, silent, OWN[0]) is cut_off
 
 
-def test_a_machine_that_refuses_a_connection_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_machine_that_refuses_a_connection_is_alive(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flight_client, "PROBE_SECONDS", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as takes, socket.create_server(("127.0.0.1", 0), backlog=0) as full:
         with socket.create_server(("127.0.0.1", 0)) as closed:

@@ -125,9 +125,7 @@ WAITS_FOR = {
 
 @pytest.mark.spark42
 @pytest.mark.parametrize("what", WAITS_FOR)
-def test_a_session_that_waits_for_cpus_says_who_holds_them_and_ends_at_the_first_signal(
-    what: str, directory: Path
-) -> None:
+def test_session_waiting_for_cpus_names_their_holders_and_ends_on_a_signal(what: str, directory: Path) -> None:
     options_of_session, notice = WAITS_FOR[what]
     program = WAITS.replace("OPTIONS", options_of_session)
     environment = {**driver_environment(directory), "RAY_TMPDIR": str(directory), "PYTHONPATH": str(Path.cwd())}

@@ -75,7 +75,7 @@ def test_operators_have_sparks_names_and_one_without_figures_keeps_no_other(
     assert sink.get("statestore_operator_customMetrics", **custom) == 3.0
 
 
-def test_how_evenly_keys_lie_is_said_until_the_query_ends(sink: KeptMetrics, metrics: StreamMetrics) -> None:
+def test_key_skew_is_reported_until_the_query_ends(sink: KeptMetrics, metrics: StreamMetrics) -> None:
     metrics.add("run1", "totals")
     metrics.publish()
     sizes = ("statestore_largest_partition_keys", "statestore_median_partition_keys")
@@ -99,7 +99,7 @@ def test_metrics_thread_survives_any_error_of_a_refresh(sink: KeptMetrics) -> No
     metrics.close()
 
 
-def test_the_backlog_is_what_the_sources_have_beyond_the_batch(metrics: StreamMetrics) -> None:
+def test_backlog_counts_input_after_the_batch(metrics: StreamMetrics) -> None:
     kafka = {"endOffset": {"clicks": {"0": 10, "1": 7}}, "latestOffset": {"clicks": {"0": 25, "1": 7}}}
     ticks = {"endOffset": 12, "latestOffset": 13}
     assert metrics.pace("run1") is None

@@ -54,7 +54,7 @@ def test_a_host_refuses_the_driver_of_another_release(monkeypatch: pytest.Monkey
         require_same_driver(pickle.loads(sent))
 
 
-def test_a_driver_from_before_there_were_versions_is_refused_too() -> None:
+def test_driver_without_a_wire_version_is_rejected() -> None:
     options = SessionOptions(1)
     del options.__dict__["wire_version"]  # what its pickle has
     with pytest.raises(EnvironmentProblemError, match=r"driver .*version 0 "):

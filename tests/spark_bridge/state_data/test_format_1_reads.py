@@ -60,7 +60,7 @@ def test_the_state_is_what_it_was_at_earlier_versions(backend: str) -> None:
         assert read(Stored(backend).checkpoint, version) == Model.after(times[:version]).state(), version
 
 
-def test_what_reads_in_spark_workers_travels_there() -> None:
+def test_readers_can_be_pickled_to_spark_workers() -> None:
     """Nothing of a process goes along: no locks, no connections."""
     source = state_source(find_state(str(Stored("file").checkpoint), None, {}), "totals", None, None)
     sent = cloudpickle.loads(cloudpickle.dumps(source))
@@ -72,7 +72,7 @@ def test_what_reads_in_spark_workers_travels_there() -> None:
 
 @BOTH
 @pytest.mark.parametrize("operator", ["totals", "windows", "sessions"])
-def test_what_an_aggregate_keeps_has_the_columns_that_it_had(backend: str, operator: str) -> None:
+def test_stored_aggregate_state_has_its_earlier_columns(backend: str, operator: str) -> None:
     table = state_table(Stored(backend).checkpoint, operator, state_columns=True)
     assert columns_of(table) == Stored(backend).expected()["kept_columns"][operator]
 

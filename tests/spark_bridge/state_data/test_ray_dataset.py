@@ -23,7 +23,7 @@ def local_ray() -> Iterator[None]:
         yield
 
 
-def test_tasks_read_what_is_wanted(tmp_path: Path, local_ray: None) -> None:
+def test_tasks_read_the_requested_rows(tmp_path: Path, local_ray: None) -> None:
     cluster = Cluster(tmp_path)
     try:
         cluster.batch({i: (i, f"user {i}") for i in range(2_000)})

@@ -48,7 +48,7 @@ def passes(row: dict[str, Any], where: list[tuple[Any, ...]]) -> bool:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_conditions_leave_out_does_not_pass(worked: Flow, name: str) -> None:
+def test_skipped_rows_do_not_match_the_conditions(worked: Flow, name: str) -> None:
     source = state_source(find_state(worked.location), "op", name, None)
     rows = state_table(worked.location, "op", name).to_pylist()
     assert rows

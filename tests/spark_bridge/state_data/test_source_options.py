@@ -117,7 +117,7 @@ def test_a_state_variable_must_be_named_where_there_are_several(flow: Flow) -> N
                 asked(SourceOptions.of(given))
 
 
-def test_batches_that_are_not_there_are_named_as_spark_names_them(flow: Flow) -> None:
+def test_missing_batches_have_sparks_error_classes(flow: Flow) -> None:
     for options in ({"batchId": 8}, {"readChangeFeed": True, "changeStartBatchId": 1, "changeEndBatchId": 8}):
         with pytest.raises(VersionNotFoundError, match=r"^\[STDS_COMMITTED_BATCH_UNAVAILABLE\] Version 9 "):
             table(flow, **options)

@@ -151,7 +151,7 @@ def test_batches_stay_small_and_in_order_whatever_is_read_at_once(worked, name, 
         assert state_table(worked.location, "op", name, flatten=False) == collected
 
 
-def test_reading_may_be_given_up(worked):
+def test_read_can_be_cancelled(worked):
     with state_batches(worked.location, "op", "visits") as reader:
         assert reader.read_next_batch().num_rows
 
@@ -217,7 +217,7 @@ def changed(f: Flow, name: str) -> list[tuple[Any, ...]]:
     ]
 
 
-def test_of_a_list_that_was_appended_to_only_the_new_elements_are_changes(flow):
+def test_append_to_a_list_changes_only_the_new_elements(flow):
     f = flow(n=1)
     f.batch(one_key(lambda of: of.visits.appendList([("/", i) for i in range(60)])))
     f.batch(one_key(lambda of: of.visits.appendList([("/x", i) for i in range(300)])))  # with the first ones to chunks
@@ -416,7 +416,7 @@ BY_WINDOW = pa.schema([pa.field("window", WINDOW), pa.field("k", pa.string())])
 VALUES = pa.schema([*BY_WINDOW, pa.field("v", pa.float64())])
 
 
-def test_aggregates_show_their_results_or_what_they_keep(tmp_path):
+def test_aggregates_show_their_results_or_stored_columns(tmp_path):
     state = StateSchema(BY_WINDOW, AGGREGATOR.state_schema)
     schema = OperatorSchema.of_rows(state, ("k", "window"))
     logic = AggregateLogic(state, AGGREGATOR, pa.schema([*BY_WINDOW, *AGGREGATOR.result_fields]), "update", None)
@@ -444,7 +444,7 @@ def test_aggregates_show_their_results_or_what_they_keep(tmp_path):
     assert (of["operatorKind"], of["stateVarName"], of["stateVariableType"]) == ("aggregate", "default", "rows")
 
 
-def test_sessions_are_rows_of_their_own(tmp_path):
+def test_sessions_are_separate_rows(tmp_path):
     schema, logic, rows = session_operator()
     q = query(
         tmp_path,

@@ -315,7 +315,7 @@ def test_bad_calls_are_refused_with_the_remedy(old: str, tmp_path: Path) -> None
     assert tree(tmp_path) == written
 
 
-def test_sessions_must_lie_apart(old: str, tmp_path: Path) -> None:
+def test_sessions_must_not_overlap(old: str, tmp_path: Path) -> None:
     def one_key(batch: pa.RecordBatch) -> pa.RecordBatch:
         return batch.set_column(0, "k", pa.array(["all"] * batch.num_rows))
 
@@ -373,7 +373,7 @@ def test_a_write_that_fails_leaves_nothing(backend: str, tmp_path: Path, monkeyp
     assert rows(str(tmp_path / "new"), "totals") == rows(old, "totals")
 
 
-def test_batches_whose_offsets_are_gone_are_refused_before_anything_is_done(old: str, tmp_path: Path) -> None:
+def test_batches_without_offsets_are_rejected_before_any_change(old: str, tmp_path: Path) -> None:
     ck = copied(old, tmp_path / "ck")
     (tmp_path / "ck" / "offsets" / "2").unlink()
     for dry_run in (True, False):
@@ -463,7 +463,7 @@ def test_a_new_join_begins_empty(old: str, tmp_path: Path) -> None:
     assert rows(str(tmp_path / "new"), "joined", "left") == []
 
 
-def test_numbers_are_not_rounded_and_times_are_there(old: str, tmp_path: Path) -> None:
+def test_numbers_are_not_rounded_and_times_are_kept(old: str, tmp_path: Path) -> None:
     def timeless(batch: pa.RecordBatch) -> pa.RecordBatch:
         at = batch.schema.get_field_index("expiration_timestamp_ms")
         return batch.set_column(at, "expiration_timestamp_ms", pa.array([None] * batch.num_rows, pa.int64()))

@@ -20,7 +20,7 @@ from tests.spark_bridge.variable_operations import flat, in_order, random_batch
 
 
 @pytest.mark.parametrize("seed", range(effort(2, 10)))
-def test_a_query_goes_on_from_rewritten_state(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_query_continues_from_rewritten_state(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = random.Random(seed)
     backend, other = rng.sample(["rocksdb", "file"], 2)
     monkeypatch.setattr(stages, "RUN_BYTES", rng.choice([1, 500, 1 << 20]))

@@ -513,7 +513,7 @@ class WaitedFor:
         self.real.__exit__(*error)
 
 
-def test_an_exchange_for_files_that_are_gone_is_not_made(cluster, monkeypatch):
+def test_files_that_are_missing_are_not_exchanged(cluster, monkeypatch):
     """Whatever removes them: the files that an exchange names are there, or all starts again."""
     worked(cluster)
     real, removed = RecordFiles.create, []
@@ -678,7 +678,7 @@ def test_a_query_that_runs_in_another_cluster_is_fenced_off_and_can_be_started_a
 
 
 @pytest.mark.parametrize("message", ["hold_query", "adopt_rewritten"])
-def test_a_query_that_ends_meanwhile_forgets_as_one_that_does_not_run(cluster, message):
+def test_query_that_ends_during_forget_is_treated_as_stopped(cluster, message):
     worked(cluster)
     port, steps = Port(cluster), []
 

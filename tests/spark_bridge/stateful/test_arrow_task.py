@@ -138,7 +138,7 @@ def test_in_columns_one_call_takes_all_that_fits() -> None:
         (ArrowResult(deleted_timers=pa.table({"key_index": [0]})), ["timers has the columns key_index", "expiry_ms"]),
     ],
 )
-def test_in_columns_what_does_not_fit_is_an_error(answer: Any, words: list[str]) -> None:
+def test_in_columns_values_that_do_not_fit_are_an_error(answer: Any, words: list[str]) -> None:
     run = in_arrow(arrow_processor("n long")(lambda _: answer))
     with pytest.raises(StatefulProcessorError) as raised:
         run.batch(rows(("a", 1)), NO_TIME)

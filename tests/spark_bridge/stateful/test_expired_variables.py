@@ -69,7 +69,7 @@ def test_expired_values_are_invisible_at_once_and_go_when_their_key_is_handled(t
     assert [family for family in families if partition.rows(family)] == []
 
 
-def test_what_is_written_over_expired_values_stays(tmp_path: Path) -> None:
+def test_values_written_over_expired_ones_are_kept(tmp_path: Path) -> None:
     variables = Variables((10, 10, 10))
     partition = LocalPartition(tmp_path, variables.init, "processingtime")
 

@@ -115,7 +115,7 @@ def test_heads_of_a_step_are_read_at_once_and_only_if_asked_for(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("n", [10, 200])
-def test_iterators_show_what_there_was_when_they_were_asked_for(tmp_path: Path, n: int) -> None:
+def test_iterators_show_the_state_at_their_creation(tmp_path: Path, n: int) -> None:
     def init(handle: Any) -> None:
         held["list"] = handle.getListState("list", "x INT")
         held["map"] = handle.getMapState("map", "k INT", "v INT")

@@ -164,7 +164,7 @@ def test_frames_have_ten_thousand_rows_at_most_and_pandas_types() -> None:
         ({"frame_bytes": 1}, [1] * 10),
     ],
 )
-def test_frames_have_as_many_rows_and_bytes_as_the_session_says(limits: dict[str, int], sizes: list[int]) -> None:
+def test_limits_bound_rows_and_bytes_of_frames(limits: dict[str, int], sizes: list[int]) -> None:
     class Sizes(Totals):
         def handleInputRows(self, key: Any, rows: Iterator[Any], timerValues: TimerValues) -> Any:
             for frame in rows:
@@ -242,7 +242,7 @@ def test_event_timers_go_by_the_watermark_and_late_rows_are_dropped() -> None:
     assert [r["n"] for r in run.batch(rows(), later)] == [7002]
 
 
-def test_output_behind_the_watermark_is_an_error() -> None:
+def test_output_older_than_the_watermark_is_an_error() -> None:
     class Echo(Totals):
         def handleInputRows(self, key: Any, rows: Iterator[Any], timerValues: TimerValues) -> Any:
             yield from (Row(at=r.ts) for r in rows)
@@ -290,7 +290,7 @@ def test_init_and_close_once_and_no_commit_after_an_error() -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_an_initial_state_is_there_before_the_first_batch(form: str) -> None:
+def test_initial_state_exists_before_the_first_batch(form: str) -> None:
     run = FORMS[form](num_partitions=2)
     processor = {"rows": Totals(), "pandas": PandasTotals(), "arrow": ArrowTotals()}[form]
     first: Logic = (

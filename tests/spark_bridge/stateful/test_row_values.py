@@ -227,7 +227,7 @@ NESTED_IN = {
 @pytest.mark.parametrize("missing", [pd.NaT, pd.NA, np.datetime64("NaT"), np.timedelta64("NaT")], ids=repr)
 @pytest.mark.parametrize("within", NESTED_IN)
 @pytest.mark.parametrize("kind", ["boolean", *list(LEAVES)[1:], "array<int>", "struct<x:int>", "map<string,int>"])
-def test_what_is_missing_is_null_wherever_it_is(kind: str, within: str, missing: Any) -> None:
+def test_missing_values_are_null_at_every_level(kind: str, within: str, missing: Any) -> None:
     codec = RowCodec(of_ddl(within.format(kind)))
     made = NESTED_IN[within]
     assert codec.to_batch([(made(missing),)]).equals(codec.to_batch([(made(None),)]))

@@ -132,7 +132,7 @@ def test_state_changes_by_updates_only(tmp_path: Path) -> None:
     partition.handle([KEY], read)
 
 
-def test_what_was_written_is_what_is_read_whoever_reads_first(tmp_path: Path) -> None:
+def test_each_key_of_a_step_reads_its_own_value(tmp_path: Path) -> None:
     partition, held = partition_of(tmp_path, lambda h: h.getValueState("v", "x INT"))
 
     def write_then_read(key: Any) -> None:
@@ -183,7 +183,7 @@ def test_variables_have_names_that_no_file_can_have(tmp_path: Path, name: str) -
     assert (view.variable.name, view.schema.value.names) == (name, ["x"])
 
 
-def test_a_variable_called_timers_comes_and_goes_beside_the_timers(tmp_path: Path) -> None:
+def test_variable_called_timers_does_not_affect_timers(tmp_path: Path) -> None:
     plain = LocalPartition(tmp_path / "a", lambda handle: None, "processingtime").schema
     both = LocalPartition(tmp_path / "b", lambda handle: handle.getMapState("timers", "k INT", "v INT"), "eventtime")
     schema = dataclasses.replace(both.schema, settings={})

@@ -174,7 +174,7 @@ TTLS = st.tuples(*[st.sampled_from([None, 5, 20])] * 3)
 
 @settings(max_examples=effort(4, 15), deadline=None)
 @given(BATCHES, TTLS)
-def test_variables_are_what_a_plain_model_says(batches: list[Any], ttls: Any) -> None:
+def test_variables_match_a_plain_model(batches: list[Any], ttls: Any) -> None:
     check_against_model(batches, ttls)
 
 
@@ -182,7 +182,7 @@ def test_variables_are_what_a_plain_model_says(batches: list[Any], ttls: Any) ->
 @pytest.mark.long
 @settings(max_examples=200, deadline=None)
 @given(BATCHES, TTLS)
-def test_variables_are_what_a_plain_model_says_of_many_histories(batches: list[Any], ttls: Any) -> None:
+def test_variables_match_a_plain_model_over_many_histories(batches: list[Any], ttls: Any) -> None:
     check_against_model(batches, ttls)
 
 

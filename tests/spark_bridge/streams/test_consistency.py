@@ -40,7 +40,7 @@ def test_every_answer_is_consistent(make_stream: Callable[..., Stream], tmp_path
         ({"asked": 25.0, "answered": 25.1, "account": 0, "balance": None}, False),
     ],
 )
-def test_the_check_of_histories_finds_what_is_wrong(tmp_path: Path, record: dict[str, Any], is_right: bool) -> None:
+def test_history_check_finds_wrong_answers(tmp_path: Path, record: dict[str, Any], is_right: bool) -> None:
     bank = Bank(tmp_path, 1)
     bank.next_batch()
     bank.balances[0], bank.balances[1] = 900, 1_100

@@ -99,7 +99,7 @@ def test_batch_frames_ended_queries_checkpoints_and_inner_joins(
 
 
 @pytest.mark.spark42_only
-def test_state_as_of_is_what_a_client_was_answered_then(
+def test_state_as_of_equals_the_answer_of_that_time(
     make_stream: Callable[..., Stream], spark: SparkSession, client: QueryableStateClient
 ) -> None:
     looked_up = make_stream()

@@ -113,14 +113,14 @@ def typed(make_stream: Callable[..., Stream]) -> Stream:
         ({"initial_state": 5}, "initial_state=5"),
     ],
 )
-def test_what_the_arguments_show(typed: Stream, arguments: dict[str, Any], message: str) -> None:
+def test_wrong_arguments_are_rejected(typed: Stream, arguments: dict[str, Any], message: str) -> None:
     given = {"by": "k", "processor": Counts(), "output_schema": OUTPUT, "operator": "wrong", **arguments}
     for form in (transform_with_state, transform_with_state_in_pandas):
         with pytest.raises(InvalidOperatorError, match=f"(?s){message}"):
             form(typed.read(), **given)
 
 
-def test_what_init_raises_is_raised(typed: Stream) -> None:
+def test_errors_of_init_are_raised(typed: Stream) -> None:
     with pytest.raises(OSError, match="no such host"):
         transform_with_state(typed.read(), "k", Broken(), OUTPUT, operator="o")
 

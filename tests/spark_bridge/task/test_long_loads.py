@@ -162,7 +162,7 @@ def test_a_load_that_advances_completes_however_long_it_takes(loads: Loads, know
     assert len(loads.world.read) == VERSIONS and set(loads.world.read.values()) == {1}
 
 
-def test_a_scan_behind_a_long_load_has_its_whole_time(loads: Loads, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scan_after_a_long_load_has_its_full_timeout(loads: Loads, monkeypatch: pytest.MonkeyPatch) -> None:
     """The scan fails once when the load is over: the seconds of the load do not count."""
     loads.clock.on_sleep = slowly(loads, 0.9 * TIMEOUT)
     scan, failed = loads.host.reads.scan, list[object]()
@@ -180,7 +180,7 @@ def test_a_scan_behind_a_long_load_has_its_whole_time(loads: Loads, monkeypatch:
     assert loads.clock.now - begun > 6 * TIMEOUT
 
 
-def test_a_load_that_does_not_advance_ends_with_what_was_loaded_and_is_shared_by_the_next_attempt(loads: Loads) -> None:
+def test_stalled_load_ends_and_the_next_attempt_reuses_its_files(loads: Loads) -> None:
     def sleep() -> None:
         loads.clock.now += 0.4 * TIMEOUT
         if loads.progress().files < 3:

@@ -94,7 +94,7 @@ def test_history_records_the_work_of_a_task(world: World, served: list[Served], 
     assert [record[name] for name in done] == [20, 10, 4, 2, 7]
 
 
-def test_what_a_task_sees_and_commits(world: World, served: list[Served], tmp_path: Path) -> None:
+def test_task_reads_and_commits(world: World, served: list[Served], tmp_path: Path) -> None:
     start(world, served, tmp_path)
     write_offsets(world, 0, 7, 1000)
     first, other = store(served, 0), store(served, 0, 1)
@@ -480,7 +480,7 @@ def test_a_scan_that_is_left_early_is_not_read_to_its_end(
     assert len(sent) < 200
 
 
-def test_a_scan_that_never_succeeds_gives_up_after_the_time_allowed(
+def test_scan_that_never_succeeds_times_out(
     world: World, served: list[Served], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start(world, served, tmp_path)

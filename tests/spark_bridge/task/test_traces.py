@@ -176,7 +176,7 @@ def test_a_restart_with_other_partitions(recorded: Recorded, stream: Stream) -> 
     assert load.context.trace_id == spans.batch("run2", 2).ids[0]
 
 
-def test_a_savepoint_is_a_trace_of_its_own(recorded: Recorded, stream: Stream) -> None:
+def test_savepoint_has_its_own_trace(recorded: Recorded, stream: Stream) -> None:
     stream.register()
     stream.batch(0)
     stream.c.batch_committed("run1", 0)
@@ -201,7 +201,7 @@ def test_a_savepoint_is_a_trace_of_its_own(recorded: Recorded, stream: Stream) -
     assert ["savepoint", "host.export", "storage.put"] in map(recorded.path, recorded.all())
 
 
-def test_a_partition_that_moves_is_loaded_beside_the_batch(recorded: Recorded, stream: Stream) -> None:
+def test_moving_partition_is_loaded_concurrently_with_the_batch(recorded: Recorded, stream: Stream) -> None:
     stream.register()
     stream.batch(0)
     stream.c.batch_committed("run1", 0)

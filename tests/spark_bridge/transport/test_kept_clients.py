@@ -56,7 +56,7 @@ def test_host_given_up_by_one_thread_still_serves_the_others(server: HostFlightS
     forget_client(address, TOKEN)
 
 
-def test_a_connection_that_was_given_up_is_closed_when_its_last_call_is_over(server: HostFlightServer) -> None:
+def test_abandoned_connection_is_closed_after_its_last_call(server: HostFlightServer) -> None:
     address = f"grpc://127.0.0.1:{server.port}"
 
     def is_connected() -> bool:

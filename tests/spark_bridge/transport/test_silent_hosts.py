@@ -117,7 +117,7 @@ def test_a_call_to_a_host_that_is_cut_off_ends_long_before_its_time(
     client.close()
 
 
-def test_a_call_to_a_host_that_takes_long_is_not_given_up(server: Server, cable: Cable, quick: None) -> None:
+def test_slow_call_to_a_host_is_not_abandoned(server: Server, cable: Cable, quick: None) -> None:
     client = HostClient(f"grpc://127.0.0.1:{cable.port}", "token", timeout=10 * HANG)
     with ThreadPoolExecutor(1) as threads:
         asked = threads.submit(client.describe)

@@ -165,7 +165,7 @@ def test_signing_in_by_keyboard_and_out(model_page: str, tab: Open, viewport: di
 
 
 @pytest.mark.thorough  # test_pages.py follows the links
-def test_from_what_is_wrong_to_its_cause(model_page: str, tab: Open) -> None:
+def test_navigation_from_a_fault_to_its_cause(model_page: str, tab: Open) -> None:
     page = tab(model_page).open("/").page
     fault = page.locator(".fault", has_text="slow-partition")
     assert "What to do" in fault.inner_text()

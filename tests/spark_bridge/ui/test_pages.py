@@ -86,7 +86,7 @@ def test_each_fault_links_to_a_page_that_shows_it(look: Look) -> None:
         assert fault.kind in client.get(link).text, (fault.subject, link)
 
 
-def test_a_healthy_system_says_so(look: Look) -> None:
+def test_healthy_system_is_shown_as_healthy(look: Look) -> None:
     text = look(ModelSystem(healthy())).get("/").text
     assert "Nothing is wrong" in text and "What to do" not in text
 
@@ -353,7 +353,7 @@ def test_queries_without_new_input_are_idle_and_not_late(look: Look) -> None:
     assert tiles["Longest without checkpoint"] == "3.0 s 1 idle not counted"
 
 
-def test_a_watermark_that_does_not_advance_says_what_it_waits_for(look: Look) -> None:
+def test_stalled_watermark_names_its_cause(look: Look) -> None:
     standing = replace(healthy().queries[1], watermark_rose_ms=healthy().taken_ms - 90_000)
     client = look(ModelSystem(replace(healthy(), queries=(standing,))))
     assert "the watermark waits for newer input" in client.get("/").text

@@ -168,7 +168,7 @@ def test_endless_statement_times_out(page: TestClient, monkeypatch: pytest.Monke
     assert run(page, "select 1").status_code == 200
 
 
-def test_a_statement_beyond_its_memory_says_so(page: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_statement_beyond_its_memory_fails_with_the_reason(page: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("spark_bridge.ui.state_pages.PAGE_SQL", SqlLimits(256 << 20, threads=1, temp_bytes=0))
     large = "select a.range * 1000000 + b.range k, count(*) n from range(30000) a, range(30000) b group by all"
     for path in ("/sql", "/sql.csv"):

@@ -245,7 +245,7 @@ def test_operators_and_description(
     assert described["requests"]["lookup"]["requests"] >= 1
 
 
-def test_errors_say_what_was_asked_and_what_exists(client: QueryableStateClient) -> None:
+def test_errors_name_the_request_and_the_candidates(client: QueryableStateClient) -> None:
     with pytest.raises(UnknownOperatorError, match=r"'nothing'.*'totals'"):
         client.get("nothing", 1)
     with pytest.raises(UnknownOperatorError, match="'other'"):
@@ -389,7 +389,9 @@ def test_a_restarted_query_is_found_again_with_other_partitions(
     assert client.count("totals") == 200
 
 
-def test_an_ended_query_says_so(cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ended_query_is_an_error_that_names_the_end(
+    cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
+) -> None:
     c = cluster()
     c.batch(NAMES)
     client = c.client()
@@ -477,7 +479,7 @@ def test_short_timeout_bounds_the_wait_for_the_coordinator(filled: Cluster, monk
         entry.locate("totals", None, time.monotonic() - 1)
 
 
-def test_without_queries_there_are_no_operators(tmp_path: Path) -> None:
+def test_no_operators_without_queries(tmp_path: Path) -> None:
     connections = KvConnections(TOKEN)
     entry = CoordinatorDiscovery(World(tmp_path).coordinator())
     with QueryableStateClient(entry, connections, StateRouter(connections), PATIENCE) as client:

@@ -117,7 +117,7 @@ def test_keys_of_one_column_in_every_form(keys: Any) -> None:
     assert ONE.columns(keys).column(0).equals(pa.array([1, None, 3], pa.int64()))
 
 
-def test_keys_are_what_columns_and_key_groups_make_of_them() -> None:
+def test_keys_match_the_encoding_of_columns_and_key_groups() -> None:
     columns = pa.record_batch([pa.array([5, 7], pa.int64())], names=["user"])
     expected = encode_keys(columns, key_groups(columns, G)).to_pylist()
     assert stored_keys(ONE, [5, 7]) == expected
@@ -365,7 +365,7 @@ def test_bounds_that_are_not_keys_are_rejected(values: Any, words: str) -> None:
         bound(TWO, values)
 
 
-def test_conditions_are_said_as_json_can_say_them() -> None:
+def test_conditions_are_converted_to_json() -> None:
     types = {"at": pa.timestamp("us", "UTC"), "local": pa.timestamp("us"), "n": pa.int64()}
     there = NINE.astimezone(dt.timezone(dt.timedelta(hours=2)))
     made = comparisons(

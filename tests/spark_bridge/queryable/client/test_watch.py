@@ -87,7 +87,7 @@ def test_every_version_that_changed_something_comes_once_in_order(cluster: Calla
         next(changes)
 
 
-def test_it_begins_at_what_is_completed_now_or_where_one_left_off(cluster: Callable[..., Cluster]) -> None:
+def test_watch_begins_at_the_completed_or_a_given_version(cluster: Callable[..., Cluster]) -> None:
     c = cluster()
     for n in range(1, 4):
         c.batch({1: (n, "a")})
@@ -119,7 +119,7 @@ def test_only_the_changes_of_some_keys(cluster: Callable[..., Cluster], monkeypa
     assert nobody.position == 3
 
 
-def test_wrong_watches_say_so(cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_watches_are_rejected(cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watch, "AWAIT_SECONDS", 0.1)
     c = cluster()
     c.batch({1: (1, "a")})
@@ -234,7 +234,7 @@ def test_complete_versions_are_not_repeated_after_a_broken_stream(cluster: Calla
     assert broken > 0
 
 
-def test_a_query_that_went_back_is_an_error_that_says_so(cluster: Callable[..., Cluster]) -> None:
+def test_watch_of_a_rolled_back_query_is_an_error(cluster: Callable[..., Cluster]) -> None:
     c = cluster()
     for n in range(1, 4):
         c.batch({1: (n, "a")})

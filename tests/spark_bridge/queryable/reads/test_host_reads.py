@@ -166,7 +166,7 @@ def test_a_version_that_is_not_completed_is_waited_for_a_little_and_then_refused
     later.join()
 
 
-def test_the_latest_is_what_was_acknowledged_last_partition_by_partition(make):
+def test_latest_read_returns_the_last_acknowledged_version_per_partition(make):
     w = make()
     w.batch(filled(1))
     w.write(filled(2), partitions=[1])
@@ -341,7 +341,7 @@ def test_host_whose_partitions_moved_learns_of_versions_by_heartbeat(make):
     assert w.hosts[0].completed.newest(w.run).version == 2
 
 
-def test_operators_and_what_a_host_holds_of_them(make):
+def test_operators_and_their_partitions_on_a_host(make):
     w = make()
     w.batch(filled(1))
     (of,) = w.reads[0].operators()
@@ -360,7 +360,7 @@ def test_operators_and_what_a_host_holds_of_them(make):
         w.reads[0].describe("x", None)
 
 
-def test_an_operator_of_a_query_that_has_ended_is_said_to_have_ended(make):
+def test_operator_of_an_ended_query_is_reported_as_ended(make):
     w = make()
     w.batch(filled(1))
     w.c.deactivate_instances(w.run)

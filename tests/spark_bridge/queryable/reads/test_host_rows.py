@@ -157,7 +157,7 @@ class One:
         self.a = handle.getValueState("a", "n LONG")
 
 
-def test_what_is_left_of_a_deleted_variable_is_not_counted(tmp_path):
+def test_rows_of_a_deleted_variable_are_not_counted(tmp_path):
     f = Flow(tmp_path, Two, n=1)
 
     def both(of: Any) -> None:
@@ -214,7 +214,7 @@ def test_changes_are_those_of_the_change_feed_version_by_version(flow, name):
     assert asked.changes(0, flow.version, name, pa.array([], pa.binary())) == []
 
 
-def test_changes_that_are_not_there_are_refused(flow):
+def test_missing_changes_are_rejected(flow):
     asked = Asked(flow, wait_seconds=0.05)
     with pytest.raises(StateVersionError, match=f"Version 99 .*not completed; version {flow.version} is"):
         asked.changes(1, 99, "total")

@@ -36,7 +36,7 @@ def test_a_scan_shows_its_version_however_long_it_takes(make, monkeypatch, backe
     assert [a.version for a in answers] == [3, 2]
 
 
-def test_a_scan_of_a_partition_that_leaves_ends_with_an_error_that_says_so(make, monkeypatch):
+def test_scan_of_a_leaving_partition_ends_with_an_error(make, monkeypatch):
     monkeypatch.setattr("spark_bridge.queryable.reads.scans.STREAM_BATCH_ROWS", 1)
     w = make()
     w.batch(filled(1))

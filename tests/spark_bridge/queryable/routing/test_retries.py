@@ -94,7 +94,7 @@ def test_permanent_errors_are_raised_at_once(kind: type[Exception]) -> None:
 
 
 @pytest.mark.parametrize("kind", [QueryEndedError, UnknownOperatorError])
-def test_a_query_that_ended_is_waited_for_by_those_who_have_had_answers(kind: type[Exception]) -> None:
+def test_ended_query_is_awaited_by_clients_with_earlier_answers(kind: type[Exception]) -> None:
     clock = Time()
 
     def call() -> None:
@@ -146,7 +146,7 @@ def test_delays_are_random_by_half() -> None:
     assert len({Attempts("x", clock() + 9, clock=clock).delay(NotOwnerError("no")) for _ in range(20)}) > 10
 
 
-def test_errors_are_what_they_were_before_they_crossed_the_network() -> None:
+def test_errors_keep_their_class_across_the_network() -> None:
     for kind in (NotOwnerError, RetiredRunError, StateVersionError):
         rebuilt = rebuilt_error(kind.__name__, "it says this")
         assert (type(rebuilt), str(rebuilt)) == (kind, "it says this")

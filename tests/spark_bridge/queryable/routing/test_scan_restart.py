@@ -184,7 +184,7 @@ def test_unresponsive_coordinator_is_awaited(cluster: Cluster, monkeypatch: pyte
             r.scan(ScanRequest("run2", "totals", at=At("version", 2), partitions=[0], previous_run="run1"))
 
 
-def test_only_the_rest_of_a_version_is_behind_another_run(cluster: Cluster) -> None:
+def test_only_the_rest_of_a_version_comes_from_another_run(cluster: Cluster) -> None:
     with KvConnections(TOKEN) as connections, pytest.raises(RequestError, match="isolation version"):
         request = ScanRequest(cluster.run, "totals", at=At("completed"), previous_run="run0")
         list(connections.stream(cluster.hosts[0].address, request))

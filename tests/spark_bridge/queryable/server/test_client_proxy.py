@@ -125,7 +125,7 @@ def test_every_proxy_answers_for_all_hosts_if_forwarding_is_on(cluster: Cluster,
         assert msgspec.json.decode(body, type=OperatorLocation) == located(cluster)
 
 
-def test_partitions_are_scanned_in_the_order_asked_whoever_owns_them(
+def test_partitions_are_scanned_in_the_requested_order_across_owners(
     cluster: Cluster, connections: KvConnections
 ) -> None:
     def users(host: int, partitions: list[int], limit: int | None = None) -> list[int]:

@@ -193,7 +193,7 @@ def last_of(client: RawClient) -> Any:
 
 
 @ROUNDS
-def test_hosts_know_what_is_wrong_with_a_request(cluster, rounds, caplog):
+def test_hosts_name_the_error_of_a_request(cluster, rounds, caplog):
     odd = Odd(f"hosts {rounds}", stored_keys(cluster))
     clients = [RawClient(h.address, token=TOKEN) for h in cluster.hosts]
     answered: dict[str, int] = {}

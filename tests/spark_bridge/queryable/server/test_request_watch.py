@@ -315,7 +315,7 @@ def test_a_large_answer_is_refused_while_it_is_read(world, monkeypatch):
         world.reads[0].lookup(lookup, stored(range(4)))
 
 
-def test_an_answer_is_refused_when_it_becomes_too_large_and_gives_back_what_it_took(monkeypatch):
+def test_oversized_answer_is_rejected_and_releases_its_memory(monkeypatch):
     class Reads(MemoryReads):
         chunks = 0
 

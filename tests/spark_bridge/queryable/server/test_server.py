@@ -136,7 +136,7 @@ def test_scan_without_matches_sends_empty_replies(monkeypatch):
         assert [b.num_rows for b in pa.ipc.open_stream(b"".join(bodies))] == [1, 0, 0, 0, 1]
 
 
-def test_an_error_midway_is_a_failure_and_the_connection_goes_on():
+def test_error_midway_fails_the_request_and_keeps_the_connection():
     for request in (SCAN, KeyRowsRequest("run", "totals")):
         reads = MemoryReads()
         reads.fail_after = 1
@@ -252,7 +252,7 @@ def test_lengths_that_make_no_sense_end_the_connection(lengths):
         assert client.is_closed()
 
 
-def test_malformed_requests_are_refused_and_the_connection_goes_on():
+def test_malformed_requests_are_rejected_and_the_connection_stays():
     def framed(header: bytes, body: bytes = b"") -> bytes:
         return FRAME_PREFIX.pack(len(header) + len(body), len(header)) + header + body
 

@@ -119,7 +119,7 @@ def test_non_generator_iterators_are_closed_too():
         assert reads.given.closed == 1
 
 
-def test_a_scan_that_takes_too_long_says_so():
+def test_scan_that_takes_too_long_times_out():
     reads = MemoryReads(batches=[rows(0, 1)] * 50)
     reads.pause = 0.02
     with serving(reads, scan_seconds=0.2) as (server, _), client_of(server) as client:
@@ -159,7 +159,7 @@ def test_requests_that_wait_too_long_are_refused():
         assert second.ask(LOOKUP, pack_one(b"k1"))[0] == LookupReply(7)
 
 
-def test_forwarded_requests_have_turns_of_their_own():
+def test_forwarded_requests_have_separate_turns():
     reads = MemoryReads(batches=[rows(0, 1000, 1000)] * 500)
     limits = {"max_requests": 1, "max_scans": 1, "wait_seconds": 0.05}
     with serving(reads, **limits) as (server, _), client_of(server) as first, client_of(server) as second:
@@ -201,7 +201,7 @@ def test_idle_connections_are_closed_and_slow_requests_refused():
         eventually(lambda: server.num_connections == 0)
 
 
-def test_large_requests_share_what_memory_they_may_have():
+def test_large_requests_share_a_memory_budget():
     limits = {"max_request_bytes": 1 << 20, "max_buffered_bytes": (2 << 20) + 4096, "wait_seconds": 0.05}
     with serving(**limits) as (server, _), client_of(server) as first, client_of(server) as second:
         sent = frame_bytes(LOOKUP, keys(*[bytes(1000)] * 1000))

@@ -143,7 +143,7 @@ def test_a_client_without_tls_is_not_answered_by_hosts_with_it(files: Files) -> 
         ask_query(address, None)
 
 
-def test_a_client_with_tls_is_told_that_hosts_have_none(files: Files) -> None:
+def test_client_with_tls_learns_that_hosts_have_none(files: Files) -> None:
     with query_server(None) as address, pytest.raises(TlsError, match="Do the hosts use TLS"):
         ask_query(address, TlsConf(files.ca))
 

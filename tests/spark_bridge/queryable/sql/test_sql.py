@@ -230,7 +230,7 @@ def test_a_connection_of_the_users_has_its_own_tables_too_and_keeps_nothing() ->
             connection.sql("select * from users")
 
 
-def test_without_duckdb_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_duckdb_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "duckdb", None)
     with pytest.raises(EnvironmentProblemError, match=r"ray-statestore\[sql\]"):
         sql(memory(), "select 1")
@@ -324,7 +324,7 @@ def test_temporary_files_are_private_bounded_and_gone_afterwards(
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
-def test_a_database_is_used_again_only_when_its_statement_is_gone() -> None:
+def test_database_is_reused_only_after_its_statement_is_released() -> None:
     client = two_versions()
     duckdb_connections._idle.clear()
     first = sql(client, "select a.user from a order by 1", limits=SMALL)

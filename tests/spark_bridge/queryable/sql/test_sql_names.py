@@ -63,7 +63,7 @@ def test_names_are_resolved() -> None:
         resolve(("web",), known)
 
 
-def test_windows_are_no_part_of_the_key_that_is_looked_up() -> None:
+def test_windows_are_not_part_of_a_looked_up_key() -> None:
     state = {"name": "default", "kind": "rows", "key": {"user": "int64", "window": "struct<...>"}, "window": "window"}
     operator = {"query_name": None, "query_id": "q", "run_id": "r", "operator": "o", "state": [state]}
     (of,) = catalog_tables(operator)
