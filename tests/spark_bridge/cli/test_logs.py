@@ -11,7 +11,7 @@ from spark_bridge.overview.model import CoordinatorInfo, LostDriver, Overview, Q
 
 QUERY = Query("q-1", "r-1", "clicks", "running", "/ck", "/ck/statestore", 1, 1, 1, 0)
 COORDINATOR = [
-    "printed before the first event",
+    "what was printed before the first event",
     "2026-01-01 10:00:01,000 INFO coordinator_actor.x: Registered run r-1",
     "2026-01-01 10:00:03,000 WARNING coordinator_actor.x: Run r-12 is another one",
     "2026-01-01 10:00:05,000 ERROR coordinator_actor.x: Storing failed",
